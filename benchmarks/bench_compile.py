@@ -24,7 +24,7 @@ import torch
 from record import write
 
 from seqfuse import compiler
-from seqfuse.fuser import run
+from seqfuse.run import fuser as run
 
 ROUNDS = 5
 MODELS = {

@@ -23,9 +23,9 @@ from torch import nn
 
 import seqfuse as sf
 from seqfuse.convert.region import Region
-from seqfuse.fuser import node
 from seqfuse.fusion import FusedOperation
 from seqfuse.operation import UnfusedOperation
+from seqfuse.run import node
 
 STEPS = 300
 

@@ -34,12 +34,13 @@ from .errors import (
     SeqfuseError,
     StateError,
 )
-from .fuser import Budget, Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .maingrad import accumulated
 from .names import no_such_name as _no_such_name
 from .operation import FusableOperation, Grads, Traffic, UnfusedOperation
+from .plan import Budget, Plan
 from .pointwise import Gated, Pointwise
+from .run import Fuser, Sequential, remap_keys
 from .saved import Recompute, Saved, field
 from .settings import fusing
 from .tune import tune

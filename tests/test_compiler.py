@@ -216,7 +216,7 @@ def test_kernels_are_compiled_before_the_first_call_runs(cache: Path, monkeypatc
     """Those of the backward pass as well: nothing is compiled while a step runs."""
     compiled: list[int] = []
     compile_all = compiler.compile_all
-    monkeypatch.setattr("seqfuse.fuser.run.compile_all", lambda wanted: compiled.append(compile_all(wanted)))
+    monkeypatch.setattr("seqfuse.run.fuser.compile_all", lambda wanted: compiled.append(compile_all(wanted)))
     model, x = block(), torch.randn(64, 64, requires_grad=True)
     y = model(x)
     assert compiled[0] >= 2

@@ -29,7 +29,7 @@ NOT_WRITTEN = {
 }
 # The same in rooms where the word means nothing else.
 OF_GEMMS = re.compile(r"\bproducts?\b(?! of (queries|all))", re.IGNORECASE)
-GEMM_ROOMS = ("fuser", "fusions", "nn", "parallel", "tune", "pictures")
+GEMM_ROOMS = ("plan", "run", "fusions", "nn", "parallel", "tune", "pictures")
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqfuse import env, kernels
-from seqfuse.fuser.fake import faking
 from seqfuse.kernels._variants import Type, Variant
+from seqfuse.plan.fake import faking
 from seqfuse.testing.compile import is_divisible, type_of
 
 from . import draw

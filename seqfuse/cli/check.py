@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..errors import PluginError
-from ..fuser import Sequential, flatten
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
+from ..plan import flatten
+from ..run import Sequential
 from ..testing import NotRun, check_fusion, check_op
 from . import inputs, repro
 from .compare import compare, runs_of

@@ -11,8 +11,9 @@ from torch import nn
 
 from ..env import Env
 from ..errors import InputError, hinted
-from ..fuser import Sequential, flatten
 from ..operation import UnfusedOperation
+from ..plan import flatten
+from ..run import Sequential
 from ..testing.numerics import FusedMismatch, assert_fused_close
 from . import inputs
 from .inputs import Spec

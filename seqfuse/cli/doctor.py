@@ -20,8 +20,8 @@ import torch
 
 from .. import compiler, fusions, plugins, store
 from ..env import Env, why_no_c
-from ..fuser import Sequential
 from ..fusion import FusedOperation, InferenceFusion
+from ..run import Sequential
 from ..settings import settings
 from ..testing.cases import Case, Specimen
 from ..testing.patterns import example_lists

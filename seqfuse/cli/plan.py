@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..env import Env, rows_of
-from ..fuser import Plan, Sequential
+from ..plan import Plan
+from ..run import Sequential
 from . import inputs
 from .target import Unable, container, load
 

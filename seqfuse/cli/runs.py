@@ -11,15 +11,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Fuser, Sequential, flatten
-from ..fuser.fake import is_fake
-from ..fuser.match import Matcher, Refusal
-from ..fuser.op_list import Region
-from ..fuser.plan import Step
-from ..fuser.reference import draw, number_seeds, run_eagerly, walk_reference
-from ..fuser.schedule import Candidate
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
+from ..plan import flatten
+from ..plan.fake import is_fake
+from ..plan.match import Matcher, Refusal
+from ..plan.plan import Step
+from ..plan.reference import draw, number_seeds, run_eagerly, walk_reference
+from ..plan.schedule import Candidate
+from ..run import Fuser, Sequential
+from ..run.regions import Region
 from ..settings import fusing
 from ..testing.bench import seeded
 from .inputs import Spec, surroundings, vocabulary

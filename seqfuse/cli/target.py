@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..fuser import Sequential
 from ..operation import FusableOperation
+from ..run import Sequential
 
 
 class Unable(Exception):

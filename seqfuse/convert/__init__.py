@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from ..fuser.budget import Choice
-from ..fuser.sequential import Fusions
+from ..plan.schedule import Choice
+from ..run.sequential import Fusions
 
 if TYPE_CHECKING:
     from .capture import Conversion

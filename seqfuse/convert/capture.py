@@ -22,8 +22,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule  # pyright: ignore[repo
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
-from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
+from ..run.sequential import Sequential
 from .asking import answer_as_eager
 from .buffers import Buffers
 from .calls import Call, Calls, name_owners

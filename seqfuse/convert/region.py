@@ -17,14 +17,14 @@ from torch.fx import Node
 from .. import ops
 from ..env import Env, rows_of
 from ..errors import SeqfuseError
-from ..fuser.budget import Choice, MemoryChoice
-from ..fuser.footprint import Memory
-from ..fuser.guard import bind
-from ..fuser.op_list import Region as PlannedRegion
-from ..fuser.plan import Plan
-from ..fuser.reference import draw
-from ..fuser.run import Fuser
-from ..fuser.sequential import Fusions, Sequential, install
+from ..plan.facts import Memory
+from ..plan.plan import Plan
+from ..plan.reference import draw
+from ..plan.schedule import Choice, MemoryChoice
+from ..run.fuser import Fuser
+from ..run.guard import bind
+from ..run.regions import Region as PlannedRegion
+from ..run.sequential import Fusions, Sequential, install
 from .chains import Order
 from .graph import example, fake, numbers, owner
 from .launches import Before, Launches, Unconverted

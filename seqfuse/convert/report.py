@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from ..env import why_no_c
-from ..fuser.step import Step
 from ..ops import Fork
 from ..pictures.text import longer
+from ..plan.step import Step
 from .calls import Calls, Captured
 from .region import Region
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from ..fuser.budget import Choice
-from ..fuser.sequential import Fusions
+from ..plan.schedule import Choice
+from ..run.sequential import Fusions
 from . import attention, attention_by_hand, linears, matmuls, norms, norms_by_hand, pointwise
 from .bodies import hand_over, run_bodies
 from .chains import Chain, chains_of, needed, order_of

@@ -10,9 +10,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..errors import InputError
-from ..fuser.budget import MODES, Budget, Choice
-from ..fuser.sequential import Fusions
 from ..fusion import checked
+from ..plan.schedule import MODES, Budget, Choice
+from ..run.sequential import Fusions
 from .capture import Backend, Conversion, call_impl
 from .rewriting import Options
 

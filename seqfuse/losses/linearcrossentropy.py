@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..fuser.reference import transformed
 from ..group import Group, ParameterShard, identity, summed_gradient, vocabulary_shard, with_backward
 from ..ops._read import divide, initial
+from ..plan.reference import transformed
 from ..signature import checks_arguments
 from ._ask import How, Reduction, check, check_targets
 from ._chunks import counted_rows, flat, own_targets, reduced, walk, wide_dtype

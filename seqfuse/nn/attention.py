@@ -11,8 +11,8 @@ from torch import nn
 
 from .. import ops
 from ..errors import InputError
-from ..fuser.sequential import Sequential
 from ..group import Group
+from ..run.sequential import Sequential
 from ._across import across, own_heads
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import ops
-from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
+from ..run.sequential import Sequential
 from ._unaltered import check_unaltered
 from .attention import MultiHeadAttention
 from .transformer import TransformerLayer, TransformerStack

@@ -11,9 +11,9 @@ from torch import nn
 
 from .. import ops
 from ..errors import InputError
-from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
 from ..pointwise import Gated
+from ..run.sequential import Sequential
 from ._across import across
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
+from ..run.sequential import Sequential
 from ._across import norm_on_rows
 from .attention import MultiHeadAttention
 from .feedforward import FeedForward

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from ..fuser.sequential import Fusions, Sequential
+from ..run.sequential import Fusions, Sequential
 from .add import Add
 from .fork import Fork
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..fuser.sequential import Sequential
 from ..group import ParameterShard
+from ..run.sequential import Sequential
 from .staged import StagedFuser
 
 

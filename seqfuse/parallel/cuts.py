@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import PlanError
-from ..fuser.flatten import Node, located
 from ..operation import UnfusedOperation
+from ..plan.flatten import Node, located
 
 
 def begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..fuser.sequential import Sequential
+from ..run.sequential import Sequential
 from .collectives import staged
 from .remote_tensor import blank
 from .staged import StagedFuser

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, PlanError
-from ..fuser.flatten import Node, flatten, located
-from ..fuser.sequential import Sequential, install
+from ..plan.flatten import Node, flatten, located
+from ..run.sequential import Sequential, install
 from .cuts import begins
 from .staged import StagedFuser
 from .transfer import Boundary, Placement

@@ -13,12 +13,12 @@ from torch.nn.utils import parametrize
 
 from ..env import any_autocast
 from ..errors import InputError, StateError
-from ..fuser.inputs import validate
-from ..fuser.op_list import KEPT_PROGRAMS, OpList, Region
-from ..fuser.reference import check_channels, draw, run_eagerly, transformed, walk_reference
-from ..fuser.run import Fuser
-from ..fuser.sequential import Sequential
 from ..ops._cache import current
+from ..plan.inputs import validate
+from ..plan.reference import check_channels, draw, run_eagerly, transformed, walk_reference
+from ..run.fuser import Fuser
+from ..run.regions import KEPT_PROGRAMS, OpList, Region
+from ..run.sequential import Sequential
 from .remote_tensor import Elsewhere, blank
 from .transfer import Boundary, Placement, sources, stand_in, through, together
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from .. import ops
 from ..errors import InputError, PlanError
-from ..fuser.flatten import flatten, inside_of
 from ..group import Group, ParameterShard
 from ..losses import LinearCrossEntropy
 from ..nn._across import own_heads  # pyright: ignore[reportPrivateUsage]
 from ..operation import FusableOperation, UnfusedOperation
+from ..plan.flatten import flatten, inside_of
 from ..pointwise import Gated, Pointwise
 from .transfer import Boundary
 

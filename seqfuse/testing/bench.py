@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..fuser import Fuser, Sequential
-from ..fuser.match import Matcher, Refusal
-from ..fuser.reference import by_reference
-from ..fuser.schedule import Candidate
-from ..fuser.stretch import Stretch
 from ..fusion import FusedOperation
+from ..plan.match import Matcher, Refusal
+from ..plan.reference import by_reference
+from ..plan.schedule import Candidate
+from ..plan.step import Stretch
+from ..run import Fuser, Sequential
 
 Prepare = Callable[[FusedOperation], None]
 

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Sequential, flatten
-from ..fuser.flatten import Node, public_channels
 from ..operation import UnfusedOperation
+from ..plan import flatten
+from ..plan.flatten import Node, public_channels
+from ..run import Sequential
 from .bench import Bench, seeded
 from .structure import Tree, Untouched, assert_bitwise_equal, copied
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied

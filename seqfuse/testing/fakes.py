@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..fuser.fake import faking
+from ..plan.fake import faking
 from ..saved import Saved, packing
 from .observe import Pass, leaves
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from .. import ops
-from ..fuser import Sequential
-from ..fuser.reference import random_seeds
-from ..fuser.sequential import Fusions
 from ..operation import UnfusedOperation
 from ..ops.residual import Residual
+from ..plan.reference import random_seeds
+from ..run import Sequential
+from ..run.sequential import Fusions
 from .bench import seeded
 from .plain import plain
 from .tensors import generator, laid_out, seeded_randn

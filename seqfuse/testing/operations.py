@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from ..fuser.stretch import Wants
 from ..operation import UnfusedOperation
+from ..plan.step import Wants
 from ..saved import Saved, packing
 from .arguments import check_arguments
 from .bench import Bench, seeded

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..env import Savings
 from ..errors import FallbackWarning, KernelError
-from ..fuser.flatten import Node
-from ..fuser.plan import Plan, Step
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion
+from ..plan.flatten import Node
+from ..plan.plan import Plan, Step
 from ..saved import Saved
 from ..settings import fusing
 from .bench import Bench, Prepare

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .. import cost_table, store
 from ..cost_table import Machine, Measurement
 from ..errors import InputError, KernelError
-from ..fuser.fingerprint import global_hooks
-from ..fuser.reference import transformed
-from ..fuser.schedule import Candidate
+from ..plan.flatten import global_hooks
+from ..plan.reference import transformed
+from ..plan.schedule import Candidate
 from ..settings import settings
 from ..traffic import unfused
 from .candidates import CalledRegion, passes, real, stretches

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from ..casts import cast_once
 from ..env import Env
-from ..fuser import interpret
-from ..fuser.cost_lookup import Known
-from ..fuser.flatten import has_own_graph
-from ..fuser.lowering import Context, Segment, lower
-from ..fuser.match import Matcher
-from ..fuser.op_list import Region
-from ..fuser.plan import Plan, plan_region
-from ..fuser.preview import choice_in
-from ..fuser.schedule import Candidate
-from ..fuser.stretch import Stretch
 from ..fusion import BackwardFusion, JointFusion
+from ..plan.cost_lookup import Known
+from ..plan.flatten import has_own_graph
+from ..plan.match import Matcher
+from ..plan.plan import Plan, plan_region
+from ..plan.schedule import Candidate
+from ..plan.step import Stretch
+from ..run import interpret
+from ..run.ahead import choice_in
+from ..run.lower import Context, Segment, lower
+from ..run.regions import Region
 from ..settings import fusing_now
 from .shadow import Site
 from .timing import Passes, scratch_like

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SeqfuseError
-from ..fuser.fake import faking
-from ..fuser.inputs import validate
-from ..fuser.op_list import OpList, Region
-from ..fuser.reference import check_channels, draw, walk_reference
-from ..fuser.run import Fuser
-from ..fuser.sequential import Sequential, install
+from ..plan.fake import faking
+from ..plan.inputs import validate
+from ..plan.reference import check_channels, draw, walk_reference
+from ..run.fuser import Fuser
+from ..run.regions import OpList, Region
+from ..run.sequential import Sequential, install
 
 MODES = ("train", "eval")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

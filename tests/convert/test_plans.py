@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import seqfuse as sf
 from seqfuse.convert.region import Region
 from seqfuse.convert.rewriting import Options
-from seqfuse.fuser.budget import Choice
+from seqfuse.plan.schedule import Choice
 from seqfuse.testing import seeded_randn
 
 from .recording import Replayed

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import plan as planning
-from seqfuse.fuser import run as running
 from seqfuse.ops._aten import tanh_backward
+from seqfuse.plan import plan as planning
+from seqfuse.run import fuser as running
 from seqfuse.testing import seeded_randn
 
 

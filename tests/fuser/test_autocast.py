@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.casts import cast_once, lowered
-from seqfuse.fuser import flatten
-from seqfuse.fuser.inputs import dtypes_of, under_autocast
+from seqfuse.plan import flatten
+from seqfuse.plan.inputs import dtypes_of, under_autocast
 
 from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, draw, randomize
 

@@ -246,7 +246,7 @@ def test_where_every_gradient_is_asked_for_the_generated_code_runs(monkeypatch: 
     expected = torch.autograd.grad(model(x).sum(), leaves)
     y = model(x)
     with monkeypatch.context() as patch:
-        patch.setattr("seqfuse.fuser.interpret.backward", None)
+        patch.setattr("seqfuse.run.interpret.backward", None)
         found = torch.autograd.grad(y.sum(), leaves)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
@@ -265,7 +265,7 @@ def test_backward_of_everything_does_not_ask_for_each_leaf(monkeypatch: pytest.M
     def asked(fn: Any) -> bool:
         raise AssertionError(f"{fn} was asked for")
 
-    monkeypatch.setattr("seqfuse.fuser.node.executes", asked)
+    monkeypatch.setattr("seqfuse.run.node.executes", asked)
     for _ in range(3):
         for leaf in leaves:
             leaf.grad = None

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser.reference import random_seeds
+from seqfuse.plan.reference import random_seeds
 from seqfuse.testing import laid_out
 
 from .kit_b import assert_same, draw, passes, randomize
@@ -216,7 +216,7 @@ def test_a_seed_given_to_torch_reproduces_and_a_call_moves_the_generator_on():
 
 
 def test_one_seed_vector_per_call_whatever_the_number_of_dropouts(monkeypatch: pytest.MonkeyPatch):
-    from seqfuse.fuser import run as running
+    from seqfuse.run import fuser as running
 
     drawn: list[int] = []
     draw_seeds = running.draw

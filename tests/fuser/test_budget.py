@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.cost_table import Measurement
-from seqfuse.fuser.budget import BALANCED, chosen_for
-from seqfuse.fuser.cost_lookup import Known
-from seqfuse.fuser.schedule import Candidate, Kept, cheapest
+from seqfuse.plan.cost_lookup import Known
+from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for
 from tests.fuser.fusions import tensor
 
 ENV = sf.Env()

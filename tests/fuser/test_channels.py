@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser.run import Fuser
+from seqfuse.run.fuser import Fuser
 from tests.fuser.fusions import (
     BY_NAME,
     PAIR,

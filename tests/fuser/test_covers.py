@@ -15,7 +15,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser.schedule import Candidate, cheapest
+from seqfuse.plan.schedule import Candidate, cheapest
 from seqfuse.testing import FusedMismatch, Untouched
 from tests.fuser.fusions import (
     BY_NAME,

@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import interpret
-from seqfuse.fuser.flatten import flatten
-from seqfuse.fuser.inputs import Border, along_of, under_autocast
-from seqfuse.fuser.lowering import Context, lower
-from seqfuse.fuser.stretch import Stretch
+from seqfuse.plan.flatten import flatten
+from seqfuse.plan.inputs import Border, along_of, under_autocast
+from seqfuse.plan.step import Stretch
+from seqfuse.run import interpret
+from seqfuse.run.lower import Context, lower
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 OPERATIONS = sorted(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import op_list, run
+from seqfuse.run import fuser as run
+from seqfuse.run import regions as op_list
 from tests.fuser.fusions import PAIR, BiasReLU, BiasReLUBack, tensor
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import interpret
+from seqfuse.run import interpret
 from seqfuse.settings import fusing_now
 from seqfuse.settings import settings as read_settings
 

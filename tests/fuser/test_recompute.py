@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError, StateError
-from seqfuse.fuser import interpret
 from seqfuse.operation import config_version
+from seqfuse.run import interpret
 from seqfuse.saved import packing
 
 from .kit_b import assert_same, draw, passes, randomize

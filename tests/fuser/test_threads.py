@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import run as running
+from seqfuse.run import fuser as running
 
 from .kit_b import (
     BiasTanhBackward,

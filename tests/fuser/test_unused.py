@@ -11,7 +11,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import interpret
+from seqfuse.run import interpret
 from tests.fuser.fusions import (
     AddForkBackward,
     AddForkForward,

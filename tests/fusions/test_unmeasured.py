@@ -11,7 +11,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fuser.match import UNMEASURED
+from seqfuse.plan.match import UNMEASURED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import plain

@@ -110,7 +110,7 @@ def test_each_pass_is_one_launch_and_nothing_else(
         assert torch.equal(dx == 0, y == 0)
         assert 0 < int((y == 0).sum()) < y.numel()
         seeds = torch.zeros(1, dtype=torch.int64, device=device)
-        monkeypatch.setattr("seqfuse.fuser.run.draw", lambda *_: seeds)
+        monkeypatch.setattr("seqfuse.run.fuser.draw", lambda *_: seeds)
         with running(monkeypatch) as ahead:
             y = model(x)
         dy = torch.ones_like(y)

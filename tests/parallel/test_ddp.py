@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import segments
 from seqfuse.nn import TransformerStack
+from seqfuse.plan import plan as segments
 from tests.processes import failures
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqfuse as sf
 from seqfuse import nn, ops, parallel
-from seqfuse.fuser import dynamo
-from seqfuse.fuser.op_list import OpList
 from seqfuse.group import Group
+from seqfuse.run import dynamo
+from seqfuse.run.regions import OpList
 
 from .sharded import share_of
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import Plan
-from seqfuse.fuser.op_list import Region
 from seqfuse.pictures import PlanData, style, svg
 from seqfuse.pictures.markup import cut, cut_before, escaped, tag, width
 from seqfuse.pictures.score import LONG, columns_of, fold, fold_loosely, lines_of
@@ -28,6 +26,8 @@ from seqfuse.pictures.svg import _listed as listed
 from seqfuse.pictures.svg import _split as split_name
 from seqfuse.pictures.svg import headline as svg_headline
 from seqfuse.pictures.text import render
+from seqfuse.plan import Plan
+from seqfuse.run.regions import Region
 from tests.pictures import drawn as drawn_now
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,8 +14,8 @@ import torch
 import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.cost_table import Machine
-from seqfuse.fuser import plan as planning
-from seqfuse.fuser.cost_lookup import Known
+from seqfuse.plan import plan as planning
+from seqfuse.plan.cost_lookup import Known
 
 HERE = Machine("NVIDIA H200", "sm_90", "580.1", None, True, "2.13.0", "3.7.1", "0.1.0")
 ENV = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import cost_table, ops
-from seqfuse.fuser import cost_lookup, flatten, interpret
 from seqfuse.operation import config_version
+from seqfuse.plan import cost_lookup, flatten
+from seqfuse.run import interpret
 from seqfuse.testing.bench import Bench
 from seqfuse.tune import TuneReport, _Search, timing
 from seqfuse.tune.ranks import Ranks
@@ -473,7 +474,7 @@ def test_where_nothing_can_be_timed_the_declared_costs_stay(what: str, monkeypat
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     elif what == "vmap":
         monkeypatch.setattr("torch._C._functorch.peek_interpreter_stack", lambda: 1)
-        from seqfuse.fuser import reference
+        from seqfuse.plan import reference
 
         monkeypatch.setattr(reference, "_interpreter", lambda: 1)
     else:

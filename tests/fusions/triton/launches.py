@@ -19,11 +19,11 @@ import torch
 import seqfuse as sf
 from benchmarks.launch_counts import CONVERTS, FREE, Launches, counting
 from seqfuse import env, ops
-from seqfuse.fuser.fake import faking
 from seqfuse.fusions import LinearBiasActOneDNN
 from seqfuse.inference import KVCache
 from seqfuse.nn import TransformerLayer
 from seqfuse.ops import _attention
+from seqfuse.plan.fake import faking
 from tests.fusions.triton.eager import Eager
 
 UNMEASURED = tuple(fusion for fusion in sf.fusions.default if fusion.needs_measurement)

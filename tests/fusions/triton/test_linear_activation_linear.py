@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fuser.sequential import install
 from seqfuse.fusions import linear_activation_linear
 from seqfuse.fusions.linear_activation_linear import LinearActivationLinear
+from seqfuse.run.sequential import install
 from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.bench import Bench
 from tests.fusions.triton.fourways import four_ways

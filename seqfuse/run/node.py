@@ -17,11 +17,11 @@ from ..casts import autocasting
 from ..env import any_autocast
 from ..errors import StateError
 from ..maingrad import main_grads
+from ..plan.fake import is_fake
 from ..saved import is_late, packing
 from . import interpret
-from .codegen import backward_code, backward_steps, forward_code, is_static
-from .fake import is_fake
-from .lowering import NeededGrads, Segment
+from .code import backward_code, backward_steps, forward_code, is_static
+from .lower import NeededGrads, Segment
 
 SURPRISES = 2
 """So often a forward may save something else than it was seen to; then its records are packed anew in each call."""

@@ -19,12 +19,11 @@ from torch.nn.utils import parametrize
 from ..errors import PlanError, StateError
 from ..group import Group, Redistribution, Sharding
 from ..operation import FusableOperation, UnfusedOperation
-from .fake import is_fake
-from .fingerprint import Fingerprint
-from .flatten import TWINS, Node, flatten, inside_of, plain_type, public_channels
-from .lowering import Segment
-from .plan import Plan
-from .reference import number_seeds
+from ..plan.fake import is_fake
+from ..plan.flatten import TWINS, Fingerprint, Node, flatten, inside_of, plain_type, public_channels
+from ..plan.plan import Plan
+from ..plan.reference import number_seeds
+from .lower import Segment
 
 KEPT_PROGRAMS = 512
 

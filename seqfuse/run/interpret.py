@@ -26,12 +26,12 @@ from ..errors import (
 )
 from ..fusion import BackwardFusion, records_of
 from ..maingrad import MainGrads, accumulated
+from ..plan.fake import is_fake
+from ..plan.inputs import Like, clearer, recast
+from ..plan.step import Record, Step, fit
 from ..saved import Layout, Saved, packing
 from .check import check_backward, check_forward
-from .fake import is_fake
-from .inputs import Like, clearer, recast
-from .lowering import NeededGrads, Segment
-from .step import Record, Step, fit
+from .lower import NeededGrads, Segment
 
 _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
 # A record that was saved, and where its fields are among the saved tensors.

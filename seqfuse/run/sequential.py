@@ -17,10 +17,10 @@ from ..env import Env
 from ..errors import InputError, hinted, meant
 from ..fusion import FusedOperation
 from ..operation import NOT_GIVEN, FusableOperation, named_input, takes_input
+from ..plan.plan import Plan
+from ..plan.schedule import Choice, choice_of
 from ..signature import checks_arguments
-from .budget import Choice, choice_of
-from .plan import Plan
-from .run import Fuser
+from .fuser import Fuser
 
 Fusions = Sequence[type[FusedOperation]]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Env
-from .fake import faking
+from ..plan.fake import faking
+from ..plan.plan import Plan
 from .interpret import backward, forward
-from .lowering import Segment
-from .plan import Plan
+from .lower import Segment
 
 
 def calls_c(plan: Plan) -> bool:

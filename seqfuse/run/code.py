@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..fusion import BackwardFusion
 from ..generated import Source, identifier
+from ..plan.step import Drawn, Step, fit
 from ..saved import Recompute, is_late, kind_of, packing
 from .interpret import Kept, fit_record, look
-from .lowering import Segment
-from .step import Drawn, Step, fit
+from .lower import Segment
 
 _DATA = (type(None), bool, int, float, str)
 

@@ -19,7 +19,7 @@ from ..cost_table import Machine, Measurement, table
 from ..env import bucket, rows_of, short
 from ..fusion import FusedOperation
 from .flatten import Node, plain_type
-from .stretch import Stretch
+from .step import Stretch
 
 _OWN, _FOREIGN = "seqfuse", ("torch", "triton", "builtins", "typing", "abc")
 _OF_A_MODULE = frozenset(nn.Module().__dict__) | {"_engine"}

@@ -19,21 +19,21 @@ from ..env import Env, any_autocast, autocast_of
 from ..errors import FallbackWarning, InputError, StateError, step_note
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
+from ..plan.fake import is_fake
+from ..plan.flatten import flatten, has_own_graph, public_channels
+from ..plan.inputs import check_devices, expect_tensor, validate
+from ..plan.match import Matcher
+from ..plan.plan import Plan, plan_region
+from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
+from ..plan.schedule import Budget, Choice, choice_of
+from ..plan.step import Stretch
 from ..settings import fusing_now, settings
-from .budget import Budget, Choice, choice_of
-from .fake import is_fake
-from .flatten import flatten, has_own_graph, public_channels
+from .ahead import choice_in, plan_ahead
 from .guard import bind as bind_call
 from .guard import device, dtype, requires
-from .inputs import check_devices, expect_tensor, validate
-from .lowering import Context, lower
-from .match import Matcher
-from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
-from .plan import Plan, plan_region
-from .preview import choice_in, plan_ahead
-from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
+from .lower import Context, lower
+from .regions import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
 from .rehearse import calls_c, kernels_of
-from .stretch import Stretch
 
 KEPT_LISTS = 8
 _numbers = itertools.count()

@@ -1,15 +1,158 @@
-"""The choices of `memory=`, and the best pair of schedules for each."""
+"""The cheapest pair of schedules of a sequence."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from ..env import Env, Savings
 from ..errors import InputError
-from .schedule import TIES, Candidate, Edge, Kept, Path, Weigh, best, graph, passes_of
+from ..fusion import BackwardFusion, FusedOperation, JointFusion
 from .step import Step
+
+TIES = 40  # bits below a nanosecond, for the number of fusions and their ranks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A fusion matched on positions `start..stop`, with its cost in integer nanoseconds (negative: it saves)."""
+
+    fusion: FusedOperation
+    start: int
+    stop: int
+    cost: int
+    rank: int = 0  # place of its class in the fusion set
+
+    @property
+    def name(self) -> str:
+        """The fusion's name."""
+        return type(self.fusion).__name__
+
+
+Edge = tuple[int, int, int, Candidate | None]  # the node before, time, bytes, and the fusion
+Weigh = Callable[[int, int], int]
+Path = tuple[int, int, list[Candidate]]  # time, bytes, and the fusions
+Starting = dict[int, list[Candidate]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The tensors that steps would save, by numbers; a tensor that two steps save is one."""
+
+    own: Sequence[frozenset[int]]  # of each operation, in order
+    fused: Mapping[tuple[int, FusedOperation], frozenset[int]]  # of fusions that save something else, by their starts
+    sizes: Mapping[int, int]  # bytes of each tensor
+
+    @property
+    def unfused(self) -> int:
+        """Bytes that the operations save unfused."""
+        return sum(self.sizes[t] for t in frozenset[int]().union(*self.own))
+
+    def saved_by(self, forward: Sequence[Step]) -> int:
+        """Bytes that the steps of a forward schedule save."""
+        first, tensors = forward[0].start if forward else 0, set[int]()
+        for step in forward:
+            own = self.fused.get((step.start, step.operation)) if step.fused else None
+            tensors = tensors.union(*self.own[step.start - first : step.stop - first]) if own is None else tensors | own
+        return sum(self.sizes[t] for t in tensors)
+
+
+def cheapest(
+    start: int, stop: int, candidates: Iterable[Candidate], live_from: int
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The fusions of the exact cheapest pair of schedules of positions `start..stop`: forward, backward.
+
+    Ties go to fewer fusions, then to the order of the fusion set.
+    """
+    return passes_of(best([*graph(start, stop, candidates, live_from)], lambda time, _: time), live_from)
+
+
+def passes_of(path: Path, live_from: int) -> tuple[list[Candidate], list[Candidate]]:
+    """The fusions of each pass: forward, backward."""
+    back = [c for c in path[2] if isinstance(c.fusion, BackwardFusion) or (c.fusion.has_record and c.stop > live_from)]
+    return [c for c in path[2] if not isinstance(c.fusion, BackwardFusion)], back
+
+
+def graph(
+    start: int, stop: int, candidates: Iterable[Candidate], live_from: int, kept: Kept | None = None
+) -> Iterator[list[Edge]]:
+    """The edges into each state, in an order in which they can be walked; the first and the last are the ends.
+
+    A state is a pair of positions, one per pass; the pass that lags advances, so every pair of schedules is reached and
+    the two positions meet wherever both schedules have a border. There a joint fusion may take both. The positions
+    differ by less than the longest pattern, so the work is linear in its length. Where bytes count, a state is also
+    which tensors that a later step would save are saved.
+    """
+    forward: Starting = {}
+    backward: Starting = {}
+    joint: Starting = {}
+    for c in candidates:
+        both = isinstance(c.fusion, JointFusion) and c.stop > live_from
+        into = backward if isinstance(c.fusion, BackwardFusion) else joint if both else forward
+        into.setdefault(c.start, []).append(c)
+    last: dict[int, int] = {}
+    if kept is not None:
+        for at, tensors in enumerate(kept.own, start):
+            last.update(dict.fromkeys(tensors, at))
+        for c in itertools.chain(*forward.values(), *joint.values()):
+            last.update((t, c.start) for t in kept.fused.get((c.start, c.fusion), ()) if c.start > last.get(t, -1))
+    none = frozenset[int]()
+    layers: list[dict[tuple[int, int, frozenset[int]], list[Edge]]] = [{} for _ in range(2 * (stop - start) + 1)]
+    layers[0][start, start, none] = []
+
+    def reach(before: int, saved: frozenset[int], f: int, b: int, to: tuple[int, int], c: Candidate | None) -> None:
+        t = 0 if c is None else (c.cost << TIES) + (1 << 24) + c.rank
+        m = 0
+        if kept is not None and to[0] > f:
+            tensors = None if c is None else kept.fused.get((c.start, c.fusion))
+            if tensors is None:
+                tensors = none.union(*kept.own[f - start : to[0] - start])
+            m = sum(kept.sizes[tensor] for tensor in tensors - saved)
+            saved = frozenset(tensor for tensor in tensors | saved if last[tensor] >= to[0])
+        layers[to[0] + to[1] - 2 * start].setdefault((*to, saved), []).append((before, t, m, c))
+
+    number = 0
+    for layer in layers:
+        for (f, b, saved), edges in layer.items():
+            yield edges
+            if f == b:
+                for c in joint.get(f, ()):
+                    reach(number, saved, f, b, (c.stop, c.stop), c)
+            if f <= b and f < stop:
+                reach(number, saved, f, b, (f + 1, b), None)
+                for c in forward.get(f, ()):
+                    reach(number, saved, f, b, (c.stop, b), c)
+            elif b < stop:
+                reach(number, saved, f, b, (f, b + 1), None)
+                for c in backward.get(b, ()):
+                    reach(number, saved, f, b, (f, c.stop), c)
+            number += 1
+
+
+def best(graph: Sequence[list[Edge]], weigh: Weigh) -> Path:
+    """The path of the least weight."""
+    values: list[int] = [0]
+    steps: list[Edge | None] = [None]
+    for edges in graph[1:]:
+        least, through = values[edges[0][0]] + weigh(*edges[0][1:3]), edges[0]
+        for edge in edges[1:]:
+            value = values[edge[0]] + weigh(edge[1], edge[2])
+            if value < least:
+                least, through = value, edge
+        values.append(least)
+        steps.append(through)
+    time = size = 0
+    path: list[Candidate] = []
+    edge = steps[-1]
+    while edge is not None:
+        before, t, m, c = edge
+        time, size = time + t, size + m
+        path += () if c is None else (c,)
+        edge = steps[before]
+    return time, size, path[::-1]
+
 
 BALANCED = 4
 """Bytes moved that are worth as much as one byte not saved, where memory and time are balanced."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,15 +17,52 @@ from ..compiler import compiler
 from ..env import Env, short
 from ..fusion import FusedOperation
 from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, RefusalData, StepData
-from .budget import Choice, MemoryChoice, chosen_for, exceeded
 from .cost_lookup import Known
+from .facts import Memory, look
 from .flatten import Node
-from .footprint import Memory, look
 from .match import Matcher, Refusal, is_own
-from .schedule import Candidate, cheapest
-from .segments import segments_of
-from .step import Step
-from .stretch import Stretch
+from .schedule import Candidate, Choice, MemoryChoice, cheapest, chosen_for, exceeded
+from .step import Step, Stretch
+
+SEGMENT = 8
+
+
+def segments_of(
+    stretch: Stretch, forward: Sequence[Step], backward: Sequence[Step], least: int = 0
+) -> tuple[range, ...]:
+    """Cut where both schedules have a border: near every eighth position, rather where a single tensor crosses.
+
+    Segments before the last have parameters and activations of about `least` bytes, or more.
+    """
+    nodes, start, stop = stretch.nodes, stretch.start, stretch.positions.stop
+    if start == stop:
+        return ()
+    first = backward[0].start if backward else stop
+    borders = {s.start for s in forward} & {*(s.start for s in backward), *range(start, first)}
+    cuts, before = [start], _bytes_before(stretch) if least else int
+    while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
+        aims = range(cuts[-1] + SEGMENT, stop - SEGMENT // 2)
+        aim = next((p for p in aims if before(p) - before(cuts[-1]) >= least), stop)
+        if aim == stop:
+            break
+        reach = range(aim - SEGMENT // 2, min(aim + SEGMENT // 2, stop - 1) + 1)
+        near = [b for b in reach if b in borders]
+        near = near or [b for b in range(reach.stop, stop) if b in borders][:1]
+        if not near:
+            break
+        cuts.append(min(near, key=lambda b: (nodes[b].crossing > 0, abs(b - aim))))
+    return tuple(range(a, b) for a, b in zip(cuts, [*cuts[1:], stop], strict=True))
+
+
+def _bytes_before(stretch: Stretch) -> Callable[[int], int]:
+    """The bytes of parameters and inputs of all operations before a position, as a function of the position."""
+    assert stretch.shapes is not None
+    sums = [0]
+    for node, shape in zip(stretch.inside, stretch.shapes, strict=False):
+        own = [owner._parameters.get(name) for owner, name in node.slots.values()]  # pyright: ignore[reportPrivateUsage]
+        size = sum(p.numel() * p.element_size() for p in own if p is not None)
+        sums.append(sums[-1] + size + math.prod(shape) * stretch.env.dtype.itemsize)
+    return lambda position: sums[position - stretch.start]
 
 
 @dataclasses.dataclass(frozen=True)

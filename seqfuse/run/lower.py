@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..operation import FusableOperation, configured
-from .flatten import Node, public_channels
-from .inputs import Like, check_dtypes
-from .plan import Plan
-from .step import Step
-from .stretch import Stretch, Wants
+from ..plan.flatten import Node, public_channels
+from ..plan.inputs import Like, check_dtypes
+from ..plan.plan import Plan
+from ..plan.step import Step, Stretch, Wants
 
 Slot = tuple[nn.Module, str]
 # The parameters (by their index), whether x, and the channels, whose gradients a backward pass needs.

@@ -18,9 +18,9 @@ from ..env import any_autocast, autocast_of
 from ..generated import Source
 from ..group import summed_gradient
 from ..settings import current_fusing, default_fusing
-from .lowering import Segment
+from .lower import Segment
 from .node import apply_node, run_plain, taken
-from .op_list import Call, CompiledRegion, Region
+from .regions import Call, CompiledRegion, Region
 
 requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 device = operator.attrgetter("device")

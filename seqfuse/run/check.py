@@ -13,12 +13,12 @@ from ..env import short
 from ..errors import PluginError
 from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..maingrad import accumulated
+from ..plan.cost_lookup import describe
+from ..plan.fake import faking, is_fake
+from ..plan.inputs import Like, recast
+from ..plan.step import Step
 from ..saved import Recompute, Saved
-from .cost_lookup import describe
-from .fake import faking, is_fake
-from .inputs import Like, recast
-from .lowering import Context
-from .step import Step
+from .lower import Context
 
 _passed: set[Any] = set()
 

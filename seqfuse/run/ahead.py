@@ -12,18 +12,17 @@ from torch import Tensor, nn
 from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..operation import FusableOperation
+from ..plan.facts import Arriving, Entering, Memory, entering_width, footprint, measure
+from ..plan.fake import recorded
+from ..plan.flatten import Node
+from ..plan.inputs import borders_of, clearer, expect_tensor, validate
+from ..plan.match import Matcher
+from ..plan.plan import Plan, merge, plan_region
+from ..plan.reference import check_channels, check_surplus, walk_reference
+from ..plan.schedule import MODES, Budget, Choice, MemoryChoice, Share
+from ..plan.step import Stretch, Wants
 from ..settings import Fusing, fusing_now
-from .arriving import Arriving
-from .budget import MODES, Budget, Choice, MemoryChoice, Share
-from .fake import recorded
-from .flatten import Node
-from .footprint import Entering, Memory, entering_width, footprint, measure
-from .inputs import borders_of, clearer, expect_tensor, validate
-from .match import Matcher
-from .op_list import OpList, Region
-from .plan import Plan, merge, plan_region
-from .reference import check_channels, check_surplus, walk_reference
-from .stretch import Stretch, Wants
+from .regions import OpList, Region
 
 
 def plan_ahead(

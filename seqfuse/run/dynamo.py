@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ..env import Env
 from ..errors import StateError
 from ..operation import FusableOperation, UnfusedOperation
-from .fake import recorded
-from .flatten import Node, attributes, has_own_graph, public_channels
+from ..plan.fake import recorded
+from ..plan.flatten import Node, attributes, has_own_graph, public_channels
+from ..plan.reference import check_channels, draw, run_eagerly, walk_reference
+from ..plan.step import Step
 from .guard import bind
-from .op_list import OpList, Region, fusers, stretches
-from .reference import check_channels, draw, run_eagerly, walk_reference
-from .step import Step
+from .regions import OpList, Region, fusers, stretches
 
 _one_at_a_time = threading.RLock()
 _Constants = tuple[tuple[str, Any], ...]
