@@ -1,0 +1,32 @@
+"""The record of plans and messages: the same each time, and as it was when it is read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tools import mistakes, record
+
+
+def test_a_record_is_the_same_each_time_and_differences_are_found(tmp_path: Path) -> None:
+    first = record.recorded("converted bert, lean", say=False)
+    record.write(first, tmp_path / "record")
+    _, read = record.read(tmp_path / "record")
+    assert [*record.differences(read, record.recorded("converted bert, lean", say=False))] == []
+    text = "\n".join(line for lines in first.values() for line in lines)
+    assert "forward 0-" in text
+    assert "launches (" in text
+    key = next(key for key in first if key.endswith("H100"))
+    read[key][-1] += "!"
+    assert [*record.differences(read, first)] == [f"{key}:", f"  -{first[key][-1]}!", f"  +{first[key][-1]}"]
+
+
+def test_a_mistake_gives_its_code_and_message() -> None:
+    said = mistakes.outcome(mistakes.CALLS["another width"])
+    assert said[0] == "InputError SeqfuseError ValueError SF101 LayerNorm 3"
+    assert record.normal("at /home/me/seqfuse/a_file.py:12: seqfuse.ops.gelu.GeLU at 0x7f0123456") == (
+        "at a_file.py: GeLU at 0x"
+    )
