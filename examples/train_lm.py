@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128, help=f"width of the model, a multiple of {HEAD}")
     parser.add_argument("--layers", type=int, default=2, help="blocks of attention and MLP")
     parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and data order")
-    parser.add_argument("--plan", type=Path, default=Path("build", "demo_plan.html"), help="where the plan is drawn")
+    parser.add_argument("--plan", type=Path, default=Path("build", "demo_plan.svg"), help="where the plan is drawn")
     args = parser.parse_args()
     if min(args.steps, args.layers, args.dim) < 1 or args.dim % HEAD:
         parser.error(f"steps and layers must be positive, dim a positive multiple of {HEAD}")
@@ -298,7 +298,7 @@ def main() -> None:
     print(f'\nwhat sf.convert(model, memory="lean") did:\n{conversions[1]}')
     plans = [region.plan for graph in conversions[1].graphs for region in graph.regions if region.plan is not None]
     args.plan.parent.mkdir(parents=True, exist_ok=True)
-    args.plan.write_text(max(plans, key=lambda plan: len(plan.names)).html())
+    args.plan.write_text(max(plans, key=lambda plan: len(plan.names)).svg())
     print(f"its plan is drawn in {args.plan}: open it in a browser\n")
     for conversion in conversions:
         conversion.undo()  # from here on torch runs the trained weights

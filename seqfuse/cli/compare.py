@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..env import Env
 from ..errors import InputError, hinted
@@ -16,10 +15,9 @@ from ..plan import flatten
 from ..run import Sequential
 from ..testing.numerics import FusedMismatch, assert_fused_close
 from . import inputs
-from .inputs import Spec
-from .output import tell
+from .inputs import Spec, Under
 from .runs import Place, Run, Values
-from .target import Unable, container, load, said
+from .target import Unable, container, said
 
 DRAWS = 3
 """Draws of inputs, in more than half of which a place has to differ: correct kernels alarm once in 150."""
@@ -166,35 +164,21 @@ def runs_of(
     return first, dataclasses.replace(first, device=other), Run("reference", torch.float64, cpu, rounds=dtype)
 
 
-def compared(
-    name: str,
-    *,
-    given: str,
-    channels: list[str],
-    device: str | None,
-    dtype: str | None,
-    autocast: str | None,
-    part: str | None,
-    evaluate: bool,
-    grad: bool,
-    against: str,
-    seed: int,
-) -> Comparison:
+def compared(name: str, given: str, on: Under, grad: bool, against: str, seed: int) -> Comparison:
     """Compare what is named.
 
     Raises:
         Unable: if it cannot be loaded or built, or what is said of it does not fit.
     """
-    here, spec = inputs.device(device), inputs.spec(given, dtype)
+    here, spec = inputs.device(on.device), on.spec(given)
     torch.default_generator.manual_seed(inputs.seed(seed))
-    model = inputs.cast(load(name).build(), spec, dtype, autocast)
-    model = container(model.eval() if evaluate else model, name, part)
+    model = container(on.build(name, spec), name, on.part)
     low = next((p.dtype for p in model.parameters() if p.is_floating_point()), spec.dtype)
-    runs = runs_of(spec, here, low, against, autocast)
+    runs = runs_of(spec, here, low, against, on.autocast)
     random = [i.name for i in flatten(model) if isinstance(i.operation, UnfusedOperation) and i.operation.random]
     if random and runs[1].device != here:
         raise Unable(f"{random[0]} draws other numbers on another device: add --eval")
-    return compare(model, spec, inputs.channels(channels, dtype), runs, grad=grad, seed=seed)
+    return compare(model, spec, on.channels(), runs, grad=grad, seed=seed)
 
 
 def data(found: Comparison) -> dict[str, Any]:
@@ -213,27 +197,3 @@ def data(found: Comparison) -> dict[str, Any]:
     ]
     index = None if found.difference is None else found.places.index(found.difference)
     return {"first": found.first, "second": found.second, "input": found.given, "difference": index, "places": places}
-
-
-def show(found: Comparison) -> None:
-    """Print a comparison for a reader."""
-    tell(str(found), "" if found.difference is None else "bold")
-
-
-def assert_same(
-    model: nn.Module,
-    given: str,
-    dtype: torch.dtype,
-    *,
-    device: str = "cpu",
-    grad: bool = True,
-    seed: int = 0,
-    channels: Sequence[str] = (),
-) -> None:
-    """Raises AssertionError unless fused and unfused agree, for an input such as `8x64:bfloat16`."""
-    spec = inputs.spec(given)
-    model = container(model, type(model).__name__, None)
-    runs = runs_of(spec, torch.device(device), dtype, "unfused", None)
-    found = compare(model.to(dtype), spec, inputs.channels(channels), runs, grad=grad, seed=seed)
-    if found.difference is not None:
-        raise AssertionError(str(found))

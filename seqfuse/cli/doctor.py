@@ -49,37 +49,44 @@ _EXAMPLES = 8
 class Report:
     """What was found; `warnings` are sentences about what should not be so."""
 
-    versions: dict[str, str | None] = dataclasses.field(default_factory=lambda: dict[str, str | None]())
-    devices: list[dict[str, Any]] = dataclasses.field(default_factory=lambda: list[dict[str, Any]]())
-    kernels: dict[str, str] = dataclasses.field(default_factory=lambda: dict[str, str]())
-    caches: list[dict[str, str]] = dataclasses.field(default_factory=lambda: list[dict[str, str]]())
-    settings: dict[str, Any] = dataclasses.field(default_factory=lambda: dict[str, Any]())
-    plugins: list[dict[str, str]] = dataclasses.field(default_factory=lambda: list[dict[str, str]]())
-    can_run: dict[str, list[str]] = dataclasses.field(default_factory=lambda: dict[str, list[str]]())
-    cannot_run: dict[str, dict[str, list[str]]] = dataclasses.field(
-        default_factory=lambda: dict[str, dict[str, list[str]]]()
-    )
-    warnings: list[str] = dataclasses.field(default_factory=lambda: list[str]())
+    versions: dict[str, str | None]
+    devices: list[dict[str, Any]]
+    settings: dict[str, Any]
+    warnings: list[str]
+    caches: list[dict[str, str]]
+    plugins: list[dict[str, str]]
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+    can_run: dict[str, list[str]] = dataclasses.field(default_factory=dict[str, list[str]])
+    cannot_run: dict[str, dict[str, list[str]]] = dataclasses.field(default_factory=dict[str, dict[str, list[str]]])
 
 
 def examine() -> Report:
     """Look at everything; no plug-in is imported, and nothing is written but what the C compiler is tried with."""
-    report = Report()
-    report.versions = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-    report.versions["CUDA of torch"] = torch.version.cuda
-    report.versions["driver"] = _driver()
-    report.devices = [*_devices()]
-    for caught in _settings(report):
-        report.warnings.append(caught)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        known = dataclasses.asdict(settings.__wrapped__())
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    report = Report(
+        versions={**versions, "CUDA of torch": torch.version.cuda, "driver": _driver()},
+        devices=[*_devices()],
+        settings=known,
+        warnings=[str(one.message) for one in caught],
+        caches=[],
+        plugins=[dataclasses.asdict(plugin) for plugin in plugins.available()],
+    )
     for name in sorted(os.environ):
         does = _DANGEROUS.get(name) or (_DANGEROUS_PATH.fullmatch(name) and "Triton runs or loads what it names")
         if does and os.environ[name]:
             report.warnings.append(f"{name} is set: {does}")
     _caches(report)
-    _plugins(report)
+    owners: dict[str, list[str]] = {}
+    for plugin in report.plugins:
+        owners.setdefault(plugin["name"], []).append(plugin["distribution"])
+    for name, several in owners.items():
+        if len(several) > 1:
+            report.warnings.append(f"plug-in {name!r} cannot be loaded: {' and '.join(several)} both offer it")
     for device in dict.fromkeys(["cpu", *(d["name"] for d in report.devices)]):
-        env = Env.of(device)
-        report.kernels[device] = _kernels(env)
+        report.kernels[device] = _kernels(Env.of(device))
         report.can_run[device], report.cannot_run[device] = _fusions(device)
     return report
 
@@ -109,13 +116,6 @@ def _devices() -> Iterator[dict[str, Any]]:
         yield {"name": f"cuda:{i}", "model": about.name, "arch": arch, "bytes": about.total_memory}
 
 
-def _settings(report: Report) -> Iterator[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        report.settings = dataclasses.asdict(settings.__wrapped__())
-    yield from (str(one.message) for one in caught)
-
-
 def _kernels(env: Env) -> str:
     """How kernels run on a device, or why they do not."""
     if env.kernels == "triton":
@@ -129,25 +129,16 @@ def _kernels(env: Env) -> str:
 def _caches(report: Report) -> None:
     import platformdirs
 
-    try:
-        folder = store.user_folder("tune", create=False)
-        where = folder or platformdirs.user_cache_path("seqfuse") / "tune"
-        report.caches.append(
-            {"of": "measurements", "path": str(where), "state": "none yet" if folder is None else "private"}
-        )
-        if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
-            report.warnings.append(f"nothing can be written to {folder}")
-    except OSError as error:
-        where = platformdirs.user_cache_path("seqfuse") / "tune"
-        report.caches.append({"of": "measurements", "path": str(where), "state": f"not used: {error}"})
-        report.warnings.append(f"the cache of measurements is not used: {error}")
-    compiled = platformdirs.user_cache_path("seqfuse") / "c"
-    try:
-        kept = store.user_folder("c", create=False)
-        report.caches.append({"of": "C kernels", "path": str(compiled), "state": "private" if kept else "none yet"})
-    except OSError as error:
-        report.caches.append({"of": "C kernels", "path": str(compiled), "state": f"not used: {error}"})
-        report.warnings.append(f"the cache of C kernels is not used: {error}")
+    for name, of in (("tune", "measurements"), ("c", "C kernels")):
+        path = platformdirs.user_cache_path("seqfuse") / name
+        try:
+            state = "none yet" if store.user_folder(name, create=False) is None else "private"
+            if state == "private" and not os.access(path, os.W_OK | os.X_OK):
+                report.warnings.append(f"nothing can be written to {path}")
+        except OSError as error:
+            state = f"not used: {error}"
+            report.warnings.append(f"the cache of {of} is not used: {error}")
+        report.caches.append({"of": of, "path": str(path), "state": state})
     home = os.environ.get("TRITON_HOME") or str(Path("~").expanduser())
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
     state = _state(triton)
@@ -166,16 +157,6 @@ def _state(folder: Path) -> str:
     if hasattr(os, "getuid") and about.st_uid != os.getuid():
         return "belongs to another user"
     return "others may write to it" if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else "private"
-
-
-def _plugins(report: Report) -> None:
-    names: dict[str, list[str]] = {}
-    for plugin in plugins.available():
-        report.plugins.append(dataclasses.asdict(plugin))
-        names.setdefault(plugin.name, []).append(plugin.distribution)
-    for name, owners in names.items():
-        if len(owners) > 1:
-            report.warnings.append(f"plug-in {name!r} cannot be loaded: {' and '.join(owners)} both offer it")
 
 
 def _fusions(device: str) -> tuple[list[str], dict[str, list[str]]]:

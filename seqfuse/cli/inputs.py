@@ -1,4 +1,4 @@
-"""Inputs, dtypes and devices as they are written on a command line."""
+"""What a model runs on, as it is written on a command line: inputs, dtypes, devices."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
+from typing import Annotated, Any
 
 import torch
+from cyclopts import Parameter
 from torch import Tensor, nn
 
 from ..env import Env
 from ..hardware import CARDS
-from .target import Unable
+from .target import Unable, load
 
 _DTYPES = {
     torch.float32: ("float32", "fp32", "f32", "float"),
@@ -27,6 +29,63 @@ _DTYPES = {
 DTYPES = {name: dtype for dtype, names in _DTYPES.items() for name in names}
 MOST = 1 << 63
 _SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
+
+
+@dataclasses.dataclass(kw_only=True)
+class On:
+    """What a model is, and what it runs on."""
+
+    device: Annotated[
+        str | None,
+        Parameter(help="cpu, cuda or cuda:0, for a plan also cuda:sm_90 or h100; else the first GPU."),
+    ] = None
+    dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
+    part: Annotated[str | None, Parameter(help="Path of the Sequential in the model that is meant.")] = None
+    channel: Annotated[
+        list[str] | None,
+        Parameter(
+            negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."
+        ),
+    ] = None
+    evaluate: Annotated[
+        bool, Parameter(name="--eval", negative="", show_default=False, help="Put the model into evaluation mode.")
+    ] = False
+
+    def spec(self, text: str) -> Spec:
+        """The input, in the dtype that is named where it says none."""
+        return spec(text, self.dtype)
+
+    def channels(self) -> dict[str, Spec]:
+        """Extra inputs by name."""
+        return dict(channel(text, self.dtype) for text in self.channel or ())
+
+
+@dataclasses.dataclass(kw_only=True)
+class Under(On):
+    """The same, perhaps under autocast."""
+
+    autocast: Annotated[str | None, Parameter(help="Run under torch.autocast to this dtype.")] = None
+
+    def build(self, name: str, given: Spec | None) -> nn.Module:
+        """The model that is named: in the named dtype, else in that of a floating input, but under autocast."""
+        model = load(name).build()
+        if self.dtype is not None:
+            named = floating(self.dtype)
+            if given is not None and given.dtype.is_floating_point and given.dtype is not named:
+                warnings.warn(f"the input is {given.dtype} and the parameters are {named}", stacklevel=2)
+            model = model.to(named)
+        elif given is not None and given.dtype.is_floating_point and self.autocast is None:
+            model = model.to(given.dtype)
+        return model.eval() if self.evaluate else model
+
+    def drawn(self, model: nn.Module, given: Spec, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+        """The input of a model and its extra inputs."""
+        x = given.draw(device, 0, vocabulary(model))
+        return x, {name: one.draw(device, 1) for name, one in self.channels().items()}
+
+    def surroundings(self, device: str, grad: bool) -> contextlib.AbstractContextManager[None]:
+        """A block under autocast and with or without gradients, as asked."""
+        return surroundings(device, self.autocast, grad)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +114,7 @@ class Spec:
 
 
 def spec(text: str, default: str | None = None) -> Spec:
-    """A tensor written as `8x1024:bf16`; where it says no dtype, the one of `--dtype` if there is one, else float32.
+    """A tensor written as `8x1024:bf16`; where it says no dtype, the default if there is one, else float32.
 
     Raises:
         Unable: for text of another form.
@@ -69,6 +128,14 @@ def spec(text: str, default: str | None = None) -> Spec:
     return Spec(tuple(map(int, sizes)), kind)
 
 
+def channel(text: str, default: str | None = None) -> tuple[str, Spec]:
+    """An extra input written as `residual=8x1024:bf16`, its dtype as that of an input."""
+    name, equals, rest = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise Unable(f"{text!r} is no channel: write its name and the tensor, such as residual=8x1024:bf16")
+    return name, spec(rest, default)
+
+
 def seed(number: int) -> int:
     """A seed that generators take, and those that are counted from it.
 
@@ -78,14 +145,6 @@ def seed(number: int) -> int:
     if not -MOST <= number < MOST:
         raise Unable("a seed is a whole number from -2^63 to 2^63 - 1")
     return number
-
-
-def channel(text: str, default: str | None = None) -> tuple[str, Spec]:
-    """An extra input written as `residual=8x1024:bf16`, its dtype as that of an input."""
-    name, equals, rest = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise Unable(f"{text!r} is no channel: write its name and the tensor, such as residual=8x1024:bf16")
-    return name, spec(rest, default)
 
 
 def dtype(name: str) -> torch.dtype:
@@ -131,17 +190,6 @@ def device(name: str | None) -> torch.device:
     return found
 
 
-def cast(model: nn.Module, given: Spec | None, named: str | None, autocast: str | None) -> nn.Module:
-    """A model in the dtype that is named; else in that of a floating input, but under autocast."""
-    if named is not None:
-        if given is not None and given.dtype.is_floating_point and given.dtype is not floating(named):
-            warnings.warn(f"the input is {given.dtype} and the parameters are {floating(named)}", stacklevel=2)
-        return model.to(floating(named))
-    if given is not None and given.dtype.is_floating_point and autocast is None:
-        return model.to(given.dtype)
-    return model
-
-
 def vocabulary(model: nn.Module) -> int:
     """How many indices every embedding of a model has; two where there is none."""
     sizes = (getattr(module, "num_embeddings", None) for module in model.modules())
@@ -154,8 +202,3 @@ def surroundings(kind: str, autocast: str | None, grad: bool) -> Generator[None]
     low = contextlib.nullcontext() if autocast is None else torch.autocast(kind, floating(autocast))
     with torch.set_grad_enabled(grad), low:
         yield
-
-
-def channels(texts: Sequence[str], default: str | None = None) -> dict[str, Spec]:
-    """Extra inputs by name."""
-    return dict(channel(text, default) for text in texts)

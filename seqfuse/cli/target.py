@@ -114,17 +114,25 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def part_of(model: nn.Module, name: str, part: str | None) -> nn.Module:
+    """The module at `part` of a model, or the model where no part is named.
+
+    Raises:
+        Unable: if there is none.
+    """
+    try:
+        return model if part is None else cast(Any, model).get_submodule(part)
+    except AttributeError as error:
+        raise Unable(f"{name} has no part {part!r}: {error}") from error
+
+
 def container(model: nn.Module, name: str, part: str | None) -> Sequential:
     """The `Sequential` of a model: itself, its only one, or the one at `part`.
 
     Raises:
         Unable: if there is none, or it is not clear which.
     """
-    if part is not None:
-        try:
-            model = cast(Any, model).get_submodule(part)
-        except AttributeError as error:
-            raise Unable(f"{name} has no part {part!r}: {error}") from error
+    model = part_of(model, name, part)
     if isinstance(model, Sequential):
         return model
     if isinstance(model, FusableOperation):

@@ -1,12 +1,10 @@
-"""Pictures of plans: Mermaid text, SVG and HTML, drawn from plain data by the standard library alone.
+"""Plans as text and as SVG, drawn from plain data by the standard library alone.
 
 What is drawn is a `PlanData`, as `Plan.as_dict` gives it: nothing here knows what an operation is. A picture loads
 nothing from anywhere, and every name in it is text, whatever characters it is made of.
 """
 
 from .data import EagerData, EnvData, MemoryData, OperationData, PlanData, RefusalData, StepData
-from .html import fragment, page
-from .mermaid import mermaid
 from .svg import svg
 from .text import render, summary
 
@@ -18,9 +16,6 @@ __all__ = [
     "PlanData",
     "RefusalData",
     "StepData",
-    "fragment",
-    "mermaid",
-    "page",
     "render",
     "summary",
     "svg",

@@ -37,7 +37,7 @@ def number(value: float) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with a question mark for each character that is no sign: XML forbids some of them."""
+    """The text with a question mark for each character that is not printed: XML forbids some of them."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -47,27 +47,6 @@ class Column:
         """Whether no step of either schedule goes on from the column before."""
         return not any(mark is not None and mark.offset for mark in (self.forward, self.backward))
 
-    @property
-    def prints(self) -> Hashable:
-        """What is printed of it as text, apart from its position."""
-        return self.prints_apart, self.opens
-
-    @property
-    def prints_apart(self) -> Hashable:
-        """What is printed of it as text, apart from its position and from where segments begin."""
-        return self.operation["name"], self.forward, self.backward
-
-    @property
-    def looks(self) -> Hashable:
-        """What is drawn of it, apart from its position."""
-        return self.looks_apart, self.opens, self.closes
-
-    @property
-    def looks_apart(self) -> Hashable:
-        """What is drawn of it, apart from its position and from where segments begin and end."""
-        operation = self.operation["name"], *self.operation["saves"], None, *self.operation["needs"]
-        return operation, self.forward, self.backward, self.segment is None, self.eager, self.refused
-
 
 @dataclasses.dataclass(frozen=True)
 class Block:
@@ -113,16 +92,34 @@ def _marks(steps: Sequence[StepData]) -> dict[int, Mark]:
     return marks
 
 
-def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable] = lambda c: c.looks) -> list[Block]:
-    """Blocks of a long sequence: where one repeats itself at once, it stands there one time with the number of times.
+def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable]) -> list[Block]:
+    """Blocks of a long sequence: one that repeats itself stands once, with the number of repetitions.
 
-    A block begins where no step goes on from the column before; of those that begin in a place the one is taken that
-    saves most columns. Columns of which the same is `shown` are equal.
+    A block begins where no step goes on from the column before; of the blocks that begin at a position the one that
+    saves most columns is taken. Columns are equal if `shown` is, and if segments begin at the same of them. Segments
+    do not count, and are left out of the blocks, where they would hide that blocks repeat.
+
+    Args:
+        columns: of a plan.
+        shown: what is shown of a column apart from its position and its segment.
     """
+    exact = _folded(columns, [(shown(column), column.opens) for column in columns])
+    loose = _folded(columns, [shown(column) for column in columns])
+    if sum(len(block.columns) for block in exact) <= 2 * sum(len(block.columns) for block in loose):
+        return exact
+    return [Block(tuple(map(_without_segment, block.columns)), block.times) for block in loose]
+
+
+def _without_segment(column: Column) -> Column:
+    segment = None if column.segment is None else ANY
+    return dataclasses.replace(column, segment=segment, opens=False, closes=False)
+
+
+def _folded(columns: Sequence[Column], shown: Sequence[Hashable]) -> list[Block]:
     if len(columns) <= LONG:
         return [Block(tuple(columns))] if columns else []
     numbers: dict[Hashable, int] = {}
-    looks = [numbers.setdefault(shown(column), len(numbers)) for column in columns]
+    looks = [numbers.setdefault(one, len(numbers)) for one in shown]
     blocks: list[Block] = []
     kept = at = 0
     while at < len(columns):
@@ -135,29 +132,6 @@ def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable] = lambda
         blocks.append(Block(tuple(columns[at : at + length]), times))
         kept = at = at + length * times
     return [*blocks, Block(tuple(columns[kept:]))] if kept < len(columns) else blocks
-
-
-def fold_loosely(
-    columns: Sequence[Column],
-    shown: Callable[[Column], Hashable] = lambda c: c.looks,
-    apart: Callable[[Column], Hashable] = lambda c: c.looks_apart,
-) -> list[Block]:
-    """As `fold`; without segments where they do not end with the blocks of a sequence and hide that those repeat.
-
-    Of columns as they are `shown`, and as they are shown without segments, which is `apart`.
-    """
-    exact, loose = fold(columns, shown), fold(columns, apart)
-    if sum(len(block.columns) for block in exact) <= 2 * sum(len(block.columns) for block in loose):
-        return exact
-    blocks: list[Block] = []
-    for block in loose:
-        segments = (None if column.segment is None else ANY for column in block.columns)
-        without = (
-            dataclasses.replace(column, segment=segment, opens=False, closes=False)
-            for column, segment in zip(block.columns, segments, strict=True)
-        )
-        blocks.append(Block(tuple(without), block.times))
-    return blocks
 
 
 def _begins_later(columns: Sequence[Column], looks: Sequence[int], at: int, length: int, times: int) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 
 from .data import Kind, PlanData
 from .markup import Markup, cut, cut_before, escaped, number, tag, width
-from .score import ANY, Block, Column, Mark, columns_of, fold_loosely, lines_of
+from .score import ANY, Block, Column, Mark, columns_of, fold, lines_of
 from .style import COLORS, NAMES, SHAPES, SIGNS
 from .text import counted, sized
 
@@ -42,13 +42,20 @@ def headline(plan: PlanData) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def looks(column: Column) -> Hashable:
+    """What is drawn of a column, apart from its position and its segment."""
+    operation = column.operation
+    saved = operation["name"], tuple(operation["saves"]), tuple(operation["needs"]), column.segment is None
+    return saved, column.forward, column.backward, column.eager, column.refused
+
+
 class _Picture:
     def __init__(self, plan: PlanData) -> None:
         self._plan = plan
         self._backward = bool(plan["backward"])
         columns = columns_of(plan)
         self._saves = any(c.operation["saves"] or (c.forward and c.forward.saves) for c in columns)
-        self._blocks = fold_loosely(columns)
+        self._blocks = fold(columns, looks)
         names = max((_least(c.operation["name"], _NAME) for c in columns), default=0.0) + 16
         steps = (m for c in columns for m in (c.forward, c.backward) if m is not None and m.kind in SIGNS)
         fusions = max(((_least(_signed(m), _LABEL) + 14) / m.length for m in steps), default=0.0)

@@ -8,7 +8,8 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
 from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, RefusalData
-from .score import Mark, columns_of, fold_loosely
+from .markup import printable
+from .score import Mark, columns_of, fold
 
 WIDTH = 80
 NARROWEST = 60
@@ -53,7 +54,7 @@ def render(plan: PlanData, width: int | None = None) -> str:
     width = width or terminal_width()
     head, counts, *memory = plan["summary"]
     lines = _wrap(f"{head}: {counts}", "  ", width)
-    blocks = fold_loosely(columns_of(plan), lambda column: column.prints, lambda column: column.prints_apart)
+    blocks = fold(columns_of(plan), lambda column: (column.operation["name"], column.forward, column.backward))
     rows = [(_label(c.operation), _marked(c.forward), _marked(c.backward)) for block in blocks for c in block.columns]
     wide, ahead, back = _widths([("operation", "forward", "backward"), *rows], width - 10)
     lines.append(f"{'at':>4}  {'operation':<{wide}}  {'forward':<{ahead}}  backward".rstrip())
@@ -107,7 +108,7 @@ def _widths(rows: Sequence[tuple[str, str, str]], total: int) -> tuple[int, int,
 
 
 def _label(operation: OperationData) -> str:
-    return _printable(f"{operation['name']} {operation['path']}".rstrip())
+    return printable(f"{operation['name']} {operation['path']}".rstrip())
 
 
 def _marked(mark: Mark | None) -> str:
@@ -116,12 +117,8 @@ def _marked(mark: Mark | None) -> str:
     if mark.kind in ("eager", "unfused"):
         return mark.kind
     if mark.offset == 0:
-        return f"[ {_printable(mark.name)}"
+        return f"[ {printable(mark.name)}"
     return "| ]" if mark.offset == mark.length - 1 else "|"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _casts(casts: Sequence[CastData]) -> list[str]:
@@ -179,7 +176,7 @@ def counted(n: int, word: str) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    text = _printable(text)
+    text = printable(text)
     return _take(text, width) if _width(text) <= width else _take(text, width - 2) + ".."
 
 
@@ -208,7 +205,7 @@ def _take(text: str, width: int) -> str:
 
 def _wrap(text: str, indent: str, width: int) -> list[str]:
     lines, line = list[str](), ""
-    for word in _printable(text).split():
+    for word in printable(text).split():
         while word:
             lead = line + " " if line.strip() else line
             fits = _take(word, width - _width(lead))

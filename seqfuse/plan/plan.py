@@ -230,23 +230,15 @@ class Plan:
         """`as_dict()` as JSON."""
         return json.dumps(self.as_dict(), indent=indent)
 
-    def mermaid(self) -> str:
-        """A flowchart for Mermaid: forward schedule, operations, backward schedule, and what is saved between them."""
-        return pictures.mermaid(self.as_dict())
-
     def svg(self) -> str:
         """A picture that stands for itself: no scripts, no fonts or styles from elsewhere; details where one points."""
         return pictures.svg(self.as_dict())
-
-    def html(self) -> str:
-        """A page that stands for itself: the picture, and in words what was refused and why."""
-        return pictures.page(self.as_dict())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
-        return pictures.fragment(self.as_dict())
+        return self.svg()
 
 
 def _reasons(refused: Sequence[Refusal]) -> list[RefusalData]:

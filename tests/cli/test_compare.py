@@ -11,7 +11,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.cli.compare import assert_same, compare, runs_of
+from seqfuse.cli.compare import compare, runs_of
 from seqfuse.cli.inputs import Spec
 from seqfuse.cli.runs import Place, Run
 from seqfuse.testing.numerics import Check, FusedMismatch, Report
@@ -181,8 +181,9 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_parameters_that_are_not_finite_are_no_comparison() -> None:
     model = sf.Sequential(ops.Linear(8, 8))
     model[0].weight.data[0, 0] = torch.nan
+    spec = Spec((4, 8), torch.float32)
     with pytest.raises(Exception, match="not finite"):
-        assert_same(model, "4x8", torch.float32)
+        compare(model, spec, {}, runs_of(spec, CPU, torch.float32, "unfused", None), grad=True)
 
 
 def test_indices_and_channels_can_enter(cli: Cli) -> None:

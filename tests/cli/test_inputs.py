@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from seqfuse.cli.inputs import cast, spec, surroundings, vocabulary
+from seqfuse.cli.inputs import Under, spec, surroundings, vocabulary
 from seqfuse.cli.target import Unable
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
 
 
 def test_indices_are_drawn_from_the_smallest_table_of_a_model() -> None:
@@ -26,9 +30,10 @@ def test_a_tensor_is_refused_for_its_bytes_not_for_its_elements() -> None:
 
 
 def test_a_model_takes_the_dtype_of_its_input_but_where_autocast_does() -> None:
-    model, given = nn.Linear(2, 2), spec("4x2:bf16")
-    assert cast(model, given, None, "bf16").weight.dtype is torch.float32
-    assert cast(model, given, None, None).weight.dtype is torch.bfloat16
+    name, given = f"{__file__}:linear", spec("4x2:bf16")
+    for autocast, dtype in (("bf16", torch.float32), (None, torch.bfloat16)):
+        (weight, _) = Under(autocast=autocast).build(name, given).parameters()
+        assert weight.dtype is dtype
 
 
 def test_a_device_without_autocast_is_not_asked_for_it() -> None:

@@ -113,22 +113,13 @@ def test_indices_and_channels_can_enter(cli: Cli) -> None:
     assert cli("plan", "M:fed", "--input", "4x16", "--channel", "other=4x16", "--device", "cpu").status == 0
 
 
-@pytest.mark.parametrize("form", ["json", "html", "svg", "mermaid", "text"])
-def test_every_form_by_flag_and_by_ending(form: str, cli: Cli, tmp_path: Path) -> None:
+def test_every_form_by_its_ending(cli: Cli, tmp_path: Path) -> None:
     given = ("plan", "M:build", "--input", "4x16", "--device", "cpu")
-    flag = () if form == "text" else (f"--{form}",)
-    shown = cli(*given, *flag).out
-    ending = {"mermaid": "mmd", "text": "txt"}.get(form, form)
-    assert cli(*given, "--output", f"made.{ending}") == (0, "", "")
-    written = (tmp_path / f"made.{ending}").read_text()
-    assert shown == written.removesuffix("\n") + "\n"
-    {
-        "json": json.loads,
-        "html": lambda text: text.index("<!doctype html>"),
-        "svg": ElementTree.fromstring,
-        "mermaid": lambda text: text.index("flowchart"),
-        "text": lambda text: text.index("Plan for"),
-    }[form](written)
+    for ending, shown in (("json", cli(*given, "--json").out), ("txt", cli(*given).out), ("svg", None)):
+        assert cli(*given, "--output", f"made.{ending}") == (0, "", "")
+        written = (tmp_path / f"made.{ending}").read_text()
+        assert shown in (None, written.removesuffix("\n") + "\n")
+    ElementTree.fromstring(written)
 
 
 def test_the_data_are_those_of_the_library(cli: Cli) -> None:

@@ -114,7 +114,7 @@ def test_language_model_trains_on_a_file_and_prints_lines_where_there_is_no_term
     # Text with structure: a model that sees one byte back is sure of most of the next.
     data = tmp_path / "text.txt"
     data.write_text("".join(f"{n} and {n + 1} make {2 * n + 1};\n" for n in range(2000)))
-    options = ["--data", str(data), "--steps", "30", "--dim", "32", "--layers", "1", "--plan", "plan.html"]
+    options = ["--data", str(data), "--steps", "30", "--dim", "32", "--layers", "1", "--plan", "plan.svg"]
     lines = run(str(EXAMPLES / "train_lm.py"), *options, folder=tmp_path)
     found = demo(lines)
     assert [line.split("/")[0].strip() for line in lines if "/30 loss " in line] == [str(3 * i) for i in range(1, 11)]
@@ -131,7 +131,7 @@ def test_language_model_trains_on_a_file_and_prints_lines_where_there_is_no_term
     assert lean["loss"] == pytest.approx(default["loss"], abs=1e-3)
     assert any("sf.convert gives " in line and 'memory="lean" gives ' in line for line in lines)
     assert "chain of 14 operations: LayerNorm, Linear, Attention" in "\n".join(lines)
-    assert "operations in" in (tmp_path / "plan.html").read_text()
+    assert "operations in" in (tmp_path / "plan.svg").read_text()
 
 
 @pytest.mark.parametrize("rich", [True, False])

@@ -20,8 +20,8 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.pictures import PlanData, style, svg
 from seqfuse.pictures.markup import cut, cut_before, escaped, tag, width
-from seqfuse.pictures.score import LONG, columns_of, fold, fold_loosely, lines_of
-from seqfuse.pictures.svg import MOST
+from seqfuse.pictures.score import LONG, Block, columns_of, fold, lines_of
+from seqfuse.pictures.svg import MOST, looks
 from seqfuse.pictures.svg import _listed as listed
 from seqfuse.pictures.svg import _split as split_name
 from seqfuse.pictures.svg import headline as svg_headline
@@ -294,25 +294,10 @@ def evil() -> Plan:
     return model.plan(X)
 
 
-def test_names_are_text_in_html_and_svg_whatever_they_hold(evil: Plan) -> None:
-    for text in (evil.html(), evil._repr_html_(), evil.svg()):
+def test_names_are_text_whatever_they_hold(evil: Plan) -> None:
+    for text in (evil._repr_html_(), evil.svg()):
         page = Parsed(text)
-        known = {
-            "html",
-            "head",
-            "meta",
-            "title",
-            "style",
-            "body",
-            "div",
-            "main",
-            "details",
-            "summary",
-            "h3",
-            "b",
-            "span",
-        }
-        assert page.tags <= known | {"table", "tr", "th", "td", "svg", "g", "rect", "text", "tspan", "path"}
+        assert page.tags <= {"title", "style", "svg", "g", "rect", "text", "tspan", "path"}
         assert not [name for name in page.attributes if name.startswith("on") or name in ("href", "src", "xlink:href")]
         assert EVIL in page.text
         assert EVIL_KEY in page.text
@@ -321,31 +306,16 @@ def test_names_are_text_in_html_and_svg_whatever_they_hold(evil: Plan) -> None:
     ElementTree.fromstring(evil.svg())
 
 
-def test_names_are_text_in_mermaid_whatever_they_hold(evil: Plan) -> None:
-    label = r'"(?:[\w .,:→←⇄○]|#\d+;|<br/>)*"'
-    node = rf"(?:o\d+\[{label}\]:::operation|[fb]\d+\({label}\):::\w+|more\[{label}\])"
-    link = rf"(?:\w+ --- \w+|o\d+ -->\|{label}\| b\d+)"
-    group = rf"(?:subgraph s\d+\[{label}\]|end|class s\d+ segment)"
-    lines = evil.mermaid().splitlines()
-    assert lines[0] == "flowchart TB"
-    for line in lines[1:]:
-        assert re.fullmatch(rf"  (?:classDef [\w :,#;.-]+|{node}|{link}|{group})", line), line
-    read = re.sub(r"#(\d+);", lambda found: chr(int(found[1])), evil.mermaid())
-    assert EVIL in read
-    assert EVIL_KEY in read
-
-
 def test_a_picture_loads_nothing(plan: Plan) -> None:
-    for text in (plan.html(), plan.svg(), plan._repr_html_()):
+    for text in (plan.svg(), plan._repr_html_()):
         rest = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.search(r"https?:|//|url\(|@import|<script|<link|<iframe|<image|<use|<foreignObject", rest)
-    assert "default-src 'none'" in plan.html().replace("&#x27;", "'")
 
 
 def test_a_picture_is_the_same_every_time() -> None:
     for make in (PLANS["joint"], PLANS["deep"]):
         a, b = make(), make()
-        assert (a.svg(), a.html(), a.mermaid(), a.json()) == (b.svg(), b.html(), b.mermaid(), b.json())
+        assert (a.svg(), a.json()) == (b.svg(), b.json())
 
 
 def test_what_is_not_markup_is_escaped() -> None:
@@ -368,14 +338,18 @@ def test_of_a_long_key_the_end_is_shown_which_tells_it_from_its_neighbors() -> N
     assert any(text.endswith("down") for text in shown)
 
 
+def unfolded(blocks: list[Block]) -> list[tuple[Any, bool]]:
+    """What is drawn of each position, and whether a segment begins there."""
+    return [(looks(c), c.opens) for b in blocks for _ in range(b.times) for c in b.columns]
+
+
 def test_identical_blocks_stand_once_with_their_number() -> None:
     plan = PLANS["deep"]()
     assert len(plan.names) == 993
-    assert len(plan.html()) < 60_000
+    assert len(plan.svg()) < 60_000
     root = drawn(plan)
     assert "× 107" in [text.text for text in root.iter(f"{SVG}text")]
-    assert "9 positions, 107 times" in plan.mermaid()
-    blocks = fold(columns_of(plan.as_dict()))
+    blocks = fold(columns_of(plan.as_dict()), looks)
     assert [b.times for b in blocks if b.times > 1] == [107]
 
 
@@ -384,9 +358,9 @@ def test_blocks_are_folded_where_segments_do_not_end_with_them() -> None:
     like: dict[str, Any] = {"norm": ops.RMSNorm, "activation": ops.SwiGLU, "bias": False, "rotary": rotary}
     data = sf.nn.TransformerStack(32, 16, 2, **like, device="meta").plan(env=GPU).as_dict()
     columns = columns_of(data)
-    exact, loose = fold(columns), fold_loosely(columns)
-    assert max(block.times for block in exact) < 31 == max(block.times for block in loose)
-    assert [c.looks_apart for b in loose for _ in range(b.times) for c in b.columns] == [c.looks_apart for c in columns]
+    loose = fold(columns, looks)
+    assert max(block.times for block in loose) == 31
+    assert [made for made, _ in unfolded(loose)] == [looks(c) for c in columns]
     words = [text.text for text in ElementTree.fromstring(svg(data)).iter(f"{SVG}text")]
     assert "× 31" in words
     assert not any((word or "").startswith("segment") for word in words)
@@ -401,29 +375,12 @@ def test_a_long_list_without_repeats_is_drawn_whole_and_stays_narrow() -> None:
     root = drawn(plan)
     assert len(boxes(root, {""})) == 1000
     assert float(root.attrib["width"]) < 1500
-    chart = plan.mermaid()
-    assert chart.count(" --- ") + chart.count(" --> ") < 500
-    assert len(chart) < 50_000
-    assert re.search(r'more\["\d+ more"\]', chart)
-
-
-def test_every_step_of_mermaid_is_a_box_with_its_name() -> None:
-    plan = PLANS["joint"]()
-    chart = plan.mermaid()
-    for letter, steps in (("f", plan.forward), ("b", plan.backward)):
-        boxes = dict(re.findall(rf'^  {letter}(\d+)\("([^"]*)"\):::', chart, re.MULTILINE))
-        named = [name.rpartition(" ")[2] for name in boxes.values()]
-        assert [name for name in named if name[0].isupper()] == [step.name for step in steps if step.fused]
-        assert set(re.findall(rf"\b{letter}(\d+) ---|\| {letter}(\d+)$", chart, re.MULTILINE)) <= {
-            pair for at in boxes for pair in ((at, ""), ("", at))
-        }
 
 
 def test_folding_is_exact(plan: Plan) -> None:
     columns = columns_of(plan.as_dict())
-    blocks = fold(columns)
-    looks = [c.looks for b in blocks for _ in range(b.times) for c in b.columns]
-    assert looks == [c.looks for c in columns]
+    blocks = fold(columns, looks)
+    assert unfolded(blocks) == [(looks(c), c.opens) for c in columns]
     at = 0
     for b in blocks:
         assert b.columns[0].operation["at"] == at
@@ -446,16 +403,15 @@ def test_whatever_repeats_is_folded_and_can_be_unfolded(
     # Segments and gradients that begin somewhere are part of what is drawn, so a list without either.
     plan = sf.Sequential(*modules, fusions=()).plan(env=sf.Env.of("cpu", grad=False))
     columns = columns_of({**plan.as_dict(), "segments": []})
-    blocks = fold(columns)
-    looks = [c.looks for b in blocks for _ in range(b.times) for c in b.columns]
-    assert looks == [c.looks for c in columns]
+    blocks = fold(columns, looks)
+    assert unfolded(blocks) == [(looks(c), c.opens) for c in columns]
     if len(columns) > LONG and (times - 1) * len(unit) > 20:
         assert sum(len(b.columns) for b in blocks) <= len(before) + len(after) + 2 * len(unit)
 
 
 def test_lines_are_cut_between_steps_where_that_can_be() -> None:
     for make in (PLANS["short"], PLANS["deep"], PLANS["unlike"]):
-        for b in fold(columns_of(make().as_dict())):
+        for b in fold(columns_of(make().as_dict()), looks):
             lines = lines_of(b, MOST)
             assert [c for line in lines for c in line] == [*b.columns]
             assert all(0 < len(line) <= MOST for line in lines)
@@ -478,20 +434,20 @@ def made(steps: list[int], names: str, segments: list[tuple[int, int]]) -> PlanD
 
 def test_a_block_does_not_begin_within_a_step() -> None:
     # From position 1 on everything repeats itself, but that is the second half of a step.
-    blocks = fold(columns_of(made([2] * 40, "xb" + "ab" * 39, [])))
+    blocks = fold(columns_of(made([2] * 40, "xb" + "ab" * 39, [])), looks)
     assert [(len(b.columns), b.times) for b in blocks] == [(2, 1), (2, 39)]
 
 
 def test_a_short_segment_does_not_make_a_short_line() -> None:
-    (block,) = fold(columns_of(made([1, 1, 1, 1, 2, 2, 2, 2], "a" * 12, [(0, 4), (4, 12)])))
+    (block,) = fold(columns_of(made([1, 1, 1, 1, 2, 2, 2, 2], "a" * 12, [(0, 4), (4, 12)])), looks)
     assert [len(line) for line in lines_of(block, 10)] == [10, 2]
-    (block,) = fold(columns_of(made([1] * 12, "a" * 12, [(0, 7), (7, 12)])))
+    (block,) = fold(columns_of(made([1] * 12, "a" * 12, [(0, 7), (7, 12)])), looks)
     assert [len(line) for line in lines_of(block, 10)] == [7, 5]
 
 
 def test_a_step_longer_than_a_line_goes_on_in_the_next() -> None:
     data = made([1, 14, 1], "a" * 16, [(0, 16)])
-    (block,) = fold(columns_of(data))
+    (block,) = fold(columns_of(data), looks)
     assert [len(line) for line in lines_of(block, 10)] == [1, 10, 5]
     root = ElementTree.fromstring(svg(data))
     drawn_steps = [title.removeprefix("F, forward fusion, ") for *_, title in boxes(root, {"forward"})]
@@ -506,18 +462,6 @@ def test_no_line_of_a_plan_is_longer_than_the_terminal_is_wide() -> None:
         data["backward"] = [{**data["forward"][1], "name": "B" * back}]
         for columns in (60, 80, 120):
             assert max(map(len, render(data, columns).splitlines())) <= columns
-
-
-def test_words_beside_a_picture_have_a_style() -> None:
-    plan = PLANS["short"]()
-    for text in (plan.html(), plan._repr_html_()):
-        assert "style" in Parsed(text.partition("<svg")[0]).tags
-
-
-def test_what_was_not_applied_has_a_box_where_there_is_some() -> None:
-    box = 'class="sf-plan sf-plan-words sf-plan-below"'
-    assert box in PLANS["short"]()._repr_html_()
-    assert box not in PLANS["empty"]()._repr_html_()
 
 
 def luminance(color: str) -> float:

@@ -1,0 +1,93 @@
+"""`seqfuse tune` and `seqfuse cache warm`: measurements that are kept, kernels that are compiled ahead."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from seqfuse import compiler, cost_table
+from seqfuse.cli import running
+from seqfuse.env import autocast_of
+from seqfuse.settings import settings
+from seqfuse.tune import TuneReport, timing
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where measurements are kept, in a home of its own, with running on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SEQFUSE_TUNE", "1")
+    monkeypatch.setattr(cost_table, "_tables", {})
+    monkeypatch.setattr(cost_table, "_warned", set())
+    settings.cache_clear()
+    yield tmp_path / "cache" / "seqfuse" / "tune"  # pyright: ignore[reportReturnType]
+    settings.cache_clear()
+
+
+def test_tuned_measurements_are_kept(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steady = itertools.cycle([1000.0, 2000.0])
+    monkeypatch.setattr(timing, "clock", lambda device: lambda run: (run(), next(steady))[1])
+    given = ("tune", "M:build", "--input", "64x16", "--modes", "eval", "--device", "cpu")
+    report = json.loads(cli(*given, "--json").out)
+    assert report["measured"] > 0
+    assert report["file"] is not None
+    assert report["file"].startswith(str(folder))
+    assert "0 measured now" in cli(*given).out
+
+
+def test_it_says_that_the_machine_is_busy_and_keeps_nothing(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices = itertools.cycle([2e7, 4e7, 6e7, 2e7, 4e7, 2e7, 6e7])
+    monkeypatch.setattr(timing, "clock", lambda device: lambda run: (run(), next(slices))[1])
+    monkeypatch.setattr(timing, "ROUNDS", (3, 3))
+    given = ("tune", "M:build", "--input", "64x16", "--modes", "eval", "--device", "cpu")
+    report = json.loads(cli(*given, "--json").out)
+    assert report["measured"] == 0
+    assert all(row["noise_us"] > 1000 and row["note"].startswith("not kept: ") for row in report["rows"])
+    assert "this machine is busy: " in cli(*given).out
+    assert not list(folder.glob("*.json"))
+
+
+def test_running_into_a_file(cli: Cli, tmp_path: Path) -> None:
+    done = cli("tune", "M:build", "--input", "8x16", "--file", "kept.json", "--budget", "0", "--device", "cpu")
+    assert done.status == 0
+    assert "the budget ran out before" in done.out
+    assert done.err == ""  # no bar where nobody looks
+
+
+def test_running_is_under_autocast_where_that_is_asked_for(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype | None] = []
+    monkeypatch.setattr(running, "tune", lambda *_, **__: seen.append(autocast_of("cpu")) or TuneReport(()))
+    for asked in ((), ("--autocast", "bf16")):
+        assert cli("tune", "M:build", "--input", "8x16", "--device", "cpu", *asked).status == 0
+    assert seen == [None, torch.bfloat16]
+
+
+def test_a_file_of_the_users_that_is_no_table_is_refused(cli: Cli, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("print('mine')")
+    done = cli("tune", "M:build", "--input", "8x16", "--file", "own.py", "--modes", "eval", "--device", "cpu")
+    assert (done.status, done.out) == (2, "")
+    assert "own.py holds no measurements of this machine, and is left as it is: it is no JSON" in done.err
+    assert own.read_text() == "print('mine')"
+    done = cli("tune", "M:build", "--input", "8x16", "--file", "no/table.json", "--modes", "eval", "--device", "cpu")
+    assert done.status == 2
+    assert "there is no folder no" in done.err
+    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith(("models_", "__pycache__"))} == {"own.py"}
+
+
+def test_kernels_are_compiled_ahead(cli: Cli) -> None:
+    if compiler.compiler() is None:
+        assert compiler.why_none() in cli("cache", "warm", "M:build", "--input", "8x16").err
+        return
+    given = ("cache", "warm", "M:build", "--input", "4096x16")
+    assert re.fullmatch(r"\d+ kernels compiled, \d+ kept in .+\n", cli(*given).out)
+    assert cli(*given).out.startswith("0 kernels compiled, ")
