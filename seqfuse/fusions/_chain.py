@@ -182,7 +182,7 @@ def record_of(part: Part, kept: Any, seed: Tensor | None, number: float) -> cont
         return part.record(kept, kept)
     if isinstance(part, Dropout):
         return Dropout.Saved(seed=seed, p=number)
-    return Bias.NOTHING if isinstance(part, Bias) else Scale.Saved(factor=number)
+    return Bias.Saved() if isinstance(part, Bias) else Scale.Saved(factor=number)
 
 
 def numbers_in(part: Part, record: Any) -> tuple[float, ...]:

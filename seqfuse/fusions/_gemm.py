@@ -77,7 +77,7 @@ def around_saved(
     """The records of slots `linear`, an optional `bias` and an optional `dropout`."""
     saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=linear.weight_for(x))}
     if bias is not None:
-        saved["bias"] = Bias.NOTHING
+        saved["bias"] = Bias.Saved()
     if dropout is not None:
         saved["dropout"] = Dropout.Saved(seed=seed, p=dropout.p)
     return saved

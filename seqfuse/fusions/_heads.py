@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..fusion import Requirements
 from ..ops import Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
-from ..ops._read import parameter
+from ..ops._parameters import parameter
 from ._kernels import bias_fits, kernels_run
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from ..fusion import Requirements
 from ..generated import Source
 from ..hardware import NORM_COLUMNS
 from ..ops import LayerNorm, RMSNorm
-from ..ops._norm import stats_dtype
-from ..ops._read import parameter
+from ..ops._parameters import parameter
+from ..ops._tensors import stats_dtype
 from ._kernels import kernels_read, kernels_run
 
 if TYPE_CHECKING:

@@ -153,9 +153,9 @@ class ActivationLinearJoint(JointFusion):
         h, act = self.act.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
         kept: Any = vars(saved).get  # what no gradient reads was dropped
         records: dict[str, context.Saved] = {"act": act, "linear": Linear.Saved(x=h, weight=kept("weight"))}
-        records |= {name: Bias.NOTHING for name in ("bias", "out_bias") if getattr(self, name) is not None}
+        records |= {name: Bias.Saved() for name in ("bias", "out_bias") if getattr(self, name) is not None}
         if self.add is not None:
-            records["add"] = Add.NOTHING
+            records["add"] = Add.Saved()
         return records
 
     @property

@@ -43,13 +43,13 @@ class BiasDropoutAdd(ForwardFusion):
         dtype = x.dtype
         if self.bias is not None:
             operands.insert(0, self.bias.read())
-            saved["bias"] = Bias.NOTHING
+            saved["bias"] = Bias.Saved()
         if self.add is not None:
             assert add_other is not None
             if add_other.shape != x.shape:
                 self.add.fwd(x, other=add_other)  # raises, saying what does not fit
             operands.append(add_other)
-            saved["add"] = Add.NOTHING
+            saved["add"] = Add.Saved()
             dtype = sum_dtype(x, add_other)
         upscale = drop.mode == "upscale_in_train"
         y: Any = _kernel(self.bias is not None, drop.p, upscale, self.add is not None, dtype=dtype)(x, *operands)[0]

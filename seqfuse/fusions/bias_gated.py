@@ -41,7 +41,7 @@ class BiasGated(ForwardFusion):
             (y,) = kernel(x)
             return y, {"gated": gated.Saved(x=x)}  # pyright: ignore[reportCallIssue]
         y, packed = kernel(x, bias.read())
-        return y, {"bias": Bias.NOTHING, "gated": gated.Saved(x=packed)}  # pyright: ignore[reportCallIssue]
+        return y, {"bias": Bias.Saved(), "gated": gated.Saved(x=packed)}  # pyright: ignore[reportCallIssue]
 
 
 class BiasGatedBackward(BackwardFusion):

@@ -10,7 +10,7 @@ from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, QKNorm, RotaryEmbedding
-from ..ops._read import parameter
+from ..ops._parameters import parameter
 from ._heads import Angles, angles, gains, kernels_take, parts_of, rotation_of, run
 
 
@@ -141,7 +141,7 @@ def _forward(
     out = run(bias, norm, rotary, x, {**given}, store=bias is not None and norm is not None)
     saved: dict[str, Any] = {}
     if bias is not None:
-        saved["bias"] = Bias.NOTHING
+        saved["bias"] = Bias.Saved()
     if norm is not None:
         assert out.rstd is not None
         weights = {name: parameter(norm, name) for name in ("q_weight", "k_weight")}

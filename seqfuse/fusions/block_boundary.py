@@ -43,14 +43,14 @@ class BlockBoundary(ForwardFusion):
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
         out, record, seed = boundary_fwd(self.bias, self.dropout, self.norm, x, add_other, dropout_seed, dtype=dtype)
         assert out.stream is not None
-        saved: dict[str, Any] = {"add": Add.NOTHING, "norm": record}
+        saved: dict[str, Any] = {"add": Add.Saved(), "norm": record}
         if self.bias is not None:
-            saved["bias"] = Bias.NOTHING
+            saved["bias"] = Bias.Saved()
         if self.dropout is not None:
             saved["dropout"] = Dropout.Saved(seed=seed, p=self.dropout.p)
         if self.fork is None:
             return out.y, {}, saved
-        return out.y, {"fork_out": out.stream}, {**saved, "fork": Fork.NOTHING}
+        return out.y, {"fork_out": out.stream}, {**saved, "fork": Fork.Saved()}
 
 
 class BlockBoundaryBackward(BackwardFusion):

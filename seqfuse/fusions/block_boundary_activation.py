@@ -12,7 +12,7 @@ from ..env import Env
 from ..fusion import JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
-from ..ops._read import parameter
+from ..ops._parameters import parameter
 from ..pointwise import Pointwise
 from ._functions import composed, factors_of, kernel_takes_functions
 from ._norm import gives_own, norm_bwd, shift
@@ -100,9 +100,9 @@ class BlockBoundaryActivation(JointFusion):
         statistics = saved.mean, saved.rstd, saved.weight, saved.shift
         own = norm_records(self.norm, self.acts, saved.z, *statistics, saved.factors)
         around = {
-            "bias": Bias.NOTHING if self.bias is not None else None,
+            "bias": Bias.Saved() if self.bias is not None else None,
             "dropout": Dropout.Saved(seed=saved.seed, p=saved.p) if self.dropout is not None else None,
-            "add": Add.NOTHING,
-            "fork": Fork.NOTHING if self.fork is not None else None,
+            "add": Add.Saved(),
+            "fork": Fork.Saved() if self.fork is not None else None,
         }
         return own | {slot: record for slot, record in around.items() if record is not None}

@@ -171,15 +171,15 @@ class LinearActivationLinear(JointFusion):
             "out": Linear.Saved(x=self._again(saved), weight=kept("out_weight")),
         }
         if self.bias is not None:
-            records["bias"] = Bias.NOTHING
+            records["bias"] = Bias.Saved()
         if self.dropout is not None:
             records["dropout"] = Dropout.Saved(seed=saved.seed, p=saved.p)
         if self.out_bias is not None:
-            records["out_bias"] = Bias.NOTHING
+            records["out_bias"] = Bias.Saved()
         if self.out_dropout is not None:
             records["out_dropout"] = Dropout.Saved(seed=saved.out_seed, p=saved.out_p)
         if self.add is not None:
-            records["add"] = Add.NOTHING
+            records["add"] = Add.Saved()
         return records
 
 

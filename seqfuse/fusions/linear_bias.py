@@ -33,7 +33,7 @@ class LinearBias(ForwardFusion):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
         y, gemm = self.decided("linear", linear_of, self.linear, self.bias)(x)
-        return y, {"linear": gemm, "bias": Bias.NOTHING}
+        return y, {"linear": gemm, "bias": Bias.Saved()}
 
 
 class LinearBiasBackward(BackwardFusion):

@@ -14,7 +14,7 @@ from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..hardware import ONEDNN_WORTHWHILE, STEP
 from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from ..ops._mm import linear as gemm
-from ..ops._read import parameter
+from ..ops._parameters import parameter
 from ..ops.linear import saved_linear
 from ..pointwise import Gated, Pointwise
 from ._gemm import around_saved, epilogue, epilogue_takes, mask
@@ -125,7 +125,7 @@ class LinearBiasAct(ForwardFusion):
             y = _IN_PLACE[type(act)](y)
         record = act.Saved(y=y)  # pyright: ignore[reportCallIssue]
         saved: dict[str, Any] = {"linear": saved_linear(x, weight), "act": record}
-        return y, saved if bias is None else {**saved, "bias": Bias.NOTHING}
+        return y, saved if bias is None else {**saved, "bias": Bias.Saved()}
 
 
 class LinearBiasGeLU(InferenceFusion):

@@ -42,9 +42,9 @@ class LinearBiasDropoutAdd(ForwardFusion):
         shape = (*x.shape[:-1], weight.shape[0])
         if add_other.shape != shape:
             self.add.fwd(x.new_empty(shape), other=add_other)  # raises, saying what does not fit
-        saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=self.linear.weight_for(x)), "add": Add.NOTHING}
+        saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=self.linear.weight_for(x)), "add": Add.Saved()}
         if self.bias is not None:
-            saved["bias"] = Bias.NOTHING
+            saved["bias"] = Bias.Saved()
         dropout = None
         if drop is not None:
             seed = dropout_seed if drop.random else None

@@ -47,7 +47,7 @@ class ForwardLinearScaleAdd(ForwardFusion):
             y = y if x.ndim == 2 else y.view(shape)
         else:
             y, _ = self.add.fwd(linear(x, weight) * factor, other=add_other)
-        saved = {"linear": Linear.Saved(x=x, weight=weight), "scale": Scale.Saved(factor=factor), "add": Add.NOTHING}
+        saved = {"linear": Linear.Saved(x=x, weight=weight), "scale": Scale.Saved(factor=factor), "add": Add.Saved()}
         return y, saved
 
 

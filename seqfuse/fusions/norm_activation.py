@@ -13,7 +13,7 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, JointFusion, Requirements
 from ..operation import Grads
 from ..ops import LayerNorm, RMSNorm, Scale
-from ..ops._read import parameter
+from ..ops._parameters import parameter
 from ..pointwise import Pointwise
 from ._functions import Function, composed, factors_of, kernel_takes_functions, own_records
 from ._kernels import device, kernel_takes_act

@@ -12,7 +12,7 @@ from ..env import Env, Savings
 from ..fusion import JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, Linear, RMSNorm
-from ..ops._norm import stats_dtype
+from ..ops._tensors import stats_dtype
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._norm import kernels_take, norm_fwd, recorded_bwd, shift
@@ -115,7 +115,7 @@ class NormLinearActivationLinear(JointFusion):
         n: Any = self._normalized(saved) if "norm_bias" in vars(saved) else None
         records = self._rest().unfused(saved)
         linear = Linear.Saved(x=n, weight=kept("weight"))
-        return {**records, "linear": linear, "fork": Fork.NOTHING, "norm": self._norm_record(saved)}
+        return {**records, "linear": linear, "fork": Fork.Saved(), "norm": self._norm_record(saved)}
 
     def _rest(self) -> LinearActivationLinear:
         """What stands behind the norm."""

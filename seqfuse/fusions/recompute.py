@@ -16,9 +16,8 @@ from ..fusion import ForwardFusion, Requirements
 from ..hardware import RECOMPUTING
 from ..operation import UnfusedOperation
 from ..ops import Attention, Bias, Dropout, Fork, LayerNorm, Linear, MergedLinear, QKNorm, RMSNorm, RotaryEmbedding
-from ..ops._joined import one_gemm
 from ..ops._mm import linear
-from ..ops._read import parameter
+from ..ops._parameters import one_gemm, parameter
 from ..ops.linear import saved_linear
 from ..ops.mergedlinear import saved_merged
 from ..pointwise import Gated, Pointwise
@@ -107,7 +106,7 @@ class _Recomputed(ForwardFusion, contract=True):
                 made[id(x)] = context.Recompute(part.cast[whole], held[0], *given)
                 held.append(x)
             if isinstance(operation, Fork):
-                outputs[f"{part.slot}_out"], saved[part.slot] = x, Fork.NOTHING
+                outputs[f"{part.slot}_out"], saved[part.slot] = x, Fork.Saved()
                 continue
             if isinstance(operation, Linear):
                 weight = operation.weight_for(x)
@@ -117,7 +116,7 @@ class _Recomputed(ForwardFusion, contract=True):
                     y = linear(x, weight)
                 else:
                     given.append(bias := part.bias.read())
-                    y, saved["bias"] = linear(x, weight, bias), Bias.NOTHING
+                    y, saved["bias"] = linear(x, weight, bias), Bias.Saved()
             elif isinstance(operation, MergedLinear):
                 weights, biases = operation.weights_for(x), operation.biases()
                 given += [*weights, *(t for t in biases if t is not None)]

@@ -26,4 +26,4 @@ class ScaleAdd(ForwardFusion):
             y = torch.add(add_other, x, alpha=factor)
         else:
             y, _ = self.add.fwd(x * factor, other=add_other)
-        return y, {"scale": Scale.Saved(factor=factor), "add": Add.NOTHING}
+        return y, {"scale": Scale.Saved(factor=factor), "add": Add.Saved()}

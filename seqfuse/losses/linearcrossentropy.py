@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..group import Group, ParameterShard, identity, summed_gradient, vocabulary_shard, with_backward
-from ..ops._read import divide, initial
+from ..ops._parameters import divide, initial
 from ..plan.reference import transformed
 from ..signature import checks_arguments
 from ._ask import How, Reduction, check, check_targets

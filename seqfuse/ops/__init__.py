@@ -1,46 +1,23 @@
-"""The operations: one file each, with its math, the tensors that it saves, its reference and both passes."""
+"""The operations, by family: each with its math, the tensors that it saves, its reference and both passes."""
 
 from typing import TYPE_CHECKING
 
 from ..names import no_such_name as _no_such_name
-from .add import Add
-from .allgather import AllGather
-from .allreduce import AllReduce
+from .activations import GELU, GeLU, QuickGeLU, ReLU, Sigmoid, SiLU, SquaredReLU, Tanh
 from .attention import Attention
-from .bias import Bias
-from .copytotensorparallel import CopyToTensorParallel
+from .channels import Add, Fork, Multiply, Residual, Take
+from .collectives import AllGather, AllReduce, CopyToTensorParallel, ReduceScatter
 from .crossattention import CrossAttention
-from .dropout import Dropout
-from .droppath import DropPath
-from .embedding import Embedding
-from .fork import Fork
-from .geglu import GEGLU
-from .gelu import GELU, GeLU
-from .glu import GLU
-from .identity import Identity
-from .layernorm import LayerNorm
-from .layerscale import LayerScale
-from .linear import Linear
+from .dropout import Dropout, DropPath
+from .embedding import Embedding, PositionEmbedding
+from .gated import GEGLU, GLU, ReGLU, SwiGLU
+from .linear import Bias, Linear
 from .mergedlinear import MergedLinear
-from .multiply import Multiply
-from .positionembedding import PositionEmbedding
+from .norm import LayerNorm, RMSNorm
 from .qknorm import QKNorm
-from .quickgelu import QuickGeLU
-from .reducescatter import ReduceScatter
-from .reglu import ReGLU
-from .relu import ReLU
-from .reshape import Reshape
-from .residual import Residual
-from .rmsnorm import RMSNorm
-from .rotaryembedding import RotaryEmbedding
-from .scale import Scale
-from .sigmoid import Sigmoid
-from .silu import SiLU
-from .squaredrelu import SquaredReLU
-from .swiglu import SwiGLU
-from .take import Take
-from .tanh import Tanh
-from .transpose import Transpose
+from .rope import RotaryEmbedding
+from .scale import LayerScale, Scale
+from .shape import Identity, Reshape, Transpose
 
 IdentityForwardAllReduceBackward = CopyToTensorParallel
 """Its name before."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,14 @@ from torch import Tensor
 
 from .. import env
 from . import _sdpa
-from ._aten import flash_cpu, flash_cpu_backward
+from ._tensors import stats_dtype
+
+# The forward by torch's own binding and the backward without its overload: both cost less than a call of an overload.
+flash_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore
+_aten: Any = torch.ops.aten
+flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
+)
 
 _HALF = (torch.float16, torch.bfloat16)
 # What `kernels.attention.takes`, which cannot be asked where Triton is not installed.
@@ -107,11 +114,6 @@ def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def stats_dtype(q: Tensor) -> torch.dtype:
-    """The dtype that scores are made and summed in."""
-    return torch.float64 if q.dtype is torch.float64 else torch.float32
-
-
 def numbers(ends: Tensor) -> list[int]:
     """What an int tensor holds; the host waits for it."""
     return ends.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -128,16 +130,6 @@ def head_size(shape: Sequence[int], heads: int, kv_heads: int) -> int:
         wanted = f"{heads} query, {kv_heads} key and {kv_heads} value heads"
         raise ValueError(f"expects [*, S, {parts} D] of {wanted}, got shape {tuple(shape)}")
     return shape[-1] // parts
-
-
-def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether a tensor of this shape may stand for one of the whole."""
-    return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
-
-
-def unflatten(x: Tensor, dim: int, *sizes: int) -> Tensor:
-    """A view with one dimension as several."""
-    return x.unflatten(dim, sizes)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

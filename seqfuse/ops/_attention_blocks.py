@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ._attention import QKV, Scores, additive, stats_dtype, unflatten
+from ._attention import QKV, Scores, additive
 from ._philox import drop_spans, masked
+from ._tensors import stats_dtype, unflatten
 
 # Scores held at a time: 16 MiB in float32.
 _HELD = 1 << 22

@@ -19,16 +19,15 @@ from ._attention import (
     attend,
     attend_backward,
     attend_grads,
-    broadcasts,
     by_torch,
     head_size,
     numbers,
-    stats_dtype,
 )
 from ._attention_blocks import attend_blocks, attend_blocks_backward
 from ._attention_plain import attend_plain
 from ._cache import current
 from ._sdpa import aligned
+from ._tensors import broadcasts, stats_dtype
 
 
 class Attention(sf.UnfusedOperation):

@@ -19,14 +19,12 @@ from ._attention import (
     attend,
     attend_backward,
     attend_grads,
-    broadcasts,
     by_torch,
-    stats_dtype,
-    unflatten,
 )
 from ._attention_blocks import attend_blocks, attend_blocks_backward
 from ._attention_plain import attend_plain
 from ._sdpa import aligned
+from ._tensors import broadcasts, stats_dtype, unflatten
 
 
 class CrossAttention(sf.UnfusedOperation):

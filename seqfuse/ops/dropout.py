@@ -1,4 +1,4 @@
-"""Dropout with a mask that is a function of a seed and a position."""
+"""Dropout of elements and of whole samples, with masks that are functions of a seed and a position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,45 @@ from .. import operation as sf
 from ._philox import drop_mask, dropped, masked
 
 
-class Dropout(sf.UnfusedOperation):
+class Dropping(sf.UnfusedOperation, open=True):
+    """Drops parts of x in training. The map is linear and its own adjoint, so that one function is both passes."""
+
+    class Saved(sf.Saved):
+        seed: Tensor | None  # [] int64; `None` where nothing is dropped
+        p: float
+
+    autocast = "same"
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p must be between 0 and 1, got {p}")
+        self.p = p
+
+    @property
+    def random(self) -> bool:
+        return self.training and self.p > 0
+
+    def dropped(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+        """Return x without the parts that the seed drops; all of it where there is none. Differentiable."""
+        raise NotImplementedError
+
+    def run(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+        """The same, which need not be differentiable."""
+        return self.dropped(x, seed, p)
+
+    def reference(self, x: Tensor, *, seed: Tensor | None = None) -> Tensor:
+        return self.dropped(x, seed if self.random else None, self.p)
+
+    def fwd(self, x: Tensor, *, seed: Tensor | None = None) -> tuple[Tensor, Saved]:
+        seed = seed if self.random else None
+        return self.run(x, seed, self.p), self.Saved(seed=seed, p=self.p)
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return self.run(dy, saved.seed, saved.p), {}
+
+
+class Dropout(Dropping):
     """y = keep x / (1 - p) in training, keep an independent 0 or 1 with P(keep = 0) = p; y = x in evaluation.
 
     Forward, `mode="upscale_in_train"`: as above. `mode="downscale_in_infer"`: y = keep x in training and (1 - p) x in
@@ -33,44 +71,21 @@ class Dropout(sf.UnfusedOperation):
         ValueError: for p outside 0..1 or another mode.
     """
 
-    class Saved(sf.Saved):
-        seed: Tensor | None  # [] int64
-        p: float
-
-    autocast = "same"
-
     def __init__(
         self, p: float = 0.5, mode: Literal["upscale_in_train", "downscale_in_infer"] = "upscale_in_train"
     ) -> None:
-        super().__init__()
-        if not 0 <= p <= 1:
-            raise ValueError(f"p must be between 0 and 1, got {p}")
-        self.p, self.mode = p, mode
-
-    @property
-    def random(self) -> bool:
-        return self.training and self.p > 0
+        super().__init__(p)
+        self.mode = mode
 
     @property
     def is_view(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return not self.random and (self.mode == "upscale_in_train" or self.p == 0)
 
-    def reference(self, x: Tensor, *, seed: Tensor | None = None) -> Tensor:
-        return self._dropped(x, seed if self.random else None, self.p)
-
-    def fwd(self, x: Tensor, *, seed: Tensor | None = None) -> tuple[Tensor, Saved]:
-        seed = seed if self.random else None
-        return self._pass(x, seed, self.p), self.Saved(seed=seed, p=self.p)
-
-    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
-        return self._pass(dy, saved.seed, saved.p), {}
-
-    def _pass(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
-        """The map is linear and its own adjoint: both passes are this, by a kernel where one can run."""
+    def run(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
         made = None if seed is None else dropped(x, seed, p, self.mode == "upscale_in_train")
-        return self._dropped(x, seed, p) if made is None else made
+        return self.dropped(x, seed, p) if made is None else made
 
-    def _dropped(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    def dropped(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
         upscale = self.mode == "upscale_in_train"
         if seed is None:
             return x if upscale or p == 0 else x * (1 - p)
@@ -82,3 +97,47 @@ class Dropout(sf.UnfusedOperation):
     @classmethod
     def examples(cls, x: Tensor) -> tuple[Dropout, ...]:
         return (cls(), cls(0.2, "downscale_in_infer"), cls(0.2, "downscale_in_infer").eval())
+
+
+class DropPath(Dropping):
+    """y = 0 for a sample with probability p, in training, else x / (1 - p): stochastic depth, at the end of a branch.
+
+    Backward: dx = 0 for these samples, else dy / (1 - p).
+
+    x, y: [B, *], B samples.  Saved: the seed, of which both passes make the same mask, and p.
+    Sample i is kept where `Dropout` keeps element i of [B]; dropped ones are 0 x: NaN where x is NaN or Inf.
+    Source: Huang et al. 2016, arXiv:1603.09382.
+
+    Args:
+        p: probability of dropping a sample.
+        scale_by_keep: whether what is kept is divided by 1 - p.
+
+    Raises:
+        ValueError: for a p that is no probability.
+    """
+
+    def __init__(self, p: float = 0.1, scale_by_keep: bool = True) -> None:
+        super().__init__(p)
+        self.scale_by_keep = scale_by_keep
+
+    @property
+    def is_view(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.random
+
+    def dropped(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+        if seed is None:
+            return x
+        drop = drop_mask(seed, x.shape[:1], p).view(-1, *(1,) * (x.ndim - 1))
+        return masked(x, drop, p, self.scale_by_keep)
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape:
+            raise ValueError("expects a first dimension of samples, got a 0-d tensor")
+        return shape
+
+    @classmethod
+    def examples(cls, x: Tensor) -> tuple[DropPath, ...]:
+        return (cls(), cls(0.4, scale_by_keep=False), cls().eval())
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:g}" + ("" if self.scale_by_keep else ", scale_by_keep=False")

@@ -1,8 +1,8 @@
-"""Embedding: a row of a table for each index."""
+"""Embeddings: a row of a weight for each index, and a learned row added at each position."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,11 +13,10 @@ from .. import operation as sf
 from ..casts import dtype_of
 from ..errors import InputError, RangeError
 from ..group import Group, ParameterShard, vocabulary_shard
-from ._norm import stats_dtype
-from ._read import divide, initial, required
-from ._takes import outside, token_ids
-from .allreduce import AllReduce
-from .reducescatter import ReduceScatter
+from ._cache import current
+from ._parameters import divide, initial, required
+from ._tensors import check_positions, real, stats_dtype
+from .collectives import AllReduce, ReduceScatter
 
 _backward: Callable[..., Tensor] = torch.ops.aten.embedding_dense_backward.default  # pyright: ignore
 
@@ -117,7 +116,7 @@ class Embedding(sf.UnfusedOperation):
         return range(group.rank * count, (group.rank + 1) * count)
 
     def _error(self, x: Tensor, wrong: Tensor) -> RangeError:
-        return outside(x, wrong, self.num_embeddings, "token ids", "Embedding")
+        return _outside(x, wrong, self.num_embeddings, "token ids", "Embedding")
 
     def _look_up(self, x: Tensor, weight: Tensor) -> Tensor:
         try:
@@ -137,7 +136,7 @@ class Embedding(sf.UnfusedOperation):
         return (x - self._rows.start).masked_fill(absent, 0), absent
 
     def reference(self, x: Tensor) -> Tensor:
-        token_ids(x, "Embedding")
+        _check_ids(x)
         if len(self.shards):  # torch.compile takes an empty mapping proxy to be true
             own, absent = self._own(x)
             padding = self.padding_idx if self.padding_idx in self._rows else None
@@ -149,7 +148,7 @@ class Embedding(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight = required(self, "weight")
-        token_ids(x, "Embedding")
+        _check_ids(x)
         if self.shards:
             own, absent = self._own(x)
             return F.embedding(own, weight).masked_fill_(absent.unsqueeze(-1), 0), self.Saved(x=x)
@@ -184,3 +183,122 @@ class Embedding(sf.UnfusedOperation):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         across = ", parallel='vocab'" if self.shards else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}{across}"
+
+
+class PositionEmbedding(sf.UnfusedOperation):
+    """y = x + weight[t] for the row at position t.
+
+    Backward: dx = dy;  row t of dweight is the sum of dy over all rows at position t, in float32 or float64, rounded
+    once.
+
+    x, y: [*, S, embedding_dim], weight: [max_positions, embedding_dim], positions: [S], or broadcast to [*, S].
+    Saved: positions.
+    Source: Gehring et al. 2017, arXiv:1705.03122.
+
+    Args:
+        max_positions: rows of the table.
+        embedding_dim: its columns.
+        positions: channel of the positions; 0..S-1 by default.
+
+    Raises:
+        InputError: (SF101) for complex x, and positions that are no integers or do not broadcast, (SF107) for positions
+            outside the table (on a GPU an error of the device).
+    """
+
+    class Saved(sf.Saved):
+        positions: Tensor | None  # [*, S]
+
+    autocast = "promote"
+
+    def __init__(
+        self,
+        max_positions: int,
+        embedding_dim: int,
+        *,
+        positions: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.max_positions, self.embedding_dim, self.positions = max_positions, embedding_dim, positions
+        self.weight = nn.Parameter(torch.empty((max_positions, embedding_dim), device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start from N(0, 1), as `torch.nn.Embedding` does."""
+        nn.init.normal_(self.weight)
+
+    @property
+    def channels(self) -> Mapping[str, str | None]:
+        return {} if self.positions is None else {"position_ids": self.positions}
+
+    def reference(self, x: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
+        return x + self._rows(self.weight, x, position_ids)
+
+    def fwd(self, x: Tensor, *, position_ids: Tensor | None = None) -> tuple[Tensor, Saved]:
+        weight = required(self, "weight")
+        return x + self._rows(weight, x, position_ids), self.Saved(positions=position_ids)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        dx, dweight = dy if "x" in needs else None, None
+        own = dtype_of(self, "weight") if "weight" in needs else None
+        if own is not None:
+            fit = dy.to(stats_dtype(dy))
+            dweight = fit.new_zeros(self.max_positions, self.embedding_dim)
+            if saved.positions is None:
+                dweight[: dy.shape[-2]] = fit.flatten(0, -3).sum(0) if dy.ndim > 2 else fit
+            else:
+                positions = saved.positions.long().expand(dy.shape[:-1]).reshape(-1)
+                dweight.index_add_(0, positions, fit.flatten(0, -2))
+            dweight = dweight.to(own)
+        return dx, {"weight": dweight}
+
+    def _rows(self, weight: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+        real(x, "PositionEmbedding")
+        if positions is None:
+            cache = current()
+            return weight[: x.shape[-2]] if cache is None else weight[cache.positions(x)]
+        return F.embedding(self._checked(positions, x), weight)
+
+    def _checked(self, positions: Tensor, x: Tensor) -> Tensor:
+        """Positions as indices of the weight."""
+        if positions.is_floating_point():
+            message = f"expects integer positions, got {positions.dtype}"
+            raise InputError(message, code="SF101", operation="PositionEmbedding")
+        check_positions(positions, x, "PositionEmbedding")
+        positions = positions.long()  # uint8 would be a mask
+        if type(positions) is Tensor and not torch.compiler.is_compiling() and not positions.is_meta:
+            wrong = (positions < 0) | (positions >= self.max_positions)
+            if positions.is_cuda:
+                torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            elif wrong.any():
+                raise _outside(positions, wrong, self.max_positions, "positions", "PositionEmbedding")
+        return positions
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) < 2 or shape[-1] != self.embedding_dim:
+            raise ValueError(f"expects [*, S, {self.embedding_dim}], got shape {tuple(shape)}")
+        if self.positions is None and shape[-2] > self.max_positions:
+            raise ValueError(f"expects at most {self.max_positions} positions, got {shape[-2]}")
+        return shape
+
+    @classmethod
+    def example(cls, x: Tensor) -> PositionEmbedding:
+        return cls(x.shape[-2] + 2, x.shape[-1], device=x.device, dtype=x.dtype)
+
+    def extra_repr(self) -> str:
+        positions = "" if self.positions is None else f", positions={self.positions!r}"
+        return f"{self.max_positions}, {self.embedding_dim}{positions}"
+
+
+def _check_ids(x: Tensor) -> None:
+    """Raise InputError (SF101) unless x is of the integers that torch's embeddings take."""
+    if x.dtype not in (torch.int32, torch.int64):
+        hint = "token ids are torch.int64; x.long() makes them so"
+        raise InputError(f"expects integer token ids, got {x.dtype}", code="SF101", operation="Embedding", hint=hint)
+
+
+def _outside(x: Tensor, wrong: Tensor, rows: int, what: str, operation: str) -> RangeError:
+    """The error (SF107) for indices outside a weight of so many rows; `wrong` is where they are."""
+    message = f"expects {what} from 0 to {rows - 1}, got {int(x[wrong][0].item())}"
+    return RangeError(message, code="SF107", operation=operation)

@@ -15,9 +15,9 @@ from ..casts import lowered
 from ..env import Env, autocast_of
 from ..maingrad import Accumulated
 from ..saved import maker
-from ._joined import joined, one_gemm
 from ._mm import linear, linear_into, sum_of_mm
-from ._read import parameter, required
+from ._parameters import joined, one_gemm, parameter, required
+from ._tensors import check_last
 from .linear import gemm_traffic, weight_grad
 
 MAX_PARTS = 8
@@ -258,9 +258,7 @@ class MergedLinear(sf.UnfusedOperation):
         return gemm_traffic(env, *self.features, backward)
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if not shape or shape[-1] != self.in_features:
-            got = shape[-1] if shape else "a 0-d tensor"
-            raise ValueError(f"expects last dimension {self.in_features}, got {got}")
+        check_last(shape, self.in_features)
         return (*shape[:-1], self.out_features)
 
     @classmethod

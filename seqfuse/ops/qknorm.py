@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from .. import operation as sf
 from ..casts import dtype_of
 from ..env import Env
-from ._attention import unflatten
-from ._norm import rows_summed, stats_dtype
-from ._read import parameter
-from ._takes import floating
+from ._parameters import parameter
+from ._tensors import check_last, floating, rows_summed, stats_dtype, unflatten
 
 
 class QKNorm(sf.UnfusedOperation):
@@ -192,8 +190,7 @@ class QKNorm(sf.UnfusedOperation):
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         wanted = (self.heads + 2 * self.kv_heads) * self.head_dim
-        if not shape or shape[-1] != wanted:
-            raise ValueError(f"expects last dimension {wanted}, got {shape[-1] if shape else 'a 0-d tensor'}")
+        check_last(shape, wanted)
         return shape
 
     @classmethod

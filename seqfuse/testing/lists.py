@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from .. import ops
 from ..operation import UnfusedOperation
-from ..ops.residual import Residual
+from ..ops import Residual
 from ..plan.reference import random_seeds
 from ..run import Sequential
 from ..run.sequential import Fusions

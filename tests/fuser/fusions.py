@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.ops._aten import gelu_backward
+from seqfuse.ops.activations import gelu_backward
 from seqfuse.testing import assert_fused_close, seeded_randn
 
 Grads = dict[str, Tensor | None]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.ops._aten import tanh_backward
+from seqfuse.ops.activations import tanh_backward
 from seqfuse.plan import plan as planning
 from seqfuse.run import fuser as running
 from seqfuse.testing import seeded_randn

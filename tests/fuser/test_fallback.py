@@ -15,7 +15,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import FallbackWarning, KernelError, PluginError
-from seqfuse.ops._aten import tanh_backward
+from seqfuse.ops.activations import tanh_backward
 from seqfuse.testing import assert_bitwise_equal
 
 from .kit_b import (

@@ -10,7 +10,7 @@ from torch import nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.ops._joined import joined
+from seqfuse.ops._parameters import joined
 from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
 
 from .passes import by_autograd, by_passes, check_passes

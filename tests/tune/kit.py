@@ -11,7 +11,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.ops._aten import gelu_backward
+from seqfuse.ops.activations import gelu_backward
 
 
 @dataclasses.dataclass

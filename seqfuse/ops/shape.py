@@ -1,12 +1,43 @@
-"""Reshape of the trailing dimensions."""
+"""Shapes: operations that hand x on as it is, or as a view of other dimensions."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
 from .. import operation as sf
+
+
+class Identity(sf.UnfusedOperation):
+    """y = x.
+
+    Backward: dx = dy.
+
+    x, y: any shape.  Saved: nothing.
+
+    Args:
+        args, kwargs: ignored, as in `torch.nn.Identity`.
+    """
+
+    class Saved(sf.Saved):
+        """Empty: the backward pass reads dy alone."""
+
+    is_view = True
+    autocast = "same"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        return x, self._saved()
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return dy, {}
 
 
 class Reshape(sf.UnfusedOperation):
@@ -71,3 +102,50 @@ class Reshape(sf.UnfusedOperation):
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.shape)) + (f", dims={self.dims}" if self.dims != 1 else "")
+
+
+class Transpose(sf.UnfusedOperation):
+    """y = x with dimensions `dim0` and `dim1` swapped, a view: as between the two halves of an MLP-Mixer's block.
+
+    Backward: dx = dy with the same two swapped.
+
+    x: [*], with both dimensions; y: [*].  Saved: nothing.
+    Source: Tolstikhin et al. 2021, arXiv:2105.01601.
+
+    Args:
+        dim0: a dimension; the last is -1.
+        dim1: another.
+    """
+
+    class Saved(sf.Saved):
+        """Empty: the backward pass reads dy alone."""
+
+    is_view = True
+    autocast = "same"
+
+    def __init__(self, dim0: int, dim1: int) -> None:
+        super().__init__()
+        self.dim0, self.dim1 = dim0, dim1
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.transpose(self.dim0, self.dim1)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        return x.transpose(self.dim0, self.dim1), self._saved()
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return dy.transpose(self.dim0, self.dim1), {}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        swapped, dims = list(shape), len(shape)
+        if not all(-dims <= dim < dims for dim in (self.dim0, self.dim1)):
+            raise ValueError(f"swaps dimensions {self.dim0} and {self.dim1}, got shape {tuple(shape)}")
+        swapped[self.dim0], swapped[self.dim1] = swapped[self.dim1], swapped[self.dim0]
+        return tuple(swapped)
+
+    @classmethod
+    def example(cls, x: Tensor) -> Transpose:
+        return cls(0, -1)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim0}, {self.dim1}"

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from .. import operation as sf
 from ..env import Env
 from ..errors import InputError
-from ._attention import broadcasts, head_size
+from ._attention import head_size
 from ._cache import current
-from ._norm import stats_dtype
-from ._takes import broadcasting, floating
+from ._tensors import broadcasts, check_positions, floating, stats_dtype
 
 # The largest table of angles that is kept, in elements.
 _KEPT_ANGLES = 1 << 20
@@ -207,7 +206,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         if positions is None:
             positions = torch.arange(length, device=x.device) if cache is None else cache.positions(x)
         else:
-            broadcasting(positions, x, "RotaryEmbedding")
+            check_positions(positions, x, "RotaryEmbedding")
         return _cos_sin(positions.to(stats), size, self.base)
 
     def _sizes(self, x: Tensor) -> tuple[int, int]:

@@ -1,0 +1,59 @@
+"""What several operations ask of a tensor and do with one: dtypes, shapes, sums over rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+
+def floating(x: Tensor, operation: str) -> None:
+    """Raise InputError (SF101) unless x is of floating-point numbers: of others a part would be lost in silence."""
+    if not x.is_floating_point():
+        raise InputError(f"expects floating-point x, got {x.dtype}", code="SF101", operation=operation)
+
+
+def real(x: Tensor, operation: str) -> None:
+    """Raise InputError (SF101) if x is complex."""
+    if x.is_complex():
+        raise InputError(f"expects x of real numbers, got {x.dtype}", code="SF101", operation=operation)
+
+
+def check_last(shape: Sequence[int], size: int) -> None:
+    """Raise ValueError unless the last dimension has this size."""
+    if not shape or shape[-1] != size:
+        raise ValueError(f"expects last dimension {size}, got {shape[-1] if shape else 'a 0-d tensor'}")
+
+
+def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a tensor of this shape may stand for one of the whole."""
+    return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
+
+
+def check_positions(positions: Tensor, x: Tensor, operation: str) -> None:
+    """Raise InputError (SF101) unless positions are real numbers, one for each row of x or broadcast to that."""
+    if positions.dtype is torch.bool or positions.is_complex():
+        message = f"expects positions that are numbers, got {positions.dtype}"
+        raise InputError(message, code="SF101", operation=operation)
+    if not broadcasts(positions.shape, x.shape[:-1]):
+        message = f"expects positions that broadcast to {tuple(x.shape[:-1])}, got {tuple(positions.shape)}"
+        raise InputError(message, code="SF101", operation=operation)
+
+
+def stats_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that statistics and scores are computed and kept in: float32, or float64 for a float64 input."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def rows_summed(dy: Tensor, trailing: int) -> Tensor:
+    """The sum over all but the last `trailing` dimensions, in a tensor of its own."""
+    rows = tuple(range(dy.ndim - trailing))
+    return dy.sum(rows) if rows else dy.clone()
+
+
+def unflatten(x: Tensor, dim: int, *sizes: int) -> Tensor:
+    """A view with one dimension as several."""
+    return x.unflatten(dim, sizes)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

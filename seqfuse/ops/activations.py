@@ -1,0 +1,245 @@
+"""Activations: each with its math, what its backward reads, and device functions that kernels take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import pointwise as sf
+from ._tensors import real
+
+# Operators of ATen that have no public name in `torch`. Not the overloads, which pass every argument on in Python.
+_aten: Any = torch.ops.aten
+gelu_backward: Callable[..., Tensor] = _aten.gelu_backward.default._op
+sigmoid_backward: Callable[..., Tensor] = _aten.sigmoid_backward.default._op
+silu_backward: Callable[..., Tensor] = _aten.silu_backward.default._op
+tanh_backward: Callable[..., Tensor] = _aten.tanh_backward.default._op
+threshold_backward: Callable[..., Tensor] = _aten.threshold_backward.default._op
+
+
+class DeviceFunction:
+    """A class attribute that stands for `value` or `derivative` of one of `kernels.activations.ACTIVATIONS`.
+
+    Args:
+        part: which of the two.
+        name: of the activation; `None` where the operation's own `device_name` says it.
+    """
+
+    def __init__(self, part: Literal["value", "derivative"], name: str | None = None) -> None:
+        self.part, self.name = part, name
+
+    def __get__(self, operation: Any, kind: type) -> Any:
+        if operation is None:
+            return self
+        return getattr(_activations()[self.name or operation.device_name], self.part)
+
+
+@functools.cache
+def _activations() -> dict[str, Any]:
+    from ..kernels.activations import ACTIVATIONS
+
+    return ACTIVATIONS
+
+
+def device_functions(name: str | None = None) -> tuple[Any, Any]:
+    """Both attributes of an activation: `value, derivative = device_functions("relu")`."""
+    return DeviceFunction("value", name), DeviceFunction("derivative", name)
+
+
+class GeLU(sf.Pointwise):
+    """y = x Phi(x), Phi the distribution function of N(0, 1).
+
+    Forward: `"none"`: Phi(x) = (1 + erf(x / sqrt(2))) / 2; `"tanh"`: Phi(x) = (1 + tanh(u)) / 2 with
+    u = sqrt(2 / pi) (x + 0.044715 x^3). They differ by up to 4.7e-4, so `approximate` is part of what the operation is.
+
+    Backward: dx = dy (Phi(x) + x Phi'(x)).
+
+    x, y: [*, H].  Saved: x.
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+
+    Args:
+        approximate: `"none"` or `"tanh"`.
+
+    Raises:
+        ValueError: for any other `approximate`.
+    """
+
+    native = True
+    autocast = "same"
+    value, derivative = device_functions()
+
+    @property
+    def device_name(self) -> str:
+        """The name of its device functions."""
+        return "gelu_tanh" if self.approximate == "tanh" else "gelu"
+
+    def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def reference(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=self.approximate)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, sf.Saved]:
+        return F.gelu(x, approximate=self.approximate), self._saved(x)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        if self.approximate == "none":  # the default, which is read faster than a text
+            return gelu_backward(dy, saved.x), {}
+        return gelu_backward(dy, saved.x, approximate=self.approximate), {}
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+    @classmethod
+    def examples(cls, x: Tensor) -> tuple[GeLU, ...]:
+        return (cls(), cls("tanh"))
+
+
+GELU = GeLU
+
+
+_K = 1.702
+
+
+class QuickGeLU(sf.Pointwise):
+    """y = x sigmoid(1.702 x).
+
+    Backward: with s = sigmoid(1.702 x), dx = dy (s + 1.702 x s (1 - s)).
+
+    x, y: [*, H].  Saved: x.
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
+    """
+
+    autocast = "same"
+    value, derivative = device_functions("quickgelu")
+
+    def reference(self, x: Tensor) -> Tensor:
+        real(x, "QuickGeLU")
+        wide = sf.widened(x)
+        return (wide * torch.sigmoid(_K * wide)).to(x.dtype)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        # Not silu_backward at 1.702 x, which overflows before x does.
+        x = sf.widened(saved.x)
+        s = torch.sigmoid(_K * x)
+        return torch.add(dy * s, sigmoid_backward(dy * x, s), alpha=_K).to(saved.x.dtype), {}
+
+
+class ReLU(sf.Pointwise):
+    """y = max(x, 0); NaN stays NaN.
+
+    Backward: dx = dy where y > 0, else 0.
+
+    x, y: [*, H].  Saved: y, which the next GEMM saves anyway.
+    Source: Nair and Hinton 2010, ICML.
+    """
+
+    native = True
+    autocast = "same"
+    value, derivative = device_functions("relu")
+
+    reads = "output"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        return (~(y <= 0)).to(y.dtype)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return threshold_backward(dy, saved.y, 0), {}
+
+
+class Sigmoid(sf.Pointwise):
+    """y = 1 / (1 + exp(-x)).
+
+    Backward: dx = dy y (1 - y).
+
+    x, y: [*, H].  Saved: y.
+    Source: Rumelhart, Hinton and Williams 1986, Nature 323.
+    """
+
+    native = True
+    autocast = "same"
+    value, derivative = device_functions("sigmoid")
+
+    reads = "output"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        return y * (1 - y)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return sigmoid_backward(dy, saved.y), {}
+
+
+class SiLU(sf.Pointwise):
+    """y = x sigmoid(x).
+
+    Backward: with s = sigmoid(x), dx = dy s (1 + x (1 - s)).
+
+    x, y: [*, H].  Saved: x.
+    Source: Elfwing et al. 2017, arXiv:1702.03118.
+    """
+
+    native = True
+    autocast = "same"
+    value, derivative = device_functions("silu")
+
+    def reference(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return silu_backward(dy, saved.x), {}
+
+
+class SquaredReLU(sf.Pointwise):
+    """y = max(x, 0)^2.
+
+    Backward: dx = 2 dy x where x > 0, else 0.
+
+    x, y: [*, H].  Saved: x.
+    Source: So et al. 2021, arXiv:2109.08668.
+    """
+
+    autocast = "float32"
+    value, derivative = device_functions("squared_relu")
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.relu(x).square()
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return threshold_backward(dy * saved.x.mul(2), saved.x, 0), {}
+
+
+class Tanh(sf.Pointwise):
+    """y = tanh(x).
+
+    Backward: dx = dy (1 - y^2).
+
+    x, y: [*, H].  Saved: y.
+    Source: LeCun et al. 1998, Efficient BackProp.
+    """
+
+    native = True
+    autocast = "same"
+    value, derivative = device_functions("tanh")
+
+    reads = "output"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        return 1 - y * y
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return tanh_backward(dy, saved.y), {}
