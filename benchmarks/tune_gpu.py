@@ -2,8 +2,7 @@
 replaces.
 
 Each layer is tuned by a process of its own, which is killed when it hangs. Writes `tune.json` beside the other results,
-or into the folder that `OUT` names, and beside it `measured.json`: the table that can come with the library, as
-`seqfuse/measured/<device>.json`.
+or into the folder that `OUT` names.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def child(model: Any, tokens: int, chosen: Any, budget: float, out: Path) -> int
 
     models: Any = blocks.Models("layer", blocks.spec_of(model), chosen)
     x = blocks.drawn(chosen, model, "x")(tokens, 0)["x"].requires_grad_()
-    report = sf.tune(models.ours, x, budget=budget, progress=False, file=out / "measured.json")
+    report = sf.tune(models.ours, x, budget=budget, progress=False)
     print(f"{model.name}, {tokens} tokens\n{report}\n", flush=True)
     with torch.no_grad():
         models.ours(x)  # whatever was chosen runs

@@ -228,7 +228,7 @@ def _read(path: Path) -> Path | None:
     try:
         data = store.read(path)
         about = os.lstat(path)
-    except (OSError, store.Corrupt):
+    except (OSError, ValueError):
         return None
     if data is None or hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
         return None

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import sys
@@ -24,16 +23,16 @@ from .errors import CacheWarning
 from .operation import Version, config_version
 from .settings import settings
 
-FORMAT = 2
 MOST_NANOSECONDS = 1e15
-_SOURCES = ("kernels", "ops", "fusions")
-SHIPPED = Path(__file__).parent / "measured"
-"""The folder of measurements that come with this library: a file a device, as `sf.tune(file=...)` writes it."""
+LOCK_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine that measurements hold for: a device, and versions of the software on it."""
+    """The machine that measurements hold for: a device, and versions of the software on it.
+
+    `seqfuse` is the version of this library with a hash of its kernels, operations and fusions.
+    """
 
     device: str
     arch: str
@@ -93,7 +92,7 @@ def _machine(kind: str, arch: str, kernels: str | None, threads: int | None) -> 
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = None
-    return Machine(name, arch, driver, threads, kernels, torch.__version__, triton, own.__version__)
+    return Machine(name, arch, driver, threads, kernels, torch.__version__, triton, f"{own.__version__} {_sources()}")
 
 
 def _stated(path: str, pattern: str) -> str:
@@ -104,17 +103,34 @@ def _stated(path: str, pattern: str) -> str:
     return found[1] if found else ""
 
 
+@functools.cache
+def _sources() -> str:
+    found, here = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(path for room in ("kernels", "ops", "fusions") for path in (here / room).rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
     """Nanoseconds of one pass by a fusion and by the operations it replaces, or why it could not be measured.
 
     `noise` is what the difference may be off by: one that is no larger says nothing.
+
+    Raises:
+        ValueError: for a time that is none, or both times and a failure.
     """
 
     fused: float = 0.0
     unfused: float = 0.0
     failed: str = ""
     noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        times = self.fused, self.unfused, self.noise
+        fits = all(type(t) in (int, float) and 0 <= t < MOST_NANOSECONDS for t in times)
+        if not fits or type(self.failed) is not str or bool(self.failed) == bool(self.fused and self.unfused):
+            raise ValueError("a measurement is two times in nanoseconds, or a reason")
 
     @property
     def saving(self) -> int:
@@ -132,37 +148,17 @@ class Measurement:
         return f"{times}, within {self.noise / 1000:.1f} us of noise" if self.saving > 0 else times
 
 
-@functools.cache
-def sources() -> str:
-    """Hash of the sources of our own kernels, operations and fusions: measurements of others do not count."""
-    found, here = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(path for room in _SOURCES for path in (here / room).rglob("*.py")):
-        found.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:16]
-
-
 _tables: dict[Machine, dict[str, Measurement]] = {}
 _warned: set[Path | None] = set()
 
 
 def table(machine: Machine) -> Mapping[str, Measurement]:
-    """The measurements of a machine by what they are known by; the user's file is read when first asked for."""
+    """The measurements of a machine by their keys; the user's file is read when first asked for."""
     known = _tables.get(machine)
     if known is None:
         path = user_file(machine, create=False) if settings().tune else None
-        known = _tables.setdefault(machine, {**shipped(machine), **({} if path is None else load_own(path, machine))})
+        known = _tables.setdefault(machine, {} if path is None else load_own(path, machine))
     return known
-
-
-def shipped(machine: Machine) -> dict[str, Measurement]:
-    """The measurements that came with this library for the same device and versions, whatever the driver."""
-    path = SHIPPED / (re.sub(r"[^a-z0-9]+", "-", machine.device.lower()) + ".json")
-    if not path.is_file():
-        return {}
-    document = json.loads(path.read_bytes())
-    here = dataclasses.asdict(machine)
-    same = all(document["machine"][name] == here[name] for name in here if name not in ("driver", "threads"))
-    return entries(document["entries"]) if same else {}
 
 
 def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = False) -> None:
@@ -185,36 +181,52 @@ def user_file(machine: Machine, *, create: bool) -> Path | None:
 
 
 def load(path: Path, machine: Machine) -> dict[str, Measurement]:
-    """The measurements in a file, none where there is no file.
+    """The measurements in a file, none where there is no file; nothing in it is code.
 
     Raises:
-        OSError, Corrupt: if it cannot be read, holds something else, or was measured on another machine.
+        OSError: if it cannot be read.
+        ValueError: if it holds something else, or was measured on another machine.
     """
     data = store.read(path)
-    return {} if data is None else parse(data, machine)
+    if data is None:
+        return {}
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON: {error}") from None
+    try:
+        given, entries = document["machine"], {key: Measurement(**one) for key, one in document["entries"].items()}
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"it is no table of measurements: {error}") from None
+    if given != dataclasses.asdict(machine):
+        raise ValueError(f"it was measured on another machine or with other versions, {given}")
+    return entries
 
 
 def load_own(path: Path, machine: Machine) -> dict[str, Measurement]:
-    """Likewise of a file in the user's cache: a corrupt one is renamed to `*.bad`, with a warning."""
+    """Likewise of a file in the user's cache: a corrupt one is removed, with a warning."""
     try:
         try:
             return load(path, machine)
-        except store.Corrupt as error:
-            os.replace(path, path.with_name(f"{path.name}.bad"))
-            warnings.warn(f"{path} was corrupt and is now {path.name}.bad: {error}", CacheWarning, stacklevel=2)
+        except ValueError as error:
+            path.unlink()
+            warnings.warn(f"{path} was corrupt and is removed: {error}", CacheWarning, stacklevel=2)
     except OSError as error:
         _warn(path, f"{path} cannot be read: {error}")
     return {}
 
 
 def save(path: Path, machine: Machine, found: Mapping[str, Measurement]) -> None:
-    """Add measurements to a file; where that fails they stay in memory, with one warning."""
+    """Add measurements to a file, which is replaced whole; where that fails they stay in memory, with one warning."""
+    from filelock import FileLock
+
     try:
-        with store.locked(path):
-            known = {**load(path, machine), **found}
-            document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources()}
-            store.write(path, json.dumps({**document, "entries": stated(known)}, indent=1, allow_nan=False).encode())
-    except (OSError, store.Corrupt) as error:  # what is there is not written over
+        # A file of the user's with this name is unlikely: `poetry.lock` is none of `poetry`.
+        with FileLock(path.with_name(f"{path.name}.seqfuse.lock"), timeout=LOCK_SECONDS, mode=0o600):
+            entries = {key: dataclasses.asdict(one) for key, one in {**load(path, machine), **found}.items()}
+            document = {"machine": dataclasses.asdict(machine), "entries": entries}
+            store.write(path, json.dumps(document, indent=1, allow_nan=False).encode())
+    except (OSError, ValueError, NotImplementedError) as error:  # what is there is not written over
         _warn(path, f"measurements are kept in memory only: {error}")
 
 
@@ -222,50 +234,3 @@ def _warn(path: Path | None, message: str) -> None:
     if path not in _warned:
         _warned.add(path)
         warnings.warn(message, CacheWarning, stacklevel=3)
-
-
-def stated(found: Mapping[str, Measurement]) -> dict[str, dict[str, Any]]:
-    """Measurements as plain data; `entries` reads them."""
-    return {key: dataclasses.asdict(m) for key, m in found.items()}
-
-
-def entries(data: Mapping[str, Any]) -> dict[str, Measurement]:
-    """The measurements that plain data state.
-
-    Raises:
-        Corrupt: if an entry is of another form, or holds a time that is none.
-    """
-    return {key: _entry(key, entry) for key, entry in data.items()}
-
-
-def parse(data: bytes, machine: Machine) -> dict[str, Measurement]:
-    """The measurements that a file's bytes state; nothing in them is code.
-
-    Raises:
-        Corrupt: if they are of another form or of another machine, or hold a time that is none.
-    """
-    try:
-        document: Any = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise store.Corrupt(f"it is no JSON: {error}") from None
-    if not isinstance(document, dict) or cast(dict[str, Any], document).get("format") != FORMAT:
-        raise store.Corrupt(f"it is not of format {FORMAT}")
-    given = cast(dict[str, Any], document)
-    if not isinstance(given.get("entries"), dict) or not isinstance(given.get("machine"), dict):
-        raise store.Corrupt("it has no machine or no entries")
-    if given["machine"] != dataclasses.asdict(machine):
-        raise store.Corrupt(f"it was measured on another machine or with other versions, {given['machine']}")
-    return entries(given["entries"]) if given.get("sources") == sources() else {}
-
-
-def _entry(key: str, given: Any) -> Measurement:
-    try:
-        made = Measurement(**given)
-        times = made.fused, made.unfused, made.noise
-        fits = all(type(t) in (int, float) and 0 <= t < MOST_NANOSECONDS for t in times)
-        fits = fits and type(made.failed) is str and bool(made.failed) != bool(made.fused and made.unfused)
-    except TypeError:  # it has other fields, or none
-        fits, made = False, Measurement()
-    if not fits:
-        raise store.Corrupt(f"the entry of {key[:60]!r} holds no two times")
-    return made

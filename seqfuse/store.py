@@ -7,15 +7,9 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 
 MOST_BYTES = 16 << 20
-LOCK_SECONDS = 10.0
-
-
-class Corrupt(ValueError):
-    """A file that does not hold what it should."""
 
 
 def user_folder(name: str, *, create: bool) -> Path | None:
@@ -55,7 +49,7 @@ def read(path: Path) -> bytes | None:
 
     Raises:
         OSError: if it cannot be read, is a symbolic link, or is no regular file.
-        Corrupt: if it is too large.
+        ValueError: if it is too large.
     """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
@@ -70,25 +64,8 @@ def read(path: Path) -> bytes | None:
         raise OSError("it is no regular file")
     with os.fdopen(descriptor, "rb") as file:
         if about.st_size > MOST_BYTES:
-            raise Corrupt(f"it has {about.st_size} bytes, more than {MOST_BYTES}")
+            raise ValueError(f"it has {about.st_size} bytes, more than {MOST_BYTES}")
         return file.read(MOST_BYTES)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Generator[None]:
-    """Within the block no other process that asks for this changes a file; the lock is a file beside it.
-
-    Raises:
-        OSError: if it cannot be locked.
-    """
-    from filelock import FileLock
-
-    try:
-        # A file of the user's with this name is unlikely: `poetry.lock` is none of `poetry`.
-        with FileLock(path.with_name(f"{path.name}.seqfuse.lock"), timeout=LOCK_SECONDS, mode=0o600):
-            yield
-    except NotImplementedError as error:  # a file system without locks
-        raise OSError(str(error)) from error
 
 
 def write(path: Path, data: bytes) -> None:

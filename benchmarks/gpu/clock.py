@@ -1,5 +1,147 @@
-"""How long calls take: by the clock that `sf.tune` measures with."""
+"""How long calls take: medians of interleaved samples."""
 
-from seqfuse.tune.clock import Call, Clock, OnDevice, OnHost, Times, interleaved
+from __future__ import annotations
 
-__all__ = ["Call", "Clock", "OnDevice", "OnHost", "Times", "interleaved"]
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], Any]
+# Cycles of the fastest clock there is: a sleep is as long as it was asked to be, or longer.
+_CYCLES_PER_MICROSECOND = 2000
+_SHORTEST_SLEEP = 200.0
+_LONGEST_SLEEP = 50_000.0
+# A device queues about a thousand launches, for which the host needs less than this: with one more it waits for the
+# device, however long that sleeps. So of several calls fewer are timed at once then.
+_LONGEST_OF_SEVERAL = 12_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Microseconds of one call: median, quartiles, and how many samples they are of."""
+
+    median: float
+    low: float
+    high: float
+    samples: int
+
+
+class Clock(Protocol):
+    """What takes a sample."""
+
+    def sample(self, calls: Sequence[Call]) -> float:
+        """Microseconds of one of the calls, which are made once each."""
+        ...
+
+
+class OnHost:
+    """Time on the host, until the device is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._wait: Call = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def sample(self, calls: Sequence[Call]) -> float:
+        self._wait()
+        begun = time.perf_counter_ns()
+        for call in calls:
+            call()
+        self._wait()
+        return (time.perf_counter_ns() - begun) / 1000 / len(calls)
+
+
+class OnDevice:
+    """Time on the device between two events, while the host is ahead.
+
+    The device sleeps until the host has launched everything, so that what a launch costs the host is not in the time;
+    a sleep that was too short is doubled, and the sample taken again. Calls of more launches than a device queues are
+    timed in parts. `exposed` counts those where that was no use.
+
+    Args:
+        first: what the device does after its sleep, before the time begins, such as emptying its cache.
+    """
+
+    def __init__(self, first: Call | None = None) -> None:
+        self._first = first
+        self.exposed = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again with a short sleep and all calls at once: what follows are other calls."""
+        self._sleep = _SHORTEST_SLEEP
+        self._together: dict[int, int] = {}  # by the `id` of several calls, how many of them are timed at once
+
+    def sample(self, calls: Sequence[Call]) -> float:
+        while True:
+            size = self._together.get(id(calls), len(calls))
+            times = [self._timed(calls[i : i + size]) for i in range(0, len(calls), size)]
+            whole = [time for time in times if time is not None]
+            if len(whole) == len(times):
+                return sum(whole) * 1000 / len(calls)
+            self._together[id(calls)] = -(-size // 2)
+
+    def _timed(self, calls: Sequence[Call]) -> float | None:
+        """Milliseconds of all of these; `None` where the device may not queue them all."""
+        cuda: Any = torch.cuda
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        while True:
+            cuda._sleep(int(self._sleep * _CYCLES_PER_MICROSECOND))
+            if self._first is not None:
+                self._first()
+            start.record()
+            for call in calls:
+                call()
+            end.record()
+            ahead = not start.query()
+            end.synchronize()
+            if ahead or self._sleep >= _LONGEST_SLEEP:
+                self.exposed += not ahead
+                return start.elapsed_time(end)
+            if len(calls) > 1 and self._sleep >= _LONGEST_OF_SEVERAL:
+                return None
+            self._sleep *= 2
+
+
+def interleaved(
+    contenders: Mapping[str, Sequence[Call]],
+    clock: Clock,
+    *,
+    seconds: float = 0.25,
+    least: int = 7,
+    most: int = 31,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, Times]:
+    """Sample the contenders by turns, A B C, C B A, ..., for about `seconds` each; two rounds warm up.
+
+    Args:
+        contenders: by name, the calls of one sample: the same on several sets of inputs, so that none finds its own in
+            the cache.
+        clock: takes the samples.
+        seconds: per contender.
+        least: rounds that are made whatever they take.
+        most: rounds at most.
+        now: tells how far the seconds have gone.
+    """
+    if isinstance(clock, OnDevice):
+        clock.forget()
+    for _ in range(2):
+        for calls in contenders.values():
+            clock.sample(calls)
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    begun, rounds = now(), 0
+    while rounds < least or (rounds < most and now() - begun < seconds * len(contenders)):
+        for name in list(contenders) if rounds % 2 == 0 else list(contenders)[::-1]:
+            samples[name].append(clock.sample(contenders[name]))
+        rounds += 1
+    return {name: _summary(found) for name, found in samples.items()}
+
+
+def _summary(found: Sequence[float]) -> Times:
+    if len(found) == 1:
+        return Times(found[0], found[0], found[0], 1)
+    import statistics  # brings fractions and decimals along, which importing seqfuse does without
+
+    low, median, high = statistics.quantiles(found, n=4, method="inclusive")
+    return Times(median, low, high, len(found))

@@ -9,7 +9,6 @@ import sys
 import time
 import types
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -110,33 +109,24 @@ def _plain(value: Any) -> str:
 
 @functools.lru_cache(1024)
 def identity(cls: type) -> str:
-    """A class by its name and what it is written as; our own sources are compared as a whole, elsewhere."""
+    """A class by its name; one of the user also by its source, its package's version, and what a factory gave it."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     foreign = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in (_OWN, *_FOREIGN)]
     if not foreign and "<locals>" not in cls.__qualname__:
         return name
-    digest = hashlib.sha256()
-    for base in foreign:
-        digest.update(_written(base))
-    for key, value in sorted(vars(cls).items()):  # what a factory has put into the class
-        digest.update(f"{key}={_held(value) if isinstance(value, types.FunctionType) else _plain(value)};".encode())
-    return f"{name}#{digest.hexdigest()[:12]}"
+    told = [_written(base) for base in foreign]
+    for key, value in sorted(vars(cls).items()):
+        told.append(f"{key}={_held(value) if isinstance(value, types.FunctionType) else _plain(value)}")
+    return f"{name}#{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}"
 
 
 @functools.lru_cache(1024)
-def _written(cls: type) -> bytes:
-    """The files of the folder that a class is in; of one in no file, as in a notebook, its source."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+def _written(cls: type) -> str:
+    package = cls.__module__.partition(".")[0]
     try:
-        return inspect.getsource(cls).encode() if file is None else _contents(Path(file).parent)
+        return f"{getattr(sys.modules.get(package), '__version__', None)} {inspect.getsource(cls)}"
     except (OSError, TypeError):
-        return str(time.time_ns()).encode()  # nobody knows it: what is measured counts in this process
-
-
-@functools.lru_cache(256)
-def _contents(folder: Path) -> bytes:
-    files = sorted(folder.glob("*.py"))
-    return hashlib.sha256(b"\0".join([file.read_bytes() for file in files])).digest()
+        return str(time.time_ns())  # nobody knows it: what is measured counts in this process
 
 
 def _held(function: types.FunctionType) -> str:

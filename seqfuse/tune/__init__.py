@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import cost_table, store
+from .. import cost_table
 from ..cost_table import Machine, Measurement
 from ..errors import InputError, KernelError
 from ..plan.flatten import global_hooks
@@ -94,7 +94,7 @@ def tune(
             if ranks.first:
                 search.measure()
         except BaseException as error:
-            ranks.send({"error": f"{type(error).__name__}: {error}"})
+            ranks.send(f"{type(error).__name__}: {error}")
             if ranks.several and not ranks.first and isinstance(error, Exception):
                 ranks.receive()  # the first rank does not know that this one failed
             raise
@@ -245,7 +245,7 @@ class _Search:
             raise InputError(message, code="SF106", hint="make the folder first, or name a file in one that is there")
         try:
             cost_table.add(machine, cost_table.load(path, machine))
-        except (store.Corrupt, OSError) as error:
+        except (ValueError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             hint = "name a file that sf.tune has written here, or one that is not there yet"
             message = f"{path} holds no measurements of this machine, and is left as it is: {why}"
@@ -257,12 +257,12 @@ class _Search:
         if not self._ranks.several:
             return
         if self._ranks.first:
-            self._ranks.send({_tag(m): cost_table.stated(cost_table.table(m)) for m in self._machines()})
+            self._ranks.send({_tag(machine): dict(cost_table.table(machine)) for machine in self._machines()})
             return
         told = self._ranks.receive()
         for machine in self._machines():
             if _tag(machine) in told:
-                cost_table.add(machine, cost_table.entries(told[_tag(machine)]), instead=True)
+                cost_table.add(machine, told[_tag(machine)], instead=True)
 
     def report(self) -> TuneReport:
         """What is known now."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,35 +28,26 @@ class Ranks:
 
     def beat(self) -> None:
         """Tell the other ranks that this one still measures, before they give it up."""
-        if self.several and self.first:
-            self._length(0)
+        self.send(None)
 
-    def send(self, document: dict[str, Any]) -> None:
-        """Send what was found, or the error that ended the search, to the other ranks."""
+    def send(self, found: Any) -> None:
+        """Send what was found, or the error that ended the search, from the first rank to the others."""
         if self.several and self.first:
-            data = bytearray(json.dumps(document).encode())
-            self._length(len(data))
-            self._broadcast(torch.frombuffer(data, dtype=torch.uint8).to(self._device))
+            self._broadcast(found)
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Any:
         """What the first rank sends.
 
         Raises:
             StateError: (SF504) if it failed.
         """
-        while (length := self._length(0)) == 0:
+        while (found := self._broadcast(None)) is None:
             pass
-        data = self._broadcast(torch.empty(length, dtype=torch.uint8, device=self._device))
-        document: dict[str, Any] = json.loads(
-            bytes(cast(list[int], data.tolist()))  # pyright: ignore[reportUnknownMemberType]
-        )
-        if "error" in document:
-            raise StateError(f"the first rank could not tune: {document['error']}", code="SF504")
-        return document
+        if isinstance(found, str):
+            raise StateError(f"the first rank could not tune: {found}", code="SF504")
+        return found
 
-    def _length(self, length: int) -> int:
-        return int(self._broadcast(torch.tensor([length], dtype=torch.int64, device=self._device)).item())
-
-    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(tensor, self._from, group=self._group)
-        return tensor
+    def _broadcast(self, found: Any) -> Any:
+        box = [found]
+        dist.broadcast_object_list(box, self._from, self._group, self._device)
+        return box[0]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..cost_table import Measurement
 from ..errors import KernelError, device_is_lost
-from .clock import OnDevice
 
 LIMIT = 30.0
 """Seconds that timing one candidate may take."""
@@ -34,6 +33,8 @@ FAR, STEADY = 100, 0.1
 
 _TOO_LONG = "it took longer than"
 FLUSHED_BYTES = 256 << 20  # more than any second-level cache there is
+SLEEPS = 400_000, 100_000_000
+"""Cycles that a device sleeps at first, and at most, while the host launches."""
 
 
 class Unmeasurable(Exception):
@@ -52,12 +53,26 @@ def _on_cpu(run: Callable[[], Any]) -> float:
 
 
 def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    """Time between two events, while the device still sleeps: the CPU time of launches is no part of it."""
     # In a model, what a step reads has been pushed out of the cache by other steps.
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
-    on_device = OnDevice(flush.zero_)
+    cuda: Any = torch.cuda
+    cycles = SLEEPS[0]
 
     def timed(run: Callable[[], Any]) -> float:
-        return max(on_device.sample([run]) * 1000, 1)
+        nonlocal cycles
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
+        while True:
+            cuda._sleep(cycles)
+            flush.zero_()
+            start.record()
+            run()
+            end.record()
+            ahead = not start.query()
+            end.synchronize()
+            if ahead or cycles >= SLEEPS[1]:
+                return max(start.elapsed_time(end) * 1e6, 1)
+            cycles *= 2
 
     return timed
 

@@ -27,7 +27,7 @@ def tables() -> list[Any]:
     machine = cost_table.Machine.of(sf.Env.like(X))
     assert machine is not None
     both: list[Any] = [None, None]
-    dist.all_gather_object(both, cost_table.stated(cost_table.table(machine)))
+    dist.all_gather_object(both, dict(cost_table.table(machine)))
     return both
 
 
@@ -124,7 +124,9 @@ def test_what_a_group_is_sent_comes_from_its_own_first_rank(monkeypatch: pytest.
         "get_backend": "gloo",
     }  # fmt: skip
     functions = {name: lambda *of, value=value: value for name, value in known.items()}
-    here = SimpleNamespace(**functions, broadcast=lambda tensor, source, group: sent.append((source, group)))
+    here = SimpleNamespace(
+        **functions, broadcast_object_list=lambda box, source, group, device: sent.append((source, group))
+    )
     monkeypatch.setattr(ranks, "dist", here)
     ranks.Ranks("the second node", torch.device("cpu")).beat()
     assert sent == [(4, "the second node")]
