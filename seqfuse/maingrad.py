@@ -28,20 +28,35 @@ class MainGrads:
     A step takes a buffer with `pop`, so that it is known which ones it may have written to when it fails.
     """
 
-    __slots__ = ("by_index", "given", "offered")
+    __slots__ = ("_before", "_taken", "by_index", "given", "offered")
 
     def __init__(self, by_index: dict[int, Tensor]) -> None:
         self.by_index, self.given, self.offered = by_index, dict[str, Tensor](), frozenset[str]()
+        self._taken: list[list[str]] = []  # by each step that ran
+        self._before: list[list[str]] = []  # and, where steps run again, by each of these in the first run
 
     def offer(self, grads: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
-        """The buffers for a step whose gradients have these names and indices."""
-        self.given = {name: self.by_index[i] for name, i in grads if i in self.by_index}
+        """The buffers for a step whose gradients have these names and indices.
+
+        A step that runs again gets zeros in place of a buffer that it took: its gradient is in there.
+        """
+        if self.offered or self._taken:
+            self._taken.append(self.taken())
+        at = len(self._taken)
+        spent = self._before[at] if at < len(self._before) else ()
+        found = {name: self.by_index[i] for name, i in grads if i in self.by_index}
+        self.given = {name: torch.zeros_like(b) if name in spent else b for name, b in found.items()}
         self.offered = frozenset(self.given)
         return self.given
 
     def taken(self) -> list[str]:
         """The names of the buffers that the step has taken."""
         return sorted(self.offered - self.given.keys())
+
+    def again(self) -> None:
+        """Let the steps run again, after one of them failed that had taken nothing."""
+        self._before, self._taken = self._taken, []
+        self.given, self.offered = dict[str, Tensor](), frozenset[str]()
 
     def settle(self, sums: list[Tensor | None]) -> None:
         """Add what gradients are left to their buffers, and leave none of them to autograd."""

@@ -1,9 +1,8 @@
-"""Saved context: frozen records of named fields, packed by code generated once per class."""
+"""Saved context: frozen records of named fields."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import keyword
 import sys
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 import torch
 from torch import Tensor
 
-from .errors import PluginError, StateError, definition_error
+from .errors import StateError, definition_error
 from .generated import Source, identifier
 
 Layout = Literal["any", "inner_contig", "contig"]
@@ -23,7 +22,6 @@ Layout = Literal["any", "inner_contig", "contig"]
 
 S = TypeVar("S", bound="Saved")
 _MISSING = dataclasses.MISSING
-_EXACT = (Tensor, torch.nn.Parameter)
 
 
 def field(*, for_: str | tuple[str, ...] = (), default: Any = _MISSING) -> Any:
@@ -222,67 +220,18 @@ def _set_late(d: dict[str, Any], name: str, value: Recompute) -> None:
     d.setdefault("_late", {})[name] = value
 
 
-Pack = Callable[[Saved, dict[int, int], list[Tensor]], tuple[Any, ...]]
-Unpack = Callable[[tuple[Any, ...], tuple[Tensor, ...]], Saved]
+def copied(record: S, kept: Sequence[str], change: Callable[[Tensor], Tensor] = lambda t: t) -> S:
+    """A copy that has these fields only, each of its tensors changed; what makes a tensor again stays that."""
 
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple([changed(one) for one in cast(Sequence[Any], value)])
+        return change(value) if isinstance(value, Tensor) else value
 
-@functools.cache
-def packing(cls: type[Saved], kept: tuple[str, ...]) -> tuple[Pack, Unpack]:
-    """Functions that turn a record into tokens plus entries of a shared tensor list, and back.
-
-    `pack(record, memo, tensors)` appends each kept tensor once (`memo` maps `id` to index) and returns tokens;
-    `unpack(tokens, tensors)` rebuilds the record without its dropped fields.
-    """
-    pack, unpack = Source("pack", "r, memo, tensors"), Source("unpack", "tokens, t")
-    pack.constants.update(put=_put, exact=_EXACT)
-    unpack.constants.update(get=_get, new=cls.__new__, cls=cls)
-    pack.add("d = r.__dict__")
-    unpack.add("r = new(cls)", "d = r.__dict__")
-    for i, f in enumerate(map(identifier, kept)):
-        if f in cls._plain:  # pyright: ignore[reportPrivateUsage]
-            pack.add(f"i{i} = d['{f}']")
-            unpack.add(f"d['{f}'] = tokens[{i}]")
-            continue
-        pack.add(
-            f"v = d.get('{f}')",
-            f"i{i} = memo.get(id(v))",
-            f"if i{i} is None and v.__class__ in exact: memo[id(v)] = i{i} = len(tensors); tensors.append(v)",
-            f"elif i{i} is None: i{i} = put(v, d, '{f}', memo, tensors)",
-        )
-        unpack.add(f"i = tokens[{i}]", f"if i.__class__ is int: d['{f}'] = t[i]", f"else: get(d, '{f}', i, t)")
-    pack.add(f"return ({''.join(f'i{i}, ' for i in range(len(kept)))})")
-    unpack.add("return r")
-    return pack.define(), unpack.define()
-
-
-def is_late(token: Any) -> bool:
-    """Whether `packing` gave this token for a `Recompute`: its function, and where its tensors are."""
-    return token.__class__ is tuple and bool(token) and callable(token[0])
-
-
-def _put(value: Any, d: dict[str, Any], name: str, memo: dict[int, int], tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        index = memo.setdefault(id(value), len(tensors))
-        if index == len(tensors):
-            tensors.append(value)
-        return index
-    if value is None:
-        late: Recompute | None = d.get("_late", {}).get(name)
-        return None if late is None else (late.fn, *(_put(t, d, name, memo, tensors) for t in late.tensors))
-    if not isinstance(value, tuple | list):
-        message = (
-            f"field {name!r} of Saved must hold a tensor, None or a tuple of tensors, not a {type(value).__name__}"
-        )
-        raise PluginError(message, code="SF302")
-    return tuple(_put(v, d, name, memo, tensors) for v in cast(Sequence[Any], value))
-
-
-def _get(d: dict[str, Any], name: str, token: Any, t: tuple[Tensor, ...]) -> None:
-    if token is None:
-        d[name] = None
-    elif is_late(token):
-        indices: tuple[int, ...] = token[1:]
-        _set_late(d, name, Recompute(token[0], *(t[i] for i in indices)))
-    else:
-        places: tuple[int | None, ...] = token
-        d[name] = tuple(None if i is None else t[i] for i in places)
+    copy, late = object.__new__(type(record)), record.__dict__.get("_late", {})
+    for name in kept:
+        if name in late:
+            _set_late(copy.__dict__, name, Recompute(late[name].fn, *map(change, late[name].tensors)))
+        else:
+            copy.__dict__[name] = changed(record.__dict__[name])
+    return copy

@@ -1,27 +1,38 @@
 """The steps of a segment written out as Python: records, channels and gradients are local variables.
 
-`interpret` is the same walk with a loop. The code is made once a call of the segment has gone through there, so the
-contract was checked and it is known what the forward saves: `layout` says which field is which of the saved tensors.
-What is not as it was then (a field that was `None` is a tensor, a tensor that two records shared is two, a number is
-another object) is packed as after an interpreted forward.
+A forward saves the fields of its records in one order, `Saves`, which follows from the steps: tensors first, then the
+tensors of fields that hold several. Where a field is to be made again, or hooks look at what is saved, `pack` says
+where each field is. What a call needs beyond that (checks, gradients of a few inputs alone, `main_grad` buffers) is
+written into the code of such calls, and into no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ..errors import PluginError
 from ..fusion import BackwardFusion
 from ..generated import Source, identifier
-from ..plan.step import Drawn, Step, fit
-from ..saved import Recompute, is_late, kind_of, packing
-from .interpret import Kept, fit_record, look
-from .lower import Segment
+from ..maingrad import MainGrads, accumulated
+from ..plan.inputs import Like
+from ..plan.step import Drawn, Record, Step, fit
+from ..saved import Layout, Recompute, Saved
+from .check import check_backward, check_forward
+from .lower import NeededGrads, Saves, Segment
 
-_DATA = (type(None), bool, int, float, str)
+
+class Asked(NamedTuple):
+    """What a backward is asked for: the code of a segment's backward is written once for each."""
+
+    missing: tuple[bool, ...]  # of y and the outputs, which have no gradient
+    needed: NeededGrads | None = None  # where not all gradients are
+    packed: bool = False  # whether `pack` saved the records
+    adds: bool = False  # whether parameters have a `main_grad`
 
 
 def _local(names: dict[str, str], prefix: str, channel: str) -> str:
@@ -29,253 +40,339 @@ def _local(names: dict[str, str], prefix: str, channel: str) -> str:
     return names.setdefault(channel, f"{prefix}{len(names)}")
 
 
-def is_static(kept: Sequence[Kept]) -> bool:
-    """Whether the code can name each field: all hold a tensor, a tuple of tensors, `None`, what makes a tensor again,
-    or a number or text.
-    """
-    fields = [(r.cls, *field) for r, tokens in kept for field in zip(r.kept, tokens, strict=True)]
-    return all(_is_named(kind_of(cls, name), token) for cls, name, token in fields)
+def look(y: Tensor, made: Mapping[str, Tensor]) -> dict[str, Like]:
+    """What y is like, by the name "", and extra outputs, by channel."""
+    return {c: Like.of(t) for c, t in {"": y, **made}.items()}
 
 
-def _is_named(kind: str, token: Any) -> bool:
-    if kind == "data":
-        return token.__class__ in _DATA
-    if token is None or token.__class__ is int:
-        return True
-    if kind == "tensor" and not is_late(token):
-        return False
-    return token.__class__ is tuple and all(_is_named("tensor", place) for place in token[is_late(token) :])
+def plus(known: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be missing."""
+    return g if known is None else known if g is None else known + g
 
 
-def forward_code(
-    segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None, leaves: bool = False
-) -> Any:
+def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checked: bool, leaves: bool) -> Any:
     """`forward(ctx, segment, seeds, x, *channels)`, or `forward(segment, seeds, x, *channels)` where nothing is saved.
 
-    `run` holds the functions of the node that it calls: `failed`, `save`, `leave`, `pack`. Without a layout the records
-    are always packed. With `leaves` the node holds the parameters, which it keeps alive in any case.
+    `run` holds the functions of the node that it calls: `failed`, `pack`, `leave`, `own`, `hooks`. With `leaves` the
+    node holds the parameters, which it keeps alive in any case.
     """
-    keep = segment.live
+    keep, saves = segment.live, segment.saves
     c = {name: f"c{i}" for i, name in enumerate(segment.inputs)}
     names = "".join(f", {c[name]}" for name in segment.inputs)
     s = Source("forward", f"{'ctx, ' if keep else ''}segment, seeds, x{names}{', *_' if keep else ''}")
-    s.constants.update(run, fit=fit, Tensor=Tensor)
+    s.constants.update(run, fit=fit, tensor=(Tensor, type(None)))
     s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))))
     s.add("try:")
     entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
     s.depth += 1
-    saved, likes = dict[int, str](), list[str]()
+    likes = list[str]()
     for i, step in enumerate(segment.forward):
         if i:
             s.add(f"at = {i}")
-        layout_of = step.operation.layout
+        layout = step.operation.layout
         if step.cast is not None:
             s.add(_recast(s, "x", step.cast))
-        if layout_of != "any":
-            s.add(f"x = {_fitted(s, 'x', layout_of)}")
-        given = [f"{identifier(k)}={_fitted(s, c[channel], layout_of)}" for k, channel in step.reads]
+        if layout != "any":
+            s.add(f"x = {_fitted(s, 'x', layout)}")
+        given = [f"{identifier(k)}={_fitted(s, c[channel], layout)}" for k, channel in step.reads]
         given += [f"{identifier(k)}={_seed(index)}" for k, index in step.seeds]
         given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env).items()]
         results = ["x", *["made"] * bool(step.operation.outputs)]
         if not step.inference:
             results.append(f"s{i}" if keep and step.saves else "_s")
-        s.add(f"{', '.join(results)} = {s.put(step.operation.fwd)}({', '.join(['x', *given])})")
+        fwd = s.put(segment.context.called(step, "fwd"))
+        if checked:
+            s.add(f"given = dict({', '.join(given)})", f"out = {fwd}(x, **given)")
+            s.add(f"{s.put(functools.partial(_check_forward, step))}(segment, x, out, given)")
+            s.add(f"{', '.join(results)} = out", "out = given = None")
+        else:
+            s.add(f"{', '.join(results)} = {fwd}({', '.join(['x', *given])})")
         s.add(*(f"{_local(c, 'c', channel)} = made[{s.put(name)}]" for name, channel in step.writes))
-        if gone := [name for name in ("made", "_s") if name in results]:  # before the next step runs
-            s.add(f"{' = '.join(gone)} = None")
         if keep and step.writes and step.zeros:
             made = ", ".join(f"{s.put(channel)}: {c[channel]}" for _, channel in step.writes)
             likes.append(f"{step.stop}: l{step.stop}")
             s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
-        for record in step.saves if keep else ():
-            saved[record.position] = f"s{i}" + "".join(f"[{s.put(key)}]" for key in record.path)
+        for j, (at, record) in enumerate(saves.records):
+            if at == i:
+                s.add(f"f{j} = s{i}{''.join(f'[{s.put(key)}]' for key in record.path)}.__dict__")
+        gone = [name for name in ("made", "_s", f"s{i}") if name in results]
+        s.add(*[f"{' = '.join(gone)} = None"] * bool(gone))  # before the next step runs
         leaving = {*segment.outputs}
         s.add(*(f"{c[channel]} = None" for channel in step.ends if channel not in leaving))
     s.depth -= 1
     rest = "*_, " if keep else ""
     s.add("except Exception as error:")
     s.add(f"    return failed({'ctx' if keep else 'None'}, segment, at, error, seeds, x0, ({entered}{rest}))")
-    s.add(*["ctx.leaves = _"] * (keep and leaves))
-    if keep:
-        found = "".join(f"s{i}, " for i, step in enumerate(segment.forward) if step.saves)
-        given = f"seeds, x0, ({entered}*_, )"
-        pack = f"wrong = pack(ctx, segment, ({found}))", f"if wrong: return failed(ctx, segment, *wrong, {given})"
-        s.add("ctx.segment = segment", "ctx.materialize_grads = False")
-        _save_static(s, layout, saved, pack)
-    if likes:
-        s.add(f"ctx.like = {{{', '.join(likes)}}}")
     out = "".join(f", {c[name]}" for name in segment.outputs)
-    if segment.outputs and keep:
-        s.add(f"return leave(ctx, segment, [x{out}], (x0, {entered}*_))")
-    elif keep:
-        s.add(f"return x if not x.requires_grad and not x._is_view() else own(x, (x0, {entered}*_))")
-    else:
+    if not keep:
         s.add(f"return x{out}")
-    return s.define()
+        return _defined(s, segment.forward if checked else (), False)
+    s.add("ctx.materialize_grads = False")
+    _save(s, saves, f"{{{', '.join(likes)}}}" if likes else "None", "_" if leaves else "None", entered)
+    if segment.outputs:
+        s.add(f"return leave(ctx, segment, [x{out}], (x0, {entered}*_))")
+    else:
+        s.add(f"return x if not x.requires_grad and not x._is_view() else own(x, (x0, {entered}*_))")
+    return _defined(s, segment.forward if checked else (), False)
 
 
-def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str], pack: Sequence[str]) -> None:
-    """Save what was seen to be saved, each tensor once, if it is so again; else `pack` it."""
-    s.add(*(pack if layout is None else [f"ctx.layout = {s.put(layout)}"]))
-    if not layout:
+def _defined(s: Source, checked: Sequence[Step], backward: bool) -> Any:
+    """The function, with the steps that it checks."""
+    function = s.define()
+    function.checks = tuple((step.key, backward) for step in checked)
+    return function
+
+
+def _save(s: Source, saves: Saves, likes: str, leaves: str, entered: str) -> None:
+    """Save the fields in their order; what is unusual is left to `pack`."""
+    data = [f"f{f.record}[{s.put(f.name)}]" for f in saves.data]
+    data += [f"len(u{i})" for i in range(len(saves.several))]
+    kept = f"ctx.kept = segment, ({''.join(f'{d}, ' for d in data)}), {likes}, {leaves}"
+    if not saves.records:
+        s.add(f"{kept}, None")
         return
+    s.add(*(f"u{i} = f{f.record}.get({s.put(f.name)})" for i, f in enumerate(saves.several)))
+    usual = [f"'_late' not in f{j}" for j in dict.fromkeys(f.record for f in (*saves.tensors, *saves.several))]
+    usual += [f"u{i}.__class__ is tuple" for i in range(len(saves.several))]
+    # Torch would say so once the forward has returned, of an argument and of no operation.
+    foreign = [f for f in saves.tensors if not saves.records[f.record][1].cls.__module__.startswith("seqfuse.")]
+    usual += [f"isinstance(f{f.record}[{s.put(f.name)}], tensor)" for f in foreign]
+    tensors = [f"f{f.record}[{s.put(f.name)}]" for f in saves.tensors]
+    tensors += [f"*u{i}" for i in range(len(saves.several))]
+    records = "".join(f"f{j}, " for j in range(len(saves.records)))
     s.add("try:")
-    first: dict[int, str] = {}
-    wrong: list[str] = []
-    functions: list[str] = []
-    for j, (record, tokens) in enumerate(layout):
-        s.add(f"    f{j} = {saved[record.position]}.__dict__")
-        for name, token in zip(record.kept, tokens, strict=True):
-            field = f"f{j}[{s.put(name)}]"
-            if kind_of(record.cls, name) == "data":
-                wrong.append(f"{field} is not {s.put(token)}")
-                continue
-            if is_late(token):
-                late, token = f"m{len(functions)}", token[1:]
-                s.add(f"    {late} = f{j}['_late'][{s.put(name)}]")
-                functions.append(f"{late}.fn, ")
-                field = f"{late}.tensors"
-            if token.__class__ is tuple:
-                wrong.append(f"{field}.__class__ is not tuple or len({field}) != {len(token)}")
-            parts = enumerate(token) if token.__class__ is tuple else (("", token),)
-            for i, place in parts:
-                value = f"{field}[{i}]" if i != "" else field
-                if place is None:
-                    wrong.append(f"{value} is not None")
-                elif place in first:
-                    wrong.append(f"{value} is not {first[place]}")
-                else:
-                    first[place] = f"t{place}"
-                    s.add(f"    t{place} = {value}")
-                    # Torch would say so once the forward has returned, of an argument and of no operation.
-                    wrong.append(f"not isinstance(t{place}, Tensor)")
-    tensors = ", ".join(first[i] for i in range(len(first)))
-    # Else a tensor where there was `None` before, or two where there was one.
-    if wrong:
-        s.add(f"    if {' or '.join(wrong)}: raise ValueError")
-    s.add("except Exception:", *(f"    {line}" for line in pack), "else:")
-    s.add(*[f"    ctx.functions = ({''.join(functions)})"] * bool(functions))
-    s.add(f"    if hooks(False) is None: ctx.save_for_backward({tensors})")
-    s.add(f"    else: save(ctx, segment, [{tensors}])")
+    s.add(f"    usual = {' and '.join([*usual, 'hooks(False) is None'])}")
+    s.add("    if usual:", f"        ctx.save_for_backward({', '.join(tensors)})", f"        {kept}, None")
+    s.add("except KeyError:", "    usual = False")  # `pack` finds out which field it was
+    s.add("if not usual:", f"    wrong = pack(ctx, segment, ({records}), {likes}, {leaves})")
+    s.add(f"    if wrong: return failed(ctx, segment, *wrong, seeds, x0, ({entered}*_, ), True)")
 
 
-def backward_steps(segment: Segment, missing: Collection[str]) -> list[tuple[int, Step]] | None:
-    """The steps that run where outputs have no gradient (y is ""), each with its place among the backward steps.
-
-    `None` where that is known only when they run.
-    """
-    has, known = {*segment.outputs} - {*missing}, "" not in missing
-    steps: list[tuple[int, Step]] = []
-    left = [*enumerate(segment.backward)][::-1]
-    while left:
-        at, step = left.pop()
-        lacking = [channel for _, channel in step.incoming if channel not in has]
-        if lacking and isinstance(step.operation, BackwardFusion):  # written for tensors
-            left += [(at, part) for part in reversed(step.unfused(backward=True))]
-            continue
-        if not known or (lacking and step.joint):
-            return None
-        steps.append((at, step))
-        has -= {channel for _, channel in step.incoming}
-        has |= {channel for _, channel in step.channel_grads}
-        known = "x" in step.needs[0]
-    return steps
+def _check_forward(step: Step, segment: Segment, x: Tensor, out: Any, given: Mapping[str, Any]) -> None:
+    segment.context.dtypes[step.start] = x.dtype
+    if (step.key, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
+        segment.checked.add((step.key, False))
 
 
-def backward_code(
-    segment: Segment,
-    run: dict[str, Callable[..., Any]],
-    layout: Sequence[Kept] | None,
-    steps: Sequence[tuple[int, Step]],
-    missing: Collection[str] = (),
-) -> Any:
-    """`backward(ctx, segment, tensors, d, *gradients of outputs)` of `backward_steps`."""
-    g = {name: f"g{i}" for i, name in enumerate(segment.outputs)}
-    arguments = "".join(f", {g[name]}" for name in segment.outputs)
-    s = Source("backward", f"ctx, segment, tensors, d{arguments}")
-    s.constants.update(run, fit=fit, Recompute=Recompute)
-    s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))), "try:")
-    entered = f"(d0, {''.join(f'e{i}, ' for i in range(len(segment.outputs)))})"
-    has = {name: local for name, local in g.items() if name not in missing}
-    kept = [record for step in segment.forward for record in step.saves]
-    where = {record.position: i for i, record in enumerate(kept)}
-    sums: dict[int, str] = {}
-    known, count, last = True, 0, 0
-    late = [(j, i) for j, (_, tokens) in enumerate(layout or ()) for i, token in enumerate(tokens) if is_late(token)]
-    s.depth += 1
-    for place, step in steps:
-        if place != last:
-            s.add(f"at = {place}")
-        last = place
-        came = [(keyword, has.get(channel)) for keyword, channel in step.incoming]
-        kind = step.operation.layout
-        if step.dy_dtype is not None:
-            s.add(_recast(s, "d", step.dy_dtype))
-        if kind != "any":
-            s.add(*(f"{name} = {_fitted(s, name, kind)}" for name in ("d", *(n for _, n in came if n is not None))))
-        own, again = list[str](), list[str]()
-        for record in step.records:
-            r, at = f"r{count}", where.get(record.position)
-            count += 1
-            own.append(r)
-            if at is None:
-                s.add(f"{r} = {s.put(record.cls.__new__(record.cls))}")
-            elif layout is None:
-                s.add(f"{r} = {s.put(packing(record.cls, kept[at].kept)[1])}(ctx.tokens[{at}], tensors)")
-                if kind != "any":
-                    s.add(f"{s.put(fit_record)}({r}, {s.put(kind)})")
+class _Backward:
+    """Writes the code of a backward: which channels have a gradient at a step is known when it is written."""
+
+    def __init__(self, segment: Segment, asked: Asked, checked: bool) -> None:
+        self.segment, self.saves, self.asked, self.checked = segment, segment.saves, asked, checked
+        self.g = {name: f"g{i}" for i, name in enumerate(segment.outputs)}
+        arguments = "".join(f", {g}" for g in self.g.values())
+        self.s = Source("backward", f"segment, kept, tensors, buffers, records, d{arguments}")
+        self.has = {
+            name: self.g[name] for name, lacks in zip(segment.outputs, asked.missing[1:], strict=True) if not lacks
+        }
+        self.known = not asked.missing[0]  # whether `d` is a gradient
+        self.sums: dict[int, str] = {}
+        self.made = 0  # records
+        self.steps: list[Step] = []
+
+    def write(self, failed: Callable[..., Any]) -> Any:
+        """The function."""
+        s, segment, needed = self.s, self.segment, self.asked.needed
+        s.constants.update(failed=failed, fit=fit, plus=plus)
+        s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))))
+        self._places()
+        s.add("try:")
+        s.depth += 1
+        last: int | None = 0
+        narrowed = segment.backward if needed is None else segment.narrowed(needed)
+        places = {step.start: at for at, step in enumerate(segment.backward)}
+        for step in narrowed:
+            place = places[step.start]
+            lacking = [channel for _, channel in step.incoming if channel not in self.has]
+            if not self.known and len(lacking) == len(step.incoming):
+                continue  # nothing arrives
+            if place != last:
+                s.add(f"at = {place}")
+            last = place
+            if isinstance(step.operation, BackwardFusion) and step.incoming and (lacking or not self.known):
+                for k, part in enumerate(step.unfused(backward=True)):  # fusions are written for tensors
+                    s.add(f"at = {place}, {k}")
+                    last = None
+                    self._step(part)
             else:
-                s.add(f"{r} = {s.put(record.cls.__new__)}({s.put(record.cls)})", f"f = {r}.__dict__")
-                for i, (name, token) in enumerate(zip(kept[at].kept, layout[at][1], strict=True)):
-                    data = kind_of(record.cls, name) == "data"
-                    if not data and is_late(token):
-                        again.append(r)
-                        value = f"Recompute(ctx.functions[{late.index((at, i))}], *{_restored(s, token[1:], 'any')})"
-                        if kind == "any":
-                            s.add(f"f.setdefault('_late', {{}})[{s.put(name)}] = {value}")
-                        else:
-                            s.add(f"f[{s.put(name)}] = {_fitted(s, f'{value}()', kind)}")
-                        continue
-                    s.add(f"f[{s.put(name)}] = {s.put(token) if data else _restored(s, token, kind)}")
-        given = ["d"]
+                self._step(step)
+        s.add(*["pass"] * (not self.steps))
+        s.depth -= 1
+        entered = f"(d0, {''.join(f'e{i}, ' for i in range(len(segment.outputs)))})"
+        s.add("except Exception as error:")
+        s.add(f"    return failed(segment, kept, at, error, tensors, buffers, records, {entered}, {s.put(self.asked)})")
+        dx = "d" if self.known and (needed is None or needed[1]) else "None"
+        inputs = "".join(f"{self.has.get(name, 'None')}, " for name in segment.inputs)
+        sums = [self.sums.get(i, "None") for i in range(len(segment.parameters))]
+        if self.asked.adds:
+            s.add(f"sums = [{', '.join(sums)}]", "buffers.settle(sums)")
+            s.add(f"return None, None, {dx}, {inputs}*sums")
+        else:
+            s.add(f"return None, None, {dx}, {inputs}{''.join(f'{one}, ' for one in sums)}")
+        return _defined(s, self.steps if self.checked else (), True)
+
+    def joint_record(self, step: Step) -> Any:
+        """`record(kept, tensors)`: what a joint fusion saved."""
+        self.s = Source("record", "kept, tensors")
+        self._places()
+        self.s.add(f"return {self._record(step.records[0], 'any')}")
+        return self.s.define()
+
+    def _places(self) -> None:
+        """Where the fields that hold several tensors end."""
+        self.s.add(*["data = kept[1]"] * bool(self.saves.data or self.saves.several))
+        first = len(self.saves.tensors)
+        for i in range(0 if self.asked.packed else len(self.saves.several)):
+            self.s.add(f"b{i} = {f'b{i - 1}' if i else first} + data[{len(self.saves.data) + i}]")
+
+    def _step(self, step: Step) -> None:
+        s, has, env = self.s, self.has, self.segment.context.env
+        came = [(keyword, channel, has.get(channel)) for keyword, channel in step.incoming]
+        if not self.known and all(name is None for _, _, name in came):
+            return
+        layout, bwd = step.operation.layout, s.put(self.segment.context.called(step, "bwd"))
+        zeros = bool(came) and step.zeros and not isinstance(step.operation, BackwardFusion)
+        if not self.known:
+            s.add(f"d = kept[2][{step.stop}][''].zeros()" if zeros else "d = None")
+            self.known = zeros
+        if self.known and step.dy_dtype is not None:
+            s.add(_recast(s, "d", step.dy_dtype))
+        names: list[tuple[str, str]] = []
+        for keyword, channel, name in came:
+            if name is None and zeros and step.joint:
+                name = _local(self.g, "g", channel)
+                s.add(f"{name} = kept[2][{step.stop}][{s.put(channel)}].zeros()")
+            elif name is not None and layout != "any":
+                s.add(f"{name} = {_fitted(s, name, layout)}")
+            names.append((identifier(keyword), name or "None"))
+        if self.known and layout != "any":
+            s.add(f"d = {_fitted(s, 'd', layout)}")
+        own = [self._record(record, layout) for record in step.records]
+        positional, keywords = ["d"], list[str]()
         if step.joint or not step.fused:
-            given += own
+            positional += own
         else:
             slots = {identifier(slot): r for slot, r in step.by_slot(own).items()}
-            given += [f"{n}={r}" if isinstance(r, str) else f"{n}=({', '.join(r)},)" for n, r in slots.items()]
-        given += [f"{identifier(keyword)}={name}" for keyword, name in came]
-        given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env, True).items()]
+            keywords += [f"{n}={r}" if isinstance(r, str) else f"{n}=({', '.join(r)},)" for n, r in slots.items()]
+        keywords += [f"{keyword}={name}" for keyword, name in names]
+        keywords += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(env, True).items()]
         if step.operation.backward_signature.main_grads:
-            given.append("main_grads={}")
-        s.add(f"d, grads = {s.put(step.operation.bwd)}({', '.join(given)})")
-        if again:  # tensors that were made again: let them go
-            s.add(f"{' = '.join(dict.fromkeys(again))} = f = None")
+            offered = [(key, self.segment.index[slot]) for key, slot in step.grads]
+            keywords.append(f"main_grads={f'buffers.offer({s.put(offered)})' if self.asked.adds else '{}'}")
+        if self.checked:
+            s.add(f"given, before = dict({', '.join(keywords)}), d")
+            s.add(f"out = {bwd}({', '.join([*positional, '**given'])})")
+            check = functools.partial(_check_backward, step, self.asked)
+            s.add(f"{s.put(check)}(segment, before, out, given)", "d, grads = out", "out = given = before = None")
+        else:
+            s.add(f"d, grads = {bwd}({', '.join([*positional, *keywords])})")
+        if own and self.asked.packed:  # tensors that were made again: let them go
+            s.add(f"{' = '.join(dict.fromkeys(own))} = None")
+        self._grads(step)
+        self.steps.append(step)
+        self.known = "x" in step.needs[0]
+
+    def _grads(self, step: Step) -> None:
+        s, has = self.s, self.has
         for key, slot in step.grads:
-            index, value = segment.index[slot], f"grads[{s.put(key)}]"
-            s.add(f"p{index} = " + (f"p{index} + {value}" if index in sums else value))
-            sums[index] = f"p{index}"
+            index, value = self.segment.index[slot], f"grads[{s.put(key)}]"
+            if self.asked.adds or (self.checked and step.operation.backward_signature.main_grads):
+                value = f"{s.put(functools.partial(_left, step, key))}(buffers, {value})"
+                value = f"plus(p{index}, {value})" if index in self.sums else value
+            elif index in self.sums:
+                value = f"p{index} + {value}"
+            s.add(f"p{index} = {value}")
+            self.sums[index] = f"p{index}"
         for _, channel in step.incoming:
             has.pop(channel, None)
         for key, channel in step.channel_grads:
-            value, name = f"grads[{s.put(key)}]", _local(g, "g", channel)
+            value, name = f"grads[{s.put(key)}]", _local(self.g, "g", channel)
             s.add(f"{name} = " + (f"{name} + {value}" if channel in has else value))
             has[channel] = name
-        known = "x" in step.needs[0]
-    s.depth -= 1
-    s.add("except Exception as error:", f"    return failed(ctx, segment, at, error, tensors, {entered})")
-    dx = "d" if known else "None"
-    inputs = "".join(f"{has.get(name, 'None')}, " for name in segment.inputs)
-    summed = "".join(f"{sums.get(i, 'None')}, " for i in range(len(segment.parameters)))
-    s.add(f"return None, None, {dx}, {inputs}{summed}")
-    return s.define()
+
+    def _record(self, record: Record, layout: Layout) -> str:
+        """Write a record made again of what was saved; returns its name."""
+        s, saves, name = self.s, self.saves, f"r{self.made}"
+        self.made += 1
+        if record.position in self.segment.divided:
+            s.add(f"{name} = {s.put(fit_record)}(records[{record.position}], {s.put(layout)})")
+            return name
+        s.add(f"{name} = {s.put(record.cls.__new__)}({s.put(record.cls)})")
+        j = next((j for j, (_, r) in enumerate(saves.records) if r.position == record.position), None)
+        if j is None:
+            return name
+        s.add(f"f = {name}.__dict__")
+        s.add(*(f"f[{s.put(f.name)}] = data[{i}]" for i, f in enumerate(saves.data) if f.record == j))
+        for i, f in enumerate((*saves.tensors, *saves.several)):
+            if f.record != j:
+                continue
+            value, at = f"tensors[{i}]", i - len(saves.tensors)
+            if self.asked.packed:
+                s.add(f"{s.put(_put)}(f, {s.put(f.name)}, {value})")
+                continue
+            if at >= 0:
+                value = f"tensors[{f'b{at - 1}' if at else i}:b{at}]"
+            elif layout != "any":
+                value = f"None if {value} is None else {_fitted(s, value, layout)}"
+            s.add(f"f[{s.put(f.name)}] = {value}")
+        if layout != "any" and (self.asked.packed or any(f.record == j for f in saves.several)):
+            s.add(f"{s.put(fit_record)}({name}, {s.put(layout)})")
+        return name
 
 
-def _restored(s: Source, token: Any, layout: Any) -> str:
-    if token.__class__ is tuple:
-        return f"({''.join(f'{_restored(s, place, layout)}, ' for place in token)})"
-    value = "None" if token is None else f"tensors[{token}]"
-    # It may have become `None`.
-    return value if token is None or layout == "any" else f"None if {value} is None else {_fitted(s, value, layout)}"
+def backward_code(segment: Segment, failed: Callable[..., Any], asked: Asked, checked: bool) -> Any:
+    """`backward(segment, kept, tensors, buffers, records, d, *gradients of outputs)`.
+
+    `kept` is what the node keeps, `tensors` are the saved tensors in the order of `segment.saves`, and `records` those
+    of a joint fusion that failed, by position.
+    """
+    return _Backward(segment, asked, checked).write(failed)
+
+
+def joint_record(segment: Segment, asked: Asked, step: Step) -> Callable[[Any, Sequence[Any]], Saved]:
+    """A function of what the node keeps and the saved tensors: the record of a joint fusion."""
+    return _Backward(segment, asked, False).joint_record(step)
+
+
+def _check_backward(
+    step: Step, asked: Asked, segment: Segment, d: Tensor | None, out: Any, given: Mapping[str, Any]
+) -> None:
+    if torch.compiler.is_compiling() or (asked.needed is None and (step.key, True) in segment.checked):
+        return
+    if check_backward(segment.context, step, d, out, given) and asked.needed is None:
+        segment.checked.add((step.key, True))
+
+
+def _left(step: Step, key: str, buffers: MainGrads | None, g: Any) -> Tensor | None:
+    """A gradient that is not yet in the buffer of its parameter."""
+    if g is not accumulated:
+        return g
+    if buffers is None or key not in buffers.taken():
+        message = f"bwd returned sf.accumulated for {key!r}, which it did not pop from main_grads"
+        raise PluginError(message, code="SF303", **step.located)
+    return None
+
+
+def _put(fields: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(value, Recompute):
+        fields.setdefault("_late", {})[name] = value
+    else:
+        fields[name] = value
+
+
+def fit_record(record: Saved, layout: Layout) -> Saved:
+    """A record whose tensors are in the layout that a pass accepts."""
+    fields = record.__dict__
+    if layout == "any":
+        return record
+    for name in (fields.keys() | fields.get("_late", {}).keys()) & set(record.fields):
+        value = getattr(record, name)
+        if isinstance(value, Tensor):
+            fields[name] = fit(value, layout)
+        elif isinstance(value, tuple):
+            several = cast(tuple[Any, ...], value)
+            fields[name] = tuple(fit(v, layout) if isinstance(v, Tensor) else v for v in several)
+    return record
 
 
 def _recast(s: Source, name: str, dtype: torch.dtype) -> str:
@@ -283,7 +380,7 @@ def _recast(s: Source, name: str, dtype: torch.dtype) -> str:
     return f"if {name}.dtype is not {wanted}: {name} = {name}.to({wanted})"
 
 
-def _fitted(s: Source, value: str, layout: Any) -> str:
+def _fitted(s: Source, value: str, layout: Layout) -> str:
     if layout == "any":
         return value
     return f"{value}.contiguous()" if layout == "contig" else f"fit({value}, {s.put(layout)})"

@@ -31,7 +31,7 @@ from ..settings import fusing_now, settings
 from .ahead import choice_in, plan_ahead
 from .guard import bind as bind_call
 from .guard import device, dtype, requires
-from .lower import Context, lower
+from .lower import Context, OnStep, lower
 from .regions import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
 from .rehearse import calls_c, kernels_of
 
@@ -63,6 +63,8 @@ class Fuser:
         fusions: the fusion set, in order of preference between equals.
         owned: whether `root` holds this fuser, which then does not keep it alive.
         memory: what to save for the backward pass.
+        on_step: called as `on_step(step, run, *args, **kwargs)` in place of each `run(*args, **kwargs)`, the `fwd` or
+            `bwd` of a step of a plan; returns its result.
 
     Raises:
         InputError: (SF105) for a root that is neither, such as several operations.
@@ -77,6 +79,7 @@ class Fuser:
         fusions: Sequence[type[FusedOperation]] = (),
         owned: bool = False,
         memory: Choice | int = "save",
+        on_step: OnStep | None = None,
     ) -> None:
         if not isinstance(root, FusableOperation):  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"Fuser takes an sf.Sequential or one operation, not {type(root).__name__}"
@@ -85,6 +88,7 @@ class Fuser:
         self.owner, self._held = weakref.ref(root), None if owned else root
         self.fusions = checked(fusions)
         self.memory: Choice = choice_of(memory)
+        self.on_step = on_step
         self._reset()
 
     def _reset(self) -> None:
@@ -96,7 +100,8 @@ class Fuser:
         self._matcher = Matcher(self.fusions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"owner": self.root, "_held": self._held, "fusions": self.fusions, "memory": self.memory}
+        kept = {"owner": self.root, "_held": self._held, "fusions": self.fusions}
+        return {**kept, "memory": self.memory, "on_step": self.on_step}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, owner=weakref.ref(state["owner"]))
@@ -240,14 +245,14 @@ class Fuser:
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 warnings.warn(f"{refusal.fusion} at {refusal.at}: {refusal.reason}", UserWarning, stacklevel=2)
         note = weakref.WeakMethod(self._note_failure)
-        context = Context.of(stretch, region.slots, parameters, stretch.fusing.on_error, note)
+        context = Context.of(stretch, region.slots, parameters, stretch.fusing.on_error, note, self.on_step)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = lower(plan, context, op_list.configured) if exact else []
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]
         inside: list[Any] = [node.operation for node in op_list.nodes[region.start : region.stop]]
         native = inside[0].reference if len(inside) == 1 and inside[0].native and exact else None
         is_plain = native or all(operation.is_view for operation in inside)
-        plainly = self.plain_autograd and not any(plan.fused) and is_plain
+        plainly = self.plain_autograd and self.on_step is None and not any(plan.fused) and is_plain
         return CompiledRegion(plan, segments, bool(plainly) or not exact, native if plainly else None)
 
     def _compiled(

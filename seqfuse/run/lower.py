@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,14 @@ from ..operation import FusableOperation, configured
 from ..plan.flatten import Node, public_channels
 from ..plan.inputs import Like, check_dtypes
 from ..plan.plan import Plan
-from ..plan.step import Step, Stretch, Wants
+from ..plan.step import Record, Step, Stretch, Wants
+from ..saved import kind_of
 
 Slot = tuple[nn.Module, str]
 # The parameters (by their index), whether x, and the channels, whose gradients a backward pass needs.
 NeededGrads = tuple[frozenset[int], bool, frozenset[str]]
+OnStep = Callable[..., Any]
+"""`on_step(step, run, *args, **kwargs)` is called in place of `run`, the `fwd` or `bwd` of a step."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -34,6 +38,7 @@ class Context:
     dtypes: dict[int, torch.dtype]  # of what was seen to enter a step, by position
     can_fall_back: bool  # whether a fusion that fails gives way to its operations
     note: Callable[[], Callable[[str, int, str], None] | None]  # returns the function to tell of a failure, or `None`
+    on_step: OnStep | None = None
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
 
     @classmethod
@@ -44,6 +49,7 @@ class Context:
         parameters: Sequence[Tensor],
         on_error: str,
         note: Callable[[], Callable[[str, int, str], None] | None],
+        on_step: OnStep | None = None,
     ) -> Context:
         """The context of a stretch for the tensors that enter it, without a hold on them."""
         nodes, positions, env, x = stretch.nodes, stretch.positions, stretch.env, stretch.x
@@ -54,7 +60,38 @@ class Context:
         likes = {(id(owner), name): Like.of(p) for (owner, name), p in zip(slots, parameters, strict=True)}
         shapes = enumerate(stretch.shapes, positions.start)
         entering = {at: Like(torch.Size(shape), x.dtype, x.device) for at, shape in shapes}
-        return cls(nodes, stretch.wants, env, bool(stretch.borders), likes, entering, {}, on_error == "fallback", note)
+        falls_back = on_error == "fallback"
+        return cls(nodes, stretch.wants, env, bool(stretch.borders), likes, entering, {}, falls_back, note, on_step)
+
+    def called(self, step: Step, name: str) -> Callable[..., Any]:
+        """The `fwd` or `bwd` of a step, as `on_step` has it called."""
+        run = getattr(step.operation, name)
+        return run if self.on_step is None else functools.partial(self.on_step, step, run)
+
+
+class Field(NamedTuple):
+    """One field of what a segment saves: of which of its records, its name, and what it may hold."""
+
+    record: int
+    name: str
+    kind: str
+
+
+class Saves(NamedTuple):
+    """What a segment saves: its records, with the place of each field among the saved tensors, or the data."""
+
+    records: tuple[tuple[int, Record], ...]  # with the index of the step
+    tensors: tuple[Field, ...]
+    several: tuple[Field, ...]
+    data: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, forward: Sequence[Step]) -> Saves:
+        """What forward steps save."""
+        records = tuple((i, r) for i, step in enumerate(forward) for r in step.saves)
+        fields = [Field(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
+        of_kind = [tuple(f for f in fields if f.kind == kind) for kind in ("tensor", "tuple", "data")]
+        return cls(records, *of_kind)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -76,24 +113,35 @@ class Segment:
     signature: int  # of the plan
     index: dict[tuple[int, str], int] = dataclasses.field(init=False)
     autocast: torch.dtype | None = dataclasses.field(init=False)
-    # Code made of the steps, once they have run and were checked; what the forward was seen to save.
-    layout: tuple[Any, ...] | None = dataclasses.field(default=None, init=False)
-    checked: set[Any] = dataclasses.field(default_factory=lambda: set[Any](), init=False)
+    saves: Saves = dataclasses.field(init=False)
+    # Positions whose records a backward is given, as a joint fusion that had saved them failed.
+    divided: frozenset[int] = frozenset()
+    checked: set[Any] = dataclasses.field(default_factory=lambda: set[Any]())  # steps that have kept their contract
+    # Code written of the steps: the forward once they are checked, and before; the backward by what it is asked for.
     code: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
-    # By which outputs have no gradient, with the layout it is made for: a forward that saves otherwise is looked at
-    # again while others wait for theirs.
-    gradients: tuple[Any, dict[tuple[bool, ...], Callable[..., Any] | None]] = dataclasses.field(
-        default=(None, dict[tuple[bool, ...], Any]()), init=False
-    )
-    surprises: int = dataclasses.field(default=0, init=False)
+    first: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
+    codes: dict[Any, Any] = dataclasses.field(default_factory=lambda: dict[Any, Any](), init=False)
+    others: dict[Any, Segment] = dataclasses.field(default_factory=lambda: dict[Any, Segment](), init=False)
 
     def __post_init__(self) -> None:
         self.autocast = self.context.env.autocast
+        self.saves = Saves.of(self.forward if self.live else ())
         self.index = {(id(owner), attribute): i for i, (owner, attribute) in enumerate(self.parameters)}
 
-    def is_checked(self, steps: Sequence[Step], backward: bool = False) -> bool:
-        """Whether each of these steps of a pass has kept its contract in a call."""
-        return all((step.key, backward) in self.checked for step in steps)
+    def without(self, at: int, backward: bool = False) -> Segment:
+        """This segment with operations in place of a fusion among its forward, or backward, steps that failed."""
+        if (at, backward) not in self.others:
+            step = (self.backward if backward else self.forward)[at]
+            new: dict[str, Any] = {"signature": hash((self.signature, step.start))}
+            if not backward:
+                new["forward"] = (*self.forward[:at], *step.unfused(), *self.forward[at + 1 :])
+            for i, back in enumerate(self.backward) if backward or step.joint else ():
+                if back.key == step.key:
+                    new["backward"] = (*self.backward[:i], *back.unfused(backward=True), *self.backward[i + 1 :])
+            if backward and step.joint:
+                new["divided"] = self.divided | {*step.covers}
+            self.others[at, backward] = dataclasses.replace(self, **new)
+        return self.others[at, backward]
 
     def place(self, index: int) -> tuple[str, str, int]:
         """A parameter, by its index, with the operation that makes its gradient, and its position."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,24 @@ from torch.utils.checkpoint import CheckpointError
 from ..autograd import Batched, Once, executes
 from ..casts import autocasting
 from ..env import any_autocast
-from ..errors import StateError
-from ..maingrad import main_grads
+from ..errors import PluginError, StateError
+from ..maingrad import MainGrads, main_grads
 from ..plan.fake import is_fake
-from ..saved import is_late, packing
-from . import interpret
-from .code import backward_code, backward_steps, forward_code, is_static
+from ..saved import Recompute
+from .code import Asked, backward_code, forward_code, joint_record
+from .fallback import may_fall_back, reason_of, recovered, warn
 from .lower import NeededGrads, Segment
-
-SURPRISES = 2
-"""So often a forward may save something else than it was seen to; then its records are packed anew in each call."""
 
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
 # Whether it is `backward()`, and neither `backward(inputs=)` nor `torch.autograd.grad`, that runs.
 _asked_for_all: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # pyright: ignore
 _hooks: Any = _top_saved_tensors_default_hooks
 _attributes = operator.attrgetter("__dict__")
+
+# What a node keeps besides its saved tensors: the segment; fields that are no tensors; what y and outputs are like, for
+# an output that the loss does not use; the parameters, where each is one that autograd accumulates into; and where
+# fields are among the saved tensors, if `pack` saved them.
+_Kept = tuple[Segment, tuple[Any, ...], Any, Sequence[nn.Parameter] | None, "_Packed | None"]
 
 
 class Seqfuse(torch.autograd.Function):
@@ -40,52 +42,146 @@ class Seqfuse(torch.autograd.Function):
     def forward(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, *tensors: Tensor) -> Any:
         if segment.code is not None:
             return segment.code(ctx, segment, seeds, x, *tensors)
-        run = interpret.forward(segment, x, tensors, seeds)
-        return _interpreted(ctx, segment, run, (x, *tensors))
+        return _first(segment, (x, *tensors), lambda code: code(ctx, segment, seeds, x, *tensors))
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
-        segment: Segment = ctx.segment
-        layout, codes = segment.gradients
-        code = codes.get(tuple([d is None for d in douts]))
-        seen = layout is ctx.layout and ctx.about is None
-        if code is None or not seen or _grad_enabled() or not _is_usual(ctx, segment, douts):
+        kept: _Kept = ctx.kept
+        segment, packed = kept[0], kept[4]
+        code = segment.codes.get((tuple([d is None for d in douts]), None, packed is not None, False))
+        if code is None or code.checks or _grad_enabled() or not _is_usual(ctx, kept, douts):
             if not torch.compiler.is_dynamo_compiling() and Batched.given(douts):
-                tensors = functools.cache(lambda: _saved_tensors(ctx))  # a checkpoint hands them out once
-                return tuple(Batched.run(lambda *one: _interpret_backward(ctx, segment, one, tensors()), douts))
-            return _interpret_backward(ctx, segment, douts)
-        tensors = ctx.saved_tensors if ctx.mark is None else _saved_tensors(ctx)
+                tensors = functools.cache(lambda: _saved_tensors(ctx, packed))  # a checkpoint hands them out once
+                return tuple(Batched.run(lambda *one: _backward(ctx, kept, one, tensors()), douts))
+            return _backward(ctx, kept, douts, _saved_tensors(ctx, packed))
+        tensors = ctx.saved_tensors if packed is None else packed.values(_saved_tensors(ctx, packed))
         if segment.autocast is None and not any_autocast():
-            return code(ctx, segment, tensors, *douts)
+            return code(segment, kept, tensors, None, None, *douts)
         with autocasting(segment.context.env.device, segment.autocast):
-            return code(ctx, segment, tensors, *douts)
+            return code(segment, kept, tensors, None, None, *douts)
 
 
-# What a node has that only some calls set: where records are among the saved tensors, as the code was made to save
-# them (`layout`), in code that packs them anew (`tokens`) or after a call that was interpreted (`about`, with what fell
-# back); what y and outputs are like, for an output that the loss does not use; and the size of the tensor that marks a
-# checkpointed forward; the parameters themselves, where each is one that autograd accumulates into; the functions that
-# make tensors again (`functions`), in the order of a layout.
 _node: Any = Seqfuse._backward_cls  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportPrivateUsage]
-_node.layout, _node.tokens, _node.about, _node.like, _node.mark, _node.leaves = None, None, None, {}, None, None
-_node.functions = ()
 # What the engine calls, which would look `backward` up in two more steps.
 _node.apply = Seqfuse.backward
 
 
-def _save(ctx: Any, segment: Segment, tensors: list[Any], fell: Sequence[int] = ()) -> None:
-    """Save tensors; under a checkpoint with an empty one whose shape, which torch compares, says what ran."""
+class Alone:
+    """Stands for the context of a node: `Seqfuse.forward` and `backward` run with it without autograd."""
+
+    needs_input_grad = next_functions = saved_tensors = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Keep what a forward saves."""
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Nothing here is differentiated."""
+
+
+def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]) -> Any:
+    """Run the forward code that checks its steps, and write the one that does not once each of them was checked."""
+    leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
+    calls = {"failed": _failed, "pack": _pack, "leave": _leave, "own": _own, "hooks": _hooks}
+    code: Any = segment.first
+    if code is None:
+        code = segment.first = forward_code(segment, calls, True, leaves)
+        if segment.live:  # a compiler that traces a backward finds the code of the usual one
+            _write_back(segment, Asked((False,) * (1 + len(segment.outputs))))
+    out = run(code)
+    if segment.checked.issuperset(code.checks) and not is_fake(inputs[0]) and not torch.compiler.is_compiling():
+        segment.code, segment.first = forward_code(segment, calls, False, leaves), None
+    return out
+
+
+def _failed(
+    ctx: Any,
+    segment: Segment,
+    at: int,
+    error: Exception,
+    seeds: Tensor | None,
+    x: Tensor,
+    tensors: Sequence[Tensor],
+    returned: bool = False,
+) -> Any:
+    """Run a segment again without the fusion that failed, or that `returned` what cannot be saved."""
+    step = segment.forward[at]
+    may_fall_back(segment, step, error, x, segment.forward if returned else segment.forward[:at])
+    reason, other = reason_of(error), segment.without(at)
+    del error  # its traceback holds this frame
+    run = run_plain if ctx is None else functools.partial(Seqfuse.forward, ctx)
+    out = run(other, seeds, x, *tensors)
+    warn(segment, step, reason, x)
+    return out
+
+
+class _Packed:
+    """Where the fields that `_pack` saved are among the saved tensors, and the mark of a checkpointed forward."""
+
+    __slots__ = ("mark", "places")
+
+    def __init__(self, places: Sequence[Any], mark: torch.Size | None) -> None:
+        self.places, self.mark = places, mark
+
+    def values(self, tensors: Sequence[Any]) -> list[Any]:
+        """What each field holds: a tensor, several, `None`, or what makes a tensor again."""
+        return [_value(place, tensors) for place in self.places]
+
+
+def _value(place: Any, tensors: Sequence[Any]) -> Any:
+    if place is None or place.__class__ is int:
+        return None if place is None else tensors[place]
+    values = [_value(one, tensors) for one in place[1:]]
+    return tuple(values) if place[0] is None else Recompute(place[0], *values)
+
+
+def _place(value: Any, memo: dict[int, int], tensors: list[Any]) -> Any:
+    """Where a value is among the tensors, each of which is saved once; of several, with what they are for."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        place = memo.setdefault(id(value), len(tensors))
+        tensors += [value] * (place == len(tensors))
+        return place
+    if isinstance(value, Recompute):
+        return (value.fn, *[_place(t, memo, tensors) for t in value.tensors])
+    if not isinstance(value, tuple | list):
+        raise TypeError
+    return (None, *[_place(t, memo, tensors) for t in cast(Sequence[Any], value)])
+
+
+def _pack(
+    ctx: Any, segment: Segment, fields: Sequence[dict[str, Any]], like: Any, leaves: Any
+) -> tuple[int, Exception] | None:
+    """Save records with fields that are made again, or for hooks, which see each tensor once.
+
+    A field may hold what cannot be saved: then the place of the step that failed so, and why.
+    """
+    saves, memo, tensors, places = segment.saves, dict[int, int](), list[Any](), list[Any]()
+    for field in (*saves.tensors, *saves.several):
+        held = fields[field.record]
+        try:
+            value = held.get("_late", {}).get(field.name) or held.get(field.name)
+            places.append(_place(value, memo, tensors))
+        except TypeError:
+            message = f"field {field.name!r} of Saved must hold a tensor, None or a tuple of tensors"
+            error = PluginError(f"{message}, not a {type(held[field.name]).__name__}", code="SF302")
+            return saves.records[field.record][0], error
+    data = tuple([fields[field.record][field.name] for field in saves.data])
     hooks: Any = _hooks(False)
+    mark = None
     if tensors and hooks is not None and getattr(hooks[1], "__module__", None) == "torch.utils.checkpoint":
-        ran = hash((segment.signature, *fell)) % (1 << 62)
-        tensors = [*tensors, torch.empty((0, ran), dtype=torch.uint8, device="cpu")]
-        ctx.mark = tensors[-1].shape
+        # An empty tensor whose shape, which torch compares, says what ran.
+        mark = torch.empty((0, hash(segment.signature) % (1 << 62)), dtype=torch.uint8, device="cpu")
+        tensors.append(mark)
     ctx.save_for_backward(*tensors)
+    ctx.kept = segment, data, like, leaves, _Packed(places, None if mark is None else mark.shape)
+    return None
 
 
-def _saved_tensors(ctx: Any) -> Sequence[Any]:
+def _saved_tensors(ctx: Any, packed: _Packed | None) -> Sequence[Any]:
     """The saved tensors of a node; an error where a checkpointed forward ran another plan the second time."""
-    if ctx.mark is None:
+    if packed is None or packed.mark is None:
         return ctx.saved_tensors
     tensors, cause = list[Any](), None
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
@@ -93,133 +189,92 @@ def _saved_tensors(ctx: Any) -> Sequence[Any]:
         tensors = ctx.saved_tensors
     except CheckpointError as error:
         cause = error
-    if cause is not None or tensors[-1].shape != ctx.mark:
+    if cause is not None or tensors[-1].shape != packed.mark:
         message = "a checkpointed forward was recomputed under another plan, or did not save again what it had saved"
         hint = "do not change fusions, modes or hooks between forward and backward"
         raise StateError(message, code="SF503", hint=hint) from cause
     return tensors[:-1]
 
 
-def _interpreted(ctx: Any, segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor]) -> Any:
-    ctx.segment, ctx.about, ctx.like = segment, (run.kept, run.fell), run.like
-    ctx.set_materialize_grads(False)
-    _save(ctx, segment, run.tensors, run.fell)
-    if not run.fell:
-        _prepare(segment, run, inputs)
-    values = [run.y, *[run.channels[name] for name in segment.outputs]]
-    return _leave(ctx, segment, values, inputs) if segment.outputs else _own(run.y, inputs)
-
-
-def _prepare(segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor]) -> None:
-    """Make the code of a segment's forward, once each of its steps has been checked."""
-    if is_fake(inputs[0]) or torch.compiler.is_compiling() or not segment.is_checked(segment.forward):
-        return
-    if not segment.live:
-        segment.code = forward_code(segment, {"failed": _failed}, None)
-        return
-    static = segment.surprises < SURPRISES and is_static(run.kept)
-    segment.layout = tuple(run.kept) if static else None
-    calls = {"failed": _failed, "pack": _pack, "save": _save, "leave": _leave, "own": _own, "hooks": _hooks}
-    leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
-    segment.code = forward_code(segment, calls, segment.layout, leaves)
-
-
-def _failed(
-    ctx: Any, segment: Segment, at: int, error: Exception, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]
-) -> Any:
-    """Rerun a segment without the fusion that failed; there is no node where nothing is saved."""
-    interpret.may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
-    failed = [(segment.forward[at], error)]
-    del error  # its traceback will hold this frame
-    run = interpret.forward(segment, x, tensors, seeds, failed)
-    return _interpreted(ctx, segment, run, (x, *tensors)) if segment.live else _returned(segment, run)
-
-
-def _pack(ctx: Any, segment: Segment, saved: Sequence[Any]) -> tuple[int, Exception] | None:
-    """Save records that are not as they had been seen; the next call looks at them again.
-
-    What a step saved may be none of its records: then the step that failed so, and why.
-    """
-    memo, tensors, tokens = dict[int, int](), list[Tensor](), list[Any]()
-    for step, found in zip((step for step in segment.forward if step.saves), saved, strict=True):
-        try:
-            tokens += [packing(r.cls, r.kept)[0](r.among(found), memo, tensors) for r in step.saves]
-        except Exception as error:
-            interpret.may_fall_back(segment, step, error, again=segment.forward)
-            return segment.forward.index(step), error
-    ctx.layout, ctx.tokens = None, tokens
-    _save(ctx, segment, tensors)
-    if segment.layout is not None:
-        segment.surprises += 1
-        segment.code = segment.layout = None
-    return None
-
-
-def _interpret_backward(
-    ctx: Any, segment: Segment, douts: Sequence[Any], tensors: Sequence[Any] | None = None, failed: Any = None
-) -> tuple[Any, ...]:
-    tensors = _saved_tensors(ctx) if tensors is None else tensors
-    kept, fell = ctx.about or (ctx.layout and [*_with_functions(ctx.layout, ctx.functions)], ())
-    if kept is None:
-        kept = [*zip((record for step in segment.forward for record in step.saves), ctx.tokens, strict=True)]
+def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Run a backward for which only some gradients are needed, which adds to `main_grad`, or which is to be checked."""
+    segment, packed = kept[0], kept[4]
     needed = _needed(ctx, segment)
     nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
-    d_channels = dict(zip(segment.outputs, douts[1:], strict=True))
+    asked = Asked(tuple([d is None for d in douts]), needed, packed is not None, buffers is not None)
+    values = tensors if packed is None else packed.values(tensors)
     with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
-        dx, sums = interpret.backward(
-            segment, kept, tensors, ctx.like, fell, douts[0], d_channels, needed, buffers, failed
-        )
-    if segment.code is not None and not torch.compiler.is_compiling() and not any(map(is_fake, douts)):
-        _prepare_backward(segment, douts)
-    grads = (None, None, dx, *[d_channels.get(c) for c in segment.inputs], *sums)
+        grads = _run_back(segment, kept, asked, values, buffers, None, douts)
     return Once.guard(ctx, grads, (*douts, *tensors)) if torch.is_grad_enabled() else grads
 
 
-def _prepare_backward(segment: Segment, douts: Sequence[Any]) -> None:
-    """Make the code of a segment's backward for outputs that have a gradient as these have, once steps were checked."""
-    given, (layout, codes) = tuple([d is None for d in douts]), segment.gradients
-    if layout is not segment.layout:
-        codes = {}
-    if given in codes:
-        return
-    missing = [name for name, d in zip(("", *segment.outputs), douts, strict=True) if d is None]
-    steps = backward_steps(segment, missing)
-    if steps is None:
-        code = None
-    elif segment.is_checked([step for _, step in steps], True):
-        code = backward_code(segment, {"failed": _failed_back}, segment.layout, steps, missing)
-    else:
-        return
-    segment.gradients = segment.layout, {**codes, given: code}
+def _run_back(
+    segment: Segment,
+    kept: _Kept,
+    asked: Asked,
+    values: Sequence[Any],
+    buffers: MainGrads | None,
+    records: Any,
+    douts: Sequence[Any],
+) -> tuple[Any, ...]:
+    code = segment.codes.get(tuple(asked)) or _write_back(segment, asked)
+    grads = code(segment, kept, values, buffers, records, *douts)
+    if code.checks and not torch.compiler.is_compiling() and not any(map(is_fake, douts)):
+        _write_back(segment, asked)
+    return grads
 
 
-def _with_functions(layout: Sequence[interpret.Kept], functions: Iterable[Any]) -> Iterator[interpret.Kept]:
-    """A layout with the functions of this call, which make tensors again, in the place of those it was made with."""
-    left = iter(functions)
-    for record, tokens in layout:
-        yield record, tuple([(next(left), *token[1:]) if is_late(token) else token for token in tokens])
+MOST = 64
+"""So many ways in which gradients can be needed have code of their own; then all of it is written anew."""
+
+
+def _write_back(segment: Segment, asked: Asked) -> Any:
+    """Write the code of a backward: with checks, unless each of its steps was checked and all gradients are needed."""
+    if len(segment.codes) >= MOST:
+        segment.codes.clear()
+    code = backward_code(segment, _failed_back, asked, True)
+    if asked.needed is None and segment.checked.issuperset(code.checks):
+        code = backward_code(segment, _failed_back, asked, False)
+    segment.codes[tuple(asked)] = code
+    return code
 
 
 def _failed_back(
-    ctx: Any, segment: Segment, at: int, error: Exception, tensors: Sequence[Any], douts: Sequence[Any]
+    segment: Segment,
+    kept: _Kept,
+    at: int | tuple[int, int],
+    error: Exception,
+    values: Sequence[Any],
+    buffers: MainGrads | None,
+    records: dict[int, Any] | None,
+    douts: Sequence[Any],
+    asked: Asked,
 ) -> Any:
-    step, again = segment.backward[at], segment.backward[:at]
-    if step.fused or not all(s.repeatable for s in again):
-        interpret.may_fall_back(segment, step, error, again=again)
-    failed = [(step, error)]
+    """Run a backward again without the fusion that failed."""
+    if isinstance(at, tuple):  # an operation that runs in the place of a fusion
+        may_fall_back(segment, segment.backward[at[0]].unfused(backward=True)[at[1]], error)
+        raise error
+    step = segment.backward[at]
+    found = recovered(segment, at, error, lambda: joint_record(segment, asked, step)(kept, values), buffers)
+    reason, other = reason_of(error), segment.without(at, backward=True)
     del error
-    return _interpret_backward(ctx, segment, douts, tensors, failed)
+    if buffers is not None:
+        buffers.again()
+    grads = _run_back(other, kept, asked, values, buffers, {**(records or {}), **found}, douts)
+    warn(segment, step, reason, douts[0])
+    return grads
 
 
-def _is_usual(ctx: Any, segment: Segment, douts: Sequence[Any]) -> bool:
+def _is_usual(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> bool:
     """Whether every gradient is needed, and none is added to a buffer of its parameter's own or comes in a batch."""
     if torch.compiler.is_dynamo_compiling():  # as compiled autograd does
         return False
-    if not _asked_for_all() and (_needed(ctx, segment) is not None or Batched.given(douts)):
+    if not _asked_for_all() and (_needed(ctx, kept[0]) is not None or Batched.given(douts)):
         return False
-    if ctx.leaves is not None:
-        return not any(map(_attributes, ctx.leaves)) or not any("main_grad" in p.__dict__ for p in ctx.leaves)
+    leaves = kept[3]
+    if leaves is not None:
+        return not any(map(_attributes, leaves)) or not any("main_grad" in p.__dict__ for p in leaves)
     return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn, _ in ctx.next_functions)
 
 
@@ -286,16 +341,23 @@ def run_plain(segment: Segment, seeds: Tensor | None, x: Tensor, *inputs: Tensor
     """Run a segment in which no gradient is needed: y, or `(y, *outputs)`."""
     if segment.code is not None:
         return segment.code(segment, seeds, x, *inputs)
-    run = interpret.forward(segment, x, inputs, seeds)
-    if not run.fell:
-        _prepare(segment, run, (x,))
-    return _returned(segment, run)
-
-
-def _returned(segment: Segment, run: interpret.Forward) -> Any:
-    return (run.y, *[run.channels[name] for name in segment.outputs]) if segment.outputs else run.y
+    return _first(segment, (x,), lambda code: code(segment, seeds, x, *inputs))
 
 
 def taken(out: Sequence[Any]) -> Sequence[Tensor]:
     """The results of a node; a number stands for the tensor at that place, which it would return twice."""
     return [out[t] if isinstance(t, int) else t for t in out]
+
+
+def run_alone(segment: Segment, seeds: Tensor | None, x: Tensor, *channels: Tensor) -> tuple[Alone, Sequence[Tensor]]:
+    """Run a segment without autograd; what stands for its node, whose backward `back_alone` runs, y and the outputs."""
+    node = Alone()
+    out: Any = (
+        Seqfuse.forward(node, segment, seeds, x, *channels) if segment.live else run_plain(segment, seeds, x, *channels)
+    )
+    return node, taken(out) if segment.outputs else (out,)
+
+
+def back_alone(node: Alone, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of x, channels and parameters of a segment that ran alone."""
+    return Seqfuse.backward(node, *douts)[2:]

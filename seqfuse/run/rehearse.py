@@ -14,8 +14,8 @@ from ..casts import autocasting, cast_once
 from ..env import Env
 from ..plan.fake import faking
 from ..plan.plan import Plan
-from .interpret import backward, forward
 from .lower import Segment
+from .node import back_alone, run_alone
 
 
 def calls_c(plan: Plan) -> bool:
@@ -53,9 +53,10 @@ def _run(segments: Sequence[Segment], x: Tensor, channels: Mapping[str, Tensor],
         y = mode.from_tensor(x).detach()
         seeds = torch.empty(random, dtype=torch.int64, device=x.device)
         for segment in segments:
-            run = forward(segment, y, [here[c] for c in segment.inputs], seeds)
-            here |= run.channels
-            y = run.y
+            node, (y, *outputs) = run_alone(segment, seeds, y, *[here[c] for c in segment.inputs])
+            here.update(zip(segment.outputs, outputs, strict=True))
             if segment.live:
-                made = {c: torch.empty_like(here[c]) for c in segment.outputs if c not in segment.frozen}
-                backward(segment, run.kept, run.tensors, run.like, run.fell, torch.empty_like(y), {**made})
+                pairs = zip(segment.outputs, outputs, strict=True)
+                back_alone(
+                    node, torch.empty_like(y), *[None if c in segment.frozen else torch.empty_like(t) for c, t in pairs]
+                )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..plan.fake import faking
-from ..saved import Saved, packing
+from ..saved import Saved, copied
 from .observe import Pass, leaves
 
 
@@ -56,10 +56,7 @@ def _faked(mode: Any, value: Any) -> Any:
         return mode.from_tensor(value)
     if isinstance(value, Saved):
         present = tuple(name for name in value.fields if name in vars(value) or name in vars(value).get("_late", ()))
-        pack, unpack = packing(type(value), present)
-        tensors: list[Tensor] = []
-        tokens = pack(value, {}, tensors)
-        return unpack(tokens, tuple(_faked(mode, t) for t in tensors))
+        return copied(value, present, mode.from_tensor)
     if isinstance(value, Mapping):
         return {name: _faked(mode, inner) for name, inner in cast(Mapping[str, Any], value).items()}
     if isinstance(value, tuple):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import StateError
 from ..operation import UnfusedOperation
 from ..plan.step import Wants
-from ..saved import Saved, packing
+from ..saved import Saved, copied
 from .arguments import check_arguments
 from .bench import Bench, seeded
 from .cases import HUGE, Case, Outcome, Specimen, cases, few_rows, subsets
@@ -280,13 +280,11 @@ def _fields_read(back: Pass) -> set[str]:
     present = tuple(name for name in record.fields if name in vars(record))
     found: set[str] = set()
     for name in _fields(record):
-        pack, unpack = packing(type(record), tuple(other for other in present if other != name))
-        tensors: list[Tensor] = []
-        tokens = pack(record, {}, tensors)
+        without = copied(record, [other for other in present if other != name])
         try:
             with torch.no_grad():
                 owner: Any = type(back.owner)
-                owner.bwd(back.owner, back.args[0], unpack(tokens, tuple(tensors)), **back.kwargs)
+                owner.bwd(back.owner, back.args[0], without, **back.kwargs)
         except StateError:
             found.add(name)
     return found

@@ -19,9 +19,9 @@ from ..plan.match import Matcher
 from ..plan.plan import Plan, plan_region
 from ..plan.schedule import Candidate
 from ..plan.step import Stretch
-from ..run import interpret
 from ..run.ahead import choice_in
 from ..run.lower import Context, Segment, lower
+from ..run.node import Alone, back_alone, run_alone
 from ..run.regions import Region
 from ..settings import fusing_now
 from .shadow import Site
@@ -104,22 +104,22 @@ def passes(stretch: CalledRegion, candidate: Candidate) -> Passes:
     unfused = _segment(stretch, a, b, candidate, False, False)
     entering, dy = scratch(x), scratch(y)
     sides = [scratch(channels[c]) for c in fused.inputs]
-    d_sides = {c: scratch(after[c]) for c in fused.outputs}
+    d_sides = [scratch(after[c]) for c in fused.outputs]
     count = site.op_list.random
     seeds = torch.randint(2**63 - 1, (count,), device=x.device, generator=generator) if count else None
 
-    def forward(segment: Segment) -> interpret.Forward:
+    def forward(segment: Segment) -> Alone:
         with cast_once() if live else contextlib.nullcontext():
-            return interpret.forward(segment, entering, sides, seeds)
+            return run_alone(segment, seeds, entering, *sides)[0]
 
-    def backward(segment: Segment, run: interpret.Forward) -> Any:
-        return interpret.backward(segment, run.kept, run.tensors, run.like, (), dy, dict(d_sides))
+    def backward(run: Alone) -> Any:
+        return back_alone(run, dy, *d_sides)
 
     if isinstance(fusion, BackwardFusion):
-        run = forward(unfused)
-        return lambda: backward(fused, run), lambda: backward(unfused, run)
+        own, theirs = forward(fused), forward(unfused)
+        return lambda: backward(own), lambda: backward(theirs)
     if isinstance(fusion, JointFusion) and live:
-        return lambda: backward(fused, forward(fused)), lambda: backward(unfused, forward(unfused))
+        return lambda: backward(forward(fused)), lambda: backward(forward(unfused))
     return lambda: forward(fused), lambda: forward(unfused)
 
 

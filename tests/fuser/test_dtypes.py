@@ -16,8 +16,8 @@ from seqfuse import ops
 from seqfuse.plan.flatten import flatten
 from seqfuse.plan.inputs import Border, along_of, under_autocast
 from seqfuse.plan.step import Stretch
-from seqfuse.run import interpret
 from seqfuse.run.lower import Context, lower
+from seqfuse.run.node import back_alone, run_alone
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 OPERATIONS = sorted(
@@ -103,19 +103,22 @@ def forward_and_backward(model: Any, env: sf.Env, x: torch.Tensor, enabled: bool
     runs, channels, gradients = list[Any](), dict[str, Any](), dict[str, Any]()
     with torch.no_grad():
         for segment in segments:
-            entering = [channels[c] for c in segment.inputs]
-            runs.append(interpret.forward(segment, x, entering, None))
-            channels |= runs[-1].channels
-            x = runs[-1].y
+            node, (x, *outputs) = run_alone(segment, None, x, *[channels[c] for c in segment.inputs])
+            runs.append(node)
+            channels.update(zip(segment.outputs, outputs, strict=True))
         found: dict[Any, Any] = {"y": x}
         dy: Any = torch.empty_like(x)
-        for segment, run in zip(reversed(segments), reversed(runs), strict=True):
+        for segment, node in zip(reversed(segments), reversed(runs), strict=True):
             indices = [region.slots.index(slot) for slot in segment.parameters]
-            for record, tokens in run.kept:
-                fields = zip(record.kept, tokens, strict=True)
-                found |= {(record.position, f): run.tensors[t] for f, t in fields if isinstance(t, int)}
-            dy, sums = interpret.backward(segment, run.kept, run.tensors, run.like, (), dy, gradients)
-            found |= {region.slots[i]: g.to(parameters[i].dtype) for i, g in zip(indices, sums, strict=True)}
+            saves = segment.saves
+            for field, t in zip((*saves.tensors, *saves.several), node.saved_tensors, strict=False):
+                found |= {(saves.records[field.record][1].position, field.name): t} if t is not None else {}
+            dy, *grads = back_alone(node, dy, *[gradients.get(c) for c in segment.outputs])
+            gradients.update(zip(segment.inputs, grads, strict=False))
+            found |= {
+                region.slots[i]: g.to(parameters[i].dtype)
+                for i, g in zip(indices, grads[len(segment.inputs) :], strict=True)
+            }
     return plan, {key: (t.dtype, tuple(t.shape)) for key, t in found.items()}
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.run import interpret
+from seqfuse.run import code
 from seqfuse.settings import fusing_now
 from seqfuse.settings import settings as read_settings
 
@@ -668,11 +668,11 @@ def test_a_plan_is_made_for_a_tensor(given: Any):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_plan_is_interpreted_once(grad: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_forward_is_checked_once(grad: bool, monkeypatch: pytest.MonkeyPatch):
     model, x = mlp(), draw(3, 5)
     with torch.set_grad_enabled(grad):
         first = model(x)
-        monkeypatch.setattr(interpret, "forward", None)
+        monkeypatch.setattr(code, "check_forward", None)
         assert torch.equal(model(x), first)
 
 

@@ -17,8 +17,8 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError, StateError
 from seqfuse.operation import config_version
-from seqfuse.run import interpret
-from seqfuse.saved import packing
+from seqfuse.run import code
+from seqfuse.saved import copied
 
 from .kit_b import assert_same, draw, passes, randomize
 
@@ -241,10 +241,10 @@ class Record(sf.Saved):
 
 
 def round_trip(record: sf.Saved, needs: frozenset[str]) -> tuple[Any, list[Tensor]]:
-    tensors: list[Tensor] = []
-    pack, unpack = packing(type(record), type(record).kept(needs))
-    tokens = pack(record, {}, tensors)
-    return unpack(tokens, tuple(tensors)), tensors
+    """A copy as the engine hands it back, and the tensors in it, each once."""
+    tensors: dict[int, Tensor] = {}
+    copy = copied(record, type(record).kept(needs), lambda t: tensors.setdefault(id(t), t))
+    return copy, [*tensors.values()]
 
 
 def test_records_are_frozen_and_keyword_only():
@@ -261,7 +261,7 @@ def test_records_are_frozen_and_keyword_only():
         Record(x=x, weight=None, parts=(), other=1)
 
 
-def test_a_record_survives_packing_with_every_field():
+def test_a_copy_of_a_record_has_every_field():
     x, w = draw(3), nn.Parameter(draw(3, seed=2))
     back, tensors = round_trip(Record(x=x, weight=w, parts=(x, w, x), eps=0.25), frozenset({"x"}))
     assert [t is s for t, s in zip(tensors, (x, w), strict=True)] == [True, True]
@@ -271,7 +271,7 @@ def test_a_record_survives_packing_with_every_field():
     assert back.eps == 0.25
 
 
-def test_dropped_fields_are_not_packed_and_reading_them_says_who_would_have():
+def test_dropped_fields_are_not_copied_and_reading_them_says_who_would_have():
     back, tensors = round_trip(Record(x=draw(3), weight=draw(3), parts=(draw(2),)), frozenset({"bias"}))
     assert len(tensors) == 1
     for name, readers in [("weight", "x"), ("parts", "weight, x")]:
@@ -372,7 +372,7 @@ def test_generated_code_makes_a_field_again_and_lets_it_go(monkeypatch: pytest.M
     expected = passes(plain, x)
     for _ in range(2):
         passes(model, x)
-    monkeypatch.setattr(interpret, "backward", None)
+    monkeypatch.setattr(code, "check_backward", None)
     made_again.clear()
     calls.clear()
     assert_same(passes(model, x), expected)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.saved import packing
+from seqfuse.saved import copied
 from seqfuse.testing import Untouched, assert_bitwise_equal, seeded_randn
 from seqfuse.testing.judge import judge, judge_together
 from seqfuse.testing.tensors import redrawn
@@ -56,10 +56,8 @@ def seed_of(op: sf.UnfusedOperation) -> dict[str, Tensor]:
 
 
 def dropped(saved: sf.Saved, needs: frozenset[str]) -> sf.Saved:
-    """The record as the engine hands it back: packed, without the fields no wanted gradient reads."""
-    pack, unpack = packing(type(saved), saved.kept(needs))
-    tensors: list[Tensor] = []
-    return unpack(pack(saved, {}, tensors), tuple(tensors))
+    """The record as the engine hands it back: without the fields no wanted gradient reads."""
+    return copied(saved, saved.kept(needs))
 
 
 def by_passes(

@@ -19,9 +19,8 @@ import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.operation import config_version
 from seqfuse.plan import cost_lookup, flatten
-from seqfuse.run import interpret
 from seqfuse.testing.bench import Bench
-from seqfuse.tune import TuneReport, _Search, timing
+from seqfuse.tune import TuneReport, _Search, candidates, timing
 from seqfuse.tune.ranks import Ranks
 from seqfuse.tune.shadow import Shadow
 from tests.tune import kit
@@ -116,7 +115,7 @@ def test_each_kind_is_timed_in_the_passes_that_it_replaces(monkeypatch: pytest.M
     assert [s.name for s in (*plan.forward, *plan.backward) if s.fused] == ["Quick", "QuickBackward"]
     with torch.no_grad():
         assert model.plan(X).count("QuickInference") == 1
-    monkeypatch.setattr(interpret, "backward", None)  # without gradients there is none, which would take its time
+    monkeypatch.setattr(candidates, "back_alone", None)  # without gradients there is none, which would take its time
     assert times(sf.tune(pair(QuickJoint, width=5), torch.ones(6, 5), modes="eval")) == {
         ("QuickJoint", "eval"): (11, 50, True)
     }

@@ -1,0 +1,122 @@
+"""A fusion that fails gives way to its operations: when that is allowed, and what is said."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+
+from ..errors import (
+    FallbackWarning,
+    InputError,
+    KernelError,
+    PluginError,
+    SeqfuseError,
+    device_is_lost,
+    one_line,
+    step_note,
+)
+from ..fusion import records_of
+from ..maingrad import MainGrads
+from ..plan.fake import is_fake
+from ..plan.inputs import clearer
+from ..plan.step import Step
+from ..saved import Saved
+from .lower import Segment
+
+_RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
+
+
+def recovered(
+    segment: Segment,
+    at: int,
+    error: Exception,
+    record: Callable[[], Saved],
+    buffers: MainGrads | None,
+) -> dict[int, Saved]:
+    """Check that a backward step may fall back; a joint fusion's `record` as the records of its operations."""
+    step = segment.backward[at]
+    where: dict[str, Any] = {"code": "SF401", "operation": step.name, "position": step.start}
+    if step.fused and step.operation.backward_signature.main_grads and buffers and (taken := buffers.taken()):
+        message = f"it failed after it took the main_grad of {', '.join(taken)}: {type(error).__name__}: {error}"
+        raise KernelError(message, **where) from error
+    convertible = step.joint and hasattr(step.operation, "unfused")
+    if step.joint and not convertible and not isinstance(error, SeqfuseError):
+        message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
+        raise KernelError(
+            message, hint="define unfused(saved) -> {slot: Saved} to let it fall back", **where
+        ) from error
+    may_fall_back(segment, step, error, again=segment.backward[:at])
+    if not convertible:
+        return {}
+    try:
+        saved = dict(records_of(step.operation, step.operation.unfused(record())))
+        found = dict[int, Saved]()
+        for name, _, position, node, _ in step.members:
+            one, wanted = saved[name], cast(Any, node.operation.Saved)
+            if type(one) is not wanted:
+                kind = type(node.operation).__name__
+                raise TypeError(f"slot {name!r} needs {kind}.Saved, not {type(one).__qualname__}")
+            found[position] = one
+    except Exception as second:
+        message = f"its backward failed ({type(error).__name__}: {error}), and then its unfused(saved): {second!r}"
+        raise KernelError(message, **where) from error
+    return found
+
+
+def reason_of(error: Exception) -> str | None:
+    """The reason that a warning gives; none for an input that does not fit, since the operation raises that itself."""
+    return None if isinstance(error, InputError) else one_line(error)
+
+
+def warn(segment: Segment, step: Step, reason: str | None, tensor: Any) -> None:
+    """Say, once per reason, that operations ran in place of a fusion that failed."""
+    context = segment.context
+    if reason is None or is_fake(tensor):
+        return
+    if (note := context.note()) is not None:
+        note(step.name, step.start, reason)
+    if (step.name, reason) not in context.warned:
+        context.warned.add((step.name, reason))
+        message = f"{step.name} at position {step.start} failed ({reason}); its operations ran unfused"
+        warnings.warn(message, FallbackWarning, stacklevel=2)
+
+
+def may_fall_back(
+    segment: Segment, step: Step, error: Exception, tensor: Any = None, again: Sequence[Step] = ()
+) -> None:
+    """Return if the operations may run in place of a failed fusion; else raise an error that names the step.
+
+    Its input in a forward pass, `tensor`, may be on another device than its parameters. The steps `again` ran before it
+    and have to run again.
+    """
+    clear = clearer(segment.context.nodes, step.covers, error, tensor)
+    if clear is not error:
+        raise clear from error
+    where = step.located
+    exchanges = any(getattr(node.operation, "redistribution", None) is not None for node in step.nodes)
+    once = exchanges or not all(s.repeatable for s in again)
+    if not step.fused or (once and isinstance(error, SeqfuseError)):
+        error.add_note(step_note(step.name, step.start, where["path"]))
+        raise error
+    failure = f"{type(error).__name__}: {error}"
+    if once:
+        hint = "processes exchange tensors in it or before it, or a cache was filled: that cannot run twice"
+        raise KernelError(failure, code="SF401", hint=hint, **where) from error
+    if isinstance(error, InputError):
+        return  # the operations themselves will say it, with the place
+    if isinstance(error, SeqfuseError):
+        error.operation, error.position, error.path = error.operation or step.name, step.start, where["path"]
+        raise error
+    if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
+        raise PluginError(f"fwd built a wrong Saved: {error}", code="SF302", **where) from error
+    if device_is_lost(error):
+        message = f"the device reported {error}; its state is lost and nothing can run after it"
+        raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error
+    on_gpu = segment.context.env.device == "cuda" and torch.cuda.is_available()
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    if not segment.context.can_fall_back or torch.compiler.is_compiling() or captured:
+        raise KernelError(failure, code="SF401", **where) from error
