@@ -1,0 +1,86 @@
+"""Mutants: each changes one node, is drawn by what it says, and leaves texts, types and imports alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from tools.mutate import mutants
+
+SOURCE = b'''
+"""A file."""
+import torch
+
+class Scale:
+    """An operation."""
+
+    factor: float = 2.0
+
+    def bwd(self, dy, saved, *, needs: frozenset[str] = 3):
+        dx = dy * saved.scale + saved.shift if "x" in needs and not self.off else None
+        if dx is None:
+            raise ValueError(f"{1 + 1} is no number")
+        tl.store(dx, torch.where(dx > 0, dx, 0), mask=dx < 5)
+        self.count = -1
+        return dx, {"weight": True}
+'''
+CHANGES = [
+    "2.0 -> 4.0 in factor: float = 2.0",
+    "dy * saved.scale + saved.shift if 'x' in needs and (not self.off) else None -> dy * saved.scale + saved.shift",
+    "dy * saved.scale + saved.shift if 'x' in needs and (not self.off) else None -> None",
+    "'x' in needs and (not self.off) -> 'x' in needs or not self.off",
+    "'x' in needs -> 'x' not in needs",
+    "not self.off -> self.off",
+    "dy * saved.scale + saved.shift -> dy * saved.scale - saved.shift",
+    "dy * saved.scale -> dy / saved.scale",
+    "saved.scale -> saved.shift",
+    "saved.shift -> saved.scale",
+    "if dx is None: -> pass",
+    "dx is None -> dx is not None",
+    "tl.store(dx, torch.where(dx > 0, dx, 0), mask=dx < 5) -> pass",
+    "tl.store(dx, torch.where(dx > 0, dx, 0), mask=dx < 5) -> tl.store(dx, torch.where(dx > 0, dx, 0))",
+    "torch.where(dx > 0, dx, 0) -> dx",
+    "torch.where(dx > 0, dx, 0) -> 0",
+    "dx > 0 -> dx >= 0",
+    "0 -> 1 in dx > 0",
+    "0 -> 1 in torch.where(dx > 0, dx, 0)",
+    "dx < 5 -> dx <= 5",
+    "5 -> 6 in dx < 5",
+    "self.count = -1 -> pass",
+    "-1 -> 1",
+    "1 -> 2 in -1",
+    "True -> False in {'weight': True}",
+    "3 -> 4 in def bwd(self, dy, saved, *, needs: frozenset[str]=3):",
+]
+
+
+def differences(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
+    """The outermost nodes in which two trees differ, where one stands in the place of the other."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for a, b in zip(one, other, strict=True):
+            yield from differences(a, b)
+    elif isinstance(one, ast.AST) and type(one) is type(other) and ast.dump(one) != ast.dump(other):
+        found = [d for name in one._fields for d in differences(getattr(one, name), getattr(other, name))]
+        yield from found
+    elif (ast.dump(one) if isinstance(one, ast.AST) else one) != (
+        ast.dump(other) if isinstance(other, ast.AST) else other
+    ):
+        yield one, other
+
+
+def test_the_mutants_of_a_file_are_these() -> None:
+    assert sorted(m.change for m in mutants("scale.py", SOURCE)) == sorted(CHANGES)
+
+
+def test_a_mutant_changes_one_node() -> None:
+    before = ast.parse(SOURCE)
+    for mutant in mutants("scale.py", SOURCE):
+        assert len([*differences(before, ast.parse(mutant.applied(SOURCE)))]) == 1, mutant
+
+
+def test_a_mutant_is_drawn_alike_where_its_file_has_moved() -> None:
+    there = mutants("elsewhere/file.py", b"# moved\n\n" + SOURCE)
+    pairs = [*zip(mutants("scale.py", SOURCE), there, strict=True)]
+    assert all(a.drawn(3) == b.drawn(3) and a.line + 2 == b.line for a, b in pairs)
+    assert len({a.drawn(3) for a, _ in pairs}) == len(pairs)

@@ -1,0 +1,80 @@
+"""Notes which functions of the package each test calls, and how long it takes: a plugin of pytest, and what runs it."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+TESTS = (
+    "ops", "fusions", "kernels", "fuser", "nn", "testing", "losses", "inference", "convert/test_plans.py",
+    "tune/test_table.py",
+)  # fmt: skip
+"""Of the tests folder, what is traced: tests of the rooms that are mutated, and of those right above them."""
+
+_TRACED = "MUTATE_TRACED"
+_met: dict[str, tuple[float, list[int]]] = {}
+_functions: dict[str, int] = {}
+_passed: set[str] = set()
+
+
+def traced(item: Any) -> Generator[None, Any, Any]:
+    """Around each test: note the functions of the package that it calls."""
+    codes: set[Any] = set()
+
+    def called(frame: Any, event: str, arg: Any) -> None:
+        codes.add(frame.f_code)
+
+    begun = time.perf_counter()
+    sys.settrace(called)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(None)
+        place = f"{os.sep}seqfuse{os.sep}"
+        names = {f"{Path(c.co_filename).name} {c.co_qualname}" for c in codes if place in c.co_filename}
+        numbers = [_functions.setdefault(name.replace(".<locals>", ""), len(_functions)) for name in sorted(names)]
+        _met[item.nodeid] = round(time.perf_counter() - begun, 3), numbers
+
+
+def write_map(path: Path) -> None:
+    """Run tests in both halves, and write the functions and seconds of each that passes."""
+    tests = [name for name in (f"tests/{name}" for name in TESTS) if Path(name).exists()]
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        running: list[subprocess.Popen[bytes]] = []
+        for half in ("kernels", "plain"):
+            environment = {**os.environ, _TRACED: f"{folder}/{half}", "PYTHONPATH": str(Path(__file__).parent)}
+            environment |= {"TRITON_INTERPRET": "1"} if half == "kernels" else {}
+            options = ["-q", "-p", "calls", "-p", "no:cacheprovider", "-n", "0", "--timeout", "900", "--half", half]
+            running.append(subprocess.Popen([sys.executable, "-m", "pytest", *options, *tests], env=environment))
+        for process, half in zip(running, ("kernels", "plain"), strict=True):
+            process.wait()
+            found[half] = json.loads(Path(folder, half).read_text())
+    path.write_bytes(lzma.compress(json.dumps(found).encode()))
+
+
+if _TRACED in os.environ:
+    import pytest
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
+        """Trace a test, but for one that looks for lines of the source, and fails without them."""
+        return (yield from traced(item)) if "mutant" not in getattr(item, "fixturenames", ()) else (yield)
+
+    def pytest_runtest_logreport(report: Any) -> None:
+        """Note what passes."""
+        if report.when == "call" and report.passed:
+            _passed.add(report.nodeid)
+
+    def pytest_sessionfinish() -> None:
+        """Write what was met."""
+        tests = {name: test for name, test in _met.items() if name in _passed}
+        Path(os.environ[_TRACED]).write_text(json.dumps({"functions": [*_functions], "tests": tests}))

@@ -1,0 +1,367 @@
+"""Changes one place of the package at a time, in a copy, and lists the changes that no test notices.
+
+    python tools/mutate.py --map MAP                                      which test runs which function, once
+    python tools/mutate.py --map MAP --sample 400 --seed 0 --out FILE     mutants, and those that survive
+
+Both are of the tree in the working directory. The first runs the tests with a trace of the functions that they call.
+The second draws mutants of operations, fusions, kernels and the engine, and runs for each the tests that call the
+changed function, those of few functions and little time first, until one fails. A mutant is drawn by what it says, the
+name of its function and the change, so that it is drawn again after its file has moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import dataclasses
+import hashlib
+import importlib
+import json
+import lzma
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import calls
+
+LEFT_OUT = ("cli", "pictures", "testing", "tune", "parallel", "convert", "integrations", "inference", "losses", "nn")
+"""Rooms of the package that are not mutated."""
+
+# Mutants ------------------------------------------------------------------------------------------------------------
+
+_SWAPPED: dict[type, type] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
+    ast.Or: ast.And,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A change of one node of a file.
+
+    Attributes:
+        path: the file.
+        line: where the node begins.
+        function: the qualified name of the function or class that it is in.
+        change: what it says before and after.
+        start: the offset of the node in the bytes of the file; `stop`, where it ends.
+        text: what is written there.
+        turn: how many such changes of the function stand before it.
+    """
+
+    path: str
+    line: int
+    function: str
+    change: str
+    start: int
+    stop: int
+    text: str
+    turn: int = 0
+
+    def drawn(self, seed: int) -> str:
+        """What it is ordered by in a draw."""
+        return hashlib.sha256(f"{seed} {self.function} {self.change} {self.turn}".encode()).hexdigest()
+
+    def applied(self, source: bytes) -> bytes:
+        """The file with the change."""
+        return source[: self.start] + self.text.encode() + source[self.stop :]
+
+
+def changed(node: ast.AST, fields: dict[str, str]) -> Iterator[ast.AST]:
+    """What may stand in the place of a node; `fields` are those of saved tensors by the next one of the function."""
+
+    def with_(**values: Any) -> ast.AST:
+        other = copy.copy(node)
+        vars(other).update(values)
+        return other
+
+    match node:
+        case ast.BinOp(op=op) | ast.BoolOp(op=op) if type(op) in _SWAPPED:
+            yield with_(op=_SWAPPED[type(op)]())
+        case ast.Compare(ops=[op]):
+            yield with_(ops=[_SWAPPED[type(op)]()])
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield operand
+        case ast.Constant(value=bool(value)):
+            yield with_(value=not value)
+        case ast.Constant(value=int(value)):
+            yield with_(value=value + 1)
+        case ast.Constant(value=float(value)):
+            yield with_(value=2 * value or 1.0)
+        case ast.IfExp(body=body, orelse=orelse):
+            yield from (body, orelse)
+        case ast.Attribute(value=ast.Name(), ctx=ast.Load()) if ast.unparse(node) in fields:
+            yield with_(attr=fields[ast.unparse(node)])
+        case ast.Call(keywords=keywords) if any(k.arg == "mask" for k in keywords):
+            yield with_(keywords=[k for k in keywords if k.arg not in ("mask", "other")])
+        case ast.Call(func=ast.Attribute(attr="where"), args=[_, first, second]):
+            yield from (first, second)
+        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.If(orelse=[]):
+            yield ast.Pass()
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield ast.Pass()
+        case _:
+            pass
+
+
+def mutants(path: str, source: bytes) -> Iterator[Mutant]:
+    """Every mutant of a file: nothing of annotations, texts, imports, decorators, messages and type checks."""
+    lines = [0]
+    for line in source.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+    seen = Counter[tuple[str, str]]()
+
+    def walk(node: ast.AST, parent: ast.AST, scope: tuple[str, ...], fields: dict[str, str]) -> Iterator[Mutant]:
+        children: list[ast.AST | None] = [*ast.iter_child_nodes(node)]
+        match node:
+            case ast.If() if "TYPE_CHECKING" in ast.unparse(node.test):
+                return
+            case ast.FunctionDef() if "variant" in node.name:  # what to compile for a table
+                return
+            case ast.FunctionDef():
+                children = [*node.body, *node.args.defaults, *node.args.kw_defaults]
+                scope, fields = (*scope, node.name), _fields(node)
+            case ast.ClassDef():
+                children, scope = [*node.body], (*scope, node.name)
+            case ast.AnnAssign():
+                children = [node.value] if scope else []
+            case ast.Raise() | ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Assert():
+                children = []
+            case _:
+                pass
+        for other in changed(node, fields):
+            at: Any = node  # a statement or an expression, which has a place
+            start, stop = lines[at.lineno - 1] + at.col_offset, lines[at.end_lineno - 1] + at.end_col_offset
+            change = f"{_short(node)} -> {_short(other)}" + f" in {_short(parent)}" * isinstance(node, ast.Constant)
+            name = ".".join(scope) or "<module>"
+            text = ast.unparse(other) if isinstance(other, ast.stmt) else f"({ast.unparse(other)})"
+            yield Mutant(path, at.lineno, name, change, start, stop, text, seen[name, change])
+            seen[name, change] += 1
+        for child in children:
+            if child is not None:
+                yield from walk(child, node, scope, fields)
+
+    tree = ast.parse(source)
+    yield from walk(tree, tree, (), {})
+
+
+def _short(node: ast.AST) -> str:
+    return ast.unparse(node).partition("\n")[0][:100]
+
+
+def _fields(function: Any) -> dict[str, str]:
+    """For each `saved.field` that a function reads the next field that it reads of the same."""
+    slots = function.args.kwonlyargs if function.name == "bwd" else ()
+    names = {"saved", "record", *(arg.arg for arg in slots)}
+    read: dict[str, list[str]] = {}
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attr, ctx=ast.Load()) if name in names:
+                read.setdefault(name, []).append(attr)
+    rounds = {name: [*dict.fromkeys(attrs)] for name, attrs in read.items()}
+    return {f"{n}.{a}": b for n, r in rounds.items() if len(r) > 1 for a, b in zip(r, (*r[1:], r[0]), strict=True)}
+
+
+def sample(root: Path, count: int, seed: int) -> tuple[list[Mutant], int]:
+    """So many mutants of the package, drawn at random, and how many there are."""
+    found: list[Mutant] = []
+    for file in sorted((root / "seqfuse").rglob("*.py")):
+        if file.relative_to(root).parts[1] not in LEFT_OUT:
+            found += mutants(str(file.relative_to(root)), file.read_bytes())
+    return sorted(found, key=lambda mutant: mutant.drawn(seed))[:count], len(found)
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+Chosen = dict[str, list[str]]
+
+
+def chosen(mutant: Mutant, known: dict[str, Any], seconds: float) -> tuple[Chosen, float, str]:
+    """The tests for a mutant by half, the time that they take, and what of it they call.
+
+    Of those that call its function, or another one of its file where none does, the ones of few functions and little
+    time come first, up to so many seconds.
+    """
+    file, called = Path(mutant.path).name, "its function"
+    found = _calling(known, lambda name: name == f"{file} {mutant.function}")
+    if not found:
+        found, called = _calling(known, lambda name: name.startswith(f"{file} ")), "its file"
+    tests, left = Chosen(), seconds
+    for _, took, half, test in sorted(found):
+        if took <= left and sum(map(len, tests.values())) < _MOST:
+            tests.setdefault(half, []).append(test)
+            left -= took
+    return tests, seconds - left, called if found else "nothing"
+
+
+_MOST = 200
+"""Tests that are run for a mutant, at most."""
+
+
+def _calling(known: dict[str, Any], of: Callable[[str], bool]) -> list[tuple[float, float, str, str]]:
+    """Tests that call a function of such a name: with how they are ordered, their seconds and half."""
+    found: list[tuple[float, float, str, str]] = []
+    for half, traced in known.items():
+        same = {i for i, name in enumerate(traced["functions"]) if of(name)}
+        for test, (took, functions) in traced["tests"].items():
+            if not same.isdisjoint(functions):
+                found.append((took * len(functions), took, half, test))
+    return found
+
+
+def survives(tests: Chosen, folder: Path, limit: float) -> str:
+    """Whether tests of a copy of the tree pass: "survived", "killed" or "too long"."""
+    for half, names in tests.items():
+        process = os.fork()
+        if process == 0:
+            _run_tests(half, names, folder)
+        begun = time.monotonic()
+        while (ended := os.waitpid(process, os.WNOHANG))[0] == 0:
+            if time.monotonic() - begun > limit:
+                os.killpg(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+                return "too long"
+            time.sleep(0.02)
+        if ended[1]:
+            return "killed"
+    return "survived"
+
+
+def _run_tests(half: str, names: list[str], folder: Path) -> None:
+    """Run tests in this process, forked from one that has imported what tests need, and end."""
+    code: int = 99
+    try:
+        os.setsid()
+        os.chdir(folder)
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ |= {"TRITON_INTERPRET": "1"} if half == "kernels" else {}
+        output = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        import pytest
+
+        options = [
+            "-x",
+            "-q",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "--timeout",
+            "300",
+            "--half",
+            half,
+            "--rootdir",
+            ".",
+        ]
+        code = int(pytest.main([*options, *names]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def run(mutants: list[Mutant], known: dict[str, Any], results: Path, root: Path, seconds: float) -> None:
+    """Run mutants in a copy of the tree, and append what became of each to a file."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "tree")
+        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
+        for name in filter(None, tracked.stdout.split("\0")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, folder / name)
+        for number, mutant in enumerate(mutants):
+            tests, took, called = chosen(mutant, known, seconds)
+            file = folder / mutant.path
+            source, begun = file.read_bytes(), time.monotonic()
+
+            def write(text: bytes, at: int, file: Path = file) -> None:
+                file.write_bytes(text)
+                os.utime(file, (at, at))  # another time each time: bytecode of another source does not count
+
+            write(mutant.applied(source), 1_000_000_000 + 2 * number)
+            fate = survives(tests, folder, 4 * took + 30) if tests else "survived"
+            write(source, 1_000_000_001 + 2 * number)
+            about = {"fate": fate, "calls": called, "seconds": round(time.monotonic() - begun, 1)}
+            about |= {name: getattr(mutant, name) for name in ("path", "line", "function", "change")}
+            with results.open("a") as lines:
+                lines.write(json.dumps(about) + "\n")
+
+
+def report(results: Path, out: Path, about: dict[str, Any]) -> None:
+    """Write how many mutants survive by room, and which."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rooms: dict[str, Counter[str]] = {}
+    for row in rows:
+        parts = row["path"].split("/")
+        rooms.setdefault(parts[1] if len(parts) > 2 else "root", Counter())[row["fate"]] += 1
+    fates = Counter(row["fate"] for row in rows)
+    survivors: list[str] = []
+    for row in sorted(rows, key=lambda row: (row["path"], row["line"])):
+        if row["fate"] == "survived":
+            unseen = "" if row["calls"] == "its function" else f" [tests call {row['calls']}]"
+            survivors.append(f"{row['path']}:{row['line']}: {row['function']}: {row['change']}{unseen}")
+    by_room = {name: rooms[name] for name in sorted(rooms)}
+    data = {**about, "run": len(rows), **fates, "rooms": by_room, "survivors": survivors}
+    out.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+# All of it ------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Write the map of tests, or run mutants."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--map", type=Path, required=True, help="which test runs which function")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="mutants that survive; without it, the map is made")
+    parser.add_argument("--sample", type=int, default=400, metavar="N", help="how many mutants")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many run at once")
+    parser.add_argument("--seconds", type=float, default=10, metavar="S", help="of tests for a mutant, at most")
+    given = parser.parse_args()
+    if given.out is None:
+        calls.write_map(given.map)
+        return 0
+    known, root = json.loads(lzma.decompress(given.map.read_bytes())), Path.cwd()
+    drawn, count = sample(root, given.sample, given.seed)
+    results = given.out.with_suffix(".lines")
+    done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    finished = {(row["path"], row["line"], row["change"]) for row in done}  # in a run that was cut off
+    left = [m for m in drawn if (m.path, m.line, m.change) not in finished]
+    for name in ("torch", "numpy", "pytest"):
+        importlib.import_module(name)
+    sys.path[:] = [place for place in sys.path if Path(place).resolve() not in (root, Path(__file__).parent)]
+    workers = [_forked(left[i :: given.jobs], known, results, root, given.seconds) for i in range(given.jobs)]
+    for worker in workers:
+        os.waitpid(worker, 0)
+    report(results, given.out, {"sample": given.sample, "seed": given.seed, "of": count})
+    return 0
+
+
+def _forked(*arguments: Any) -> int:
+    process = os.fork()
+    if process == 0:
+        try:
+            run(*arguments)
+        finally:
+            os._exit(0)
+    return process
+
+
+if __name__ == "__main__":
+    sys.exit(main())
