@@ -131,6 +131,8 @@ def steps_of(model: Any, x: Tensor, dy: Tensor) -> list[tuple[tuple[str, str], C
         found.append(((pass_, step.name), functools.partial(run, *args, **rest)))
         return run(*args, **rest)
 
+    import seqfuse as sf
+
     fuser = sf.Fuser(model, model.fusions, on_step=watch)
     for _ in range(2):  # the first call checks what each step returns
         found.clear()

@@ -117,7 +117,9 @@ class Matcher:
         self._reach = 0  # by a loop: it may be traced
         for fusion in self.fusions:
             self._reach = max(self._reach, fusion.reach)
-        self._matches: dict[tuple[type, ...], tuple[tuple[_Match, ...], tuple[_Near, ...]]] = {}
+        self._matches: dict[tuple[type, ...], tuple[_Match, ...]] = {}
+        self._near: dict[tuple[type, ...], tuple[_Near, ...]] = {}
+        self._fitting: dict[type, frozenset[int]] = {}
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
@@ -133,9 +135,9 @@ class Matcher:
         return count == MAX_FAILURES
 
     def find(
-        self, stretch: Stretch, known: Lookup | None = None, lean: bool = False
+        self, stretch: Stretch, known: Lookup | None = None, lean: bool = False, near: bool = False
     ) -> tuple[list[Candidate], list[Refusal]]:
-        """Candidates and refusals on a stretch.
+        """Candidates and refusals on a stretch; with `near`, also of fusions whose pattern is nearly there.
 
         A measurement that `known` returns takes the place of the estimated cost. Fusions that save memory at the price
         of time are candidates only where `lean` is set.
@@ -153,13 +155,10 @@ class Matcher:
         for a in stretch.positions:
             # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
             window = kinds[a - start : a - start + self._reach + 1]
-            known_here = self._matches.get(window)
-            if known_here is None:
-                ranked = [(cls, rank, _lengths(cls.slots, 0, window, 0)) for rank, cls in enumerate(self.fusions)]
-                exact = tuple((cls, rank, lengths, sum(lengths)) for cls, rank, every in ranked for lengths in every)
-                known_here = self._matches[window] = exact, tuple(self._nearly(window))
-            matches, near = known_here
-            for cls, sentence, length in near:
+            matches = self._matches.get(window)
+            if matches is None:
+                matches = self._matches[window] = self._matching(window)
+            for cls, sentence, length in self._nearly(window) if near else ():
                 b = a + length
                 if (lean or not cls.saves_memory) and self._excludes(
                     cls, a, b, live_from, env, fusing, widths[a - start]
@@ -199,17 +198,40 @@ class Matcher:
                 refused.append(Refusal(cls.__name__, a, reason, expected=expected, own=is_own(cls)))
         return found, refused
 
-    def _nearly(self, window: tuple[type, ...]) -> Iterator[_Near]:
+    def _fits(self, window: Sequence[type]) -> list[frozenset[int]]:
+        """The slots of this set that take each of these kinds, by their `id`: a hash of a slot looks at its fields."""
+        for kind in window:
+            if kind not in self._fitting:
+                taken = [id(slot) for cls in self.fusions for slot in cls.slots if slot.takes(kind)]
+                self._fitting[kind] = frozenset(taken)
+        return [self._fitting[kind] for kind in window]
+
+    def _matching(self, window: tuple[type, ...]) -> tuple[_Match, ...]:
+        """Fusions that begin these kinds."""
+        fits = self._fits(window)
+        found: list[_Match] = []
+        for rank, cls in enumerate(self.fusions):
+            if not fits[0].isdisjoint(map(id, cls.slots)):
+                found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, 0, fits, 0)]
+        return tuple(found)
+
+    def _nearly(self, window: tuple[type, ...]) -> tuple[_Near, ...]:
         """Fusions that begin these kinds but for a Fork, by which another operation reads what they keep inside.
 
         And those of a few fixed operations but for one between them, or for a Bias too many; in those of other authors
         also for a Dropout: here it has fusions of its own.
         """
+        if window not in self._near:
+            self._near[window] = tuple(self._near_misses(window))
+        return self._near[window]
+
+    def _near_misses(self, window: tuple[type, ...]) -> Iterator[_Near]:
+        fits = self._fits(window)
         for cls in self.fusions:
             slots = cls.slots
-            exact = max(map(sum, _lengths(slots, 0, window, 0)), default=0)
+            exact = max(map(sum, _lengths(slots, 0, fits, 0)), default=0)
             for k in (k for k in range(max(1, exact), len(window)) if window[k].__name__ == "Fork"):
-                taken = max(map(sum, _lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)), default=0)
+                taken = max(map(sum, _lengths(slots, 0, [*fits[:k], *fits[k + 1 :]], 0)), default=0)
                 if taken > k:
                     said = f"a Fork follows {window[k - 1].__name__} here, so another operation reads its output"
                     yield cls, f"near miss: {said}", taken + 1
@@ -218,11 +240,11 @@ class Matcher:
             surplus = ("Bias",) if cls.__module__.startswith("seqfuse.") else ("Bias", "Dropout")
             for k in range(1, min(len(slots), len(window))):
                 between, absent = f"{window[k - 1].__name__} and {window[k].__name__}", slots[k].types
-                if [*_lengths((*slots[:k], *slots[k + 1 :]), 0, window, 0)] and k < len(slots) - 1:
+                if [*_lengths((*slots[:k], *slots[k + 1 :]), 0, fits, 0)] and k < len(slots) - 1:
                     if len(absent) == 1 and not absent[0].is_open:
                         said = f"a {absent[0].__name__} between {between} would let it apply"
                         yield cls, f"near miss: {said}", len(slots) - 1
-                elif window[k].__name__ in surplus and [*_lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)]:
+                elif window[k].__name__ in surplus and [*_lengths(slots, 0, [*fits[:k], *fits[k + 1 :]], 0)]:
                     said = f"a {window[k].__name__} follows {window[k - 1].__name__} here, and its pattern has none"
                     yield cls, f"near miss: {said}", len(slots) + 1
 
@@ -321,18 +343,18 @@ def _check_named(fusing: Fusing) -> None:
         raise InputError(f"sf.fusing names {name!r}, and there is no such fusion", code="SF106", hint=hint)
 
 
-def _lengths(slots: Sequence[Slot], k: int, kinds: Sequence[type], i: int) -> Iterator[tuple[int, ...]]:
-    """Every way slots `k..` can take operations from `i` on: how many each takes, longest first."""
+def _lengths(slots: Sequence[Slot], k: int, fits: Sequence[frozenset[int]], i: int) -> Iterator[tuple[int, ...]]:
+    """Every way slots `k..` can take operations from `i` on, which fit slots: how many each takes, longest first."""
     if k == len(slots):
         yield ()
         return
     slot = slots[k]
     most = 0
     limit = MAX_VARIADIC if slot.variadic else 1
-    while most < limit and i + most < len(kinds) and slot.takes(kinds[i + most]):
+    while most < limit and i + most < len(fits) and id(slot) in fits[i + most]:
         most += 1
     for taken in range(most, -1 if slot.optional else 0, -1):
-        for rest in _lengths(slots, k + 1, kinds, i + taken):
+        for rest in _lengths(slots, k + 1, fits, i + taken):
             if taken or any(rest) or k:
                 yield (taken, *rest)
 

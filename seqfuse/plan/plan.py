@@ -287,10 +287,12 @@ ONLY_MEMORY = (
 )
 
 
-def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save", segment_bytes: int = 0) -> Plan:
-    """Plan a stretch."""
+def plan_region(
+    stretch: Stretch, matcher: Matcher, memory: Choice = "save", segment_bytes: int = 0, near: bool = False
+) -> Plan:
+    """Plan a stretch; with `near` it says which patterns are nearly there."""
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
-    found, refused = matcher.find(stretch, Known(stretch), lean=memory != "save" and stretch.is_entered)
+    found, refused = matcher.find(stretch, Known(stretch), memory != "save" and stretch.is_entered, near)
     kept = None if memory == "save" else look(stretch, found)
     if kept is None or isinstance(kept, str):
         found = found if kept is None else [c for c in found if not c.fusion.saves_memory]

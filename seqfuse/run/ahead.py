@@ -101,7 +101,9 @@ def plan_ahead(
                 )
 
     def planned(choice: Choice) -> Plan:
-        plans = [plan_region(stretch, matcher, choice_in(choice, op_list, part)) for part, stretch in stretches]
+        plans = [
+            plan_region(stretch, matcher, choice_in(choice, op_list, part), near=True) for part, stretch in stretches
+        ]
         return merge(plans, eager, env if largest is None else largest.env)
 
     largest = max((stretch for _, stretch in stretches), key=lambda stretch: len(stretch.positions), default=None)
