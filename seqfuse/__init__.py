@@ -48,8 +48,6 @@ from .tune import tune
 if typing.TYPE_CHECKING:
     from . import inference, losses, nn, testing
 
-Sequential.default_fusions = fusions.default
-
 __version__ = "0.1.0"
 __all__ = [
     "BackwardFusion",

@@ -102,6 +102,8 @@ class FusableOperation(nn.Module):
             x = named_input(channels)
         engine = self._engine[0] if self._engine else None
         if engine is None or engine.root is not self:  # a shallow copy brings its original's along
+            from .run.fuser import fuser_of  # the engine, which is above
+
             engine = fuser_of(self)
             self._engine[:] = [engine]  # in place: the attribute is part of what a sequence is compared by
         if type(channels) is not dict:  # a tracer of torch.fx hands in one object for all of them
@@ -116,11 +118,6 @@ class FusableOperation(nn.Module):
         if state_dict.pop(f"{prefix}_extra_state", None) is not None:
             warnings.warn(f"ignored {prefix}_extra_state, which another library saved", UserWarning, stacklevel=2)
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # pyright: ignore[reportUnknownMemberType]
-
-
-def fuser_of(operation: FusableOperation) -> Any:
-    """The fuser that runs one operation as a sequence of one; the engine, which is above, puts its own here."""
-    raise NotImplementedError
 
 
 def configured(operation: FusableOperation) -> Any:

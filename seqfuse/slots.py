@@ -23,7 +23,7 @@ class Slot:
 
     def takes(self, kind: type) -> bool:
         """Whether an operation whose exact type is `kind` may stand here."""
-        return kind in self.types or any([t.is_open and issubclass(kind, t) for t in self.types])
+        return kind in self.types or any(t.is_open and issubclass(kind, t) for t in self.types)
 
     def __str__(self) -> str:
         """The types, as a pattern spells them."""

@@ -56,6 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT["cli"] |= {"seqfuse"}
 MAY_IMPORT["__main__"] = {"cli"}
 
+# Inside a function only: an operation that is called by itself starts the engine, which has a default fusion set.
+MAY_IMPORT_LATE: dict[str, set[str]] = {"operation": {"run.fuser"}, "run": {"fusions"}}
 # Under `if TYPE_CHECKING:` only, so never at run time.
 MAY_NAME_IN_TYPES: dict[str, set[str]] = {"operation": {"env"}}
 
@@ -65,8 +67,9 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int, bool]]:
-    """Each absolute dotted name that a file of `package` imports, its line, and whether it is imported for types only.
+def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int, bool, bool]]:
+    """Each absolute dotted name that a file of `package` imports, its line, and whether it is imported for types only,
+    or inside a function.
 
     `from a import b` gives `a.b`: whether `b` is a module is for the caller to say.
     """
@@ -77,6 +80,8 @@ def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[tuple[
         for statement in node.body
         for inner in ast.walk(statement)
     }
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    late = {id(inner) for function in functions for inner in ast.walk(function)}
     for node in ast.walk(tree):
         names: list[tuple[str, ...]] = []
         if isinstance(node, ast.Import):
@@ -91,7 +96,7 @@ def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[tuple[
                 base = package[: len(package) - dots + 1] if dots else ()
                 names = [(*base, *first.value[dots:].split("."))]
         for name in names:
-            yield name, node.lineno, id(node) in types_only
+            yield name, node.lineno, id(node) in types_only, id(node) in late
 
 
 def upward(root: Path) -> list[str]:
@@ -101,13 +106,14 @@ def upward(root: Path) -> list[str]:
         parts = path.relative_to(root).with_suffix("").parts
         package = ("seqfuse", *parts[:-1])
         room = "seqfuse" if parts == ("__init__",) else parts[0]
-        for name, line, types_only in imports(tree_of(path), package):
+        for name, line, types_only, late in imports(tree_of(path), package):
             if name[0] != "seqfuse":
                 continue
             inner = name[1:]
             is_module = bool(inner) and ((root / inner[0]).is_dir() or (root / f"{inner[0]}.py").exists())
             target = inner[0] if is_module else "seqfuse"
             allowed = MAY_IMPORT.get(room, set()) | (MAY_NAME_IN_TYPES.get(room, set()) if types_only else set())
+            allowed |= MAY_IMPORT_LATE.get(room, set()) if late else set()
             if target != room and target not in allowed and ".".join(inner[:2]) not in allowed:
                 wrong.append(f"{path.relative_to(root)}:{line}: {room} imports {'.'.join(name)}")
     return wrong
@@ -143,7 +149,7 @@ def circles(root: Path) -> list[list[str]]:
             parts = path.relative_to(root).with_suffix("").parts
             package = ("seqfuse", *parts[:-1])
             inner = needs.setdefault(".".join(parts[:-1] if parts[-1] == "__init__" else parts), set())
-            for name, _, _ in imports(tree_of(path), package):
+            for name, *_ in imports(tree_of(path), package):
                 # `from .a import b` is of the file a.b where there is one, else of a.
                 for module in (name[1:], name[1:-1]):
                     inside = name[0] == "seqfuse" and module[:1] == (room.name,)
@@ -175,13 +181,14 @@ ALLOWED = {
     "ops/residual.py": "from ..run.sequential import Sequential\nfrom ..run import sequential",
     "operation.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .env import Env",
     "fusions/pair.py": "from .. import ops\nfrom ..ops import Linear\nimport seqfuse.kernels.rmsnorm",
-    "run/fuser.py": "from .match import match\nimport torch.compiler",
+    "run/fuser.py": "from ..plan import match\nimport torch\ndef f():\n    from ..fusions import default",
     "__init__.py": "from . import ops, fusions\nfrom .saved import Saved",
 }
 REFUSED = {
     "kernels/rmsnorm.py": "from ..errors import KernelError",
     "plan/plan.py": "from ..ops import Linear",
-    "run/fuser.py": "def run():\n    from seqfuse import fusions",
+    "run/fuser.py": "from ..fusions import default",
+    "plan/match.py": "def run():\n    from seqfuse import fusions",
     "run/sequential.py": "import importlib\nfusions = importlib.import_module('seqfuse.fusions')",
     "operation.py": "from .env import Env",
     "saved.py": "from seqfuse import Saved",

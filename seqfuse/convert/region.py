@@ -21,7 +21,7 @@ from ..plan.facts import Memory
 from ..plan.plan import Plan
 from ..plan.reference import draw
 from ..plan.schedule import Choice, MemoryChoice
-from ..run.fuser import Fuser
+from ..run.fuser import Fuser, default_fusions
 from ..run.guard import bind
 from ..run.regions import Region as PlannedRegion
 from ..run.sequential import Fusions, Sequential, install
@@ -51,7 +51,7 @@ class Region(nn.Module):
         self.device = "cpu" if e is None else e.device.type
         # In a tuple, so that it is no submodule: its parameters are on `meta`.
         self._model = (Sequential(*order.operations),)
-        self._fuser = Fuser(self.model, Sequential.default_fusions if fusions is None else fusions, memory=memory)
+        self._fuser = Fuser(self.model, default_fusions() if fusions is None else fusions, memory=memory)
         self._fuser.segment_bytes = SEGMENT_BYTES
         install(self.model, self._fuser)
         self._names = tuple(order.channels)

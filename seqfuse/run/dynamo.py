@@ -18,11 +18,8 @@ from torch import Tensor, nn
 from ..env import Env
 from ..errors import StateError
 from ..operation import FusableOperation, UnfusedOperation
-from ..plan.fake import recorded
 from ..plan.flatten import Node, attributes, has_own_graph, public_channels
-from ..plan.reference import check_channels, draw, run_eagerly, walk_reference
-from ..plan.step import Step
-from .guard import bind
+from ..plan.reference import check_channels, draw, run_eagerly
 from .regions import OpList, Region, fusers, stretches
 
 _one_at_a_time = threading.RLock()
@@ -105,16 +102,7 @@ def _planned(
             op_list = OpList(fuser.root) if changed else fuser.op_list()
             region = next(p for p in op_list.parts if isinstance(p, Region) and p.start == start)
             channels = dict(zip(given, values, strict=True))
-            if not isinstance(x, recorded()):
-                x = fuser.run_region(op_list, region, x, channels, seeds)
-            else:
-                own: list[Tensor] = [getattr(owner, attribute) for owner, attribute in region.slots]
-                program = fuser.bind(op_list, region, x, channels, own)
-                steps: Sequence[Step] = (*program.plan.forward, *program.plan.backward)
-                if any(step.fused and step.operation.kernels for step in steps):
-                    x = cast(Tensor, bind(region, program)(x, channels, seeds))
-                else:  # without kernels to call, a compiler sees more in the references
-                    x = walk_reference(op_list.nodes, region.positions, x, channels, seeds)
+            x = fuser.run_recorded(op_list, region, x, channels, seeds)
     return (x, *[channels[c] for c in leaving])
 
 

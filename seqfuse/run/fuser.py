@@ -318,6 +318,21 @@ class Fuser:
         with collecting_later():
             return plan_ahead(self.root, self._matcher, self._changed(), x, env, channels, self.memory)
 
+    def run_recorded(
+        self, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
+    ) -> Tensor:
+        """Run a region on tensors with which a compiler records what is done to them."""
+        if not is_fake(x):
+            return self.run_region(op_list, region, x, channels, seeds)
+        program = self.bind(op_list, region, x, channels, [getattr(owner, name) for owner, name in region.slots])
+        steps = (*program.plan.forward, *program.plan.backward)
+        if any(step.fused and step.operation.kernels for step in steps):
+            y = bind_call(region, program)(x, channels, seeds)
+            assert y is not None
+            return y
+        # Without kernels to call, a compiler sees more in the references.
+        return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
+
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the sequence is read afresh, in code it can follow."""
         from .dynamo import has_graph_inside, plannable, run_planned
@@ -330,6 +345,18 @@ class Fuser:
         if type(self) is Fuser and plannable(nodes, x) and self._name and not has_graph_inside(self._name):
             return run_planned(self._name, nodes, inputs, outputs, x, channels)
         return by_reference(nodes, inputs, outputs, x, channels)
+
+
+def default_fusions() -> Sequence[type[FusedOperation]]:
+    """The fusions that a sequence takes where it is given none."""
+    from ..fusions import default  # which are above
+
+    return default
+
+
+def fuser_of(operation: FusableOperation) -> Fuser:
+    """The fuser that runs one operation as a sequence of one."""
+    return Fuser(operation, default_fusions())
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

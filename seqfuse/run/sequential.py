@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from .. import operation as operations
 from ..env import Env
 from ..errors import InputError, hinted, meant
 from ..fusion import FusedOperation
@@ -20,7 +19,7 @@ from ..operation import NOT_GIVEN, FusableOperation, named_input, takes_input
 from ..plan.plan import Plan
 from ..plan.schedule import Choice, choice_of
 from ..signature import checks_arguments
-from .fuser import Fuser
+from .fuser import Fuser, default_fusions
 
 Fusions = Sequence[type[FusedOperation]]
 
@@ -107,7 +106,6 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
     """
 
     inlines: ClassVar[bool] = True
-    default_fusions: ClassVar[Fusions] = ()
     is_made_of_modules: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -136,7 +134,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
                 self.add_module(str(index), module)  # pyright: ignore[reportArgumentType]
         if memory != "save":
             self.memory = memory
-        self.fusions = self.default_fusions if fusions is None else fusions
+        self.fusions = default_fusions() if fusions is None else fusions
 
     memory: Choice | int = "save"
 
@@ -228,6 +226,3 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 def install(model: Sequential, fuser: Fuser) -> None:
     """Let another fuser run a model from now on; `fuser.root` is the model. A fusion set that is assigned ends it."""
     model.__dict__["_fuser"] = fuser
-
-
-operations.fuser_of = lambda operation: Fuser(operation, Sequential.default_fusions)

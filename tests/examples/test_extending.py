@@ -129,7 +129,7 @@ def test_the_plug_in_is_listed_without_being_imported_and_loaded_by_name(site: P
         import seqfuse as sf
         print(*sf.plugins.available(), any(name.startswith("seqfuse_mish") for name in sys.modules))
         print(*(fusion.__name__ for fusion in sf.plugins.load("mish")))
-        print(any(fusion.__name__ == "AddMish" for fusion in sf.Sequential.default_fusions))
+        print(any(fusion.__name__ == "AddMish" for fusion in sf.fusions.default))
     """
     lines = run("-c", textwrap.dedent(code), folder=tmp_path, PYTHONPATH=installed(site))
     assert lines == ["mish (seqfuse-mish 0.1.0, seqfuse_mish:fusions) False", "AddMish", "False"]

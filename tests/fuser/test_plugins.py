@@ -96,12 +96,12 @@ def test_installed_plug_ins_are_listed_and_none_is_run(install: Install):
 
 def test_an_installed_plug_in_changes_nothing_until_it_is_asked_for(install: Install):
     install("eager-fusions", GOOD, eager="eager_fusions:both")
-    default = sf.Sequential.default_fusions
+    default = sf.fusions.default
     model, x = sf.Sequential(ops.Bias(5), ops.Sigmoid()), draw(3, 5)
     assert model.plan(x).count("BiasSigmoid") == 0
     fusions = sf.plugins.load("eager")
     assert [f.__name__ for f in fusions] == ["BiasSigmoid", "SigmoidScale"]
-    assert sf.Sequential.default_fusions is default
+    assert sf.fusions.default is sf.Sequential().fusions is default
     assert model.plan(x).count("BiasSigmoid") == 0
     other = sf.Sequential(*model, fusions=(*fusions, *sf.fusions.default))
     assert other.plan(x).count("BiasSigmoid") == 1
