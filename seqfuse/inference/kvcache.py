@@ -14,7 +14,6 @@ from ..env import bucket
 from ..errors import InputError, StateError
 from ..ops import Attention, _cache
 from ..ops._attention import QKV, Scores, attend, kernels_run, numbers
-from ..ops._attention_blocks import attend_blocks
 from ._layer import Layer, lasting
 from ._met import attention_met
 
@@ -272,7 +271,7 @@ class KVCache:
 
 def _attended(qkv: QKV, how: Scores) -> Tensor:
     kernel = how.kernel(qkv[0], qkv[1])
-    return (attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel))[0]
+    return attend(qkv, how, kernel)[0]
 
 
 def _check_counts(counts: Tensor, batch: int, rows: int) -> None:

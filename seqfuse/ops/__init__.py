@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING
 
 from ..names import no_such_name as _no_such_name
 from .activations import GELU, GeLU, QuickGeLU, ReLU, Sigmoid, SiLU, SquaredReLU, Tanh
-from .attention import Attention
+from .attention import Attention, CrossAttention
 from .channels import Add, Fork, Multiply, Residual, Take
 from .collectives import AllGather, AllReduce, CopyToTensorParallel, ReduceScatter
-from .crossattention import CrossAttention
 from .dropout import Dropout, DropPath
 from .embedding import Embedding, PositionEmbedding
 from .gated import GEGLU, GLU, ReGLU, SwiGLU

@@ -1,14 +1,12 @@
-"""Softmax attention over heads by the kernels that torch has, with nothing of size S x S kept.
+"""How attention is computed: by the kernels that torch has, by ours, or in plain torch some rows at a time.
 
-What is kept is one for all kernels, those of `_attention_blocks` included: q, k, v, and the log-sum-exp of each row's
-scores in natural logarithms, 0 where all its keys are masked. So one may run forward and another backward.
+All of them save q, k, v, and the log-sum-exp of each row's scores in natural logarithms, 0 where all its keys are
+masked. So one may run forward and another backward, and nothing of size S x S is saved.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -18,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import env
+from ..kernels import triton_installed
 from . import _sdpa
-from ._tensors import stats_dtype
+from ._philox import drop_mask, drop_spans, masked
+from ._tensors import stats_dtype, unflatten
 
 # The forward by torch's own binding and the backward without its overload: both cost less than a call of an overload.
-flash_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore
+_flash_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore
 _aten: Any = torch.ops.aten
-flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
+_flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
 )
 
@@ -37,6 +37,8 @@ Kernel = Literal["cpu", "triton", "blocks"] | _sdpa.Backend
 QKV = tuple[Tensor, Tensor, Tensor]
 # The largest rounding error of a log-sum-exp that weights may be made of.
 _ROUNDED = 1e-5
+# Scores held at a time in blocks: 16 MiB in float32.
+_HELD = 1 << 22
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,12 +108,7 @@ class Scores:
 def kernels_run(x: Tensor, size: int) -> bool:
     """Whether heads of this size, on the device and of the dtype of x, can be left to our kernels for decoding."""
     kind, fits = x.device.type, size <= 256 and x.dtype in _WIDEST
-    return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and _triton_is_installed()
-
-
-@functools.cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and triton_installed()
 
 
 def numbers(ends: Tensor) -> list[int]:
@@ -145,24 +142,65 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return added if added.dtype is dtype else added.to(dtype)
 
 
-def by_torch(qkv: QKV, how: Scores, causal: bool) -> Tensor | None:
-    """The result [B, H, S, D] by torch's own differentiable attention, where it runs and is right.
+def attend_reference(qkv: QKV, how: Scores) -> Tensor:
+    """The result [B, H, S, D], differentiable: by torch's function where that runs and is right, else by the math."""
+    q, k, v = qkv
+    every = slice(q.shape[2]), slice(k.shape[2])
+    mask, hidden = how.mask, None
+    if mask is not None and not mask.is_floating_point():
+        mask = mask != 0
+    if mask is not None or how.window is not None or how.cu_seqlens is not None:  # else torch is told `causal`
+        hidden = _hidden(*every, how, q.device)
+    if hidden is not None:
+        added = mask is not None and mask.is_floating_point()
+        mask = ~hidden if mask is None else mask.masked_fill(hidden, -torch.inf) if added else mask & ~hidden
+    y = None if how.seed is not None else _by_torch(qkv, how, mask)
+    if y is None:
+        if how.causal and mask is None:
+            mask = ~_hidden(*every, how, q.device)  # pyright: ignore[reportOptionalOperand]
+        stats = stats_dtype(q)
+        y = _plainly(q.to(stats), k.to(stats), v.to(stats), how, mask).to(q.dtype)
+    return y
 
-    No weight is dropped, and all that limits scores is `causal` or the mask. Float64 is left to plain math, which the
-    rest is compared with, and so is a mask that is added where a gradient may be needed: torch's kernels make weights
-    from a log-sum-exp, which has no digit left for the sum where all keys of a row have one large mask.
+
+def _by_torch(qkv: QKV, how: Scores, mask: Tensor | None) -> Tensor | None:
+    """Attention by torch's differentiable function, for `mask` and, without one, `causal`; `None` where that is wrong.
+
+    Float64 is left to plain math, which the rest is compared with, and so is a mask that is added where a gradient may
+    be needed: torch's kernels make weights from a log-sum-exp, which has no digit left for the sum where all keys of a
+    row have one large mask.
     """
     q, k, v = qkv
-    added = how.mask is not None and how.mask.is_floating_point()
-    fits = torch.compiler.is_compiling() or (
-        q.dtype is not torch.float64 and how.kernel(q, k) in ("cpu", *_sdpa.BACKENDS)
-    )
-    if how.softcap is not None or not fits or (added and torch.is_grad_enabled()):
+    added = mask is not None and mask.is_floating_point()
+    limited = Scores(how.scale, how.causal, how.window, how.softcap, mask=mask)
+    runs = q.dtype is not torch.float64 and limited.kernel(q, k) in ("cpu", *_sdpa.BACKENDS)
+    if how.softcap is not None or not (torch.compiler.is_compiling() or runs) or (added and torch.is_grad_enabled()):
         return None
     shared = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(shared, 1) if shared > 1 else t for t in (k, v))
-    mask = additive(how.mask, q.dtype) if how.mask is not None and added else how.mask
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=how.scale)
+    given = additive(mask, q.dtype) if mask is not None and added else mask
+    return F.scaled_dot_product_attention(q, k, v, given, is_causal=how.causal and mask is None, scale=how.scale)
+
+
+def _plainly(q: Tensor, k: Tensor, v: Tensor, how: Scores, mask: Tensor | None) -> Tensor:
+    """The math as its formula says it: the truth that kernels are compared with. The mask holds all limits."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
+    scores = ((q * how.scale) @ k.mT).to(q.dtype)
+    if how.softcap is not None:
+        scores = (scores / how.softcap).tanh() * how.softcap
+    if mask is not None:
+        added = mask.is_floating_point()
+        scores = scores + additive(mask, q.dtype) if added else scores.masked_fill(~mask, -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    scores = scores.masked_fill(blind, 0)
+    # Of an infinite score no more is spoiled than the key that it is of, as by the kernels.
+    infinite = (scores == torch.inf).any(-1, keepdim=True)
+    spoiled = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+    weights = torch.where(infinite, spoiled, scores.softmax(-1)).masked_fill(blind, 0)
+    if how.seed is not None:
+        weights = masked(weights, drop_mask(how.seed, weights.shape, how.p), how.p)
+    return weights @ v
 
 
 def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
@@ -171,6 +209,8 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     q: [B, H, S, D], k and v: [B, Hkv, S, D], each with a contiguous last dimension.
     """
     q, k, v = qkv
+    if kernel == "blocks":
+        return attend_blocks(qkv, how)
     if kernel == "triton":
         from ..kernels.attention import attention_fwd
 
@@ -179,33 +219,38 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
         return _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
-        y, lse = flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+        y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
         return y.transpose(1, 2), lse
     b, h, s, d = q.shape
     y = q.new_empty(b, s, h, d)
     lse = q.new_empty(b, h, s, dtype=stats_dtype(q))
     for rows in _sequences(how.cu_seqlens):
         parts = [t[:, :, rows] for t in qkv]
-        part, sums = flash_cpu(*parts, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
+        part, sums = _flash_cpu(*parts, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
         y[:, rows], lse[:, :, rows] = part.transpose(1, 2), sums
     return y, lse
 
 
 def attend_grads(
-    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel
+    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, apart: bool = False
 ) -> tuple[Tensor, ...] | None:
     """The gradients of q, k and v, [B, S, heads, D], by a kernel of torch in one call; `None` where none does it.
 
+    On a CPU the kernel sums the gradients of shared heads in their own dtype, unless they are made `apart`.
     dy and y: [B, S, H, D].
     """
     if kernel in _sdpa.BACKENDS:
         return _sdpa.backward(dy, *qkv, y, lse, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
     if kernel == "triton" or how.cu_seqlens is not None:
         return None
-    mask = None if how.mask is None else additive(how.mask, qkv[0].dtype)
-    read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
-    grads = _flash_backward(read, how, mask)
-    return tuple([grad.transpose(1, 2) for grad in grads])
+    q, k, v = qkv
+    mask = None if how.mask is None else additive(how.mask, q.dtype)
+    shared = q.shape[1] // k.shape[1] if apart else 1
+    if shared > 1:
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    dq, *others = _flash_backward((dy.transpose(1, 2), q, k, v, y.transpose(1, 2), lse), how, mask)
+    others = [unflatten(d, 1, -1, shared).sum(2) for d in others] if shared > 1 else others
+    return tuple([d.transpose(1, 2) for d in (dq, *others)])
 
 
 def attend_backward(dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, out: QKV) -> None:
@@ -232,9 +277,9 @@ def _flash_backward(read: Sequence[Tensor], how: Scores, mask: Tensor | None) ->
     if read[0].dtype in env.WIDENED:
         # A mask that is added may be of the dtype of q or float32.
         mask = mask if mask is None or mask.dtype is torch.bool else mask.float()
-        wide = flash_cpu_backward(*(t.float() for t in read), 0.0, how.causal, attn_mask=mask, scale=how.scale)
+        wide = _flash_cpu_backward(*(t.float() for t in read), 0.0, how.causal, attn_mask=mask, scale=how.scale)
         return [grad.to(read[0].dtype) for grad in wide]
-    return flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+    return _flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
 
 
 def _sequences(cu_seqlens: Tensor) -> Iterator[slice]:
@@ -249,3 +294,151 @@ def _cut(mask: Tensor | None, rows: slice) -> Tensor | None:
         if mask.shape[dim] != 1:
             mask = mask.narrow(dim, rows.start, rows.stop - rows.start)
     return mask
+
+
+def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
+    """As `attend`, whatever is asked, in plain torch on any device, some rows at a time: memory is bounded."""
+    q = qkv[0]
+    batch, heads, length, size = q.shape
+    y = q.new_empty(batch, length, heads, size)
+    lse = q.new_empty(batch, heads, length, dtype=stats_dtype(q))
+    grouped = _grouped(qkv, how)
+    for rows, keys in _blocks(qkv, how):
+        scores, _, _ = _scores(grouped, rows, keys, how)
+        weights, sums, _ = _weights(scores)
+        lse[:, :, rows] = sums.flatten(1, 2).squeeze(-1)
+        drop = _drop(qkv, rows, keys, how)
+        if drop is not None:
+            weights = masked(weights, drop, how.p)
+        y[:, rows] = (weights @ grouped[2][..., keys, :]).flatten(1, 2).transpose(1, 2).to(y.dtype)
+    return y, lse
+
+
+def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, needs_mask: bool) -> Tensor | None:
+    """Write dq, dk and dv into `out`, if given; returns the mask's gradient, if asked, in the dtype of the scores."""
+    grouped = q, k, v = _grouped(qkv, how)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    dmask = q.new_zeros(how.mask.shape) if needs_mask and how.mask is not None else None
+    dy = unflatten(dy.transpose(1, 2), 1, *q.shape[1:3]).to(q.dtype)
+    for rows, keys in _blocks(qkv, how):
+        scores, bent, hidden = _scores(grouped, rows, keys, how)
+        weights, _, blind = _weights(scores)
+        d = dy[..., rows, :]
+        dweights, kept = d @ v[..., keys, :].mT, weights
+        drop = _drop(qkv, rows, keys, how)
+        if drop is not None:
+            dweights, kept = masked(dweights, drop, how.p), masked(weights, drop, how.p)
+        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        # What is NaN or Inf spoils no gradient of a key that is not seen.
+        dscores = dscores.masked_fill_(blind if hidden is None else blind | hidden, 0)
+        if dmask is not None:
+            _add_to_mask(dmask, dscores.flatten(1, 2), rows, keys)
+        if out is None:
+            continue
+        if bent is not None:
+            dscores = dscores * (1 - bent * bent)
+        dv[..., keys, :] += (kept.mT @ d).sum(2, keepdim=True)
+        dk[..., keys, :] += (dscores.mT @ q[..., rows, :]).sum(2, keepdim=True)
+        out[0][:, :, rows] = ((dscores @ k[..., keys, :]) * how.scale).flatten(1, 2).to(out[0].dtype)
+    if out is not None:
+        out[1].copy_(dk.squeeze(2))
+        out[2].copy_(dv.squeeze(2))
+    return dmask
+
+
+def _grouped(qkv: QKV, how: Scores) -> QKV:
+    """Queries, scaled, as [B, Hkv, G, S, D] beside k and v as [B, Hkv, 1, S, D], in the dtype of the scores."""
+    q, k, v = qkv
+    stats = stats_dtype(q)
+    q = unflatten(q, 1, k.shape[1], q.shape[1] // k.shape[1]).to(stats) * how.scale
+    return q, k.unsqueeze(2).to(stats), v.unsqueeze(2).to(stats)
+
+
+def _blocks(qkv: QKV, how: Scores) -> Iterator[tuple[slice, slice]]:
+    """Rows, and the keys that any of them may see."""
+    batch, heads, length, _ = qkv[0].shape
+    keys = qkv[1].shape[2]
+    count = max(1, _HELD // max(1, batch * heads * keys))
+    for first in range(0, length if batch * heads else 0, count):
+        stop = min(first + count, length)
+        begin = 0 if how.window is None else max(0, first - how.window + 1)
+        end = stop if how.causal else keys if how.window is None else min(keys, stop + how.window - 1)
+        yield slice(first, stop), slice(begin, end)
+
+
+def _scores(grouped: QKV, rows: slice, keys: slice, how: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores [B, Hkv, G, rows, keys], -inf where not seen; tanh(score / softcap) where they are bent; what is not seen,
+    but by a mask of floats.
+    """
+    q, k, _ = grouped
+    # Autocast would run these GEMMs in 16 bits, in which the weights lose more than they do here.
+    scores, bent = (q[..., rows, :] @ k[..., keys, :].mT).to(q.dtype), None
+    if how.softcap is not None:
+        bent = (scores / how.softcap).tanh_()
+        scores = bent * how.softcap
+    hidden = _hidden(rows, keys, how, scores.device)
+    if how.mask is not None:
+        mask = _part(how.mask, rows, keys)
+        mask = mask.unsqueeze(2) if mask.shape[1] == 1 else unflatten(mask, 1, *q.shape[1:3])
+        if mask.is_floating_point():
+            scores = scores + additive(mask, scores.dtype)
+        else:
+            hidden = mask == 0 if hidden is None else hidden | (mask == 0)
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), bent, hidden
+
+
+def _weights(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax of the scores, zeros for a row that sees no key, the log-sum-exp, and which rows see none.
+
+    The scores are overwritten.
+
+    Greatest score and sum are kept apart: beside a large mask that all keys of a row have, the logarithm of the sum is
+    lost, and weights made of the log-sum-exp would not add up to one.
+    """
+    most = scores.amax(-1, keepdim=True)
+    blind = most == -torch.inf
+    most.masked_fill_(blind, 0)
+    weights = scores.sub_(most).exp_()
+    total = weights.sum(-1, keepdim=True)
+    # Of an infinite score no more is spoiled than the key that it is of.
+    total.masked_fill_((total == 0) | (most == torch.inf), 1)
+    return weights.div_(total), most + total.log(), blind
+
+
+def _hidden(rows: slice, keys: slice, how: Scores, device: torch.device) -> Tensor | None:
+    if not how.causal and how.window is None and how.cu_seqlens is None:
+        return None
+    row = torch.arange(rows.start or 0, rows.stop, device=device).unsqueeze(1)
+    key = torch.arange(keys.start or 0, keys.stop, device=device)
+    hidden = key > row if how.causal else torch.zeros_like(key > row)
+    if how.window is not None:
+        hidden = hidden | (row - key >= how.window) | (key - row >= how.window)
+    if how.cu_seqlens is not None:
+        first = how.cu_seqlens.to(key.dtype)
+        apart = torch.searchsorted(first, row, right=True) != torch.searchsorted(first, key, right=True)
+        hidden = hidden | apart
+    return hidden
+
+
+def _drop(qkv: QKV, rows: slice, keys: slice, how: Scores) -> Tensor | None:
+    """True where a weight is dropped, [B, Hkv, G, rows, keys]: elements of one mask over [B, H, S, S]."""
+    if not how.p or how.seed is None:
+        return None
+    (batch, heads, length, _), of = qkv[0].shape, qkv[1].shape
+    taken = rows.stop - rows.start
+    starts = (torch.arange(batch * heads, device=how.seed.device) * length + rows.start) * of[2]
+    drop = drop_spans(how.seed, starts, taken * of[2], how.p)
+    return drop.view(batch, of[1], heads // of[1], taken, of[2])[..., keys]
+
+
+def _part(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+    """The part of a broadcast mask that these rows and keys take."""
+    whole = slice(None)
+    return mask[..., rows if mask.shape[-2] != 1 else whole, keys if mask.shape[-1] != 1 else whole]
+
+
+def _add_to_mask(total: Tensor, dscores: Tensor, rows: slice, keys: slice) -> None:
+    for dim, size in enumerate(total.shape):
+        if size == 1:
+            dscores = dscores.sum(dim, keepdim=True)
+    _part(total, rows, keys).add_(dscores)

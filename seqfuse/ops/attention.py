@@ -1,10 +1,10 @@
-"""Attention: softmax of scaled products of queries with keys, over packed heads."""
+"""Attention: softmax of scaled products of queries with keys, over heads packed in one tensor or in three."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,19 +18,152 @@ from ._attention import (
     additive,
     attend,
     attend_backward,
+    attend_blocks_backward,
     attend_grads,
-    by_torch,
+    attend_reference,
     head_size,
     numbers,
 )
-from ._attention_blocks import attend_blocks, attend_blocks_backward
-from ._attention_plain import attend_plain
 from ._cache import current
 from ._sdpa import aligned
-from ._tensors import broadcasts, stats_dtype
+from ._tensors import broadcasts, stats_dtype, unflatten
 
 
-class Attention(sf.UnfusedOperation):
+class SoftmaxAttention(sf.UnfusedOperation, open=True):
+    """What `Attention` and `CrossAttention` share; they differ in the inputs that hold queries, keys and values."""
+
+    autocast = "lower"
+    window: int | None = None
+    apart: ClassVar[bool] = False  # as an argument of `attend_grads`
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int | None,
+        causal: bool,
+        dropout: float,
+        scale: float | None,
+        softcap: float | None,
+        mask: str | None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if heads < 1 or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"kv_heads must divide heads, got {kv_heads} and {heads}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
+        if softcap is not None and not softcap > 0:
+            raise ValueError(f"softcap must be positive, got {softcap}")
+        self.heads, self.kv_heads, self.causal, self.dropout = heads, kv_heads, causal, dropout
+        self.scale, self.softcap, self.mask = scale, softcap, mask
+
+    @property
+    def random(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def split(self, inputs: Sequence[Tensor]) -> QKV:
+        """Views q [B, H, S, D], k and v [B, Hkv, N, D] of the inputs, or of tensors like them."""
+        raise NotImplementedError
+
+    def joined(self, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the inputs, from those of q, k and v, [B, S, heads, D]."""
+        raise NotImplementedError
+
+    def _fit(self, x: Tensor) -> Tensor:
+        """An input in the dtype of autocast, laid out as the kernels read it: they skip no element of a head."""
+        dtype = autocast_of(x.device.type)
+        if dtype is not None and x.dtype is not torch.float64 and x.is_floating_point():
+            x = x.to(dtype)
+        if torch.compiler.is_dynamo_compiling():  # which traces no offset, and the reference reads any layout
+            return x
+        fits = (x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())) and aligned(x)
+        return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+    def _scores(
+        self, x: Tensor, size: int, mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, p: float
+    ) -> Scores:
+        """All that makes and limits the scores, for heads of this size; the mask in four dimensions."""
+        if mask is not None:
+            if mask.dtype is torch.float64:
+                mask = additive(mask, stats_dtype(x))
+            if not mask.ndim == x.ndim + 1 == 4:
+                mask = mask.reshape((1,) * (x.ndim + 1 - mask.ndim) + mask.shape)
+                if x.ndim > 3:
+                    mask = mask.expand(*x.shape[:-2], *mask.shape[-3:])
+                mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
+        scale = size**-0.5 if self.scale is None else self.scale
+        return Scores(scale, self.causal, self.window, self.softcap, p, seed, mask, cu_seqlens)
+
+    def _plain(
+        self, inputs: Sequence[Tensor], mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None
+    ) -> Tensor:
+        """The reference."""
+        x, qkv = inputs[0], self.split([*map(self._fit, inputs)])
+        seed = seed if self.random else None
+        p = 0.0 if seed is None else self.dropout
+        y = attend_reference(qkv, self._scores(x, qkv[0].shape[-1], mask, cu_seqlens, seed, p))
+        return y.transpose(-3, -2).reshape(self.infer(x.shape))
+
+    def _attend(
+        self,
+        inputs: Sequence[Tensor],
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        seed: Tensor | None,
+        needs: frozenset[str],
+    ) -> tuple[Tensor, Tensor | None, Tensor, Scores]:
+        """Return y, y again if it is saved, the log-sum-exp, and how the scores were made."""
+        x = inputs[0]
+        seed = None if seed is None or not self.random else seed
+        q, k, _ = qkv = self.split([*map(self._fit, inputs)])
+        how = self._scores(x, q.shape[-1], mask, cu_seqlens, seed, 0.0 if seed is None else self.dropout)
+        kernel = "blocks" if "attn_mask" in needs else how.kernel(q, k)
+        y, lse = attend(qkv, how, kernel)
+        y = y.flatten(2)
+        if x.ndim != 3:
+            y, lse = y.reshape(self.infer(x.shape)), lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
+        return y, None if kernel == "blocks" else y, lse, how
+
+    def _gradients(
+        self, dy: Tensor, inputs: Sequence[Tensor], saved: Any, cu_seqlens: Tensor | None, needs: frozenset[str]
+    ) -> tuple[Sequence[Tensor | None], Tensor | None]:
+        """The gradients of the inputs, and that of the mask where it is needed."""
+        x, needs_mask, needed = inputs[0], "attn_mask" in needs, not needs <= {"attn_mask"}
+        fit = [*map(self._fit, inputs)]
+        q, k, _ = qkv = self.split(fit)
+        how = self._scores(x, q.shape[-1], saved.mask, cu_seqlens, saved.seed, saved.p)
+        batch, heads, length, size = q.shape
+        dy = (dy if dy.dtype is q.dtype else dy.to(q.dtype)).reshape(batch, length, heads, size)
+        lse = saved.lse if x.ndim == 3 else saved.lse.reshape(batch, heads, length)
+        y, kernel, dmask, made = saved.y, how.kernel(q, k), None, list[Tensor]()
+        if y is None or needs_mask or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse)):
+            made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fit] if needed else made
+            dmask = attend_blocks_backward(dy, qkv, how, self.split(made) if needed else None, needs_mask)
+        elif needed:
+            given = dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel
+            grads = attend_grads(*given, self.apart)
+            if grads is not None:
+                made = self.joined(grads, fit)
+            else:
+                made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fit]
+                attend_backward(*given, self.split(made))
+        if dmask is not None and saved.mask is not None:
+            dmask = dmask.view(*(x.shape[:-2] if x.ndim > 3 else dmask.shape[:1]), *dmask.shape[1:])
+            dmask = dmask.sum_to_size(saved.mask.shape).to(saved.mask.dtype)
+        grads = [d if d.dtype is t.dtype else d.to(t.dtype) for d, t in zip(made, inputs, strict=False)]
+        return grads or [None] * len(inputs), dmask
+
+    def extra_repr(self) -> str:
+        text = f"{self.heads}" + (f", {self.kv_heads}" if self.kv_heads != self.heads else "")
+        plain = (None, False, 0.0)
+        return text + "".join(f", {name}={value!r}" for name, value in self._named().items() if value not in plain)
+
+    def _named(self) -> dict[str, Any]:
+        """The arguments given by keyword."""
+        return {name: getattr(self, name) for name in ("causal", "window", "dropout", "scale", "softcap", "mask")}
+
+
+class Attention(SoftmaxAttention):
     """y = softmax(scale q k^T) v for each head, with x = [q; k; v] packed along the last dimension.
 
     Forward, for row i and key j of one head: s = scale q_i . k_j; with `softcap` c, s = c tanh(s / c); plus the mask;
@@ -75,8 +208,6 @@ class Attention(sf.UnfusedOperation):
         seed: Tensor | None  # [] int64
         p: float
 
-    autocast = "lower"
-
     def __init__(
         self,
         heads: int,
@@ -90,23 +221,10 @@ class Attention(sf.UnfusedOperation):
         mask: str | None = None,
         cu_seqlens: str | None = None,
     ) -> None:
-        super().__init__()
-        kv_heads = heads if kv_heads is None else kv_heads
-        if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"kv_heads must divide heads, got {kv_heads} and {heads}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
+        super().__init__(heads, kv_heads, causal, dropout, scale, softcap, mask)
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        if softcap is not None and not softcap > 0:
-            raise ValueError(f"softcap must be positive, got {softcap}")
-        self.heads, self.kv_heads, self.causal, self.window = heads, kv_heads, causal, window
-        self.dropout, self.scale, self.softcap = dropout, scale, softcap
-        self.mask, self.cu_seqlens = mask, cu_seqlens
-
-    @property
-    def random(self) -> bool:
-        return self.training and self.dropout > 0
+        self.window, self.cu_seqlens = window, cu_seqlens
 
     @property
     def repeatable(self) -> bool:
@@ -129,19 +247,7 @@ class Attention(sf.UnfusedOperation):
         if cache is not None:
             return cache.attend(self, x)
         self._check_dtypes(x, attn_mask)
-        x = self._cast(x)
-        dropping = seed is not None and self.random
-        mask = self._limits(x, attn_mask, cu_seqlens)
-        causal = self.causal and mask is None
-        how = self._how(x, mask, None, seed, self.dropout if dropping else 0.0)
-        y = None if dropping else by_torch(self._batched(x), how, causal)
-        if y is not None:
-            return y.transpose(-3, -2).reshape(self.infer(x.shape))
-        if causal:
-            mask = ~_later(x.shape[-2], x.device)
-        qkv = self.heads_of(x.to(stats_dtype(x)))
-        y = attend_plain(qkv, self.scale_of(x), self.softcap, mask, seed if dropping else None, self.dropout)
-        return y.to(x.dtype).transpose(-3, -2).flatten(-2)
+        return self._plain((x,), attn_mask, cu_seqlens, seed)
 
     def fwd(
         self,
@@ -158,43 +264,19 @@ class Attention(sf.UnfusedOperation):
             return y, self.Saved(x=x, y=None, lse=y, mask=None, cu_seqlens=None, seed=None, p=0.0)
         if attn_mask is not None or cu_seqlens is not None or not x.is_floating_point():
             self._check(x, attn_mask, cu_seqlens)
-        seed = None if seed is None or not self.random else seed
-        p = 0.0 if seed is None else self.dropout
-        fit = self._fit(x)
-        qkv = self._batched(fit)
-        how = self._how(fit, attn_mask, cu_seqlens, seed, p)
-        kernel = "blocks" if "attn_mask" in needs else how.kernel(qkv[0], qkv[1])
-        y, lse = attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel)
-        y = y.flatten(2)
-        if x.ndim != 3:
-            y, lse = y.view(self.infer(x.shape)), lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
-        return y, self._saved(x, None if kernel == "blocks" else y, lse, attn_mask, cu_seqlens, seed, p)
+        y, kept, lse, how = self._attend((x,), attn_mask, cu_seqlens, seed, needs)
+        return y, self._saved(x, kept, lse, attn_mask, cu_seqlens, how.seed, how.p)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        x, wants_mask = saved.x, "attn_mask" in needs
-        fit = self._fit(x)
-        qkv = q, k, _ = self._batched(fit)
-        how = self._how(fit, saved.mask, saved.cu_seqlens, saved.seed, saved.p)
-        batch, heads, length, size = q.shape
-        dy = (dy if dy.dtype is fit.dtype else dy.to(fit.dtype)).reshape(batch, length, heads, size)
-        lse = saved.lse if fit.ndim == 3 else saved.lse.reshape(batch, heads, length)
-        y, kernel, dx, dmask = saved.y, how.kernel(q, k), None, None
-        if y is None or wants_mask or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse)):
-            dx = torch.empty_like(fit, memory_format=torch.contiguous_format) if "x" in needs else None
-            dmask = attend_blocks_backward(dy, qkv, how, None if dx is None else self._batched(dx), wants_mask)
-        elif "x" in needs:
-            given = dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel
-            grads = attend_grads(*given)
-            if grads is None:
-                dx = torch.empty_like(fit, memory_format=torch.contiguous_format)
-                attend_backward(*given, self._batched(dx))
-            else:
-                dx = torch.cat(grads, 2).view(fit.shape)
-        if dmask is not None and saved.mask is not None:
-            dmask = dmask.view(*(x.shape[:-2] if x.ndim > 3 else dmask.shape[:1]), *dmask.shape[1:])
-            dmask = dmask.sum_to_size(saved.mask.shape).to(saved.mask.dtype)
-        dx = dx if dx is None or dx.dtype is x.dtype else dx.to(x.dtype)
-        return dx, {"attn_mask": dmask} if wants_mask else {}
+        (dx,), dmask = self._gradients(dy, (saved.x,), saved, saved.cu_seqlens, needs)
+        return dx, {"attn_mask": dmask} if "attn_mask" in needs else {}
+
+    def split(self, inputs: Sequence[Tensor]) -> QKV:
+        (x,) = inputs
+        return self.heads_of(x if x.ndim == 3 else x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]))
+
+    def joined(self, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat([*grads], 2).view(inputs[0].shape)]
 
     def heads_of(self, x: Tensor) -> QKV:
         """Views of a packed x: q [*, H, S, D], k and v [*, Hkv, S, D]."""
@@ -205,51 +287,9 @@ class Attention(sf.UnfusedOperation):
         q, k, v = heads.split_with_sizes((own, shared, shared), -3)
         return q, k, v
 
-    def _batched(self, x: Tensor) -> QKV:
-        return self.heads_of(x if x.ndim == 3 else x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]))
-
-    @staticmethod
-    def _cast(x: Tensor) -> Tensor:
-        dtype = autocast_of(x.device.type)
-        return x if dtype is None or x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype)
-
-    def _fit(self, x: Tensor) -> Tensor:
-        """The input in the dtype of autocast, laid out as the kernels read it: they skip no element of a head."""
-        x = self._cast(x)
-        fits = (x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())) and aligned(x)
-        return x if fits else x.clone(memory_format=torch.contiguous_format)
-
     def scale_of(self, x: Tensor) -> float:
         """The factor of the scores, queries times keys."""
         return (x.shape[-1] // (self.heads + 2 * self.kv_heads)) ** -0.5 if self.scale is None else self.scale
-
-    def _how(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, p: float) -> Scores:
-        if mask is not None and mask.dtype is torch.float64:
-            mask = additive(mask, stats_dtype(x))
-        if mask is not None and not mask.ndim == x.ndim + 1 == 4:
-            mask = mask.reshape((1,) * (x.ndim + 1 - mask.ndim) + mask.shape)
-            if x.ndim > 3:
-                mask = mask.expand(*x.shape[:-2], *mask.shape[-3:])
-            mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
-        return Scores(self.scale_of(x), self.causal, self.window, self.softcap, p, seed, mask, cu_seqlens)
-
-    def _limits(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-        """All that limits what a row sees as one mask, or `None` where that is at most being causal."""
-        length = x.shape[-2]
-        seen: Tensor | None = None
-        if self.causal and (mask is not None or cu_seqlens is not None or self.window is not None):
-            seen = ~_later(length, x.device)
-        row = torch.arange(length, device=x.device)
-        if self.window is not None:
-            near = (row.unsqueeze(1) - row).abs() < self.window
-            seen = near if seen is None else seen & near
-        if cu_seqlens is not None:
-            sequence = torch.searchsorted(cu_seqlens.to(row.dtype), row, right=True)
-            same = sequence.unsqueeze(1) == sequence
-            seen = same if seen is None else seen & same
-        if mask is None or seen is None:
-            return seen if mask is None else mask if mask.is_floating_point() else mask != 0
-        return mask.masked_fill(~seen, -torch.inf) if mask.is_floating_point() else (mask != 0) & seen
 
     def _check_dtypes(self, x: Tensor, mask: Tensor | None) -> None:
         if not x.is_floating_point() or (mask is not None and mask.is_complex()):
@@ -285,14 +325,141 @@ class Attention(sf.UnfusedOperation):
             raise ValueError(f"no heads fit in a last dimension of {x.shape[-1]}; give the operation explicitly")
         return cls(2 if parts == 4 else 1, 1)
 
-    def extra_repr(self) -> str:
-        text = f"{self.heads}" + (f", {self.kv_heads}" if self.kv_heads != self.heads else "")
-        named = {
-            "causal": self.causal, "window": self.window, "dropout": self.dropout, "scale": self.scale,
-            "softcap": self.softcap, "mask": self.mask, "cu_seqlens": self.cu_seqlens,
-        }  # fmt: skip
-        return text + "".join(f", {name}={value!r}" for name, value in named.items() if value not in (None, False, 0.0))
+    def _named(self) -> dict[str, Any]:
+        return {**super()._named(), "cu_seqlens": self.cu_seqlens}
 
 
-def _later(length: int, device: torch.device) -> Tensor:
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)
+class CrossAttention(SoftmaxAttention):
+    """y = softmax(scale q k^T) v for each head, with q = x, and k and v the tensors of channels.
+
+    Forward and backward are those of `Attention`, whose q, k and v are one tensor: for row i and key j of one head
+    s = scale q_i . k_j, made softcap tanh(s / softcap) where there is one, plus the mask; w = exp(s - lse),
+    lse = log sum_j exp(s); y_i = sum_j keep w v_j / (1 - p). Nothing of size S x N is kept.
+
+    Backward: with dw = keep (dy . v) / (1 - p), ds = w (dw - sum_j w dw); dx = scale ds k, dk = scale ds^T q,
+    dv = (keep w / (1 - p))^T dy, and the gradient of a float mask is the sum of ds over what it was broadcast to.
+
+    x, y: [*, S, H D], k, v: [*, N, Hkv D], of one dtype, heads outermost. Heads H / Hkv at a time share a key head.
+    Scores and sums are float32 (float64 for float64); under autocast x, k and v are cast to its dtype first.
+    Saved: x, k, v, y, lse [*, H, S] in natural logarithms (0 for a row that sees no key), mask, seed and p.
+    Dropout of weights is that of `Dropout` over a contiguous [*, H, S, N]; no mask is kept.
+    Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691.
+
+    Args:
+        heads: H.
+        kv_heads: Hkv, which divides H; H by default.
+        k: channel of the keys.
+        v: channel of the values.
+        causal: whether row i sees keys 0..i alone, where S = N.
+        dropout: probability of dropping a weight in training.
+        scale: D^-1/2 by default.
+        softcap: bound on the scores, none by default.
+        mask: channel of a mask that broadcasts to [*, H, S, N]: bool or int, where not zero is seen, or float, added,
+            as a relative position bias [1, H, S, N] is.
+
+    Raises:
+        ValueError: for numbers that do not fit together.
+        InputError: (SF101) for keys and values that do not fit x, a mask that does not broadcast, or `causal` where S
+            is not N.
+    """
+
+    class Saved(sf.Saved):
+        x: Tensor  # [*, S, H D]
+        k: Tensor  # [*, N, Hkv D]
+        v: Tensor  # [*, N, Hkv D]
+        y: Tensor | None  # [*, S, H D], for the kernels of torch; without it the backward pass is made in blocks
+        lse: Tensor  # [*, H, S] float32
+        mask: Tensor | None
+        seed: Tensor | None  # [] int64
+        p: float
+
+    apart = True
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        k: str = "k",
+        v: str = "v",
+        causal: bool = False,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        softcap: float | None = None,
+        mask: str | None = None,
+    ) -> None:
+        super().__init__(heads, kv_heads, causal, dropout, scale, softcap, mask)
+        self.k, self.v = k, v
+
+    @property
+    def channels(self) -> Mapping[str, str | None]:
+        given = {"k": self.k, "v": self.v}
+        return given if self.mask is None else {**given, "attn_mask": self.mask}
+
+    def reference(
+        self, x: Tensor, *, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, seed: Tensor | None = None
+    ) -> Tensor:
+        self._check(x, k, v, attn_mask)
+        return self._plain((x, k, v), attn_mask, None, seed)
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        seed: Tensor | None = None,
+        needs: frozenset[str] = frozenset(),
+    ) -> tuple[Tensor, Saved]:
+        self._check(x, k, v, attn_mask)
+        y, kept, lse, how = self._attend((x, k, v), attn_mask, None, seed, needs)
+        return y, self._saved(x, k, v, kept, lse, attn_mask, how.seed, how.p)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        grads, dmask = self._gradients(dy, (saved.x, saved.k, saved.v), saved, None, needs)
+        named = zip(("x", "k", "v", "attn_mask"), (*grads, dmask), strict=True)
+        dx, *others = [(name, d if name in needs else None) for name, d in named]
+        return dx[1], {name: d for name, d in others if d is not None}
+
+    def split(self, inputs: Sequence[Tensor]) -> QKV:
+        q, k, v = (
+            unflatten(t.reshape(math.prod(t.shape[:-2]), *t.shape[-2:]), -1, heads, -1).transpose(1, 2)
+            for t, heads in zip(inputs, (self.heads, self.kv_heads, self.kv_heads), strict=True)
+        )
+        return q, k, v
+
+    def joined(self, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [grad.reshape(t.shape) for grad, t in zip(grads, inputs, strict=True)]
+
+    def _check(self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        width = self.kv_heads * (x.shape[-1] // self.heads) if x.ndim else 0
+        alike = k.dtype is v.dtype is x.dtype or autocast_of(x.device.type) is not None
+        fits = alike and x.is_floating_point() and k.is_floating_point() and k.shape == v.shape
+        if not fits or k.shape[:-2] != x.shape[:-2] or k.ndim < 2 or k.shape[-1] != width:
+            wanted = (
+                f"{x.dtype} {(*x.shape[:-2], 'N', width)}" if x.is_floating_point() else "floating-point x, and alike"
+            )
+            got = f"{k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}"
+            message = f"expects k and v of {wanted}, got x {x.dtype} {tuple(x.shape)}, {got}"
+            raise InputError(message, code="SF101", operation="CrossAttention")
+        whole = (*x.shape[:-2], self.heads, x.shape[-2], k.shape[-2])
+        if mask is not None and (mask.is_complex() or not broadcasts(mask.shape, whole)):
+            message = f"expects a mask of real numbers that broadcasts to {whole}, got {mask.dtype} {tuple(mask.shape)}"
+            raise InputError(message, code="SF101", operation="CrossAttention")
+        if self.causal and x.shape[-2] != k.shape[-2]:
+            message = f"causal needs as many keys as rows, got {k.shape[-2]} and {x.shape[-2]}"
+            raise InputError(message, code="SF101", operation="CrossAttention", hint="say with a mask what a row sees")
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) < 2 or not shape[-1] or shape[-1] % self.heads:
+            raise ValueError(f"expects [*, S, {self.heads} D] of {self.heads} query heads, got shape {tuple(shape)}")
+        return shape
+
+    @classmethod
+    def example(cls, x: Tensor) -> CrossAttention:
+        return cls(2 if x.shape[-1] % 2 == 0 else 1)
+
+    def _named(self) -> dict[str, Any]:
+        channels = {name: None if channel == name else channel for name, channel in (("k", self.k), ("v", self.v))}
+        return {**channels, **super()._named()}

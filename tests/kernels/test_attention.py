@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seqfuse.kernels import attention
 from seqfuse.kernels.attention import Tile
-from seqfuse.ops import _attention, _attention_blocks
+from seqfuse.ops import _attention
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import Untouched, assert_bitwise_equal, in_regime, seeded_randn
 from seqfuse.testing.judge import judge
@@ -274,9 +274,9 @@ def test_drops_what_plain_torch_drops(device: torch.device) -> None:
     def measure(rows: int, how: dict[str, Any], seed: int) -> tuple[tuple[Tensor, ...], ...]:
         qkv, dy = drawn(2, 4, 2, rows, 8, torch.float32, device, seed)
         scores = _attention.Scores(8**-0.5, **how)
-        y, lse = _attention_blocks.attend_blocks(qkv, scores)
+        y, lse = _attention.attend_blocks(qkv, scores)
         out = tuple(torch.empty_like(t) for t in qkv)
-        _attention_blocks.attend_blocks_backward(dy, qkv, scores, out, False)
+        _attention.attend_blocks_backward(dy, qkv, scores, out, False)
         found, sums = ours(qkv, dy, how)
         torch.testing.assert_close(sums, lse, atol=1e-5, rtol=1e-5)
         exact, _, weights = truth(qkv, dy, how, torch.float64)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.ops import _attention_blocks as blocks
+from seqfuse.ops import _attention
 from seqfuse.ops._attention import additive
 from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
 
@@ -222,13 +222,13 @@ def test_the_size_of_a_block_changes_nothing(monkeypatch: pytest.MonkeyPatch, ar
         return y, op.bwd(dy, saved, needs=frozenset({"x"}))[0]
 
     whole = both()
-    monkeypatch.setattr(blocks, "_HELD", held)
+    monkeypatch.setattr(_attention, "_HELD", held)
     torch.testing.assert_close(both(), whole, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(13, 1), (1, 13), (2, 1, 13, 1), (2, 2, 1, 13), (1, 1)], ids=str)
 def test_a_mask_is_broadcast_to_each_block(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]):
-    monkeypatch.setattr(blocks, "_HELD", 2 * 2 * 13 * 4)
+    monkeypatch.setattr(_attention, "_HELD", 2 * 2 * 13 * 4)
     agree(ops.Attention(2, window=3, mask="m"), packed((2, 13), 2, 2, 4), seeded_randn(shape, 4).requires_grad_())
 
 

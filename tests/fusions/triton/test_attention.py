@@ -11,7 +11,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.ops import _attention, _attention_blocks
+from seqfuse.ops import _attention
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 SEED = torch.tensor(0x1234_5678_9ABC)
@@ -66,7 +66,7 @@ def test_nothing_runs_in_blocks(how: str, monkeypatch: pytest.MonkeyPatch):
     def refused(*_: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr("seqfuse.ops.attention.attend_blocks", refused)
+    monkeypatch.setattr("seqfuse.ops._attention.attend_blocks", refused)
     monkeypatch.setattr("seqfuse.ops.attention.attend_blocks_backward", refused)
     lead, extras = given(how, 21)
     names = {"cu_seqlens": "ends", "attn_mask": "m"}
@@ -82,7 +82,7 @@ def test_the_gradient_of_a_mask_is_left_to_blocks(monkeypatch: pytest.MonkeyPatc
 
     def blocks(dy: Tensor, qkv: Any, how: Any, out: Any, needs_mask: bool) -> Any:
         asked.append(needs_mask)
-        return _attention_blocks.attend_blocks_backward(dy, qkv, how, out, needs_mask)
+        return _attention.attend_blocks_backward(dy, qkv, how, out, needs_mask)
 
     monkeypatch.setattr("seqfuse.ops.attention.attend_blocks_backward", blocks)
     mask = seeded_randn((1, 9, 9), 3)
