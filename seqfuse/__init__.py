@@ -34,9 +34,9 @@ from .errors import (
     SeqfuseError,
     StateError,
 )
+from .errors import no_such_name as _no_such_name
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .maingrad import accumulated
-from .names import no_such_name as _no_such_name
 from .operation import FusableOperation, Grads, Traffic, UnfusedOperation
 from .plan import Budget, Plan
 from .pointwise import Gated, Pointwise

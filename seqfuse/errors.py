@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 # In the words of the driver, which a RuntimeError of Triton's launcher or of another extension repeats.
 _LOST = re.compile(
@@ -107,10 +108,38 @@ def device_is_lost(error: BaseException) -> bool:
     )
 
 
+def nearest(name: Any, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """Of the known names the one that is nearly the same: but for case and underscores, or by so much."""
+    known = list(known)
+    same = (one for one in known if one.replace("_", "").lower() == str(name).replace("_", "").lower())
+    return next(same, None) or next(iter(difflib.get_close_matches(str(name), known, 1, alike)), None)
+
+
 def meant(name: Any, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """The hint for a name that is none of those that are known: the one that is nearly the same."""
-    close = difflib.get_close_matches(str(name), list(known), 1, alike)
-    return f"did you mean {close[0]!r}?" if close else None
+    """The hint for a name that is none of those that are known."""
+    close = nearest(name, known, alike)
+    return f"did you mean {close!r}?" if close else None
+
+
+def no_such_name(module: str, name: str, *places: tuple[str, Iterable[str]]) -> AttributeError:
+    """The error for a name that a module does not have, with the name that is meant, or where it is.
+
+    Args:
+        module: the module that was asked.
+        name: the name.
+        places: names by the module that has them, as `("sf.ops", ops.__all__)`; that of the module itself first.
+    """
+    hint = None
+    if not name.startswith("_"):
+        for alike, where in ((1.0, places), (0.75, places[:1])):
+            found = ((place, nearest(name, names, alike)) for place, names in where)
+            hint = hint or next((f"did you mean {place}.{close}?" for place, close in found if close), None)
+        eager = getattr(nn, name, None)
+        if isinstance(eager, type) and issubclass(eager, nn.Module):
+            hint = hint or f"torch.nn.{name} runs eagerly in a Sequential; for an activation see sf.Pointwise"
+    error = AttributeError(f"module {module!r} has no attribute {name!r}{hinted(hint)}")
+    error.name = name
+    return error
 
 
 def author_line(subject: Any, needle: str = "") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -196,7 +195,6 @@ class UnfusedOperation(FusableOperation):
     redistribution: Redistribution | None = None
     sum_over: Group | None = None
     shards: Mapping[str, ParameterShard] = MappingProxyType({})
-    meeting, shares = map(property, map(operator.attrgetter, ("redistribution", "shards")))  # their earlier names
     is_open: ClassVar[bool] = True
     extra_repr = show_arguments
     is_final: ClassVar[bool] = False
@@ -214,7 +212,7 @@ class UnfusedOperation(FusableOperation):
         if "reference" in own and "autocast" not in own and any(base.is_final for base in bases):
             cls.autocast = None
         if not any(base.is_final for base in bases):  # else an override of `forward`: it runs through that
-            check_pass_names(cls, {"meeting": "redistribution", "shares": "shards"}, _METHODS)
+            check_pass_names(cls, contract=_METHODS)
         if cls.is_open:
             return
         cls.is_final = all(base.is_open for base in bases)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
-import numbers
+import operator
 import reprlib
 import types
 import typing
@@ -16,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from .errors import InputError, PluginError, author_line, definition_error
+from .errors import InputError, PluginError, author_line, definition_error, nearest
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -84,10 +83,10 @@ def check_pass_names(cls: type, others: Mapping[str, str] = MappingProxyType({})
     for name, value in vars(cls).items():
         inherited = any(name in vars(base) for base in cls.__mro__[1:])
         if isinstance(value, types.FunctionType) and not inherited and name not in contract:
-            close = difflib.get_close_matches(name, contract, 1, 0.85)
-            if close and not any(close[0] in vars(base) for base in authors):
+            close = nearest(name, contract, 0.85)
+            if close and not any(close in vars(base) for base in authors):
                 message = f"{name} is not a method that the engine calls"
-                raise definition_error(cls, message, f"def {name}", f"did you mean {close[0]!r}?")
+                raise definition_error(cls, message, f"def {name}", f"did you mean {close!r}?")
 
 
 def check_device_functions(cls: type, takes_numbers: bool) -> None:
@@ -116,7 +115,9 @@ def check_device_functions(cls: type, takes_numbers: bool) -> None:
 
 
 def checks_arguments(cls: _Class) -> _Class:
-    """Have a class refuse, where it is made, arguments of another kind than its annotations say.
+    """Have a class refuse, where it is made, arguments that would go wrong in silence: numbers, flags and words.
+
+    Numbers of other libraries become Python's own. Of everything else Python and torch say what is wrong.
 
     Raises:
         InputError: (SF106) naming the class, the argument and what was expected.
@@ -127,109 +128,82 @@ def checks_arguments(cls: _Class) -> _Class:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = None
         if not torch.compiler.is_dynamo_compiling():  # it traces no signature
-            args, kwargs = _checked_call(init, self, args, kwargs)
+            signature, hints = _annotated(init)
+            try:
+                given = signature.bind(self, *args, **kwargs)
+            except TypeError:
+                init(self, *args, **kwargs)  # Python names what is missing or too much
+                raise
+            given.arguments.update(check_arguments(type(self).__name__, hints, given.arguments))
+            args, kwargs = given.args[1:], given.kwargs
         try:
             init(self, *args, **kwargs)
         except RuntimeError as error:
-            if "negative dimension" not in str(error):
+            if given is None or "negative dimension" not in str(error):
                 raise
-            raise _negative(init, self, args, kwargs) from error
+            raise _negative(type(self).__name__, given.arguments) from error
 
     cls.__init__ = checked
     return cls
 
 
-def _checked_call(
-    init: Callable[..., None], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    signature, hints = _annotated(init)
-    try:
-        given = signature.bind(self, *args, **kwargs)
-    except TypeError:  # Python names below what is missing or too much
-        return args, kwargs
-    changed = check_arguments(type(self).__name__, hints, given.arguments)
-    if not changed:
-        return args, kwargs
-    given.arguments.update(changed)
-    return given.args[1:], given.kwargs
-
-
-def _negative(init: Callable[..., None], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InputError:
+def _negative(operation: str, given: Mapping[str, Any]) -> InputError:
     """The error for a size below 0, of which torch says only the shape that it would make."""
-    given = _annotated(init)[0].bind(self, *args, **kwargs).arguments
     listed: dict[str, Any] = {k: v if isinstance(v, tuple | list) else (v,) for k, v in given.items()}
     below = [k for k, several in listed.items() if any(isinstance(v, int) and v < 0 for v in several)]
     said = ", ".join(f"{name}={given[name]!r}" for name in below) or "its arguments"
-    return InputError(f"sizes must be at least 0, got {said}", code="SF106", operation=type(self).__name__)
+    return InputError(f"sizes must be at least 0, got {said}", code="SF106", operation=operation)
 
 
 @functools.cache
 def _annotated(init: Callable[..., None]) -> tuple[inspect.Signature, Mapping[str, Any]]:
     """Not before the first is made, as annotations may name what is not imported before."""
     signature, hints = inspect.signature(init), typing.get_type_hints(init)
-    listed = (name for name, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL)
-    return signature, {**hints, **{name: Sequence[hints[name]] for name in listed}}
+    listed = {name for name, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL}
+    return signature, {name: hint for name, hint in hints.items() if name not in listed}
+
+
+# How a number or flag is called, what a value of any library that is one has, and how it becomes Python's own.
+_KINDS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
+    int: ("an integer", "__index__", operator.index),
+    float: ("a number", "__float__", float),
+    bool: ("True or False", "__bool__", bool),
+}
 
 
 def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Raise InputError (SF106) for the first argument that is not what its annotation says.
+    """Raise InputError (SF106) for the first number, flag or word that is not what its annotation says.
 
     Returns:
-        The arguments that are numbers of another library, as Python's own: neither compilers nor kernels take others.
+        The numbers and flags of other libraries as Python's own: neither compilers nor kernels take others.
     """
-    changed: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
     for name, value in given.items():
         hint = hints.get(name, Any)
-        if not _fits(value, hint):
-            said = " or ".join(_said(h) for h in _choices(hint))
-            raise InputError(f"{name} must be {said}, got {reprlib.repr(value)}", code="SF106", operation=operation)
-        if isinstance(value, numbers.Number) and typing.cast(Any, type(value)) not in _METHODS:
-            kinds: list[Any] = [h for h in _choices(hint) if h in _METHODS and _fits(value, h)]
-            if kinds:
-                changed[name] = kinds[0](value)
-    return changed
+        choices = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+        kind = next((one for one in choices if one in _KINDS and _is_one(value, one)), None)
+        if kind is not None:
+            if type(value) is not kind:
+                taken[name] = _KINDS[kind][2](value)
+            continue
+        words = [word for one in choices if typing.get_origin(one) is Literal for word in typing.get_args(one)]
+        fits = value in words if isinstance(value, str) else value is None and type(None) in choices
+        if not fits and all(one in (*_KINDS, type(None)) or typing.get_origin(one) is Literal for one in choices):
+            said = [*(_KINDS[one][0] for one in choices if one in _KINDS), *(f'"{word}"' for word in words)]
+            said += ["None"] * (type(None) in choices)
+            said[-2:] = [" or ".join(said[-2:])]
+            message = f"{name} must be {', '.join(said)}, got {reprlib.repr(value)}"
+            raise InputError(message, code="SF106", operation=operation)
+    return taken
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is what a hint says; true for a hint of another form than those of constructors here."""
-    if len(choices := _choices(hint)) > 1:
-        return any(_fits(value, h) for h in choices)
-    if typing.get_origin(hint) is Literal:
-        return isinstance(value, str) and value in typing.get_args(hint)
-    if typing.get_origin(hint) in (Sequence, tuple, list):
-        return isinstance(value, Sequence) and all(_fits(v, typing.get_args(hint)[0]) for v in value)  # pyright: ignore[reportUnknownVariableType]
-    if typing.get_origin(hint) is Callable:
-        return callable(value)
-    if hint not in _METHODS:
-        return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
+def _is_one(value: Any, kind: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and hint is not int
-    return hasattr(type(value), _METHODS[hint]) and not (hint is int and isinstance(value, bool))  # pyright: ignore[reportUnknownArgumentType]
-
-
-_METHODS = {int: "__index__", float: "__float__", bool: "__bool__"}  # of numbers of other libraries, too
-
-
-def _said(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        *before, last = (f'"{choice}"' for choice in typing.get_args(hint))
-        return f"{', '.join(before)} or {last}" if before else last
-    if typing.get_origin(hint) in (Sequence, tuple, list):
-        return f"a sequence of which each is {_said(typing.get_args(hint)[0])}"
-    if typing.get_origin(hint) is Callable:
-        return "a class or function"
-    return _NAMES.get(hint) or f"a {hint.__name__}"
-
-
-_NAMES = {
-    int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None",
-    torch.dtype: "a torch.dtype",
-}  # fmt: skip
+        return value.numel() == 1 and kind is not int
+    has_method = hasattr(typing.cast(type, type(value)), _KINDS[kind][1])
+    return value is not None and has_method and not (kind is int and isinstance(value, bool))
 
 
 def arguments_kept(thing: object) -> dict[str, int | float | str]:

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
-    "errors", "names", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
+    "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
     "operation", "pointwise", "slots", "traffic", "fusion", "store", "cost_table", "pictures", "hardware", "compiler",
 }  # fmt: skip
 COLLECTIONS = {"plan", "run", "kernels", "ops", "fusions"}
@@ -23,7 +23,6 @@ BUILT_ON = ("losses", "nn", "parallel", "inference", "convert", "testing", "plug
 # A room is a file or folder of seqfuse/; an entry with a dot lets in that one module of a room.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "names": set(),
     "generated": set(),
     "saved": {"errors", "generated"},
     "signature": {"errors"},

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .. import ops
-from ..names import no_such_name as _no_such_name
+from ..errors import no_such_name as _no_such_name
 from .attention import MultiHeadAttention
 from .convert import from_torch
 from .feedforward import FeedForward

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..names import no_such_name as _no_such_name
+from ..errors import no_such_name as _no_such_name
 from .activations import GELU, GeLU, QuickGeLU, ReLU, Sigmoid, SiLU, SquaredReLU, Tanh
 from .attention import Attention, CrossAttention
 from .channels import Add, Fork, Multiply, Residual, Take

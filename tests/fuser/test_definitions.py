@@ -334,12 +334,6 @@ def a_pointwise_with_a_forward() -> None:
         def forward(self, x: Tensor) -> Tensor: ...
 
 
-@bad("class Operation(sf.UnfusedOperation):", "what the engine asks is called redistribution here, not meeting")
-def a_collective_by_its_earlier_name() -> None:
-    class Operation(sf.UnfusedOperation):
-        meeting: Any = None
-
-
 @bad('layout = "contiguous"', "inner_contig")
 def an_unknown_layout() -> None:
     class Fusion(sf.ForwardFusion):

@@ -4,7 +4,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -27,7 +27,7 @@ GIVEN: dict[str, Any] = {
     "style": "half", "max_positions": 4, "embedding_dim": 4, "num_embeddings": 4, "embed_dim": 4, "dim": 4, "layers": 1,
     "dim0": 0, "dim1": 1, "factor": 2.0,
 }  # fmt: skip
-FREE = ("group", "device", "args", "kwargs", "layer", "attention")  # torch names these, or anything may be given
+FREE = ("group", "device", "args", "kwargs", "layer", "attention", "shape")  # torch names these, or anything may be given
 WRONG: tuple[Any, ...] = ("text", 2.5, 3, {}, object, torch.ones(2))
 
 
@@ -41,11 +41,14 @@ def may_be(value: Any, hint: Any) -> bool:
     """Whether a constructor may take a value, by the words of its annotation."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(may_be(value, h) for h in typing.get_args(hint))
-    origin = typing.get_origin(hint)
-    if origin in (Callable, Sequence):
-        return callable(value) if origin is Callable else False
     kinds: dict[Any, Any] = {float: (int, float), bool: (bool, int, float)}
     return isinstance(value, kinds.get(hint, hint)) if isinstance(hint, type) else False
+
+
+def is_checked(hint: Any) -> bool:
+    """Whether it is of numbers, flags and words alone; of everything else Python and torch say what is wrong."""
+    choices = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    return all(one in (int, float, bool, type(None)) or typing.get_origin(one) is typing.Literal for one in choices)
 
 
 def arguments() -> list[Any]:
@@ -54,7 +57,7 @@ def arguments() -> list[Any]:
         pytest.param(kind, name, hint, id=f"{kind.__name__}-{name}")
         for kind in ALL
         for name, hint in hints[kind].items()
-        if name not in (*FREE, "return")
+        if name not in (*FREE, "return") and is_checked(hint)
     ]
 
 
@@ -64,21 +67,17 @@ def test_an_argument_of_another_kind_is_named_with_what_was_expected(kind: type,
     assert wrong
     for value in wrong:
         given = {**required(kind), name: value}
-        positional = [given.pop(name)] if kind is ops.Reshape and name == "shape" else []
         with pytest.raises(sf.InputError, match=rf"^SF106 {kind.__name__}: {name} must be .*, got .") as caught:
-            kind(*positional, **given)
+            kind(**given)
         assert str(caught.value).count("must be") == 1
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ops.Add(3), "Add: name must be a string or None, got 3"),
         (lambda: ops.Linear(4, 2.5), "Linear: out_features must be an integer, got 2.5"),
         (lambda: ops.LayerNorm(4, 1e-5, "cuda"), "LayerNorm: elementwise_affine must be True or False, got 'cuda'"),
         (lambda: ops.GeLU("erf"), 'GeLU: approximate must be "none" or "tanh", got \'erf\''),
-        (lambda: ops.Reshape(2, "3"), "Reshape: shape must be a sequence of which each is an integer, got (2, '3')"),
-        (lambda: ops.Bias(4, dtype="bfloat16"), "Bias: dtype must be a torch.dtype or None, got 'bfloat16'"),
         (lambda: losses.LinearCrossEntropy(4, 6, chunk=2.5),
          "LinearCrossEntropy: chunk must be an integer or None, got 2.5"),
         (lambda: linear_cross_entropy(torch.ones(1, 4), torch.ones(3, 4), torch.tensor([1]), chunk="2"),

@@ -188,11 +188,3 @@ def test_one_process_sends_nothing(name: str) -> None:
     y.sum().backward()
     assert torch.equal(y, x)
     assert torch.equal(x.grad, torch.ones(4, 4, 4))
-
-
-def test_earlier_names_read_the_sharding_of_an_operation() -> None:
-    collective, linear = ops.AllReduce(), ops.Linear(4, 4)
-    assert collective.meeting is collective.redistribution is not None
-    assert collective.redistribution[1:] == ("features", "replicated")
-    assert linear.meeting is None
-    assert linear.shares is linear.shards
