@@ -199,11 +199,11 @@ def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str
     return taken
 
 
-def _is_one(value: Any, kind: Any) -> bool:
+def _is_one(value: object, kind: Any) -> bool:
+    own = type(value)
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and kind is not int
-    has_method = hasattr(typing.cast(type, type(value)), _KINDS[kind][1])
-    return value is not None and has_method and not (kind is int and isinstance(value, bool))
+    return value is not None and hasattr(own, _KINDS[kind][1]) and not (kind is int and own is bool)
 
 
 def arguments_kept(thing: object) -> dict[str, int | float | str]:

@@ -27,7 +27,8 @@ GIVEN: dict[str, Any] = {
     "style": "half", "max_positions": 4, "embedding_dim": 4, "num_embeddings": 4, "embed_dim": 4, "dim": 4, "layers": 1,
     "dim0": 0, "dim1": 1, "factor": 2.0,
 }  # fmt: skip
-FREE = ("group", "device", "args", "kwargs", "layer", "attention", "shape")  # torch names these, or anything may be given
+# torch names these, or anything may be given.
+FREE = ("group", "device", "args", "kwargs", "layer", "attention", "shape")
 WRONG: tuple[Any, ...] = ("text", 2.5, 3, {}, object, torch.ones(2))
 
 
