@@ -11,7 +11,6 @@ from .. import ops
 from ..operation import FusableOperation
 from .effects import State, returned, states
 from .graph import channel, example, same_shape
-from .pointwise import swapped
 from .raising import Inner, Raised, Value
 
 
@@ -164,11 +163,18 @@ def order_of(chain: Chain, outside: set[Value]) -> Order:
             chosen = next((r for r in sums if current in r.channels.values()), able[0])
         left.remove(chosen)
         if isinstance(chosen.operation, ops.Add) and chosen.x is not current and current in chosen.channels.values():
-            chosen = swapped(chosen)
+            chosen = _swapped(chosen)
         members.append(chosen)
         current = chosen.out
         ready.add(current)
     return _routed(members, inside, outside)
+
+
+def _swapped(add: Raised) -> Raised:
+    """A sum that goes on from its other term."""
+    (other,) = add.channels.values()
+    assert isinstance(add.x, Node)
+    return dataclasses.replace(add, operation=ops.Add(channel(add.x)), x=other, channels={channel(add.x): add.x})
 
 
 def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> Order:

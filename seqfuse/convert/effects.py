@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .graph import argument, back, example, is_same, spelled
+from .graph import argument, example, is_same, spelled, unchanged
 
 _IN_PLACE = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
@@ -125,8 +125,7 @@ def returned(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.find_nodes(op="output")[0].all_input_nodes:
         if (e := example(node)) is not None and e.requires_grad:
-            same = [node]
-            found |= {back(node, same), *same}
+            found.update(unchanged(node))
     return found
 
 

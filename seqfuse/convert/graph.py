@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -28,8 +28,9 @@ _ALIKE = {
     "true_divide": "truediv", "subtract": "sub", "swapaxes": "transpose", "swapdims": "transpose", "mm": "matmul",
     "unsafe_chunk": "chunk", "linalg_matmul": "matmul",
 }  # fmt: skip
-_CALLS_THAT_CAST = {"float", "double", "half", "bfloat16", "to", "type_as", "type"}
-_SAME = {*_CALLS_THAT_CAST, "contiguous", "view", "reshape", "expand", "expand_as", "clone", "identity"}
+CASTS = {"float", "double", "half", "bfloat16", "to", "type_as", "type"}
+"""Calls that cast to another dtype, or to another device."""
+_SAME = {*CASTS, "contiguous", "view", "reshape", "expand", "expand_as", "clone", "identity"}
 
 
 def spelled(node: Any) -> str | None:
@@ -187,29 +188,38 @@ def is_same(node: Any) -> Node | None:
 _WHOLE = (slice(None), slice(0, None), slice(None, None, 1), slice(0, None, 1))
 
 
-def back(node: Any, took: list[Node]) -> Any:
-    """What a node is but for calls that change nothing; those are added to `took`."""
-    while isinstance(node, Node) and (source := is_same(node)) is not None:
-        took.append(node)
+def unchanged(node: Any) -> Iterator[Any]:
+    """A node, and what it is but for calls that change nothing, one after another."""
+    yield node
+    while isinstance(node, Node) and (node := is_same(node)) is not None:
+        yield node
+
+
+def back(node: Any) -> Any:
+    """What a node is but for calls that change nothing."""
+    *_, source = unchanged(node)
+    return source
+
+
+def narrow_of(node: Any) -> Any:
+    """What a node is but for casts to a wider dtype and calls that change nothing."""
+    while isinstance(node, Node) and (source := is_same(node) or _widened(node)) is not None:
         node = source
     return node
 
 
-def narrow_of(node: Any, took: list[Node]) -> Any:
-    """What a node is but for casts to a wider dtype and calls that change nothing; those are added to `took`."""
-    while isinstance(node, Node):
-        source = is_same(node) or _widened(node)
-        if source is None:
-            return node
-        took.append(node)
-        node = source
-    return node
+def read_by(node: Node) -> list[Node]:
+    """The nodes whose numbers a call reads; of others it is given it takes the dtype, the device or the shape alone."""
+    name = spelled(node) or ""
+    if name in CASTS or name in ("expand_as", "view_as", "reshape_as"):
+        return [n for n in node.args[:1] if isinstance(n, Node)]
+    return [] if name.startswith("new_") or name.endswith("_like") else node.all_input_nodes
 
 
 def _widened(node: Node) -> Node | None:
     """What a cast to a wider dtype casts; joining an empty tensor of a wider dtype is one, as of a new cache."""
     name = spelled(node)
-    source: Any = _joined_alone(node) if name == "cat" else node.args[0] if name in _CALLS_THAT_CAST else None
+    source: Any = _joined_alone(node) if name == "cat" else node.args[0] if name in CASTS else None
     before, after = example(source), example(node)
     if before is None or after is None or before.device != after.device or not same_shape(before.shape, after.shape):
         return None
@@ -229,6 +239,50 @@ def operands(node: Any, name: str) -> tuple[Any, Any] | None:
     if spelled(node) != name or len(node.args) != 2 or dict(node.kwargs) not in ({}, {"alpha": 1}):
         return None
     return node.args[0], node.args[1]
+
+
+def part_of(node: Any) -> tuple[Any, int, int] | None:
+    """Of which tensor a node is a stretch of the last dimension, where it starts, and its length."""
+    e = example(node)
+    if e is None or spelled(node) != "getitem" or not is_fixed(e.shape[-1]):
+        return None
+    source, index = node.args
+    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else ()
+    name, size = spelled(source), e.shape[-1]
+    if name in ("chunk", "split", "split_with_sizes") and isinstance(index, int) and source.args:
+        whole = source.args[0]
+        w = example(whole)
+        dim = argument(source, 2, "dim", 0)
+        if w is None or dim not in (-1, w.ndim - 1) or not is_fixed(w.shape[-1]):
+            return None
+        named = {"split_size", "split_size_or_sections", "split_sizes", "chunks"} & set(source.kwargs)
+        sizes: Any = source.kwargs[named.pop()] if named else argument(source, 1, "")
+        if isinstance(sizes, list | tuple):
+            start: int = sum(cast("Sequence[int]", sizes)[:index])
+        elif isinstance(sizes, int) and index >= 0:
+            each = sizes if name == "split" else -(-w.shape[-1] // sizes)
+            start = each * index
+        else:
+            return None
+        return whole, start, size
+    if indices and isinstance(indices[-1], slice):
+        last = cast("slice[Any, Any, Any]", indices[-1])
+        if any(i is not Ellipsis and i != slice(None) for i in indices[:-1]) or last.step not in (None, 1):
+            return None
+        w = example(source)
+        if w is None or w.ndim != e.ndim or not is_fixed(w.shape[-1]):
+            return None
+        if Ellipsis not in indices and len(indices) != w.ndim:
+            return None  # a stretch of another dimension
+        if any(isinstance(i, Node) for i in (last.start, last.stop)):
+            return None
+        return source, slice(last.start, last.stop).indices(w.shape[-1])[0], size
+    return None
+
+
+def either(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
+    """Two operands, and the other way round; nothing of none."""
+    return () if pair is None else (pair, pair[::-1])
 
 
 def ahead(node: Node, names: set[str]) -> Node | None:

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from .angles import ADDED, PURE
 from .effects import are_changed
 from .graph import alike, back, example, numbers, same_size, spelled
 from .indices import constant, fixed
-from .positions import Values, is_known
+from .positions import Values
 
 
 def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: bool, window: bool) -> Any:
@@ -38,7 +37,7 @@ def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: 
         if found.exact:
             how |= {} if found.window is None else {"window": found.window}
             return None
-    mask = back(mask, [])
+    mask = back(mask)
     return _with_nan(mask) if by_hand else mask
 
 
@@ -56,14 +55,6 @@ def scores_of(filled: Any, how: dict[str, Any]) -> Node | None:
 
 
 FILLING = ("masked_fill", "where")
-
-
-def erase_unread(graph: Graph) -> None:
-    """Take calls that make masks or angles which nobody reads, or reads any more, out of a graph."""
-    for node in reversed(list(graph.nodes)):
-        added = node.target in (nan_in_rows_of_nothing, *ADDED) or spelled(node) in PURE
-        if not node.users and (added or is_known(node)):
-            graph.erase_node(node)
 
 
 def nan_in_rows_of_nothing(mask: Tensor) -> Tensor:

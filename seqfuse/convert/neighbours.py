@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch.fx import Node
 
 from .chains import Chain
 from .graph import is_same, name_of, spelled
-from .raising import CHEAP, Raised
+from .raising import CHEAP, Raised, Value
 
 _MOST = 2
 """Neighbours on one side that are named, at most."""
@@ -22,11 +22,12 @@ def alone(chain: Chain, operations: Sequence[Raised], why_left: Callable[[Node],
         operations: all operations of the graph.
         why_left: says of a call that was not raised why.
     """
-    raised = {node: r for r in operations for node in (*r.took, *([r.out] if isinstance(r.out, Node) else []))}
+    makers = {node: r for r in operations for node in (*r.took, r.out)}
+    readers = {node: r for r in reversed(operations) for node in r.took}
     inside = set(chain.members)
 
-    def described(node: Node, between: Sequence[str]) -> str | None:
-        r = raised.get(node)
+    def described(known: Mapping[Value, Raised], node: Node, between: Sequence[str]) -> str | None:
+        r = known.get(node)
         if r in inside:
             return None
         if r is None:
@@ -36,11 +37,11 @@ def alone(chain: Chain, operations: Sequence[Raised], why_left: Callable[[Node],
 
     given = [n for r in chain.members for n in (r.x, *r.channels.values()) if isinstance(n, Node)]
     outs = [r.out for r in chain.members if isinstance(r.out, Node)]
-    makers, readers = list(map(_maker, given)), [found for out in outs for found in _readers(out)]
-    entered = any(node.op in ("placeholder", "get_attr") for node, _ in makers)
-    left = any(node.op == "output" for node, _ in readers)
-    made = _listed("made by", (described(*found) for found in makers if found[0].op.startswith("call")))
-    read = _listed("read by", (described(*found) for found in readers if found[0].op.startswith("call")))
+    before, behind = list(map(_maker, given)), [found for out in outs for found in _readers(out)]
+    entered = any(node.op in ("placeholder", "get_attr") for node, _ in before)
+    left = any(node.op == "output" for node, _ in behind)
+    made = _listed("made by", (described(makers, *found) for found in before if found[0].op.startswith("call")))
+    read = _listed("read by", (described(readers, *found) for found in behind if found[0].op.startswith("call")))
     into = " and ".join([*made, *["given to the graph"] * entered])
     out = " and ".join([*read, *["returned"] * left])
     sides = "; ".join([*[f"its input is {into}"] * bool(into), *[f"its result is {out}"] * bool(out)])

@@ -11,23 +11,24 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..plan.schedule import Choice
 from ..run.sequential import Fusions
-from . import attention, attention_by_hand, linears, matmuls, norms, norms_by_hand, pointwise
 from .bodies import hand_over, run_bodies
 from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
 from .graph import fold_sizes, name_of, owner, positional, spelled
 from .inserting import insert, why_not
 from .launches import Before, launching
-from .masks import erase_unread
+from .masks import nan_in_rows_of_nothing
 from .neighbours import ALONE, alone
-from .norms_by_hand import is_root
 from .ordering import CannotOrder, sort
+from .patterns import MATCHERS
+from .patterns.attention import around
+from .patterns.linear import beside
+from .patterns.norm import is_root
+from .patterns.rope import ADDED, PURE
+from .positions import is_known
 from .raising import Raised, Transposed, raised
 from .region import Region
 from .report import GraphReport, Left
-
-# Imported because they declare matchers.
-MATCHERS = (attention, attention_by_hand, matmuls, norms, norms_by_hand, linears, pointwise)
 
 _KINDS = {
     "GEMM": (
@@ -98,9 +99,9 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     positional(graph)
     fold_sizes(graph)
     effects = Effects(graph)
-    operations = matmuls.beside(list(raised(graph, may, effects, reasons)), effects)
+    operations = beside(list(raised(graph, MATCHERS, may, effects, reasons)), effects)
     for node in [node for node in reasons if spelled(node) == "softmax"]:
-        for gemm in attention_by_hand.around(node):
+        for gemm in around(node):
             reasons.setdefault(gemm, "it is part of the attention around softmax, which is left")
     for strict in (False, True):
         regions, dead = _regions(graph, list(operations), options, reasons, strict)
@@ -116,7 +117,7 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
             continue
     else:
         regions = []
-    erase_unread(graph)
+    _erase_unread(graph)
     gm.recompile()
     left = [
         Left(name_of(n), kind, owner(n), reasons.get(n) or _reason(n, may(n)))
@@ -125,6 +126,14 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     ]
     found = GraphReport(name, tuple(region for _, region in regions), tuple(left), launching(graph.nodes))
     return [found, *reports]
+
+
+def _erase_unread(graph: Graph) -> None:
+    """Take calls that make masks or angles which nobody reads, or reads any more, out of a graph."""
+    for node in reversed(list(graph.nodes)):
+        added = node.target in (nan_in_rows_of_nothing, *ADDED) or spelled(node) in PURE
+        if not node.users and (added or is_known(node)):
+            graph.erase_node(node)
 
 
 def _kind(node: Node, explained: bool) -> str | None:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Node
 
-from .. import ops
-from ..operation import FusableOperation
-from .effects import in_place
-from .graph import alike, argument, back, channel, example, is_same, operands, same_shape, spelled
-from .raising import Found, Raised, matcher, one
+from ... import ops
+from ...operation import FusableOperation
+from ..effects import in_place
+from ..graph import alike, argument, back, channel, example, is_same, operands, same_shape, spelled
+from ..raising import Found, matcher, one
 
 _ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
     "gelu": ops.GeLU, "silu": ops.SiLU, "relu": ops.ReLU, "tanh": ops.Tanh, "sigmoid": ops.Sigmoid,
 }  # fmt: skip
 
 
-@matcher("tanh", rank=1)
 def raise_tanh_gelu(node: Node) -> Found:
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 writes it."""
     inner = scaled(node.args[0])
     if inner is None or abs(inner[1] - math.sqrt(2 / math.pi)) > 1e-6:
         return None
-    took = [node, node.args[0]]
     total = operands(inner[0], "add")
     if total is None:
         return None
@@ -44,8 +41,7 @@ def raise_tanh_gelu(node: Node) -> Found:
     found = scaled(half)
     if found is None or found[0] is not x or found[1] != 0.5:
         return None
-    took += [inner[0], cubed, cube[0], plus, half]
-    return one(ops.GeLU("tanh"), x, out, took)  # pyright: ignore[reportArgumentType]
+    return one(ops.GeLU("tanh"), x, out)
 
 
 def scaled(node: Any) -> tuple[Any, float] | None:
@@ -61,7 +57,6 @@ def scaled(node: Any) -> tuple[Any, float] | None:
     return (tensors[0], float(numbers[0])) if numbers and tensors else None
 
 
-@matcher("sigmoid", rank=1)
 def raise_quick_gelu(node: Node) -> Found:
     """X sigmoid(1.702 x)."""
     found = scaled(node.args[0])
@@ -71,10 +66,9 @@ def raise_quick_gelu(node: Node) -> Found:
     pair = operands(out, "mul")
     if pair is None or found[0] not in pair:
         return None
-    return one(ops.QuickGeLU(), found[0], out, [node, node.args[0]])  # pyright: ignore[reportArgumentType]
+    return one(ops.QuickGeLU(), found[0], out)
 
 
-@matcher("relu", rank=1)
 def raise_squared_relu(node: Node) -> Found:
     """relu(x)^2."""
     users = list(node.users)
@@ -82,29 +76,26 @@ def raise_squared_relu(node: Node) -> Found:
         return None
     out = users[0]
     squares = spelled(out) == "square" or (spelled(out) == "pow" and argument(out, 1, "exponent") == 2)
-    return one(ops.SquaredReLU(), node.args[0], out, [node]) if squares else None
+    return one(ops.SquaredReLU(), node.args[0], out) if squares else None
 
 
-@matcher(*_ACTIVATIONS)
 def raise_activation(node: Node) -> Found:
     """An activation."""
     name = spelled(node)
     if name is None or argument(node, 1, "inplace", False) is True:
         return None
     configuration = {"approximate": argument(node, 1, "approximate", "none")} if name == "gelu" else {}
-    return one(_ACTIVATIONS[name](**configuration), argument(node, 0, "input"), node, [])
+    return one(_ACTIVATIONS[name](**configuration), argument(node, 0, "input"), node)
 
 
-@matcher("dropout")
 def raise_dropout(node: Node) -> Found:
     """F.dropout(x, p, training)."""
     p = argument(node, 1, "p", 0.5)
     if not p or not argument(node, 2, "training", True) or argument(node, 3, "inplace", False) or isinstance(p, Node):
         return None
-    return one(ops.Dropout(p), argument(node, 0, "input"), node, [])
+    return one(ops.Dropout(p), argument(node, 0, "input"), node)
 
 
-@matcher("add", "iadd")
 def raise_add(node: Node) -> Found:
     """The sum of two tensors of one shape."""
     pair = operands(node, "add") or operands(node, "iadd")
@@ -112,9 +103,8 @@ def raise_add(node: Node) -> Found:
         return None
     if in_place(node) and not (spelled(node) == "iadd" and alike(*pair) and _is_fresh(pair[0], node)):
         return None
-    took: list[Node] = []
-    a, b = back(pair[0], took), back(pair[1], took)
-    found = one(ops.Add(channel(b)), a, node, took)
+    a, b = back(pair[0]), back(pair[1])
+    found = one(ops.Add(channel(b)), a, node)
     if isinstance(found, list):
         found[0].channels = {channel(b): b}
     return found
@@ -137,17 +127,24 @@ def _is_fresh(changed: Node, node: Node) -> bool:
     return False
 
 
-def swapped(add: Raised) -> Raised:
-    """A sum that goes on from its other term."""
-    (other,) = add.channels.values()
-    assert isinstance(add.x, Node)
-    return dataclasses.replace(add, operation=ops.Add(channel(add.x)), x=other, channels={channel(add.x): add.x})
-
-
-@matcher("mul", "truediv")
 def raise_scale(node: Node) -> Found:
     """A tensor times a number, in either order, or divided by one."""
     found = scaled(node)
     if found is None or not alike(found[0], node):
         return None
-    return one(ops.Scale(found[1]), found[0], node, [])
+    return one(ops.Scale(found[1]), found[0], node)
+
+
+SPELLED_OUT = (
+    matcher(raise_tanh_gelu, "tanh"),
+    matcher(raise_quick_gelu, "sigmoid"),
+    matcher(raise_squared_relu, "relu"),
+)
+"""Activations that several calls spell."""
+
+MATCHERS = (
+    matcher(raise_activation, *_ACTIVATIONS),
+    matcher(raise_dropout, "dropout"),
+    matcher(raise_add, "add", "iadd"),
+    matcher(raise_scale, "mul", "truediv"),
+)

@@ -1,0 +1,15 @@
+"""Spellings of operations in captured graphs, and the order in which they are looked for."""
+
+from __future__ import annotations
+
+from . import attention, linear, norm, pointwise
+
+MATCHERS = (
+    *attention.MATCHERS,
+    *pointwise.SPELLED_OUT,
+    *linear.GATED,
+    *pointwise.MATCHERS,
+    *norm.MATCHERS,
+    *linear.MATCHERS,
+)
+"""What raises operations: large spellings before those that are parts of them."""

@@ -1,0 +1,527 @@
+"""Spellings of attention: torch's calls and softmax(q k^T) v by hand, with the GEMMs, norms and RoPE before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch.fx import Node
+
+from ... import ops
+from ..graph import (
+    ahead,
+    argument,
+    back,
+    channel,
+    example,
+    is_fixed,
+    is_same,
+    narrow_of,
+    operands,
+    part_of,
+    same_shape,
+    same_size,
+    spelled,
+)
+from ..masks import FILLING, limited, scores_of
+from ..raising import META, Found, Inner, Raised, Value, View, matcher
+from .linear import linear, linear_ending_at, merged
+from .norm import FoundNorm, norm_ending_at
+from .pointwise import scaled
+from .rope import FoundRope, rope_at
+
+
+def raise_attention(node: Node) -> Found:
+    """F.scaled_dot_product_attention."""
+    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    how: dict[str, Any] = {
+        "causal": bool(argument(node, 5, "is_causal", False)),
+        "dropout": argument(node, 4, "dropout_p", 0.0),
+        "scale": node.kwargs.get("scale"),
+    }
+    return _attention_of((q, k, v), argument(node, 3, "attn_mask"), how, node)
+
+
+CALL = "call F.scaled_dot_product_attention"
+"""What to do instead of another spelling."""
+
+
+def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node) -> Found:
+    """Products, norms of heads, RoPE and attention, up to heads that lie side by side again."""
+    if any(isinstance(number, Node) for number in how.values()):
+        return "its scale or dropout is no fixed number"
+    parts: list[Heads] = []
+    for name, part in zip(("queries", "keys", "values"), qkv, strict=True):
+        found = _heads_of(part)
+        if isinstance(found, str):
+            return f"its {name}: {found}"
+        parts.append(found)
+    q, k, v = parts
+    if v.rope is not None or v.norm is not None or k.heads != v.heads or len({h.size for h in parts}) != 1:
+        return "keys and values differ in heads, or values are normalized or have RoPE"
+    if (q.rope is None) != (k.rope is None) or (q.norm is None) != (k.norm is None):
+        return "queries and keys are not treated alike"
+    if q.rope is not None and k.rope is not None and not q.rope.is_like(k.rope):
+        return "queries and keys have RoPE by different angles"
+    if v.factor != 1:
+        return "values are multiplied by a number: multiply the result instead"
+    if (factor := q.factor * k.factor) != 1:
+        how["scale"] = factor * (q.size**-0.5 if how.get("scale") is None else how["scale"])
+    dtypes = {e.dtype for t in (node, *(h.source for h in parts)) if (e := example(t)) is not None}
+    if len(dtypes) != 1:
+        return "it computes in another dtype than the GEMMs before it"
+    out = _joined(node)
+    if out is None:
+        return "its heads are not laid side by side"
+    first = _packed(parts, Inner())
+    mask = limited(mask, how, qkv, by_hand=spelled(node) == "matmul", window=not isinstance(first, str))
+    if isinstance(first, str):
+        across = _across(parts, mask, how, out)
+        return first if across is None else across
+    raised, packed = first, first[-1].out if first else q.source
+    if q.norm is not None and k.norm is not None:
+        normed = _normed(q, k, packed, node)
+        if isinstance(normed, str):
+            return normed
+        raised.append(normed)
+        packed = normed.out
+    if q.rope is not None:
+        _, cos, sin, turned, style = q.rope
+        angles = {channel(cos): cos, channel(sin): sin}
+        rope = ops.RotaryEmbedding(q.heads, k.heads, style=style, rotary_dim=turned, cos=channel(cos), sin=channel(sin))
+        raised.append(Raised(rope, packed, Inner(), node, {}, angles))
+        packed = raised[-1].out
+    last = packed
+    if isinstance(last, Inner):
+        place = q.heads * q.size
+        for heads in (k, v):
+            if heads.factor == 1:  # another factor is part of the scale
+                last.views.append(View(heads.seen, place, heads.heads, heads.size))
+            place += heads.heads * heads.size
+    attention = ops.Attention(q.heads, k.heads, mask=None if mask is None else channel(mask), **how)
+    given = {} if mask is None else {channel(mask): mask}
+    raised.append(Raised(attention, last, out, node, {}, given))
+    for r in raised:
+        r.node = out
+    return raised
+
+
+def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node) -> list[Raised] | None:
+    """Attention to keys and values that are made of another tensor."""
+    if any(h.rope is not None or h.norm is not None or h.start != 0 for h in parts) or how.get("window") is not None:
+        return None
+    widths = [(example(h.source), h.heads * h.size) for h in parts]
+    if any(e is None or e.ndim != 3 or not same_size(e.shape[-1], width) for e, width in widths):
+        return None
+    q, k, v = parts
+    lengths = [t.shape[-2] for h in (q, k) if (t := example(h.source)) is not None]
+    if how.get("causal") and not same_size(*lengths):
+        return None
+    given = {channel(k.source): k.source, channel(v.source): v.source}
+    if mask is not None:
+        given[channel(mask)] = mask
+    operation = ops.CrossAttention(
+        q.heads, k.heads, k=channel(k.source), v=channel(v.source), mask=None if mask is None else channel(mask), **how
+    )
+    return [Raised(operation, q.source, out, out, {}, given)]
+
+
+def _packed(parts: list[Heads], out: Inner) -> list[Raised] | str:
+    """The `Linear`, or the merged `Linear`s, that make queries, keys and values side by side, or what lays them so.
+
+    None, if they lie so in a tensor that something else makes, such as a `Linear` and an adapter beside it.
+    """
+    sources = [p.source for p in parts]
+    sizes = [e.shape[-1] for s in sources if (e := example(s)) is not None]
+    whole = all(same_size(size, p.heads * p.size) and p.start == 0 for size, p in zip(sizes, parts, strict=False))
+    if all(spelled(s) == "linear" for s in sources) and whole and len(set(sources)) == 3:
+        found = merged(sources, out)
+        return [found] if found is not None else "queries, keys and values are made of different tensors"
+    interleaved = [(p.part, p.of, p.heads) for p in parts] == [(i, 3, parts[0].heads) for i in range(3)]
+    place = 0
+    for p in parts:
+        if (p.start, p.of) != ((0, 3) if interleaved else (place, 1)):
+            return "queries, keys and values do not lie side by side"
+        place += p.heads * p.size
+    e = example(sources[0])
+    if len(set(sources)) != 1 or e is None or not same_size(e.shape[-1], place):
+        return "queries, keys and values are not made by one GEMM"
+    source = sources[0]
+    found = linear_ending_at(source)
+    if not isinstance(found, list):
+        return [] if not interleaved else "queries, keys and values are not made by a GEMM with a parameter"
+    (r,) = found
+    if not interleaved:
+        r.out = out
+        return found
+    heads, size, made = parts[0].heads, parts[0].size, [Inner() for _ in range(3)]
+    laid = (ops.Reshape(heads, 3, size), ops.Transpose(-3, -2), ops.Reshape(3 * heads * size, dims=3))
+    r.out = made[0]
+    steps = zip(laid, made, (*made[1:], out), strict=True)
+    return [r, *(Raised(operation, x, y, source) for operation, x, y in steps)]
+
+
+def _normed(q: Heads, k: Heads, x: Value, node: Node) -> Raised | str:
+    a, b = q.norm, k.norm
+    assert a is not None
+    assert b is not None
+    whole = a.size == q.heads * q.size and q.heads > 1
+    if b.size != (k.heads * k.size if whole else k.size) or a.size not in (q.size, q.heads * q.size):
+        return "norms of queries and keys are of different widths"
+    kinds = [(n.kind, n.eps, n.zero_centered, n.weight is None, n.bias is None) for n in (a, b)]
+    if kinds[0] != kinds[1]:
+        return "norms of queries and keys are of different kinds"
+    w = example(a.weight)
+    made = ops.QKNorm(
+        q.size, q.heads, k.heads, a.eps, w is not None, META, None if w is None else w.dtype,
+        kind="rms" if a.kind == "rms" else "layer", bias=a.bias is not None, full_width=whole,
+        zero_centered=a.zero_centered,
+    )  # fmt: skip
+    given = {"q_weight": a.weight, "k_weight": b.weight, "q_bias": a.bias, "k_bias": b.bias}
+    return Raised(made, x, Inner(), node, {name: p for name, p in given.items() if p is not None})
+
+
+def _joined(node: Node) -> Node | None:
+    """[B, S, H D] of heads [B, H, S, D]."""
+    e, transposed = example(node), False
+    while e is not None:
+        following = ahead(node, {"transpose", "permute", "reshape", "view", "contiguous", "flatten"})
+        if following is None:
+            return None
+        t = example(following)
+        if t is not None and t.ndim == 3:
+            last = e.shape[1] * e.shape[3]
+            joined = transposed and same_size(t.shape[-1], last) and same_size(t.shape[1], e.shape[2])
+            return following if joined else None
+        if not transposed and _is_transpose(following):
+            transposed = True
+        elif t is None or is_same(following) is None:
+            return None
+        node = following
+    return None
+
+
+def raise_attention_by_hand(node: Node) -> Found:
+    """softmax(scale q k^T, capped, plus a mask) v, as models have it that do not call torch's function."""
+    if not _weighs(node):
+        return None
+    if argument(node, 1, "dim") not in (-1, 3):
+        return "its softmax is not over the last dimension of scores [B, H, S, S]"
+    how: dict[str, Any] = {}
+    scores, mask, softcap, scale = narrow_of(node.args[0]), None, None, 1.0
+    total = operands(scores, "add")
+    if total is not None:
+        scores, mask = back(total[0]), total[1]
+        if (m := example(mask)) is None or not m.is_floating_point():
+            return "what is added to its scores is no tensor of floating-point numbers"
+    elif (unmasked := scores_of(scores, how)) is not None:
+        scores = back(unmasked)
+    if (capped := scaled(scores)) is not None and spelled(capped[0]) == "tanh":
+        divided = scaled(capped[0].args[0])
+        if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6:
+            return "its scores are bent by tanh, which is no soft cap: that is cap * tanh(scores / cap)"
+        scores, softcap = back(divided[0]), capped[1]
+    if (factor := scaled(scores)) is not None:
+        scores, scale = back(factor[0]), factor[1]
+    if spelled(scores) in FILLING:
+        return f"its scores are masked by {spelled(scores)} with a mask that is data: {CALL}, with attn_mask="
+    if spelled(scores) != "matmul":
+        return f"its scores are made by {spelled(scores) or 'the model'}, not by q @ k.transpose(-2, -1): {CALL}"
+    q, keys = scores.args[:2]
+    if spelled(keys) != "transpose" or set(keys.args[1:]) not in ({2, 3}, {-1, -2}, {2, -1}):
+        return f"its keys are not transposed where queries meet them: {CALL}"
+    weights, dropout = node, 0.0
+    while (following := ahead(weights, {"to", "type_as", "float", "half", "bfloat16", "dropout"})) is not None:
+        if spelled(following) == "dropout" and is_same(following) is None:
+            if dropout:
+                return "its weights are dropped twice"
+            dropout = argument(following, 1, "p", 0.5)
+        weights = following
+    out = ahead(weights, {"matmul"})
+    if out is None:
+        return f"its weights are read by more, or by something else, than weights @ v: {CALL}"
+    how |= {"dropout": dropout, "scale": scale, "softcap": softcap}
+    return _attention_of((q, keys.args[0], out.args[1]), mask, how, out)
+
+
+def _weighs(softmax: Node) -> bool:
+    """Whether something is multiplied by what a softmax makes, as values are by the weights of attention."""
+    node = softmax
+    while (following := ahead(node, _BETWEEN)) is not None:
+        node = following
+    return any(spelled(user) in _GEMMS for user in node.users)
+
+
+_GEMMS = ("matmul", "bmm", "einsum", "baddbmm")
+_BETWEEN = {"to", "type_as", "float", "half", "bfloat16", "dropout", "mul", "view", "reshape", "contiguous"}
+
+
+def around(softmax: Node) -> list[Node]:
+    """The GEMMs of attention by hand: that of its scores, and that of its weights and values."""
+    found, stack, seen = list[Node](), [(softmax, True), (softmax, False)], set[Node]()
+    for _ in range(_FAR):
+        if not stack:
+            break
+        node, forward = stack.pop(0)
+        for near in node.users if forward else node.all_input_nodes:
+            if spelled(near) in _GEMMS:
+                found.append(near)
+            elif near not in seen and spelled(near) in _BETWEEN | {"add", "sub", "truediv", "tanh", *FILLING}:
+                seen.add(near)
+                stack.append((near, forward))
+    return found
+
+
+_FAR = 24
+"""Calls that are looked at, at most."""
+
+
+def raise_multi_head_attention(node: Node) -> Found:
+    """torch.nn.MultiheadAttention of one tensor."""
+    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    if not (q is k is v):
+        return f"queries, keys and values of several tensors: make them by Linears, and {CALL}"
+    names = (
+        "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn",
+        "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
+        "use_separate_proj_weight",
+    )  # fmt: skip
+    given = {name: argument(node, i + 3, name) for i, name in enumerate(names)}
+    rare = ("bias_k", "bias_v", "add_zero_attn", "use_separate_proj_weight")
+    users = {u.args[1]: u for u in node.users if spelled(u) == "getitem"}
+    if any(given[name] not in (None, False) for name in rare) or (users.get(1) is not None and users[1].users):
+        return "its weights are read (need_weights=True), or it has an option that no operation has"
+    if given["key_padding_mask"] is not None or given["attn_mask"] is not None:
+        return f"a mask in the form of torch.nn.MultiheadAttention: make q, k and v by a Linear, and {CALL}"
+    result = users.get(0)
+    out = None if result is None else ahead(result, {"transpose"})
+    if spelled(q) != "transpose" or out is None or set(q.args[1:]) != {0, 1} or set(out.args[1:]) != {0, 1}:
+        return "its tensors are not batch first"
+    x = q.args[0]
+    first = linear(x, given["in_proj_weight"], given["in_proj_bias"], node)
+    if not isinstance(first, list):
+        return "its sizes are not fixed"
+    packed, heads = Inner(), Inner()
+    first[0].out = packed
+    attention = ops.Attention(
+        given["num_heads"], causal=bool(node.kwargs.get("is_causal")) and given["attn_mask"] is None,
+        dropout=given["dropout_p"] if given["training"] else 0.0,
+    )  # fmt: skip
+    weight, bias = given["out_proj_weight"], given["out_proj_bias"]
+    w = example(weight)
+    if w is None:
+        return "its sizes are not fixed"
+    last = ops.Linear(w.shape[1], w.shape[0], bias is not None, device=META, dtype=w.dtype)
+    params = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    found = [first[0], Raised(attention, packed, heads, node), Raised(last, heads, out, node, params)]
+    for r in found:
+        r.node = out
+    return found
+
+
+_TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
+
+_LIKE_ROPE = ("add", "sub", "cat", "flatten")
+"""What RoPE may end with."""
+
+
+@dataclasses.dataclass
+class Heads:
+    """Queries, keys or values [B, H, S, D] and what they are made of.
+
+    Attributes:
+        seen: the node that attention reads, but for calls that change nothing and copies for groups of heads.
+        source: what their elements are taken from, [B, S, *].
+        start: where they start in its last dimension.
+        heads, size: H and D.
+        rope: that of each head.
+        norm: of each head, or before they are heads.
+        factor: what they are multiplied by.
+        part: which of the `of` parts of each head of the source they are, where queries, keys and values interleave.
+    """
+
+    seen: Node
+    source: Any
+    start: int
+    heads: int
+    size: int
+    rope: FoundRope | None
+    norm: FoundNorm | None
+    factor: float
+    part: int = 0
+    of: int = 1
+
+
+def _heads_of(node: Any) -> Heads | str:
+    """What attention reads as queries, keys or values, or why it cannot be raised."""
+    e = example(node)
+    if e is None or e.ndim != 4 or not e.is_floating_point() or not is_fixed(e.shape[-1]):
+        return "not of four dimensions, the last of a fixed size"
+    size = e.shape[-1]
+    node = _ungrouped(narrow_of(node))
+    seen, factor = node, 1.0
+    rope, norm = None, None
+    transposed = False
+    part, of, cut, first = 0, 1, None, 0
+    while True:
+        node = narrow_of(node)
+        name = spelled(node)
+        if not transposed and _is_transpose(node):
+            node, transposed = node.args[0], True
+        elif rope is None and norm is None and (turned := rope_at(node, transposed)) is not None:
+            node, rope = turned.x, turned
+        elif norm is None and (found := norm_ending_at(node)) is not None:
+            norm, node = found, found.x
+        elif norm is None and factor == 1 and (number := scaled(node)) is not None:
+            node, factor = number
+        elif of == 1 and cut is None and (packed := _third_of_five(node, transposed)) is not None:
+            node, heads, part, of = packed
+            first = 0 if of == 3 else part * heads * size
+            break
+        elif transposed and name in ("view", "reshape", "unflatten") and _splits_heads(node, size * of):
+            heads: Any = example(node).shape[-2]  # pyright: ignore[reportOptionalMemberAccess]
+            node = node.args[0]
+            break
+        elif transposed and of == 1 and cut is None and (cut := _cut(node)) is not None:
+            node = node.args[0]
+        elif name == "getitem" and of == 1 and cut is None and (third := _third(node, size)) is not None:
+            (node, part), of = third, 3
+        elif name == "getitem" and part_of(node) is not None:
+            return "queries, keys and values lie within each head of one GEMM's result, not side by side"
+        else:
+            nor = ", nor by RoPE in a spelling that is known" if name in _LIKE_ROPE else ""
+            return f"made by {name or 'the model'}, not by a GEMM whose last dimension is split into heads{nor}"
+    if norm is None and (found := norm_ending_at(back(node))) is not None:
+        norm, node = found, found.x
+    node = narrow_of(node)
+    if norm is None and (found := scaled(node)) is not None:
+        node, factor = narrow_of(found[0]), factor * found[1]
+    stretch = part_of(node)
+    source, start = (node, first) if stretch is None else (back(stretch[0]), first + stretch[1])
+    if cut is not None:
+        start, heads = start + cut[0] * size, cut[1]
+    return Heads(seen, source, start, heads, size, rope, norm, factor, part, of)
+
+
+def _cut(node: Any) -> tuple[int, int] | None:
+    """The first of some heads that are taken of [B, S, H, D], and how many they are."""
+    e = example(node)
+    if spelled(node) != "getitem" or e is None or e.ndim != 4 or not isinstance(node.args[1], tuple):
+        return None
+    *before, index, after = cast("tuple[Any, ...]", node.args[1])
+    whole = example(node.args[0])
+    every = before == [Ellipsis] or before == [slice(None), slice(None)]
+    if not every or after != slice(None) or whole is None or whole.ndim != 4 or not is_fixed(whole.shape[2]):
+        return None
+    heads: list[int] = list(range(whole.shape[2]))
+    found: list[int] = []
+    if isinstance(index, slice):
+        stretch = cast("slice[Any, Any, Any]", index)
+        fixed = all(n is None or isinstance(n, int) for n in (stretch.start, stretch.stop))
+        found = heads[stretch] if fixed and stretch.step in (None, 1) else []
+    elif isinstance(index, list):
+        several = cast("list[Any]", index)
+        found = [heads[several[0]]] if len(several) == 1 and isinstance(several[0], int) else []
+    return (found[0], len(found)) if found else None
+
+
+def _third_of_five(node: Any, transposed: bool) -> tuple[Any, int, int, int] | None:
+    """Queries, keys or values as one of three that share a view of five dimensions, [B, S, 3, H, D] or [B, S, H, 3, D].
+
+    Returns:
+        What is viewed so, H, which of the three they are, and 3 if these interleave head by head, otherwise 1.
+    """
+    if spelled(node) != "getitem":
+        return None
+    view, index, dim = node.args[0], node.args[1], 0
+    if spelled(view) == "unbind":
+        view, dim = view.args[0], argument(view, 1, "dim", 0)
+    elif isinstance(index, tuple):
+        *every, index = cast("tuple[Any, ...]", index)
+        dim = len(every) if all(i == slice(None) for i in every) else None
+    e, order = example(view), list(range(5))
+    if e is None or e.ndim != 5 or type(index) is not int or type(dim) is not int:
+        return None
+    view = back(view)
+    if spelled(view) == "permute":
+        dims: Any = argument(view, 1, "dims")
+        order = [d % 5 for d in (cast("Sequence[int]", dims) if isinstance(dims, list | tuple) else view.args[1:])]
+        view = view.args[0]
+    before, e = example(view.args[0]) if spelled(view) in ("view", "reshape", "unflatten") else None, example(view)
+    if before is None or e is None or before.ndim != 3 or e.ndim != 5 or not same_shape(before.shape[:2], e.shape[:2]):
+        return None
+    third = order.pop(dim)
+    heads = {2: 3, 3: 2}.get(third)
+    if heads is None or not is_fixed(*e.shape[2:]) or e.shape[third] != 3:
+        return None
+    if order != ([0, 1, heads, 4] if transposed else [0, heads, 1, 4]):
+        return None
+    return view.args[0], e.shape[heads], index % 3, 3 if third == 3 else 1
+
+
+def _third(node: Any, size: int) -> tuple[Any, int] | None:
+    """What a node is the first, second or third part of, along the last dimension, and which of them."""
+    found = part_of(node)
+    e = None if found is None else example(found[0])
+    if found is None or e is None or found[2] != size or not same_size(e.shape[-1], 3 * size) or found[1] % size:
+        return None
+    return found[0], found[1] // size
+
+
+def _ungrouped(node: Node) -> Node:
+    """Keys or values [B, H, S, D] before each of their heads was repeated for a group of query heads."""
+    if spelled(node) == "repeat_interleave":
+        inner, after = example(node.args[0]), example(node)
+        by_number = is_fixed(argument(node, 1, "repeats")) and argument(node, 2, "dim") in (1, -3)
+        if inner is None or after is None or not by_number:
+            return node
+        return back(node.args[0])
+    if spelled(node) != "reshape" or spelled(node.args[0]) != "expand":
+        return node
+    expanded: Any = node.args[0]
+    inserted = expanded.args[0]
+    source: Any = inserted.args[0] if spelled(inserted) in ("getitem", "unsqueeze") else None
+    s, i, e, r = example(source), example(inserted), example(expanded), example(node)
+    if s is None or i is None or e is None or r is None or s.ndim != 4 or e.ndim != 5:
+        return node
+    if not _only_inserts(inserted) or not same_shape(i.shape, (*s.shape[:2], 1, *s.shape[2:])):
+        return node
+    if not same_shape((*e.shape[:2], *e.shape[3:]), s.shape) or not same_shape(r.shape[2:], s.shape[2:]):
+        return node
+    return back(source)
+
+
+def _only_inserts(node: Node) -> bool:
+    """Whether a call adds a dimension of one element and takes every element."""
+    if spelled(node) == "unsqueeze":
+        return True
+    index: Any = node.args[1]
+    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (0,)
+    return all(i is None or i is Ellipsis or i == slice(None) for i in indices)
+
+
+def _is_transpose(node: Node) -> bool:
+    """Whether a call swaps the second and the third of four dimensions."""
+    name = spelled(node)
+    if name == "transpose":
+        return tuple(node.args[1:]) in _TRANSPOSED
+    order: Any = argument(node, 1, "dims")
+    order = cast("Sequence[Any]", order) if isinstance(order, list | tuple) else node.args[1:]
+    return name == "permute" and tuple(order) == (0, 2, 1, 3)
+
+
+def _splits_heads(node: Node, size: int) -> bool:
+    before, after = example(node.args[0]), example(node)
+    if before is None or after is None or before.ndim != 3 or after.ndim != 4:
+        return False
+    heads = after.shape[-2]
+    same = same_shape(before.shape[:2], after.shape[:2]) and same_size(after.shape[-1], size)
+    return same and is_fixed(heads) and same_size(before.shape[-1], heads * size)
+
+
+MATCHERS = (
+    matcher(raise_attention, "scaled_dot_product_attention"),
+    matcher(raise_multi_head_attention, "multi_head_attention_forward"),
+    matcher(raise_attention_by_hand, "softmax"),
+)

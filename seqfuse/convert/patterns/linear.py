@@ -1,0 +1,238 @@
+"""Spellings of `Linear`, of several side by side, and of gated units act(gate) * up behind two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ... import ops
+from ...operation import FusableOperation
+from ...ops.mergedlinear import MAX_PARTS
+from ..effects import Effects
+from ..graph import (
+    ahead,
+    argument,
+    back,
+    either,
+    example,
+    is_fixed,
+    numbers,
+    operands,
+    part_of,
+    same_shape,
+    same_size,
+    spelled,
+)
+from ..launches import are_saved
+from ..raising import META, Found, Given, Inner, Raised, Transposed, View, matcher, one
+
+
+def linear(x: Any, weight: Given, bias: Any, out: Node) -> Found:
+    """A `Linear`, if the sizes are numbers."""
+    w, given = example(weight.node if isinstance(weight, Transposed) else weight), example(x)
+    if w is None or w.ndim != 2 or given is None or given.ndim < 1 or not is_fixed(*w.shape):
+        return None
+    rows, columns = reversed(w.shape) if isinstance(weight, Transposed) else w.shape
+    if bias is not None and ((b := example(bias)) is None or b.ndim != 1 or not same_size(b.shape[0], rows)):
+        return None
+    operation = ops.Linear(columns, rows, bias is not None, device=META, dtype=w.dtype)
+    return one(operation, x, out, weight=weight, bias=bias)
+
+
+def raise_linear(node: Node) -> Found:
+    """F.linear(x, weight, bias)."""
+    weight: Any = argument(node, 1, "weight")
+    return linear(argument(node, 0, "input"), weight, argument(node, 2, "bias"), node)
+
+
+def raise_addmm(node: Node) -> Found:
+    """addmm(bias, x.view(-1, in), weight [in, out]).view(*, out), as `Conv1D` of Hugging Face has it."""
+    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+    bias, flat, right = (argument(node, i, name) for i, name in enumerate(("input", "mat1", "mat2")))
+    weight = _weight_of(right)
+    x, out = _unflattened(flat, node)
+    return None if weight is None else linear(x, weight, bias, out)
+
+
+def raise_matmul(node: Node) -> Found:
+    """X @ weight.T, the weight a parameter."""
+    weight = _weight_of(argument(node, 1, "other"))
+    holder = weight.node if isinstance(weight, Transposed) else weight
+    if weight is None or holder is None or holder.op not in ("placeholder", "get_attr"):
+        return None
+    return linear(argument(node, 0, "input"), weight, None, node)
+
+
+def _weight_of(node: Any) -> Given | None:
+    """What stands for a weight [out, in], given the right operand [in, out] of a GEMM."""
+    if not isinstance(node, Node):
+        return None
+    method, source = spelled(node), node.args[0] if node.args else None
+    swapped = method == "t" or (method == "transpose" and set(node.args[1:]) in ({0, 1}, {-1, -2}))
+    if isinstance(source, Node) and (swapped or (node.target is getattr and node.args[1] in ("T", "mT"))):
+        return source
+    return Transposed(node)
+
+
+def _unflattened(flat: Any, node: Node) -> tuple[Any, Node]:
+    """X and y of a call upon x.view(-1, n), whose result is viewed as [*, m] at once."""
+    out = ahead(node, {"view", "reshape"})
+    if spelled(flat) in ("view", "reshape") and out is not None:
+        x = flat.args[0]
+        before, viewed, after = example(x), example(flat), example(out)
+        if before is None or viewed is None or after is None or not same_size(before.shape[-1], viewed.shape[-1]):
+            return flat, node
+        if same_shape(before.shape[:-1], after.shape[:-1]):
+            return x, out
+    return flat, node
+
+
+def linear_ending_at(node: Node) -> Found:
+    """The `Linear` whose result a node is."""
+    if spelled(node) in ("linear", "matmul"):
+        return raise_linear(node) if spelled(node) == "linear" else raise_matmul(node)
+    if spelled(node) in ("view", "reshape") and spelled(node.args[0]) == "addmm":
+        found = raise_addmm(node.args[0])  # pyright: ignore[reportArgumentType]
+        return found if isinstance(found, list) and found[0].out is node else None
+    return None
+
+
+_UNITS: dict[str, Callable[..., FusableOperation]] = {
+    "gelu": ops.GEGLU, "silu": ops.SwiGLU, "relu": ops.ReGLU, "sigmoid": ops.GLU,
+}  # fmt: skip
+
+
+def raise_gated(node: Node) -> Found:
+    """act(gate) * up."""
+    for activation, up in either(operands(node, "mul")):
+        name = spelled(activation)
+        if name not in _UNITS or len(activation.users) != 1 or argument(activation, 1, "inplace", False) is True:
+            continue
+        unit = _UNITS[name](argument(activation, 1, "approximate", "none")) if name == "gelu" else _UNITS[name]()
+        gate, up = back(activation.args[0]), back(up)
+        found = _of_linears(unit, gate, up, node) or _of_halves(unit, gate, up, node)
+        if found is not None:
+            return found
+        if _of_halves(unit, up, gate, node) is not None:
+            return "it gates with the second half of its input"
+    return None
+
+
+def raise_glu(node: Node) -> Found:
+    """F.glu(x): the second half is the gate, so its halves must be of two GEMMs, or it stays."""
+    return "torch's GLU gates with its second half"
+
+
+def merged(linears: list[Node], out: Inner) -> Raised | None:
+    """The `Linear`s of one input as a `MergedLinear`, or a `Linear` where it is one."""
+    if any(spelled(p) != "linear" for p in linears):
+        return None
+    x, *others = (back(argument(p, 0, "input")) for p in linears)
+    if any(other is not x for other in others):
+        return None
+    weights = [argument(p, 1, "weight") for p in linears]
+    biases = [argument(p, 2, "bias") for p in linears]
+    shapes = [w.shape for weight in weights if (w := example(weight)) is not None]
+    first = example(weights[0])
+    if first is None or example(x) is None or len(shapes) != len(weights) or any(len(s) != 2 for s in shapes):
+        return None
+    if not is_fixed(*(size for shape in shapes for size in shape)):
+        return None
+    sizes, biased = [s[0] for s in shapes], [b is not None for b in biases]
+    made = ops.MergedLinear(shapes[0][1], sizes, biased, device=META, dtype=first.dtype)
+    given: dict[str, Any] = {f"weight_{i}": w for i, w in enumerate(weights)}
+    given |= {f"bias_{i}": b for i, b in enumerate(biases) if b is not None}
+    found = one(made, x, linears[0], **given)
+    if not isinstance(found, list):
+        return None
+    found[0].out = out
+    return found[0]
+
+
+def _of_linears(unit: FusableOperation, gate: Any, up: Any, node: Node) -> list[Raised] | None:
+    linears = [gate, up]
+    if any(spelled(p) != "linear" or len(p.users) != 1 for p in linears):
+        return None
+    inner = Inner()
+    first = merged(linears, inner)
+    if first is None or example(node) is None:
+        return None
+    first.node = node
+    return [first, Raised(unit, inner, node, node)]
+
+
+def _of_halves(unit: FusableOperation, gate: Any, up: Any, node: Node) -> Found:
+    first, second = part_of(gate), part_of(up)
+    if first is None or second is None or first[0] is not second[0]:
+        return None
+    (x, start, size), (_, middle, other) = first, second
+    e = example(x)
+    if e is None or start != 0 or middle != size or size != other or not same_size(e.shape[-1], 2 * size):
+        return None
+    return one(unit, x, node)
+
+
+def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
+    """The same operations, where the `Linear`s of one tensor whose results nothing else reads are one.
+
+    A result that a call saves for its backward pass would keep the memory of one that no call saves.
+    """
+    read = {r.x for r in operations}
+    groups: dict[tuple[Any, bool], list[Raised]] = {}
+    for r in operations:
+        plain = type(r.operation) is ops.Linear and spelled(r.out) == "linear" and r.out not in read
+        plain = plain and all(_reads_in_place(user, r.out) for user in r.out.users)  # pyright: ignore
+        plain = plain and effects.stays(r.out)  # pyright: ignore[reportArgumentType]  # one tensor for all has one version
+        if plain and all(isinstance(p, Node) and p.op in ("placeholder", "get_attr") for p in r.parameters.values()):
+            groups.setdefault((r.x, r.reached), []).append(r)
+    gone: dict[Raised, Raised | None] = {}
+    for group in (part for whole in groups.values() if len(whole) > 1 for part in _saved_alike(whole)):
+        if not 1 < len(group) <= MAX_PARTS or not effects.allow(t for r in group for t in r.took):
+            continue
+        inner = Inner()
+        linears: Any = [r.out for r in group]
+        found = merged(linears, inner)
+        if found is None:
+            continue
+        found.took = frozenset[Node]().union(*(r.took for r in group))
+        found.reached, place = group[0].reached, 0
+        for linear_node in linears:
+            size: int = example(linear_node).shape[-1]  # pyright: ignore[reportOptionalMemberAccess]
+            inner.views.append(View(linear_node, place, None, size))
+            place += size
+        gone |= dict.fromkeys(group) | {group[0]: found}
+    return [kept for r in operations if (kept := gone.get(r, r)) is not None]
+
+
+def _saved_alike(group: list[Raised]) -> tuple[list[Raised], list[Raised]]:
+    """Those whose results the calls that read them save, and the others."""
+    saved = [r for r in group if isinstance(r.out, Node) and are_saved(r.out)]
+    return saved, [r for r in group if r not in saved]
+
+
+def _reads_in_place(user: Node, linear_node: Node) -> bool:
+    """Whether a call can read what it reads as part of a wider tensor; what leaves the graph stays as it was."""
+    before, after = example(linear_node), example(user)
+    if spelled(user) != "view" or before is None or after is None:
+        return spelled(user) is not None
+    *rows, size = numbers(before.shape)
+    try:
+        torch.empty(*rows, 2 * size, device=META)[..., :size].view(numbers(after.shape))
+    except RuntimeError:
+        return False
+    return True
+
+
+GATED = (matcher(raise_gated, "mul"),)
+"""Gated units: behind activations that are spelled out, before those that are calls."""
+
+MATCHERS = (
+    matcher(raise_glu, "glu"),
+    matcher(raise_linear, "linear"),
+    matcher(raise_addmm, "addmm"),
+    matcher(raise_matmul, "matmul"),
+)
