@@ -22,7 +22,7 @@ from record import write
 from torch import nn
 
 import seqfuse as sf
-from seqfuse.convert.region import Region
+from seqfuse.convert.region import CapturedRegion
 from seqfuse.fusion import FusedOperation
 from seqfuse.operation import UnfusedOperation
 from seqfuse.run import node
@@ -87,7 +87,7 @@ def instrument(timers: Timers) -> None:
             return timers.timed(f"{name} code", of(*args, **kwargs))
 
         setattr(node, f"{name}_code", made)
-    Region.forward = timers.timed("region", Region.forward)
+    CapturedRegion.forward = timers.timed("region", CapturedRegion.forward)
 
 
 def empty_node(count: int) -> float:

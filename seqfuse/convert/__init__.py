@@ -12,13 +12,13 @@ from ..plan.schedule import Choice
 from ..run.sequential import Fusions
 
 if TYPE_CHECKING:
-    from .capture import Conversion
-    from .report import GraphReport, Left
-    from .starting import backend
+    from .capture import Conversion, backend
+    from .reasons import Left
+    from .report import GraphReport
 
 __all__ = ["Conversion", "GraphReport", "Left", "backend", "conversion", "convert"]
 
-_LATE = {"Conversion": "capture", "backend": "starting", "GraphReport": "report", "Left": "report"}
+_LATE = {"Conversion": "capture", "backend": "capture", "GraphReport": "report", "Left": "reasons"}
 
 
 def convert(
@@ -56,9 +56,9 @@ def convert(
     Raises:
         InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert.
     """
-    from .starting import start  # here, because what it needs of torch takes long to import
+    from .capture import start  # here, because what it needs of torch takes long to import
 
-    return start(model, regions, then, fusions, filter_fn, memory)
+    return start(model, regions, filter_fn, fusions=fusions, memory=memory, then=then)
 
 
 def conversion(model: nn.Module) -> Conversion:
@@ -70,7 +70,7 @@ def conversion(model: nn.Module) -> Conversion:
     Raises:
         InputError: (SF106) for a model that is not converted, or only as a part of a larger one.
     """
-    from .starting import find
+    from .capture import find
 
     return find(model)
 

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .bodies import run_bodies
-from .positions import TRIANGLE
+from .masks import TRIANGLE
+from .rewrite import run_bodies
 
 CHANGED = "a mask that was causal when they were captured has changed"
 

@@ -63,7 +63,7 @@ class Captured:
     last: int = 0
 
 
-class Call:
+class ModelCall:
     """A call of a converted module that is going on.
 
     Args:
@@ -138,7 +138,7 @@ class Calls:
         self.failed: Counter[Any] = Counter()
         self._seen: list[tuple[Captured, set[str]]] = []
 
-    def meet(self, call: Call) -> None:
+    def meet(self, call: ModelCall) -> None:
         """Note the graph breaks of the call that ends."""
         for one in call.breaks():
             self.breaks.setdefault(one, self.count)

@@ -1,45 +1,190 @@
-"""Capturing a model: what is called instead of it, and the way back."""
+"""Capturing a model: the entry points, what is called instead of the model, and the way back."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
-import logging
 import sys
-import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
-from torch._guards import CompileContext
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule  # pyright: ignore[reportPrivateUsage]
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
+from ..errors import InputError
+from ..fusion import checked
 from ..operation import UnfusedOperation
-from ..run.sequential import Sequential
-from .asking import answer_as_eager
+from ..plan.schedule import MODES, Budget, Choice
+from ..run.sequential import Fusions, Sequential
+from . import dynamo
 from .buffers import Buffers
-from .calls import Call, Calls, name_owners
-from .failures import first_of, is_of_capture, log_less
-from .report import GraphReport, Left, counted, text_of
-from .rewriting import Options, kind_of, rewrite
+from .calls import Calls, ModelCall, name_owners
+from .effects import is_state
+from .reasons import Left, kind_of
+from .region import CapturedRegion
+from .report import GraphReport, counted, text_of
+from .rewrite import RewriteOptions, rewrite
 
-_dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
 _frames = itertools.count()
-_SHORTCUTS = ("skip_nnmodule_hook_guards", "use_recursive_dict_tags_for_guards")
 _TRIES = 3
 """How often a kind of call is captured that Dynamo fails to capture, although it runs."""
-_local = threading.local()
 
 
-class Backend:
+def backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="seqfuse")`: the chains of the model's graphs run through plans.
+
+    Args:
+        gm: a graph that Dynamo captured.
+        example_inputs: its inputs.
+        options: `fusions`, `memory` and `then`, as those of `convert`.
+        mode: none is known.
+
+    Raises:
+        InputError: (SF106) for another option, a value that an option does not take, or a mode.
+    """
+    where, given = 'backend="seqfuse"', options or {}
+    unknown = ", ".join(repr(name) for name in given if name not in ("fusions", "memory", "then"))
+    if unknown or mode is not None:
+        hint = "regions and filter_fn are those of sf.convert" if {"regions", "filter_fn"} & given.keys() else None
+        message = f"takes the options 'fusions', 'memory', 'then', got {unknown or f'mode={mode!r}'}"
+        raise _wrong(message, hint, where)
+    return _backend(where, **given)(gm, example_inputs)
+
+
+def start(
+    model: nn.Module,
+    regions: Literal["model", "layers"],
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+    **options: Any,
+) -> Conversion:
+    """`convert`, whose arguments these are."""
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _wrong(f"expects a torch.nn.Module, got {type(model).__name__}")
+    if regions not in ("model", "layers"):
+        raise _wrong(f'regions must be "model" or "layers", got {regions!r}')
+
+    def allowed(path: str) -> bool:
+        if filter_fn is None:
+            return True
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:  # a module that is not the model's own
+            return True
+        return filter_fn(module, path)
+
+    made = _backend("convert", allowed, **options)
+    if filter_fn is not None:
+        _check_filter(filter_fn)
+    _check_not_converted(model)
+    places = [model] if regions == "model" else _layers(model)
+    if not places:
+        none = "no ModuleList or Sequential in it has a member with submodules"
+        raise _wrong(f"{type(model).__name__} has no layers: {none}", 'use regions="model"')
+    return Conversion(model, places, made)
+
+
+def find(model: nn.Module) -> Conversion:
+    """`conversion`, whose argument this is."""
+    inside = list(_conversions_in(model))
+    own = next((found for path, found in inside if not path or found.model is model), None)
+    if own is not None:
+        return own
+    name, hint = type(model).__name__, "if it is a part of a converted model, ask for that model"
+    if not inside:
+        raise _wrong(f"{name} is not converted", hint, "conversion")
+    hint = f"a part of it is: sf.conversion(model.get_submodule({inside[0][0]!r}))"
+    raise _wrong(f"{name} is not converted as a whole", hint, "conversion")
+
+
+def _wrong(message: str, hint: str | None = None, where: str = "convert") -> InputError:
+    return InputError(message, code="SF106", operation=where, hint=hint)
+
+
+def _backend(
+    where: str,
+    allowed: Callable[[str], bool] = lambda path: True,
+    *,
+    fusions: Fusions | None = None,
+    memory: Choice = "save",
+    then: Literal["inductor"] | None = None,
+) -> ChainBackend:
+    if then not in (None, "inductor"):
+        raise _wrong(f'then must be None or "inductor", got {then!r}', where=where)
+    checked(fusions or ())
+    if memory not in MODES and not (isinstance(memory, Budget) and memory.part is not None):
+        hint = "a model is captured graph by graph, so bytes are for a Sequential alone: try sf.Budget(part=0.65)"
+        raise _wrong(f"memory must be one of {', '.join(MODES)} or sf.Budget(part=...), got {memory!r}", hint, where)
+    return ChainBackend(RewriteOptions(fusions, allowed, memory), then)
+
+
+def _check_filter(filter_fn: Any) -> None:
+    """Refuse what cannot be called with a module and a path: it is called in the middle of a capture."""
+    hint = "such as filter_fn=lambda module, path: not path.startswith('lm_head')"
+    if not callable(filter_fn):
+        raise _wrong(f"filter_fn must be a function of a module and its path, got {filter_fn!r}", hint)
+    try:
+        takes = inspect.signature(filter_fn)
+    except ValueError:  # a callable without a signature
+        return
+    try:
+        takes.bind(None, "")
+    except TypeError:
+        message = f"filter_fn must take two arguments, a module and its path, and takes {takes}"
+        raise _wrong(message, hint) from None
+
+
+def _check_not_converted(model: nn.Module) -> None:
+    name = type(model).__name__
+    for path, found in _conversions_in(model):
+        if not path or found.model is model:
+            raise _wrong(f"{name} is converted already", "sf.conversion(model).undo() ends that")
+        hint = f"sf.conversion(model.get_submodule({path!r})).undo() ends that"
+        raise _wrong(f"a part of {name}, {path!r}, is converted already", hint)
+
+
+def _conversions_in(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
+    """The conversions that modules of a model are called by, and the paths of these modules."""
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        if (found := getattr(_call_impl(module), "conversion", None)) is not None:
+            yield path, found
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists of modules that are called and have modules of their own."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside and len(module) > 0:
+            found += _called(module)
+            inside.update(module.modules())
+    return list(dict.fromkeys(found))
+
+
+def _called(container: nn.Module) -> Iterator[nn.Module]:
+    """The children that have modules of their own; of a list or a dict, which nobody can call, those in it."""
+    for child in container.children():  # which leaves out None
+        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+            yield from _called(child)
+        elif any(True for _ in child.children()):
+            yield child
+
+
+class ChainBackend:
     """A backend of `torch.compile` that runs the chains of each captured graph through plans.
 
     Args:
@@ -51,7 +196,7 @@ class Backend:
         missed: how many calls of graphs ran as they were captured, by the reason.
     """
 
-    def __init__(self, options: Options, then: Literal["inductor"] | None = None) -> None:
+    def __init__(self, options: RewriteOptions, then: Literal["inductor"] | None = None) -> None:
         self.options, self.then = options, then
         self.graphs: list[GraphReport] = []
         self.missed: Counter[str] = Counter()
@@ -61,22 +206,15 @@ class Backend:
         """Rewrite a graph; the callable that runs it."""
         buffers = Buffers(gm, example_inputs)
         reports = rewrite(gm, self.options, f"graph {next(self._numbers)}")
-        before = _captured_before()
-        limit: int | None = _dynamo.recompile_limit if before + 1 >= _dynamo.recompile_limit else None
+        before = dynamo.captured_before()
+        most: int = dynamo.config.recompile_limit
+        limit = most if before + 1 >= most else None
         self.graphs += [dataclasses.replace(report, limit=limit, again=before > 0) for report in reports]
         if self.then is None:
             # By itself Dynamo's module compiles its code in its first call, and prints it where that raises.
             _LazyGraphModule.force_recompile(gm)
             return buffers.checked(gm.forward, self.missed)
-        from .rest import compiled_rest  # what it needs takes long to import
-
         return buffers.checked(compiled_rest(gm), self.missed)
-
-
-def _captured_before() -> int:
-    """How often Dynamo captured the code before that it captures now."""
-    now = CompileContext.current_compile_id()
-    return (now and now.frame_compile_id) or 0
 
 
 class Conversion:
@@ -87,7 +225,7 @@ class Conversion:
         graphs: a report for each graph captured up to now; none before the first call.
     """
 
-    def __init__(self, model: nn.Module, places: Sequence[nn.Module], backend: Backend) -> None:
+    def __init__(self, model: nn.Module, places: Sequence[nn.Module], backend: ChainBackend) -> None:
         self.model, self._backend = model, backend
         self._places, self._calls = places, Calls(backend.missed)
 
@@ -99,9 +237,8 @@ class Conversion:
             assert conversion is not None  # the call that is captured holds it
             return _captured(conversion.model, conversion._calls, conversion._backend, gm, inputs)
 
-        compiled = torch.compile(_frame_of(self._calls), backend=captured)  # pyright: ignore[reportUnknownMemberType]
-        compiled = _not_warning(compiled)
-        self._before = [(place, call_impl(place)) for place in places]
+        compiled = dynamo.not_warning(torch.compile(_frame_of(self._calls), backend=captured))  # pyright: ignore
+        self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
             call = functools.partial(_guarded, self._calls, compiled, place)
             vars(call)["conversion"] = self
@@ -153,16 +290,14 @@ def _own(model: nn.Module) -> list[str]:
 
 
 def _captured(
-    model: nn.Module, calls: Calls, backend: Backend, gm: GraphModule, example_inputs: Sequence[Any]
+    model: nn.Module, calls: Calls, backend: ChainBackend, gm: GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
     # Read when Dynamo makes the guards of this graph, right after this. The first overlooks hooks that are set later;
-    # the second, where it is the default (torch 2.11), another class and another requires_grad. `_guarded` sets them
-    # back.
-    before: dict[str, Any] = vars(_local).setdefault("set", {})
-    for name in _SHORTCUTS:
-        before.setdefault(name, getattr(_dynamo, name))
-        setattr(_dynamo, name, False)
-    call: Call = vars(_local)["call"]
+    # the second, where it is the default (torch 2.11), another class and another requires_grad.
+    dynamo.set_until_the_call_ends("skip_nnmodule_hook_guards", False)
+    dynamo.set_until_the_call_ends("use_recursive_dict_tags_for_guards", False)
+    call = dynamo.current_call()
+    assert call is not None  # that is captured
     captured = call.captures(gm, example_inputs)
     calls.see(captured, call.module, gm, example_inputs)
     name_owners(model, call.module, gm)
@@ -173,20 +308,19 @@ def _captured(
     def running(*args: Any) -> Any:
         captured.calls += 1
         captured.last = calls.count
-        now: Call | None = vars(_local).get("call")
+        now = dynamo.current_call()
         if now is not None and not now.ran:
             now.ran = True
             if captured.until is not None:
                 # The call cannot run again from its beginning, if Dynamo fails behind the break; so Dynamo lets that
-                # part of the code run as it is. `_guarded` sets it back.
-                vars(_local).setdefault("set", {}).setdefault("suppress_errors", _dynamo.suppress_errors)
-                _dynamo.suppress_errors = True
+                # part of the code run as it is.
+                dynamo.set_until_the_call_ends("suppress_errors", True)
         return run(*args)
 
     return running
 
 
-def call_impl(module: nn.Module) -> Callable[..., Any] | None:
+def _call_impl(module: nn.Module) -> Callable[..., Any] | None:
     """What a call of a module runs in place of its class's own, if anything."""
     return module._compiled_call_impl  # pyright: ignore
 
@@ -219,23 +353,23 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
     if calls.failed and calls.failed[_kind(module, args, kwargs)] >= _TRIES:
         calls.missed[f"Dynamo failed to capture {_TRIES} calls like them"] += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore
-    _mark_growing(kwargs.get("past_key_values"))
+    dynamo.mark_growing(kwargs.get("past_key_values"))
     handled = sys.exception()
-    outer, call = vars(_local).get("call"), Call(module, args, kwargs)
-    _local.call = call
+    outer, call = dynamo.current_call(), ModelCall(module, args, kwargs)
+    dynamo.begin(call)
     try:
         return compiled(module, *args, **kwargs)
     except Exception as error:
-        if call.ran or not is_of_capture(error):
+        if call.ran or not dynamo.is_of_capture(error):
             raise
         call.failures.append(error)
     finally:
-        _local.call = outer
+        dynamo.begin(outer)
         calls.meet(call)
         where = "behind a graph break " if call.ran else ""
-        calls.missed.update({f"{where}Dynamo failed to capture them: {first_of(e, handled)}" for e in call.failures})
-        for name, value in vars(_local).pop("set", {}).items():
-            setattr(_dynamo, name, value)
+        failed = {dynamo.first_of(error, handled) for error in call.failures}
+        calls.missed.update(f"{where}Dynamo failed to capture them: {first}" for first in failed)
+        dynamo.set_back()
     result: Any = module._call_impl(*args, **kwargs)  # pyright: ignore  # which raises what it raised before
     calls.failed[_kind(module, args, kwargs)] += 1
     return result  # pyright: ignore
@@ -246,34 +380,34 @@ def _kind(module: nn.Module, args: Sequence[Any], kwargs: Iterable[str]) -> tupl
     return (id(module), module.training, torch.is_grad_enabled(), len(args), *kwargs)
 
 
-answer_as_eager(lambda: getattr(_local, "call", None))
-log_less(lambda: getattr(_local, "call", None))
+def compiled_rest(gm: GraphModule) -> Callable[..., Any]:
+    """A graph whose stretches between regions are compiled by Inductor, each at its first call."""
+    from torch.fx.passes.split_module import split_module  # which takes long to import
+
+    part, of = 0, dict[Node, int]()
+    before: bool | None = None
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        here = node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), CapturedRegion)
+        apart = here or is_state(node)
+        if before is not None and (apart or before):
+            part += 1
+        of[node], before = part, apart
+    split = split_module(gm, gm, lambda node: of[node])
+    for name, child in list(split.named_children()):
+        assert isinstance(child, GraphModule)
+        calls = [n for n in child.graph.nodes if n.op in ("call_function", "call_method", "call_module")]
+        alone = len(calls) == 1 and (calls[0].op == "call_module" or is_state(calls[0]))
+        if not alone:
+            setattr(split, name, _Compiled(child))
+    return split.forward
 
 
-def _not_warning(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave `logger.warning_once` and its like, of Hugging Face, out of what Dynamo captures: it ends a graph there.
+class _Compiled(torch.nn.Module):
+    def __init__(self, body: torch.nn.Module) -> None:
+        super().__init__()
+        self._run = torch.compile(body)  # pyright: ignore[reportUnknownMemberType]
 
-    Other calls of a logger end it, so that they log.
-    """
-    once = {getattr(logging.Logger, name) for name in ("warning_once", "info_once") if hasattr(logging.Logger, name)}
-    ignored: set[Any] = _dynamo.ignore_logger_methods
-    if type(ignored) is not set:  # a tuple, say, that somebody put there
-        return compiled
-    added = once - ignored
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        ignored.update(added)
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            ignored.difference_update(added)
-
-    return call
-
-
-def _mark_growing(cache: Any) -> None:
-    """Spare the graph of a first decoding step: the keys and values of Hugging Face's dynamic caches grow in each."""
-    for layer in getattr(cache, "layers", ()):
-        for t in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            if isinstance(t, torch.Tensor) and t.ndim == 4 and not getattr(layer, "is_compileable", True):
-                torch._dynamo.maybe_mark_dynamic(t, 2)  # pyright: ignore
+    def forward(self, *args: Any) -> Any:
+        return self._run(*args)

@@ -15,7 +15,7 @@ from .raising import Inner, Raised, Value
 
 
 @dataclasses.dataclass(eq=False)
-class Chain:
+class RaisedChain:
     """Raised operations that run as one `Sequential`, in the order of the graph."""
 
     members: list[Raised]
@@ -32,7 +32,7 @@ class Chain:
 
 def chains_of(
     graph: Graph, operations: Sequence[Raised], apart: Container[Raised] = (), strict: bool = False
-) -> list[Chain]:
+) -> list[RaisedChain]:
     """Cover the operations of a graph with chains: as large as they can be while each can run as one call.
 
     A chain is convex: no value that it reads is made, outside of it, of a value that it makes. Its operations run under
@@ -50,10 +50,10 @@ def chains_of(
     state = states(graph.nodes, {r.out for r in operations}, touched)
     place = {node: i for i, node in enumerate(graph.nodes)}
     leaving = returned(graph)
-    made: dict[Value, Chain] = {}
-    viewed: dict[Value, Chain] = {}
+    made: dict[Value, RaisedChain] = {}
+    viewed: dict[Value, RaisedChain] = {}
     for together in _in_order(operations, place):
-        chain = Chain(list(together), state[together[-1].node], together[0] in apart)
+        chain = RaisedChain(list(together), state[together[-1].node], together[0] in apart)
         own = {p for r in together for p in r.parameters.values()}
         for node in () if chain.begun else chain.inputs:
             producer = made.get(node)
@@ -91,11 +91,11 @@ def _in_order(operations: Sequence[Raised], place: Mapping[Node, int]) -> Iterab
     return sorted(groups, key=lambda group: place[group[-1].node])
 
 
-def _depends(chain: Chain, on: Chain, made: Mapping[Value, Chain], place: Mapping[Node, int]) -> bool:
+def _depends(chain: RaisedChain, on: RaisedChain, made: Mapping[Value, RaisedChain], place: Mapping[Node, int]) -> bool:
     """Whether a chain reads, by way of a node or a third chain, what another makes."""
     views = [view.node for r in on.members if isinstance(r.out, Inner) for view in r.out.views]
     first = min(place[node] for node in (*(r.node for r in on.members), *views))
-    seen: set[Node | Chain] = set()
+    seen: set[Node | RaisedChain] = set()
     inside = {r.out for r in on.members}
     stack = [n for n in chain.inputs if n not in inside]
     while stack:
@@ -111,7 +111,7 @@ def _depends(chain: Chain, on: Chain, made: Mapping[Value, Chain], place: Mappin
     return False
 
 
-def needed(graph: Graph, chains: Sequence[Chain]) -> tuple[set[Value], set[Node]]:
+def needed(graph: Graph, chains: Sequence[RaisedChain]) -> tuple[set[Value], set[Node]]:
     """The values that are read outside of their chain, and the nodes that chains stand for and nobody reads."""
     made: dict[Value, Value] = {r.out: r.out for chain in chains for r in chain.members}
     made |= {view.node: inner for inner in list(made) if isinstance(inner, Inner) for view in inner.views}
@@ -150,7 +150,7 @@ class Order:
     apart: list[Raised]
 
 
-def order_of(chain: Chain, outside: set[Value]) -> Order:
+def order_of(chain: RaisedChain, outside: set[Value]) -> Order:
     """Put the operations of a chain in an order in which most of them read what the one before made."""
     left, members = list(chain.members), list[Raised]()
     inside, current = {r.out for r in left}, None

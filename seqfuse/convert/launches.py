@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import ops
-from .chains import Chain, Order
+from .chains import Order, RaisedChain
 from .effects import in_place
 from .graph import argument, example, fake, is_fixed, is_plain, is_same, name_of, numbers, spelled
 
@@ -76,7 +76,7 @@ class Before:
         parameters: the nodes that are parameters of its operations.
     """
 
-    def __init__(self, chain: Chain, order: Order, nodes: Iterable[Node], parameters: Iterable[Node]) -> None:
+    def __init__(self, chain: RaisedChain, order: Order, nodes: Iterable[Node], parameters: Iterable[Node]) -> None:
         self._parameters = tuple(parameters)
         self._modes = [node.args for node in chain.state.autocast]
         self._outputs = [

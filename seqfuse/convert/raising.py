@@ -29,6 +29,11 @@ Given = Node | Transposed
 """What stands for a parameter in a graph."""
 
 
+def node_of(given: Given) -> Node:
+    """The node that a parameter is, or is the transpose of."""
+    return given.node if isinstance(given, Transposed) else given
+
+
 @dataclasses.dataclass
 class View:
     """A node that is part of a value that no node holds: [*, D], or heads [B, H, S, D] of [B, S, *], from start on."""
@@ -81,7 +86,7 @@ class Raised:
     @property
     def inputs(self) -> list[Node]:
         """The nodes whose values it reads."""
-        given = [p.node if isinstance(p, Transposed) else p for p in self.parameters.values()]
+        given = map(node_of, self.parameters.values())
         return [*([self.x] if isinstance(self.x, Node) else []), *self.channels.values(), *given]
 
 
@@ -185,7 +190,7 @@ def one(operation: FusableOperation, x: Any, out: Node, **parameters: Any) -> Fo
         return None
     given = {name: p for name, p in parameters.items() if p is not None}
     for p in given.values():
-        t = example(p.node if isinstance(p, Transposed) else p)
+        t = example(node_of(p))
         if t is None or t.device != e.device or not t.is_floating_point():
             return None
     return [Raised(operation, x, out, out, given)]

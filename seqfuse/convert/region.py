@@ -23,18 +23,18 @@ from ..plan.reference import draw
 from ..plan.schedule import Choice, MemoryChoice
 from ..run.fuser import Fuser, default_fusions
 from ..run.guard import bind
-from ..run.regions import Region as PlannedRegion
+from ..run.regions import Region
 from ..run.sequential import Fusions, Sequential, install
 from .chains import Order
 from .graph import example, fake, numbers, owner
 from .launches import Before, Launches, Unconverted
-from .raising import Given, Transposed
+from .raising import Given, Transposed, node_of
 
 SEGMENT_BYTES = 1 << 20
 """What an autograd node is for, at least: in a small model there is little to free, or to send, before the rest."""
 
 
-class Region(nn.Module):
+class CapturedRegion(nn.Module):
     """Runs a chain: `region(x, *channels, *parameters)` returns the values that are read outside of it.
 
     The parameters are given because Dynamo's graph has them as inputs: its guards hold for them already, one graph
@@ -80,7 +80,7 @@ class Region(nn.Module):
         `None` before its first call, and while hooks of all modules make it run eagerly.
         """
         region, *_ = self._fuser.op_list().parts
-        plan = region.program.plan if isinstance(region, PlannedRegion) and region.program is not None else None
+        plan = region.program.plan if isinstance(region, Region) and region.program is not None else None
         if plan is None:
             return None
         if self._ran is None or self._ran[0] is not plan:
@@ -98,7 +98,7 @@ class Region(nn.Module):
     @property
     def hooked(self) -> bool:
         """Whether its operations run eagerly one by one, as they do while there are hooks of all modules."""
-        return not any(isinstance(part, PlannedRegion) for part in self._fuser.op_list().parts)
+        return not any(isinstance(part, Region) for part in self._fuser.op_list().parts)
 
     def plan_for(
         self, device: str, *, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, grad: bool = True
@@ -141,7 +141,7 @@ class Region(nn.Module):
         made: dict[Node, Tensor] = {}
 
         def like(given: Given) -> Tensor:
-            node = given.node if isinstance(given, Transposed) else given
+            node = node_of(given)
             if node not in made:
                 made[node] = fake(node)
             return made[node].t() if isinstance(given, Transposed) else made[node]
@@ -177,7 +177,7 @@ class Region(nn.Module):
 
     def _count_launched(self) -> tuple[int, int] | None:
         (part,) = (op_list := self._fuser.op_list()).parts
-        if not isinstance(part, PlannedRegion) or (program := part.program) is None:
+        if not isinstance(part, Region) or (program := part.program) is None:
             return None
         env = program.plan.env
         try:

@@ -11,24 +11,8 @@ from ..ops import Fork
 from ..pictures.text import longer
 from ..plan.step import Step
 from .calls import Calls, Captured
-from .region import Region
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """A call that runs as it did before.
-
-    Attributes:
-        call: the name of the call.
-        kind: GEMM, norm, activation, attention, convolution, interpolation, recurrent layer or FFT.
-        module: the path of the module that it belongs to.
-        reason: why.
-    """
-
-    call: str
-    kind: str
-    module: str
-    reason: str
+from .reasons import Left
+from .region import CapturedRegion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +30,7 @@ class GraphReport:
     """
 
     name: str
-    regions: tuple[Region, ...]
+    regions: tuple[CapturedRegion, ...]
     left: tuple[Left, ...]
     beside: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     limit: int | None = None
@@ -115,7 +99,7 @@ _LIMIT = (
 )
 
 
-def _chain(region: Region) -> list[str]:
+def _chain(region: CapturedRegion) -> list[str]:
     names = [type(op).__name__ for op in region.order.operations if not isinstance(op, Fork)]
     head = f"chain of {counted(len(region.order.members), 'operation')}: {_folded(names)}"
     lines = textwrap.wrap(head, 96, subsequent_indent="    ")
@@ -149,7 +133,7 @@ def _chain(region: Region) -> list[str]:
     return lines
 
 
-def _choices(regions: Sequence[Region]) -> list[str]:
+def _choices(regions: Sequence[CapturedRegion]) -> list[str]:
     """What all chains together would save with each choice of memory, where choices differ."""
     sums: dict[str, tuple[int, float, bool]] = {}
     plans = [plan for region in regions if (plan := region.plan) is not None and plan.env.grad]

@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 import seqfuse as sf
 from seqfuse.convert import Conversion, GraphReport
-from seqfuse.convert.rewriting import Options, rewrite
+from seqfuse.convert.rewrite import RewriteOptions, rewrite
 from tests.convert.drawing import Drawn, Model, drawn
 from tests.convert.recording import given, recorded
 
@@ -181,7 +181,7 @@ def disagreement_recorded(draw: Drawn, use: Use, seed: int) -> tuple[str | None,
         gm, _ = recorded(model_of(draw, use, seed), x.clone().requires_grad_(use.needs_x), seed % 2 == 0)
     except Exception:
         return None, None
-    reports = rewrite(gm, Options())
+    reports = rewrite(gm, RewriteOptions())
     for i in range(2):
         try:
             found = passes(model, x, use, seed, gm)
@@ -213,7 +213,7 @@ def disagreement_under_autocast(draw: Drawn, use: Use, seed: int) -> tuple[str |
     except Exception:
         return None, None
     with torch.autocast("cpu", torch.bfloat16):
-        reports = rewrite(gm, Options())
+        reports = rewrite(gm, RewriteOptions())
         try:
             found = passes(model, low, use, seed, gm)
         except Exception as error:

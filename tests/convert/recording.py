@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
-from seqfuse.convert.region import Region
-from seqfuse.convert.rewriting import Options, rewrite
+from seqfuse.convert.region import CapturedRegion
+from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
 _OPERATORS = {
     name: getattr(operator, name)
@@ -141,12 +141,12 @@ class Replayed:
         model: nn.Module,
         x: Inputs,
         tensors: Callable[[Any], Sequence[Tensor]] | None = None,
-        options: Options | None = None,
+        options: RewriteOptions | None = None,
     ) -> None:
         self.model = model
         self._graph, outputs = recorded(model, x, renames=True, tensors=tensors or _tensors_of)
         self._one = tensors is None and isinstance(outputs, Tensor)
-        self.graphs = rewrite(self._graph, options or Options())
+        self.graphs = rewrite(self._graph, options or RewriteOptions())
 
     def __call__(self, *args: Tensor, **inputs: Tensor) -> Any:
         outputs = self._graph(*given(self.model, args[0] if args else inputs).values())
@@ -156,7 +156,7 @@ class Replayed:
     def calls(self) -> int:
         """How many calls of regions are in the graph."""
         nodes = self._graph.graph.find_nodes(op="call_module")
-        return sum(isinstance(self._graph.get_submodule(str(node.target)), Region) for node in nodes)
+        return sum(isinstance(self._graph.get_submodule(str(node.target)), CapturedRegion) for node in nodes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)

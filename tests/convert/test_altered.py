@@ -15,7 +15,7 @@ from torch.fx import Graph
 from seqfuse import ops
 from seqfuse.convert import GraphReport
 from seqfuse.convert.effects import in_place
-from seqfuse.convert.rewriting import Options, rewrite
+from seqfuse.convert.rewrite import RewriteOptions, rewrite
 from seqfuse.ops.mergedlinear import MAX_PARTS
 
 from .comparing import assert_same, assert_same_recorded
@@ -624,7 +624,9 @@ def test_weights_that_are_dropped_without_a_number_are_dropped_by_half():
     graph, _ = recorded(model, x, renames=True, tensors=lambda y: [y])
     for node in graph.graph.find_nodes(op="call_function", target=F.dropout):
         node.kwargs = {}  # as Dynamo captures it
-    found = [op for graph in rewrite(graph, Options()) for region in graph.regions for op in region.order.operations]
+    found = [
+        op for graph in rewrite(graph, RewriteOptions()) for region in graph.regions for op in region.order.operations
+    ]
     assert [op.dropout for op in found if isinstance(op, ops.Attention)] == [0.5]
 
 
@@ -633,7 +635,9 @@ def test_a_norm_without_a_number_has_that_of_torch():
     graph, _ = recorded(model, torch.randn(2, 4, 8, dtype=torch.float64), renames=True, tensors=lambda y: [y])
     for node in graph.graph.find_nodes(op="call_function", target=F.layer_norm):
         node.kwargs = {name: value for name, value in node.kwargs.items() if name != "eps"}  # as Dynamo captures it
-    found = [op for graph in rewrite(graph, Options()) for region in graph.regions for op in region.order.operations]
+    found = [
+        op for graph in rewrite(graph, RewriteOptions()) for region in graph.regions for op in region.order.operations
+    ]
     assert [op.eps for op in found if isinstance(op, ops.LayerNorm)] == [1e-5]
 
 

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse.convert import Conversion
 from seqfuse.convert import backend as seqfuse_backend
-from seqfuse.convert.rest import compiled_rest
-from seqfuse.convert.rewriting import Options, rewrite
+from seqfuse.convert.capture import compiled_rest
+from seqfuse.convert.rewrite import RewriteOptions, rewrite
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_equal, assert_same, passes
@@ -568,7 +568,7 @@ class BetweenOthers(Block):
 
 def test_each_stretch_beside_a_region_is_compiled_as_one():
     graph, _ = recorded(BetweenOthers().double(), X, renames=True, tensors=lambda y: [y])
-    rewrite(graph, Options())
+    rewrite(graph, RewriteOptions())
     parts: Any = compiled_rest(graph)
     assert [type(part).__name__ for part in parts.__self__.children()] == ["_Compiled", "GraphModule", "_Compiled"]
 

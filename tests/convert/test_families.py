@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import seqfuse as sf
-from seqfuse.convert.rewriting import Options
+from seqfuse.convert.rewrite import RewriteOptions
 from seqfuse.testing import seeded_randn
 
 from .families import FAMILIES, randomized, tensor_of
@@ -64,7 +64,7 @@ def test_a_lean_model_makes_queries_keys_and_values_again(name: str):
     family = FAMILIES[name]
     model = randomized(family.build()).train()
     wanted = passes(model, family.inputs())
-    options = Options(memory="lean")
+    options = RewriteOptions(memory="lean")
     replayed = Replayed(model, family.inputs(), lambda outputs: (tensor_of(outputs),), options)
     assert_close(passes(replayed, family.inputs()), wanted)
     assert sum(region.plan.count("RecomputeHeads") for graph in replayed.graphs for region in graph.regions) > 0

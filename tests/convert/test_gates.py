@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import seqfuse as sf
-from seqfuse.convert.rewriting import Options
+from seqfuse.convert.rewrite import RewriteOptions
 
 from .families import FAMILIES, randomized, tensor_of, transformers
 from .recording import Replayed
@@ -79,7 +79,7 @@ def test_a_converted_layer_that_is_to_be_lean_saves_at_most_a_part_of_what_eager
         if captured:
             sf.convert(converted, memory="lean")
         else:
-            converted = Replayed(converted, {"input_ids": TOKENS}, first, Options(memory="lean"))
+            converted = Replayed(converted, {"input_ids": TOKENS}, first, RewriteOptions(memory="lean"))
         converted(input_ids=TOKENS)
         totals.append([bytes_saved(model), bytes_saved(converted)])
     eager, own = (second - first for first, second in zip(*totals, strict=True))

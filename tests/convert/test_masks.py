@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from seqfuse import ops
 from seqfuse.convert import GraphReport
 from seqfuse.convert.masks import Limits, limits_of
-from seqfuse.convert.rewriting import Options, rewrite
+from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
 from .comparing import assert_same, assert_same_recorded
 from .masks import NEARLY, SPELLINGS, Mask, between, changed, of_huggingface, ones, seen
@@ -193,7 +193,7 @@ def test_a_window_is_an_option_where_no_kernel_of_torch_would_run_with_the_mask(
 def test_a_window_stays_a_mask_on_a_cpu_where_a_kernel_of_torch_runs_with_it(device: str):
     with torch.device(device):
         gm, _ = recorded(Masked(lambda x: between(x, 3, 1)), X.to(device), renames=True, tensors=lambda y: (y,))
-        (graph,) = rewrite(gm, Options())
+        (graph,) = rewrite(gm, RewriteOptions())
     (found,) = [op for op in graph.regions[0].model if isinstance(op, ops.Attention)]
     assert found.causal
     assert (found.window, found.mask is None) == ((None, False) if device == "cpu" else (3, True))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.convert.rewriting import Options
+from seqfuse.convert.rewrite import RewriteOptions
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
@@ -183,4 +183,4 @@ def test_a_norm_by_hand_that_filter_fn_leaves_out_is_left():
         return m.b(RMS["divided by torch.sqrt"](m.a(x), m))
 
     model = Layers(spelling).double()
-    assert not operations(Replayed(model, X, options=Options(allowed=lambda path: False)))
+    assert not operations(Replayed(model, X, options=RewriteOptions(allowed=lambda path: False)))

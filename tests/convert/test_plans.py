@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import seqfuse as sf
-from seqfuse.convert.region import Region
-from seqfuse.convert.rewriting import Options
+from seqfuse.convert.region import CapturedRegion
+from seqfuse.convert.rewrite import RewriteOptions
 from seqfuse.plan.schedule import Choice
 from seqfuse.testing import seeded_randn
 
@@ -34,9 +34,9 @@ class Heads(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-def converted(memory: Choice) -> tuple[Replayed, Region]:
+def converted(memory: Choice) -> tuple[Replayed, CapturedRegion]:
     inputs = {"x": seeded_randn((2, 8, 16), 0).requires_grad_(), "mask": seeded_randn((8, 8), 1)}
-    replayed = Replayed(Heads(), inputs, options=Options(memory=memory))
+    replayed = Replayed(Heads(), inputs, options=RewriteOptions(memory=memory))
     replayed(**inputs).sum().backward()
     ((region,),) = (graph.regions for graph in replayed.graphs)
     return replayed, region

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse.convert.launches import Before, Launches
-from seqfuse.convert.region import Region
+from seqfuse.convert.region import CapturedRegion
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same_recorded
@@ -236,7 +236,9 @@ def test_what_a_report_counts_is_counted_once_for_each_plan():
     conversion = sf.convert(model)
     model(ROWS)
     with (
-        patch.object(Region, "_count_launched", autospec=True, side_effect=Region._count_launched) as launched,
+        patch.object(
+            CapturedRegion, "_count_launched", autospec=True, side_effect=CapturedRegion._count_launched
+        ) as launched,
         patch.object(Before, "eager", autospec=True, side_effect=Before.eager) as eager,
     ):
         first = str(conversion)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse.convert import backend
-from seqfuse.convert.region import Region
+from seqfuse.convert.region import CapturedRegion
 
 from .recording import given as inputs_of
 from .recording import recorded
@@ -110,7 +110,7 @@ def test_the_backend_takes_the_choice_of_memory():
         gm, _ = recorded(model, x, renames=True, tensors=lambda y: (y,))
         backend(gm, [], options={"memory": memory})
         (region,) = gm.children()
-        assert isinstance(region, Region)
+        assert isinstance(region, CapturedRegion)
         gm(*inputs_of(model, x).values())
         plan = region.plan
         assert plan is not None

@@ -81,7 +81,7 @@ def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], nod
         return first if across is None else across
     raised, packed = first, first[-1].out if first else q.source
     if q.norm is not None and k.norm is not None:
-        normed = _normed(q, k, packed, node)
+        normed = _normed(q, k, q.norm, k.norm, packed, node)
         if isinstance(normed, str):
             return normed
         raised.append(normed)
@@ -162,10 +162,7 @@ def _packed(parts: list[Heads], out: Inner) -> list[Raised] | str:
     return [r, *(Raised(operation, x, y, source) for operation, x, y in steps)]
 
 
-def _normed(q: Heads, k: Heads, x: Value, node: Node) -> Raised | str:
-    a, b = q.norm, k.norm
-    assert a is not None
-    assert b is not None
+def _normed(q: Heads, k: Heads, a: FoundNorm, b: FoundNorm, x: Value, node: Node) -> Raised | str:
     whole = a.size == q.heads * q.size and q.heads > 1
     if b.size != (k.heads * k.size if whole else k.size) or a.size not in (q.size, q.heads * q.size):
         return "norms of queries and keys are of different widths"
@@ -174,7 +171,7 @@ def _normed(q: Heads, k: Heads, x: Value, node: Node) -> Raised | str:
         return "norms of queries and keys are of different kinds"
     w = example(a.weight)
     made = ops.QKNorm(
-        q.size, q.heads, k.heads, a.eps, w is not None, META, None if w is None else w.dtype,
+        q.size, q.heads, k.heads, cast(float, a.eps), w is not None, META, None if w is None else w.dtype,
         kind="rms" if a.kind == "rms" else "layer", bias=a.bias is not None, full_width=whole,
         zero_centered=a.zero_centered,
     )  # fmt: skip

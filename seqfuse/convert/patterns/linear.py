@@ -27,12 +27,12 @@ from ..graph import (
     spelled,
 )
 from ..launches import are_saved
-from ..raising import META, Found, Given, Inner, Raised, Transposed, View, matcher, one
+from ..raising import META, Found, Given, Inner, Raised, Transposed, View, matcher, node_of, one
 
 
 def linear(x: Any, weight: Given, bias: Any, out: Node) -> Found:
     """A `Linear`, if the sizes are numbers."""
-    w, given = example(weight.node if isinstance(weight, Transposed) else weight), example(x)
+    w, given = example(node_of(weight)), example(x)
     if w is None or w.ndim != 2 or given is None or given.ndim < 1 or not is_fixed(*w.shape):
         return None
     rows, columns = reversed(w.shape) if isinstance(weight, Transposed) else w.shape
@@ -61,8 +61,7 @@ def raise_addmm(node: Node) -> Found:
 def raise_matmul(node: Node) -> Found:
     """X @ weight.T, the weight a parameter."""
     weight = _weight_of(argument(node, 1, "other"))
-    holder = weight.node if isinstance(weight, Transposed) else weight
-    if weight is None or holder is None or holder.op not in ("placeholder", "get_attr"):
+    if weight is None or node_of(weight).op not in ("placeholder", "get_attr"):
         return None
     return linear(argument(node, 0, "input"), weight, None, node)
 

@@ -1,0 +1,207 @@
+"""Why a call of a graph is left as it is: its form, what stands around it, or what was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, Node
+
+from .chains import RaisedChain
+from .graph import is_same, name_of, owner, spelled
+from .patterns.norm import is_root
+from .raising import CHEAP, Raised, Value
+
+_KINDS = {
+    "GEMM": (
+        "linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "tensordot", "bilinear",
+        "inner", "chain_matmul", "linalg_multi_dot", "_grouped_mm", "grouped_mm", "grouped_mm_fallback", "_scaled_mm",
+        "scaled_mm",
+    ),
+    "attention": (
+        "scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention",
+        "_transformer_encoder_layer_fwd",
+    ),
+    "norm": ("layer_norm", "rms_norm", "rsqrt", "group_norm", "batch_norm", "instance_norm", "normalize"),
+    "activation": (
+        "gelu", "silu", "relu", "tanh", "sigmoid", "glu", "leaky_relu", "elu", "mish", "softplus", "relu6", "hardswish",
+        "hardsigmoid", "hardtanh", "selu", "celu", "prelu", "logsigmoid", "relu_", "silu_", "tanh_", "sigmoid_",
+    ),
+    "interpolation": ("lerp", "lerp_"),
+    "recurrent layer": (
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    ),
+    "FFT": (
+        *(f"fft_{inverse}{kind}fft{n}" for inverse in ("", "i") for kind in ("", "r", "h") for n in ("", "2", "n")),
+        "stft", "istft",
+    ),
+    "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+}  # fmt: skip
+_HEAVY = {call: kind for kind, calls in _KINDS.items() for call in calls}
+_NORMS = ("norm", "linalg_vector_norm", "std")
+"""Calls that are norms, as roots are, where a matcher has a reason why they are not raised."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A call that runs as it did before.
+
+    Attributes:
+        call: the name of the call.
+        kind: GEMM, norm, activation, attention, convolution, interpolation, recurrent layer or FFT.
+        module: the path of the module that it belongs to.
+        reason: why.
+    """
+
+    call: str
+    kind: str
+    module: str
+    reason: str
+
+
+def left_in(graph: Graph, reasons: Mapping[Node, str], allowed: Callable[[Node], bool]) -> tuple[Left, ...]:
+    """The calls of a graph that are worth a line, with the reason that was found, or that is in their form."""
+    return tuple(
+        Left(name_of(n), kind, owner(n), reasons.get(n) or (_form(name_of(n), kind) if allowed(n) else NOT_ALLOWED))
+        for n in graph.nodes
+        if (kind := _kind(n, n in reasons)) is not None
+    )
+
+
+def _kind(node: Node, explained: bool) -> str | None:
+    """What a call that is left is in the words of a report; roots and softmax are only where there is a reason."""
+    name = name_of(node) if node.op in ("call_function", "call_method") else ""
+    if explained and name == "softmax":
+        return "attention"
+    if name == "einsum" and not _contracts(node):
+        return None
+    return "norm" if explained and (name in _NORMS or is_root(node)) else _HEAVY.get(name)
+
+
+def _contracts(einsum: Node) -> bool:
+    """Whether an einsum sums over an index of several tensors; without that it is a product of elements or a view."""
+    equation: Any = einsum.args[0]
+    if not isinstance(equation, str):
+        return True
+    given, _, made = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    if "->" not in equation:
+        made = "".join(letter for letter in given if given.count(letter) == 1)
+    return any(sum(letter in term for term in terms) > 1 and letter not in made for letter in given if letter.isalpha())
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """What a module without submodules is in the words of a report, as `Left.kind`."""
+    name, where = type(module).__name__, type(module).__module__
+    if isinstance(module, nn.Linear | nn.Bilinear) or name == "Conv1D":  # which a GEMM is called by Hugging Face
+        return "GEMM"
+    if isinstance(module, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
+        return "convolution"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return "recurrent layer"
+    if "Norm" in name:
+        return "norm"
+    return "activation" if where.endswith((".activation", ".activations")) else None
+
+
+def _form(name: str, kind: str) -> str:
+    return _FORMS.get(name, f"no operation stands for {name}" + (" here" if kind == "attention" else ""))
+
+
+NOT_ALLOWED = "left out by filter_fn"
+
+_FORMS = {
+    "linear": "its weight and bias are no tensors of fixed sizes, or its input is no tensor of floating-point numbers",
+    "addmm": "it is no x.view(-1, n) times a parameter, viewed as the other dimensions of x again",
+    "matmul": "neither is a parameter of two dimensions on the right, and they are not part of attention",
+    "_transformer_encoder_layer_fwd": (
+        "torch's own fast path of nn.TransformerEncoderLayer in eval() without gradients: leave it off by "
+        "torch.backends.mha.set_fastpath_enabled(False) before the first call"
+    ),
+    "layer_norm": "it normalizes more than the last dimension, or has a bias and no weight",
+    "rms_norm": "it normalizes more than the last dimension",
+    **dict.fromkeys(("gelu", "silu", "relu", "tanh", "sigmoid"), "it changes its input in place, or that is no float"),
+}
+"""Which form a call has that operations stand for otherwise."""
+
+
+def alone(
+    chain: RaisedChain, operations: Sequence[Raised], reasons: Mapping[Node, str], allowed: Callable[[Node], bool]
+) -> str:
+    """Why a chain is not worth a call: the calls before and behind it, by name.
+
+    Args:
+        chain: of one operation, or of operations without a parameter.
+        operations: all operations of the graph.
+        reasons: why calls were not raised.
+        allowed: whether a call may be.
+    """
+    makers = {node: r for r in operations for node in (*r.took, r.out)}
+    readers: dict[Value, Raised] = {node: r for r in reversed(operations) for node in r.took}
+    inside = set(chain.members)
+
+    def described(known: Mapping[Value, Raised], node: Node, between: Sequence[str]) -> str | None:
+        r = known.get(node)
+        if r in inside:
+            return None
+        if r is None and not allowed(node):
+            return f"{name_of(node)} ({NOT_ALLOWED})"
+        if r is None:  # in a word where it has a line of its own
+            why = "left" if _kind(node, node in reasons) is not None else reasons.get(node, "not recognized")
+            return f"{name_of(node)} ({why})"
+        path = f", by way of {' and '.join(between)}" if between else ""
+        return f"{type(r.operation).__name__} (in another chain{path})"
+
+    given = [n for r in chain.members for n in (r.x, *r.channels.values()) if isinstance(n, Node)]
+    outs = [r.out for r in chain.members if isinstance(r.out, Node)]
+    before, behind = list(map(_maker, given)), [found for out in outs for found in _readers(out)]
+    entered = any(node.op in ("placeholder", "get_attr") for node, _ in before)
+    left = any(node.op == "output" for node, _ in behind)
+    made = _listed("made by", (described(makers, *found) for found in before if found[0].op.startswith("call")))
+    read = _listed("read by", (described(readers, *found) for found in behind if found[0].op.startswith("call")))
+    into = " and ".join([*made, *["given to the graph"] * entered])
+    out = " and ".join([*read, *["returned"] * left])
+    sides = "; ".join([*[f"its input is {into}"] * bool(into), *[f"its result is {out}"] * bool(out)])
+    return f"{ALONE}: {sides}" if sides else ALONE
+
+
+ALONE = "no operation beside it to fuse it with"
+
+_MOST = 2
+"""Neighbours on one side that are named, at most."""
+
+
+def _listed(verb: str, said: Iterable[str | None]) -> list[str]:
+    names = list(dict.fromkeys(filter(None, said)))
+    more = [f"{len(names) - _MOST} more"] if len(names) > _MOST else []
+    return [f"{verb} {' and '.join(names[:_MOST] + more)}"] if names else []
+
+
+def _passes(node: Node) -> bool:
+    return spelled(node) in CHEAP or is_same(node) is not None
+
+
+def _view(node: Node) -> list[str]:
+    """The name of a view or cast, but for those that change nothing and the places of the parts of a split."""
+    part = spelled(node) == "getitem" and isinstance(node.args[1], int)
+    return [] if part or is_same(node) is not None else [name_of(node)]
+
+
+def _maker(node: Node) -> tuple[Node, list[str]]:
+    """What made a value before views and casts, and the names of these."""
+    between = list[str]()
+    while _passes(node) and node.args and isinstance(node.args[0], Node):
+        between[:0] = _view(node)
+        node = node.args[0]
+    return node, between
+
+
+def _readers(node: Node, between: Sequence[str] = ()) -> Iterator[tuple[Node, Sequence[str]]]:
+    """What reads a value behind views and casts, and the names of these."""
+    for user in node.users:
+        if _passes(user):
+            yield from _readers(user, [*between, *_view(user)])
+        else:
+            yield user, between

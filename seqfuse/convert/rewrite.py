@@ -1,0 +1,301 @@
+"""Rewriting a captured graph: chains become calls of regions, everything else stays as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from ..env import autocast_of
+from ..errors import one_line
+from ..plan.schedule import Choice
+from ..run.sequential import Fusions
+from .chains import RaisedChain, chains_of, needed, order_of
+from .effects import CannotOrder, Effects, in_place, sort, states
+from .graph import example, fold_sizes, numbers, owner, positional, same_shape, spelled
+from .launches import Before, launching
+from .masks import OUTER, is_known, nan_in_rows_of_nothing
+from .patterns import MATCHERS
+from .patterns.attention import around
+from .patterns.linear import beside
+from .patterns.rope import ADDED, PURE
+from .raising import Raised, Transposed, node_of, raised
+from .reasons import ALONE, alone, left_in
+from .region import CapturedRegion
+from .report import GraphReport
+
+
+@dataclasses.dataclass(frozen=True)
+class RewriteOptions:
+    """How graphs are rewritten.
+
+    Attributes:
+        fusions: the fusion set of the regions; the default one if `None`.
+        allowed: says by the path of a module whether its calls may be converted.
+        memory: what chains save for the backward pass.
+    """
+
+    fusions: Fusions | None = None
+    allowed: Callable[[str], bool] = lambda path: True
+    memory: Choice = "save"
+
+
+def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> list[GraphReport]:
+    """Replace the chains of a graph, and those of the bodies of its checkpoints, by regions.
+
+    Args:
+        gm: the graph as Dynamo captured it; it is changed.
+        options: how.
+        name: what reports call the graph.
+
+    Returns:
+        A report of the graph, and of each body.
+    """
+    _hand_over(gm)
+    bodies = [(child, body) for child, body in gm.named_children() if isinstance(body, GraphModule)]
+    reports = [report for child, body in bodies for report in rewrite(body, options, f"{name}, {child}")]
+    run_bodies(gm)
+
+    graph = gm.graph
+    reasons: dict[Node, str] = {}
+
+    def allowed(node: Node) -> bool:
+        return options.allowed(owner(node))
+
+    positional(graph)
+    fold_sizes(graph)
+    effects = Effects(graph)
+    operations = beside(list(raised(graph, MATCHERS, allowed, effects, reasons)), effects)
+    for node in [node for node in reasons if spelled(node) == "softmax"]:
+        for gemm in around(node):
+            reasons.setdefault(gemm, "it is part of the attention around softmax, which is left")
+    for strict in (False, True):
+        regions, dead = _regions(graph, list(operations), options, reasons, allowed, strict)
+        for chain, region in regions:
+            region.before = Before(chain, region.order, graph.nodes, map(node_of, region.given))
+        try:
+            if regions:
+                _replace(gm, regions, dead)
+            break
+        except CannotOrder:
+            continue
+    else:
+        regions = []
+    _erase_unread(graph)
+    gm.recompile()
+    left = left_in(graph, reasons, allowed)
+    return [GraphReport(name, tuple(region for _, region in regions), left, launching(graph.nodes)), *reports]
+
+
+def _erase_unread(graph: Graph) -> None:
+    """Take calls that make masks or angles which nobody reads, or reads any more, out of a graph."""
+    for node in reversed(list(graph.nodes)):
+        added = node.target in (nan_in_rows_of_nothing, *ADDED) or spelled(node) in PURE
+        if not node.users and (added or is_known(node)):
+            graph.erase_node(node)
+
+
+def _regions(
+    graph: Graph,
+    operations: list[Raised],
+    options: RewriteOptions,
+    reasons: dict[Node, str],
+    allowed: Callable[[Node], bool],
+    strict: bool,
+) -> tuple[list[tuple[RaisedChain, CapturedRegion]], set[Node]]:
+    """The chains that can run as one call, and the nodes that need not run then."""
+    apart: set[Raised] = set()
+    lone: list[RaisedChain] = []
+    while True:
+        chains = chains_of(graph, operations, apart, strict)
+        outside, dead = needed(graph, chains)
+        found: list[tuple[RaisedChain, CapturedRegion]] = []
+        left: list[tuple[Raised, str]] = []
+        begins = set[Raised]()
+        for chain in chains:
+            if len(chain.members) == 1 or not any(r.counts for r in chain.members):
+                left += [(r, ALONE) for r in chain.members]
+                lone.append(chain)
+                continue
+            order = order_of(chain, outside)
+            left += [(r, "it goes on from a tensor of another shape") for r in order.apart if r in apart]
+            begins.update(order.apart)
+            if order.apart or left:
+                continue
+            region = CapturedRegion(order, options.fusions, options.memory)
+            reason = _why_not(region, chain)
+            left += [(r, reason) for r in chain.members if reason is not None]
+            found.append((chain, region))
+        if not left and not begins:
+            for chain in lone:
+                reason = alone(chain, operations, reasons, allowed)
+                reasons.update((t, reason) for r in chain.members for t in r.took)
+            return found, dead
+        apart |= begins
+        for r, reason in left:
+            reasons.update((t, reason) for t in r.took)
+            operations.remove(r)
+
+
+def _replace(gm: GraphModule, regions: list[tuple[RaisedChain, CapturedRegion]], dead: set[Node]) -> None:
+    """Call the regions in place of the nodes that they stand for.
+
+    Raises:
+        CannotOrder: if no order of the nodes does that; the graph is as it was.
+    """
+    graph = gm.graph
+    state = states(graph.nodes, {r.out for c, _ in regions for r in c.members})
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    holders: dict[Node, Node] = {}
+    every: list[Node] = []
+    for i, (chain, region) in enumerate(regions):
+        gm.add_submodule(f"seqfuse_{i}", region)
+        last = max((r.node for r in chain.members), key=lambda n: place[n])
+        added, stands = _insert(graph, f"seqfuse_{i}", region, last)
+        holders |= stands
+        every += added
+        state.update((node, chain.state) for node in added)
+    for value, holder in holders.items():
+        for user in list(value.users):
+            if user not in dead and user is not holder:
+                user.replace_input_with(value, holder)
+    try:
+        sort(graph, state, dead)
+    except CannotOrder:
+        for value, holder in holders.items():
+            holder.replace_all_uses_with(value)
+        for node in reversed(every):
+            graph.erase_node(node)
+        for i in range(len(regions)):
+            gm.delete_submodule(f"seqfuse_{i}")
+        raise
+    for node in reversed(list(graph.nodes)):
+        if node in dead:
+            graph.erase_node(node)
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
+    """Why a region cannot stand for its chain: what it returns has other shapes or dtypes.
+
+    Under autocast a norm may give its result in the dtype that the next GEMM reads, where a model that writes it by
+    hand gives float32: what is read outside is cast then. Hooks of the caller's for saved tensors see none of this.
+    """
+    modes = [node.args for node in chain.state.autocast]
+    lowered = bool(modes) or autocast_of(region.device) is not None
+    with FakeTensorMode(), saved_tensors_hooks(_itself, _itself), contextlib.ExitStack() as stack:
+        for args in modes:
+            stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
+        order = region.order
+        try:
+            results = region(*region.stand_ins((order.x, *order.channels.values(), *region.given)))
+        except Exception as error:
+            return one_line(error)
+        results = results if len(order.outputs) > 1 else [results]
+        region.dtypes = [result.dtype for result in results]
+        for node, result in zip(order.outputs, results, strict=True):
+            e = example(node)
+            if e is None:  # a value that no node holds
+                continue
+            cast = lowered and result.is_floating_point() and e.is_floating_point()
+            if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, numbers(e.shape)):
+                got = f"{result.dtype} {tuple(result.shape)}"
+                return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
+            graph: Graph | None = getattr(node, "graph", None)  # an inner value has none
+            if result.stride() != numbers(e.stride()) and graph is not None and any(in_place(n) for n in graph.nodes):
+                return "it would lie otherwise in memory, where a tensor is changed in place"
+    return None
+
+
+def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tuple[list[Node], dict[Node, Node]]:
+    """Put a call of a region into a graph, behind a node: the nodes that were added, and which stand for which."""
+    order = region.order
+    with graph.inserting_after(after):
+        call = graph.call_module(name, ())
+    with graph.inserting_before(call):
+        made = {g: graph.call_method("t", (g.node,)) for g in dict.fromkeys(region.given) if isinstance(g, Transposed)}
+    given = [made[g] if isinstance(g, Transposed) else g for g in region.given]
+    call.args = (order.x, *order.channels.values(), *given)
+    added, holders = [*made.values(), call], dict[Node, Node]()
+    needs = any(e.requires_grad for n in call.all_input_nodes if (e := example(n)) is not None)
+
+    def then(what: str, target: Any, *args: Any) -> Node:
+        with graph.inserting_after(added[-1]):
+            added.append(graph.create_node(what, target, args))
+        return added[-1]
+
+    def stand_for(node: Node, holder: Node, dtype: torch.dtype) -> None:
+        e = example(node)
+        if e is not None and e.dtype is not dtype:
+            holder = then("call_method", "to", holder, e.dtype)
+        if e is not None and needs and not e.requires_grad:  # one of several results that needs no gradient
+            holder = then("call_method", "detach", holder)
+        holder.meta = dict(node.meta)
+        holders[node] = holder
+
+    for i, (output, dtype) in enumerate(zip(order.outputs, region.dtypes, strict=True)):
+        holder = call if len(order.outputs) == 1 else then("call_function", operator.getitem, call, i)
+        if isinstance(output, Node):
+            stand_for(output, holder, dtype)
+            continue
+        for view in output.views:
+            stop = view.start + (view.heads or 1) * view.size
+            part = then("call_function", operator.getitem, holder, (..., slice(view.start, stop)))
+            if view.heads is not None:
+                part = then("call_method", "unflatten", part, -1, (view.heads, view.size))
+                part = then("call_method", "transpose", part, 1, 2)
+            stand_for(view.node, part, dtype)
+    return added, holders
+
+
+def _hand_over(gm: GraphModule) -> None:
+    """Let the bodies of a graph know the nodes of it that they are called with."""
+    for body, call in _called_once(gm):
+        for inner, outer in zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True):
+            inner.meta[OUTER] = outer
+
+
+def run_bodies(gm: GraphModule) -> None:
+    """Leave out what bodies do not read any more, and let their calls run without a compiler."""
+    for body, call in _called_once(gm):
+        inside = body.graph.find_nodes(op="placeholder")
+        call.args = (call.args[0], *(o for i, o in zip(inside, call.args[1:], strict=True) if i.users))
+        for inner in inside:
+            if not inner.users:
+                body.graph.erase_node(inner)
+        body.recompile()
+    for call in _calls(gm):
+        call.target = _checkpointed
+
+
+def _calls(gm: GraphModule) -> list[Node]:
+    return gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
+
+
+def _called_once(gm: GraphModule) -> list[tuple[GraphModule, Node]]:
+    names: dict[Node, str] = {call: str(call.args[0].target) for call in _calls(gm) if isinstance(call.args[0], Node)}
+    count = Counter(names.values())
+    bodies = [(gm.get_submodule(name), call) for call, name in names.items() if count[name] == 1]
+    return [(body, call) for body, call in bodies if isinstance(body, GraphModule)]
+
+
+def _checkpointed(body: GraphModule, *args: Any, **how: Any) -> Any:
+    # What Dynamo puts into a graph leaves it to a compiler to draw dropout's numbers again in a second run.
+    how |= {"use_reentrant": False}
+    if "_checkpoint_context_fn" in body.meta:
+        how["context_fn"] = body.meta["_checkpoint_context_fn"]
+    return checkpoint(body, *args, **how)  # pyright: ignore[reportUnknownVariableType]
