@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import lzma
 import os
@@ -27,17 +28,13 @@ _passed: set[str] = set()
 
 def traced(item: Any) -> Generator[None, Any, Any]:
     """Around each test: note the functions of the package that it calls."""
-    codes: set[Any] = set()
-
-    def called(frame: Any, event: str, arg: Any) -> None:
-        codes.add(frame.f_code)
-
-    begun = time.perf_counter()
-    sys.settrace(called)
+    profile, begun = cProfile.Profile(subcalls=False, builtins=False), time.perf_counter()
+    profile.enable()
     try:
         return (yield)
     finally:
-        sys.settrace(None)
+        profile.disable()
+        codes = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
         place = f"{os.sep}seqfuse{os.sep}"
         names = {f"{Path(c.co_filename).name} {c.co_qualname}" for c in codes if place in c.co_filename}
         numbers = [_functions.setdefault(name.replace(".<locals>", ""), len(_functions)) for name in sorted(names)]
