@@ -8,13 +8,13 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-Layout = Literal["packed", "separate", "3hde", "e3hd", "eh3d"]
+QKVLayout = Literal["packed", "separate", "3hde", "e3hd", "eh3d"]
 _HINT = (
     """packed [(H + 2 Hkv) D, E], separate (q, k, v), 3hde [3, H, D, E], e3hd [E, (H + 2 Hkv) D], eh3d [E, H, 3, D]"""
 )
 
 
-def pack_qkv(weight: Tensor | Sequence[Tensor], layout: Layout, heads: int, kv_heads: int | None = None) -> Tensor:
+def pack_qkv(weight: Tensor | Sequence[Tensor], layout: QKVLayout, heads: int, kv_heads: int | None = None) -> Tensor:
     """A weight or bias of any layout as that of `MultiHeadAttention.qkv`: [(H + 2 Hkv) D, E], or [(H + 2 Hkv) D].
 
     Nothing is computed: every number keeps its bits.
@@ -57,7 +57,7 @@ def pack_qkv(weight: Tensor | Sequence[Tensor], layout: Layout, heads: int, kv_h
 
 
 def unpack_qkv(
-    weight: Tensor, layout: Layout, heads: int, kv_heads: int | None = None
+    weight: Tensor, layout: QKVLayout, heads: int, kv_heads: int | None = None
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """The inverse of `pack_qkv`.
 

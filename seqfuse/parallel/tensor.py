@@ -28,7 +28,7 @@ _OF_TORCH = (
 )  # fmt: skip
 
 
-class _Act(NamedTuple):
+class _Division(NamedTuple):
     """What is to be done to one module, after everything was checked."""
 
     path: str
@@ -94,10 +94,10 @@ def _check_arguments(model: Any, plan: Any, sequence_dim: Any) -> None:
         raise InputError(message, code="SF106", hint="such as -2")
 
 
-def _acts(model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None) -> list[_Act]:
+def _acts(model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None) -> list[_Division]:
     """What the plan says to do, module by module."""
     named = dict(_named(model))
-    acts: dict[str, _Act] = {}
+    acts: dict[str, _Division] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
             raise InputError(f"there is no style {style!r} (of {pattern!r})", code="SF106", hint=f"one of {STYLES}")
@@ -117,11 +117,13 @@ def _acts(model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | No
     return [*acts.values()]
 
 
-def _styled(model: nn.Module, module: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Act]:
+def _styled(
+    model: nn.Module, module: nn.Module, path: str, style: str, group: Group, dim: int | None
+) -> list[_Division]:
     if style in ("heads", "features"):
         return _region(module, path, style, group, dim)
     if style == "vocab" and isinstance(module, ops.Embedding | LinearCrossEntropy):
-        return [_Act(path, module, module.divided(group), lambda: module.divide(group, sequence_dim=dim))]
+        return [_Division(path, module, module.divided(group), lambda: module.divide(group, sequence_dim=dim))]
     if style in ("column", "row") and isinstance(module, ops.Linear):
         return [_linear(path, module, style, group, _halves(model, module) if style == "column" else None, dim)]
     raise InputError(f"style {style!r} does not fit it", code="SF106", operation=type(module).__name__)
@@ -129,12 +131,12 @@ def _styled(model: nn.Module, module: nn.Module, path: str, style: str, group: G
 
 def _linear(
     path: str, linear: ops.Linear, style: Any, group: Group, parts: Sequence[int] | None, dim: int | None
-) -> _Act:
+) -> _Division:
     shards = linear.divided(style, group, parts)
-    return _Act(path, linear, shards, lambda: linear.divide(style, group, parts=parts, sequence_dim=dim))
+    return _Division(path, linear, shards, lambda: linear.divide(style, group, parts=parts, sequence_dim=dim))
 
 
-def _region(container: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Act]:
+def _region(container: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Division]:
     """A GEMM, operations that can run on a shard of its features, and a GEMM."""
     found: list[tuple[str, nn.Module]] = []
     for name, m in _named(container):
@@ -158,7 +160,7 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
         raise InputError(f"{type(other).__name__} between its Linears cannot be divided", **wrong)
     (into, first), (out, last) = (cast(tuple[str, ops.Linear], found[i]) for i in places)
     parts: tuple[int, ...] | None = None
-    changes: list[_Act] = []
+    changes: list[_Division] = []
     if attention:
         heads, shared = attention[0].heads, attention[0].kv_heads
         own = own_heads(heads, shared, group)
@@ -166,7 +168,7 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
         parts = heads * size, shared * size, shared * size
         for name, m in found[places[0] + 1 : places[1]]:
             if isinstance(m, of_heads):
-                changes.append(_Act(f"{path}.{name}", m, {}, _with_heads(m, own, group)))
+                changes.append(_Division(f"{path}.{name}", m, {}, _with_heads(m, own, group)))
     elif any(isinstance(m, Gated) for m in between):
         parts = first.out_features // 2, first.out_features // 2
     ends = (into, first, "column", parts), (out, last, "row", None)
@@ -203,7 +205,7 @@ def _sequences(module: nn.Module) -> Iterator[list[nn.Module]]:
         yield from _sequences(inner)
 
 
-def _check_ties(model: nn.Module, acts: Sequence[_Act]) -> None:
+def _check_ties(model: nn.Module, acts: Sequence[_Division]) -> None:
     """Check that all who use a parameter that is divided divide it alike."""
     shards = {(id(act.module), name): shard for act in acts for name, shard in act.shards.items()}
     uses: dict[int, list[tuple[str, ParameterShard | None]]] = {}
@@ -217,7 +219,7 @@ def _check_ties(model: nn.Module, acts: Sequence[_Act]) -> None:
             raise InputError(message, code="SF106", hint="name all of them in the plan")
 
 
-def _on_rows(model: nn.Module, acts: Sequence[_Act]) -> list[UnfusedOperation]:
+def _on_rows(model: nn.Module, acts: Sequence[_Division]) -> list[UnfusedOperation]:
     """The operations with parameters that see a sequence shard; warns of other modules with parameters."""
     known = {id(act.module) for act in acts}
     found: list[UnfusedOperation] = []

@@ -52,7 +52,7 @@ class FoundRope(NamedTuple):
         return same and (self.size, self.style) == (other.size, other.style)
 
 
-class _Part(NamedTuple):
+class _PairMember(NamedTuple):
     """The first (0) or second (1) members of pairs of x."""
 
     x: Any
@@ -149,14 +149,14 @@ def _of_parts(node: Any) -> FoundRope | None:
     terms = [_term(product) for product in (*one, *two)]
     if any(term is None for term in terms):
         return None
-    (x, cos), (x2, sin), *others = cast("list[tuple[_Part, Any]]", terms)
+    (x, cos), (x2, sin), *others = cast("list[tuple[_PairMember, Any]]", terms)
     wanted, style = [(x2, cos), (x, sin)], joined[2]
     if x[1:] != (0, style) or x2 != (x.x, 1, style) or others not in (wanted, wanted[::-1]):
         return None
     return _found(x.x, cos, sin, style)
 
 
-def _term(product: Any) -> tuple[_Part, Any] | None:
+def _term(product: Any) -> tuple[_PairMember, Any] | None:
     """A part of x, and what it is multiplied by."""
     for part, factor in either(operands(product, "mul")):
         if (found := _part(part)) is not None:
@@ -177,7 +177,7 @@ def _joined(node: Any) -> tuple[Any, Any, PairStyle] | None:
     return (*argument(stack, 0, "tensors"), "interleaved")
 
 
-def _part(node: Any) -> _Part | None:
+def _part(node: Any) -> _PairMember | None:
     """Of which x a node is the first or second members of pairs."""
     node = narrow_of(node)
     half = part_of(node)
@@ -186,7 +186,7 @@ def _part(node: Any) -> _Part | None:
         e = example(whole)
         if e is None or not same_size(e.shape[-1], 2 * size) or start not in (0, size):
             return None
-        return _Part(narrow_of(whole), start // size, "half")
+        return _PairMember(narrow_of(whole), start // size, "half")
     if spelled(node) != "getitem":
         return None
     source: Any = node.args[0]
@@ -202,9 +202,9 @@ def _part(node: Any) -> _Part | None:
     if isinstance(last, slice):
         step = cast("slice[Any, Any, Any]", last)
         begin = {(None, None, 2): 0, (0, None, 2): 0, (1, None, 2): 1}.get((step.start, step.stop, step.step))
-        return None if begin is None or e.shape[-1] % 2 else _Part(narrow_of(source), begin, "interleaved")
+        return None if begin is None or e.shape[-1] % 2 else _PairMember(narrow_of(source), begin, "interleaved")
     x = _of_pairs(source)
-    return _Part(x, last, "interleaved") if x is not None and type(last) is int and last in (0, 1) else None
+    return _PairMember(x, last, "interleaved") if x is not None and type(last) is int and last in (0, 1) else None
 
 
 def _of_pairs(node: Any) -> Any:
