@@ -272,6 +272,18 @@ class Step:
         ]
         return tuple(s for s in reversed(parts) if s.needs[0]) if backward else tuple(parts)
 
+    def by_operations(
+        self, env: Env, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], list[Saved]]:
+        """Run the forwards of its operations in its place: y, extra outputs and the records, in order."""
+        outputs, records = dict[str, Tensor](), list[Saved]()
+        for (_, prefix, *_), one in zip(self.members, self.unfused(), strict=True):
+            x, made, saved = one.returned(one.call(env, x, channels, seeds)[0])
+            records.append(saved)
+            channels.update((c, made[n]) for n, c in one.writes)
+            outputs.update((prefix + n, made[n]) for n, _ in one.writes)
+        return recast(x, self.y_dtype), outputs, records
+
 
 def _drawn(seeds: Tensor | None, index: Drawn) -> Any:
     """The seed at an index, or `None`; a tuple of them for a tuple."""

@@ -15,7 +15,7 @@ from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..maingrad import accumulated
 from ..plan.cost_lookup import describe
 from ..plan.fake import faking, is_fake
-from ..plan.inputs import Like, recast
+from ..plan.inputs import Like
 from ..plan.step import Step
 from ..saved import Recompute, Saved
 from .lower import Context
@@ -101,21 +101,14 @@ def _expected(
     context: Context, step: Step, x: Tensor, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Saved]] | None:
     """The results of the operations themselves, run on fake tensors; `None` if they cannot run so."""
-    records: dict[str, Saved] = {}
-    outputs: dict[str, Tensor] = {}
     try:
         with faking() as mode:
-            y: Tensor = mode.from_tensor(x)
             channels = {channel: mode.from_tensor(inputs[name]) for name, channel in step.reads}
             seeds = torch.zeros(len(context.nodes), dtype=torch.int64, device=x.device)
-            for (place, prefix, *_), one in zip(step.members, step.unfused(), strict=True):
-                y, made, records[place] = one.returned(one.call(context.env, y, channels, seeds)[0])
-                channels.update((c, made[n]) for n, c in one.writes)
-                outputs.update((prefix + n, made[n]) for n, _ in one.writes)
-            y = recast(y, step.y_dtype)
+            y, outputs, records = step.by_operations(context.env, mode.from_tensor(x), channels, seeds)
     except Exception:
         return None
-    return y, outputs, records
+    return y, outputs, dict(zip([place for place, *_ in step.members], records, strict=True))
 
 
 def _raw(record: Saved, field: str) -> Any:

@@ -23,6 +23,7 @@ from ..plan.inputs import Like
 from ..plan.step import Drawn, Record, Step, fit
 from ..saved import Layout, Recompute, Saved
 from .check import check_backward, check_forward
+from .fallback import instead
 from .lower import NeededGrads, Saves, Segment
 
 
@@ -80,13 +81,18 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         results = ["x", *["made"] * bool(step.operation.outputs)]
         if not step.inference:
             results.append(f"s{i}" if keep and step.saves else "_s")
-        fwd = s.put(segment.context.called(step, "fwd"))
+        fwd, first = s.put(segment.context.called(step, "fwd")), "x"
+        if step.fused and not step.joint and not all(before.repeatable for before in segment.forward[:i]):
+            fwd, first = (
+                s.put(functools.partial(instead, step, segment.context.called(step, "fwd"))),
+                "segment, seeds, x",
+            )
         if checked:
-            s.add(f"given = dict({', '.join(given)})", f"out = {fwd}(x, **given)")
+            s.add(f"given = dict({', '.join(given)})", f"out = {fwd}({first}, **given)")
             s.add(f"{s.put(functools.partial(_check_forward, step))}(segment, x, out, given)")
             s.add(f"{', '.join(results)} = out", "out = given = None")
         else:
-            s.add(f"{', '.join(results)} = {fwd}({', '.join(['x', *given])})")
+            s.add(f"{', '.join(results)} = {fwd}({', '.join([first, *given])})")
         s.add(*(f"{_local(c, 'c', channel)} = made[{s.put(name)}]" for name, channel in step.writes))
         if keep and step.writes and step.zeros:
             made = ", ".join(f"{s.put(channel)}: {c[channel]}" for _, channel in step.writes)

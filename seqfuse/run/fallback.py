@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ..errors import (
     FallbackWarning,
@@ -65,6 +66,20 @@ def recovered(
         message = f"its backward failed ({type(error).__name__}: {error}), and then its unfused(saved): {second!r}"
         raise KernelError(message, **where) from error
     return found
+
+
+def instead(step: Step, run: Callable[..., Any], segment: Segment, seeds: Any, x: Tensor, **given: Any) -> Any:
+    """Run a forward fusion, or its operations where it fails: for one behind a step that cannot run again with it."""
+    try:
+        return run(x, **given)
+    except Exception as error:
+        may_fall_back(segment, step, error, x)
+        reason = reason_of(error)
+    channels = {channel: given[name] for name, channel in step.reads}
+    y, outputs, records = step.by_operations(segment.context.env, x, channels, seeds)
+    warn(segment, step, reason, x)
+    saved = [*[outputs] * bool(step.operation.outputs), *[step.by_slot(records)] * (not step.inference)]
+    return (y, *saved) if saved else y
 
 
 def reason_of(error: Exception) -> str | None:
