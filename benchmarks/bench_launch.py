@@ -38,8 +38,7 @@ def kernels() -> Rows:
     """Each row's name, the call of ours, and the torch calls that it replaces."""
     from seqfuse.kernels import gemm, pointwise
     from seqfuse.kernels.activations import ACTIVATIONS
-    from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
-    from seqfuse.kernels.rmsnorm import rmsnorm_fwd
+    from seqfuse.kernels.norm import norm_bwd, norm_fwd
 
     def half(*shape: int) -> Tensor:
         return torch.randn(shape).bfloat16()
@@ -75,13 +74,17 @@ def kernels() -> Rows:
     )
     yield "wgrad + dbias", lambda: gemm.linear_wgrad_bias(dy, x), lambda: (DY.t().mm(X), DY.sum(0))
     yield "GEMM + SwiGLU", lambda: gemm.linear_gated(x, packed, act=silu), torch_gated
-    yield "add + LayerNorm", lambda: layernorm_fwd(x, b, c, 1e-5, residual=t), torch_norm
+    yield "add + LayerNorm", lambda: norm_fwd(x, b, c, 1e-5, residual=t), torch_norm
     yield (
         "LayerNorm backward + add",
-        lambda: layernorm_bwd(dy, x, mean, rstd, b, dstream=t, dweight=x.dtype, dbias=x.dtype),
+        lambda: norm_bwd(dy, x, mean, rstd, b, dstream=t, dweight=x.dtype, dbias=x.dtype),
         torch_norm_backward,
     )
-    yield "RMSNorm", lambda: rmsnorm_fwd(x, b, 1e-5), lambda: aten._fused_rms_norm.default(X, [H], B, 1e-5)
+    yield (
+        "RMSNorm",
+        lambda: norm_fwd(x, b, None, 1e-5, centered=False),
+        lambda: aten._fused_rms_norm.default(X, [H], B, 1e-5),
+    )
     steps = pointwise
     chains = {
         "bias + GeLU": steps.Chain(steps.bias(), steps.act(gelu)),

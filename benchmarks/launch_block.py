@@ -57,8 +57,8 @@ BY_HAND = "by hand: an autograd.Function that makes the same calls"
 def parts() -> Parts:
     """What ours of the MLP block is made of: the whole by hand, autograd, and each step beside the calls it makes."""
     from seqfuse.kernels import pointwise as steps
-    from seqfuse.kernels._norm import backward_of
     from seqfuse.kernels.activations import ACTIVATIONS
+    from seqfuse.kernels.norm import backward_of
 
     of, gelu = torch.float32, ACTIVATIONS["gelu_tanh"]
     act = steps.pointwise_of(steps.Chain(steps.act(gelu)))

@@ -13,8 +13,9 @@ from unittest import mock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqfuse import ops
-from seqfuse.kernels import _columns, _norm, attention, decode, gemm, pointwise, rope
-from seqfuse.ops import rmsnorm
+from seqfuse.kernels import _columns, attention, decode, gemm, norm, pointwise, rope
+from seqfuse.kernels._operators import Operator
+from seqfuse.ops import norm as norm_ops
 
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 FREE |= {"squeeze_", "promote_types"}
@@ -57,14 +58,15 @@ class Launches(TorchDispatchMode):
 def counting(counted: Launches) -> Iterator[Launches]:
     """Counts the launches of Triton kernels as well, and RMSNorm as torch runs it on a GPU."""
     with contextlib.ExitStack() as stack:
-        for module in (gemm, pointwise, _norm, _columns, rope, attention, decode):
-            if hasattr(module, "launch"):
-                stack.enter_context(mock.patch.object(module, "launch", counted.launch))
-            if hasattr(module, "traced"):  # what has no memory would else call operators
-                stack.enter_context(mock.patch.object(module, "traced", return_value=False))
+        for module in (gemm, pointwise, norm, _columns, rope, attention, decode):
+            stack.enter_context(mock.patch.object(module, "launch", counted.launch))
+            if hasattr(module, "stops"):
+                stack.enter_context(mock.patch.object(module, "stops", return_value=False))
+        # What has no memory would else call operators.
+        stack.enter_context(mock.patch.object(Operator, "recorded", lambda operator, *args: operator.make(args)))
         # Of a norm as of `native_layer_norm`; angles of one position are made once for each device.
         for module, name, count in (
-            (rmsnorm, "fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "frequencies_of", 0),
+            (norm_ops, "_fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "frequencies_of", 0),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, counted.as_one(getattr(module, name), count)))
         stack.enter_context(counted)

@@ -139,8 +139,7 @@ def pointwise_cases() -> Iterator[Case]:
 def norm_cases() -> Iterator[Case]:
     """Both norms in both directions, alone and with all that may stand around them, and rows too wide for registers."""
     from seqfuse.kernels.activations import ACTIVATIONS
-    from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
-    from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+    from seqfuse.kernels.norm import norm_bwd, norm_fwd
 
     gelu, seed, bf16 = ACTIVATIONS["gelu"], torch.tensor(1), torch.bfloat16
     for rows, N in ((ROWS, COLUMNS), (3, WIDE)):
@@ -151,36 +150,43 @@ def norm_cases() -> Iterator[Case]:
         after: dict[str, Any] = {
             "dstream": other, "seed": seed, "p": 0.1, "dbranch": True, "dpre_bias": bf16,
         }  # fmt: skip
-        for kernel, forward, backward, affine in (
-            ("layernorm", layernorm_fwd, layernorm_bwd, (weight, bias)),
-            ("rmsnorm", rmsnorm_fwd, rmsnorm_bwd, (weight,)),
-        ):
-            stats = (mean, rstd) if kernel == "layernorm" else (rstd,)
-            sums: dict[str, Any] = {"dweight": bf16} | ({"dbias": bf16} if kernel == "layernorm" else {})
+        for kernel, centered in (("layernorm", True), ("rmsnorm", False)):
+            parameters = (weight, bias if centered else None)
+            stats = (mean if centered else None, rstd)
+            forward = functools.partial(norm_fwd, centered=centered)
+            sums: dict[str, Any] = {"dweight": bf16} | ({"dbias": bf16} if centered else {})
 
             def case(
                 what: str,
-                inputs: tuple[Tensor, ...],
+                inputs: tuple[Tensor | None, ...],
                 run: Callable[..., Any],
                 *args: Any,
                 kernel: str = kernel,
                 shape: tuple[int, int] = (rows, N),
                 **named: Any,
             ) -> Case:
-                return Case(kernel, what, shape, list(inputs), lambda: run(*args, **named))
+                return Case(kernel, what, shape, [t for t in inputs if t is not None], lambda: run(*args, **named))
 
-            yield case("forward", (x, *affine), forward, x, *affine, 1e-5)
-            yield case("forward, gelu", (x, *affine), forward, x, *affine, 1e-5, act=gelu)
+            yield case("forward", (x, *parameters), forward, x, *parameters, 1e-5)
+            yield case("forward, gelu", (x, *parameters), forward, x, *parameters, 1e-5, act=gelu)
             yield case(
-                "bias, dropout, add, forward", (x, *affine, branch, seed, other), forward, x, *affine, 1e-5, **before
+                "bias, dropout, add, forward",
+                (x, *parameters, branch, seed, other),
+                forward,
+                x,
+                *parameters,
+                1e-5,
+                **before,
             )
             read = (dy, x, *stats, weight)
-            yield case("backward", read, backward, dy, x, *stats, weight, **sums)
-            yield case("backward, dx alone", read, backward, dy, x, *stats, weight)
-            yield case("backward, d gelu", (dy, x, *stats, *affine), backward, dy, x, *stats, *affine, act=gelu, **sums)
-            yield case("backward, add", (*read, other), backward, dy, x, *stats, weight, dstream=other, **sums)
+            yield case("backward", read, norm_bwd, dy, x, *stats, weight, **sums)
+            yield case("backward, dx alone", read, norm_bwd, dy, x, *stats, weight)
             yield case(
-                "backward, add, d dropout, d bias", (*read, other, seed), backward, dy, x, *stats, weight, **sums,
+                "backward, d gelu", (dy, x, *stats, *parameters), norm_bwd, dy, x, *stats, *parameters, act=gelu, **sums
+            )
+            yield case("backward, add", (*read, other), norm_bwd, dy, x, *stats, weight, dstream=other, **sums)
+            yield case(
+                "backward, add, d dropout, d bias", (*read, other, seed), norm_bwd, dy, x, *stats, weight, **sums,
                 **after,
             )  # fmt: skip
 
@@ -224,7 +230,7 @@ def gemm_cases() -> Iterator[Case]:
     )  # fmt: skip
     yield Case(
         "gemm", "wgrad added to main_grad, d bias", (N, K), [main],
-        lambda: gemm.linear_wgrad_bias(other, x, main_grad=main, tile=tile),
+        lambda: (main, gemm.linear_wgrad_bias_(main, other, x, tile=tile)),
     )  # fmt: skip
 
 

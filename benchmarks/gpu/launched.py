@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqfuse import env, kernels
+from seqfuse.kernels._operators import Operator
 from seqfuse.kernels._variants import Type, Variant
 from seqfuse.plan.fake import faking
 from seqfuse.testing.compile import is_divisible, type_of
@@ -74,8 +75,7 @@ def as_on_an_h200() -> Iterator[list[Launch]]:
 
     known = {
         "launch": launch,
-        "in_c": lambda _: False,
-        "traced": lambda: False,  # what has no memory would else call operators
+        "stops": lambda: False,
         "processors": lambda _: PROCESSORS,
         "architecture": lambda _: "sm_90",
     }
@@ -85,6 +85,8 @@ def as_on_an_h200() -> Iterator[list[Launch]]:
             for name, value in known.items():
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, value))
+        # What has no memory would else call operators.
+        stack.enter_context(mock.patch.object(Operator, "recorded", lambda operator, *args: operator.make(args)))
         stack.enter_context(mock.patch.object(draw, "generator", return_value=None))
         stack.enter_context(mock.patch.object(env, "_triton_runs", return_value=True))
         stack.enter_context(mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]))

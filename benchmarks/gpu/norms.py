@@ -8,8 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
-from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from seqfuse.kernels.norm import norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 
 from .case import Case, Contender, Inputs, Run
@@ -65,9 +64,7 @@ def _quack_add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
 def _both(inputs: Inputs, centered: bool, **around: Any) -> Any:
     """The forward of our kernels, of either norm."""
     x, weight = inputs["x"], inputs["weight"]
-    if centered:
-        return layernorm_fwd(x, weight, inputs["bias"], EPS, **around)
-    return rmsnorm_fwd(x, weight, EPS, **around)
+    return norm_fwd(x, weight, inputs["bias"] if centered else None, EPS, centered=centered, **around)
 
 
 def _forward(centered: bool) -> Contender:
@@ -88,13 +85,10 @@ def _backward(centered: bool, stream: bool) -> Contender:
 
         def call() -> Any:
             dy, x, weight = inputs["dy"], inputs["x"], inputs["weight"]
-            if centered:
-                back = layernorm_bwd(
-                    dy, x, made.mean, made.rstd, weight, dstream=dstream, dweight=dtype, dbias=dtype
-                )  # fmt: skip
-                return back.dx, back.dweight, back.dbias
-            back = rmsnorm_bwd(dy, x, made.rstd, weight, dstream=dstream, dweight=dtype)
-            return back.dx, back.dweight
+            back = norm_bwd(
+                dy, x, made.mean, made.rstd, weight, dstream=dstream, dweight=dtype, dbias=dtype if centered else None
+            )  # fmt: skip
+            return (back.dx, back.dweight, back.dbias) if centered else (back.dx, back.dweight)
 
         return call
 
@@ -116,7 +110,7 @@ def _dropped() -> Contender:
     def prepare(inputs: Inputs) -> Run:
         def call() -> Any:
             x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
-            made = layernorm_fwd(x, weight, bias, EPS, seed=inputs["seed"], p=P, residual=inputs["residual"])
+            made = norm_fwd(x, weight, bias, EPS, seed=inputs["seed"], p=P, residual=inputs["residual"])
             return made.y, made.stream
 
         return call

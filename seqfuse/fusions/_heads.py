@@ -82,7 +82,7 @@ def run(
     angles: Angles,
     *,
     store: bool,
-) -> rope.Forward:
+) -> rope.Roped:
     """The kernel's forward pass; positions of a cache that is being fed are those of its rows."""
     from ..kernels.rope import rope_fwd
 

@@ -20,7 +20,7 @@ from ..ops._tensors import stats_dtype
 from ._kernels import kernels_read, kernels_run
 
 if TYPE_CHECKING:
-    from ..kernels._norm import Backward, Forward
+    from ..kernels.norm import Normed, NormGradients
 
 Record = LayerNorm.Saved | RMSNorm.Saved
 
@@ -48,37 +48,30 @@ def gives_own(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
 
 # Import statements would cost a call more than all else that it does in Python.
 @functools.cache
-def _layernorm():
-    from ..kernels.layernorm import layernorm_bwd, layernorm_fwd
+def _kernels():
+    from ..kernels.norm import norm_bwd, norm_fwd
 
-    return layernorm_fwd, layernorm_bwd
-
-
-@functools.cache
-def _rmsnorm():
-    from ..kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
-
-    return rmsnorm_fwd, rmsnorm_bwd
+    return norm_fwd, norm_bwd
 
 
 @functools.cache
 def _backward_of():
-    from ..kernels._norm import backward_of
+    from ..kernels.norm import backward_of
 
     return backward_of
 
 
-def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Forward, Record]:
+def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, Record]:
     """The norm with what stands around it, and the norm's own record; `around` is for the kernel."""
     weight, bias = parameter(norm, "weight"), shift(norm)
     gain = _in_one_piece(weight)
     if isinstance(norm, LayerNorm):
-        out = _layernorm()[0](x, gain, _in_one_piece(bias), norm.eps, zero_centered=norm.zero_centered, **around)
+        out = _kernels()[0](x, gain, _in_one_piece(bias), norm.eps, zero_centered=norm.zero_centered, **around)
         source = x if out.stream is None else out.stream
         assert out.mean is not None
         return out, LayerNorm.Saved(x=source, mean=out.mean, rstd=out.rstd, weight=weight)
     eps = torch.finfo(stats_dtype(x)).eps if norm.eps is None else norm.eps
-    out = _rmsnorm()[0](x, gain, eps, zero_centered=norm.zero_centered, **around)
+    out = _kernels()[0](x, gain, None, eps, centered=False, zero_centered=norm.zero_centered, **around)
     return out, RMSNorm.Saved(x=x if out.stream is None else out.stream, rstd=out.rstd, weight=weight)
 
 
@@ -92,24 +85,18 @@ def norm_bwd(
     bias: Tensor | None,
     needs: frozenset[str],
     **around: Any,
-) -> tuple[Backward, dict[str, Tensor | None]]:
+) -> tuple[NormGradients, dict[str, Tensor | None]]:
     """What the kernel gives, and of that what is wanted of the slot `norm`, by name."""
     wanted = [name for name in ("weight", "bias") if f"norm.{name}" in needs]
     sums = {f"d{name}": owner.dtype for name in wanted if (owner := parameter(norm, name)) is not None}
-    gain = _in_one_piece(weight)
-    if isinstance(norm, LayerNorm):
-        assert mean is not None
-        out = _layernorm()[1](
-            dy, x, mean, rstd, gain, _in_one_piece(bias), zero_centered=norm.zero_centered, **sums, **around
-        )
-    else:
-        out = _rmsnorm()[1](dy, x, rstd, gain, zero_centered=norm.zero_centered, **sums, **around)
+    gain, start = _in_one_piece(weight), _in_one_piece(bias)
+    out = _kernels()[1](dy, x, mean, rstd, gain, start, zero_centered=norm.zero_centered, **sums, **around)
     return out, {f"norm.{name}": getattr(out, f"d{name}") for name in wanted}
 
 
 def recorded_bwd(
     norm: LayerNorm | RMSNorm, dy: Tensor, saved: Record, needs: frozenset[str], *, dx: bool, **around: Any
-) -> tuple[Backward | None, dict[str, Tensor | None]]:
+) -> tuple[NormGradients | None, dict[str, Tensor | None]]:
     """As `norm_bwd`, from the norm's own record; `dx` is whether anything before the norm needs a gradient.
 
     Where that is not so and the weight wants none either, the record is empty, and the sum of dy is the operation's.

@@ -15,7 +15,7 @@ from ._kernels import kernels_read, sum_dtype
 from ._norm import Record, kernels_take, norm_fwd, recorded_bwd
 
 if TYPE_CHECKING:
-    from ..kernels._norm import Forward
+    from ..kernels.norm import Normed
 
 
 class BlockBoundary(ForwardFusion):
@@ -121,7 +121,7 @@ def boundary_fwd(
     other: Tensor,
     seed: Tensor | None,
     **around: Any,
-) -> tuple[Forward, Record, Tensor | None]:
+) -> tuple[Normed, Record, Tensor | None]:
     """Slots `bias` to `norm`, the norm's record, and the seed if it was read; `around` is for the kernel."""
     stream = sum_dtype(x, other)
     around["residual"] = other

@@ -119,14 +119,14 @@ class LinearBiasBackwardTriton(BackwardFusion):
         # Last: what fails before it may fall back.
         buffer, d = main_grads.pop("linear.weight", None), like(rows, linear.x)
         if summed and (buffer is None or buffer.is_contiguous()):
-            from ..kernels.gemm import linear_wgrad_bias
+            from ..kernels.gemm import linear_wgrad_bias, linear_wgrad_bias_
 
-            dtype = self.bias.dtype
-            made, grads["bias.bias"] = linear_wgrad_bias(
-                d, as_rows(linear.x), main_grad=buffer, sums_dtype=dtype, tf32=tf32()
-            )
-            grads["linear.weight"] = made if buffer is None else accumulated
-            return dx, grads
+            x, of = as_rows(linear.x), self.bias.dtype
+            if buffer is None:
+                made, total = linear_wgrad_bias(d, x, sums_dtype=of, tf32=tf32())
+            else:
+                made, total = accumulated, linear_wgrad_bias_(buffer, d, x, sums_dtype=of, tf32=tf32())
+            return dx, grads | {"linear.weight": made, "bias.bias": total}
         if summed:
             grads["bias.bias"] = rows.sum(0, dtype=self.bias.dtype)
         grads["linear.weight"] = weight_grad(d, linear.x, buffer)

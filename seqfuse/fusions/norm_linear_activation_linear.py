@@ -132,12 +132,8 @@ class NormLinearActivationLinear(JointFusion):
     def _normalized(self, saved: Saved) -> Tensor:
         """n, by the same kernel from the same numbers."""
         gain = None if saved.norm_weight is None else saved.norm_weight.contiguous()
-        about_one = self.norm.zero_centered
-        if isinstance(self.norm, LayerNorm):
-            from ..kernels.layernorm import layernorm_fwd
+        from ..kernels.norm import norm_fwd
 
-            bias = None if saved.norm_bias is None else saved.norm_bias.contiguous()
-            return layernorm_fwd(saved.x, gain, bias, saved.eps, zero_centered=about_one, dtype=saved.z.dtype).y
-        from ..kernels.rmsnorm import rmsnorm_fwd
-
-        return rmsnorm_fwd(saved.x, gain, saved.eps, zero_centered=about_one, dtype=saved.z.dtype).y
+        bias = None if saved.norm_bias is None else saved.norm_bias.contiguous()
+        how: dict[str, Any] = {"centered": isinstance(self.norm, LayerNorm), "zero_centered": self.norm.zero_centered}
+        return norm_fwd(saved.x, gain, bias, saved.eps, **how, dtype=saved.z.dtype).y

@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,31 +50,21 @@ def _column_sums_kernel(
         first += N * PARTS[i]
 
 
-def column_sums(partials: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Sum the rows of partial sums in a fixed order and round once.
-
-    partials: [R, N] float32 or float64, any row stride.  Returns [columns] of `dtype`, the first columns of N.
-    """
-    return several_column_sums(partials, columns, ((1, dtype),))[0]
-
-
-def several_column_sums(partials: Tensor, columns: int, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """As `column_sums`, of runs of columns that follow each other, in one launch.
+def column_sums(partials: Tensor, columns: int, *outs: Tensor) -> None:
+    """Sum the rows of partial sums in a fixed order and round once, in one launch.
 
     Args:
         partials: [R, N] float32 or float64, any row stride.
-        columns: what the lengths of the runs are counted in.
-        parts: length and dtype of the result, for each run.
+        columns: what the lengths of the results are multiples of.
+        outs: written with the first columns of N, the next ones and so on.
     """
-    outs = [torch.empty(n * columns, dtype=dtype, device=partials.device) for n, dtype in parts]
     rows = partials.shape[0]
     launch(
         _column_sums_kernel,
         sum(cdiv(out.numel(), _BLOCK_N) for out in outs),
-        (partials, tuple(outs), rows, columns, partials.stride(0)),
-        _constexprs(tuple(n for n, _ in parts), min(64, next_power_of_2(rows))),
+        (partials, outs, rows, columns, partials.stride(0)),
+        _constexprs(tuple(out.numel() // columns for out in outs), min(64, next_power_of_2(rows))),
     )
-    return outs
 
 
 def _constexprs(parts: tuple[int, ...], rows: int) -> dict[str, Any]:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Literal, NamedTuple
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from ._launch import MAX_GRID, inner_contiguous
-from ._rope_ops import Rotation
+from ._launch import MAX_GRID, faking, inner_contiguous
 
 MAX_HEAD = 1024
 """The widest head."""
+
+
+class Rotation(NamedTuple):
+    """RoPE: pairs of `dim` elements of each head are rotated by angles position base^(-2 i / dim)."""
+
+    style: Literal["half", "interleaved"]
+    dim: int
+    base: float = 10000.0
 
 
 def checked(
@@ -53,41 +64,31 @@ def check_normed(dy: Tensor, x: Tensor | None, rstd: Tensor | None) -> None:
         raise ValueError("x and rstd are those of the norm's forward, and x has the shape of dy")
 
 
-def angles_of(
-    x: Tensor,
-    rotation: Rotation | None,
-    positions: Tensor | None,
-    frequencies: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], int, bool]:
-    """What the kernels make angles of, or the angles; after how many rows they begin again; whether by pair."""
-    if rotation is None:
-        return (None, None, None, None), 1, False
-    if cos is None or sin is None:
-        at, period = positions_of(x, positions)
-        return (frequencies, at, None, None), period, False
-    width = cos.shape[-1]
+def rows_of_angles(
+    x: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> torch.Size:
+    """The rows that angles are of, those of x or of one of its sequences; raises `ValueError` where they do not fit."""
     lead = x.shape[:-1]
-    fits = all(a in (1, b) for a, b in zip(cos.shape[-2::-1], lead[::-1], strict=False))
-    if sin.shape != cos.shape or width not in (rotation.dim, rotation.dim // 2) or cos.ndim > x.ndim or not fits:
+    if rotation is None:
+        return torch.Size()
+    given, last = (positions, 0) if cos is None or sin is None else (cos, 1)
+    if given is None:
+        return lead[-1:]
+    rows = given.shape[: given.ndim - last]
+    fits = len(rows) <= len(lead) and all(a in (1, b) for a, b in zip(rows[::-1], lead[::-1], strict=False))
+    if cos is None or sin is None:
+        if not fits:
+            raise ValueError(f"positions must broadcast to {tuple(lead)}, got shape {tuple(given.shape)}")
+    elif not fits or sin.shape != cos.shape or cos.shape[-1] not in (rotation.dim, rotation.dim // 2):
         wanted = f"{(*lead, rotation.dim)} or {(*lead, rotation.dim // 2)}"
         raise ValueError(f"cos and sin must broadcast to {wanted}, got {tuple(cos.shape)} and {tuple(sin.shape)}")
-    of = lead if cos.shape[:-2].numel() > 1 else lead[-1:]
-    cos, sin = (t.reshape(t.shape[-len(of) - 1 :]).expand(*of, width).contiguous() for t in (cos, sin))
-    return (None, None, cos, sin), max(1, of.numel()), width < rotation.dim
+    return lead if rows[:-1].numel() > 1 else lead[-1:]
 
 
-def positions_of(x: Tensor, positions: Tensor | None) -> tuple[Tensor | None, int]:
-    """Positions in one piece, `None` for 0, 1, ..., and after how many rows they begin again."""
-    lead = x.shape[:-1]
-    if positions is None:
-        return None, max(1, lead[-1])
-    fits = all(a in (1, b) for a, b in zip(positions.shape[::-1], lead[::-1], strict=False))
-    if positions.ndim > len(lead) or not fits:
-        raise ValueError(f"positions must broadcast to {tuple(lead)}, got shape {tuple(positions.shape)}")
-    of = lead if positions.numel() > positions.shape[-1:].numel() else lead[-1:]
-    return positions.reshape(positions.shape[-len(of) :]).expand(of).reshape(-1).contiguous(), max(1, of.numel())
+def spread(t: Tensor, rows: torch.Size, width: int | None = None) -> Tensor:
+    """Positions, or cosines or sines of some `width`, in one piece for these rows."""
+    shape = rows if width is None else (*rows, width)
+    return t.reshape(t.shape[-len(shape) :]).expand(shape).contiguous()
 
 
 _known: dict[tuple[float, int, torch.device], Tensor] = {}
@@ -100,8 +101,10 @@ def frequencies_of(rotation: Rotation | None, device: torch.device) -> Tensor | 
     key = (rotation.base, rotation.dim, device)
     found = _known.get(key)
     if found is None:
-        powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
-        found = rotation.base ** powers.float()
+        # That they are made once is no part of a call that is recorded, to be done again.
+        with contextlib.nullcontext() if faking() else _disable_current_modes():
+            powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
+            found = rotation.base ** powers.float()
         on_gpu = device.type == "cuda"
         # A graph under capture owns what it makes, and a tensor that is none has no memory.
         if type(found) is Tensor and not (on_gpu and torch.cuda.is_current_stream_capturing()):

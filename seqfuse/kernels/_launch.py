@@ -9,9 +9,10 @@ The first launch of a key is Triton's own and returns the compiled kernel; later
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -104,6 +105,21 @@ def recording() -> bool:
 def faking() -> bool:
     """Whether tensors have no memory here: shapes are wanted, and a kernel would write to address 0."""
     return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+def stops() -> bool:
+    """Whether a host function stops where its results are made: it is the fake of an operator."""
+    return faking() or getattr(_local, "stops", False)
+
+
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """A block in which host functions stop, also for tensors that are on `"meta"`."""
+    _local.stops = True
+    try:
+        yield
+    finally:
+        _local.stops = False
 
 
 def launch(

@@ -1,42 +1,316 @@
 # pyright: basic
 # torch gives what it registers no types.
-"""Registers functions of this package as operators, `torch.ops.seqfuse.*`: what traces and exports see."""
+"""Host functions of kernels as operators, `torch.ops.seqfuse.*`: one decorator, and the signature says the rest.
+
+A host function checks its arguments, makes its results, then decides and launches. In eager PyTorch it is called
+straight away, and done again for like tensors (`_replay`). Where a compiler, an export or a counter of FLOPs watches,
+its operator is called, whose schema is the signature and whose fake is the function itself, up to where its results are
+made (`_launch.stops`). On a CPU a function of C that has the same signature decides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils import flop_counter
+
+from .. import compiler
+from ..generated import Source
+from . import _launch, _replay
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _library = torch.library.Library("seqfuse", "FRAGMENT")
 _registered: set[str] = set()
+_TYPES = {Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 
 
-def register(
-    schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    tags: Sequence[torch.Tag] = (),
-    flops: Callable[..., int] | None = None,
-) -> None:
-    """Register an operator, once for each name.
+class Text(NamedTuple):
+    """How an operator is passed values of a type that torch does not know.
 
     Args:
-        schema: its name and arguments.
-        run: what runs.
-        fake: gives results of the right shapes.
+        encode: gives a text.
+        decode: gives the value again.
+        key: what a decision depends on, in generated code, of the value `{0}`.
+    """
+
+    encode: Callable[[Any], str]
+    decode: Callable[[str], Any]
+    key: str = "{0}"
+
+
+TEXTS: dict[Any, Text] = {}
+"""By type; the modules that define these types fill it."""
+
+# In a list dtypes would reach a function in Python as numbers.
+_DTYPES = Text(lambda of: str(of).removeprefix("torch."), lambda name: getattr(torch, name))
+
+
+class _Parameter:
+    """A parameter of a host function as arguments of its operator: one, or one for each field of a named tuple."""
+
+    def __init__(self, name: str, hint: Any, default: Any = inspect.Parameter.empty, written: str = "") -> None:
+        options = _options(hint)
+        of = options[0]
+        self.name, self.default, self.optional = name, default, len(options) > 1
+        self.several = typing.get_origin(of) in (Sequence, tuple)
+        element = _options(typing.get_args(of)[0]) if self.several else [of]
+        of = element[0]
+        self.of: Any = type(typing.get_args(of)[0]) if typing.get_origin(of) is Literal else of
+        self.text = _DTYPES if self.several and self.of is torch.dtype else TEXTS.get(self.of)
+        kind = "str" if self.text else _TYPES.get(self.of, "").replace("Tensor", "Tensor" + written)
+        if kind and self.several:
+            kind += "?" * (len(element) - 1) + "[]"
+        self.type = kind and kind + "?" * self.optional
+        self.fields: list[_Parameter] = []
+        self.absent: list[Any] = []
+        if not self.type:
+            fields: Any = self.of
+            hints, defaults = typing.get_type_hints(fields), fields._field_defaults
+            for i, field in enumerate(fields._fields):  # without the first one there is no such tuple
+                self.absent.append(None if i == 0 else defaults.get(field, 0))
+                given = default if default is inspect.Parameter.empty else self.absent[-1]
+                self.fields.append(_Parameter(field, hints[field] | None if i == 0 else hints[field], given))
+
+    def arguments(self) -> Iterator[_Parameter]:
+        """What the operator has for it."""
+        if self.type:
+            yield self
+        yield from self.fields
+
+    def schema(self) -> str:
+        """Of an argument."""
+        return f"{self.type} {self.name}" + ("" if self.default is inspect.Parameter.empty else f"={self.default!r}")
+
+    def encoded(self, value: Any) -> Iterator[Any]:
+        """What the operator is passed."""
+        if self.fields:
+            yield from self.absent if value is None else value
+        elif self.type:
+            if self.text is not None and value is not None:
+                value = [*map(self.text.encode, value)] if self.several else self.text.encode(value)
+            yield [*value] if self.several and value is not None else value
+
+    def decoded(self, given: Mapping[str, Any]) -> Any:
+        """The value, from what the operator was passed."""
+        if self.fields:
+            values = [field.decoded(given) for field in self.fields]
+            return None if values[0] is None else self.of(*values)
+        value = given.get(self.name, None if self.default is inspect.Parameter.empty else self.default)
+        if self.text is None or value is None:
+            return value
+        return tuple(map(self.text.decode, value)) if self.several else self.text.decode(value)
+
+    def tensors(self) -> Iterator[str]:
+        """Expressions of the tensors in it."""
+        if self.of is Tensor:
+            yield f"*({self.name} or ())" if self.several else self.name
+        for field in self.fields:
+            if field.of is Tensor:
+                yield f"None if {self.name} is None else {self.name}.{field.name}"
+
+    def key(self) -> Iterator[str]:
+        """Expressions of all else that a decision depends on."""
+        if self.fields:
+            others = [f"{self.name}.{field.name}" for field in self.fields if field.of is not Tensor]
+            yield f"None if {self.name} is None else ({', '.join(others)},)"
+        elif self.of is not Tensor:
+            key = "tuple({0})" if self.several else "{0}" if self.text is None else self.text.key
+            yield (f"None if {{0}} is None else {key}" if self.optional and key != "{0}" else key).format(self.name)
+
+
+def _options(hint: Any) -> list[Any]:
+    """A type, and `None` behind it where that may take its place."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return [hint]
+    return sorted(typing.get_args(hint), key=lambda option: option is types.NoneType)
+
+
+class Operator:
+    """A host function with its operator.
+
+    Args:
+        host: the function.
+        name: the operator's.
+        written: parameters whose tensors it writes.
+        without: parameters that the operator does not have.
+        out: a parameter of tensors that the results are written to; the operator makes them.
+        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the same arguments.
+    """
+
+    def __init__(
+        self,
+        host: Callable[..., Any],
+        name: str,
+        written: Sequence[str] = (),
+        without: Sequence[str] = (),
+        out: str | None = None,
+        in_c: Callable[..., Any] | None = None,
+    ) -> None:
+        self.host, self.name, self.out, self.in_c = host, name, out, in_c
+        self.signature = inspect.signature(host)
+        hints, letters = typing.get_type_hints(host), iter("abcdefgh")
+        self.result = hints["return"]
+        self._any_number = typing.get_args(self.result)[1:] == (...,)
+        self._parameters = [
+            _Parameter(p.name, hints[p.name], p.default, f"({next(letters)}!)" if p.name in written else "")
+            for p in self.signature.parameters.values()
+        ]
+        self._positional = sum(p.kind is not p.KEYWORD_ONLY for p in self.signature.parameters.values())
+        for p in self._parameters:
+            if p.name in without or p.name == out:
+                p.type, p.fields = "", []
+        self._arguments = [argument for p in self._parameters for argument in p.arguments()]
+        self._first = sum(1 for p in self._parameters[: self._positional] for _ in p.arguments())
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Call a function of the host function's parameters with the values of all of them."""
+        rest = zip(self._parameters[self._positional :], args[self._positional :], strict=True)
+        return function(*args[: self._positional], **{p.name: value for p, value in rest})
+
+    def make(self, args: Sequence[Any]) -> Any:
+        """Call the host function with the values of all its parameters."""
+        return self.call(self.host, args)
+
+    def alive(self, args: Sequence[Any]) -> list[Any]:
+        """Of the values what a key may have the `id` of."""
+        return [value for p, value in zip(self._parameters, args, strict=True) if p.text]
+
+    def recorded(self, *args: Any) -> Any:
+        """Call the operator: a mode watches."""
+        if self.in_c is not None and compiler.is_collecting() and _launch.in_c(args[0]):
+            compiler.ask(self.call(self.in_c, args).kernel.source)
+        given = [one for p, value in zip(self._parameters, args, strict=True) for one in p.encoded(value)]
+        named = {a.name: value for a, value in zip(self._arguments[self._first :], given[self._first :], strict=True)}
+        made = getattr(torch.ops.seqfuse, self.name)(*given[: self._first], **named)
+        if self.out is not None:
+            into = args[[p.name for p in self._parameters].index(self.out)]
+            return tuple([to.copy_(result) for to, result in zip(into, made, strict=True)])
+        return self.result._make(made) if hasattr(self.result, "_make") else tuple(made) if self._any_number else made
+
+    def register(self, entry: Callable[..., Any], tags: Sequence[torch.Tag], flops: Callable[..., int] | None) -> None:
+        """Register what is `entry` in eager PyTorch."""
+        if self.name in _registered:
+            return
+        _registered.add(self.name)
+        arguments = [argument.schema() for argument in self._arguments]
+        if self._first < len(arguments):
+            arguments.insert(self._first, "*")
+        _library.define(f"{self.name}({', '.join(arguments)}) -> {_returned(self.result)}", tags=tuple(tags))
+        _library.impl(self.name, self._decoding(entry), "CompositeExplicitAutograd")
+        torch.library.register_fake(
+            f"seqfuse::{self.name}", _launch.stopping()(self._decoding(self.host)), lib=_library
+        )
+        if flops is not None:
+            # Raw: called with the tensors of the call and its result, `out_val`.
+            flop_counter.register_flop_formula(getattr(torch.ops.seqfuse, self.name), get_raw=True)(flops)
+
+    def _decoding(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **rest: Any) -> Any:
+            given = {a.name: value for a, value in zip(self._arguments, args, strict=False)} | rest
+            made = self.call(function, [p.decoded(given) for p in self._parameters])
+            return [t for t in made if t is not None] if self._any_number else made
+
+        return run
+
+    def entry(self) -> Any:
+        """The function that stands for the host function."""
+        source = self._source(self.host.__name__)
+        source.constants |= {"modes": _launch.traced, "replayed": _replay.replayed}
+        args = ", ".join(p.name for p in self._parameters)
+        source.add("if modes():", f"    return operator.recorded({args})")
+        source.add(*self._key(), f"return replayed(operator, key, tensors, ({args},))")
+        return functools.update_wrapper(source.define(), self.host)
+
+    @functools.cached_property
+    def split(self) -> Callable[..., tuple[Any, tuple[Tensor | None, ...]]]:
+        """A function of the same parameters that gives a decision's key and the tensors it is for."""
+        source = self._source("split")
+        source.add(*self._key(), "return key, tensors")
+        return source.define()
+
+    def _source(self, name: str) -> Source:
+        texts: list[str] = []
+        constants: dict[str, Any] = {"operator": self}
+        for i, p in enumerate(self._parameters):
+            if i == self._positional:
+                texts.append("*")
+            if p.default is not inspect.Parameter.empty:
+                constants[f"default_{p.name}"] = p.default
+            texts.append(p.name if p.default is inspect.Parameter.empty else f"{p.name}=default_{p.name}")
+        source = Source(name, ", ".join(texts))
+        source.constants |= constants
+        return source
+
+    def _key(self) -> Iterator[str]:
+        parts = [part for p in self._parameters for part in p.key()]
+        yield f"tensors = ({', '.join(one for p in self._parameters for one in p.tensors())},)"
+        yield f"key = ({', '.join(['operator', *parts])}, tuple(map(type, tensors)), {self._parameters[0].name}.shape)"
+
+
+def _returned(hint: Any) -> str:
+    """The results of a schema: a tensor that is not there is `None`, and left out where there may be any number."""
+    if hint in (Tensor, types.NoneType):
+        return "Tensor" if hint is Tensor else "()"
+    members = getattr(hint, "_fields", typing.get_args(hint))
+    return "Tensor[]" if ... in members else f"({', '.join('Tensor' for _ in members)})"
+
+
+def operator(
+    name: str,
+    *,
+    written: Sequence[str] = (),
+    without: Sequence[str] = (),
+    out: str | None = None,
+    in_c: Callable[..., Any] | None = None,
+    tags: Sequence[torch.Tag] = (),
+    flops: Callable[..., int] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a host function an operator; its first parameter is a tensor.
+
+    Args:
+        name: the operator's.
+        written: parameters whose tensors it writes.
+        without: parameters that the operator does not have, such as a tile instead of the one that would be chosen.
+        out: a parameter of tensors that the results are written to; the operator has none, and the host function gets
+            `None`, for which it makes them.
+        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the same arguments.
         tags: of torch.
         flops: gives the FLOPs that torch's `FlopCounterMode` counts, as it counts those of ATen's operators.
     """
-    name = schema.partition("(")[0]
-    if name in _registered:
-        return
-    _registered.add(name)
-    _library.define(schema, tags=tuple(tags))
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"seqfuse::{name}", fake, lib=_library)
-    if flops is not None:
-        # Raw: called with the tensors of the call and its result, `out_val`.
-        flop_counter.register_flop_formula(getattr(torch.ops.seqfuse, name), get_raw=True)(flops)
+
+    def decorate(host: Callable[P, R]) -> Callable[P, R]:
+        made = Operator(host, name, written, without, out, in_c)
+        entry = made.entry()
+        made.register(entry, tags, flops)
+        entry.operator = made
+        return entry
+
+    return decorate
+
+
+def bound(
+    function: Callable[..., R], arguments: Callable[..., dict[str, Any]], entry: Callable[..., R] | None = None
+) -> Callable[..., R]:
+    """A host function of its tensors alone: for tensors like the last ones nothing is looked up.
+
+    Args:
+        function: what `operator` made.
+        arguments: gives the arguments for tensors; those on a GPU are copied where they are not contiguous.
+        entry: what calls the function, with the same arguments.
+    """
+    operator: Operator = function.operator  # pyright: ignore[reportFunctionMemberAccess]
+    called = entry or function
+
+    def whole(*given: Tensor) -> R:
+        return called(**arguments(*(given if _launch.in_c(given[0]) else [t.contiguous() for t in given])))
+
+    return _replay.bound(whole, lambda *given: operator.split(**arguments(*given)))

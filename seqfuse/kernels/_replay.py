@@ -1,21 +1,21 @@
 # pyright: basic
 # Triton has no type stubs, and torch's guards are its internals.
-"""Host functions decided once: the tensors a call makes and what it launches, kept and done again for like tensors.
+"""Calls of operators decided once: the tensors a call makes and what it launches, kept and done again for like tensors.
 
 A host function checks shapes, chooses a tile, makes compile-time arguments and counts programs: 20-40 us of Python, and
 always the same for the same shapes, strides, dtypes and flags. Its first such call is recorded: the tensors it makes,
 and each launch with its arguments, of which a tensor's address is all that changes. A function of a few lines is
 written from that; later calls run it: it makes these tensors, and hands addresses and numbers to the function of
 Triton's launcher that calls the driver. A call that does anything else with its tensors, such as a copy, is never
-replayed.
+replayed. C kernels are decided without being called: what is kept of them is made from a `c.call.Decided`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +29,7 @@ from ..generated import Source
 from . import _launch
 
 MOST = 1024
-"""Calls of one host function that are kept; with one more, all of them are forgotten."""
+"""Keys of calls that are kept; with one more, all of them are forgotten."""
 
 MOST_ALIKE = 16
 """Of these with one key, which differ in tensors."""
@@ -40,10 +40,11 @@ _INTERPRETED = _launch.INTERPRETED
 _runtime: Any = knobs.runtime
 
 
-_entries: dict[Any, tuple[Any, list[tuple[Callable[..., bool], Callable[..., Any]]]]] = {}
-"""What picks the tensors that there are of a call's, `None` for all, and calls that were recorded.
+_entries: dict[Any, tuple[Any, list[tuple[Callable[..., bool], Callable[..., Any], Any]]]] = {}
+"""What picks the tensors that there are of a call's, `None` for all, and calls that were decided.
 
-Of each, whether tensors are like its own, and what does it for them; it gives `_MISS` where it must be decided.
+Of each, whether tensors are like its own, what does it for them (gives `_MISS` where it must be decided each time), and
+what has to stay alive, since the key has its `id`.
 """
 
 _MISS = object()
@@ -65,53 +66,41 @@ def _never_like(*tensors: Tensor) -> bool:
     return False
 
 
-def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Any:
-    """The result of `make(act, *others, *tensors)`, or of what it did the first time for such arguments.
+def replayed(operator: Any, key: Any, tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
+    """The result of an operator's call, as it was decided for like tensors.
 
     Args:
-        make: does it; a function of a module, of these arguments alone.
-        act: an activation, or `None`.
-        others: hashable arguments, which compare by what `make` decides by.
-        tensors: all that are read or written; the first one is not `None`.
+        operator: the `_operators.Operator`.
+        key: all that a decision depends on but strides, dtypes and devices.
+        tensors: those in `args`; the first one is not `None`.
+        args: of the host function.
     """
-    if _INTERPRETED or _dispatch_modes() or _function_modes():
-        return make(act, *others, *tensors)
-    key: Any = (make, others, tuple(map(type, tensors)), tensors[0].shape)  # pyright: ignore[reportOptionalMemberAccess]
-    if act is not None:  # the hash of a Triton function is that of its source
-        key += (id(act.value), id(act.derivative), act.reads, act.P)
     found = _entries.get(key)
     if found is not None:
         pick, entries = found
         given = tensors if pick is None else pick(tensors)
-        for check, again in entries:
+        for check, again, _ in entries:
             if check(*given):
                 result = again(*given)
                 if result is _MISS:
-                    return make(act, *others, *tensors)
+                    return operator.make(args)
                 if result is not _OTHER:
                     return result
-    return _recorded(key, make, act, others, tensors)
+    return _decided(operator, key, tensors, args)
 
 
-def bound(
-    make: Callable[..., Any],
-    others: tuple[Any, ...],
-    whole: Callable[..., Any],
-    present: tuple[bool, ...] | None = None,
-) -> Callable[..., Any]:
-    """A host function of which all but the tensors is given: for tensors like the last ones nothing is looked up.
+def bound(whole: Callable[..., Any], split: Callable[..., tuple[Any, tuple[Any, ...]]]) -> Callable[..., Any]:
+    """A function of tensors that does what `whole` does, and looks nothing up for tensors like the last ones.
 
     Args:
-        make: as the host function hands it to `replayed`, with no activation.
-        others: the same.
-        whole: the host function, of the tensors alone; it may copy those whose strides do not fit.
-        present: which of the tensors of `make` these are, `None` for all; the rest are `None`.
+        whole: calls an operator's function, perhaps with copies of what does not fit.
+        split: gives the key and the tensors of that call.
     """
     latest: tuple[Any, Callable[..., bool], Callable[..., Any]] = (None, _never_like, _never)
 
     def run(*given: Tensor) -> Any:
         nonlocal latest
-        if _dispatch_modes() or _function_modes():
+        if _dispatch_modes():
             return whole(*given)
         epoch, check, again = latest  # at once: threads share it
         if epoch is _epoch and check(*given):
@@ -120,51 +109,47 @@ def bound(
                 return result
         epoch = _epoch
         result = whole(*given)
-        latest = (epoch, *_last(make, others, given, present))
+        found = _entries.get(split(*given)[0])
+        alike = [entry for entry in found[1] if entry[1] is not _never and entry[0](*given)] if found else ()
+        latest = (epoch, *alike[0][:2]) if alike else (epoch, _never_like, _never)
         return result
 
     return run
 
 
-def _last(
-    make: Callable[..., Any], others: tuple[Any, ...], given: tuple[Tensor, ...], present: tuple[bool, ...] | None
-) -> tuple[Callable[..., bool], Callable[..., Any]]:
-    """What was recorded of a call without an activation, if anything was."""
-    tensors: Sequence[Any] = given
-    if present is not None:
-        left = iter(given)
-        tensors = [next(left) if there else None for there in present]
-    found = _entries.get((make, others, tuple(map(type, tensors)), given[0].shape))
-    alike = (entry for entry in found[1] if entry[1] is not _never and entry[0](*given)) if found else ()
-    return next(iter(alike), (_never_like, _never))
-
-
-def _recorded(
-    key: Any, make: Callable[..., Any], act: Any, others: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
-) -> Any:
-    """Do it, and keep how, or that it cannot be done again."""
+def _decided(operator: Any, key: Any, tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
+    """Decide a call and do it; keep how, or that it cannot be done again."""
     given = [t for t in tensors if t is not None]
+    if operator.in_c is not None and _launch.in_c(given[0]):
+        check, run = operator.call(operator.in_c, args).entry(given, getattr(operator.result, "_make", tuple))
+        _keep(key, tensors, check, run, operator.alive(args))
+        return run(*given)
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
     # Seeds of several dropouts lie side by side: of two one is not aligned.
-    addresses = {t.data_ptr() for t in given}
+    addresses = () if _INTERPRETED or _function_modes() else {t.data_ptr() for t in given}
     if len(addresses) < len(given) or 0 in addresses or any(t.data_ptr() & 15 for t in given if t.numel() > 1):
-        return make(act, *others, *tensors)
+        return operator.make(args)
     with _Recording() as recording:
         before = _launch.watch(recording)
         try:
-            result = make(act, *others, *tensors)
+            result = operator.make(args)
         finally:
             _launch.watch(before)
+    check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    _keep(key, tensors, check, recording.again(given, result) or _never, operator.alive(args))
+    return result
+
+
+def _keep(key: Any, tensors: tuple[Tensor | None, ...], check: Any, again: Any, alive: Any) -> None:
     if len(_entries) >= MOST:
         _entries.clear()
     there = [i for i, t in enumerate(tensors) if t is not None]
     # A slice, where the first is the only one: what takes one index gives no tuple.
-    pick = operator.itemgetter(*there if len(there) > 1 else [slice(1)]) if len(there) < len(tensors) else None
+    pick = itemgetter(*there if len(there) > 1 else [slice(1)]) if len(there) < len(tensors) else None
     _, alike = _entries.setdefault(key, (pick, []))
     if len(alike) >= MOST_ALIKE:
         alike.clear()
-    alike.append(recording.entry(given, result, act))
-    return result
+    alike.append((check, again, alive))
 
 
 class _Recording(TorchDispatchMode):
@@ -184,22 +169,18 @@ class _Recording(TorchDispatchMode):
             self.sound = False
         return result
 
-    def entry(self, given: list[Tensor], result: Any, alive: Any) -> tuple[Callable[..., bool], Callable[..., Any]]:
-        """The call, as it is kept.
+    def again(self, given: list[Tensor], result: Any) -> Callable[..., Any] | None:
+        """What does the call again, if anything can: a launch that found no entry is Triton's own each time.
 
         Args:
             given: its tensors.
             result: a tensor, `None`, or a tuple or list of them.
-            alive: what the key has the `id` of.
         """
-        check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        # A launch that found no entry is Triton's own each time.
-        again = self.sound and all(launch[0] for launch in self.launches)
-        return check, (_written(self, given, result, alive) if again else None) or _never
+        return _written(self, given, result) if self.sound and all(launch[0] for launch in self.launches) else None
 
 
 class _Unknown(Exception):
-    """A tensor that was neither given nor made."""
+    """A result that was neither given nor made."""
 
 
 class _Scratch(NamedTuple):
@@ -264,7 +245,8 @@ class _Writer:
             if begin <= at < begin + whole.numel() * whole.element_size():
                 name = f"at_{self._fresh[begin]}"
                 return name if at == begin else f"{name} + {at - begin}"
-        raise _Unknown
+        self._source.put(tensor)  # it was there before, such as a table of frequencies, and has to stay
+        return self._source.put(at)
 
     def expression(self, value: Any) -> str | None:
         """What changes from call to call, in the names of the function; `None` for what does not."""
@@ -289,7 +271,7 @@ class _Writer:
         return f"({', '.join(head)},)" + (f" + {self.constant(rest)}" if rest else "")
 
 
-def _written(recording: _Recording, given: list[Tensor], result: Any, alive: Any) -> Callable[..., Any] | None:
+def _written(recording: _Recording, given: list[Tensor], result: Any) -> Callable[..., Any] | None:
     """A function of the given tensors that makes what was made and launches what was launched."""
     empty = getattr(_guards, f"_empty_strided_{given[0].device.type}", None)
     if empty is None:
@@ -298,12 +280,14 @@ def _written(recording: _Recording, given: list[Tensor], result: Any, alive: Any
     source.constants |= {
         "C": torch._C, "device": given[0].get_device(), "empty": empty, "hooks": _runtime,
         "listening": _launch._ENTER, "leaving": _launch._LEAVE, "MISS": _MISS, "OTHER": _OTHER,
-        "named": tuple.__new__, "allow_scratch": _launch.allow_scratch,
-        "alive": (alive, [entry for entry, _, _ in recording.launches]),
+        "named": tuple.__new__, "allow_scratch": _launch.allow_scratch, "modes": _function_modes,
+        "alive": [entry for entry, _, _ in recording.launches],
     }  # fmt: skip
     aligned = ["0"] + [f"at{i}" for i, t in enumerate(given) if t.numel() > 1]
     numbers = [f"{'' if t.data_ptr() & 15 else 'not '}at{i} & 15" for i, t in enumerate(given) if t.numel() == 1]
     source.add(
+        "if modes():",
+        "    return MISS",
         *(f"at{i} = t{i}.data_ptr()" for i in range(len(given))),
         f"if ({' | '.join(aligned)}) & 15 or C._cuda_getDevice() != device or listening.calls or leaving.calls:",
         "    return MISS",

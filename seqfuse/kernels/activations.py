@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 import triton
 import triton.language as tl
 
+from ._operators import TEXTS, Text
+
 
 class Activation(NamedTuple):
     """Two device functions and what they need: any object with these attributes serves."""
@@ -384,6 +386,9 @@ def activation_of(text: str) -> Any:
     if text not in _TEXTS:
         raise ValueError(f"{text!r} is no activation that this process knows; ours are {', '.join(ACTIVATIONS)}")
     return _TEXTS[text]
+
+
+TEXTS[Activation] = Text(text_of, activation_of, "(id({0}.value), id({0}.derivative), {0}.reads, {0}.P)")
 
 
 def _fields(activation: Any) -> tuple[Any, Any, Any, tuple[Any, ...]]:

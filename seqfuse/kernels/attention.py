@@ -18,12 +18,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from . import _attention_ops
 from ._gemm_tiles import family
-from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
+from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, stops
+from ._operators import operator
 from ._philox import keep_mask, masked, threshold_and_scale
-from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh, tanh_derivative
 
@@ -458,6 +458,24 @@ def _load_of(softcap: float | None, mask: Any, ends: Any, p: float) -> int:
     return 3 if mask is not None else 2 if p else int(softcap is not None or ends is not None)
 
 
+def _flops(q: Tensor, k: Tensor, *_: Any, cu_seqlens: Tensor | None = None, **__: Any) -> int:
+    """Of its two GEMMs over all keys: like torch's formula, without regard to masks."""
+    batch, heads, rows, size = q.shape
+    if cu_seqlens is None:
+        pairs = batch * rows * k.shape[2]
+    elif isinstance(cu_seqlens, FakeTensor) or cu_seqlens.is_meta:
+        pairs = rows * rows // max(1, cu_seqlens.numel() - 1)  # as if all sequences were of one length
+    else:
+        pairs = int(cu_seqlens.diff().square().sum())
+    return 4 * heads * size * pairs
+
+
+def _backward_flops(dy: Tensor, q: Tensor, k: Tensor, *_: Any, **rest: Any) -> int:
+    """Of its five GEMMs, one of which computes the scores a second time."""
+    return 5 * _flops(q, k, **rest) // 2
+
+
+@operator("attention", flops=_flops)
 def attention_fwd(
     q: Tensor,
     k: Tensor,
@@ -495,34 +513,14 @@ def attention_fwd(
     Raises:
         ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256, or of 128 in float32.
     """
-    if traced():
-        return _attention_ops.forward(
-            q, k, v, scale, causal=causal, window=window, softcap=softcap, mask=mask, cu_seqlens=cu_seqlens, seed=seed,
-            p=p,
-        )  # fmt: skip
-    return replayed(_decided_forward, None, (scale, causal, window, softcap, p), q, k, v, mask, cu_seqlens, seed)
-
-
-def _decided_forward(
-    act: None,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    p: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
-    window = _seen(window, rows, keys)
     y = torch.empty((batch, rows, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
+    if stops():
+        return y, lse
     if keys == 0:
         return y.zero_(), lse.zero_()
+    window = _seen(window, rows, keys)
     tile = tile_of("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
     # An exponent of 2 saves a product for each score. It costs float32, and a mask that is added, some of their digits.
     base_2 = q.dtype is not torch.float32 and not _added(mask)
@@ -541,6 +539,7 @@ def _decided_forward(
     return y, lse
 
 
+@operator("attention_backward", out="out", flops=_backward_flops)
 def attention_bwd(
     dy: Tensor,
     q: Tensor,
@@ -548,7 +547,7 @@ def attention_bwd(
     v: Tensor,
     y: Tensor,
     lse: Tensor,
-    out: tuple[Tensor, Tensor, Tensor],
+    out: tuple[Tensor, Tensor, Tensor] | None,
     scale: float | None = None,
     *,
     causal: bool = False,
@@ -558,8 +557,8 @@ def attention_bwd(
     cu_seqlens: Tensor | None = None,
     seed: Tensor | None = None,
     p: float = 0.0,
-) -> None:
-    """Write the gradients of q, k and v into `out`, in two launches without atomics: the same bits each time.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, written into `out`, in two launches without atomics: the same bits each time.
 
     With w = exp(s - lse), dw = keep (dy . v) / (1 - p) and delta = dy . y: ds = w (dw - delta), dq = scale ds k,
     dk = scale ds^T q, dv = (keep w / (1 - p))^T dy. There is no gradient of a mask.
@@ -571,7 +570,7 @@ def attention_bwd(
         v: values.
         y: what it gave, contiguous.
         lse: the log-sum-exp that it gave.
-        out: where the gradients go, shaped as q, k and v; any strides but the last.
+        out: where the gradients go, shaped as q, k and v, any strides but the last; made if `None`.
         scale: D^-1/2 by default.
         causal: as there.
         window: as there.
@@ -584,46 +583,22 @@ def attention_bwd(
     Raises:
         ValueError: as in `attention_fwd`.
     """
-    if traced():
-        _attention_ops.backward(
-            dy, q, k, v, y, lse, out=out, scale=scale, causal=causal, window=window, softcap=softcap, mask=mask,
-            cu_seqlens=cu_seqlens, seed=seed, p=p,
-        )  # fmt: skip
-        return
-    others = (scale, causal, window, softcap, p)
-    replayed(_decided_backward, None, others, dy, q, k, v, y, lse, *out, mask, cu_seqlens, seed)
-
-
-def _decided_backward(
-    act: None,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    p: float,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-) -> None:
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     for name, tensor, shape in (("dy", dy, (batch, rows, heads, size)), ("y", y, (batch, rows, heads, size))):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if not y.is_contiguous() or not lse.is_contiguous() or tuple(lse.shape) != (batch, heads, rows):
         raise ValueError(f"y and lse are those of the forward, contiguous, got {tuple(lse.shape)}")
+    if out is None:
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    else:
+        dq, dk, dv = out
     for name, grad, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if inner_contiguous(name, grad).shape != of.shape:
             raise ValueError(f"{name} must have shape {tuple(of.shape)}, got {tuple(grad.shape)}")
     inner_contiguous("dy", dy)
+    if stops():
+        return dq, dk, dv
     window = _seen(window, rows, keys)
     deltas = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     scale, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, False)
@@ -655,6 +630,7 @@ def _decided_backward(
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
+    return dq, dk, dv
 
 
 def _seen(window: int | None, rows: int, keys: int) -> int | None:
@@ -831,6 +807,3 @@ def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[
         has_dot=dtype is not torch.float32 and (tile.n if name == "dkv" else tile.m) >= 64,
         targets=(arch,),
     )
-
-
-_attention_ops.register(attention_fwd, attention_bwd)

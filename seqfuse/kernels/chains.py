@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -203,6 +204,7 @@ class Chain:
         if max(self.parts) > 4:
             raise ValueError(f"{self}: at most two gated steps in one chain")
         self.sums = sum(n for n, step in zip(self.parts, steps, strict=False) if step.kind == SUM)
+        self.outputs = sum(step.output is not None for step in steps)
         self.name = ",".join(step.name for step in steps)
         self.text = ";".join(step.text for step in steps)
         self._tiles: dict[tuple[int, int, int], tuple[int, int, Constexprs]] = {}
@@ -227,6 +229,30 @@ class Chain:
                 constexprs |= {"SUMS": self.sums, "STAGES": 1 if itemsize == 8 else STAGES}
             found = self._tiles[key] = (block_m, block_n, Constexprs(constexprs))
         return found
+
+    def results(
+        self, shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype] | None
+    ) -> tuple[int, list[tuple[tuple[int, ...], torch.dtype]]]:
+        """Columns of the narrowest place, and shape and dtype of what each step gives, then of the last value.
+
+        Args:
+            shape: of the input.
+            dtype: of the last value.
+            dtypes: of what steps give; that of the last value by default.
+        """
+        lead, columns = tuple(shape[:-1]), shape[-1] if shape else 1
+        if columns % self.parts[0]:
+            raise ValueError(f"{self}: {columns} columns do not divide into {self.parts[0]} parts")
+        width = columns // self.parts[0]
+        dtypes = dtypes or (dtype,) * self.outputs
+        if len(dtypes) < self.outputs:
+            raise ValueError(f"{self}: too few operands or dtypes")
+        given = [(step.output, parts) for step, parts in zip(self.steps, self.parts, strict=False) if step.output]
+        shapes = [
+            (parts * width,) if output == "row" else (*lead, parts * width) if shape else ()
+            for output, parts in (*given, ("matrix", self.parts[-1]))
+        ]
+        return width, [*zip(shapes, (*dtypes[: self.outputs], dtype), strict=True)]
 
     def __repr__(self) -> str:
         return f"Chain({', '.join(step.name for step in self.steps)})"

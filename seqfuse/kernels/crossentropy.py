@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _crossentropy_ops
-from ._crossentropy_ops import check
-from ._launch import architecture, in_c, launch, next_power_of_2, register_limit, traced
-from ._replay import replayed
+from ._launch import architecture, launch, next_power_of_2, register_limit, stops
+from ._operators import operator
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh
 from .c import crossentropy as c_crossentropy
+from .c.crossentropy import check
 
 _WIDEST = 8192  # bytes
 # Rows of more bytes than this take a program of 32 warps, of which a processor has room for one: 132 rows of 128k
@@ -134,6 +133,7 @@ def _cross_entropy_kernel(
             tl.store(logits + cols, d.to(logits.dtype.element_ty), mask=inside)
 
 
+@operator("cross_entropy", written=("logits",), in_c=c_crossentropy.decide)
 def cross_entropy_(
     logits: Tensor,
     targets: Tensor,
@@ -145,7 +145,7 @@ def cross_entropy_(
     scale: Tensor | None = None,
     softmax: Tensor | None = None,
     gradient: bool = True,
-) -> tuple[Tensor | None, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Cross-entropy and softmax of each row of logits, which its gradient overwrites.
 
     z = softcap tanh(logits / softcap), or the logits;  lse = log sum exp z;  with s the label smoothing,
@@ -166,44 +166,21 @@ def cross_entropy_(
         z_loss: factor of lse^2.
         softcap: bound on the logits.
         scale: gradient of each row's loss, one by default.
-        softmax: as returned before; then no loss is made, and the gradient alone is written.
+        softmax: as returned before; then nothing is returned, and the gradient alone is written.
         gradient: whether to write it.
 
     Raises:
         ValueError: for shapes that differ, no or more than 2^30 classes, or classes that are not contiguous.
     """
-    if traced():
-        return _crossentropy_ops.recorded(
-            logits, targets, softmax, gradient, ignore_index=ignore_index, label_smoothing=label_smoothing,
-            z_loss=z_loss, softcap=softcap, scale=scale,
-        )  # fmt: skip
-    if in_c(logits):
-        return c_crossentropy.run(
-            logits, targets, scale, softmax, ignore_index, label_smoothing, z_loss, softcap, gradient
-        )  # fmt: skip
-    others = (ignore_index, label_smoothing, z_loss, softcap, gradient)
-    return replayed(_decided, None, others, logits, targets, scale, softmax)
-
-
-def _decided(
-    act: None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    gradient: bool,
-    logits: Tensor,
-    targets: Tensor,
-    scale: Tensor | None,
-    softmax: Tensor | None,
-) -> tuple[Tensor | None, Tensor]:
     check(logits, targets, scale, softmax)
     R, V = logits.shape
     compute, triton_compute = (
         (torch.float64, tl.float64) if logits.dtype is torch.float64 else (torch.float32, tl.float32)
     )
     loss = torch.empty(R, dtype=compute, device=logits.device) if softmax is None else None
-    made = torch.empty((2, R), dtype=compute, device=logits.device) if softmax is None else softmax
+    made = torch.empty((2, R), dtype=compute, device=logits.device) if softmax is None else None
+    if stops():
+        return loss, made
     arch = architecture(logits.device)
     amd = arch.startswith("gfx")
     warps = num_warps(V, logits.element_size(), amd)
@@ -211,7 +188,7 @@ def _decided(
         _cross_entropy_kernel,
         R,
         (
-            logits, targets, scale, softmax, loss, None if loss is None else made, logits.stride(0), made.stride(0),
+            logits, targets, scale, softmax, loss, made, logits.stride(0), R if softmax is None else softmax.stride(0),
             ignore_index, V,
         ),
         constexprs(block(V, logits.element_size(), amd), label_smoothing, z_loss, softcap, gradient, triton_compute),
@@ -294,6 +271,3 @@ def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ..
         options=register_limit(_registers(warps, itemsize), "gfx" if amd else "sm_"),
         targets=("gfx",) if amd else ("sm_",),
     )
-
-
-_crossentropy_ops.register(cross_entropy_)

@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _decode_ops
 from ._launch import (
     architecture,
     cdiv,
@@ -27,9 +26,9 @@ from ._launch import (
     next_power_of_2,
     processors,
     register_limit,
-    traced,
+    stops,
 )
-from ._replay import replayed
+from ._operators import operator
 from ._variants import TRITON_DTYPES, Variant
 from .attention import bend
 
@@ -188,6 +187,12 @@ def _cache_write_kernel(
     tl.store(to_value, value.to(v.dtype.element_ty), mask=inside & fits)
 
 
+def _flops(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
+    """Of its two GEMMs over the whole cache: how much of it is filled is known to the device alone."""
+    return 4 * q.numel() * k.shape[2]
+
+
+@operator("decode_attention", flops=_flops)
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -222,31 +227,14 @@ def decode_attention(
         ValueError: for shapes or dtypes that do not fit, or heads of more than 256, or of 128 for float32 queries of an
             int8 cache, which do not fit in registers.
     """
-    if traced():
-        return _decode_ops.attention(
-            q, k, v, lengths, scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale
-        )
-    return replayed(_decided_attention, None, (scale, window, softcap), q, k, v, lengths, k_scale, v_scale)
-
-
-def _decided_attention(
-    act: None,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> Tensor:
     batch, heads, size, kv_heads, rows = _checked(q, k, v, lengths, k_scale, v_scale)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"window and softcap must be positive, got {window} and {softcap}")
     if k_scale is not None and q.dtype is torch.float32 and size > 128:
         raise ValueError(f"an int8 cache takes float32 queries of at most 128 elements, got {size}")
     y = torch.empty((batch, heads, size), dtype=q.dtype, device=q.device)
+    if stops():
+        return y
     if rows == 0:
         return y.zero_()
     group = heads // kv_heads
@@ -285,6 +273,7 @@ def _decided_attention(
     return y
 
 
+@operator("cache_write", written=("k", "v", "k_scale", "v_scale"))
 def cache_write(
     k_new: Tensor,
     v_new: Tensor,
@@ -303,27 +292,13 @@ def cache_write(
     Raises:
         ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
     """
-    if traced():
-        _decode_ops.write(k_new, v_new, k, v, lengths, k_scale=k_scale, v_scale=v_scale)
-        return
-    replayed(_decided_write, None, (), k_new, v_new, k, v, lengths, k_scale, v_scale)
-
-
-def _decided_write(
-    act: None,
-    k_new: Tensor,
-    v_new: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
     batch, kv_heads, size, _, rows = _checked(k_new, k, v, lengths, k_scale, v_scale)
     if kv_heads != k.shape[1] or v_new.shape != k_new.shape or v_new.dtype is not k_new.dtype:
         shapes = f"{tuple(k_new.shape)} and {tuple(v_new.shape)}"
         raise ValueError(f"k_new and v_new must both be {(batch, k.shape[1], size)} of one dtype, got {shapes}")
     inner_contiguous("v_new", v_new)
+    if stops():
+        return
     strides = (0, 0) if k_scale is None else (k_scale.stride(0), k_scale.stride(1))
     launch(
         _cache_write_kernel,
@@ -499,6 +474,3 @@ def _variant(
         num_stages=num_stages,
         options=register_limit(registers, "sm_"),
     )
-
-
-_decode_ops.register(decode_attention, cache_write)

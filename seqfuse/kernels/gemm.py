@@ -26,6 +26,7 @@ strides are multiples of 16 bytes. Not yet run on a GPU.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -35,9 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import _gemm_ops
 from ._columns import column_sums
-from ._gemm_ops import Dropout, Gradients
 from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored_singly, table, weight_of
 from ._launch import (
     address,
@@ -48,14 +47,13 @@ from ._launch import (
     interpreted,
     launch,
     processors,
-    traced,
+    stops,
 )
+from ._operators import operator
 from ._philox import dropped, threshold_and_scale
-from ._replay import replayed
 from ._variants import Type, Variant
-from .activations import ACTIVATIONS, apply, gradient, is_half, name_of
+from .activations import ACTIVATIONS, Activation, apply, gradient, is_half, name_of
 
-_KEPT: tuple[Any, float, bool] = (None, 0.0, True)  # in the place of a dropout
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -383,19 +381,15 @@ def _matrix(name: str, tensor: Tensor) -> _Operand:
     )
 
 
-def _flat(name: str, tensor: Tensor) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     """All leading dimensions as one; a copy only where no stride can stand for them."""
-    if tensor.ndim == 2:
-        return tensor
-    if tensor.ndim == 0:
-        raise ValueError(f"{name} must have at least one dimension")
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    return tensor if tensor.ndim == 2 else tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _tile_operand(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
-    return inner_contiguous(name, _flat(name, tensor))
+    return inner_contiguous(name, _flat(tensor))
 
 
 def _row_operand(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -423,69 +417,122 @@ def _factors(a_name: str, a: Tensor, b_name: str, b: Tensor) -> None:
         raise ValueError(f"{a_name} and {b_name} must have one dtype, got {a.dtype} and {b.dtype}")
     if b.ndim != 2 and b_name == "weight":
         raise ValueError(f"weight must have two dimensions, got shape {tuple(b.shape)}")
+    for name, factor in ((a_name, a), (b_name, b)):
+        if factor.ndim == 0:
+            raise ValueError(f"{name} must have at least one dimension")
 
 
-def _product(
-    a: _Operand,
-    b: _Operand,
-    c: Tensor,
-    shape: tuple[int, int, int],
-    a_t: bool,
-    b_t: bool,
-    *,
-    form: str = "plain",
-    act: Any = None,
-    pre: Tensor | None = None,
-    emitted: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    t: Tensor | None = None,
-    t_is_output: bool = False,
-    dropout: Dropout | None = None,
-    sums: bool = False,
-    a_sums: Tensor | None = None,
-    a_columns: bool = False,
-    up: _Operand | None = None,
-    up_bias: Tensor | None = None,
-    accumulate: bool = False,
-    tf32: bool = False,
-    tile: Tile | None = None,
+def _lead(name: str, tensor: Tensor, columns: int) -> tuple[int, ...]:
+    """The leading dimensions of a factor of as many columns."""
+    if tensor.shape[-1] != columns:
+        raise ValueError(f"{name}: expected last dimension {columns}, got shape {tuple(tensor.shape)}")
+    return tuple(tensor.shape[:-1])
+
+
+class Dropout(NamedTuple):
+    """Dropout in an epilogue: element i of the contiguous result is kept by `_philox`'s rule.
+
+    Args:
+        seed: one int64 on the device, never read by the host.
+        p: probability of dropping an element.
+        upscale: whether what is kept is multiplied by 1 / (1 - p).
+    """
+
+    seed: Tensor
+    p: float
+    upscale: bool = True
+
+
+class Gradients(NamedTuple):
+    """What `linear_dgrad` and `linear_dgrad_gated` give; `None` for what was not asked for."""
+
+    dz: Tensor  # [*, K], of a gated unit [*, 2 K]
+    sum: Tensor | None  # [K], [2 K]
+    x: Tensor | None  # [*, K]
+    dy_sum: Tensor | None  # [N]
+
+
+class Epilogue(NamedTuple):
+    """What follows a product, in this order as far as it is there, and the sums beside it.
+
+    Args:
+        form: of the kernel.
+        act: an activation, or that of a gated unit; in backward forms its gradient is taken.
+        t_is_output: whether `t`, or what is stored as `pre`, is the activation's output.
+        bias: [N], [2 N] if `up` is none of its own.
+        up: the second half of a gated unit's weight, where it is a tensor of its own.
+        up_bias: of `up`.
+        pre: where the pre-activation is stored.
+        dropout: after the activation, before the residual.
+        t: what the activation's gradient is taken at.
+        emitted: where the activation of `t` is stored.
+        residual: what is added.
+        accumulate: whether the result is added to what is there.
+        sums: whether the sum over rows is made.
+        a_sums: where sums over the rows of A are stored.
+        a_columns: whether sums over its columns are made.
+    """
+
+    form: str = "plain"
+    act: Activation | None = None
+    t_is_output: bool = False
+    bias: Tensor | None = None
+    up: Tensor | None = None
+    up_bias: Tensor | None = None
+    pre: Tensor | None = None
+    dropout: Dropout | None = None
+    t: Tensor | None = None
+    emitted: Tensor | None = None
+    residual: Tensor | None = None
+    accumulate: bool = False
+    sums: bool = False
+    a_sums: Tensor | None = None
+    a_columns: bool = False
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it has tiles of its own to load or store."""
+        return self.accumulate or any(part is not None for part in (self.pre, self.residual, self.dropout))
+
+
+def _multiply(
+    a: _Operand, b: _Operand, a_t: bool, b_t: bool, c: Tensor, K: int, e: Epilogue, tf32: bool, tile: Tile | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Launch the kernel; returns the partial sums over rows, of the result and of A, where they are asked for."""
-    M, N, K = shape
+    M, N = c.shape[0], c.shape[1] // (2 if e.form == "dgated" else 1)
     if max(M, 2 * N, K) >= 2**31:
         raise ValueError(f"a product of {M} x {K} by {K} x {N} has a dimension beyond 2^31 - 1")
     device = c.device
-    if dropout is not None and dropout.p == 0:
-        dropout = None
-    tiles = (c, pre, emitted, residual, t)
+    if e.dropout is not None and e.dropout.p == 0:
+        e = e._replace(dropout=None)
+    up = None if e.up is None else _matrix("up", e.up)
+    tiles = (c, e.pre, e.emitted, e.residual, e.t)
     of = family(architecture(device))
     described = of in DESCRIBED if tile is None else tile.descriptors
     # The second half of a packed tensor begins N elements after the first.
-    packed = form in ("gated", "dgated")
+    packed = e.form in ("gated", "dgated")
     fit = all(x is None or _fits(x, N if packed and x.shape[1] == 2 * N else 0, described) for x in tiles)
+    factors = (a, b) if up is None else (a, b, up)
     if tile is None:
-        weight = weight_of(form, heavy=pre is not None or residual is not None or dropout is not None or accumulate)
-        factors = (a, b) if up is None else (a, b, up)
         if not all(x.described if described else x.aligned for x in factors):
             of += " unaligned"
+        weight = weight_of(e.form, e.heavy)
         tile = choose(of, _number(a.tensor.dtype, tf32), weight, fit, M, N, processors(device))
-    loads = tile.descriptors and K > 0 and a.described and b.described and (up is None or up.described)
+    loads = tile.descriptors and K > 0 and all(x.described for x in factors)
     moved = tile.descriptors and fit
     if K == 0:
         tile = tile._replace(flatten=False)  # two loops made one need a step in the inner one
-    partials = None
     tiles_m = cdiv(M, tile.m)
     count = tiles_m * cdiv(N, tile.n)
     if count >= 2**31:
         raise ValueError(f"a product of {M} x {N} has {count} tiles, at most 2^31 - 1 can be counted")
     dtype = torch.float64 if a.tensor.dtype == torch.float64 else torch.float32
-    if sums:
-        width = 2 * N if form == "dgated" else N
+    partials, a_sums = None, e.a_sums
+    if e.sums:
+        width = 2 * N if e.form == "dgated" else N
         partials = torch.empty(tiles_m * width, dtype=dtype, device=device)[: tiles_m * width].view(tiles_m, width)
     # Tiles that are not aligned take the registers that these sums need.
-    a_columns = a_columns and fit
-    if a_columns:
+    if e.a_columns and fit:
         a_sums = torch.empty(tiles_m * K, dtype=dtype, device=device)[: tiles_m * K].view(tiles_m, K)
     if loads or moved:
         allow_scratch()
@@ -494,19 +541,15 @@ def _product(
         _gemm_kernel,
         min(count, processors(device) * tile.per_processor),
         (
-            a.tensor, b.tensor, c, pre, emitted, bias, residual, t,
-            None if dropout is None else dropout.seed, partials, a_sums, None if up is None else up.tensor, up_bias,
+            a.tensor, b.tensor, c, e.pre, e.emitted, e.bias, e.residual, e.t,
+            None if e.dropout is None else e.dropout.seed, partials, a_sums, e.up, e.up_bias,
             M, N, K, a.ld, b.ld, *strides,
         ),
-        constexprs(
-            tile, form, act, t_is_output, accumulate,
-            None if dropout is None else threshold_and_scale(dropout.p, dropout.upscale),
-            N % 4 == 0, a_t, b_t, loads, moved, "tf32" if tf32 else "ieee", interpreted(),
-        ),
+        constexprs(tile, e, N % 4 == 0, a_t, b_t, loads, moved, "tf32" if tf32 else "ieee", interpreted()),
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
-    return partials, a_sums if a_columns else None
+    return partials, a_sums
 
 
 def _number(dtype: torch.dtype, tf32: bool) -> Number:
@@ -516,30 +559,19 @@ def _number(dtype: torch.dtype, tf32: bool) -> Number:
 
 
 def constexprs(
-    tile: Tile,
-    form: str,
-    act: Any,
-    t_is_output: bool,
-    accumulate: bool,
-    drop: tuple[Any, ...] | None,
-    grouped: bool,
-    a_t: bool,
-    b_t: bool,
-    loads: bool,
-    moved: bool,
-    precision: str,
+    tile: Tile, e: Epilogue, grouped: bool, a_t: bool, b_t: bool, loads: bool, moved: bool, precision: str,
     interpret: bool,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The kernel's compile-time arguments, in its order."""
     return {
-        "FORM": form,
-        "VALUE": None if act is None else act.value,
-        "DERIVATIVE": None if act is None or form not in ("dact", "dgated") else act.derivative,
-        "P": () if act is None else act.P,
-        "T_IS_OUTPUT": t_is_output,
-        "READS_OUTPUT": act is not None and act.reads == "output",
-        "ACCUMULATE": accumulate,
-        "DROP": drop,
+        "FORM": e.form,
+        "VALUE": None if e.act is None else e.act.value,
+        "DERIVATIVE": None if e.act is None or e.form not in ("dact", "dgated") else e.act.derivative,
+        "P": () if e.act is None else e.act.P,
+        "T_IS_OUTPUT": e.t_is_output,
+        "READS_OUTPUT": e.act is not None and e.act.reads == "output",
+        "ACCUMULATE": e.accumulate,
+        "DROP": None if e.dropout is None else threshold_and_scale(e.dropout.p, e.dropout.upscale),
         "GROUPED": grouped,
         "A_T": a_t,
         "B_T": b_t,
@@ -556,12 +588,26 @@ def constexprs(
     }
 
 
+def _flops(a: Tensor, weight: Tensor, *_: Any, up: Tensor | None = None, **__: Any) -> int:
+    """Of x weight^T and of dy weight; a gated unit whose weight is in two has the GEMM of `up` as well."""
+    (N, K), rows = weight.shape, a.shape[:-1].numel()
+    return 2 * rows * N * K * (1 if up is None else 2)
+
+
+def _wgrad_flops(dy: Tensor, x: Tensor, **_: Any) -> int:
+    return 2 * dy.numel() * x.shape[-1]
+
+
+_operator = functools.partial(operator, without=("tile",), tags=(torch.Tag.needs_fixed_stride_order,))
+
+
+@_operator("linear", flops=_flops)
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    act: Any = None,
+    act: Activation | None = None,
     store_pre: bool = False,
     store_act: bool = False,
     dropout: Dropout | None = None,
@@ -594,9 +640,11 @@ def linear(
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied.
     """
-    return _forward("plain", x, weight, bias, act, store_pre, store_act, dropout, residual, dtype, tf32, tile)
+    e = Epilogue("plain", act, store_act, bias, dropout=dropout, residual=residual)
+    return _forward(x, weight, e, store_pre or store_act, dtype, tf32, tile)
 
 
+@_operator("linear_gated", flops=_flops)
 def linear_gated(
     x: Tensor,
     weight: Tensor,
@@ -604,7 +652,7 @@ def linear_gated(
     *,
     up: Tensor | None = None,
     up_bias: Tensor | None = None,
-    act: Any,
+    act: Activation,
     store_pre: bool = False,
     dropout: Dropout | None = None,
     residual: Tensor | None = None,
@@ -623,92 +671,51 @@ def linear_gated(
     Raises:
         ValueError: as `linear`, for an odd number of rows of the weight, and for an up that is not like the weight.
     """
-    return _forward("gated", x, weight, bias, act, store_pre, False, dropout, residual, dtype, tf32, tile, up, up_bias)
+    e = Epilogue("gated", act, False, bias, up, up_bias, dropout=dropout, residual=residual)
+    return _forward(x, weight, e, store_pre, dtype, tf32, tile)
 
 
 def _forward(
-    form: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    act: Any,
-    store_pre: bool,
-    store_act: bool,
-    dropout: Dropout | None,
-    residual: Tensor | None,
-    dtype: torch.dtype | None,
-    tf32: bool,
-    tile: Tile | None,
-    up: Tensor | None = None,
-    up_bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, e: Epilogue, store: bool, dtype: torch.dtype | None, tf32: bool, tile: Tile | None
 ) -> tuple[Tensor, Tensor | None]:
-    if traced():
-        return _gemm_ops.forward(
-            form, x, weight, bias, act, store_pre, store_act, dropout, residual, dtype, tf32, up, up_bias
-        )
-    seed, p, upscale = dropout or _KEPT
-    others = (form, store_pre, store_act, p, upscale, dtype, tf32, tile)
-    return replayed(_decided_forward, act, others, x, weight, bias, seed, residual, up, up_bias)
-
-
-def _decided_forward(
-    act: Any,
-    form: str,
-    store_pre: bool,
-    store_act: bool,
-    p: float,
-    upscale: bool,
-    dtype: torch.dtype | None,
-    tf32: bool,
-    tile: Tile | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    residual: Tensor | None,
-    up: Tensor | None,
-    up_bias: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    dropout = None if seed is None else Dropout(seed, p, upscale)
     _factors("x", x, "weight", weight)
     packed, K = weight.shape
     N = packed
-    if up is not None:
-        if up.shape != weight.shape or up.dtype is not weight.dtype or up.stride() != weight.stride():
-            raise ValueError(f"up must be like the weight, got {tuple(up.shape)} {up.stride()}, {up.dtype}")
-        if (bias is None) != (up_bias is None):
+    if e.up is not None:
+        if e.up.shape != weight.shape or e.up.dtype is not weight.dtype or e.up.stride() != weight.stride():
+            raise ValueError(f"up must be like the weight, got {tuple(e.up.shape)} {e.up.stride()}, {e.up.dtype}")
+        if (e.bias is None) != (e.up_bias is None):
             raise ValueError("bias and up_bias are given together")
         packed = 2 * N
-    elif form == "gated":
+    elif e.form == "gated":
         if packed % 2:
             raise ValueError(f"a [gate; up] weight has an even number of rows, got shape {tuple(weight.shape)}")
         N = packed // 2
-    flat = _flat("x", x)
-    if flat.shape[1] != K:
-        raise ValueError(f"x: expected last dimension {K}, got shape {tuple(x.shape)}")
-    lead = tuple(x.shape[:-1])
+    lead = _lead("x", x, K)
+    y = torch.empty((*lead, N), dtype=dtype or x.dtype, device=x.device)
+    pre = torch.empty((*lead, packed), dtype=dtype or x.dtype, device=x.device) if store else None
+    if stops():
+        return y, pre
+    flat = _flat(x)
     M = flat.shape[0]
-    dtype = dtype or x.dtype
-    y = torch.empty((M, N), dtype=dtype, device=x.device)
-    pre = torch.empty((M, packed), dtype=dtype, device=x.device) if store_pre or store_act else None
-    bias = None if bias is None else _row_operand("bias", bias, (packed if up is None else N,))
-    up_bias = None if up_bias is None else _row_operand("up_bias", up_bias, (N,))
-    residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
+    e = e._replace(
+        pre=None if pre is None else pre.view(M, packed),
+        bias=None if e.bias is None else _row_operand("bias", e.bias, (packed if e.up is None else N,)),
+        up_bias=None if e.up_bias is None else _row_operand("up_bias", e.up_bias, (N,)),
+        residual=None if e.residual is None else _tile_operand("residual", e.residual, (*lead, N)),
+    )
     if M and N:
         a, b = _matrix("x", flat), _matrix("weight", weight)
-        _product(
-            a, b, y, (M, N, K), a.transposed, not b.transposed,
-            form=form, act=act, pre=pre, bias=bias, residual=residual, dropout=dropout,
-            t_is_output=store_act, up=None if up is None else _matrix("up", up), up_bias=up_bias, tf32=tf32, tile=tile,
-        )  # fmt: skip
-    return y.view(*lead, N), None if pre is None else pre.view(*lead, packed)
+        _multiply(a, b, a.transposed, not b.transposed, y.view(M, N), K, e, tf32, tile)
+    return y, pre
 
 
+@_operator("linear_dgrad", flops=_flops)
 def linear_dgrad(
     dy: Tensor,
     weight: Tensor,
     *,
-    act: Any = None,
+    act: Activation | None = None,
     t: Tensor | None = None,
     t_is_output: bool = False,
     dropout: Dropout | None = None,
@@ -760,17 +767,18 @@ def linear_dgrad(
         raise ValueError("dy_sums: made with an activation's gradient, without residual and emit")
     if act is not None and t_is_output and act.reads != "output":
         raise ValueError(f"{name_of(act)}: the derivative reads the input, so t cannot be the output")
-    return _backward(
-        "plain" if act is None else "dact", dy, weight, act, t, t_is_output, dropout, residual, sums, emit,
-        dtype, sums_dtype, dy_sums, tf32, tile,
-    )  # fmt: skip
+    e = Epilogue(
+        "plain" if act is None else "dact", act, t_is_output, dropout=dropout, t=t, residual=residual, sums=sums
+    )
+    return _backward(dy, weight, e, emit, dtype, sums_dtype, dy_sums, tf32, tile)
 
 
+@_operator("linear_dgrad_gated", flops=_flops)
 def linear_dgrad_gated(
     dy: Tensor,
     weight: Tensor,
     *,
-    act: Any,
+    act: Activation,
     t: Tensor,
     dropout: Dropout | None = None,
     sums: bool = False,
@@ -790,21 +798,14 @@ def linear_dgrad_gated(
     Raises:
         ValueError: as `linear_dgrad`.
     """
-    return _backward(
-        "dgated", dy, weight, act, t, False, dropout, None, sums, emit, dtype, sums_dtype, None, tf32, tile
-    )
+    e = Epilogue("dgated", act, dropout=dropout, t=t, sums=sums)
+    return _backward(dy, weight, e, emit, dtype, sums_dtype, None, tf32, tile)
 
 
 def _backward(
-    form: str,
     dy: Tensor,
     weight: Tensor,
-    act: Any,
-    t: Tensor | None,
-    t_is_output: bool,
-    dropout: Dropout | None,
-    residual: Tensor | None,
-    sums: bool,
+    e: Epilogue,
     emit: bool,
     dtype: torch.dtype | None,
     sums_dtype: torch.dtype | None,
@@ -812,139 +813,128 @@ def _backward(
     tf32: bool,
     tile: Tile | None,
 ) -> Gradients:
-    if traced():
-        return _gemm_ops.backward(
-            form, dy, weight, act, t, t_is_output, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
-            tf32,
-        )  # fmt: skip
-    seed, p, upscale = dropout or _KEPT
-    others = (form, t_is_output, p, upscale, sums, emit, dtype, sums_dtype, dy_sums, tf32, tile)
-    return replayed(_decided_backward, act, others, dy, weight, t, seed, residual)
-
-
-def _decided_backward(
-    act: Any,
-    form: str,
-    t_is_output: bool,
-    p: float,
-    upscale: bool,
-    sums: bool,
-    emit: bool,
-    dtype: torch.dtype | None,
-    sums_dtype: torch.dtype | None,
-    dy_sums: torch.dtype | None,
-    tf32: bool,
-    tile: Tile | None,
-    dy: Tensor,
-    weight: Tensor,
-    t: Tensor | None,
-    seed: Tensor | None,
-    residual: Tensor | None,
-) -> Gradients:
-    dropout = None if seed is None else Dropout(seed, p, upscale)
     _factors("dy", dy, "weight", weight)
     K, N = weight.shape
-    flat = _flat("dy", dy)
-    if flat.shape[1] != K:
-        raise ValueError(f"dy: expected last dimension {K}, got shape {tuple(dy.shape)}")
-    lead = tuple(dy.shape[:-1])
+    lead, device, dtype = _lead("dy", dy, K), dy.device, dtype or dy.dtype
+    width = 2 * N if e.form == "dgated" else N
+    dz = torch.empty((*lead, width), dtype=dtype, device=device)
+    emitted = torch.empty((*lead, N), dtype=dtype, device=device) if emit else None
+    total = torch.empty(width, dtype=sums_dtype or dtype, device=device) if e.sums else None
+    dy_sum = None if dy_sums is None else torch.empty(K, dtype=dy_sums, device=device)
+    results = Gradients(dz, total, emitted, dy_sum)
+    if stops():
+        return results
+    flat = _flat(dy)
     M = flat.shape[0]
-    width = 2 * N if form == "dgated" else N
-    dtype = dtype or dy.dtype
-    dz = torch.empty((M, width), dtype=dtype, device=dy.device)
-    emitted = torch.empty((M, N), dtype=dtype, device=dy.device) if emit else None
-    t = None if t is None else _tile_operand("t", t, (*lead, width))
-    residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
     partials = a_partials = None
+    # What a number that is 1 is compiled for has no sums of dy: they are torch's.
+    e = e._replace(
+        t=None if e.t is None else _tile_operand("t", e.t, (*lead, width)),
+        emitted=None if emitted is None else emitted.view(M, N),
+        residual=None if e.residual is None else _tile_operand("residual", e.residual, (*lead, N)),
+        a_columns=dy_sum is not None and K > 1 and M > 1,
+    )
     if M and N:
         a, b = _matrix("dy", flat), _matrix("weight", weight)
-        # What a number that is 1 is compiled for has no such sums: they are torch's.
-        partials, a_partials = _product(
-            a, b, dz, (M, N, K), a.transposed, b.transposed,
-            form=form, act=act, emitted=emitted, residual=residual, t=t, t_is_output=t_is_output,
-            dropout=dropout, sums=sums, a_columns=dy_sums is not None and K > 1 and M > 1, tf32=tf32, tile=tile,
+        partials, a_partials = _multiply(
+            a, b, a.transposed, b.transposed, dz.view(M, width), K, e, tf32, tile
         )  # fmt: skip
-    total = None
-    if sums:
-        total = (
-            torch.zeros(width, dtype=sums_dtype or dtype, device=dy.device)
-            if partials is None
-            else column_sums(partials, width, sums_dtype or dtype)
-        )
-    dy_sum = None
-    if dy_sums is not None:
-        dy_sum = flat.sum(0, dtype=dy_sums) if a_partials is None else column_sums(a_partials, K, dy_sums)
-    return Gradients(dz.view(*lead, width), total, None if emitted is None else emitted.view(*lead, N), dy_sum)
+    if total is not None and partials is None:
+        total.zero_()
+    elif total is not None:
+        column_sums(partials, width, total)
+    if dy_sum is not None and a_partials is None:
+        torch.sum(flat, 0, dtype=dy_sums, out=dy_sum)
+    elif dy_sum is not None:
+        column_sums(a_partials, K, dy_sum)
+    return results
 
 
+@_operator("linear_wgrad_bias", flops=_wgrad_flops)
 def linear_wgrad_bias(
     dy: Tensor,
     x: Tensor,
     *,
-    main_grad: Tensor | None = None,
     dtype: torch.dtype | None = None,
     sums_dtype: torch.dtype | None = None,
     tf32: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a weight, dweight = dy^T x over all rows, and of the bias after the product, in one launch.
+    """The gradients of a weight, dweight = dy^T x, and of the bias after the product, dbias = sum of dy, in one launch.
 
-    dweight is fresh, or added to `main_grad`, which is returned; dbias is the sum of dy over all rows.
-    dy: [*, N] and x: [*, K] of one dtype, each contiguous in its rows or its columns; dweight, main_grad: [N, K];
-    dbias: [N].  Sums over rows are float32 (float64 for float64), in a fixed order, and rounded once.
+    dy: [*, N] and x: [*, K] of one dtype, each contiguous in its rows or its columns; dweight: [N, K]; dbias: [N].
+    Sums over rows are float32 (float64 for float64), in a fixed order, and rounded once.
 
     Args:
         dy: the gradient of the product.
         x: its input.
-        main_grad: a float32 (float64 for float64) buffer that is added to in place, last dimension contiguous.
-        dtype: of a fresh dweight; dy's by default.
+        dtype: of dweight; dy's by default.
         sums_dtype: of dbias; dy's by default.
         tf32: whether float32 operands may be rounded to TF32.
         tile: instead of the one the table has.
 
     Raises:
-        ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
+        ValueError: for shapes, strides or dtypes that cannot be multiplied.
     """
-    if traced():
-        return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
-    return replayed(_decided_wgrad_bias, None, (dtype, sums_dtype, tf32, tile), dy, x, main_grad)
+    dweight = torch.empty(_wgrad_shape(dy, x), dtype=dtype or dy.dtype, device=dy.device)
+    return dweight, _wgrad(dweight, dy, x, sums_dtype, False, tf32, tile)
 
 
-def _decided_wgrad_bias(
-    act: None,
-    dtype: torch.dtype | None,
-    sums_dtype: torch.dtype | None,
-    tf32: bool,
-    tile: Tile | None,
+@_operator("linear_wgrad_bias_", written=("main_grad",), flops=lambda main_grad, *args, **rest: _wgrad_flops(*args))
+def linear_wgrad_bias_(
+    main_grad: Tensor,
     dy: Tensor,
     x: Tensor,
-    main_grad: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    total = torch.empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype, device=dy.device)
+    *,
+    sums_dtype: torch.dtype | None = None,
+    tf32: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`linear_wgrad_bias`, which adds dweight to `main_grad` and gives dbias.
+
+    main_grad: [N, K] float32 (float64 for float64), last dimension contiguous.
+
+    Raises:
+        ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
+    """
+    out = _tile_operand("main_grad", main_grad, _wgrad_shape(dy, x))
+    wanted = torch.float64 if dy.dtype == torch.float64 else torch.float32
+    if out.dtype != wanted:
+        raise ValueError(f"main_grad must be {wanted} for gradients of {dy.dtype}, got {out.dtype}")
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(f"main_grad has rows that overlap: strides {main_grad.stride()}")
+    return _wgrad(out, dy, x, sums_dtype, True, tf32, tile)
+
+
+def _wgrad_shape(dy: Tensor, x: Tensor) -> tuple[int, int]:
     _factors("dy", dy, "x", x)
-    left, right = _flat("dy", dy), _flat("x", x)
     if dy.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"dy and x must have the same rows, got shapes {tuple(dy.shape)} and {tuple(x.shape)}")
-    (K, M), N = left.shape, right.shape[1]
-    if main_grad is None:
-        out = torch.empty((M, N), dtype=dtype or dy.dtype, device=dy.device)
-    else:
-        out = _tile_operand("main_grad", main_grad, (M, N))
-        wanted = torch.float64 if dy.dtype == torch.float64 else torch.float32
-        if out.dtype != wanted:
-            raise ValueError(f"main_grad must be {wanted} for gradients of {dy.dtype}, got {out.dtype}")
-        if M > 1 and out.stride(0) < N:
-            raise ValueError(f"main_grad has rows that overlap: strides {main_grad.stride()}")
-    if M and N:
+    return dy.shape[-1], x.shape[-1]
+
+
+def _wgrad(
+    out: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    sums_dtype: torch.dtype | None,
+    accumulate: bool,
+    tf32: bool,
+    tile: Tile | None,
+) -> Tensor:
+    """Make dweight in `out`; returns the sum of dy."""
+    total = torch.empty(dy.shape[-1], dtype=sums_dtype or dy.dtype, device=dy.device)
+    if stops():
+        return total
+    left, right = _flat(dy), _flat(x)
+    if out.numel():
         a, b = _matrix("dy", left), _matrix("x", right)
-        _product(
-            a, b, out, (M, N, K), not a.transposed, b.transposed,
-            a_sums=total, accumulate=main_grad is not None, tf32=tf32, tile=tile,
-        )  # fmt: skip
+        e = Epilogue(accumulate=accumulate, a_sums=total)
+        _multiply(a, b, not a.transposed, b.transposed, out, left.shape[0], e, tf32, tile)
     else:
         # Nothing is multiplied: x has no columns.
         torch.sum(left, 0, dtype=total.dtype, out=total)
-    return out, total
+    return total
 
 
 class _Kind(NamedTuple):
@@ -1039,13 +1029,10 @@ def _variant(
     signature |= {name: "i32" for name in ("M", "N", "K", *_STRIDES) if name not in one}
     act = None if kind.act is None else ACTIVATIONS[kind.act]
     of_factors, of_tiles = ("a", "b", "lda", "ldb", "K"), (*present[2:], "M", "N", "ldc", "ldp", "lde", "ldr", "ldt")
+    dropout = Dropout(None, 0.1) if "seed" in kind.operands else None
     numbers = constexprs(
         tile,
-        kind.form,
-        act,
-        kind.t_is_output,
-        kind.accumulate,
-        threshold_and_scale(0.1) if "seed" in kind.operands else None,
+        Epilogue(kind.form, act, kind.t_is_output, dropout=dropout, accumulate=kind.accumulate),
         moved,
         kind.a_t,
         kind.b_t,
@@ -1071,6 +1058,3 @@ def _variant(
         has_dot=number in ("half", "tf32"),
         targets=_PREFIXES[of],
     )
-
-
-_gemm_ops.register(linear, linear_gated, linear_dgrad, linear_dgrad_gated, linear_wgrad_bias)

@@ -20,21 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import compiler
-from . import _pointwise_ops, chains
-from ._columns import several_column_sums
-from ._launch import (
-    INTERPRETED,
-    as_rows,
-    cdiv,
-    faking,
-    in_c,
-    launch,
-    processors,
-    traced,
-)  # fmt: skip
+from . import chains
+from ._columns import column_sums
+from ._launch import as_rows, cdiv, launch, processors, stops
+from ._operators import TEXTS, Text, bound, operator
 from ._philox import dropped
-from ._replay import bound, replayed
 from ._variants import TRITON_DTYPES, Type, Variant
 from .activations import (
     ACTIVATIONS,
@@ -385,69 +375,56 @@ def pointwise(
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
     given: Sequence[Tensor | None] = operands
-    if chain.reads_again:
+    if chain.reads_again:  # `None` stands for the operand before it
         given = [None if i and t is operands[i - 1] else t for i, t in enumerate(operands)]
-    if traced():
-        if compiler.is_collecting() and in_c(x):
-            c_chain.ask(x, chain, given, dtype, dtypes, result)
-        return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
-    if in_c(x):
-        return c_chain.run(x, chain, given, dtype, dtypes, result)
-    return replayed(_decided, None, (chain, dtype, tuple(dtypes), result), x, *given)
+    made = _run(x, chain, given, dtype=dtype, dtypes=dtypes, result=result)
+    return made if len(made) > chain.outputs else (None, *made)  # an operator's results are all tensors
 
 
 def pointwise_of(
     chain: Chain, dtype: torch.dtype | None = None, dtypes: Sequence[torch.dtype] = (), result: bool = True
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """`pointwise` of everything but tensors: a function of x and the operands, which copies those that do not fit."""
-
-    def whole(x: Tensor, *operands: Tensor) -> tuple[Tensor | None, ...]:
-        fit = [t.contiguous() for t in operands]
-        return pointwise(x.contiguous(), chain, fit, dtype=dtype, dtypes=dtypes, result=result)
-
     if chain.reads_again:  # not each operand is handed on
-        return whole
-    on_gpu = bound(_decided, (chain, dtype, tuple(dtypes), result), whole)
-    if INTERPRETED:
-        return on_gpu
-    on_cpu = c_chain.function(chain, dtype, tuple(dtypes), result)
+        return lambda x, *operands: pointwise(
+            x.contiguous(), chain, [t.contiguous() for t in operands], dtype=dtype, dtypes=dtypes, result=result
+        )
 
-    def run(x: Tensor, *operands: Tensor) -> tuple[Tensor | None, ...]:
-        if not in_c(x):
-            return on_gpu(x, *operands)
-        return whole(x, *operands) if traced() else on_cpu(x, *operands)
+    def arguments(x: Tensor, *operands: Tensor) -> dict[str, Any]:
+        return {"x": x, "chain": chain, "operands": operands, "dtype": dtype, "dtypes": dtypes, "result": result}
 
-    return run
+    return bound(_run, arguments, pointwise)
 
 
-def _decided(
-    act: None,
-    chain: Chain,
-    dtype: torch.dtype | None,
-    dtypes: tuple[torch.dtype, ...],
-    result: bool,
+TEXTS[Chain] = Text(lambda chain: chain.text, parse)
+
+
+@operator("pointwise", in_c=c_chain.decide)
+def _run(
     x: Tensor,
-    *operands: Tensor | None,
+    chain: Chain,
+    operands: Sequence[Tensor | None],
+    *,
+    dtype: torch.dtype | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    result: bool = True,
 ) -> tuple[Tensor | None, ...]:
+    """`pointwise`, where `None` stands for the operand before it."""
     dtype = dtype or x.dtype
-    compute = torch.float64 if x.dtype is torch.float64 else torch.float32
-    lead, columns = tuple(x.shape[:-1]), x.shape[-1] if x.ndim else 1
-    if columns % chain.parts[0]:
-        raise ValueError(f"{chain}: {columns} columns do not divide into {chain.parts[0]} parts")
-    width = columns // chain.parts[0]
-    source = as_rows("x", x, columns)
+    width, made = chain.results(x.shape, dtype, dtypes)
+    made = made if result else made[:-1]
+    results = [torch.empty(shape, dtype=of, device=x.device) for shape, of in made]
+    y = results.pop() if result else None
+    if stops():
+        return (y, *results)
+    lead, source = tuple(x.shape[:-1]), as_rows("x", x, x.shape[-1] if x.ndim else 1)
     M = source.shape[0]
-
-    def fresh(parts: int, of: torch.dtype) -> Tensor:
-        return torch.empty((*lead, parts * width) if x.ndim else (), dtype=of, device=x.device)
-
-    # `None` stands for the operand before it.
     given: Iterator[Tensor | None] = itertools.accumulate(operands, lambda before, t: before if t is None else t)
-    wanted = iter(dtypes or [dtype] * sum(step.output is not None for step in chain.steps))
+    left = iter(results)
     taken: list[Tensor | None] = []
-    strides: list[int] = []
     outputs: list[Tensor | None] = []
-    totals: list[tuple[int, int, torch.dtype]] = []
+    sums: list[Tensor] = []
+    strides: list[int] = []
     before: Step | None = None
     operand: Tensor | None = None
     try:
@@ -458,57 +435,36 @@ def _decided(
             taken.append(None if _read_again(step, operand, before, read) else operand)
             before = step
             strides.append(operand.stride(0) if operand is not None and operand.ndim == 2 else 0)
-            output = None
-            if step.output == "matrix":
-                output = fresh(parts, next(wanted))
-            elif step.output == "row":
-                totals.append((len(outputs), parts, next(wanted)))
-            outputs.append(output)
+            outputs.append(next(left) if step.output == "matrix" else None)
+            sums += [next(left)] if step.output == "row" else []
     except StopIteration:
         raise ValueError(f"{chain}: too few operands or dtypes") from None
     if next(given, None) is not None:
         raise ValueError(f"{chain}: more operands than steps that take one")
-    y = fresh(chain.parts[-1], dtype) if result else None
     block_m, block_n, constexprs = chain.tile(width, x.element_size())
     head = (source, y, tuple(taken), tuple(outputs))
     sizes = (source.stride(0), tuple(strides), M, width)
-    empty = M == 0 or width == 0
-    if not chain.sums:
-        grid = 0 if empty else cdiv(M, block_m) * cdiv(width, block_n)
-        if result or any(output is not None for output in outputs):
-            launch(_chain_kernel, grid, head + sizes, constexprs, _NUM_WARPS)
-    else:
+    if M == 0 or width == 0:
+        for total in sums:
+            total.zero_()
+    elif sums:
         across = cdiv(width, block_n)
-        down, steps = 1, 1
-        if not empty:
-            down = max(1, min(cdiv(M, block_m), _PROGRAMS * processors(x.device) // across))
-            steps = cdiv(cdiv(M, block_m), down)
-            down = cdiv(cdiv(M, block_m), steps)
-            partials = torch.empty(down * chain.sums * width, dtype=compute, device=x.device)
-            launch(
-                _chain_sums_kernel,
-                down * across,
-                (*head, partials, *sizes, steps),
-                constexprs,
-                _NUM_WARPS,
-            )
-        runs = [(parts, of) for _, parts, of in totals]
-        if empty:
-            sums = [torch.zeros(parts * width, dtype=of, device=x.device) for parts, of in runs]
-        else:
-            table = partials[: down * chain.sums * width].view(down, chain.sums * width)
-            sums = several_column_sums(table, width, runs)
-        for (at, _, _), total in zip(totals, sums, strict=True):
-            outputs[at] = total
-    return (y, *(output for step, output in zip(chain.steps, outputs, strict=True) if step.output))
+        down = max(1, min(cdiv(M, block_m), _PROGRAMS * processors(x.device) // across))
+        steps = cdiv(cdiv(M, block_m), down)
+        down = cdiv(cdiv(M, block_m), steps)
+        compute = torch.float64 if x.dtype is torch.float64 else torch.float32
+        partials = torch.empty(down * chain.sums * width, dtype=compute, device=x.device)
+        launch(_chain_sums_kernel, down * across, (*head, partials, *sizes, steps), constexprs, _NUM_WARPS)
+        column_sums(partials[: down * chain.sums * width].view(down, chain.sums * width), width, *sums)
+    elif results or result:
+        launch(_chain_kernel, cdiv(M, block_m) * cdiv(width, block_n), head + sizes, constexprs, _NUM_WARPS)
+    return (y, *results)
 
 
 def _read_again(step: Step, operand: Tensor | None, before: Step | None, read: Tensor | None) -> bool:
     """Whether a gradient takes just what the step before it, which gives the value, has read."""
     if before is None or (before.kind, step.kind) not in AGAIN or operand is None or read is None:
         return False
-    if faking():
-        return False  # there is no address
     return operand.data_ptr() == read.data_ptr() and operand.dtype is read.dtype and operand.stride() == read.stride()
 
 
@@ -616,6 +572,3 @@ def variants() -> Iterator[Variant]:
         (chains[6], ("width", "x_stride")),
     ):
         yield chain_variant(chain, torch.bfloat16, 1 if "width" in ones else 4096, ones=ones)
-
-
-_pointwise_ops.register(pointwise, parse)

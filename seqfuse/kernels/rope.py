@@ -10,30 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import compiler
-from . import _rope_ops
 from ._columns import column_sums
-from ._heads import angles_of, check_normed, check_weights, checked, frequencies_of
-from ._launch import (
-    architecture,
-    as_rows,
-    cdiv,
-    in_c,
-    inner_contiguous,
-    launch,
-    next_power_of_2,
-    processors,
-    traced,
-)
-from ._replay import replayed
-from ._rope_ops import Backward, Forward, Rotation
+from ._heads import Rotation, check_normed, check_weights, checked, frequencies_of, rows_of_angles, spread
+from ._launch import architecture, as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, stops
+from ._operators import operator
 from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
 from .c import rope as c_rope
@@ -457,6 +444,37 @@ def _amd(device: torch.device) -> bool:
 _FORWARD, _BACKWARD = 1024, 1024
 
 
+class Roped(NamedTuple):
+    """Results of the forward pass."""
+
+    y: Tensor  # [*, S, (H + 2 Hkv) D]
+    z: Tensor | None  # the same, x + bias, where it was to be stored
+    rstd: Tensor | None  # [*, S, H + Hkv] float32
+
+
+class RopeGradients(NamedTuple):
+    """Results of the backward pass; `None` for what was not asked for."""
+
+    dx: Tensor | None  # [*, S, (H + 2 Hkv) D]
+    dbias: Tensor | None  # [(H + 2 Hkv) D]
+    dq_weight: Tensor | None  # [D]
+    dk_weight: Tensor | None  # [D]
+
+
+def _angles_of(
+    x: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], int, bool]:
+    """What the kernels make angles of, or the angles; after how many rows they begin again; whether by pair."""
+    rows = rows_of_angles(x, rotation, positions, cos, sin)
+    period = max(1, rows.numel())
+    if rotation is None or cos is None or sin is None:
+        at = None if rotation is None or positions is None else spread(positions, rows)
+        return (frequencies_of(rotation, x.device), at, None, None), period, False
+    width = cos.shape[-1]
+    return (None, None, spread(cos, rows, width), spread(sin, rows, width)), period, width < rotation.dim
+
+
+@operator("rope", in_c=c_rope.decide_forward)
 def rope_fwd(
     x: Tensor,
     heads: int,
@@ -472,7 +490,7 @@ def rope_fwd(
     k_weight: Tensor | None = None,
     zero_centered: bool = False,
     store: bool = False,
-) -> Forward:
+) -> Roped:
     """Bias, norm and RoPE of packed heads: y = rope(norm(x + bias)) for query and key heads, x + bias for
     values, as far as these are given.
 
@@ -499,48 +517,17 @@ def rope_fwd(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
-    given = (bias, positions, cos, sin, norm_eps, q_weight, k_weight, zero_centered, store)
-    if traced():
-        if compiler.is_collecting() and in_c(x):
-            c_rope.ask_forward(x, rotation, *given)
-        return _rope_ops.forward(
-            x, heads, kv_heads, rotation, bias=bias, positions=positions, cos=cos, sin=sin, norm_eps=norm_eps,
-            q_weight=q_weight, k_weight=k_weight, zero_centered=zero_centered, store=store,
-        )  # fmt: skip
-    if in_c(x):
-        return c_rope.forward(x, heads, kv_heads, rotation, *given)
-    others = (heads, kv_heads, rotation, norm_eps, zero_centered, store)
-    frequencies = None if cos is not None else frequencies_of(rotation, x.device)
-    return replayed(_decided_forward, None, others, x, bias, positions, frequencies, cos, sin, q_weight, k_weight)
-
-
-def _decided_forward(
-    act: None,
-    heads: int,
-    kv_heads: int,
-    rotation: Rotation | None,
-    norm_eps: float | None,
-    zero_centered: bool,
-    store: bool,
-    x: Tensor,
-    bias: Tensor | None,
-    positions: Tensor | None,
-    frequencies: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-) -> Forward:
     size, rotary = checked(x, heads, kv_heads, rotation, bias=bias)
-    source = as_rows("x", x, x.shape[-1])
-    M = source.shape[0]
-    norm = norm_eps is not None
     check_weights(size, q_weight, k_weight)
+    norm, known = norm_eps is not None, heads + kv_heads
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     z = torch.empty(x.shape, dtype=x.dtype, device=x.device) if store else None
-    known = heads + kv_heads
     rstd = torch.empty((*x.shape[:-1], known), dtype=torch.float32, device=x.device) if norm else None
-    around, period, by_pair = angles_of(x, rotation, positions, frequencies, cos, sin)
+    if stops():
+        return Roped(y, z, rstd)
+    source = as_rows("x", x, x.shape[-1])
+    M = source.shape[0]
+    around, period, by_pair = _angles_of(x, rotation, positions, cos, sin)
     tile = tile_of(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
     launch(
         _rope_fwd_kernel,
@@ -552,9 +539,10 @@ def _decided_forward(
         {"EPS": float(norm_eps or 0.0), **_constexprs(tile, norm, size, rotation, zero_centered), "BY_PAIR": by_pair},
         tile.num_warps,
     )  # fmt: skip
-    return Forward(y, z, rstd)
+    return Roped(y, z, rstd)
 
 
+@operator("rope_backward", in_c=c_rope.decide_backward)
 def rope_bwd(
     dy: Tensor,
     heads: int,
@@ -573,7 +561,7 @@ def rope_bwd(
     dbias: torch.dtype | None = None,
     dq_weight: torch.dtype | None = None,
     dk_weight: torch.dtype | None = None,
-) -> Backward:
+) -> RopeGradients:
     """Gradients of `rope_fwd`, in one pass over dy, and over x where there was a norm.
 
     RoPE is undone on dy, then dx = rstd (g - xhat E[g xhat]) with g = dy weight; the gradients of bias and weights are
@@ -600,58 +588,27 @@ def rope_bwd(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
-    given = (positions, cos, sin, x, rstd, q_weight, k_weight, zero_centered, dx, dbias, dq_weight, dk_weight)
-    if traced():
-        if compiler.is_collecting() and in_c(dy):
-            c_rope.ask_backward(dy, rotation, *given)
-        return _rope_ops.backward(
-            dy, heads, kv_heads, rotation, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight,
-            k_weight=k_weight, zero_centered=zero_centered, dx=dx, dbias=dbias, dq_weight=dq_weight,
-            dk_weight=dk_weight,
-        )  # fmt: skip
-    if in_c(dy):
-        return c_rope.backward(dy, heads, kv_heads, rotation, *given)
-    others = (heads, kv_heads, rotation, zero_centered, dx, dbias, dq_weight, dk_weight)
-    frequencies = None if cos is not None else frequencies_of(rotation, dy.device)
-    return replayed(_decided_backward, None, others, dy, positions, frequencies, cos, sin, x, rstd, q_weight, k_weight)
-
-
-def _decided_backward(
-    act: None,
-    heads: int,
-    kv_heads: int,
-    rotation: Rotation | None,
-    zero_centered: bool,
-    dx: bool,
-    dbias: torch.dtype | None,
-    dq_weight: torch.dtype | None,
-    dk_weight: torch.dtype | None,
-    dy: Tensor,
-    positions: Tensor | None,
-    frequencies: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    x: Tensor | None,
-    rstd: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-) -> Backward:
     size, rotary = checked(dy, heads, kv_heads, rotation)
     check_normed(dy, x, rstd)
     check_weights(size, q_weight, k_weight)
-    width, parts, known = dy.shape[-1], heads + 2 * kv_heads, heads + kv_heads
+    width, parts, known, device = dy.shape[-1], heads + 2 * kv_heads, heads + kv_heads, dy.device
+    out = torch.empty(dy.shape, dtype=dy.dtype, device=device) if dx else None
+    totals = [
+        None if kind is None else torch.empty(n, dtype=kind, device=device)
+        for kind, n in ((dbias, width), (dq_weight, size), (dk_weight, size))
+    ]
+    results = RopeGradients(out, *totals)
+    if stops():
+        return results
     gradient = as_rows("dy", dy, width)
     source = None if x is None else as_rows("x", x, width)
-    M, device = gradient.shape[0], dy.device
-    out = torch.empty(dy.shape, dtype=dy.dtype, device=device) if dx else None
-    wanted = (dbias, dq_weight, dk_weight)
+    M = gradient.shape[0]
     if M == 0:
-        zeros = [
-            None if kind is None else torch.zeros(n, dtype=kind, device=device)
-            for kind, n in zip(wanted, (width, size, size), strict=True)
-        ]
-        return Backward(out, *zeros)
-    tile = tile_of(parts, size, rotary, _BACKWARD, _amd(dy.device))
+        for total in totals:
+            if total is not None:
+                total.zero_()
+        return results
+    tile = tile_of(parts, size, rotary, _BACKWARD, _amd(device))
     across = cdiv(parts, tile.h)
     programs = min(cdiv(M, tile.m), max(1, 8 * processors(device) // across))
     steps = cdiv(cdiv(M, tile.m), programs)
@@ -661,7 +618,7 @@ def _decided_backward(
         biases = torch.empty(programs * width, dtype=torch.float32, device=device)
     if dq_weight is not None or dk_weight is not None:
         gains = torch.empty(programs * known * size, dtype=torch.float32, device=device)
-    around, period, by_pair = angles_of(dy, rotation, positions, frequencies, cos, sin)
+    around, period, by_pair = _angles_of(dy, rotation, positions, cos, sin)
     launch(
         _rope_bwd_kernel,
         programs * across,
@@ -672,18 +629,18 @@ def _decided_backward(
         _constexprs(tile, x is not None, size, rotation, zero_centered) | {"BY_PAIR": by_pair},
         tile.num_warps,
     )  # fmt: skip
-    totals: list[Tensor | None] = [None, None, None]
-    if dbias is not None and biases is not None:
-        totals[0] = column_sums(biases[: programs * width].view(programs, width), width, dbias)
+    if results.dbias is not None and biases is not None:
+        column_sums(biases[: programs * width].view(programs, width), width, results.dbias)
     if gains is not None:
         table = gains[: known * programs * size].view(known * programs, size)
-        if dq_weight is not None:
-            totals[1] = column_sums(table[: heads * programs], size, dq_weight)
-        if dk_weight is not None:
-            totals[2] = column_sums(table[heads * programs :], size, dk_weight)
-    return Backward(out, *totals)
+        if results.dq_weight is not None:
+            column_sums(table[: heads * programs], size, results.dq_weight)
+        if results.dk_weight is not None:
+            column_sums(table[heads * programs :], size, results.dk_weight)
+    return results
 
 
+@operator("rope_write", written=("k", "v", "k_scale", "v_scale"))
 def rope_write(
     x: Tensor,
     heads: int,
@@ -725,41 +682,14 @@ def rope_write(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
-    if traced():
-        return _rope_ops.write(
-            x, heads, kv_heads, rotation, k, v, lengths, bias=bias, norm_eps=norm_eps, q_weight=q_weight,
-            k_weight=k_weight, zero_centered=zero_centered, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
-    others = (heads, kv_heads, rotation, norm_eps, zero_centered)
-    frequencies = frequencies_of(rotation, x.device)
-    return replayed(
-        _decided_write, None, others, x, bias, frequencies, q_weight, k_weight, k, v, lengths, k_scale, v_scale
-    )
-
-
-def _decided_write(
-    act: None,
-    heads: int,
-    kv_heads: int,
-    rotation: Rotation | None,
-    norm_eps: float | None,
-    zero_centered: bool,
-    x: Tensor,
-    bias: Tensor | None,
-    frequencies: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> Tensor:
     if x.ndim != 2:
         raise ValueError(f"x must be [B, C], one row of each sequence, got {tuple(x.shape)}")
     size, rotary = checked(x.unsqueeze(1), heads, kv_heads, rotation, bias=bias)
     check_weights(size, q_weight, k_weight)
     batch, rows = x.shape[0], k.shape[2] if k.ndim == 4 else 0
+    q = torch.empty((batch, heads, size), dtype=x.dtype, device=x.device)
+    if stops():
+        return q
     if tuple(k.shape) != (batch, kv_heads, rows, size) or v.shape != k.shape or k.dtype is not v.dtype:
         shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
         raise ValueError(f"caches must both be {(batch, kv_heads, 'max', size)} of one dtype, got {shapes}")
@@ -775,7 +705,6 @@ def _decided_write(
         raise ValueError(f"k_scale and v_scale must have one layout, got {k_scale.stride()}, {v_scale.stride()}")
     for name, tensor in (("x", x), ("k", k), ("v", v)):
         inner_contiguous(name, tensor)
-    q = torch.empty((batch, heads, size), dtype=x.dtype, device=x.device)
     norm = norm_eps is not None
     fixed = _constexprs(tile_of(1, size, rotary, 1, amd=False), norm, size, rotation, zero_centered)
     del fixed["BLOCK_M"], fixed["BLOCK_H"]
@@ -784,7 +713,7 @@ def _decided_write(
         batch * (heads + 2 * kv_heads),
         (
             x, bias, q_weight if norm else None, k_weight if norm else None,
-            frequencies, lengths, q, k, v, k_scale, v_scale,
+            frequencies_of(rotation, x.device), lengths, q, k, v, k_scale, v_scale,
             x.stride(0), *k.stride()[:3], *v.stride()[:3],
             *((0, 0) if k_scale is None else k_scale.stride()[:2]), batch, heads, kv_heads, rows,
         ),
@@ -901,6 +830,3 @@ def _write_variant(dtype: torch.dtype, size: int, rotation: Rotation | None, *, 
         divisible=(*pointers, *(n for n in numbers if "_" in n and size % 16 == 0)),
         num_warps=1,
     )
-
-
-_rope_ops.register(rope_fwd, rope_bwd, rope_write)

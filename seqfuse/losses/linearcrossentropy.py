@@ -13,20 +13,9 @@ from ..group import Group, ParameterShard, identity, summed_gradient, vocabulary
 from ..ops._parameters import divide, initial
 from ..plan.reference import transformed
 from ..signature import checks_arguments
-from ._chunks import (
-    How,
-    LinearCrossEntropyNode,
-    LinearCrossEntropyRows,
-    Reduction,
-    check,
-    check_targets,
-    counted_rows,
-    flat,
-    own_targets,
-    reduced,
-    walk,
-    wide_dtype,
-)
+from ._ask import How, Reduction, check, check_targets
+from ._chunks import counted_rows, flat, own_targets, reduced, walk, wide_dtype
+from ._nodes import LinearCrossEntropyNode, LinearCrossEntropyRows
 
 _PLAIN = (Tensor, nn.Parameter)
 

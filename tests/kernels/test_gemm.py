@@ -194,9 +194,10 @@ def check_wgrad(module: Any = gemm, tile: Tile | None = None, accumulate: bool =
 
     def fused(dy: Tensor, x: Tensor) -> list[Tensor]:
         main = start.clone() if accumulate else None
-        got, total = module.linear_wgrad_bias(dy, x, main_grad=main, tile=tile)
-        assert main is None or got is main
-        return [got, total]
+        if main is None:
+            return [*module.linear_wgrad_bias(dy, x, tile=tile)]
+        total = module.linear_wgrad_bias_(main, dy, x, tile=tile)
+        return [main, total]
 
     judge(fused, eager, args)
 
@@ -399,8 +400,11 @@ def test_gradients_are_those_of_finite_differences(device: torch.device) -> None
 def test_wgrad(device: torch.device, dtype: torch.dtype, tile: Tile, accumulate: bool) -> None:
     o = operands(device, dtype)
     check_wgrad(tile=tile, accumulate=accumulate, dy=o.dy, x=o.x)
-    main = torch.ones(N, K, device=device) if accumulate else None
-    _, total = gemm.linear_wgrad_bias(o.dy, o.x, main_grad=main, sums_dtype=torch.float32, tile=tile)
+    how: dict[str, Any] = {"sums_dtype": torch.float32, "tile": tile}
+    if accumulate:
+        total = gemm.linear_wgrad_bias_(torch.ones(N, K, device=device), o.dy, o.x, **how)
+    else:
+        _, total = gemm.linear_wgrad_bias(o.dy, o.x, **how)
     assert total.dtype is torch.float32
     torch.testing.assert_close(total, o.dy.double().sum(0).float())
 
@@ -474,10 +478,10 @@ def test_empty_matrices(device: torch.device, tile: Tile, m: int, n: int, k: int
     check_dgrad(tile=tile, dy=o.dy, weight=weight, act="gelu", t=t)
     main = data(device, torch.float32, n, k)
     before = main.clone()
-    for buffer, wanted in ((None, torch.zeros_like(main)), (main, before)):
-        dw, total = gemm.linear_wgrad_bias(o.dy[:0], x[:0], main_grad=buffer, tile=tile)
-        assert_bitwise_equal(dw, wanted)
-        assert_bitwise_equal(total, torch.zeros(n, device=device))
+    added = gemm.linear_wgrad_bias_(main, o.dy[:0], x[:0], tile=tile)
+    dw, total = gemm.linear_wgrad_bias(o.dy[:0], x[:0], tile=tile)
+    assert_bitwise_equal([main, dw], [before, torch.zeros_like(main)])
+    assert_bitwise_equal([added, total], [torch.zeros(n, device=device)] * 2)
     _, total = gemm.linear_wgrad_bias(o.dy, x, tile=tile)
     torch.testing.assert_close(total, o.dy.sum(0))
 
@@ -541,7 +545,7 @@ def test_neither_reads_nor_writes_past_an_end(
             *gemm.linear_wgrad_bias(o.dy, o.x, tile=tile),
         ]  # fmt: skip
     main = guarded(torch.zeros(n, k, device=device))
-    results += gemm.linear_wgrad_bias(o.dy, o.x, main_grad=main.tensor, tile=tile)
+    results += [gemm.linear_wgrad_bias_(main.tensor, o.dy, o.x, tile=tile), main.tensor]
     main.check("main_grad")
     assert len(results) == 15
     for i, result in enumerate(results):
@@ -553,7 +557,7 @@ def test_adds_to_a_part_of_a_larger_buffer(device: torch.device, tile: Tile) -> 
     o = operands(device, torch.bfloat16)
     buffer = torch.full((N, K + 24), math.nan, device=device)
     buffer[:, :K] = 1.0
-    gemm.linear_wgrad_bias(o.dy, o.x, main_grad=buffer[:, :K], tile=tile)
+    gemm.linear_wgrad_bias_(buffer[:, :K], o.dy, o.x, tile=tile)
     assert buffer[:, K:].isnan().all()
     torch.testing.assert_close(buffer[:, :K], 1 + o.dy.float().t() @ o.x.float(), rtol=1e-4, atol=1e-3)
 
@@ -605,7 +609,7 @@ def test_float64_to_its_last_digits(device: torch.device, tile: Tile) -> None:
     y, _ = gemm.linear(o.x, o.weight, o.bias, act=ACTIVATIONS["gelu"], residual=o.residual, tile=tile)
     torch.testing.assert_close(y, F.gelu(F.linear(o.x, o.weight, o.bias)) + o.residual, rtol=1e-12, atol=1e-12)
     main = torch.zeros_like(o.weight)
-    gemm.linear_wgrad_bias(o.dy, o.x, main_grad=main, tile=tile)
+    gemm.linear_wgrad_bias_(main, o.dy, o.x, tile=tile)
     torch.testing.assert_close(main, o.dy.t() @ o.x, rtol=1e-12, atol=1e-12)
 
 
@@ -663,10 +667,10 @@ REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], Any]]] = {
         lambda o: gemm.linear_dgrad(o.dy, o.weight, act=ACTIVATIONS["gelu"], t=o.t, t_is_output=True),
     ),
     "16-bit main_grad": (
-        "main_grad must be", lambda o: gemm.linear_wgrad_bias(o.dy, o.x, main_grad=o.weight.half())
+        "main_grad must be", lambda o: gemm.linear_wgrad_bias_(o.weight.half(), o.dy, o.x)
     ),
     "main_grad with overlapping rows": (
-        "overlap", lambda o: gemm.linear_wgrad_bias(o.dy, o.x, main_grad=o.weight[:1].expand(N, K))
+        "overlap", lambda o: gemm.linear_wgrad_bias_(o.weight[:1].expand(N, K), o.dy, o.x)
     ),
     "different rows": ("same rows", lambda o: gemm.linear_wgrad_bias(o.dy[1:], o.x)),
     "p": ("between 0 and 1", lambda o: gemm.linear(o.x, o.weight, dropout=o.dropout._replace(p=1.5))),
@@ -741,7 +745,7 @@ def test_operators_take_any_activation_by_its_text(device: torch.device) -> None
     bias, text = o.bias.abs() + 20, text_of(Rooted)
     assert text == f"{__name__}._root(3.0)"
     assert text_of(Activation(*[getattr(ACTIVATIONS["gelu"], name) for name in Activation._fields])) == "gelu"
-    (y,) = torch.ops.seqfuse.linear(o.x, o.weight, bias, act=text)
+    y, _ = torch.ops.seqfuse.linear(o.x, o.weight, bias, act=text)
     assert_bitwise_equal(y, gemm.linear(o.x, o.weight, bias, act=Rooted)[0])
     other = SimpleNamespace(value=_root, derivative=_root, reads="input", P=(3.0,))
     assert text_of(other) == f"{text}#2"

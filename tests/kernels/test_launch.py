@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from seqfuse.kernels import _launch, gemm, pointwise
 from seqfuse.kernels._launch import cdiv, launch
 from seqfuse.kernels.activations import ACTIVATIONS
-from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
+from seqfuse.kernels.norm import norm_bwd, norm_fwd
 
 from .conftest import DEVICE
 
@@ -78,8 +78,8 @@ def test_on_fake_tensors_shapes_come_out(device: torch.device) -> None:
             *gemm.linear_dgrad(dy, weight, act=gelu, t=t, sums=True, dy_sums=dy.dtype),
             *gemm.linear_dgrad_gated(dy, weight, act=silu, t=packed, sums=True, emit=True),
             *gemm.linear_wgrad_bias(dy, x),
-            *layernorm_fwd(x, row, row, 1e-5, residual=x),
-            *layernorm_bwd(x, x, statistics, statistics, row, dweight=x.dtype, dbias=x.dtype),
+            *norm_fwd(x, row, row, 1e-5, residual=x),
+            *norm_bwd(x, x, statistics, statistics, row, dweight=x.dtype, dbias=x.dtype),
         ]
 
     with FakeTensorMode(allow_non_fake_inputs=True):

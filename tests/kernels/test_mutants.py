@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse.kernels import _norm, _rstd, activations, attention, crossentropy, decode, gemm, rope
+from seqfuse.kernels import _rstd, activations, attention, crossentropy, decode, gemm, norm, rope
 
 from . import (
     test_activations,
@@ -29,7 +29,7 @@ def _replaced() -> Iterator[tuple[str, str]]:
     """File and text that a mutant replaces."""
     for module, mutants in (
         (gemm, test_gemm.MUTANTS),
-        (_norm, test_norm.MUTANTS),
+        (norm, test_norm.MUTANTS),
         (_rstd, test_norm.STATISTIC_MUTANTS),
         (crossentropy, test_crossentropy.MUTANTS),
         (attention, test_attention.MUTANTS),

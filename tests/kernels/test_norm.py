@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels import _launch, _norm, _rstd
+from seqfuse.kernels import _launch, _rstd, norm
 from seqfuse.kernels._launch import cdiv, processors
 from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
-from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
-from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from seqfuse.kernels.norm import norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
     Untouched,
@@ -114,35 +113,33 @@ def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm, only: str | None = None) -> dict[str, Tensor]:
+def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = norm, only: str | None = None) -> dict[str, Tensor]:
     """The results and all gradients, or `only` one of these."""
     x, dtype = tensors["x"], tensors["x"].dtype
     weight, bias = tensors.get("weight"), tensors.get("bias")
     act = None if case.act is None else ACTS[case.act]
     dropout: dict[str, Any] = {"seed": SEED.to(x.device), "p": P} if case.around else {}
     before = {name: tensors[name] for name in ("pre_bias", "residual")} if case.around else {}
-    f = k.forward(case.centered, x, weight, bias, EPS, zero_centered=case.zero_centered, act=act, **before, **dropout)
+    both: dict[str, Any] = {"zero_centered": case.zero_centered, "act": act, **dropout}
+    f = k.norm_fwd(x, weight, bias, EPS, centered=case.centered, **both, **before)
 
     def asked(kind: str) -> bool:
         return only in (None, kind)
 
-    b = k.backward(
-        case.centered,
+    b = k.norm_bwd(
         tensors["dy"],
         x if f.stream is None else f.stream,
         f.mean,
         f.rstd,
         weight,
         bias,
-        zero_centered=case.zero_centered,
-        act=act,
         dx=asked("d_residual" if case.around else "d_x"),
         dweight=dtype if weight is not None and asked("d_weight") else None,
         dbias=dtype if bias is not None and asked("d_bias") else None,
         dstream=tensors.get("dstream"),
         dbranch=case.around and asked("d_x"),
         dpre_bias=dtype if case.around and asked("d_pre_bias") else None,
-        **dropout,
+        **both,
     )
     results = {
         "y": f.y,
@@ -158,7 +155,7 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm, only: str
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, module: ModuleType, n: int) -> None:
     """Rows of more than `n` columns are too wide for registers from here on, and there is one processor."""
-    plain = _norm.Tile
+    plain = norm.Tile
     monkeypatch.setattr(module, "processors", lambda device: 1)
     monkeypatch.setattr(module, "forward_tile", lambda columns, itemsize: plain(4, n, -(-columns // n), 4))
     monkeypatch.setattr(module, "backward_tile", lambda columns, itemsize, heavy: plain(2, n, -(-columns // n), 4))
@@ -175,7 +172,7 @@ def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 Results = dict[str, Tensor]
 
 
-def measured(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> tuple[Results, Results, Results]:
+def measured(case: Case, tensors: dict[str, Tensor], k: ModuleType = norm) -> tuple[Results, Results, Results]:
     """Of the kernels, of torch and of torch in float64."""
     with Untouched(tensors):
         ours = run(case, tensors, k)
@@ -195,7 +192,7 @@ def measured_in(
     return measured(case, drawn(case, lead, width, dtype, regime, seed))
 
 
-def check(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> None:
+def check(case: Case, tensors: dict[str, Tensor], k: ModuleType = norm) -> None:
     judge(lambda seed: measured(case, {name: redrawn(t, seed) for name, t in tensors.items()}, k), 0)
 
 
@@ -244,7 +241,7 @@ def test_a_norm_equals_the_operations_it_stands_for_everywhere(name: str, dtype:
 def test_rows_too_wide_for_registers_go_in_chunks(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_chunks(monkeypatch, _norm, 32)
+    in_chunks(monkeypatch, norm, 32)
     # Of many rows each program of the sums takes several tiles.
     for rows, width in ((9, 70), (9, 96), *(((70, 33),) if name == "layernorm_all" else ())):
         check(CASES[name], drawn(CASES[name], (rows,), width, dtype, "offset" if width == 96 else "normal"))
@@ -258,12 +255,12 @@ def test_the_widest_row_is_normalized() -> None:
 
 def test_a_row_that_is_too_wide_is_refused() -> None:
     with pytest.raises(ValueError, match="65537 columns: at least 1 and at most 65536"):
-        rmsnorm_fwd(torch.ones(1, 65537), None, EPS)
+        norm_fwd(torch.ones(1, 65537), None, None, EPS, centered=False)
 
 
 def test_a_weight_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(ValueError, match="weight must be contiguous in its last dimension"):
-        rmsnorm_fwd(torch.ones(1, 8, device=DEVICE), torch.ones(16, device=DEVICE)[::2], EPS)
+        norm_fwd(torch.ones(1, 8, device=DEVICE), torch.ones(16, device=DEVICE)[::2], None, EPS)
 
 
 @pytest.mark.triton
@@ -305,7 +302,7 @@ def test_the_same_bits_every_time(name: str) -> None:
 def test_a_wide_row_reads_and_writes_nothing_outside_and_gives_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_chunks(monkeypatch, _norm, 8)
+    in_chunks(monkeypatch, norm, 8)
     tensors = drawn(CASES[name], (5,), 20, torch.float32)
     with red_zones():
         inside = run(CASES[name], {key: guarded(t).tensor for key, t in tensors.items()})
@@ -329,7 +326,7 @@ def test_rows_of_signs_are_normalized_exactly(
 ) -> None:
     """As many +1 as -1 in a row have mean 0 and variance 1, and sums of small integers are exact."""
     if wide:
-        in_chunks(monkeypatch, _norm, 16)
+        in_chunks(monkeypatch, norm, 16)
     x = exact("signs", (37, 32), 1, dtype=dtype).to(DEVICE)
     x = torch.cat((x, -x), 1)
     dy, weight, bias, dstream = (
@@ -337,12 +334,10 @@ def test_rows_of_signs_are_normalized_exactly(
         for i, shape in enumerate(((37, 64), (64,), (64,), (37, 64)))
     )
     beta = bias if centered else None
-    f = _norm.forward(centered, x, weight, beta, 0.0)
+    f = norm_fwd(x, weight, beta, 0.0, centered=centered)
     y = x * weight + bias if centered else x * weight
     assert_bitwise_equal([f.y, f.rstd], [y, torch.ones_like(f.rstd)])
-    b = _norm.backward(
-        centered, dy, x, f.mean, f.rstd, weight, beta, dstream=dstream, dweight=dtype, dbias=dtype if centered else None
-    )
+    b = norm_bwd(dy, x, f.mean, f.rstd, weight, beta, dstream=dstream, dweight=dtype, dbias=dtype if centered else None)
     d, g = dy.double(), (dy * weight).double()
     by_x = (g * x).mean(1, keepdim=True) * x
     dx = g - by_x - (g.mean(1, keepdim=True) if centered else 0) + dstream
@@ -359,9 +354,9 @@ class _Norm(torch.autograd.Function):
         case = CASES[name]
         x, weight, bias, pre_bias, residual = inputs
         ctx.case, ctx.affine = case, (weight, bias if case.centered else None)
-        f = _norm.forward(
-            case.centered, x, *ctx.affine, EPS, zero_centered=case.zero_centered, act=ACTIVATIONS.get(str(case.act)),
-            seed=SEED.to(x.device), p=P, pre_bias=pre_bias, residual=residual,
+        f = norm_fwd(
+            x, *ctx.affine, EPS, centered=case.centered, zero_centered=case.zero_centered,
+            act=ACTIVATIONS.get(str(case.act)), seed=SEED.to(x.device), p=P, pre_bias=pre_bias, residual=residual,
         )  # fmt: skip
         assert f.stream is not None
         ctx.save_for_backward(f.stream, f.rstd, *(() if f.mean is None else (f.mean,)))
@@ -371,8 +366,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         case, wanted = ctx.case, torch.float64
         stream, rstd, *mean = ctx.saved_tensors
-        b = _norm.backward(
-            case.centered, grads[0].contiguous(), stream, mean[0] if mean else None, rstd, *ctx.affine,
+        b = norm_bwd(
+            grads[0].contiguous(), stream, mean[0] if mean else None, rstd, *ctx.affine,
             zero_centered=case.zero_centered, act=ACTIVATIONS.get(str(case.act)), seed=SEED.to(stream.device), p=P,
             dstream=grads[1].contiguous(), dweight=wanted, dbias=wanted if case.centered else None, dbranch=True,
             dpre_bias=wanted,
@@ -402,7 +397,7 @@ def test_rows_further_apart_than_int32_counts(name: str, monkeypatch: pytest.Mon
 
     distant = {key: far(t) for key, t in tensors.items()}
     assert_bitwise_equal(run(CASES[name], distant), run(CASES[name], tensors))
-    in_chunks(monkeypatch, _norm, 16)
+    in_chunks(monkeypatch, norm, 16)
     assert_bitwise_equal(run(CASES[name], distant), run(CASES[name], tensors))
 
 
@@ -455,22 +450,20 @@ def test_a_float32_stream_beside_16_bits_gives_the_bits_of_float32_inputs(center
     x, residual, dstream = (seeded_randn((7, columns), i, dtype=torch.float32).to(DEVICE) for i in range(3))
     x = x.to(half)
     weight, bias, before = (seeded_randn((columns,), 3 + i, dtype=torch.float32).to(DEVICE) for i in range(3))
-    parameters = (weight, bias, EPS) if centered else (weight, EPS)
-    fwd, bwd = (layernorm_fwd, layernorm_bwd) if centered else (rmsnorm_fwd, rmsnorm_bwd)
+    parameters = (weight, bias if centered else None, EPS)
     around: dict[str, Any] = {"pre_bias": before, "residual": residual, "seed": SEED.to(DEVICE), "p": P, "dtype": half}
-    out, wide = fwd(x, *parameters, stream_dtype=torch.float32, **around), fwd(x.float(), *parameters, **around)
+    around["centered"] = centered
+    out = norm_fwd(x, *parameters, stream_dtype=torch.float32, **around)
+    wide = norm_fwd(x.float(), *parameters, **around)
     assert (out.y.dtype, out.stream.dtype) == (half, torch.float32)
     assert_bitwise_equal([out.y, out.stream, out.rstd], [wide.y, wide.stream, wide.rstd])
 
-    dy, statistics = (
-        seeded_randn((7, columns), 6, dtype=half).to(DEVICE),
-        (out.mean, out.rstd) if centered else (out.rstd,),
-    )
+    dy, statistics = seeded_randn((7, columns), 6, dtype=half).to(DEVICE), (out.mean, out.rstd)
     sums: dict[str, Any] = {"dstream": dstream, "dweight": torch.float32, "dpre_bias": torch.float32}
     for dropped in ({}, {"seed": SEED.to(DEVICE), "p": P}):
         branch = {**sums, **dropped, "dbranch": True}
-        made = bwd(dy, out.stream, *statistics, weight, branch_dtype=half, **branch)
-        same = bwd(dy.float(), out.stream, *statistics, weight, **branch)
+        made = norm_bwd(dy, out.stream, *statistics, weight, branch_dtype=half, **branch)
+        same = norm_bwd(dy.float(), out.stream, *statistics, weight, **branch)
         assert (made.dx.dtype, made.dbranch.dtype) == (torch.float32, half)
         assert_bitwise_equal([made.dx, made.dweight, made.dpre_bias], [same.dx, same.dweight, same.dpre_bias])
         assert_bitwise_equal(made.dbranch, same.dbranch.to(half))
@@ -484,7 +477,7 @@ def test_each_gradient_alone_is_what_it_is_beside_the_others(
     name: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunked:
-        in_chunks(monkeypatch, _norm, 16)
+        in_chunks(monkeypatch, norm, 16)
     tensors = drawn(CASES[name], (3,), 24, torch.float32)
     every = run(CASES[name], tensors)
     for only in every.keys() - {"y", "stream"}:
@@ -497,9 +490,9 @@ def test_each_gradient_alone_is_what_it_is_beside_the_others(
 def test_a_row_of_one_number_has_no_variance(columns: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large numbers what rounding leaves in the mean, squared, is many times eps."""
     if chunked:
-        in_chunks(monkeypatch, _norm, 16)
+        in_chunks(monkeypatch, norm, 16)
     x = torch.tensor([[1e6 + 0.1], [-123456.7], [0.1]], device=DEVICE).repeat(1, columns)
-    f = layernorm_fwd(x, None, None, EPS)
+    f = norm_fwd(x, None, None, EPS)
     torch.testing.assert_close(f.mean, x[:, 0], rtol=2e-7, atol=0)
     torch.testing.assert_close(f.rstd, torch.full_like(f.rstd, EPS**-0.5), rtol=2e-3, atol=0)
 
@@ -512,7 +505,7 @@ def test_rounding_leaves_nothing_in_the_mean_of_a_row_of_one_number(
     """An ulp of a large number, times a rstd of eps**-0.5, is up to a hundred times what y should be."""
     one = torch.cat([10.0**k * seeded_randn((32, 1), k, dtype=torch.float32) for k in (0, 3, 6)])
     tensors = {"x": one.repeat(1, columns).to(DEVICE), "dy": torch.ones(96, columns, device=DEVICE)}
-    changed = mutant(_norm, "        mean += rest\n", "")
+    changed = mutant(norm, "        mean += rest\n", "")
     assert not run(CASES["layernorm_plain"], tensors)["y"].any()
     assert run(CASES["layernorm_plain"], tensors, changed)["y"].abs().max() > 10
 
@@ -520,13 +513,13 @@ def test_rounding_leaves_nothing_in_the_mean_of_a_row_of_one_number(
 @pytest.mark.triton
 def test_only_what_is_wanted_is_made() -> None:
     x = torch.randn(4, 8, device=DEVICE)
-    f = layernorm_fwd(x, None, None, EPS)
+    f = norm_fwd(x, None, None, EPS)
     assert f.stream is None
-    b = layernorm_bwd(x, x, f.mean, f.rstd, None, dx=False, dbias=torch.float64)
+    b = norm_bwd(x, x, f.mean, f.rstd, None, dx=False, dbias=torch.float64)
     assert [b.dx, b.dweight, b.dbranch, b.dpre_bias] == [None] * 4
     rounding = 4 * torch.finfo(torch.float32).eps * x.abs().sum(0).amax().item()  # each of 4 rows is added in float32
     torch.testing.assert_close(b.dbias, x.double().sum(0), atol=rounding, rtol=0)
-    r = rmsnorm_bwd(x, x, rmsnorm_fwd(x, None, EPS).rstd, None)
+    r = norm_bwd(x, x, None, norm_fwd(x, None, None, EPS, centered=False).rstd, None)
     assert r.dx is not None
     assert r.dweight is None
 
@@ -541,16 +534,14 @@ def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
     both |= {"seed": SEED.to(DEVICE), "p": P} if case.around else {}
     before: dict[str, Any] = {key: tensors[key] for key in ("pre_bias", "residual")} if case.around else {}
     before |= {"stream_dtype": torch.bfloat16} if case.around else {}
-    kind = "layernorm" if case.centered else "rmsnorm"
-    forward = getattr(torch.ops.seqfuse, kind)
-    torch.library.opcheck(forward.default, (x, weight, bias, EPS), both | before)
-    results = forward(x, weight, bias, EPS, **both, **before)
-    mean, rstd = results[-2] if case.centered else None, results[-1]
+    before |= {"centered": case.centered}
+    torch.library.opcheck(torch.ops.seqfuse.norm.default, (x, weight, bias, EPS), both | before)
+    _, stream, mean, rstd = torch.ops.seqfuse.norm(x, weight, bias, EPS, **both, **before)
     after: dict[str, Any] = {"dweight": torch.float32} if weight is not None else {}
     after |= {"dstream": tensors["dstream"], "dbranch": True, "dpre_bias": torch.float64} if case.around else {}
     after |= {"branch_dtype": torch.float16} if case.around else {}
-    args = (tensors["dy"], results[1] if case.around else x, mean, rstd, weight, bias)
-    torch.library.opcheck(getattr(torch.ops.seqfuse, f"{kind}_backward").default, args, both | after)
+    args = (tensors["dy"], stream if case.around else x, mean, rstd, weight, bias)
+    torch.library.opcheck(torch.ops.seqfuse.norm_backward.default, args, both | after)
 
 
 MUTANTS = {
@@ -716,8 +707,8 @@ def test_a_wrong_kernel_is_found(
     old, new, case, regime = MUTANTS[name]
     # Rows that lie apart, so that strides matter; what lies between is NaN.
     tensors = apart(drawn(CASES[case], (70 if "many rows" in name else 7,), 24, dtype, regime))
-    changed = mutant(_norm, old, new)
-    for module in (_norm, changed) if name.startswith("wide:") else ():
+    changed = mutant(norm, old, new)
+    for module in (norm, changed) if name.startswith("wide:") else ():
         in_chunks(monkeypatch, module, 8)
     with red_zones():  # where what a kernel leaves out is not what was there before
         check(CASES[case], tensors)
@@ -738,7 +729,7 @@ def test_a_wrong_statistic_is_found(name: str, dtype: torch.dtype, mutant: Calla
     old, new, regime = STATISTIC_MUTANTS[name]
     tensors = apart(drawn(CASES["layernorm"], (7,), 24, dtype, regime))
     statistic = mutant(_rstd, old, new)
-    changed = mutant(_norm, "from ._rstd import", f"from {statistic.__name__} import")
+    changed = mutant(norm, "from ._rstd import", f"from {statistic.__name__} import")
     with pytest.raises(AssertionError):
         check(CASES["layernorm"], tensors, changed)
 
@@ -751,7 +742,7 @@ def test_a_statistic_that_a_gpu_approximates_is_corrected(
     old: str, new: str, mutant: Callable[..., ModuleType]
 ) -> None:
     statistic = mutant(_rstd, old, new)
-    changed = mutant(_norm, "from ._rstd import", f"from {statistic.__name__} import")
+    changed = mutant(norm, "from ._rstd import", f"from {statistic.__name__} import")
     tensors = apart(drawn(CASES["layernorm"], (7,), 24, torch.float32, "normal"))
     check(CASES["layernorm"], tensors, changed)
 
@@ -759,9 +750,9 @@ def test_a_statistic_that_a_gpu_approximates_is_corrected(
 @pytest.mark.triton
 def test_a_light_backward_in_16_bits_is_pipelined_up_to_8192_columns() -> None:
     for columns in (4096, 8192):
-        tile = _norm.backward_tile(columns, 2, False)
+        tile = norm.backward_tile(columns, 2, False)
         assert (tile.n, tile.chunks, tile.stages) == (columns, 1, 2)
-    assert _norm.backward_tile(8192, 2, True).stages == 1
+    assert norm.backward_tile(8192, 2, True).stages == 1
 
 
 @pytest.mark.triton
@@ -771,13 +762,13 @@ def test_a_backward_has_a_program_for_each_share_of_the_rows_and_none_without(
     rows: int, columns: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     launched: list[tuple[Any, int, tuple[Any, ...]]] = []
-    monkeypatch.setattr(_norm, "launch", lambda kernel, grid, args, *_, **__: launched.append((kernel, grid, args)))
+    monkeypatch.setattr(norm, "launch", lambda kernel, grid, args, *_, **__: launched.append((kernel, grid, args)))
     x, rstd, weight = (torch.ones(shape, device=device) for shape in ((rows, columns), (rows,), (columns,)))
-    _norm.backward(False, x, x, None, rstd, weight, dweight=torch.float32)
-    tile, s = _norm.backward_tile(columns, 4, False), _norm.sums_tile(4, None)
+    norm_bwd(x, x, None, rstd, weight, dweight=torch.float32)
+    tile, s = norm.backward_tile(columns, 4, False), norm.sums_tile(4, None)
     across = cdiv(columns, s.n)
-    first = _norm._norm_bwd_kernel, tile.m, 1, processors(x.device) * tile.per_processor
-    second = _norm._norm_sums_kernel, s.m, across, max(1, 8 * processors(x.device) // across)
+    first = norm._norm_bwd_kernel, tile.m, 1, processors(x.device) * tile.per_processor
+    second = norm._norm_sums_kernel, s.m, across, max(1, 8 * processors(x.device) // across)
     expected = [first, second][: 1 + (tile.chunks > 1)]
     assert [kernel for kernel, *_ in launched] == [kernel for kernel, *_ in expected]
     for (_, grid, args), (_, rows_at_a_time, side_by_side, most) in zip(launched, expected, strict=True):
@@ -796,7 +787,7 @@ def test_a_wide_backward_makes_no_pass_for_what_is_not_wanted(
     wanted: dict[str, Any], kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(_norm, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    monkeypatch.setattr(norm, "launch", lambda kernel, *_, **__: launched.append(kernel))
     x, rstd = torch.ones(4, 16384), torch.ones(4)
-    _norm.backward(False, x, x, None, rstd, torch.ones(16384), dx=False, dweight=torch.float32, **wanted)
-    assert launched == [getattr(_norm, f"_norm_{kernel}_kernel") for kernel in kernels]
+    norm_bwd(x, x, None, rstd, torch.ones(16384), dx=False, dweight=torch.float32, **wanted)
+    assert launched == [getattr(norm, f"_norm_{kernel}_kernel") for kernel in kernels]

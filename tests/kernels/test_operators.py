@@ -60,7 +60,7 @@ CALLS: dict[str, Call] = {
     ),
     "crossentropy.cross_entropy_": Call("cross_entropy", lambda f, x, targets: f(x, targets), LOGITS),
     "crossentropy.cross_entropy_ again": Call(
-        "cross_entropy_backward",
+        "cross_entropy",
         lambda f, x, targets, softmax: f(x, targets, softmax=softmax),
         LOGITS | {"softmax": (2, 5)},
     ),
@@ -77,16 +77,18 @@ CALLS: dict[str, Call] = {
         "linear_dgrad_gated", lambda f, dy, w, t: f(dy, w, act=SILU, t=t), {"dy": (5, 6), "w": (6, 7), "t": (5, 14)}
     ),
     "gemm.linear_wgrad_bias": Call("linear_wgrad_bias", lambda f, x, dy, w: f(dy, x), PRODUCT),
-    "gemm.linear_wgrad_bias added": Call("linear_wgrad_bias_", lambda f, x, dy, w: f(dy, x, main_grad=w), PRODUCT),
-    "layernorm.layernorm_fwd": Call("layernorm", lambda f, x, dy, w, b: f(x, w, b, 1e-5, residual=dy), ROWS),
-    "layernorm.layernorm_bwd": Call(
-        "layernorm_backward",
+    "gemm.linear_wgrad_bias_": Call("linear_wgrad_bias_", lambda f, x, dy, w: f(w, dy, x), PRODUCT),
+    "norm.norm_fwd": Call("norm", lambda f, x, dy, w, b: f(x, w, b, 1e-5, residual=dy), ROWS),
+    "norm.norm_fwd of RMSNorm": Call(
+        "norm", lambda f, x, dy, w, b: f(x, w, None, 1e-5, centered=False, pre_bias=b), ROWS
+    ),
+    "norm.norm_bwd": Call(
+        "norm_backward",
         lambda f, x, dy, w, b, mean, rstd: f(dy, x, mean, rstd, w, b, dweight=F32, dbias=F32),
         ROWS | STATS,
     ),
-    "rmsnorm.rmsnorm_fwd": Call("rmsnorm", lambda f, x, dy, w, b: f(x, w, 1e-5, pre_bias=b), ROWS),
-    "rmsnorm.rmsnorm_bwd": Call(
-        "rmsnorm_backward", lambda f, x, dy, w, b, mean, rstd: f(dy, x, rstd, w, dweight=F32), ROWS | STATS
+    "norm.norm_bwd of RMSNorm": Call(
+        "norm_backward", lambda f, x, dy, w, b, mean, rstd: f(dy, x, None, rstd, w, dweight=F32), ROWS | STATS
     ),
     "pointwise.pointwise": Call(
         "pointwise",
@@ -115,6 +117,7 @@ def launches(function: FunctionType, seen: set[FunctionType]) -> bool:
         return True
     seen.add(function)
     called = [function.__globals__.get(name) for name in names(function.__code__)]
+    called.append(getattr(function, "__wrapped__", None))
     own = [f for f in called if isinstance(f, FunctionType) and f.__module__.startswith(kernels.__name__)]
     return any(launches(f, seen) for f in own if f not in seen)
 
@@ -137,7 +140,13 @@ def test_every_operator_is_that_of_an_entry() -> None:
         if not one.name.startswith("_"):
             importlib.import_module(f"{kernels.__name__}.{one.name}")
     registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("seqfuse::")]
-    assert sorted(name.removeprefix("seqfuse::") for name in registered) == sorted(c.operator for c in CALLS.values())
+    assert sorted(name.removeprefix("seqfuse::") for name in registered) == sorted({c.operator for c in CALLS.values()})
+
+
+def test_an_operator_gives_shapes_on_meta() -> None:
+    x, weight = torch.empty(5, 7, device="meta"), torch.empty(6, 7, device="meta")
+    y, z = torch.ops.seqfuse.linear(x, weight, act="gelu", store_pre=True)
+    assert (y.device.type, y.shape, z.shape) == ("meta", (5, 6), (5, 6))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from benchmarks import traffic as benchmark
-from seqfuse.kernels import _norm, layernorm
+from seqfuse.kernels import norm
 from seqfuse.kernels._launch import launch
 from tools.traffic import Moved, counted, fewest
 
@@ -129,9 +129,10 @@ def test_nothing_is_recorded_that_is_not_counted() -> None:
 def test_a_kernel_that_reads_twice_is_found(mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     old = "        z = z.to(stream.dtype.element_ty).to(COMPUTE)\n"
     changed = mutant(
-        _norm, old, f"{old}    z += 0.0 * tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask)\n"
+        norm, old, f"{old}    z += 0.0 * tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask)\n"
     )
-    monkeypatch.setattr(layernorm, "forward", changed.forward)
-    case = CASES[f"layernorm forward {benchmark.COLUMNS}"]
+    monkeypatch.setattr(norm, "norm_fwd", changed.norm_fwd)
+    name = f"layernorm forward {benchmark.COLUMNS}"
+    (case,) = [case for case in benchmark.norm_cases() if f"{case.kernel} {case.what} {case.shape[1]}" == name]
     row = case.row()
     assert row["moved"] == row["fewest"] + fewest(case.inputs[0])

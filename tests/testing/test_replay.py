@@ -15,13 +15,12 @@ pytest.importorskip("triton")
 import seqfuse as sf
 from seqfuse.inference import KVCache
 from seqfuse.kernels import _launch, _replay, gemm, pointwise
-from seqfuse.kernels._norm import backward_of
+from seqfuse.kernels._operators import Operator
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
 from seqfuse.kernels.decode import cache_write, decode_attention
-from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
-from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from seqfuse.kernels.norm import backward_of, norm_bwd, norm_fwd
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
 from tools import stub_driver as stubs
@@ -69,19 +68,19 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     ),
     "dgrad, gated": (((M, N), (N, K), (M, 2 * K)), lambda dy, w, t: gemm.linear_dgrad_gated(dy, w, act=SILU, t=t)),
     "wgrad, bias": (((M, N), (M, K)), lambda dy, x: gemm.linear_wgrad_bias(dy, x, sums_dtype=F32)),
-    "layernorm": (((M, K), (K,), (K,)), lambda x, w, b: layernorm_fwd(x, w, b, 1e-5)),
+    "layernorm": (((M, K), (K,), (K,)), lambda x, w, b: norm_fwd(x, w, b, 1e-5)),
     "layernorm, everything": (
         ((3, 11, K), (K,), (K,), (K,), 0, (3, 11, K)),
-        lambda x, w, b, c, s, r: layernorm_fwd(x, w, b, 1e-5, pre_bias=c, seed=s, p=0.1, residual=r, act=GELU),
+        lambda x, w, b, c, s, r: norm_fwd(x, w, b, 1e-5, pre_bias=c, seed=s, p=0.1, residual=r, act=GELU),
     ),
     "layernorm backward": (
         ((M, K), (M, K), "M", "M", (K,), (M, K)),
-        lambda dy, x, m, r, w, d: layernorm_bwd(dy, x, m, r, w, dstream=d, dweight=BF16, dbias=BF16),
+        lambda dy, x, m, r, w, d: norm_bwd(dy, x, m, r, w, dstream=d, dweight=BF16, dbias=BF16),
     ),
-    "rmsnorm": (((M, K), (K,)), lambda x, w: rmsnorm_fwd(x, w, 1e-5, dtype=F32)),
+    "rmsnorm": (((M, K), (K,)), lambda x, w: norm_fwd(x, w, None, 1e-5, centered=False, dtype=F32)),
     "rmsnorm backward, wide": (
         ((M, 16384), (M, 16384), "M", (16384,)),
-        lambda dy, x, r, w: rmsnorm_bwd(dy, x, r, w, dweight=BF16),
+        lambda dy, x, r, w: norm_bwd(dy, x, None, r, w, dweight=BF16),
     ),
     "chain": (((M, K), (K,), 0, (M, K)), lambda x, b, s, r: p.pointwise(x, BRANCH, (b, s, r))),
     "chain, sums": (((M, K), (M, K)), lambda dy, t: p.pointwise(dy, GRADIENT, (t,), dtypes=(F32,))),
@@ -191,10 +190,10 @@ def told(launches: Seen, given: list[Tensor], result: Any) -> Any:
 def test_a_replayed_call_is_what_would_be_decided_again(name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, call = CALLS[name]
     made: list[Any] = []
-    recorded = _replay._recorded
-    monkeypatch.setattr(_replay, "_recorded", lambda *args: made.append(args) or recorded(*args))
+    decided = _replay._decided
+    monkeypatch.setattr(_replay, "_decided", lambda *args: made.append(args) or decided(*args))
     call(*drawn(shapes))
-    assert _replay._never not in [again for _, found in _replay._entries.values() for _, again in found]
+    assert _replay._never not in [again for _, found in _replay._entries.values() for _, again, _ in found]
     other = drawn(shapes)
     seen.clear()
     result = call(*other)
@@ -228,12 +227,12 @@ BOUND: dict[str, tuple[tuple[Any, ...], Callable[[], Callable[..., Any]], Callab
     "layernorm backward": (
         ((M, K), (M, K), "M", "M", (K,), (M, K)),
         lambda: backward_of(True, False, True, BF16, F32, True, True),
-        lambda dy, x, m, r, w, d: layernorm_bwd(dy, x, m, r, w, dstream=d, dweight=BF16, dbias=F32),
+        lambda dy, x, m, r, w, d: norm_bwd(dy, x, m, r, w, dstream=d, dweight=BF16, dbias=F32),
     ),
     "rmsnorm backward, no dx": (
         ((M, K), (M, K), "M"),
         lambda: backward_of(False, True, False, BF16, None, False, False),
-        lambda dy, x, r: rmsnorm_bwd(dy, x, r, None, zero_centered=True, dx=False, dweight=BF16),
+        lambda dy, x, r: norm_bwd(dy, x, None, r, None, zero_centered=True, dx=False, dweight=BF16),
     ),
 }
 
@@ -264,7 +263,7 @@ def test_a_function_of_the_tensors_alone_asks_its_host_function_only_where_they_
         asked.append(x.shape)
         return p.pointwise(x, SUM)
 
-    bound = _replay.bound(p._decided, (SUM, None, (), True), whole)
+    bound = _replay.bound(whole, lambda x: operator_of(p._run).split(x, SUM, (), dtypes=()))
     for rows in (M, M, M, 8, 8, M):
         bound(X[:rows])
     assert asked == [(M, K), (8, K), (M, K)]
@@ -287,6 +286,10 @@ def test_a_function_of_the_tensors_alone_copies_what_does_not_fit(seen: Seen) ->
         assert dx.is_contiguous()
         assert (total.shape, total.dtype) == ((K,), F32)
     assert [name for name, _, _ in seen] == ["_chain_sums_kernel", "_column_sums_kernel"] * 2
+
+
+def operator_of(entry: Any) -> Operator:
+    return entry.operator
 
 
 class Counting(TorchDispatchMode):
@@ -392,7 +395,7 @@ def test_another_layout_shape_or_flag_of_attention_rope_or_loss_is_decided_anew(
 def test_a_replayed_call_goes_past_the_launcher_of_this_triton(seen: Seen) -> None:
     linear(X, W)
     again: Any
-    (((_, again),),) = [found for _, found in _replay._entries.values()]
+    (((_, again, _),),) = [found for _, found in _replay._entries.values()]
     (launcher,) = [entry[0].run for entry in _launch._compiled.values()]
     objects = list(again.constants.values())
     assert launcher.launch in objects
@@ -409,8 +412,8 @@ def test_tensors_that_are_not_aligned_are_decided_each_time(seen: Seen) -> None:
 
 def test_seeds_that_lie_side_by_side_are_replayed_each(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    recorded = _replay._recorded
-    monkeypatch.setattr(_replay, "_recorded", lambda *args: made.append(args) or recorded(*args))
+    decided = _replay._decided
+    monkeypatch.setattr(_replay, "_decided", lambda *args: made.append(args) or decided(*args))
     chain = p.Chain(p.dropout(0.1))
     for _ in range(3):
         for seed in torch.arange(4):
@@ -424,8 +427,8 @@ def test_steps_of_decoding_are_replayed_until_the_sequence_has_doubled(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    recorded = _replay._recorded
-    monkeypatch.setattr(_replay, "_recorded", lambda *args: made.append(args[1]) or recorded(*args))
+    decided = _replay._decided
+    monkeypatch.setattr(_replay, "_decided", lambda *args: made.append(args) or decided(*args))
     monkeypatch.setattr(_attention, "interpreting", True)
     model = sf.Sequential(sf.ops.RotaryEmbedding(2, style="half"), sf.ops.Attention(2, causal=True))
     cache, counts = KVCache(1, 100), list[int]()
@@ -456,14 +459,15 @@ def test_a_chain_that_reads_a_tensor_again_is_not_replayed_for_two_tensors(seen:
 
 
 def test_a_call_that_does_more_than_launch_is_decided_each_time(seen: Seen) -> None:
-    def doubled(act: None, x: Tensor) -> Any:
-        return p._decided(act, SUM, None, (), True, x)[0].mul_(2)
+    def doubled(x: Tensor) -> Tensor:
+        return operator_of(p._run).host(x, SUM, ())[0].mul_(2)
 
+    entry = Operator(doubled, "doubled").entry()
     for _ in range(2):
-        _replay.replayed(doubled, None, (), X)
+        entry(X)
     linear(drawn(((3, M, K),))[0].transpose(0, 1), W)  # copies x
     assert len(_replay._entries) == 2
-    assert all(again is _replay._never for _, found in _replay._entries.values() for _, again in found)
+    assert all(again is _replay._never for _, found in _replay._entries.values() for _, again, _ in found)
 
 
 def test_under_a_mode_and_a_profiler_a_call_is_made_as_it_is_written(seen: Seen) -> None:

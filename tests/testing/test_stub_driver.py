@@ -28,8 +28,7 @@ from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
 from seqfuse.kernels.decode import cache_write, decode_attention
-from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
-from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from seqfuse.kernels.norm import norm_bwd, norm_fwd
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
 from tests.fusions.triton.launching import ScaleScale, said, scales
@@ -60,19 +59,16 @@ def products() -> None:
     gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, emit=True)
     gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, dy_sums=dy.dtype)
     gemm.linear_dgrad_gated(dy, weight, act=SILU, t=drawn(33, 128), sums=True)
-    gemm.linear_wgrad_bias(dy, x, main_grad=drawn(128, 64, dtype=torch.float32))
+    gemm.linear_wgrad_bias_(drawn(128, 64, dtype=torch.float32), dy, x)
     gemm.linear_wgrad_bias(dy, x)
 
 
 def norms() -> None:
     x, wide = drawn(6, 64), drawn(6, 16384)
-    for forward, backward, more in ((layernorm_fwd, layernorm_bwd, (drawn(64),)), (rmsnorm_fwd, rmsnorm_bwd, ())):
-        y = forward(x, drawn(64), *more, 1e-5, residual=x)
-        statistics = (y.rstd,) if backward is rmsnorm_bwd else (y.mean, y.rstd)
-        backward(x, x, *statistics, drawn(64), dweight=x.dtype)
-        y = forward(wide, drawn(16384), *(drawn(16384) for _ in more), 1e-5)
-        statistics = (y.rstd,) if backward is rmsnorm_bwd else (y.mean, y.rstd)
-        backward(wide, wide, *statistics, drawn(16384), dweight=x.dtype)
+    for centered in (True, False):
+        for z, w in ((x, drawn(64)), (wide, drawn(16384))):
+            y = norm_fwd(z, w, w if centered else None, 1e-5, centered=centered, residual=x if z is x else None)
+            norm_bwd(z, z, y.mean, y.rstd, w, dweight=x.dtype)
 
 
 def attention() -> None:
@@ -188,7 +184,7 @@ def test_the_statistic_of_a_row_is_made_without_calls(tmp_path: Path, monkeypatc
     """A GPU approximates a root and a quotient; rounded ones are calls, around which registers are spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with stub_driver():
-        rmsnorm_fwd(torch.randn(2, 64), torch.ones(64), 1e-5)
+        norm_fwd(torch.randn(2, 64), torch.ones(64), None, 1e-5, centered=False)
         ((kernel, *_),) = _launch._compiled.values()
         code = kernel.asm["ptx"]
     assert set(re.findall(r"\b(?:r?sqrt|rcp|div)\.[a-z0-9]+", code)) == {"div.full", "rsqrt.approx"}

@@ -24,7 +24,6 @@ ROWS = 64
 Rows, not threads, decide what is summed together: the number of threads changes no bit.
 """
 
-_MOST, _MOST_ALIKE = 1024, 16
 _POINTER, _INTEGER, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore
 _empty = _guards._empty_strided_cpu  # half of what `torch.empty` costs
@@ -81,8 +80,8 @@ class Decided(NamedTuple):
         made: shape and dtype of each tensor that it makes, scratch memory included.
         numbers: integers, then floats.
         work: elements that are read.
-        result: makes the result of what was made.
-        copied: which of the tensors given have to be copied.
+        result: gives the results, of what was made.
+        fit: gives what the kernel takes for the tensors given, where that is not these: see `copies`.
     """
 
     kernel: Kernel
@@ -90,28 +89,44 @@ class Decided(NamedTuple):
     numbers: tuple[float, ...]
     work: int
     result: Callable[[list[Tensor]], Any]
-    copied: tuple[int, ...] = ()
+    fit: Callable[..., Any] | None = None
 
-    def bound(self) -> Callable[..., Any]:
-        """The same as a function of the tensors."""
-        kernel, made, numbers, work, finish, copied = self
+    def entry(
+        self, given: Sequence[Tensor], kind: Callable[[Any], Any] = tuple
+    ) -> tuple[Callable[..., bool], Callable[..., Any]]:
+        """Whether tensors are like those given, and what runs for them and gives results of a `kind`."""
+        kinds: set[Any] = {type(t) for t in given}
+        for of in kinds:
+            if of.__torch_dispatch__ is not _NO_DISPATCH:
+                raise ValueError(f"a {of.__name__} has no memory that a C kernel could read")
+        run = self.bound(kind)
+        if any(t.is_neg() for t in given):  # a view whose memory has the other sign
+            bare = run
+
+            def run(*tensors: Tensor) -> Any:
+                return bare(*[t.resolve_neg() for t in tensors])
+
+        check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        # As where one tensor is given twice, which torch's guards take for a change.
+        return check if check(*given) else _alike(given), run
+
+    def bound(self, kind: Callable[[Any], Any] = tuple) -> Callable[..., Any]:
+        """The same as a function of the tensors, which gives results of a `kind`."""
+        kernel, made, numbers, work, finish, fit = self
         function = kernel.function()
         parallel, threads = work >= PARALLEL, torch.get_num_threads
         outlines = [(shape, _strides(shape), of) for shape, of in made]
 
         def run(*given: Tensor) -> Any:
-            if copied:
-                several = list(given)
-                for i in copied:
-                    several[i] = given[i].contiguous()
-                given = tuple(several)  # which keeps the copies until the kernel has run
+            if fit is not None:
+                given = fit(*given)  # which keeps copies until the kernel has run
             empty = _watched_empty if _function_modes() else _empty
             outputs = [empty(*outline) for outline in outlines]
             function(
                 *[t.data_ptr() for t in given], *[t.data_ptr() for t in outputs], *numbers,
                 threads() if parallel else 1,
             )  # fmt: skip
-            return finish(outputs)
+            return kind(finish(outputs))
 
         return run
 
@@ -129,96 +144,11 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(found[::-1]) if shape else ()
 
 
-_entries: dict[Any, list[tuple[Callable[..., bool], Callable[..., Any]]]] = {}
-
-
-def replayed(decide: Callable[..., Decided], act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Any:
-    """The result of what `decide(act, *others, *tensors)` says, decided once for like tensors.
-
-    Args:
-        decide: a function of a module, of these arguments alone.
-        act: an activation, or `None`.
-        others: hashable arguments.
-        tensors: all that are read; the first one is not `None`.
-    """
-    given = [t for t in tensors if t is not None]
-    for check, run in _entries.get(_key(decide, act, others, tensors), ()):
-        if check(*given):
-            return run(*given)
-    return _decided(decide, act, others, tensors)[1](*given)
-
-
-def bound(
-    decide: Callable[..., Decided], others: tuple[Any, ...], present: tuple[bool, ...] | None = None
-) -> Callable[..., Any]:
-    """`replayed` of everything but the tensors: for tensors like the last ones nothing is looked up.
-
-    Args:
-        decide: the same.
-        others: the same.
-        present: which of the tensors of `decide` will be given, `None` for all; the rest are `None`.
-    """
-    latest: tuple[Callable[..., bool], Callable[..., Any]] | None = None
-
-    def run(*given: Tensor) -> Any:
-        nonlocal latest
-        known = latest
-        if known is not None and known[0](*given):
-            return known[1](*given)
-        tensors: Sequence[Tensor | None] = given
-        if present is not None:
-            left = iter(given)
-            tensors = [next(left) if there else None for there in present]
-        for entry in _entries.get(_key(decide, None, others, tensors), ()):
-            if entry[0](*given):
-                latest = entry
-                return entry[1](*given)
-        latest = entry = _decided(decide, None, others, tensors)
-        return entry[1](*given)
-
-    return run
-
-
-def _key(decide: Any, act: Any, others: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> Any:
-    key: Any = (decide, others, tuple(map(type, tensors)), tensors[0].shape)  # pyright: ignore[reportOptionalMemberAccess]
-    if act is not None:  # the hash of a Triton function is that of its source
-        key += (id(act.value), id(act.derivative), act.reads, act.P)
-    return key
-
-
-def _decided(
-    decide: Callable[..., Decided], act: Any, others: tuple[Any, ...], tensors: Sequence[Tensor | None]
-) -> tuple[Callable[..., bool], Callable[..., Any]]:
-    given = [t for t in tensors if t is not None]
-    kinds: set[Any] = {type(t) for t in given}
-    for kind in kinds:
-        if kind.__torch_dispatch__ is not _NO_DISPATCH:
-            raise ValueError(f"a {kind.__name__} has no memory that a C kernel could read")
-    found = decide(act, *others, *tensors)
-    run = found.bound()
-    if any(t.is_neg() for t in given):  # a view whose memory has the other sign
-        bare = run
-
-        def run(*tensors: Tensor) -> Any:
-            return bare(*[t.resolve_neg() for t in tensors])
-
-    # The key has the identity of an activation, which has to live as long.
-    alive = act
-
-    def keeping(*tensors: Tensor, _alive: Any = alive) -> Any:
-        return run(*tensors)
-
-    check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    if not check(*given):  # as where one tensor is given twice, which torch's guards take for a change
-        check = _alike(given)
-    if len(_entries) >= _MOST:
-        _entries.clear()
-    alike = _entries.setdefault(_key(decide, act, others, tensors), [])
-    if len(alike) >= _MOST_ALIKE:
-        alike.clear()
-    entry = (check, run if act is None else keeping)
-    alike.append(entry)
-    return entry
+def copies(which: Sequence[int]) -> Callable[..., Sequence[Tensor]] | None:
+    """A `fit` that copies these of the tensors given, if there are any."""
+    if not which:
+        return None
+    return lambda *given: [t.contiguous() if i in which else t for i, t in enumerate(given)]
 
 
 def _alike(given: Sequence[Tensor]) -> Callable[..., bool]:

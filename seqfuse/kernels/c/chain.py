@@ -8,15 +8,14 @@ part, `call.ROWS` rows each, and the parts are added in order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import compiler
 from .. import activations, chains
-from .call import Decided, Kernel, bound, header, load, parts_of, replayed, rows_of, store
+from .call import Decided, Kernel, copies, header, load, parts_of, rows_of, store
 from .trace import Lines, Number, apply, gradient
 
 
@@ -230,58 +229,19 @@ def total(sums: int, keep: str) -> str:
     )
 
 
-def run(
+def decide(
     x: Tensor,
     chain: Any,
     operands: Sequence[Tensor | None],
+    *,
     dtype: torch.dtype | None,
-    dtypes: Sequence[torch.dtype],
+    dtypes: Sequence[torch.dtype] | None,
     result: bool,
-) -> tuple[Tensor | None, ...]:
-    """`pointwise.pointwise`; an operand that is the one before it may be `None`."""
-    return replayed(_decide, None, (chain, dtype, tuple(dtypes), result), x, *operands)
-
-
-def function(
-    chain: Any, dtype: torch.dtype | None, dtypes: Sequence[torch.dtype], result: bool
-) -> Callable[..., tuple[Tensor | None, ...]]:
-    """`pointwise.pointwise_of`: a function of x and the operands."""
-    return bound(_decide, (chain, dtype, tuple(dtypes), result))
-
-
-def ask(
-    x: Tensor,
-    chain: Any,
-    operands: Sequence[Tensor | None],
-    dtype: torch.dtype | None,
-    dtypes: Sequence[torch.dtype],
-    result: bool,
-) -> None:
-    """Note which kernel a call will need."""
-    compiler.ask(_printed(chain, dtype or x.dtype, tuple(dtypes), result, x, operands).kernel.source)
-
-
-def _printed(
-    chain: Any, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], result: bool, x: Tensor, operands: Any
-) -> Printed:
-    outputs = sum(step.output is not None for step in chain.steps)
-    of_operands = tuple(None if t is None else t.dtype for t in operands)
-    return printed(chain, x.dtype, of_operands, dtypes or (dtype,) * outputs, dtype if result else None)
-
-
-def _decide(
-    act: None,
-    chain: Any,
-    dtype: torch.dtype | None,
-    dtypes: tuple[torch.dtype, ...],
-    result: bool,
-    x: Tensor,
-    *operands: Tensor | None,
 ) -> Decided:
-    lead, columns = tuple(x.shape[:-1]), x.shape[-1] if x.ndim else 1
-    if columns % chain.parts[0]:
-        raise ValueError(f"{chain}: {columns} columns do not divide into {chain.parts[0]} parts")
-    width = columns // chain.parts[0]
+    """`pointwise.pointwise`; an operand that is the one before it may be `None`."""
+    dtype = dtype or x.dtype
+    width, made = chain.results(x.shape, dtype, dtypes)
+    lead, columns = tuple(x.shape[:-1]), width * chain.parts[0]
     rows = x.numel() // columns if columns else 0
     stride, copy = rows_of(x, columns)
     strides, copied = [stride], [0] * copy
@@ -307,26 +267,15 @@ def _decide(
         raise ValueError(f"{chain}: too few operands or dtypes") from None
     if next(left, None) is not None:
         raise ValueError(f"{chain}: more operands than steps that take one")
-    dtype = dtype or x.dtype
-    kernel, integers, floats = _printed(chain, dtype, dtypes, result, x, operands)
-    wanted = iter(dtypes or [dtype] * len(chain.steps))
-    made: list[tuple[Sequence[int], torch.dtype]] = []
-    for step, parts in zip(chain.steps, chain.parts, strict=False):
-        if step.output == "matrix":
-            made.append(((*lead, parts * width) if x.ndim else (), next(wanted)))
-        elif step.output == "row":
-            made.append(((parts * width,), next(wanted)))
-    if result:
-        made.append(((*lead, chain.parts[-1] * width) if x.ndim else (), dtype))
-    count = len(made)
+    of_operands = tuple(None if t is None else t.dtype for t in operands)
+    of_steps = tuple(of for _, of in made[:-1])
+    kernel, integers, floats = printed(chain, x.dtype, of_operands, of_steps, dtype if result else None)
+    count = chain.outputs
     parts = parts_of(rows, columns, bool(chain.sums))
-    if chain.sums:
-        made.append(((parts * chain.sums * width,), torch.float32))
+    made = [*made[: count + result], *[((parts * chain.sums * width,), torch.float32)] * bool(chain.sums)]
 
     def finish(outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
-        if result:
-            return (outputs[count - 1], *outputs[: count - 1])
-        return (None, *outputs[:count])
+        return (outputs[count] if result else None, *outputs[:count])
 
     numbers = (rows, width, parts, *strides, *integers, *floats)
-    return Decided(kernel, made, numbers, x.numel(), finish, tuple(copied))
+    return Decided(kernel, made, numbers, x.numel(), finish, copies(copied))

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import activations
-from .._crossentropy_ops import check
-from .call import Decided, Kernel, header, load, parts_of, replayed, store
+from .._launch import inner_contiguous
+from .call import Decided, Kernel, header, load, parts_of, store
 from .trace import Lines, Number, _language, apply
+
+MAX_CLASSES = 2**30
+"""The widest row."""
 
 _LANES = 16
 _BLOCK = 1024
@@ -133,38 +136,32 @@ def kernel_of(
     return Kernel(text, len(pointers), len(integers), len(floats))
 
 
-def run(
+def check(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:
+    """Raise `ValueError` for what no kernel takes."""
+    if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
+        raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
+    R = logits.shape[0]
+    for name, row in (("targets", targets), ("scale", scale)):
+        if row is not None and (tuple(row.shape) != (R,) or (R > 1 and row.stride(0) != 1)):
+            raise ValueError(f"{name} must be contiguous, of shape ({R},), got {tuple(row.shape)}, {row.stride()}")
+    inner_contiguous("logits", logits)
+    if softmax is not None and tuple(inner_contiguous("softmax", softmax).shape) != (2, R):
+        raise ValueError(f"softmax must have shape (2, {R}), got {tuple(softmax.shape)}")
+
+
+def decide(
     logits: Tensor,
     targets: Tensor,
-    scale: Tensor | None,
-    softmax: Tensor | None,
+    *,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     softcap: float | None,
-    gradient: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """`crossentropy.cross_entropy_`."""
-    others = (ignore_index, label_smoothing, z_loss, softcap, gradient)
-    if softmax is None:
-        return replayed(_decide, None, others, logits, targets, scale, None)
-    if gradient:
-        replayed(_decide, None, others, logits, targets, scale, softmax)
-    return None, softmax
-
-
-def _decide(
-    act: None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    gradient: bool,
-    logits: Tensor,
-    targets: Tensor,
     scale: Tensor | None,
     softmax: Tensor | None,
+    gradient: bool,
 ) -> Decided:
+    """`crossentropy.cross_entropy_`."""
     check(logits, targets, scale, softmax)
     if targets.dtype is not torch.int64 or (softmax is not None and softmax.dtype is not torch.float32):
         raise ValueError("targets must be int64, and softmax float32")
@@ -177,4 +174,4 @@ def _decide(
     stride = 0 if softmax is None else softmax.stride(0)
     numbers = (R, V, parts_of(R, V, False), ignore_index, logits.stride(0), stride)
     floats = (float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    return Decided(kernel, made, (*numbers, *floats), logits.numel(), tuple)
+    return Decided(kernel, made, (*numbers, *floats), logits.numel(), lambda outputs: tuple(outputs) or (None, None))

@@ -1,5 +1,5 @@
 # pyright: basic
-"""LayerNorm and RMSNorm as C, with all that may stand around them: `kernels._norm` on a CPU.
+"""LayerNorm and RMSNorm as C, with all that may stand around them: `kernels.norm` on a CPU.
 
 A row is read again from the cache for each of its passes: what is normalized is the row as it is stored. Sums over
 rows are made part by part, `call.ROWS` rows each, and the parts are added in order.
@@ -8,17 +8,15 @@ rows are made part by part, `call.ROWS` rows each, and the parts are added in or
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import compiler
 from .._launch import columns_of
-from .._norm_ops import Backward, Forward
 from .._philox import threshold_and_scale
-from .call import Decided, Kernel, bound, header, load, parts_of, replayed, rows_of, store
+from .call import Decided, Kernel, copies, header, load, parts_of, rows_of, store
 from .chain import Numbers, Printed, dropped, total
 from .trace import Lines, Number, apply, gradient
 
@@ -214,29 +212,6 @@ def _act_of(act: Any) -> _Act:
     return None if act is None else (act.value, act.derivative, act.reads == "output", tuple(act.P))
 
 
-def _forward_of(
-    act: Any, centered: bool, zero_centered: bool, p: float, dtype: _Dtype, stream_dtype: _Dtype, x: Tensor,
-    weight: Tensor | None, bias: Tensor | None, pre_bias: Tensor | None, seed: Tensor | None, residual: Tensor | None,
-) -> Printed:  # fmt: skip
-    prologue = pre_bias is not None or seed is not None or residual is not None
-    return _printed_forward(
-        centered, zero_centered, _act_of(act), None if seed is None else p, x.dtype, _of(weight), _of(bias),
-        _of(pre_bias), _of(residual), dtype or x.dtype, (stream_dtype or x.dtype) if prologue else None,
-    )  # fmt: skip
-
-
-def _backward_of(
-    act: Any, centered: bool, zero_centered: bool, p: float, dx: bool, dweight: _Dtype, dbias: _Dtype, dbranch: bool,
-    branch_dtype: _Dtype, dpre_bias: _Dtype, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
-    weight: Tensor | None, bias: Tensor | None, dstream: Tensor | None, seed: Tensor | None,
-) -> Printed:  # fmt: skip
-    return _printed_backward(
-        centered, zero_centered, _act_of(act), None if seed is None else p, dy.dtype, x.dtype, _of(mean), rstd.dtype,
-        _of(weight), _of(bias), _of(dstream), x.dtype if dx else None, (branch_dtype or x.dtype) if dbranch else None,
-        (dweight, dbias, dpre_bias),
-    )  # fmt: skip
-
-
 class _Given:
     """Tensors that a kernel reads: strides of their rows, and which of them have to be copied."""
 
@@ -260,11 +235,12 @@ class _Given:
         self._count += 1
 
 
-def _decide_forward(
-    act: Any, centered: bool, eps: float, zero_centered: bool, p: float, dtype: _Dtype, stream_dtype: _Dtype,
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, pre_bias: Tensor | None, seed: Tensor | None,
-    residual: Tensor | None,
+def decide_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, zero_centered: bool,
+    pre_bias: Tensor | None, seed: Tensor | None, p: float, residual: Tensor | None, act: Any, dtype: _Dtype,
+    stream_dtype: _Dtype,
 ) -> Decided:  # fmt: skip
+    """`norm.norm_fwd`."""
     W = columns_of(x, weight=weight, bias=bias, pre_bias=pre_bias)
     given = _Given(x, W)
     given.rows("x", x)
@@ -273,25 +249,24 @@ def _decide_forward(
             given.other(t)
     if residual is not None:
         given.rows("residual", residual)
-    around = (x, weight, bias, pre_bias, seed, residual)
-    kernel, integers, floats = _forward_of(act, centered, zero_centered, p, dtype, stream_dtype, *around)
-    shape, rows = tuple(x.shape), x.numel() // W
     prologue = pre_bias is not None or seed is not None or residual is not None
-    made = [
-        (shape, dtype or x.dtype),
-        (shape, (stream_dtype or x.dtype) if prologue else None),
-        (shape[:-1], torch.float32 if centered else None),
-        (shape[:-1], torch.float32),
-    ]
+    of_y, of_stream = dtype or x.dtype, (stream_dtype or x.dtype) if prologue else None
+    kernel, integers, floats = _printed_forward(
+        centered, zero_centered, _act_of(act), None if seed is None else p, x.dtype, _of(weight), _of(bias),
+        _of(pre_bias), _of(residual), of_y, of_stream,
+    )  # fmt: skip
+    shape, rows, of_mean = tuple(x.shape), x.numel() // W, torch.float32 if centered else None
+    made = [(shape, of_y), (shape, of_stream), (shape[:-1], of_mean), (shape[:-1], torch.float32)]
     numbers = (rows, W, parts_of(rows, W, False), *given.strides, *integers, eps, *floats)
-    return _decided(kernel, Forward, made, 0, numbers, x.numel(), given)
+    return _decided(kernel, made, 0, numbers, x.numel(), given)
 
 
-def _decide_backward(
-    act: Any, centered: bool, zero_centered: bool, p: float, dx: bool, dweight: _Dtype, dbias: _Dtype, dbranch: bool,
-    branch_dtype: _Dtype, dpre_bias: _Dtype, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
-    weight: Tensor | None, bias: Tensor | None, dstream: Tensor | None, seed: Tensor | None,
+def decide_backward(
+    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, *,
+    zero_centered: bool, dstream: Tensor | None, seed: Tensor | None, p: float, act: Any, dx: bool, dweight: _Dtype,
+    dbias: _Dtype, dbranch: bool, dpre_bias: _Dtype, branch_dtype: _Dtype,
 ) -> Decided:  # fmt: skip
+    """`norm.norm_bwd`."""
     W = columns_of(x, weight=weight, bias=bias)
     given = _Given(x, W)
     given.rows("dy", dy)
@@ -301,28 +276,24 @@ def _decide_backward(
             given.other(t)
     if dstream is not None:
         given.rows("dstream", dstream)
-    wanted = dweight, dbias, dbranch, branch_dtype, dpre_bias
-    around = (dy, x, mean, rstd, weight, bias, dstream, seed)
-    kernel, integers, floats = _backward_of(act, centered, zero_centered, p, dx, *wanted, *around)
+    of_dx, of_branch = x.dtype if dx else None, (branch_dtype or x.dtype) if dbranch else None
+    kernel, integers, floats = _printed_backward(
+        mean is not None, zero_centered, _act_of(act), None if seed is None else p, dy.dtype, x.dtype, _of(mean),
+        rstd.dtype, _of(weight), _of(bias), _of(dstream), of_dx, of_branch, (dweight, dbias, dpre_bias),
+    )  # fmt: skip
     shape, rows = tuple(x.shape), x.numel() // W
-    made = [
-        (shape, x.dtype if dx else None),
-        ((W,), dweight),
-        ((W,), dbias),
-        (shape, (branch_dtype or x.dtype) if dbranch else None),
-        ((W,), dpre_bias),
-    ]
+    made = [(shape, of_dx), ((W,), dweight), ((W,), dbias), (shape, of_branch), ((W,), dpre_bias)]
     sums = sum(of is not None for of in (dweight, dbias, dpre_bias))
     parts = parts_of(rows, W, sums > 0)
     numbers = (rows, W, parts, *given.strides, *integers, *floats)
-    return _decided(kernel, Backward, made, parts * sums * W, numbers, x.numel(), given)
+    return _decided(kernel, made, parts * sums * W, numbers, x.numel(), given)
 
 
 def _decided(
-    kernel: Kernel, kind: Any, made: Sequence[tuple[tuple[int, ...], _Dtype]], scratch: int,
-    numbers: tuple[float, ...], work: int, given: _Given,
+    kernel: Kernel, made: Sequence[tuple[tuple[int, ...], _Dtype]], scratch: int, numbers: tuple[float, ...], work: int,
+    given: _Given,
 ) -> Decided:  # fmt: skip
-    """Makes a `kind` of results: `None` for those without a dtype; `scratch` floats are made beside them."""
+    """Results without a dtype are `None`; `scratch` floats are made beside them."""
     absent = [i for i, (_, of) in enumerate(made) if of is None]
     outputs = [(shape, of) for shape, of in made if of is not None]
 
@@ -331,33 +302,7 @@ def _decided(
             results.pop()
         for i in absent:
             results.insert(i, None)
-        return kind._make(results)
+        return results
 
     memory = [((scratch,), torch.float32)] if scratch else []
-    return Decided(kernel, [*outputs, *memory], numbers, work, finish, tuple(given.copied))
-
-
-def forward(act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Forward:
-    """`_norm.forward`; the arguments are those of `_norm._decided_forward`."""
-    return replayed(_decide_forward, act, others, *tensors)
-
-
-def backward(act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Backward:
-    """`_norm.backward`; the arguments are those of `_norm._decided_backward`."""
-    return replayed(_decide_backward, act, others, *tensors)
-
-
-def backward_function(others: tuple[Any, ...], present: tuple[bool, ...]) -> Callable[..., Backward]:
-    """`_norm.backward_of`: a function of the tensors that are `present`."""
-    return bound(_decide_backward, others, present)
-
-
-def ask_forward(act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> None:
-    """Note which kernel a forward pass will need."""
-    centered, _, *rest = others
-    compiler.ask(_forward_of(act, centered, *rest, *tensors).kernel.source)
-
-
-def ask_backward(act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> None:
-    """Note which kernel a backward pass will need."""
-    compiler.ask(_backward_of(act, *others, *tensors).kernel.source)
+    return Decided(kernel, [*outputs, *memory], numbers, work, finish, copies(given.copied))

@@ -8,15 +8,24 @@ each, of each row over its heads first, and the parts are added in order.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ... import compiler
-from .._heads import MAX_HEAD, angles_of, check_normed, check_weights, checked, frequencies_of, positions_of
-from .._rope_ops import Backward, Forward, Rotation
-from .call import Decided, Kernel, header, load, parts_of, replayed, rows_of, store
+from .._heads import (
+    MAX_HEAD,
+    Rotation,
+    check_normed,
+    check_weights,
+    checked,
+    frequencies_of,
+    rows_of_angles,
+    spread,
+)
+from .call import Decided, Kernel, header, load, parts_of, rows_of, store
 from .chain import total
 
 # Of float32 angles of any size, as in `rope._sine_cosine`: reduced to a quarter turn in float64, where adding 1.5 2^52
@@ -260,219 +269,124 @@ def backward_kernel(
     )  # fmt: skip
 
 
-def _fitted(
-    x: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Cosines, sines, positions and frequencies, in one piece for the rows of one sequence or of all."""
-    if rotation is None:
-        return None, None, None, None
-    if cos is None or sin is None:
-        cos = sin = None
-        if positions is not None and not _is_fitting(x, positions, positions.shape):
-            positions = positions_of(x, positions)[0]
-        return None, None, positions, frequencies_of(rotation, x.device)
-    if sin.shape != cos.shape or not _is_fitting(x, cos, cos.shape[:-1]) or not sin.is_contiguous():
-        (_, _, cos, sin), _, _ = angles_of(x, rotation, None, None, cos, sin)
-    return cos, sin, None, None
+class _Given:
+    """The tensors of a call, in order, and which of them a kernel takes."""
+
+    def __init__(self, **tensors: Tensor | None) -> None:
+        self._at = {name: i for i, name in enumerate(name for name, t in tensors.items() if t is not None)}
+        self._tensors = tensors
+        self._takes: list[Callable[[Sequence[Tensor]], Tensor]] = []
+
+    def take(self, name: str, how: Callable[[Tensor], Tensor] | None = None) -> None:
+        """The kernel takes a tensor, or what is made of it; nothing where there is none."""
+        if name in self._at:
+            get = itemgetter(self._at[name])
+            self._takes.append(get if how is None else lambda given: how(get(given)))
+
+    def angles(self, x: Tensor, rotation: Rotation | None) -> tuple[Angles | None, int]:
+        """What angles the kernel takes, and after how many rows they begin again."""
+        positions, cos, sin = (self._tensors[name] for name in ("positions", "cos", "sin"))
+        rows = rows_of_angles(x, rotation, positions, cos, sin)
+        period = max(1, rows.numel())
+        if rotation is None:
+            return None, period
+        if cos is None or sin is None:
+            frequencies: Any = frequencies_of(rotation, x.device)
+            whole = positions is None or (positions.is_contiguous() and positions.numel() == rows.numel())
+            self.take("positions", None if whole else lambda t: spread(t, rows))
+            self._takes.append(lambda given: frequencies)
+            return Angles(rotation.style, None if positions is None else positions.dtype), period
+        width = cos.shape[-1]
+        for name, t in (("cos", cos), ("sin", sin)):
+            whole = t.is_contiguous() and t.numel() == rows.numel() * width
+            self.take(name, None if whole else lambda t: spread(t, rows, width))
+        return Angles(rotation.style, None, cos.dtype, sin.dtype, width < rotation.dim), period
+
+    def fit(self) -> Callable[..., Sequence[Tensor]]:
+        """Gives what the kernel takes."""
+        takes = self._takes
+        return lambda *given: [take(given) for take in takes]
 
 
-def _is_fitting(x: Tensor, t: Tensor, rows: torch.Size) -> bool:
-    """Whether a tensor has its rows in one piece, those of x or of one of its sequences."""
-    if not t.is_contiguous() or not rows or len(rows) >= x.ndim:
-        return False
-    return rows == x.shape[:-1] or (rows[-1] == x.shape[-2] and rows.numel() == rows[-1])
-
-
-def _angles(
-    x: Tensor, rotation: Rotation | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None
-) -> Angles | None:
-    if rotation is None:
-        return None
-    if cos is None or sin is None:
-        return Angles(rotation.style, None if positions is None else positions.dtype)
-    width = cos.shape[-1]
-    if width not in (rotation.dim, rotation.dim // 2):
-        angles_of(x, rotation, None, None, cos, sin)  # which raises
-    return Angles(rotation.style, None, cos.dtype, sin.dtype, width < rotation.dim)
+def _copied(copy: bool) -> Callable[[Tensor], Tensor] | None:
+    return Tensor.contiguous if copy else None
 
 
 def _weights(q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[torch.dtype, torch.dtype] | None:
     return None if q_weight is None or k_weight is None else (q_weight.dtype, k_weight.dtype)
 
 
-def _numbers(
-    x: Tensor, heads: int, kv_heads: int, size: int, rotary: int, cos: Tensor | None, positions: Tensor | None,
-    parts: int, *strides: int,
-) -> tuple[int, ...]:  # fmt: skip
-    """The integers of a kernel."""
-    period = x.shape[-2] if rotary else 1
-    if cos is not None:
-        period = cos.shape[:-1].numel()
-    elif positions is not None:
-        period = positions.numel()
-    return (x.numel() // x.shape[-1], heads, kv_heads, size, rotary, max(1, period), parts, *strides)
-
-
-def forward(
-    x: Tensor,
-    heads: int,
-    kv_heads: int,
-    rotation: Rotation | None,
-    bias: Tensor | None,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norm_eps: float | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    zero_centered: bool,
-    store: bool,
-) -> Forward:
+def decide_forward(
+    x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None, positions: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, norm_eps: float | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    zero_centered: bool, store: bool,
+) -> Decided:  # fmt: skip
     """`rope.rope_fwd`."""
-    if norm_eps is None:
-        q_weight = k_weight = None
-    angles = _fitted(x, rotation, positions, cos, sin)
-    others = (heads, kv_heads, rotation, norm_eps, zero_centered, store)
-    return replayed(_decide_forward, None, others, x, bias, *angles, q_weight, k_weight)
-
-
-def ask_forward(
-    x: Tensor, rotation: Rotation | None, bias: Tensor | None, positions: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, norm_eps: float | None, q_weight: Tensor | None, k_weight: Tensor | None, *flags: bool,
-) -> None:  # fmt: skip
-    """Note which kernel a call will need."""
-    angles = _angles(x, rotation, cos, sin, positions)
-    compiler.ask(_forward_kernel(x, bias, angles, norm_eps, q_weight, k_weight, *flags).source)
-
-
-def _forward_kernel(
-    x: Tensor, bias: Tensor | None, angles: Angles | None, norm_eps: float | None, q_weight: Tensor | None,
-    k_weight: Tensor | None, zero_centered: bool, keep: bool,
-) -> Kernel:  # fmt: skip
-    of_bias = None if bias is None else bias.dtype
-    weights = None if norm_eps is None else _weights(q_weight, k_weight)
-    return forward_kernel(x.dtype, of_bias, angles, norm_eps is not None, weights, zero_centered, keep)
-
-
-def _decide_forward(
-    act: None,
-    heads: int,
-    kv_heads: int,
-    rotation: Rotation | None,
-    norm_eps: float | None,
-    zero_centered: bool,
-    keep: bool,
-    x: Tensor,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    frequencies: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-) -> Decided:
     size, rotary = checked(x, heads, kv_heads, rotation, bias=bias)
-    check_weights(size, q_weight, k_weight)
-    angles = _angles(x, rotation, cos, sin, positions)
-    kernel = _forward_kernel(x, bias, angles, norm_eps, q_weight, k_weight, zero_centered, keep)
-    columns = x.shape[-1]
+    given = _Given(
+        x=x, bias=bias, positions=positions, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight
+    )  # fmt: skip
+    norm, columns = norm_eps is not None, x.shape[-1]
+    check_weights(size, *((q_weight, k_weight) if norm else ()))
     stride, copy = rows_of(x, columns)
-    parts = parts_of(x.numel() // columns, columns, False)
-    norm = norm_eps is not None
-    made: list[Any] = [(tuple(x.shape), x.dtype)] * (1 + keep)
+    given.take("x", _copied(copy))
+    given.take("bias")
+    angles, period = given.angles(x, rotation)
+    weights = _weights(q_weight, k_weight) if norm else None
+    if norm:
+        given.take("q_weight")
+        given.take("k_weight")
+    of_bias = None if bias is None else bias.dtype
+    kernel = forward_kernel(x.dtype, of_bias, angles, norm, weights, zero_centered, store)
+    rows = x.numel() // columns
+    made: list[Any] = [(tuple(x.shape), x.dtype)] * (1 + store)
     made += [((*x.shape[:-1], heads + kv_heads), torch.float32)] * norm
-    numbers = _numbers(x, heads, kv_heads, size, rotary, cos, positions, parts, stride, 0)
+    numbers = (rows, heads, kv_heads, size, rotary, period, parts_of(rows, columns, False), stride, 0)
 
-    def finish(outputs: list[Tensor]) -> Forward:
-        return Forward(outputs[0], outputs[1] if keep else None, outputs[-1] if norm else None)
+    def finish(outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+        return outputs[0], outputs[1] if store else None, outputs[-1] if norm else None
 
-    return Decided(kernel, made, (*numbers, float(norm_eps or 0.0)), x.numel(), finish, (0,) * copy)
-
-
-def backward(
-    dy: Tensor,
-    heads: int,
-    kv_heads: int,
-    rotation: Rotation | None,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    x: Tensor | None,
-    rstd: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    zero_centered: bool,
-    dx: bool,
-    *sums: torch.dtype | None,
-) -> Backward:
-    """`rope.rope_bwd`; `sums` are the dtypes of the gradients of the bias and of both weights."""
-    if x is None:
-        q_weight = k_weight = None
-        sums = sums[0], None, None
-    if not dx and not any(sums):
-        return Backward(None, None, None, None)
-    angles = _fitted(dy, rotation, positions, cos, sin)
-    others = (heads, kv_heads, rotation, zero_centered, dx, sums)
-    return replayed(_decide_backward, None, others, dy, *angles, x, rstd, q_weight, k_weight)
+    return Decided(kernel, made, (*numbers, float(norm_eps or 0.0)), x.numel(), finish, given.fit())
 
 
-def ask_backward(
-    dy: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    x: Tensor | None, rstd: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, zero_centered: bool,
-    dx: bool, *sums: torch.dtype | None,
-) -> None:  # fmt: skip
-    """Note which kernel a call will need."""
-    if dx or any(sums):
-        angles = _angles(dy, rotation, cos, sin, positions)
-        compiler.ask(_backward_kernel(dy, x, angles, q_weight, k_weight, zero_centered, dx, sums).source)
-
-
-def _backward_kernel(
-    dy: Tensor, x: Tensor | None, angles: Angles | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    zero_centered: bool, dx: bool, sums: tuple[torch.dtype | None, ...],
-) -> Kernel:  # fmt: skip
-    if x is None:
-        return backward_kernel(dy.dtype, None, angles, None, zero_centered, dx, (sums[0], None, None))
-    return backward_kernel(dy.dtype, x.dtype, angles, _weights(q_weight, k_weight), zero_centered, dx, sums)
-
-
-def _decide_backward(
-    act: None,
-    heads: int,
-    kv_heads: int,
-    rotation: Rotation | None,
-    zero_centered: bool,
-    dx: bool,
-    sums: tuple[torch.dtype | None, ...],
-    dy: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    frequencies: Tensor | None,
-    x: Tensor | None,
-    rstd: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-) -> Decided:
+def decide_backward(
+    dy: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, positions: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, x: Tensor | None, rstd: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    zero_centered: bool, dx: bool, dbias: torch.dtype | None, dq_weight: torch.dtype | None,
+    dk_weight: torch.dtype | None,
+) -> Decided:  # fmt: skip
+    """`rope.rope_bwd`."""
     size, rotary = checked(dy, heads, kv_heads, rotation)
     check_normed(dy, x, rstd)
-    check_weights(size, q_weight, k_weight)
-    angles = _angles(dy, rotation, cos, sin, positions)
-    kernel = _backward_kernel(dy, x, angles, q_weight, k_weight, zero_centered, dx, sums)
-    columns = dy.shape[-1]
+    given = _Given(
+        dy=dy, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight
+    )  # fmt: skip
+    columns, weights = dy.shape[-1], None
+    sums = (dbias, dq_weight, dk_weight) if x is not None else (dbias, None, None)
     (of_dy, copy), (of_x, copy_x) = rows_of(dy, columns), (0, False) if x is None else rows_of(x, columns)
-    before = 1 + sum(t is not None for t in (cos, sin, positions, frequencies))
-    copied = [0] * copy + [before] * copy_x + [before + 1] * (rstd is not None and not rstd.is_contiguous())
+    given.take("dy", _copied(copy))
+    angles, period = given.angles(dy, rotation)
+    if x is not None:
+        check_weights(size, q_weight, k_weight)
+        weights = _weights(q_weight, k_weight)
+        given.take("x", _copied(copy_x))
+        given.take("rstd", _copied(rstd is not None and not rstd.is_contiguous()))
+        given.take("q_weight")
+        given.take("k_weight")
+    kernel = backward_kernel(
+        dy.dtype, None if x is None else x.dtype, angles, weights, zero_centered, dx, sums
+    )  # fmt: skip
     widths = [(n, kind) for n, kind in zip((columns, size, size), sums, strict=True) if kind is not None]
-    parts = parts_of(dy.numel() // columns, columns, bool(widths))
+    rows = dy.numel() // columns
+    parts = parts_of(rows, columns, bool(widths))
     made: list[Any] = [(tuple(dy.shape), dy.dtype)] * dx + [((n,), kind) for n, kind in widths]
     if widths:
         made.append(((parts * sum(n for n, _ in widths),), torch.float32))
-    numbers = _numbers(dy, heads, kv_heads, size, rotary, cos, positions, parts, of_x, of_dy)
+    numbers = (rows, heads, kv_heads, size, rotary, period, parts, of_x, of_dy)
     wanted = (dx, *(kind is not None for kind in sums))
 
-    def finish(outputs: list[Tensor]) -> Backward:
+    def finish(outputs: list[Tensor]) -> list[Tensor | None]:
         left = iter(outputs)
-        return Backward(*[next(left) if there else None for there in wanted])
+        return [next(left) if there else None for there in wanted]
 
-    return Decided(kernel, made, numbers, dy.numel() * (1 + (x is not None)), finish, tuple(copied))
+    return Decided(kernel, made, numbers, dy.numel() * (1 + (x is not None)), finish, given.fit())

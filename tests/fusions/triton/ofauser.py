@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 import seqfuse as sf
-from seqfuse.kernels import gemm, layernorm, pointwise
+from seqfuse.kernels import gemm, norm, pointwise
 from seqfuse.kernels._variants import Variant
 
 
@@ -84,7 +84,7 @@ def variants() -> Iterator[Variant]:
         functions = {"VALUE": act.value, "DERIVATIVE": act.derivative, "P": act.P, "ACT_P": act.P}
         functions |= dict.fromkeys(("READS_OUTPUT", "OF_OUTPUT"), act.reads == "output")
         seen: set[tuple[str, tuple[str, ...]]] = set()
-        for one in (*gemm.variants(), *layernorm.variants()):
+        for one in (*gemm.variants(), *norm.variants()):
             place = next((place for place in PLACES if place in one.name), None)
             if place is None or (place + one.kernel.__name__, one.targets) in seen:
                 continue

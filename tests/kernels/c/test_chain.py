@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from seqfuse import compiler
-from seqfuse.kernels import chains
+from seqfuse.kernels import _replay, chains, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS, Activation, composed
-from seqfuse.kernels.c import call, chain, trace
+from seqfuse.kernels.c import chain, trace
 from seqfuse.ops import _philox
 from seqfuse.testing import assert_bitwise_equal
 from seqfuse.testing.tensors import seeded_randn
@@ -29,8 +29,7 @@ GELU, SILU, TANH = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], ACTIVATIONS["tanh"]
 
 
 def run(x: Tensor, steps: chains.Chain, *operands: Tensor, **kwargs: object) -> tuple[Tensor | None, ...]:
-    dtypes: tuple[torch.dtype, ...] = ()
-    return chain.run(x, steps, operands, None, dtypes, kwargs.get("result", True) is True)
+    return pointwise.pointwise(x, steps, operands, result=kwargs.get("result", True) is True)
 
 
 BACKWARD = chains.Chain(chains.dropout(0.3), chains.dact(GELU), chains.column_sum())
@@ -346,7 +345,7 @@ def test_a_wrong_kernel_is_found(text: str, by: str, monkeypatch: pytest.MonkeyP
     assert text in printed.kernel.source
     wrong = printed._replace(kernel=printed.kernel._replace(source=printed.kernel.source.replace(text, by)))
     monkeypatch.setattr(chain, "printed", lambda *_: wrong)
-    monkeypatch.setattr(call, "_entries", {})
+    monkeypatch.setattr(_replay, "_entries", {})
     got = run(dy, BACKWARD, seed, z)
     pairs = [(a, b) for a, b in zip(got, right, strict=True) if a is not None and b is not None]
     assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
@@ -354,9 +353,9 @@ def test_a_wrong_kernel_is_found(text: str, by: str, monkeypatch: pytest.MonkeyP
 
 def test_a_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x, steps = seeded_randn((4, 300), 0), chains.Chain(chains.act(TANH))
-    function = chain.function(steps, None, (), True)
+    function = pointwise.pointwise_of(steps)
     (first,) = function(x)
-    monkeypatch.setattr(chain, "_decide", None)
+    monkeypatch.setattr(_replay, "_decided", None)
     (second,) = function(x.clone())
     assert first is not None
     assert torch.equal(first, second)
@@ -364,20 +363,20 @@ def test_a_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_call_with_one_tensor_twice_is_decided_once_too() -> None:
     x, steps = seeded_randn((4, 300), 0), chains.Chain(chains.act(TANH), chains.add())
-    (first,) = chain.run(x, steps, (x,), None, (), True)
-    decided = len([entry for entries in call._entries.values() for entry in entries])
-    (second,) = chain.run(x, steps, (x,), None, (), True)
-    assert len([entry for entries in call._entries.values() for entry in entries]) == decided
+    (first,) = run(x, steps, x)
+    decided = len([entry for _, entries in _replay._entries.values() for entry in entries])
+    (second,) = run(x, steps, x)
+    assert len([entry for _, entries in _replay._entries.values() for entry in entries]) == decided
     assert first is not None
     assert torch.equal(first, second)
-    (third,) = chain.run(x, steps, (seeded_randn((4, 300), 1),), None, (), True)
+    (third,) = run(x, steps, seeded_randn((4, 300), 1))
     torch.testing.assert_close(third, x.tanh() + seeded_randn((4, 300), 1))
 
 
 def test_a_kernel_knows_its_own_dtypes() -> None:
     """The same chain in another dtype is another kernel, and a tensor of another dtype is never handed to it."""
     steps = chains.Chain(chains.bias(), chains.act(GELU), chains.add())
-    function = chain.function(steps, None, (), True)
+    function = pointwise.pointwise_of(steps)
     x, b, r = seeded_randn((70, 48), 0), seeded_randn((48,), 1), seeded_randn((70, 48), 2)
     for of in itertools.product([torch.float32, torch.bfloat16, torch.float16], repeat=3):
         given = [t.to(dtype) for t, dtype in zip((x, b, r), of, strict=True)]

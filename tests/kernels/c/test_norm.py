@@ -12,10 +12,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from seqfuse import compiler
-from seqfuse.kernels import _norm
 from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
-from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
-from seqfuse.kernels.rmsnorm import rmsnorm_fwd
+from seqfuse.kernels.norm import backward_of, norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.judge import judge
@@ -62,7 +60,7 @@ def test_a_mean_far_from_0_costs_no_variance(mean: float, columns: int) -> None:
 @pytest.mark.parametrize("centered", [True, False], ids=["layernorm", "rmsnorm"])
 def test_sums_of_finite_numbers_do_not_overflow(centered: bool) -> None:
     x = torch.tensor([[1.5e38, 1.5e38, -1.5e38, 1.5e38], [1e-30, 1e-30, -1e-30, 1e-30]])
-    f = _norm.forward(centered, x, None, None, EPS)
+    f = norm_fwd(x, None, None, EPS, centered=centered)
     assert f.y.isfinite().all()
     torch.testing.assert_close(f.y[1], torch.zeros(4), atol=1e-20, rtol=0)
     if f.mean is not None:
@@ -74,10 +72,10 @@ def test_sums_of_finite_numbers_do_not_overflow(centered: bool) -> None:
 def test_what_is_dropped_is_what_the_mask_says(columns: int, dtype: torch.dtype) -> None:
     x, residual = torch.ones(9, columns, dtype=dtype), torch.zeros(9, columns, dtype=dtype)
     drop = drop_mask(SEED, x.shape, P)
-    f = rmsnorm_fwd(x, None, EPS, seed=SEED, p=P, residual=residual)
+    f = norm_fwd(x, None, None, EPS, centered=False, seed=SEED, p=P, residual=residual)
     assert f.stream is not None
     assert torch.equal(f.stream == 0, drop)
-    b = _norm.backward(False, x, f.stream, None, f.rstd, None, seed=SEED, p=P, dstream=x * 1e4, dbranch=True)
+    b = norm_bwd(x, f.stream, None, f.rstd, None, seed=SEED, p=P, dstream=x * 1e4, dbranch=True)
     assert b.dbranch is not None
     assert torch.equal(b.dbranch == 0, drop)
 
@@ -106,14 +104,14 @@ def test_dtypes_may_differ_from_tensor_to_tensor(order: int) -> None:
     given = {key: t.to(kinds[i % 3]) for i, (key, t) in enumerate(tensors.items())}
 
     def made(t: dict[str, Tensor], of: Callable[[int], torch.dtype]) -> dict[str, Tensor]:
-        f = layernorm_fwd(
+        f = norm_fwd(
             t["x"], t["weight"], t["bias"], EPS, pre_bias=t["pre_bias"], seed=SEED, p=P, residual=t["residual"],
             dtype=of(0), stream_dtype=torch.float32,
         )  # fmt: skip
         assert f.stream is not None
         assert f.mean is not None
         stream = f.stream.to(kinds[1]).to(of(1))
-        b = layernorm_bwd(
+        b = norm_bwd(
             t["dy"], stream, f.mean, f.rstd, t["weight"], dstream=t["dstream"], seed=SEED, p=P, dweight=of(0),
             dbias=of(1), dpre_bias=of(2), dbranch=True, branch_dtype=of(2),
         )  # fmt: skip
@@ -145,26 +143,26 @@ def test_rows_that_have_no_stride_are_copied() -> None:
 def test_shapes_that_differ_are_refused(name: str, shape: tuple[int, ...]) -> None:
     given: dict[str, Any] = {"weight": None, "bias": None, name: torch.ones(shape)}
     with pytest.raises(ValueError, match=f"{name} must have shape"):
-        layernorm_fwd(torch.ones(5, 8), eps=EPS, **given)
+        norm_fwd(torch.ones(5, 8), eps=EPS, **given)
     if name == "residual":
-        f = layernorm_fwd(torch.ones(5, 8), None, None, EPS)
+        f = norm_fwd(torch.ones(5, 8), None, None, EPS)
         assert f.mean is not None
         for key in ("dy", "dstream"):
             tensors = {"dy": torch.ones(5, 8), "dstream": torch.ones(5, 8), key: torch.ones(shape)}
             with pytest.raises(ValueError, match=f"{key} must have shape"):
-                layernorm_bwd(tensors["dy"], torch.ones(5, 8), f.mean, f.rstd, None, dstream=tensors["dstream"])
+                norm_bwd(tensors["dy"], torch.ones(5, 8), f.mean, f.rstd, None, dstream=tensors["dstream"])
 
 
 def test_float64_is_refused() -> None:
     with pytest.raises(ValueError, match="C kernels are for float32, bfloat16 and float16, not float64"):
-        rmsnorm_fwd(torch.ones(2, 8, dtype=torch.float64), None, EPS)
+        norm_fwd(torch.ones(2, 8, dtype=torch.float64), None, None, EPS)
 
 
 def test_a_tensor_without_memory_is_refused() -> None:
     with FakeTensorMode():
         x = torch.ones(2, 8)
     with pytest.raises(ValueError, match="a FakeTensor has no memory that a C kernel could read"):
-        rmsnorm_fwd(x, None, EPS)
+        norm_fwd(x, None, None, EPS, centered=False)
 
 
 @pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm"])
@@ -175,22 +173,21 @@ def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
     both |= {"seed": SEED, "p": P} if case.around else {}
     before: dict[str, Any] = {"stream_dtype": torch.bfloat16} if case.around else {}
     before |= {key: t[key] for key in ("pre_bias", "residual") if key in t}
-    kind = "layernorm" if case.centered else "rmsnorm"
-    forward = getattr(torch.ops.seqfuse, kind)
+    before |= {"centered": case.centered}
+    forward = torch.ops.seqfuse.norm
     torch.library.opcheck(forward.default, (t["x"], t["weight"], t.get("bias"), EPS), both | before)
-    results = forward(t["x"], t["weight"], t.get("bias"), EPS, **both, **before)
+    _, stream, *statistics = forward(t["x"], t["weight"], t.get("bias"), EPS, **both, **before)
     after: dict[str, Any] = {"dweight": torch.float32}
     if case.around:
         after |= {"dstream": t["dstream"], "dbranch": True, "dpre_bias": torch.bfloat16, "branch_dtype": torch.float16}
-    args = (t["dy"], results[1] if case.around else t["x"], results[-2] if case.centered else None, results[-1])
-    backward = getattr(torch.ops.seqfuse, f"{kind}_backward")
-    torch.library.opcheck(backward.default, (*args, t["weight"], t.get("bias")), both | after)
+    args = (t["dy"], stream if case.around else t["x"], *statistics)
+    torch.library.opcheck(torch.ops.seqfuse.norm_backward.default, (*args, t["weight"], t.get("bias")), both | after)
 
 
 def test_results_are_on_the_cpu_whatever_the_default_device() -> None:
     x = torch.ones(2, 8)
     with torch.device("meta"):
-        f = rmsnorm_fwd(x, None, EPS)
+        f = norm_fwd(x, None, None, EPS, centered=False)
     assert f.y.is_cpu
     torch.testing.assert_close(f.y, x)
 
@@ -211,10 +208,10 @@ def _steps(columns: int, eps: float, p: float, factor: float, rows: int = 5) -> 
     t = drawn(case, (rows,), columns, torch.float32)
     act = composed(ACTIVATIONS["gelu"], scale(factor))
     around = {"pre_bias": t["pre_bias"], "residual": t["residual"], "seed": SEED, "p": p, "act": act}
-    f = layernorm_fwd(t["x"], t["weight"], t["bias"], eps, **around)
+    f = norm_fwd(t["x"], t["weight"], t["bias"], eps, **around)
     assert f.stream is not None
     assert f.mean is not None
-    layernorm_bwd(
+    norm_bwd(
         t["dy"], f.stream, f.mean, f.rstd, t["weight"], t["bias"], seed=SEED, p=p, act=act, dweight=torch.float32,
         dbranch=True,
     )  # fmt: skip
@@ -234,14 +231,12 @@ def test_kernels_that_a_call_will_need_are_asked_for_on_fake_tensors(sources: li
     with compiler.collecting() as wanted, FakeTensorMode() as fake:
         t = {key: fake.from_tensor(value) for key, value in real.items()}
         act = ACTIVATIONS["gelu"]
-        f = _norm.forward(True, t["x"], t["weight"], t["bias"], EPS, act=act, residual=t["residual"])
-        _norm.backward(True, t["dy"], t["x"], f.mean, f.rstd, t["weight"], t["bias"], act=act, dweight=torch.float32)
+        f = norm_fwd(t["x"], t["weight"], t["bias"], EPS, act=act, residual=t["residual"])
+        norm_bwd(t["dy"], t["x"], f.mean, f.rstd, t["weight"], t["bias"], act=act, dweight=torch.float32)
     assert len(wanted) == 2
     assert not sources
-    f = _norm.forward(True, real["x"], real["weight"], real["bias"], EPS, act=act, residual=real["residual"])
-    _norm.backward(
-        True, real["dy"], real["x"], f.mean, f.rstd, real["weight"], real["bias"], act=act, dweight=torch.float32
-    )
+    f = norm_fwd(real["x"], real["weight"], real["bias"], EPS, act=act, residual=real["residual"])
+    norm_bwd(real["dy"], real["x"], f.mean, f.rstd, real["weight"], real["bias"], act=act, dweight=torch.float32)
     assert sources == [*wanted]
 
 
@@ -250,12 +245,10 @@ def test_kernels_that_a_call_will_need_are_asked_for_on_fake_tensors(sources: li
 def test_a_backward_of_everything_but_tensors_gives_the_same(centered: bool, weighted: bool) -> None:
     x, dy, dstream = (seeded_randn((9, 24), i) for i in range(3))
     weight = seeded_randn((24,), 3) if weighted else None
-    f = _norm.forward(centered, x, weight, None, EPS)
-    bound = _norm.backward_of(centered, False, True, torch.float32, None, weighted, True)
+    f = norm_fwd(x, weight, None, EPS, centered=centered)
+    bound = backward_of(centered, False, True, torch.float32, None, weighted, True)
     for d in (dy, dy.t().contiguous().t(), dy[:1].expand(9, 24)):
-        expected = _norm.backward(
-            centered, d.contiguous(), x, f.mean, f.rstd, weight, dstream=dstream, dweight=torch.float32
-        )
+        expected = norm_bwd(d.contiguous(), x, f.mean, f.rstd, weight, dstream=dstream, dweight=torch.float32)
         for _ in range(2):
             found = bound(*[t for t in (d, x, f.mean, f.rstd, weight, dstream) if t is not None])
             assert_bitwise_equal([found.dx, found.dweight], [expected.dx, expected.dweight])

@@ -1,6 +1,6 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
 # Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""What the two norms share: one forward kernel, one backward kernel, and sums over rows for rows too wide for it.
+"""LayerNorm and RMSNorm, forward and backward, with the residual stream around them and an activation after them.
 
 A row is normalized in registers where it fits, else read twice in chunks. The backward grid is persistent: a program
 keeps its part of the parameters' gradients in registers from row to row and writes it once.
@@ -10,35 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import compiler
-from . import _norm_ops
-from ._columns import several_column_sums
+from ._columns import column_sums
 from ._launch import (
-    INTERPRETED,
     architecture,
     as_rows,
     cdiv,
     columns_of,
-    in_c,
     launch,
     next_power_of_2,
     processors,
     register_limit,
-    traced,
+    stops,
 )
-from ._norm_ops import Backward, Forward
+from ._operators import bound, operator
 from ._philox import dropped, threshold_and_scale
-from ._replay import bound, replayed
 from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
-from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed, is_half
+from .activations import ACTIVATIONS, LONGEST, Activation, apply, gradient, is_composed, is_half
 from .c import norm as c_norm
 
 
@@ -410,60 +405,80 @@ def _same(name: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
     return as_rows(name, tensor, x.shape[-1])
 
 
-def forward(
-    centered: bool,
+class Normed(NamedTuple):
+    """Results of a forward pass; `stream` is what was normalized, where a prologue made it."""
+
+    y: Tensor  # [*, N]
+    stream: Tensor | None  # [*, N]
+    mean: Tensor | None  # [*] float32
+    rstd: Tensor  # [*] float32
+
+
+class NormGradients(NamedTuple):
+    """Results of a backward pass; `None` for what was not asked for.
+
+    `dx` is the gradient of what was normalized, and so of the residual; `dbranch` that of what dropout took.
+    """
+
+    dx: Tensor | None  # [*, N]
+    dweight: Tensor | None  # [N]
+    dbias: Tensor | None  # [N]
+    dbranch: Tensor | None  # [*, N]
+    dpre_bias: Tensor | None  # [N]
+
+
+@operator("norm", in_c=c_norm.decide_forward)
+def norm_fwd(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
+    *,
+    centered: bool = True,
     zero_centered: bool = False,
     pre_bias: Tensor | None = None,
     seed: Tensor | None = None,
     p: float = 0.0,
     residual: Tensor | None = None,
-    act: Any = None,
+    act: Activation | None = None,
     dtype: torch.dtype | None = None,
     stream_dtype: torch.dtype | None = None,
-) -> Forward:
-    """Either norm forward; the arguments are those of `layernorm_fwd`."""
-    others = (centered, eps, zero_centered, p, dtype, stream_dtype)
-    tensors = (x, weight, bias, pre_bias, seed, residual)
-    if traced():
-        if compiler.is_collecting() and in_c(x):
-            c_norm.ask_forward(act, others, *tensors)
-        return _norm_ops.recorded_forward(
-            centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
-            residual=residual, dtype=dtype, stream_dtype=stream_dtype,
-        )  # fmt: skip
-    if in_c(x):
-        return c_norm.forward(act, others, *tensors)
-    return replayed(_decided_forward, act, others, *tensors)
+) -> Normed:
+    """LayerNorm: y = act((z - E[z]) rstd gain + bias), rstd = (Var[z] + eps)^-1/2; RMSNorm has 0 for E[z].
 
+    z = x, or dropout(x + pre_bias) + residual as far as these are given. x, residual, y, stream: [*, N]; parameters:
+    [N]; statistics: [*] float32, float64 for a float64 x. Everything is computed in that dtype.
+    Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
 
-def _decided_forward(
-    act: Any,
-    centered: bool,
-    eps: float,
-    zero_centered: bool,
-    p: float,
-    dtype: torch.dtype | None,
-    stream_dtype: torch.dtype | None,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    pre_bias: Tensor | None,
-    seed: Tensor | None,
-    residual: Tensor | None,
-) -> Forward:
+    Args:
+        x: what is normalized, or what the prologue starts from.
+        weight: gain, `None` for one.
+        bias: added to the product, or `None`.
+        eps: added to the variance, or the mean square.
+        centered: whether it is LayerNorm.
+        zero_centered: whether the gain is 1 + weight.
+        pre_bias: added to x first.
+        seed: of dropout after that, int64, on the device.
+        p: probability of dropping.
+        residual: added last; with any of these the sum is returned as `stream`.
+        act: an activation of the result.
+        dtype: of y; x's by default.
+        stream_dtype: of the stream; x's by default.
+
+    Raises:
+        ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
+    """
     N = columns_of(x, weight=weight, bias=bias, pre_bias=pre_bias)
-    source, other = as_rows("x", x, N), _same("residual", residual, x)
-    M = source.shape[0]
     compute, triton_compute = _compute(x)
     prologue = pre_bias is not None or seed is not None or residual is not None
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     stream = torch.empty(x.shape, dtype=stream_dtype or x.dtype, device=x.device) if prologue else None
     mean = torch.empty(x.shape[:-1], dtype=compute, device=x.device) if centered else None
     rstd = torch.empty(x.shape[:-1], dtype=compute, device=x.device)
+    if stops():
+        return Normed(y, stream, mean, rstd)
+    source, other = as_rows("x", x, N), _same("residual", residual, x)
+    M = source.shape[0]
     tile = forward_tile(N, x.element_size())
     launch(
         _norm_fwd_kernel,
@@ -478,7 +493,7 @@ def _decided_forward(
         tile.num_warps,
         **register_limit(tile.registers, architecture(x.device)),
     )  # fmt: skip
-    return Forward(y, stream, mean, rstd)
+    return Normed(y, stream, mean, rstd)
 
 
 def forward_constexprs(
@@ -500,130 +515,89 @@ def forward_constexprs(
     }
 
 
-def backward(
-    centered: bool,
+@operator("norm_backward", in_c=c_norm.decide_backward)
+def norm_bwd(
     dy: Tensor,
     x: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None = None,
+    *,
     zero_centered: bool = False,
     dstream: Tensor | None = None,
     seed: Tensor | None = None,
     p: float = 0.0,
-    act: Any = None,
+    act: Activation | None = None,
     dx: bool = True,
     dweight: torch.dtype | None = None,
     dbias: torch.dtype | None = None,
     dbranch: bool = False,
     dpre_bias: torch.dtype | None = None,
     branch_dtype: torch.dtype | None = None,
-) -> Backward:
-    """Either norm backward; the arguments are those of `layernorm_bwd`."""
-    others = (centered, zero_centered, p, dx, dweight, dbias, dbranch, branch_dtype, dpre_bias)
-    tensors = (dy, x, mean, rstd, weight, bias, dstream, seed)
-    if traced():
-        if compiler.is_collecting() and in_c(x):
-            c_norm.ask_backward(act, others, *tensors)
-        return _norm_ops.recorded_backward(
-            centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
-            p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias, branch_dtype=branch_dtype,
-        )  # fmt: skip
-    if in_c(x):
-        return c_norm.backward(act, others, *tensors)
-    return replayed(_decided_backward, act, others, *tensors)
+) -> NormGradients:
+    """LayerNorm's gradients: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream; RMSNorm has 0 for E[g].
 
+    g = dy act' gain, xhat the normalized row. Sums over rows are made in a fixed order: the same bits each time.
+    Beyond 8,192 columns they take a second pass over dy and x; half of that with an activation or dropout, and half
+    again for rows that are not aligned.
 
-def backward_of(
-    centered: bool,
-    zero_centered: bool,
-    dx: bool,
-    dweight: torch.dtype | None,
-    dbias: torch.dtype | None,
-    weighted: bool,
-    added: bool,
-) -> Callable[..., Backward]:
-    """A norm's backward, with nothing around the norm, of everything but tensors.
+    Args:
+        dy: gradient of the result.
+        x: what was normalized: the stream, where there was a prologue.
+        mean: as saved; `None` for RMSNorm.
+        rstd: as saved.
+        weight: gain, `None` for one.
+        bias: read where there is an activation.
+        zero_centered: as in the forward.
+        dstream: gradient of the stream itself, added to dx.
+        seed: of the prologue's dropout.
+        p: as in the forward.
+        act: as in the forward.
+        dx: whether dx is wanted.
+        dweight: dtype of the weight's gradient, `None` where it is not wanted.
+        dbias: dtype of the bias's gradient, `None` where it is not wanted.
+        dbranch: whether the gradient of what dropout took is wanted.
+        dpre_bias: dtype of the gradient of the prologue's bias, the sum of dbranch over rows.
+        branch_dtype: of dbranch; that of dx by default.
 
-    It is a function of dy, x, the mean of one that is `centered`, rstd, the weight of a `weighted` one and dstream if
-    it is `added`, and copies those that do not fit.
+    Raises:
+        ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
     """
-    others = (centered, zero_centered, 0.0, dx, dweight, dbias, False, None, None)
-    present = (True, True, centered, True, weighted, False, added, False)
-
-    def whole(*given: Tensor) -> Backward:
-        left = iter([t.contiguous() for t in given])
-        dy, x, mean, rstd, weight, _, dstream, _ = (next(left) if there else None for there in present)
-        assert dy is not None
-        assert x is not None
-        assert rstd is not None
-        return backward(
-            centered, dy, x, mean, rstd, weight, zero_centered=zero_centered, dstream=dstream, dx=dx, dweight=dweight,
-            dbias=dbias,
-        )  # fmt: skip
-
-    on_gpu = bound(_decided_backward, others, whole, present)
-    if INTERPRETED:
-        return on_gpu
-    on_cpu = c_norm.backward_function(others, present)
-
-    def run(*given: Tensor) -> Backward:
-        if not in_c(given[0]):
-            return on_gpu(*given)
-        return whole(*given) if traced() else on_cpu(*given)
-
-    return run
-
-
-def _decided_backward(
-    act: Any,
-    centered: bool,
-    zero_centered: bool,
-    p: float,
-    dx: bool,
-    dweight: torch.dtype | None,
-    dbias: torch.dtype | None,
-    dbranch: bool,
-    branch_dtype: torch.dtype | None,
-    dpre_bias: torch.dtype | None,
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dstream: Tensor | None,
-    seed: Tensor | None,
-) -> Backward:
     N = columns_of(x, weight=weight, bias=bias)
+    centered, device = mean is not None, x.device
+    wanted = (dweight, dbias, dpre_bias)
+    out = torch.empty(x.shape, dtype=x.dtype, device=device) if dx else None
+    branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=device) if dbranch else None
+    totals = [None if kind is None else torch.empty(N, dtype=kind, device=device) for kind in wanted]
+    results = NormGradients(out, totals[0], totals[1], branch, totals[2])
+    if stops():
+        return results
+    summed = [total for total in totals if total is not None]
     d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
     assert d is not None
     M = source.shape[0]
+    if M == 0:
+        for total in summed:
+            total.zero_()
+        return results
     compute, triton_compute = _compute(x)
     tile = backward_tile(N, x.element_size(), act is not None or seed is not None)
     wide = tile.chunks > 1
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx else None
-    # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
-    written = dbranch or (wide and dpre_bias is not None)
-    branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=x.device) if written else None
-    wanted = (dweight, dbias, dpre_bias)
-    sums = sum(kind is not None for kind in wanted)
-    if M == 0:
-        zeros = (None if kind is None else torch.zeros(N, dtype=kind, device=x.device) for kind in wanted)
-        first, second, third = zeros
-        return Backward(out, first, second, branch, third)
-    statistics = (None if mean is None else mean.reshape(-1), rstd.reshape(-1))
-    shared = (d, source, *statistics, weight, bias)
+    if wide and dpre_bias is not None and branch is None:
+        # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
+        branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=device)
+    shared = (d, source, None if mean is None else mean.reshape(-1), rstd.reshape(-1), weight, bias)
     function = _activation_constexprs(centered, zero_centered, act)
     flags = {name: kind is not None for name, kind in zip(("DWEIGHT", "DBETA", "DBIAS"), wanted, strict=True)}
-    programs = min(cdiv(M, tile.m), processors(x.device) * tile.per_processor)
+    programs = min(cdiv(M, tile.m), processors(device) * tile.per_processor)
     steps = cdiv(cdiv(M, tile.m), programs)
     programs = cdiv(cdiv(M, tile.m), steps)
     partials: Tensor | None = None
     in_rows = flags if not wide else dict.fromkeys(flags, False)
+    sums = len(summed)
     if not wide and sums:
-        partials = torch.empty(programs * sums * N, dtype=compute, device=x.device)
+        partials = torch.empty(programs * sums * N, dtype=compute, device=device)
     if dx or branch is not None or (sums and not wide):
         launch(
             _norm_bwd_kernel,
@@ -634,15 +608,15 @@ def _decided_backward(
             ),
             backward_constexprs(tile, function, None if seed is None else p, in_rows, N % 4 == 0, triton_compute),
             tile.num_warps,
-            **register_limit(tile.registers, architecture(x.device)),
+            **register_limit(tile.registers, architecture(device)),
         )  # fmt: skip
     if wide and sums:
         s = sums_tile(x.element_size(), act)
         across = cdiv(N, s.n)
-        programs = max(1, min(cdiv(M, s.m), 8 * processors(x.device) // across))
+        programs = max(1, min(cdiv(M, s.m), 8 * processors(device) // across))
         steps = cdiv(cdiv(M, s.m), programs)
         programs = cdiv(cdiv(M, s.m), steps)
-        partials = torch.empty(programs * sums * N, dtype=compute, device=x.device)
+        partials = torch.empty(programs * sums * N, dtype=compute, device=device)
         launch(
             _norm_sums_kernel,
             programs * across,
@@ -650,13 +624,29 @@ def _decided_backward(
             sums_constexprs(s, function, flags, triton_compute),
             s.num_warps,
         )
-    made: list[Tensor] = []
     if partials is not None:
-        table = partials[: programs * sums * N].view(programs, sums * N)
-        made = several_column_sums(table, N, [(1, kind) for kind in wanted if kind is not None])
-    left = iter(made)
-    totals = [None if kind is None else next(left) for kind in wanted]
-    return Backward(out, totals[0], totals[1], branch if dbranch else None, totals[2])
+        column_sums(partials[: programs * sums * N].view(programs, sums * N), N, *summed)
+    return results
+
+
+def backward_of(
+    centered: bool,
+    zero_centered: bool,
+    dx: bool,
+    dweight: torch.dtype | None,
+    dbias: torch.dtype | None,
+    weighted: bool,
+    added: bool,
+) -> Callable[..., NormGradients]:
+    """A norm's backward, with nothing around the norm, of everything but tensors.
+
+    It is a function of dy, x, the mean of one that is `centered`, rstd, the weight of a `weighted` one and dstream if
+    it is `added`, and copies those that do not fit.
+    """
+    names = ["dy", "x", *["mean"] * centered, "rstd", *["weight"] * weighted, *["dstream"] * added]
+    rest: dict[str, Any] = {"mean": None, "weight": None, "zero_centered": zero_centered, "dx": dx}
+    rest |= {"dweight": dweight, "dbias": dbias}
+    return bound(norm_bwd, lambda *given: rest | dict(zip(names, given, strict=True)))
 
 
 def _activation_constexprs(centered: bool, zero_centered: bool, act: Any) -> dict[str, Any]:
@@ -701,8 +691,13 @@ _AROUND = (*_BRANCH, "act")
 _DTYPES = {torch.bfloat16: tl.float32, torch.float16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def norm_variants(centered: bool) -> Iterator[Variant]:
-    """Every tile for bfloat16, one width for the other dtypes, an unaligned width for each tile's size."""
+def variants() -> Iterator[Variant]:
+    """Of both norms every tile for bfloat16, one width for the other dtypes, and unaligned widths."""
+    yield from _variants(True)
+    yield from _variants(False)
+
+
+def _variants(centered: bool) -> Iterator[Variant]:
     for columns in (64, 1024, 2048, 4096, 8192, 16384, 65536, 1001, 4095, 5000, 16383, 65535):
         for around in ((), _AROUND):
             yield from _of_width(centered, torch.bfloat16, columns, around)
@@ -775,6 +770,3 @@ def _of_width(
         tile = sums_tile(stream_dtype.itemsize, act)
         constexprs = sums_constexprs(tile, function, flags, compute)
         yield variant(_norm_sums_kernel, "sums", tile, shared, constexprs)
-
-
-_norm_ops.register(forward, backward)
