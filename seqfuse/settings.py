@@ -66,6 +66,7 @@ class Fusing:
     only: tuple[Chosen, ...] = ()  # one set for each region that chooses
     exclude: Chosen = frozenset()
     unmeasured: bool = False
+    all_costs: bool = False  # whether each that is not refused is used, the longest first, whatever it costs
     off: str = "fusing is off"  # the reason where it is not enabled
 
     def allows(self, fusion: type) -> str | None:
@@ -130,8 +131,20 @@ def fusing(
     chosen = outer.only if only is None else tuple(dict.fromkeys((*outer.only, _several(only))))
     allowed = outer.enabled if enabled is None else enabled
     free = outer.unmeasured if unmeasured is None else unmeasured
+    excluded = outer.exclude | _several(exclude)
+    token = current_fusing.set(_fusing_of(allowed, on_error or outer.on_error, chosen, excluded, free, outer.all_costs))
+    try:
+        yield
+    finally:
+        current_fusing.reset(token)
+
+
+@contextlib.contextmanager
+def at_all_costs() -> Generator[None]:
+    """Within the block, each fusion that is not refused is used, the longest first: cost does not decide."""
+    outer = fusing_now()
     token = current_fusing.set(
-        _fusing_of(allowed, on_error or outer.on_error, chosen, outer.exclude | _several(exclude), free)
+        _fusing_of(outer.enabled, outer.on_error, outer.only, outer.exclude, outer.unmeasured, True)
     )
     try:
         yield

@@ -22,7 +22,7 @@ from ..plan.schedule import Candidate
 from ..run import Fuser, Sequential
 from ..run.regions import Region
 from ..settings import fusing
-from ..testing.bench import seeded
+from ..testing.cases import seeded
 from .inputs import Spec, surroundings, vocabulary
 
 Kind = Literal["engine", "reference", "rounded"]

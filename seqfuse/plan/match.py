@@ -144,6 +144,8 @@ class Matcher:
         """
         nodes, start, env, fusing = stretch.nodes, stretch.start, stretch.env, stretch.fusing
         live_from = stretch.wants.live_from
+        if fusing.all_costs:
+            known, lean = None, True
         _check_named(fusing)
         found: list[Candidate] = []
         refused: list[Refusal] = []
@@ -192,6 +194,7 @@ class Matcher:
                             wanted = for_saves[key] = dataclasses.replace(env, width=key[0], grad=key[1])
                         cost = self._cost(bound, wanted.between(along), measured)
                         if isinstance(cost, int):
+                            cost = -1000 * length**2 if fusing.all_costs else cost
                             found.append(Candidate(bound, a, b, cost, rank))
                             continue
                         reason = cost

@@ -315,7 +315,7 @@ def plan_region(
     ahead, back = _steps(stretch, forward), _steps(stretch, backward, live)
     if kept is not None and (said := exceeded(memory, kept, ahead)) is not None:
         refused.append(Refusal(f"memory={memory}", start, said))
-    if memory == "save" and live < stop and matcher.only_memory:
+    if memory == "save" and live < stop and matcher.only_memory and not stretch.fusing.all_costs:
         refused.append(Refusal("memory=save", start, ONLY_MEMORY))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     segments = segments_of(stretch, ahead, back, segment_bytes)

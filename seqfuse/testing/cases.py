@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..env import Env
+from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
-from ..plan import flatten
+from ..plan import Plan, flatten
 from ..plan.flatten import Node, public_channels
-from ..run import Sequential
-from .bench import Bench, seeded
+from ..plan.reference import by_reference
+from ..run import Fuser, Sequential
+from ..run.lower import OnStep
+from ..settings import at_all_costs
 from .structure import Tree, Untouched, assert_bitwise_equal, copied
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
@@ -43,6 +48,57 @@ class Case:
         parts += [f"dy {self.dy_regime}"] if self.dy_regime != "normal" else []
         parts += [f"frozen {', '.join(sorted(self.frozen))}"] if self.frozen else []
         return ", ".join(parts if self.grad else [*parts, "no gradient"])
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Generator[None]:
+    """A block in which torch's generators start from a seed, and after which they are as they were before it."""
+    seed += 0x5EED_0000  # which no pass that seeds them itself takes: it would leave them as they were
+    on_cuda = device.type == "cuda"
+    with cast(Any, torch.random).fork_rng([device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback, for devices not yet started
+        if on_cuda:
+            cast(Any, torch.cuda).manual_seed(seed)
+        yield
+
+
+class Bench:
+    """Runs a sequence by a fuser that uses each fusion that is not refused: cost does not decide what is tested.
+
+    Args:
+        root: the sequence.
+        fusions: the fusion set.
+        on_step: as of a `Fuser`; each operation runs as a step of a plan, a view, too.
+    """
+
+    def __init__(
+        self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), on_step: OnStep | None = None
+    ) -> None:
+        self.root = root
+        self._fuser = Fuser(root, fusions, on_step=on_step or _run)
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The operations."""
+        return self._fuser.op_list().nodes
+
+    def __call__(self, x: Tensor, **channels: Tensor) -> Any:
+        with at_all_costs():
+            return self._fuser(x, **channels)
+
+    def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
+        """The plan for an input, or for an environment."""
+        with at_all_costs():
+            return self._fuser.plan(x, env=env, **channels)
+
+    def references(self, x: Tensor, **channels: Tensor) -> Any:
+        """Run every operation's `reference` under plain autograd, with the seeds that a call would draw."""
+        op_list = self._fuser.op_list()
+        return by_reference(op_list.nodes, op_list.inputs, op_list.outputs, x, channels)
+
+
+def _run(step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +146,21 @@ class Specimen:
         """A copy of the sequence with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
         return copied(self.root).to(dtype).to(torch.float64 if wide else dtype)
 
+    def bench(
+        self,
+        dtype: torch.dtype,
+        fusions: Sequence[type[FusedOperation]] = (),
+        on_step: OnStep | None = None,
+        *,
+        wide: bool = False,
+    ) -> Bench:
+        """A bench around such a copy."""
+        return Bench(self.at(dtype, wide=wide), fusions, on_step)
+
+    def references(self, case: Case, seed: int, *, wide: bool = False) -> Outcome:
+        """Run the references under plain autograd; `wide` in float64."""
+        return self.run(self.bench(case.dtype, wide=wide), case, seed, reference=True, wide=wide)
+
     def named(self, nodes: Sequence[Node]) -> dict[str, Tensor]:
         """Parameters of a copy by name, under the places of their operations."""
         found: dict[str, Tensor] = {}
@@ -125,7 +196,7 @@ class Specimen:
     def accepts(self, shape: Shape) -> bool:
         """Whether the references take a shape; what they raise that is no plain refusal is kept in `refused`."""
         try:
-            self.run(Bench(self.at(torch.float64)), Case(shape, torch.float64, grad=False), 0, reference=True)
+            self.references(Case(shape, torch.float64, grad=False), 0)
         except ValueError:
             return False
         except Exception as error:

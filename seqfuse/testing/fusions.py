@@ -13,8 +13,7 @@ from ..env import Env
 from ..fusion import FusedOperation
 from ..settings import fusing
 from .arguments import check_arguments, check_fusion_arguments
-from .bench import seeded
-from .cases import Specimen
+from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
 from .judge import saying
 from .operations import DTYPES

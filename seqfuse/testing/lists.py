@@ -16,7 +16,7 @@ from ..ops import Residual
 from ..plan.reference import random_seeds
 from ..run import Sequential
 from ..run.sequential import Fusions
-from .bench import seeded
+from .cases import seeded
 from .plain import plain
 from .tensors import generator, laid_out, seeded_randn
 

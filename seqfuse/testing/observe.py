@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -129,17 +130,18 @@ def _same(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One call of `fwd` or `bwd` that was watched: whose, what it was given, what it returned."""
+    """One call of `fwd` or `bwd` that was watched: whose, what it was given, what it returned; `at` its position."""
 
     owner: object
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out: Any
+    at: int = 0
 
 
 class Observer:
-    """Watches the passes of operations and fusions it is attached to, and keeps them in `seen`.
+    """Watches the passes of operations and fusions it is attached to, or of a fuser whose `on_step` it is, in `seen`.
 
     A pass raises AssertionError where it modifies a tensor it was given, a parameter or a buffer, or changes anything
     that `GlobalState` holds.
@@ -156,9 +158,18 @@ class Observer:
             if fn is not None:
                 setattr(owner, name, functools.partial(self._watch, owner, name, fn, watched))
 
-    def passes(self, name: str, owner: object = None) -> list[Pass]:
-        """Calls of one kind in the order they were made."""
-        return [p for p in self.seen if p.name == name and (owner is None or p.owner is owner)]
+    def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a pass of a step of a plan, watched."""
+        owner = step.operation
+        slots = [owner for node in step.nodes for owner, _ in node.slots.values()]
+        modules = [node.operation for node in step.nodes] if step.fused else slots
+        out = self._watch(owner, name_of(step, run), run, dict(_named(owner, modules)), *args, **kwargs)
+        self.seen[-1] = dataclasses.replace(self.seen[-1], at=step.start)
+        return out
+
+    def passes(self, name: str, at: int | None = None) -> list[Pass]:
+        """Calls of one kind in the order they were made, of every position or of one."""
+        return [p for p in self.seen if p.name == name and at in (None, p.at)]
 
     def _watch(
         self, owner: Any, name: str, fn: Callable[..., Any], watched: dict[str, object], /, *args: Any, **kwargs: Any
@@ -178,6 +189,11 @@ class Observer:
             raise AssertionError(f"{name} {'; '.join(changes)}")
         self.seen.append(Pass(owner, name, args, kwargs, out))
         return out
+
+
+def name_of(step: Any, run: Callable[..., Any]) -> str:
+    """Which pass of a step this is: `"fwd"` or `"bwd"`."""
+    return "bwd" if run == getattr(step.operation, "bwd", None) else "fwd"
 
 
 def _named(owner: Any, modules: Iterable[nn.Module]) -> Iterator[tuple[str, object]]:

@@ -16,8 +16,7 @@ from ..operation import UnfusedOperation
 from ..plan.step import Wants
 from ..saved import Saved, copied
 from .arguments import check_arguments
-from .bench import Bench, seeded
-from .cases import HUGE, Case, Outcome, Specimen, cases, few_rows, subsets
+from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
 from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
 from .fakes import assert_fakes_alike
 from .judge import (
@@ -119,8 +118,7 @@ def _check(
     for dtype in dtypes:
         few, still = (Case(few_rows(shapes), dtype, grad=grad) for grad in (True, False))
         with saying(f"{name}, {still}"):
-            reference = specimen.run(Bench(specimen.at(dtype)), still, seed, reference=True)
-            assert_dtypes(_observed(specimen, still)[0].outputs, reference.outputs)
+            assert_dtypes(_observed(specimen, still)[0].outputs, specimen.references(still, seed).outputs)
         for case in cases(shapes, dtype):
             _check_numbers(name, specimen, case)
             count += 1
@@ -173,9 +171,8 @@ def _check_declarations(specimen: Specimen) -> None:
 
 
 def _observed(specimen: Specimen, case: Case, seed: int | None = None) -> tuple[Outcome, Bench, Observer]:
-    bench, observer = Bench(specimen.at(case.dtype)), Observer()
-    for node in bench.op_list().nodes:
-        observer.attach(node.operation, (owner for owner, _ in node.slots.values()))
+    observer = Observer()
+    bench = specimen.bench(case.dtype, on_step=observer)
     return specimen.run(bench, case, specimen.seed if seed is None else seed), bench, observer
 
 
@@ -185,8 +182,7 @@ def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
     def measure(seed: int) -> tuple[Tree, Tree, Tree]:
         fused, _, observer = _observed(specimen, case, seed)
         seen[:] = [observer]
-        unfused = specimen.run(Bench(specimen.at(case.dtype)), case, seed, reference=True)
-        wide = specimen.run(Bench(specimen.at(case.dtype, wide=True)), case, seed, reference=True, wide=True)
+        unfused, wide = (specimen.references(case, seed, wide=wide) for wide in (False, True))
         assert_own_memory(fused, unfused)
         shape, inferred = tuple(fused.outputs["y"].shape), specimen.shape_at(case.shape)[-1]
         if shape != inferred:
@@ -244,13 +240,13 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
         with saying(f"gradients needed {[n for n in names if n in subset]}"):
             found, bench, observer = _observed(specimen, some)
             assert_bitwise_equal(found.tree, {name: full.tree[name] for name in found.tree})
-            nodes = bench.op_list().nodes
+            nodes = bench.nodes
             wants = Wants.of(nodes, 0, len(nodes), "x" in subset, {c: c in subset for c in specimen.inputs}, True)
             for at, node in enumerate(nodes):
-                (ahead,) = observer.passes("fwd", node.operation)
+                (ahead,) = observer.passes("fwd", at)
                 saved.setdefault(at, set()).update(_fields(ahead.out[-1]))
                 assert_saves_parameters(ahead.out[-1], node.slots, views=False)
-                for back in observer.passes("bwd", node.operation):
+                for back in observer.passes("bwd", at):
                     if "needs" in back.kwargs:
                         assert_only_wanted(back, wants.needs[at], (*node.slots, *(name for name, _ in node.inputs)))
                     _check_dx(back.out[0], ahead.args[0])
@@ -291,9 +287,9 @@ def _fields_read(back: Pass) -> set[str]:
 
 
 def _check_gradients_numerically(specimen: Specimen, shape: Shape) -> None:
-    bench, case = Bench(specimen.at(torch.float64)), Case(shape, torch.float64)
+    bench, case = specimen.bench(torch.float64), Case(shape, torch.float64)
     inputs = specimen.inputs_for(case, specimen.seed)
-    tensors = (*inputs.values(), *specimen.named(bench.op_list().nodes).values())
+    tensors = (*inputs.values(), *specimen.named(bench.nodes).values())
 
     def call(*perturbed: Tensor) -> Any:  # parameters are perturbed in place
         with seeded(specimen.seed, specimen.x.device):

@@ -15,10 +15,10 @@ from ..errors import FallbackWarning, KernelError
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion
 from ..plan.flatten import Node
 from ..plan.plan import Plan, Step
+from ..run.lower import OnStep
 from ..saved import Saved
 from ..settings import fusing
-from .bench import Bench, Prepare
-from .cases import HUGE, Case, Outcome, Specimen, cases, few_rows, subsets
+from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, subsets
 from .fakes import assert_fakes_alike
 from .judge import (
     assert_only_wanted,
@@ -31,7 +31,7 @@ from .judge import (
     met,
     saying,
 )
-from .observe import Observer, Pass
+from .observe import Observer, Pass, name_of
 from .records import compared
 from .structure import Tree, assert_bitwise_equal
 from .tensors import varied
@@ -56,9 +56,9 @@ class Probe:
         self.combination = next(text for kind, text in _COMBINATIONS.items() if issubclass(fusion, kind))
         self.start = 0
 
-    def bench(self, prepare: Prepare | None = None) -> Bench:
+    def bench(self, on_step: OnStep | None = None) -> Bench:
         """The sequence with the fusion, on a fresh copy."""
-        return Bench(self.specimen.at(self.dtype), (self.fusion,), prepare)
+        return self.specimen.bench(self.dtype, (self.fusion,), on_step)
 
     def find(self, plan: Plan) -> Step:
         """The step of a plan that is this fusion; raises AssertionError with the reasons where there is none."""
@@ -167,21 +167,19 @@ class Probe:
 
     def _fused(self, case: Case, seed: int) -> tuple[Outcome, Observer, Bench]:
         observer = Observer()
-        bench = self.bench(lambda fusion: observer.attach(fusion, fusion.operations()))
+
+        def of_the_fusion(step: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+            return (functools.partial(observer, step, run) if step.fused else run)(*args, **kwargs)
+
+        bench = self.bench(of_the_fusion)
         with fusing(on_error="raise"):
             return self.specimen.run(bench, case, seed), observer, bench
 
     def _own(self, case: Case, seed: int, *, wide: bool = False) -> tuple[Outcome, list[Saved]]:
         """Unfused, with the records of the operations in the order of the sequence."""
-        bench, observer = Bench(self.specimen.at(self.dtype, wide=wide)), Observer()
-        for node in bench.op_list().nodes:
-            observer.attach(node.operation, (owner for owner, _ in node.slots.values()))
-        outcome = self.specimen.run(bench, case, seed, wide=wide)
+        observer = Observer()
+        outcome = self.specimen.run(self.specimen.bench(self.dtype, (), observer, wide=wide), case, seed, wide=wide)
         return outcome, [ahead.out[-1] for ahead in observer.passes("fwd")]
-
-    def _reference(self, case: Case, seed: int) -> Outcome:
-        bench = Bench(self.specimen.at(self.dtype, wide=True))
-        return self.specimen.run(bench, case, seed, reference=True, wide=True)
 
     def measure(self, case: Case, seed: int) -> tuple[Tree, Tree, Tree]:
         """A case fused, unfused and by the references in float64; raises AssertionError for what is not of numbers."""
@@ -206,7 +204,7 @@ class Probe:
             for field in compared(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
                 tensors = field.fused, field.unfused, field.reference
                 f[field.name], u[field.name], r[field.name] = map(_spoiled, tensors) if infinite else tensors
-        return f | fused.tree, u | unfused.tree, r | self._reference(case, seed).tree
+        return f | fused.tree, u | unfused.tree, r | self.specimen.references(case, seed, wide=True).tree
 
     def _saved(self, ahead: Pass, fused: Outcome, unfused: Outcome) -> tuple[Any, dict[int, Tensor]]:
         """Records to compare with the operations' own, and the parameters that have to be in them."""
@@ -225,7 +223,7 @@ class Probe:
         for name, runs in (("fwd", self.fusion.replaces_forward), ("bwd", self.fusion.replaces_backward and case.grad)):
             if plain and runs and not observer.passes(name):
                 raise AssertionError(f"its {name} did not run")
-        nodes = bench.op_list().nodes
+        nodes = bench.nodes
         for back in observer.passes("bwd"):
             if "needs" in back.kwargs:
                 places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
@@ -239,7 +237,7 @@ class Probe:
     def _check_reads(self, observer: Observer, bench: Bench) -> None:
         for run in observer.seen:
             places = [place for place, _ in cast(FusedOperation, run.owner).named_operations()]
-            inside = zip(places, bench.op_list().nodes[self.start :], strict=False)
+            inside = zip(places, bench.nodes[self.start :], strict=False)
             parameters = {f"{place}.{n}": slot for place, node in inside for n, slot in node.slots.items()}
             if run.name == "bwd":
                 assert_reads_records(run, parameters)
@@ -259,15 +257,16 @@ class Probe:
     def _check_fallback(self, name: str, case: Case) -> None:
         calls: list[str] = []
 
-        def fail(*_: Any, **__: Any) -> Any:
+        def fail(step: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+            if not step.fused or name_of(step, run) != name:
+                return run(*args, **kwargs)
             calls.append(name)
             raise RuntimeError("injected by the test kit")
 
         def run(seed: int) -> Outcome:
-            bench = self.bench(lambda fusion: setattr(fusion, name, fail))
             with fusing(on_error="fallback"), warnings.catch_warnings():
                 warnings.simplefilter("ignore", FallbackWarning)
-                return self.specimen.run(bench, case, seed)
+                return self.specimen.run(self.bench(fail), case, seed)
 
         recovers = hasattr(self.fusion, "unfused")
         if name == "bwd" and issubclass(self.fusion, JointFusion) and not recovers:
@@ -280,7 +279,11 @@ class Probe:
         if name == "bwd" and issubclass(self.fusion, JointFusion):
 
             def measure(seed: int) -> tuple[Tree, Tree, Tree]:
-                return run(seed).tree, self._own(case, seed)[0].tree, self._reference(case, seed).tree
+                return (
+                    run(seed).tree,
+                    self._own(case, seed)[0].tree,
+                    self.specimen.references(case, seed, wide=True).tree,
+                )
 
             judge(measure, self.seed)
         else:

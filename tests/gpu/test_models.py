@@ -16,7 +16,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import fusions
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
-from seqfuse.testing.bench import Bench
+from seqfuse.testing.cases import Bench
 
 HERE = torch.cuda.is_available()
 GPU = pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqfuse.testing import LAYOUTS, ListSpec, in_regime, laid_out, seeded_randn
-from seqfuse.testing.bench import seeded
+from seqfuse.testing.cases import seeded
 
 Results = dict[str, Tensor | None]
 CPU = torch.device("cpu")

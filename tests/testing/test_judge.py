@@ -307,7 +307,7 @@ def test_an_observer_keeps_what_was_given_and_returned():
     observer.attach(passes)
     x = torch.ones(2)
     y = passes.fwd(x, seed=torch.tensor(3))
-    (seen,) = observer.passes("fwd", passes)
+    (seen,) = observer.passes("fwd")
     assert seen.args == (x,)
     assert seen.out is y
     assert not observer.passes("bwd")

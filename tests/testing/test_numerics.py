@@ -11,8 +11,7 @@ from torch import Tensor
 
 from seqfuse import ops
 from seqfuse.testing import PARTS, FusedMismatch, assert_fused_close, in_regime
-from seqfuse.testing.bench import Bench
-from seqfuse.testing.cases import Case, Specimen
+from seqfuse.testing.cases import Bench, Case, Specimen
 
 SHAPE = (32, 48)
 

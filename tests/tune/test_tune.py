@@ -19,7 +19,7 @@ import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.operation import config_version
 from seqfuse.plan import cost_lookup, flatten
-from seqfuse.testing.bench import Bench
+from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, _Search, candidates, timing
 from seqfuse.tune.ranks import Ranks
 from seqfuse.tune.shadow import Shadow

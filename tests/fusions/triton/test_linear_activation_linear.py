@@ -13,9 +13,8 @@ import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.fusions import linear_activation_linear
 from seqfuse.fusions.linear_activation_linear import LinearActivationLinear
-from seqfuse.run.sequential import install
+from seqfuse.settings import at_all_costs
 from seqfuse.testing import check_fusion, seeded_randn
-from seqfuse.testing.bench import Bench
 from tests.fusions.triton.fourways import four_ways
 
 
@@ -66,14 +65,14 @@ def test_what_was_dropped_stays_so_where_the_model_evaluates_before_the_backward
 ):
     """Of a first product that is frozen the activation is made again, and its bias alone may be trained."""
     model = sf.Sequential(*layers(ops.SiLU(), ops.Dropout(0.3))).to(device)
-    install(model, Bench(model, (LinearActivationLinear,)))  # also where as much is saved without it
+    model.fusions = (LinearActivationLinear,)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in ("3.weight", trained))
     x, found = seeded_randn((5, 6), 0).to(device), list[list[Tensor | None]]()
     for fused, evaluated in ((True, False), (True, True), (False, False)):
         torch.manual_seed(0)
         model.train().zero_grad()
-        with sf.fusing(fused, on_error="raise"):
+        with sf.fusing(fused, on_error="raise"), at_all_costs():  # also where as much is saved without it
             assert model.plan(x).count("LinearActivationLinear") == fused
             y = model(x)
             model.train(not evaluated)

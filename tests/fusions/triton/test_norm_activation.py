@@ -17,7 +17,7 @@ from seqfuse import ops
 from seqfuse.fusions import norm_activation
 from seqfuse.fusions.norm_activation import NormActivation, NormActivationJoint
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
-from seqfuse.testing.bench import Bench
+from seqfuse.testing.cases import Bench
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
 

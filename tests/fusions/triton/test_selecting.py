@@ -14,7 +14,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.testing import seeded_randn
-from seqfuse.testing.bench import Bench
+from seqfuse.testing.cases import Bench
 from seqfuse.testing.judge import judge_together
 
 Fusions = tuple[type[sf.FusedOperation], ...]
