@@ -2,8 +2,7 @@
 
 from .checkpoint import dtensors, shard, unshard
 from .collectives import clip_grad_norm_, everywhere
-from .microbatches import stages
-from .pipeline import pipeline
+from .pipeline import pipeline, stages
 from .tensor import parallelize
 
 __all__ = ["clip_grad_norm_", "dtensors", "everywhere", "parallelize", "pipeline", "shard", "stages", "unshard"]

@@ -1,9 +1,11 @@
-"""A model in stages on many ranks, run by one script on all of them."""
+"""A model in stages on many ranks: run by one script on all of them, or by the schedules of torch."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import difflib
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -11,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, PlanError
+from ..operation import UnfusedOperation
 from ..plan.flatten import Node, flatten, located
 from ..run.sequential import Sequential, install
-from .cuts import begins
+from .collectives import staged
+from .remote_tensor import blank
 from .staged import StagedFuser
 from .transfer import Boundary, Placement
 
@@ -52,7 +56,7 @@ def pipeline(
     if any(isinstance(node.operation, Boundary) for node in nodes):
         raise PlanError("the model is in stages already", code="SF202")
     ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
-    cuts = begins(model, nodes, len(ranks) if stages is None else stages)
+    cuts = _begins(model, nodes, len(ranks) if stages is None else stages)
     count = len(cuts) + 1
     if count % len(ranks):
         raise PlanError(f"{count} stages cannot be dealt evenly to {len(ranks)} ranks", code="SF202")
@@ -69,6 +73,66 @@ def pipeline(
     _clip(model, elsewhere)
     install(model, StagedFuser(model, model.fusions, placement))
     return model
+
+
+def stages(model: Sequential, x: Tensor, microbatches: int = 1, **channels: Tensor) -> list[Any]:
+    """This rank's stages as `torch.distributed.pipelining.PipelineStage`s, for `ScheduleGPipe` and all the others.
+
+    Their shapes are those the clip infers. A schedule gives what one process gives that runs one micro-batch after
+    another, with the same dropout masks where all ranks' generators are in the same state.
+
+    Args:
+        model: the model in stages; `stages=` of `pipeline` as many as the schedule wants.
+        x: a whole batch, or one like it, on any device.
+        microbatches: into how many equal parts the schedule cuts it.
+        channels: the public extra inputs, by channel name.
+
+    Raises:
+        InputError: (SF101) for a batch that cannot be cut evenly.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    fuser = staged(model)
+    if not x.ndim or microbatches < 1 or x.shape[0] % microbatches:
+        raise InputError(f"a batch of shape {tuple(x.shape)} has no {microbatches} equal parts", code="SF101")
+    first, *_ = x.chunk(microbatches)
+    parts = {name: value.chunk(microbatches)[0] for name, value in channels.items()}
+    fuser.forget_draws()
+    placement = fuser.placement
+    own = (p.device for p in model.parameters() if not p.is_meta)
+    device = next(own, x.device)
+    inferred = None if placement.tells else fuser.infer(first, parts)
+    shapes = [tuple(blank(t, t.requires_grad) for t in tensors) for tensors in inferred or ()]
+    made: list[Any] = []
+    for stage in range(placement.stages):
+        if placement.own(stage):
+            module = StageModule(fuser, stage, fuser.operations(stage))
+            known: dict[str, Any] = {}
+            if shapes:
+                known = {"input_args": shapes[stage], "output_args": shapes[stage + 1]}
+            made.append(PipelineStage(module, stage, placement.stages, device, group=placement.group, **known))
+    return made
+
+
+class StageModule(nn.Module):
+    """One stage as a module of its own: what enters it to what leaves it, the chain's tensor first, then channels.
+
+    Args:
+        fuser: that of the model.
+        stage: which one.
+        operations: those in it.
+    """
+
+    def __init__(self, fuser: StagedFuser, stage: int, operations: list[nn.Module]) -> None:
+        super().__init__()
+        self.operations = nn.ModuleList(operations)
+        self.run = fuser.run_stage
+        self.stage = stage
+
+    def forward(self, *tensors: Tensor, **channels: Tensor) -> Any:
+        """The tensor that leaves, or a tuple where channels do, too."""
+        out = self.run(self.stage, [*tensors], channels)
+        return out[0] if len(out) == 1 else tuple(out)
 
 
 def _check_arguments(model: Any, mesh: Any, stages: Any, shapes: Any) -> None:
@@ -149,3 +213,76 @@ def _own_state_only(model: nn.Module, absent: frozenset[str]) -> None:
     root.register_state_dict_post_hook(saved)
     root.register_load_state_dict_pre_hook(loading)
     root.register_load_state_dict_post_hook(loaded)
+
+
+def _begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) -> dict[str, int]:
+    """The names of the modules at which the second stage and those after it begin, and their positions.
+
+    Raises:
+        PlanError: (SF202) for a name at which none can begin, or names that are not in the order of the sequence.
+    """
+    places = _places(root, nodes)
+    if isinstance(stages, int):
+        return _balanced(nodes, places, stages)
+    for name in stages:
+        if name not in places:
+            inside = next((node for node in nodes if node.eager and name.startswith(f"{node.path}.")), None)
+            close = difflib.get_close_matches(name, places, 1)
+            why = f": {inside.path!r} runs through its own call ({inside.eager})" if inside else ""
+            hint = f"did you mean {close[0]!r}?" if close else None
+            raise PlanError(f"no stage can begin at {name!r}{why}", code="SF202", hint=hint)
+    at = [places[name] for name in stages]
+    for name, position, before in zip(stages, at, [0, *at], strict=False):
+        if position <= before:
+            message = f"stages begin in the order of the sequence, and each has operations; {name!r} does not fit"
+            raise PlanError(message, code="SF202", **located(nodes, position))
+    return dict(zip(stages, at, strict=True))
+
+
+def _places(root: nn.Module, nodes: Sequence[Node]) -> dict[str, int]:
+    """The names of the modules a stage can begin at, and the positions they begin at; the outermost comes first."""
+    first: dict[str, int] = {}
+    for position, node in enumerate(nodes):
+        parts = node.path.split(".")
+        for depth in range(1, len(parts) + 1):
+            first.setdefault(".".join(parts[:depth]), position)
+    operations = {node.path for node in nodes}
+    places: dict[str, int] = {}
+    for name, _ in cast(Iterable[tuple[str, Any]], root.named_modules(remove_duplicate=False)):
+        parts = name.split(".")
+        above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
+        if name in first and not above & operations:
+            places[name] = first[name]
+    return places
+
+
+def _balanced(nodes: Sequence[Node], places: dict[str, int], stages: int) -> dict[str, int]:
+    """Begin stages where a single tensor crosses, so that the most parameters in one of them are as few as can be."""
+    names: dict[int, str] = {}
+    for name, position in places.items():
+        if position and not nodes[position].crossing:
+            names.setdefault(position, name)
+    at = [0, *sorted(names), len(nodes)]
+    if stages < 1:
+        raise PlanError(f"stages must be at least 1, got {stages}", code="SF202")
+    if stages > len(at) - 1:
+        message = f"a sequence of {len(at) - 1} parts that a single tensor leaves cannot be cut into {stages} stages"
+        raise PlanError(message, code="SF202", hint="name the modules that stages begin at, inside of residuals too")
+    weight = [sum(_weight(node) for node in nodes[a:b]) for a, b in itertools.pairwise(at)]
+    ends = [0]
+    for total in weight:
+        ends.append(ends[-1] + total)
+    # best[n]: for n parts the heaviest of the stages so far at its lightest, and where those stages begin.
+    best = {n: (ends[n], list[int]()) for n in range(1, len(at))}
+    for stage in range(2, stages + 1):
+        best = {
+            n: min((max(best[k][0], ends[n] - ends[k]), [*best[k][1], k]) for k in range(stage - 1, n))
+            for n in range(stage, len(at))
+        }
+    return {names[at[k]]: at[k] for k in best[len(at) - 1][1]}
+
+
+def _weight(node: Node) -> int:
+    if isinstance(node.operation, UnfusedOperation) and node.fusable:
+        return 1 + sum(getattr(owner, name).numel() for owner, name in node.slots.values())
+    return 1 + sum(p.numel() for p in node.operation.parameters())
