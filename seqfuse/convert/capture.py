@@ -125,7 +125,7 @@ def _backend(
 ) -> ChainBackend:
     if then not in (None, "inductor"):
         raise _wrong(f'then must be None or "inductor", got {then!r}', where=where)
-    checked(fusions or ())
+    checked(() if fusions is None else fusions)
     if memory not in MODES and not (isinstance(memory, Budget) and memory.part is not None):
         hint = "a model is captured graph by graph, so bytes are for a Sequential alone: try sf.Budget(part=0.65)"
         raise _wrong(f"memory must be one of {', '.join(MODES)} or sf.Budget(part=...), got {memory!r}", hint, where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from typing import Any
@@ -14,8 +15,6 @@ from ..env import bucket
 from ..errors import InputError, StateError
 from ..ops import Attention, _cache
 from ..ops._attention import QKV, Scores, attend, kernels_run, numbers
-from ._layer import Layer, lasting
-from ._met import attention_met
 
 
 class KVCache:
@@ -48,9 +47,9 @@ class KVCache:
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch and max_length must be at least 1, got {batch} and {max_length}")
         self.batch, self.max_length, self.int8 = batch, max_length, int8
-        with lasting():
+        with _lasting():
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._layers: list[Layer] = []
+        self._layers: list[CachedAttention] = []
         self._most = 0  # no sequence is longer: what the host knows without asking the device
         self._alike = True  # whether all are of that length
         self._turn = 0
@@ -85,7 +84,7 @@ class KVCache:
         try:
             with torch.no_grad():
                 y = model(x, **channels)
-            if met := attention_met(model, self._turn, first=not kept):
+            if met := _attention_met(model, self._turn, first=not kept):
                 message = f"{met} attention of the model met the cache: a compiled graph has none"
                 raise StateError(message, code="SF505", hint="feed the model itself, not compiled")
             if kept and self._turn != kept:
@@ -191,10 +190,10 @@ class KVCache:
             raise
         return y.flatten(1).unsqueeze(1)
 
-    def _next(self, k: Tensor) -> Layer:
+    def _next(self, k: Tensor) -> CachedAttention:
         """The cache of the attention whose turn it is, for keys like k."""
         if self._turn == len(self._layers):
-            self._layers.append(Layer.empty(k, self.max_length, int8=self.int8))
+            self._layers.append(CachedAttention.empty(k, self.max_length, int8=self.int8))
         self._layers[self._turn].check(k)
         self._turn += 1
         return self._layers[self._turn - 1]
@@ -297,3 +296,98 @@ def _write_row(attention: Attention, row: Tensor, **caches: Any) -> Tensor:
     q, k, v = (t.squeeze(-2) for t in attention.heads_of(row.unsqueeze(1)))
     cache_write(k, v, **caches)
     return q
+
+
+def _lasting() -> contextlib.AbstractContextManager[None]:
+    """Within the block, tensors are made that may be written in place later, in whatever mode they are made."""
+    return torch.inference_mode(False)
+
+
+@dataclasses.dataclass(slots=True)
+class CachedAttention:
+    """Keys and values of one attention, [B, Hkv, max, D]; int8 ones with a scale each, [B, Hkv, max, 1]."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @classmethod
+    def empty(cls, k: Tensor, length: int, *, int8: bool) -> CachedAttention:
+        """Room for so many keys like k [B, Hkv, S, D]."""
+        shape = (*k.shape[:2], length, k.shape[3])
+        with _lasting():
+            if not int8:
+                return cls(k.new_zeros(shape), k.new_zeros(shape))
+            whole, scales = k.new_zeros(shape, dtype=torch.int8), k.new_zeros((*shape[:3], 1), dtype=torch.float32)
+            return cls(whole, whole.clone(), scales, scales.clone())
+
+    def tensors(self) -> list[Tensor]:
+        """Everything in it."""
+        return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
+
+    def expand(self, batch: int) -> CachedAttention:
+        """So many copies of the one sequence."""
+        with _lasting():
+            return CachedAttention(*[t.expand(batch, -1, -1, -1).clone() for t in self.tensors()])
+
+    def check(self, k: Tensor) -> None:
+        """Refuse keys that are not like those kept (SF505)."""
+        kept = self.keys.shape[1], self.keys.shape[3], k.dtype if self.key_scales is not None else self.keys.dtype
+        got = k.shape[1], k.shape[3], k.dtype
+        if got != kept:
+            said, wanted = (f"{heads} key heads of {size} in {dtype}" for heads, size, dtype in (got, kept))
+            raise StateError(f"the cache holds {wanted}, got {said}", code="SF505", hint="feed one model alone")
+
+    def write(self, k: Tensor, v: Tensor, positions: Tensor, taken: Tensor | None) -> None:
+        """Keep rows k, v [B, Hkv, S, D] at their positions [B, S]: all, or those of `taken` [B, S].
+
+        Of what is not taken the position is that of the last row that is, or of one that is kept.
+        """
+        sequence = torch.arange(k.shape[0], device=k.device).unsqueeze(1)
+        for whole, scales, new in ((self.keys, self.key_scales, k), (self.values, self.value_scales, v)):
+            rows = new.transpose(1, 2)  # [B, S, Hkv, D]
+            if scales is not None:
+                scale = rows.abs().amax(-1, keepdim=True).float() / 127
+                rows = (rows.float() / scale.clamp(min=1e-30)).clamp_(-127, 127)
+                rows = (rows + 0.5 * rows.sign()).to(torch.int8)  # a half away from zero, as the kernels round it
+                _put(scales, sequence, positions, scale, taken)
+            _put(whole, sequence, positions, rows, taken)
+
+    def read(self, q: Tensor, total: int) -> QKV:
+        """Queries with the first `total` keys and values, in the dtype of q."""
+        keys, values = self.keys[:, :, :total], self.values[:, :, :total]
+        if self.key_scales is None or self.value_scales is None:
+            return q, keys, values
+        scales = self.key_scales[:, :, :total], self.value_scales[:, :, :total]
+        return q, (keys * scales[0]).to(q.dtype), (values * scales[1]).to(q.dtype)
+
+
+def _put(whole: Tensor, sequence: Tensor, positions: Tensor, rows: Tensor, taken: Tensor | None) -> None:
+    """Write rows [B, S, Hkv, *] at their positions of [B, Hkv, max, *]; those that are not taken change nothing."""
+    places = whole.transpose(1, 2)
+    if taken is not None:
+        # Several rows go to one place, in no certain order: to it all of them bring the same.
+        last = (taken.sum(1, keepdim=True) - 1).clamp_(min=0)
+        source = torch.arange(rows.shape[1], device=rows.device).expand_as(taken).minimum(last)
+        rows = torch.where(taken[:, :1, None, None], rows[sequence, source], places[sequence, positions])
+    places[sequence, positions] = rows.to(whole.dtype)
+
+
+def _attention_met(model: Any, met: int, *, first: bool) -> str:
+    """How much attention met the cache where compiled graphs left some out; empty where none did.
+
+    Later calls are held to the number of the first one, so the model is looked through at that one alone.
+    """
+    if not isinstance(model, nn.Module) or (met and not first):
+        return ""
+    there = sum(isinstance(part, Attention) for part in model.modules())
+    if not met or not there:
+        return "no" if there else ""
+    return f"only {met} of {there} parts with" if met < there and any(map(_compiled, model.modules())) else ""
+
+
+def _compiled(part: nn.Module) -> bool:
+    """Whether it is what `torch.compile` gave, or its `compile` was called."""
+    compiled: object = getattr(part, "_compiled_call_impl", None)
+    return compiled is not None or hasattr(part, "_orig_mod")

@@ -1,22 +1,109 @@
-"""The walk over the rows: a chunk of logits at a time, and their gradient in place."""
+"""The walk over the rows of a loss: a chunk of logits at a time, their gradient in place; and its autograd nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import typing
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..autograd import Batched, Once, executes
 from ..compiler import CompileError, give_up
 from ..env import Env, autocast_of
-from ..errors import FallbackWarning, KernelError
+from ..errors import FallbackWarning, InputError, KernelError, RangeError
+from ..group import Group
 from ..hardware import C_WORTHWHILE
+from ..maingrad import main_grads
 from ..ops._mm import linear, linear_into
 from ..settings import fusing_now
-from ._ask import How
+from ..signature import check_arguments
+
+Reduction = Literal["mean", "sum", "none"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class How(NamedTuple):
+    """What is asked for, by whom."""
+
+    operation: str
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    reduction: Reduction
+    chunk: int | None
+    group: Group
+
+    def checked(self) -> How:
+        """These, if they can be asked for."""
+        changed = check_arguments(self.operation, _HINTS, self._asdict())
+        if changed:
+            return self._replace(**changed).checked()
+        if not 0 <= self.label_smoothing <= 1:
+            self.refuse(f"label_smoothing must be within 0 and 1, got {self.label_smoothing}", "SF106")
+        if not 0 <= self.z_loss < math.inf:
+            self.refuse(f"z_loss must be finite and not negative, got {self.z_loss}", "SF106")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            self.refuse(f"softcap must be finite and positive, got {self.softcap}", "SF106")
+        if self.chunk is not None and self.chunk < 1:
+            self.refuse(f"chunk must be at least one row, got {self.chunk}", "SF106")
+        return self
+
+    def refuse(self, message: str, code: str) -> None:
+        """Raise the error of the one who asked."""
+        raise InputError(message, code=code, operation=self.operation)
+
+
+_HINTS = typing.get_type_hints(How)
+
+
+def check(how: How, x: Any, weight: Any, targets: Any, bias: Any) -> torch.dtype:
+    """Check what was given; the dtype of the GEMMs."""
+    named: dict[str, Any] = {"x": x, "weight": weight, "targets": targets}
+    named |= {} if bias is None else {"bias": bias}
+    for name, t in named.items():
+        if not isinstance(t, Tensor):
+            how.refuse(f"{name} must be a tensor, not {type(t).__name__}", "SF105")
+    if weight.ndim != 2 or not weight.shape[0]:
+        how.refuse(f"weight must be [V, E] of at least one class, got {tuple(weight.shape)}", "SF101")
+    classes, features = weight.shape
+    if not x.ndim or x.shape[-1] != features:
+        got = x.shape[-1] if x.ndim else "a 0-d tensor"
+        how.refuse(f"expects last dimension {features}, got {got}", "SF101")
+    if targets.shape != x.shape[:-1]:
+        how.refuse(f"targets must have shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}", "SF101")
+    if bias is not None and tuple(bias.shape) != (classes,):
+        how.refuse(f"bias must have shape ({classes},), got {tuple(bias.shape)}", "SF101")
+    if targets.dtype not in _INTEGERS:
+        how.refuse(f"targets must be integers, one class per row, got {targets.dtype}", "SF101")
+    for name, t in named.items():
+        if t.device != x.device:
+            how.refuse(f"expects its {name} on {x.device}, where x is, got {t.device}", "SF102")
+    cast = autocast_of(x.device.type)
+    dtypes = {n: cast if cast and t.dtype is not torch.float64 else t.dtype for n, t in named.items() if n != "targets"}
+    if x.dtype not in _FLOATS or len(set(dtypes.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        how.refuse(f"expects one dtype of float16, bfloat16, float32 and float64, got {listed}", "SF101")
+    return dtypes["x"]
+
+
+def check_targets(how: How, targets: Tensor, classes: int) -> None:
+    """Check that every target is a class, or `ignore_index`."""
+    wrong = (targets != how.ignore_index) & ((targets < 0) | (targets >= classes))
+    if targets.is_cuda:  # without waiting for it
+        torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif wrong.any():
+        first = int(targets[wrong][0].item())
+        message = f"target {first} is out of bounds for {classes} classes"
+        raise RangeError(message, code="SF107", operation=how.operation)
+
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -250,3 +337,78 @@ def _plainly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if autocast_of(device.type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+class LinearCrossEntropyNode(torch.autograd.Function):
+    """The reduced loss; its gradients are made with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, how: How, product: torch.dtype, targets: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        made = walk(how, product, flat(x), weight, targets, bias, ctx.needs_input_grad[3:])
+        count = counted_rows(how, targets)
+        ctx.save_for_backward(made.dx, made.dweight, made.dbias, count, made.unit)
+        ctx.shape, ctx.how = x.shape, how
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return reduced(how, made.rows, count)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        *grads, count, unit = ctx.saved_tensors
+        with torch.no_grad():
+            # Where no row counts every gradient is zero, as in torch.
+            scale = douts[0] if count is None else (douts[0] / count).where(count > 0, 0)
+            scales = scale if unit is None else scale * unit.unsqueeze(1), scale, scale
+            # Out of place, for the next backward.
+            scaled = [
+                None if t is None else t.to(wide_dtype(t.dtype)) * of for t, of in zip(grads, scales, strict=True)
+            ]
+            grads = _delivered(ctx, scaled, ctx.dtypes)
+        return _guarded(ctx, grads, douts)
+
+
+class LinearCrossEntropyRows(torch.autograd.Function):
+    """The loss of each row; the backward pass makes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, how: How, product: torch.dtype, targets: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Any:
+        made = walk(how, product, flat(x), weight, targets, bias, (False, False, False))
+        ctx.save_for_backward(x, weight, targets, bias, made.softmax)
+        ctx.shape, ctx.how, ctx.product = x.shape, how, product
+        return made.rows
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        x, weight, targets, bias, softmax = saved = ctx.saved_tensors
+
+        def one(dloss: Tensor) -> tuple[Any, ...]:
+            with torch.no_grad():
+                args = (flat(x), weight, targets, bias, ctx.needs_input_grad[3:], dloss.contiguous(), softmax)
+                made = walk(ctx.how, ctx.product, *args)
+                dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
+                grads = _delivered(ctx, (made.dx, made.dweight, made.dbias), dtypes)
+            return _guarded(ctx, grads, (dloss, *saved))
+
+        return tuple(Batched.run(one, douts)) if Batched.given(douts) else one(*douts)
+
+
+def _delivered(ctx: Any, grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    """Gradients of x, weight and bias, rounded to their dtypes once; those with a `main_grad` are added to it as is."""
+    dx, *sums = grads
+    nodes = [fn for fn, _ in ctx.next_functions[2:]]  # those before are of targets and x
+    buffers = main_grads(nodes, executes, lambda i: (("weight", "bias")[i], ctx.how.operation, None))
+    if buffers is not None:
+        buffers.settle(sums)
+    return [None if t is None else t.to(dtype) for t, dtype in zip((dx, *sums), dtypes, strict=True)]
+
+
+def _guarded(ctx: Any, grads: list[Any], read: tuple[Any, ...]) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = tuple(grads)
+    if found[0] is not None:
+        found = (found[0].view(ctx.shape), *found[1:])
+    if torch.is_grad_enabled():
+        found = Once.guard(ctx, found, read)
+    return (None, None, None, *found)

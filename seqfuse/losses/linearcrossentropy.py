@@ -13,9 +13,20 @@ from ..group import Group, ParameterShard, identity, summed_gradient, vocabulary
 from ..ops._parameters import divide, initial
 from ..plan.reference import transformed
 from ..signature import checks_arguments
-from ._ask import How, Reduction, check, check_targets
-from ._chunks import counted_rows, flat, own_targets, reduced, walk, wide_dtype
-from ._nodes import LinearCrossEntropyNode, LinearCrossEntropyRows
+from ._chunks import (
+    How,
+    LinearCrossEntropyNode,
+    LinearCrossEntropyRows,
+    Reduction,
+    check,
+    check_targets,
+    counted_rows,
+    flat,
+    own_targets,
+    reduced,
+    walk,
+    wide_dtype,
+)
 
 _PLAIN = (Tensor, nn.Parameter)
 

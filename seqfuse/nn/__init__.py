@@ -4,11 +4,9 @@ from typing import TYPE_CHECKING
 
 from .. import ops
 from ..errors import no_such_name as _no_such_name
-from .attention import MultiHeadAttention
 from .convert import from_torch
-from .feedforward import FeedForward
 from .layouts import pack_qkv, unpack_qkv
-from .transformer import TransformerLayer, TransformerStack
+from .transformer import FeedForward, MultiHeadAttention, TransformerLayer, TransformerStack
 
 __all__ = [
     "FeedForward",

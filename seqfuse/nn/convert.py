@@ -16,8 +16,7 @@ from .. import ops
 from ..operation import UnfusedOperation
 from ..run.sequential import Sequential
 from ._unaltered import check_unaltered
-from .attention import MultiHeadAttention
-from .transformer import TransformerLayer, TransformerStack
+from .transformer import MultiHeadAttention, TransformerLayer
 
 _ACTIVATIONS: dict[Any, type[UnfusedOperation]] = {
     F.relu: ops.ReLU, F.gelu: ops.GeLU, torch.relu: ops.ReLU, nn.ReLU: ops.ReLU, F.silu: ops.SiLU, nn.SiLU: ops.SiLU,
@@ -43,11 +42,11 @@ _OPERATIONS: dict[type[nn.Module], tuple[Callable[..., UnfusedOperation], tuple[
 def from_torch(module: nn.Module, **attention: Any) -> Any:
     """A layer or an operation that owns the parameters of a torch module.
 
-    Of `torch.nn.MultiheadAttention` (self-attention alone), `TransformerEncoderLayer` and `TransformerEncoder` it is a
-    `MultiHeadAttention`, a `TransformerLayer` or a `TransformerStack`; of `Linear`, `LayerNorm`, `RMSNorm`,
-    `Embedding`, `Dropout`, `Identity` and activations the operation; of `torch.nn.Sequential` a `Sequential` of these,
-    with its keys. The parameters are those of the module itself, not copies; inputs of attention are [*, S, E],
-    whatever `batch_first` says. Dropped elements are others than torch's.
+    Of `torch.nn.MultiheadAttention` (self-attention alone) and `TransformerEncoderLayer` it is a `MultiHeadAttention`
+    or a `TransformerLayer`; of `Linear`, `LayerNorm`, `RMSNorm`, `Embedding`, `Dropout`, `Identity` and activations the
+    operation; of `torch.nn.Sequential` a `Sequential` of these, with its keys. The parameters are those of the module
+    itself, not copies; inputs of attention are [*, S, E], whatever `batch_first` says. Dropped elements are others than
+    torch's. A `TransformerEncoder` is converted by `sf.convert`, or given as an `nn.Sequential` of its layers.
 
     It has to be as torch made it: modules that were replaced, hooks, a `forward` of an instance, parametrizations,
     settings that do not fit together, parts in another mode, dtype or device are refused.
@@ -60,17 +59,13 @@ def from_torch(module: nn.Module, **attention: Any) -> Any:
         TypeError: for a module of another type, or an activation that is no operation here.
         ValueError: for settings that no layer here has, or a module that was altered, naming them.
     """
-    taken = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.Sequential, *_OPERATIONS)
+    taken = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Sequential, *_OPERATIONS)
     if type(module) not in taken:
         raise TypeError(f"no layer here stands for {type(module).__name__}")
-    check_unaltered(module, _fresh(module), aside=_ASIDE)
+    check_unaltered(module, _fresh(module))
     if attention and not any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
         raise ValueError(f"{type(module).__name__} has no attention that would take {', '.join(attention)}")
     return _converted(module, attention).train(module.training)
-
-
-# Of an encoder: how it spares the work for padded tokens.
-_ASIDE = ("num_layers", "enable_nested_tensor", "use_nested_tensor", "mask_check")
 
 
 def _fresh(module: Any) -> nn.Module:
@@ -87,12 +82,6 @@ def _fresh(module: Any) -> nn.Module:
         return nn.Sequential(OrderedDict((name, _fresh(child)) for name, child in module._modules.items()))  # pyright: ignore
     if type(module) in _OPERATIONS:
         return type(module)(**_settings(module), **_on_meta(module))
-    if isinstance(module, nn.TransformerEncoder):
-        one = nn.TransformerEncoderLayer(1, 1, 1, device="meta")
-        last = None if module.norm is None else _fresh(module.norm)
-        made: Any = nn.TransformerEncoder(one, 0, last, enable_nested_tensor=False)
-        made.layers = nn.ModuleList(map(_fresh, module.layers))
-        return made
     raise TypeError(f"no layer here stands for {type(module).__name__}")
 
 
@@ -166,11 +155,10 @@ def _read(module: Any, path: str, otherwise: Any) -> Any:
 
 
 def _converted(module: Any, attention: dict[str, Any]) -> Any:
-    layers: dict[type, Callable[..., Sequential]] = {
-        nn.MultiheadAttention: _attention, nn.TransformerEncoderLayer: _layer, nn.TransformerEncoder: _stack,
-    }  # fmt: skip
-    if type(module) in layers:
-        return layers[type(module)](module, attention)
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention(module, attention)
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return _layer(module, attention)
     if type(module) is nn.Sequential:
         children: dict[str, nn.Module] = vars(module)["_modules"]
         return Sequential(OrderedDict((name, _converted(child, attention)) for name, child in children.items()))
@@ -192,8 +180,11 @@ def _attention(module: Any, attention: dict[str, Any]) -> MultiHeadAttention:
         device="meta",
         **attention,
     )
-    _take(layer.qkv, module.in_proj_weight, module.in_proj_bias)
-    _take(layer.out, module.out_proj.weight, module.out_proj.bias)
+    qkv: Any = layer.qkv
+    qkv.weight = module.in_proj_weight
+    if module.in_proj_bias is not None:
+        qkv.bias = module.in_proj_bias
+    _take(layer.out, module.out_proj)
     return layer
 
 
@@ -216,27 +207,15 @@ def _layer(module: Any, attention: dict[str, Any]) -> TransformerLayer:
     first: Any = layer.attention
     second: Any = layer.feedforward
     first.mixer = _attention(own, attention)
-    _take(second.mixer.up, module.linear1.weight, module.linear1.bias)
-    _take(second.mixer.down, module.linear2.weight, module.linear2.bias)
-    norms: tuple[Any, Any] = (
-        (first.norm, second.norm) if module.norm_first else (layer.attention_norm, layer.feedforward_norm)
-    )
-    for mine, its in zip(norms, (module.norm1, module.norm2), strict=True):
-        _take(mine, its.weight, its.bias)
+    norms = (first.norm, second.norm) if module.norm_first else (layer.attention_norm, layer.feedforward_norm)
+    mine = (second.mixer.up, second.mixer.down, *norms)
+    for its, theirs in zip(mine, (module.linear1, module.linear2, module.norm1, module.norm2), strict=True):
+        _take(its, theirs)
     return layer
 
 
-def _stack(module: nn.TransformerEncoder, attention: dict[str, Any]) -> Sequential:
-    stack = TransformerStack(0, 1, 1, final_norm=False)
-    for index, its in enumerate(module.layers):
-        stack.add_module(str(index), _layer(its, attention))
-    if module.norm is not None:
-        stack.add_module("norm", _converted(module.norm, {}))
-    return stack
-
-
-def _take(mine: Any, weight: Any, bias: Any) -> None:
+def _take(mine: Any, its: Any) -> None:
     """Put a torch module's own parameters in place."""
-    mine.weight = weight
-    if bias is not None:
-        mine.bias = bias
+    mine.weight = its.weight
+    if its.bias is not None:
+        mine.bias = its.bias

@@ -14,7 +14,7 @@ from .. import ops
 from ..errors import InputError, PlanError
 from ..group import Group, ParameterShard
 from ..losses import LinearCrossEntropy
-from ..nn._across import own_heads  # pyright: ignore[reportPrivateUsage]
+from ..nn.transformer import own_heads
 from ..operation import FusableOperation, UnfusedOperation
 from ..plan.flatten import flatten, inside_of
 from ..pointwise import Gated, Pointwise

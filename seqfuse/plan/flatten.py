@@ -120,7 +120,7 @@ TWINS: dict[type, str] = {
 }  # fmt: skip
 _CONTAINERS: dict[type, str] = {
     nn.Sequential: "seqfuse.Sequential", nn.TransformerEncoderLayer: "seqfuse.nn.from_torch",
-    nn.TransformerEncoder: "seqfuse.nn.from_torch",
+    nn.TransformerEncoder: "seqfuse.convert",
 }  # fmt: skip
 
 

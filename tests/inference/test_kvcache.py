@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.inference import KVCache, _graph
-from seqfuse.inference._graph import GraphedStep
+from seqfuse.inference import KVCache
+from seqfuse.inference.generate import GraphedStep
 from seqfuse.nn import TransformerStack
 from seqfuse.testing import assert_bitwise_equal
 
@@ -528,7 +529,7 @@ def test_a_rehearsal_before_a_capture_puts_the_lengths_back_on_its_own_stream(mo
     monkeypatch.setattr(torch.cuda, "Stream", Aside)
     monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
-    monkeypatch.setattr(_graph, "_on_gpu", lambda lengths: True)
+    monkeypatch.setattr(sys.modules[GraphedStep.__module__], "_on_gpu", lambda lengths: True)
     written: list[tuple[str, str]] = []
 
     class Writes(TorchDispatchMode):

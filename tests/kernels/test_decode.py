@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.inference._layer import Layer
+from seqfuse.inference.kvcache import CachedAttention
 from seqfuse.kernels import decode
 from seqfuse.testing import (
     REGIMES,
@@ -236,7 +236,7 @@ def check_write(module: ModuleType = decode) -> None:
 def test_a_kernel_and_a_prefill_write_the_same_bits_halves_too() -> None:
     rows = torch.cat((torch.arange(-64.0, 64.0) + 0.5, torch.tensor([127.0])))[None, None]  # scale 1
     rows = torch.cat((rows, seeded_randn((1, 1, 129), 1)), 1)[..., 1:].to(DEVICE)  # [B, Hkv, D]
-    by_prefill = Layer.empty(rows[:, :, None], 1, int8=True)
+    by_prefill = CachedAttention.empty(rows[:, :, None], 1, int8=True)
     by_prefill.write(rows[:, :, None], -rows[:, :, None], torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), None)
     k, v, k_scale, v_scale = (torch.zeros_like(t) for t in by_prefill.tensors())
     lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)

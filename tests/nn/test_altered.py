@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +37,8 @@ class Quantized(nn.Parameter):
 def encoder(layers: int = 2, *, norm: nn.Module | None = None, **changed: Any) -> Any:
     settings = {"dropout": 0.0, "batch_first": True, "norm_first": True, "activation": nn.GELU("tanh"), **changed}
     layer = nn.TransformerEncoderLayer(24, 4, 40, **settings)
-    return nn.TransformerEncoder(layer, layers, norm or nn.LayerNorm(24), enable_nested_tensor=False)
+    several = nn.Sequential(*(copy.deepcopy(layer) for _ in range(layers)))
+    return nn.Sequential(OrderedDict(layers=several, norm=norm or nn.LayerNorm(24)))
 
 
 def at(path: str, change: Callable[[Any], object]) -> Callable[[Any], None]:
@@ -138,7 +141,7 @@ OTHER_CLASSES: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] =
     "attention": (lambda: OwnAttention(24, 4), TypeError, "no layer here stands for OwnAttention"),
     "a layer": (lambda: OwnLayer(24, 4), TypeError, "no layer here stands for OwnLayer"),
     "a layer inside": (
-        lambda: nn.TransformerEncoder(OwnLayer(24, 4), 1), ValueError, "layers.0 is a .*OwnLayer, not a torch"
+        lambda: nn.Sequential(OwnLayer(24, 4, batch_first=True)), ValueError, "0 is a .*OwnLayer, not a torch"
     ),
     "an activation": (lambda: encoder(activation=OwnGELU()), TypeError, "no operation .* activation OwnGELU"),
     "a last norm": (lambda: encoder(norm=nn.GroupNorm(2, 24)), TypeError, "no layer here stands for GroupNorm"),
@@ -175,7 +178,7 @@ KEPT: dict[str, Callable[[Any], object]] = {
     "a layer twice": share,
     "a layer less": lambda m: m.layers.__delitem__(1),
     "heads of another size": having(ATTN, num_heads=2, head_dim=12),
-    "no last norm": lambda m: setattr(m, "norm", None),
+    "no last norm": lambda m: delattr(m, "norm"),
     "evaluation": lambda m: m.eval(),
     "a frozen part": at(LAYER, lambda m: m.requires_grad_(False)),
     "a hook that was removed": at(FIRST, lambda m: m.register_full_backward_hook(lambda *_: None).remove()),
@@ -196,6 +199,6 @@ def test_what_is_taken_over_is_the_same_module(alter: Callable[[Any], object]) -
 def test_dropout_of_attention_may_differ() -> None:
     module = encoder(1, dropout=0.25)
     module.layers[0].self_attn.dropout = 0.5
-    mine: Any = from_torch(module)[0]
+    mine: Any = from_torch(module).layers[0]
     assert mine.attention.mixer.attention.dropout == 0.5
     assert {m.p for m in mine.modules() if type(m).__name__ == "Dropout"} == {0.25}

@@ -99,12 +99,12 @@ def test_a_layer_is_that_of_torch(norm_first: bool, bias: bool, activation: Any,
     assert {id(p) for p in causal.parameters()} == {id(p) for p in its.parameters()}
 
 
-def test_a_stack_is_the_encoder_of_torch():
-    layer = nn.TransformerEncoderLayer(24, 4, 40, 0.0, batch_first=True, norm_first=True)
-    its: Any = randomized(nn.TransformerEncoder(layer, 3, nn.LayerNorm(24, 0.1), enable_nested_tensor=False))
+def test_layers_in_a_row_and_a_norm_are_those_of_torch():
+    layers = [nn.TransformerEncoderLayer(24, 4, 40, 0.0, batch_first=True, norm_first=True) for _ in range(3)]
+    its: Any = randomized(nn.Sequential(*layers, nn.LayerNorm(24, 0.1)))
     mine = from_torch(its)
-    agree(mine, its, torch.float32, ours={}, theirs=call_layer)
-    assert list(mine.state_dict())[-2:] == ["norm.weight", "norm.bias"]
+    agree(mine, its, torch.float32, ours={}, theirs=lambda module, x, given: module(x))
+    assert list(mine.state_dict())[-2:] == ["3.weight", "3.bias"]
     optimizer = torch.optim.SGD(mine.parameters(), 0.1)
     x = seeded_randn((2, 18, 24), 1)
     mine(x).square().mean().backward()
@@ -236,8 +236,7 @@ def test_what_a_torch_sequential_cannot_become_is_refused():
     for module in (nn.Sequential(nn.Linear(3, 3), nn.Bilinear(3, 3, 3)), nn.Sequential(nn.Sequential(nn.Flatten()))):
         with pytest.raises(TypeError, match=r"no layer here stands for (Bilinear|Flatten)"):
             from_torch(module)
-    for inside in (nn.TransformerEncoderLayer(8, 2), nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1),
-                   nn.MultiheadAttention(8, 2, batch_first=True)):  # fmt: skip
+    for inside in (nn.TransformerEncoderLayer(8, 2), nn.MultiheadAttention(8, 2, batch_first=True)):
         with pytest.raises(ValueError, match="1 of a torch Sequential must take one input, with its batch first"):
             from_torch(nn.Sequential(nn.Linear(8, 8), inside))
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):

@@ -168,7 +168,7 @@ def test_rows_that_the_processes_do_not_divide_are_an_error(group: Any) -> None:
 def test_wrong_settings_are_errors(group: Any) -> None:
     with pytest.raises(sf.InputError, match="needs a group"):
         ops.Linear(4, 4, parallel="column")
-    with pytest.raises(sf.InputError, match='must be "column" or "row"'):
+    with pytest.raises(sf.InputError, match='must be "column", "row" or None'):
         ops.Linear(4, 4, parallel="columns", group=group)
     with pytest.raises(sf.InputError, match="expects a process group"):
         ops.AllReduce("tp")
