@@ -42,6 +42,8 @@ class FusedOperation:
         reach: how many operations it takes at most.
         kernels: the kernels that the passes launch, `"triton"`, or also `"c"` for those that a CPU has, too; it is not
             applied where none of them runs. Empty for passes of ATen calls.
+        native_below: of how many numbers a tensor has to be for it to gain anything beside torch's own differentiable
+            calls.
         needs_measurement: whether a GPU uses it only where a measurement says that it is faster: so do all that put a
             GEMM of their own in the place of the vendor's.
         casts: whether it takes account of a cast between its operations, as autocast has them; else refused there.
@@ -56,6 +58,7 @@ class FusedOperation:
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "contig"
     kernels: ClassVar[tuple[Kernels, ...]] = ()
+    native_below: ClassVar[float] = 0
     needs_measurement: ClassVar[bool] = False
     casts: ClassVar[bool] = False
     any_dy: ClassVar[bool] = False

@@ -166,8 +166,8 @@ class UnfusedOperation(FusableOperation):
         narrows: how many features of x make one of y.
         same_dtype: whether x and the parameters must have one dtype outside autocast, as torch demands of a GEMM: a
             call that brings another is refused before anything runs.
-        native: whether the reference is one differentiable call of torch, which saves what `Saved` does. Where such
-            an operation is not fused and stands between two barriers, its reference runs.
+        native: whether the reference is one differentiable call of torch, which saves what `Saved` does. A region of
+            such operations alone runs by these calls, `torch_call`, if no fusion does more than they do.
         autocast: what `torch.autocast` makes of x and y. `"lower"` casts x to its dtype, as for a GEMM; `"float32"`
             gives y in float32 on an accelerator, whatever x is; `"promote"` in the widest dtype among x, extra inputs
             and parameters; `"same"` in that of x; `"exchange"` in that of its extra input, and its output in that of x.
@@ -235,6 +235,14 @@ class UnfusedOperation(FusableOperation):
     def reference_with(self, x: Tensor, following: nn.Module) -> Tensor | None:
         """The reference of this operation and the one behind it, where both are one call of torch; else `None`."""
         return None
+
+    def joins(self, following: nn.Module) -> bool:
+        """Whether the call of torch that this operation is takes the parameters of the one behind it as well."""
+        return False
+
+    def torch_call(self) -> Callable[..., Tensor] | None:
+        """The one call of torch that a native operation is: of x and its parameters, in the order of their slots."""
+        return self.reference if self.native else None
 
     fwd: ClassVar[Callable[..., Any]] = _unstated("fwd")
     """`fwd(x, ...)`: `(y, Saved)`, or `(y, {output: tensor}, Saved)`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,7 @@ class LinearBias(ForwardFusion):
     linear: Linear
     bias: Bias
 
+    native_below = math.inf
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
@@ -46,6 +49,7 @@ class LinearBiasBackward(BackwardFusion):
     linear: Linear
     bias: Bias
 
+    native_below = math.inf
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:

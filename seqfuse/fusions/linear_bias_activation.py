@@ -11,7 +11,7 @@ from torch import Tensor
 from ..casts import dtype_of, lowered
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
-from ..hardware import ONEDNN_WORTHWHILE, STEP
+from ..hardware import C_WORTHWHILE, ONEDNN_WORTHWHILE, STEP
 from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from ..ops._mm import linear as gemm
 from ..ops._parameters import parameter
@@ -104,6 +104,7 @@ class LinearBiasAct(ForwardFusion):
     bias: Bias | None
     act: ReLU | Sigmoid | Tanh
 
+    native_below = C_WORTHWHILE
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:

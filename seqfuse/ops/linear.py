@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -335,10 +335,14 @@ class Linear(sf.UnfusedOperation):
     def reference(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
+    def joins(self, following: nn.Module) -> bool:
+        return isinstance(following, Bias) and following.belongs_to(self)
+
+    def torch_call(self) -> Callable[..., Tensor] | None:
+        return None if self._parameters.get("weight") is None else F.linear
+
     def reference_with(self, x: Tensor, following: nn.Module) -> Tensor | None:
-        if isinstance(following, Bias) and following.belongs_to(self):
-            return F.linear(x, self.weight, following.read())
-        return None
+        return F.linear(x, self.weight, cast(Bias, following).read()) if self.joins(following) else None
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight = self.weight_for(x)

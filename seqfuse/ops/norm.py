@@ -185,6 +185,16 @@ class LayerNorm(Norm):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def torch_call(self) -> Callable[..., Tensor] | None:
+        shape, eps = self.normalized_shape, self.eps
+        if self.zero_centered or (self.weight is None) is not (self.bias is None):
+            return None
+
+        def run(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+            return torch.layer_norm(x, shape, weight, bias, eps)
+
+        return run
+
     def reference(self, x: Tensor) -> Tensor:
         floating(x, "LayerNorm")
         stats = stats_dtype(x)

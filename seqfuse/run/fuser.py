@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from ..compiler import CompileError, compile_all, give_up
 from ..env import Env, any_autocast, autocast_of
-from ..errors import FallbackWarning, InputError, StateError, step_note
+from ..errors import FallbackWarning, InputError, StateError
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..plan.fake import is_fake
@@ -30,8 +30,8 @@ from ..plan.step import Stretch
 from ..settings import fusing_now, settings
 from .ahead import choice_in, plan_ahead
 from .guard import bind as bind_call
-from .guard import device, dtype, requires
-from .lower import Context, OnStep, lower
+from .guard import device, dtype, has_main_grad, requires, saved_hooks
+from .lower import Context, OnStep, lower, torch_calls
 from .regions import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
 from .rehearse import calls_c, kernels_of
 
@@ -184,6 +184,7 @@ class Fuser:
         autocast = autocast_of(x.device.type) if any_autocast() else None
         state = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast, fusing_now()
         about = x.dtype, x.device, x.requires_grad, *state, signature, _signature(given), (*map(device, given),)
+        about = *about, saved_hooks(False) is None
         with _planning:
             known = region.states.get((x.shape, *about))
             if known is None:
@@ -216,11 +217,9 @@ class Fuser:
                 if x.__class__ in _PLAIN and not self._compiled(op_list, region, program.plan, about, x, channels, own):
                     program = self.bind(op_list, region, x, channels, own)
             region.programs = with_entry(region.programs, bucket, program)
-        if x.__class__ not in _PLAIN or (program.by_reference and program.native is None):
+        if x.__class__ not in _PLAIN or (program.by_reference and not program.native):
             return program, None
-        first = op_list.nodes[region.start]
-        place = step_note(first.name, region.start, first.path)
-        return program, bind_call(region, program, state, x, own, given, place)
+        return program, bind_call(region, program, state, x, own, given)
 
     def bind(
         self,
@@ -249,11 +248,15 @@ class Fuser:
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = lower(plan, context, op_list.configured) if exact else []
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]
+        if not exact or not self.plain_autograd or self.on_step is not None:
+            return CompiledRegion(plan, segments, not exact)
         inside: list[Any] = [node.operation for node in op_list.nodes[region.start : region.stop]]
-        native = inside[0].reference if len(inside) == 1 and inside[0].native and exact else None
-        is_plain = native or all(operation.is_view for operation in inside)
-        plainly = self.plain_autograd and self.on_step is None and not any(plan.fused) and is_plain
-        return CompiledRegion(plan, segments, bool(plainly) or not exact, native if plainly else None)
+        views = all(operation.is_view for operation in inside) and not any(plan.fused)
+        adds = any(map(has_main_grad, parameters))
+        # Hooks on what is saved see each tensor once, and those of a checkpoint which plan it was.
+        plainly = not adds and memory == "save" and saved_hooks(False) is None
+        native = torch_calls(plan) if plainly else None
+        return CompiledRegion(plan, segments, views, native or ())
 
     def _compiled(
         self,
@@ -360,4 +363,4 @@ def fuser_of(operation: FusableOperation) -> Fuser:
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    return (*map(requires, tensors), *map(dtype, tensors), *map(type, tensors))
+    return (*map(requires, tensors), *map(dtype, tensors), *map(type, tensors), *map(has_main_grad, tensors))

@@ -11,6 +11,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.fx._symbolic_trace as fx
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportPrivateUsage]
 from torch._C._functorch import peek_interpreter_stack
 
 from ..casts import cast_once
@@ -24,6 +25,14 @@ from .regions import Call, CompiledRegion, Region
 
 requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 device = operator.attrgetter("device")
+saved_hooks: Any = _top_saved_tensors_default_hooks
+
+
+def has_main_grad(t: Tensor) -> bool:
+    """Whether gradients of a parameter are added to a buffer of its own, which native operations know nothing of."""
+    return "main_grad" in t.__dict__
+
+
 _Named = tuple[str, Tensor]
 _FIXED: Mapping[str, Any] = {
     "kind": type,
@@ -41,6 +50,8 @@ _FIXED: Mapping[str, Any] = {
     "any_autocast": any_autocast,
     "autocast_of": autocast_of,
     "cast_once": cast_once,
+    "has_main_grad": has_main_grad,
+    "saved_hooks": saved_hooks,
     "fusing": current_fusing.get,
     "default_fusing": default_fusing,
 }
@@ -53,14 +64,13 @@ def bind(
     x: Tensor | None = None,
     parameters: Sequence[Tensor] = (),
     given: Sequence[Tensor] = (),
-    place: str = "",
 ) -> Call:
     """`call(x, channels, seeds)`, which gives `None` where the state is another one.
 
     The state is grad mode, determinism, dtype of autocast and `sf.fusing`; of x the shape, dtype, device and
     `requires_grad`; of the parameters and of the channels that are `given` dtype, class and `requires_grad`, of these
-    the device as well. Without a state, for tensors without data, nothing is asked and processes exchange nothing. A
-    region that is one native operation notes `place` on its error.
+    the device as well. Without a state, for tensors without data, nothing is asked and processes exchange nothing. An
+    error of a call of torch gets the place of its operation as a note.
     """
     slots, channels, autocast = region.slots, region.channels, program.plan.env.autocast
     s = Source("call", "x, channels, seeds")
@@ -78,16 +88,27 @@ def bind(
         s.add(*(f"    {name} = channels[{s.put(c)}]" for c, name in local.items()))
         s.add("except (KeyError, AttributeError):", "    return None")
     if state is not None and x is not None:
-        tests = _tests(s, state, x, [*zip(names, parameters, strict=True)], [*zip(local.values(), given, strict=True)])
+        own, beside = [*zip(names, parameters, strict=True)], [*zip(local.values(), given, strict=True)]
+        tests = _tests(s, state, x, own, beside)
+        if program.native:
+            tests += [f"has_main_grad({name})" for name in names] + ["saved_hooks(False) is not None"]
         s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
         for i, group in region.summed:
             if parameters[i].requires_grad and state[0]:
                 s.add(f"p{i} = summed({s.put(group)}, p{i})")
     made: dict[str, str] = {}
-    if program.native is not None:
-        s.add("try:", f"    x = {s.put(program.native)}(x)")
-        s.add("except Exception as error:", f"    error.add_note({s.put(place)})", "    raise")
-    segments = () if program.native is not None else program.segments
+    if program.native:
+        at = {(id(owner), attribute): name for name, (owner, attribute) in zip(names, slots, strict=True)}
+        s.add("at = 0", "try:")
+        for i, call in enumerate(program.native):
+            entering = ", ".join(["x", *[at[id(owner), attribute] for owner, attribute in call.parameters]])
+            s.add(*[f"    at = {i}"] * (i > 0), f"    x = {s.put(call.run)}({entering})")
+        s.add(
+            "except Exception as error:",
+            f"    error.add_note({s.put([c.place for c in program.native])}[at])",
+            "    raise",
+        )
+    segments = () if program.native else program.segments
     casts = autocast is not None and any(segment.live for segment, _ in segments)
     s.add(*["with cast_once():"] * casts)
     s.depth += casts

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..env import Env
+from ..errors import step_note
 from ..operation import FusableOperation, configured
 from ..plan.flatten import Node, public_channels
 from ..plan.inputs import Like, check_dtypes
@@ -160,6 +161,45 @@ class Segment:
         needs = Wants.of(self.context.nodes, start, stop, x, dict.fromkeys(channels, True), True, asks).needs
         steps = [dataclasses.replace(s, needs=tuple(needs[p] for p in s.covers)) for s in self.backward]
         return tuple(s for s in steps if any(s.needs))
+
+
+class TorchCall(NamedTuple):
+    """A call of torch that is a native operation, or a GEMM with its bias, with the parameters it takes behind x."""
+
+    run: Callable[..., Tensor]
+    parameters: tuple[Slot, ...]
+    place: str  # the note of an error
+
+
+def torch_calls(plan: Plan) -> list[TorchCall] | None:
+    """The calls of torch that a plan comes to: autograd runs them, and saves the same, without a node of ours.
+
+    So it is where each operation is native, all of its gradients are needed, and no fusion does more than torch.
+    """
+    env, steps = plan.env, (*plan.forward, *plan.backward)
+    nodes = [node for step in plan.forward for node in step.nodes]
+    operations: list[Any] = [node.operation for node in nodes]
+    size = (env.rows or 0) * max((operation.features or (1,))[0] for operation in operations)
+    if env.autocast is not None or env.dtype not in (torch.float32, torch.float64) or any(s.borders for s in steps):
+        return None
+    if any(step.fused and size >= step.operation.native_below for step in steps):
+        return None
+    calls: list[TorchCall] = []
+    joined = False
+    for i, (node, operation, needs) in enumerate(zip(nodes, operations, plan.needs, strict=True)):
+        own = tuple(node.slots.values())
+        if (needs and not needs.issuperset(node.slots)) or any(getattr(*slot).dtype is not env.dtype for slot in own):
+            return None
+        if joined:
+            calls[-1] = calls[-1]._replace(parameters=(*calls[-1].parameters, *own))
+            joined = False
+            continue
+        run = None if node.inputs or node.outputs or node.seed is not None or node.sum_over else operation.torch_call()
+        if run is None:
+            return None
+        calls.append(TorchCall(run, own, step_note(node.name, plan.forward[0].start + i, node.path)))
+        joined = i + 1 < len(nodes) and operation.joins(operations[i + 1])
+    return calls
 
 
 def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[Segment]:

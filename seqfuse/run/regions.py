@@ -23,7 +23,7 @@ from ..plan.fake import is_fake
 from ..plan.flatten import TWINS, Fingerprint, Node, flatten, inside_of, plain_type, public_channels
 from ..plan.plan import Plan
 from ..plan.reference import number_seeds
-from .lower import Segment
+from .lower import Segment, TorchCall
 
 KEPT_PROGRAMS = 512
 
@@ -50,7 +50,7 @@ class CompiledRegion:
     plan: Plan
     segments: list[tuple[Segment, list[int]]]  # with the indices of its parameters among the region's
     by_reference: bool = False
-    native: Callable[[Tensor], Tensor] | None = None  # the reference of the one operation that it is
+    native: Sequence[TorchCall] = ()  # the calls of torch that it comes to
 
 
 def with_entry(programs: dict[Any, Any], key: Any, program: Any) -> dict[Any, Any]:

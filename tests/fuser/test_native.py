@@ -1,0 +1,143 @@
+"""A region that comes to calls of torch runs as these, by autograd itself, without a node of this library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import tensor
+
+
+class BiasTanh(sf.ForwardFusion):
+    """As an author writes one."""
+
+    bias: ops.Bias
+    act: ops.Tanh
+
+    def saves(self, env: sf.Env) -> sf.Savings:
+        return sf.Savings(launches=9)
+
+    def fwd(self, x: Tensor) -> Any:
+        y = torch.tanh(x + self.bias.bias)
+        return y, {"bias": ops.Bias.Saved(), "act": ops.Tanh.Saved(y=y)}
+
+
+def pair(**options: Any) -> tuple[sf.Sequential, nn.Sequential]:
+    """A model of native operations, and the same in torch, with one set of parameters."""
+    ours = sf.Sequential(ops.LayerNorm(5), ops.Linear(5, 7), ops.GeLU(), ops.Linear(7, 3), ops.Tanh(), **options)
+    theirs = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3), nn.Tanh())
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+def nodes(y: Tensor) -> list[str]:
+    seen, left = list[str](), [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            seen.append(type(node).__name__)
+            left += [fn for fn, _ in node.next_functions]
+    return seen
+
+
+def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    y = model(leaf)
+    return [
+        y.detach(),
+        *torch.autograd.grad((y * torch.arange(1.0, 1 + y.shape[-1])).sum(), [leaf, *model.parameters()]),
+    ]
+
+
+def test_it_is_torch_bit_for_bit_and_has_its_nodes() -> None:
+    ours, theirs = pair()
+    x = tensor(4, 5, dtype=torch.float32)
+    for _ in range(3):
+        for got, want in zip(passes(ours, x), passes(theirs, x), strict=True):
+            assert torch.equal(got, want)
+    assert nodes(ours(x)) == nodes(theirs(x))
+    kept: list[int] = []
+    for model in (ours, theirs):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            model(x)
+    assert sum(kept) > 0
+
+
+def test_a_second_derivative_is_torchs() -> None:
+    ours, theirs = pair()
+    x = tensor(4, 5, dtype=torch.float32).requires_grad_()
+
+    def twice(model: nn.Module) -> Tensor:
+        (d,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(d.square().sum(), x)[0]
+
+    assert torch.equal(twice(ours), twice(theirs))
+
+
+CHANGES: dict[str, Any] = {
+    "a frozen parameter": lambda model: model[1].weight.requires_grad_(False),
+    "main_grad": lambda model: setattr(model[1].weight, "main_grad", torch.zeros(7, 5)),
+    "lean": lambda model: setattr(model, "memory", "lean"),
+    "a fusion": lambda model: setattr(model, "fusions", (BiasTanh,)),
+    "an operation that is several calls": lambda model: model.append(ops.Scale(2.0)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_torch_does_not_do_runs_behind_a_node(change: Any) -> None:
+    model, _ = pair()
+    x = tensor(4, 5, dtype=torch.float32)
+    assert "SeqfuseBackward" not in nodes(model(x))
+    change(model)
+    y = model(x)
+    assert "SeqfuseBackward" in nodes(y)
+    y.sum().backward()
+    buffer = getattr(model[1].weight, "main_grad", None)
+    assert buffer is None or buffer.abs().sum() > 0
+
+
+def test_a_main_grad_that_comes_later_is_seen_by_the_guard() -> None:
+    model, _ = pair()
+    x = tensor(4, 5, dtype=torch.float32)
+    for _ in range(2):
+        model(x).sum().backward()
+    model[1].weight.main_grad = torch.zeros(7, 5)
+    model[1].weight.grad = None
+    model(x).sum().backward()
+    assert model[1].weight.grad is None
+    assert model[1].weight.main_grad.abs().sum() > 0
+
+
+def test_a_checkpoint_knows_which_plan_ran() -> None:
+    model, _ = pair()
+    x = tensor(4, 5, dtype=torch.float32).requires_grad_()
+    model(x)
+    y = checkpoint(model, x, use_reentrant=False)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_autocast_and_16_bits_run_behind_a_node() -> None:
+    model, _ = pair()
+    x = tensor(4, 5, dtype=torch.float32)
+    model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "SeqfuseBackward" in nodes(model(x))
+    assert "SeqfuseBackward" in nodes(model.bfloat16()(x.bfloat16()))
+
+
+def test_an_error_names_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(x: Tensor) -> Tensor:
+        raise RuntimeError("no")
+
+    model = sf.Sequential(ops.Linear(5, 5), ops.Tanh())
+    monkeypatch.setattr(ops.Tanh, "torch_call", lambda self: broken)
+    with pytest.raises(RuntimeError, match="no") as caught:
+        model(tensor(4, 5, dtype=torch.float32))
+    assert any(note.startswith("in operation Tanh at") and "position 2" in note for note in caught.value.__notes__)
