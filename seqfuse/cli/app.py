@@ -123,7 +123,7 @@ def compare(
     /,
     *,
     input: _Input,
-    against: Annotated[str, Parameter(help="unfused, a dtype with more digits, or another device.")] = "unfused",
+    against: Annotated[str, Parameter(help="unfused, or a dtype with more digits.")] = "unfused",
     no_grad: Annotated[bool, Parameter(negative="", show_default=False, help="Compare the forward pass.")] = False,
     seed: int = 0,
     json: _Json = False,

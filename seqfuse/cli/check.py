@@ -17,7 +17,7 @@ from ..plan import flatten
 from ..run import Sequential
 from ..testing import NotRun, check_fusion, check_op
 from . import inputs
-from .compare import compare, runs_of
+from .compare import Run, compare
 from .inputs import On, Spec
 from .target import Target, Unable, container, load, said
 
@@ -131,16 +131,15 @@ def _model(
         if isinstance(node.operation, UnfusedOperation) and not type(node.operation).__module__.startswith("seqfuse."):
             foreign.setdefault(type(node.operation), (at, node.operation))
     if foreign:
-        values, _ = runs_of(spec, device, dtypes[0], "unfused", None)[1](model, spec, channels, seed, False)
-        entering = {0: spec} | {p.at + 1: Spec(tuple(y.shape), dtypes[0]) for p, y in values.items()}
+        values, _ = Run(device)(model.to(dtypes[0]), spec, channels, seed, False)
+        entering = {0: spec} | {place.at + 1: Spec(tuple(y.shape), dtypes[0]) for place, y in values.items()}
         for at, operation in foreign.values():
             if at in entering:
                 x = entering[at].draw(device, 0, 1)
                 yield _operation(type(operation).__name__, operation, x, seed, dtypes)
     for dtype in dtypes:
-        x = Spec(spec.shape, dtype) if spec.dtype.is_floating_point else spec
-        runs = runs_of(x, device, dtype, "unfused", None)
+        x = dataclasses.replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec
         for grad in (True, False):
-            found = compare(model.to(dtype), x, channels, runs, grad=grad, seed=seed)
+            found = compare(model.to(dtype), x, channels, device, grad=grad, seed=seed)
             name = f"fused and unfused, {str(dtype).removeprefix('torch.')}{'' if grad else ', no gradients'}"
             yield Checked(name, failure=None if found.difference is None else str(found))

@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor, nn
 
-from ..env import Env
 from ..errors import InputError, hinted
-from ..operation import UnfusedOperation
 from ..plan import flatten
-from ..run import Sequential
+from ..plan.fake import is_fake
+from ..run import Fuser, Sequential
+from ..settings import fusing
+from ..testing.cases import seeded
 from ..testing.numerics import FusedMismatch, assert_fused_close
+from ..testing.observe import name_of
+from ..testing.structure import copied
 from . import inputs
 from .inputs import Spec, Under
-from .runs import Place, Run, Values
 from .target import Unable, container, said
 
 DRAWS = 3
 """Draws of inputs, in more than half of which a place has to differ: correct kernels alarm once in 150."""
+
+
+class Place(NamedTuple):
+    """A tensor between operations: `y` or `dx` of a position, or the gradient of a parameter it reads.
+
+    They are ordered as they come to be.
+    """
+
+    backward: bool
+    turn: int
+    tensor: str
+    at: int
+
+    @classmethod
+    def of(cls, at: int, tensor: str) -> Place:
+        """The place of a tensor of a position; `dx` comes before the gradients of parameters."""
+        return cls(tensor != "y", at if tensor == "y" else -at, "" if tensor == "dx" else tensor, at)
+
+    @property
+    def name(self) -> str:
+        """What the tensor is called."""
+        return self.tensor or "dx"
+
+
+Values = dict[Place, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +68,7 @@ class Seen:
     def __str__(self) -> str:
         named = f"{self.operation} {self.path}".rstrip()
         made = f", by {self.step}" if self.step else f", of what {self.saver} saved" if self.saver else ""
-        return f"{self.place.tensor} of {named} at {self.place.at}{made}"
+        return f"{self.place.name} of {named} at {self.place.at}{made}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,125 +97,13 @@ class Comparison:
         return "\n".join([*lines, f"  {agreed} places before it agree; {len(self.places)} were compared"])
 
 
-def compare(
-    model: Sequential,
-    spec: Spec,
-    channels: Mapping[str, Spec],
-    runs: tuple[Run, Run, Run],
-    *,
-    grad: bool,
-    seed: int = 0,
-) -> Comparison:
-    """Compare two runs within tolerance, given one in float64, at every place that all three have."""
-    first, second = _label(runs[0]), _label(runs[1])
-    if any(t.is_floating_point() and not t.isfinite().all() for t in (*model.parameters(), *model.buffers())):
-        raise Unable("the model has parameters that are not finite")
-    alarms: dict[Place, list[tuple[str, ...]]] = {}
-    places: list[Place] = []
-    names: dict[int, str] = {}
-    for draw in range(DRAWS):
-        try:
-            (f, names), (u, _), (r, _) = (run(model, spec, channels, seed + 1000 * draw, grad) for run in runs)
-        except (InputError, Unable):
-            raise
-        except Exception as error:
-            raise Unable(f"the model raised {said(error)}") from error
-        places = sorted(f.keys() & u.keys() & r.keys())
-        for place in places:
-            failures = _failures(place, f, u, r, runs[0].autocast is not None)
-            if failures:
-                alarms.setdefault(place, []).append(failures)
-        if not alarms:
-            break
-    nodes = flatten(model)
-    differing = {place: found[0] for place, found in alarms.items() if len(found) > DRAWS // 2}
-    seen = (
-        Seen(
-            place,
-            nodes[place.at].name,
-            nodes[place.at].path,
-            names.get(place.at if place.tensor == "y" else ~place.at, ""),
-            differing.get(place, ()),
-            "" if place.tensor == "y" else names.get(place.at, ""),
-        )
-        for place in places
-    )
-    return Comparison(first, second, tuple(seen), str(spec))
-
-
-def _failures(place: Place, f: Values, u: Values, r: Values, autocast: bool) -> tuple[str, ...]:
-    fused, plain = f[place], u[place]
-    if autocast and place.tensor in ("y", "dx"):  # a fusion casts where the step behind it would
-        narrow = min(fused.dtype, plain.dtype, key=lambda dtype: dtype.itemsize)
-        fused, plain = fused.to(narrow), plain.to(narrow)
-    try:
-        assert_fused_close(fused, plain, r[place].double(), name=place.tensor)
-    except FusedMismatch as mismatch:
-        return tuple(map(str, mismatch.report.failures))
-    return ()
-
-
-def _label(run: Run) -> str:
-    dtype = str(run.dtype).removeprefix("torch.")
-    if run.kind == "rounded":
-        return f"{dtype} rounding alone"
-    parts = ["fused" if run.fused else "unfused", dtype, str(run.device)]
-    return " ".join([*parts, f"autocast {run.autocast}"] if run.autocast else parts)
-
-
-def runs_of(
-    spec: Spec, device: torch.device, dtype: torch.dtype, against: str, autocast: str | None, fused: bool = True
-) -> tuple[Run, Run, Run]:
-    """The two runs that are asked for, and the one in float64 that both are measured against.
-
-    Against another dtype the second run is what rounding to the first one's 16 bits between operations does to a run
-    in the other; within operations these are expected to compute in float32.
-    """
-    cpu = torch.device("cpu")
-    first = Run("engine", dtype, device, fused, autocast=autocast)
-    if against == "unfused":
-        return first, dataclasses.replace(first, fused=False), Run("reference", torch.float64, device, rounds=dtype)
-    if autocast is not None:
-        raise Unable("under --autocast a run is compared with the unfused one alone")
-    if against in inputs.DTYPES:
-        wide = inputs.dtype(against)
-        short = str(dtype).removeprefix("torch.")
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise Unable(f"{short} adds up in {short}, so rounding is not all it loses: compare a 16-bit dtype")
-        if wide not in (torch.float32, torch.float64):
-            raise Unable(f"{against} has not all digits of float32: {short} is compared with float32 or float64")
-        return first, Run("rounded", dtype, device, rounds=dtype), Run("reference", torch.float64, device, rounds=wide)
-    Env.of(against)
-    other = inputs.device(against)
-    if other == device:
-        raise Unable(f"{against} is where the first run is, too: name another device")
-    return first, dataclasses.replace(first, device=other), Run("reference", torch.float64, cpu, rounds=dtype)
-
-
-def compared(name: str, given: str, on: Under, grad: bool, against: str, seed: int) -> Comparison:
-    """Compare what is named.
-
-    Raises:
-        Unable: if it cannot be loaded or built, or what is said of it does not fit.
-    """
-    here, spec = inputs.device(on.device), on.spec(given)
-    torch.default_generator.manual_seed(inputs.seed(seed))
-    model = container(on.build(name, spec), name, on.part)
-    low = next((p.dtype for p in model.parameters() if p.is_floating_point()), spec.dtype)
-    runs = runs_of(spec, here, low, against, on.autocast)
-    random = [i.name for i in flatten(model) if isinstance(i.operation, UnfusedOperation) and i.operation.random]
-    if random and runs[1].device != here:
-        raise Unable(f"{random[0]} draws other numbers on another device: add --eval")
-    return compare(model, spec, on.channels(), runs, grad=grad, seed=seed)
-
-
 def data(found: Comparison) -> dict[str, Any]:
     """A comparison as plain data."""
     places = [
         {
-            "pass": "forward" if seen.place.tensor == "y" else "backward",
+            "pass": "backward" if seen.place.backward else "forward",
             "at": seen.place.at,
-            "tensor": seen.place.tensor,
+            "tensor": seen.place.name,
             "operation": seen.operation,
             "path": seen.path,
             "fusion": seen.step or seen.saver or None,
@@ -197,3 +113,199 @@ def data(found: Comparison) -> dict[str, Any]:
     ]
     index = None if found.difference is None else found.places.index(found.difference)
     return {"first": found.first, "second": found.second, "input": found.given, "difference": index, "places": places}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a model is run: fused or not, `wide` in float64; of 16 bits at each border, with `rounds`."""
+
+    device: torch.device
+    autocast: str | None = None
+    fused: bool = False
+    wide: bool = False
+    rounds: torch.dtype | None = None
+
+    def __call__(
+        self, root: Sequential, x: Spec, channels: Mapping[str, Spec], seed: int, grad: bool
+    ) -> tuple[Values, dict[int, str]]:
+        """Run a copy of a model and its backward on inputs of its dtype.
+
+        Returns the tensors by their places, and the fusions by position: at `at` forward, at `~at` backward.
+        """
+        low = dtype_of(root, x)
+        model: Sequential = copied(root).to(self.device)
+        model = model.double() if self.wide else model
+        seen = Recorder(self.rounds)
+        fuser = Fuser(model, root.fusions, memory=root.memory, on_step=seen)
+        for at, node in enumerate(flatten(model)):
+            if node.eager is not None:
+                seen.watch(node.operation, at)
+
+        def drawn(one: Spec, offset: int) -> Tensor:
+            t = one.draw(self.device, seed + offset, inputs.vocabulary(model))
+            if not t.is_floating_point():
+                return t
+            t = t.to(low)
+            return (t.double() if self.wide else t).requires_grad_(grad)
+
+        given = {name: drawn(one, i) for i, (name, one) in enumerate({"x": x, **channels}.items())}
+        with seeded(seed, self.device), inputs.surroundings(self.device.type, self.autocast, grad):
+            with fusing(None if self.fused else False):
+                out = fuser(**given)
+            outputs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else out
+            # Every run gets the same gradients: numbers that bfloat16 has.
+            random = [torch.Generator().manual_seed(seed + 100 + i) for i in range(len(outputs))]
+            dys = [torch.randn(y.shape, generator=g).bfloat16().to(y) for y, g in zip(outputs, random, strict=True)]
+            pairs = [pair for pair in zip(outputs, dys, strict=True) if pair[0].requires_grad]
+            torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
+        readers: dict[int, int] = {}
+        for at, node in enumerate(flatten(model)):
+            slots = [getattr(owner, name) for owner, name in node.slots.values()]
+            for p in slots if node.fusable else node.operation.parameters():
+                readers.setdefault(id(p), at)
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                seen.values[Place.of(readers.get(id(p), 0), f"{name}.grad")] = p.grad
+        kept = {place: t.detach().to("cpu", self.rounds or t.dtype) for place, t in seen.values.items()}
+        return kept, seen.names
+
+
+class Recorder:
+    """The `on_step` of a fuser: keeps the tensors between operations, rounded to a dtype where one is named."""
+
+    def __init__(self, rounds: torch.dtype | None = None) -> None:
+        self.values: Values = {}
+        self.names: dict[int, str] = {}
+        self._rounds = rounds
+
+    def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        out: Any = run(*args, **kwargs)
+        first, rest = _parted(out)
+        if is_fake(args[0]) or not isinstance(first, Tensor):
+            return out
+        back = name_of(step, run) == "bwd"
+        if step.fused:
+            self.names.update(dict.fromkeys([~at for at in step.covers] if back else step.covers, step.name))
+        first = self._keep(first, Place.of(step.start, "dx") if back else Place.of(step.stop - 1, "y"))
+        if step.operation.outputs and not back:
+            rest[0] = {name: self._rounded(t) for name, t in rest[0].items()}
+        return (first, *rest) if rest else first
+
+    def watch(self, module: nn.Module, at: int) -> None:
+        """Keep what enters and leaves a module that runs through its own call."""
+
+        def kept(g: Tensor) -> Tensor:
+            return self._keep(g, Place.of(at, "dx"))
+
+        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and isinstance(args[0], Tensor) and args[0].requires_grad:
+                args[0].register_hook(kept)  # pyright: ignore[reportUnknownMemberType]
+
+        def after(_: nn.Module, args: Any, out: Any) -> Any:
+            return self._keep(out, Place.of(at, "y")) if isinstance(out, Tensor) else None
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def _keep(self, t: Tensor, place: Place) -> Tensor:
+        t = self._rounded(t)
+        self.values[place] = t.detach().clone()
+        return t
+
+    def _rounded(self, t: Tensor) -> Tensor:
+        return t if self._rounds is None or not t.is_floating_point() else t.to(self._rounds).to(t.dtype)
+
+
+def _parted(out: Any) -> tuple[Any, list[Any]]:
+    """The tensor that a pass passes on, and what else it returns."""
+    first, *rest = cast("tuple[Any, ...]", out if isinstance(out, tuple) else (out,))
+    return first, rest
+
+
+def dtype_of(model: nn.Module, x: Spec) -> torch.dtype:
+    """The dtype of a model's parameters; of the input, where it has none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
+
+
+def compare(
+    model: Sequential,
+    x: Spec,
+    channels: Mapping[str, Spec],
+    device: torch.device,
+    *,
+    grad: bool = True,
+    against: str = "unfused",
+    autocast: str | None = None,
+    seed: int = 0,
+) -> Comparison:
+    """Compare two runs of a model within tolerance, given one in float64, at every place that all three have.
+
+    Against more digits the second run is what rounding to 16 bits between operations does to a run in float64; within
+    operations these are expected to compute in float32.
+
+    Raises:
+        Unable: if it cannot be run, or cannot be compared with that.
+    """
+    low = dtype_of(model, x)
+    short = str(low).removeprefix("torch.")
+    where = f"{short} {device}" + (f" autocast {autocast}" if autocast else "")
+    second, label = Run(device, autocast), f"unfused {where}"
+    if against != "unfused":
+        if autocast is not None:
+            raise Unable("under --autocast a run is compared with the unfused one alone")
+        if low not in (torch.bfloat16, torch.float16):
+            raise Unable(f"{short} adds up in {short}, so rounding is not all it loses: compare a 16-bit dtype")
+        if inputs.dtype(against) not in (torch.float32, torch.float64):
+            raise Unable(f"{against} has not all digits of float32: {short} is compared with float32 or float64")
+        second, label = Run(device, wide=True, rounds=low), f"{short} rounding alone"
+    if any(t.is_floating_point() and not t.isfinite().all() for t in (*model.parameters(), *model.buffers())):
+        raise Unable("the model has parameters that are not finite")
+    runs = Run(device, autocast, fused=True), second, Run(device, wide=True)
+    alarms: dict[Place, list[tuple[str, ...]]] = {}
+    places: list[Place] = []
+    names: dict[int, str] = {}
+    for draw in range(DRAWS):
+        try:
+            (f, names), (u, _), (r, _) = (run(model, x, channels, seed + 1000 * draw, grad) for run in runs)
+        except (InputError, Unable):
+            raise
+        except Exception as error:
+            raise Unable(f"the model raised {said(error)}") from error
+        places = sorted(f.keys() & u.keys() & r.keys())
+        for place in places:
+            if failures := _failures(place.name, f[place], u[place], r[place], autocast is not None):
+                alarms.setdefault(place, []).append(failures)
+        if not alarms:
+            break
+    seen: list[Seen] = []
+    for place in places:
+        node, step = flatten(model)[place.at], names.get(~place.at if place.backward else place.at, "")
+        failed = alarms.get(place, [])
+        failures = failed[0] if len(failed) > DRAWS // 2 else ()
+        saver = names.get(place.at, "") if place.backward else ""
+        seen.append(Seen(place, node.name, node.path, step, failures, saver))
+    return Comparison(f"fused {where}", label, tuple(seen), str(x))
+
+
+def _failures(name: str, fused: Tensor, plain: Tensor, exact: Tensor, autocast: bool) -> tuple[str, ...]:
+    if autocast and name in ("y", "dx"):  # a fusion casts where the step behind it would
+        narrow = min(fused.dtype, plain.dtype, key=lambda dtype: dtype.itemsize)
+        fused, plain = fused.to(narrow), plain.to(narrow)
+    try:
+        assert_fused_close(fused, plain, exact.double(), name=name)
+    except FusedMismatch as mismatch:
+        return tuple(map(str, mismatch.report.failures))
+    return ()
+
+
+def compared(name: str, given: str, on: Under, grad: bool, against: str, seed: int) -> Comparison:
+    """Compare what is named.
+
+    Raises:
+        Unable: if it cannot be loaded or built, or what is said of it does not fit.
+    """
+    here, x = inputs.device(on.device), on.spec(given)
+    torch.default_generator.manual_seed(inputs.seed(seed))
+    model = container(on.build(name, x), name, on.part).to(here)
+    options: dict[str, Any] = {"grad": grad, "against": against, "autocast": on.autocast, "seed": seed}
+    return compare(model, x, on.channels(), here, **options)

@@ -11,9 +11,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.cli.compare import compare, runs_of
+from seqfuse.cli.compare import Place, Run, compare
 from seqfuse.cli.inputs import Spec
-from seqfuse.cli.runs import Place, Run
 from seqfuse.testing.numerics import Check, FusedMismatch, Report
 
 from .conftest import Cli
@@ -98,40 +97,38 @@ def test_a_difference_is_one_that_most_draws_show(alarms: int, monkeypatch: pyte
             raise FusedMismatch(Report((Check(name, "max", 2.0, 1.0, "[0]", "an alarm"),)))
 
     monkeypatch.setattr(sys.modules[compare.__module__], "assert_fused_close", judged)
-    model, runs = sf.Sequential(ops.ReLU()), runs_of(Spec((3, 4), torch.float32), CPU, torch.float32, "unfused", None)
-    found = compare(model, Spec((3, 4), torch.float32), {}, runs, grad=False)
+    found = compare(sf.Sequential(ops.ReLU()), Spec((3, 4), torch.float32), {}, CPU, grad=False)
     assert (found.difference is not None) == (alarms == 2)
 
 
 def test_modules_of_others_are_places_too(cli: Cli) -> None:
     model = sf.Sequential(ops.Linear(8, 8), torch.nn.Softplus(), ops.ReLU())
     spec = Spec((33, 8), torch.float32)
-    found = compare(model, spec, {}, runs_of(spec, CPU, torch.float32, "unfused", None), grad=True)
+    found = compare(model, spec, {}, CPU)
     assert found.difference is None
-    places = {(seen.place.tensor, seen.operation) for seen in found.places}
+    places = {(seen.place.name, seen.operation) for seen in found.places}
     assert {("y", "Softplus"), ("dx", "Softplus")} <= places
 
 
 def places_of(model: sf.Sequential) -> set[Place]:
-    """Those of the engine, which sees what the references see."""
-    spec = Spec((5, 8), torch.float64)
-    engine = Run("engine", torch.float64, CPU)(model, spec, {}, 0, True)[0]
-    walked = Run("reference", torch.float64, CPU, rounds=torch.float64)(model, spec, {}, 0, True)[0]
-    assert engine.keys() == walked.keys()
-    for place, value in engine.items():
-        torch.testing.assert_close(value, walked[place])
-    return {*engine}
+    """Those of a run, in which the gradient of x is the one that the model itself gives."""
+    spec, model = Spec((5, 8), torch.float64), model.double()
+    values, _ = Run(CPU)(model, spec, {}, 0, True)
+    x = spec.draw("cpu", 0).requires_grad_()
+    dy = torch.randn((5, 8), generator=torch.Generator().manual_seed(100)).bfloat16().double()
+    (dx,) = torch.autograd.grad(model(x), x, dy)
+    torch.testing.assert_close(values[Place.of(0, "dx")], dx)
+    return {*values}
 
 
 def test_a_gradient_of_a_fork_is_that_of_both_ways() -> None:
-    assert Place.dx(0) in places_of(sf.Sequential(ops.Residual(ops.Linear(8, 8), ops.Tanh()), fusions=()))
+    assert Place.of(0, "dx") in places_of(sf.Sequential(ops.Residual(ops.Linear(8, 8), ops.Tanh()), fusions=()))
 
 
 def test_random_operations_draw_the_same_numbers_in_every_run() -> None:
     model = sf.Sequential(ops.Dropout(0.5), ops.Linear(8, 8), ops.Dropout(0.5))
-    spec = Spec((7, 8), torch.float32)
-    runs = runs_of(spec, CPU, torch.float32, "unfused", None)
-    zeros = [run(model, spec, {}, 3, True)[0][Place.y(0)] == 0 for run in runs]
+    runs = Run(CPU, fused=True), Run(CPU), Run(CPU, wide=True)
+    zeros = [run(model, Spec((7, 8), torch.float32), {}, 3, True)[0][Place.of(0, "y")] == 0 for run in runs]
     assert 0 < zeros[0].sum() < 56
     assert all(torch.equal(z, zeros[0]) for z in zeros)
 
@@ -139,7 +136,7 @@ def test_random_operations_draw_the_same_numbers_in_every_run() -> None:
 def test_one_operation_that_stands_twice_has_two_places() -> None:
     shared = ops.Linear(8, 8, bias=False)
     found = places_of(sf.Sequential(shared, ops.ReLU(), shared, fusions=()))
-    assert {Place.y(0), Place.y(2), Place.dx(0), Place.dx(2)} <= found
+    assert {Place.of(0, "y"), Place.of(2, "y"), Place.of(0, "dx"), Place.of(2, "dx")} <= found
 
 
 def test_what_the_engine_tries_on_tensors_without_data_is_no_place() -> None:
@@ -147,7 +144,7 @@ def test_what_the_engine_tries_on_tensors_without_data_is_no_place() -> None:
     shared = ops.Linear(8, 8, bias=False)
     model = sf.Sequential(shared, ops.ReLU(), shared)
     spec = Spec((33, 8), torch.float32)
-    found = compare(model, spec, {}, runs_of(spec, CPU, torch.float32, "unfused", None), grad=True)
+    found = compare(model, spec, {}, CPU)
     assert found.difference is None
     assert [seen.step for seen in found.places if seen.place.tensor == "y"] == ["LinearBiasAct", ""]
 
@@ -157,10 +154,10 @@ def test_rounding_at_every_border_is_allowed_for_in_a_deep_list() -> None:
     model = sf.Sequential(*(m for _ in range(12) for m in (ops.Linear(32, 32), ops.Tanh())))
     spec = Spec((64, 32), torch.bfloat16)
     model = model.bfloat16()
-    runs = runs_of(spec, CPU, torch.bfloat16, "float32", None)
-    assert compare(model, spec, {}, runs, grad=True).difference is None
+    runs = Run(CPU, fused=True), Run(CPU, wide=True, rounds=torch.bfloat16), Run(CPU, wide=True)
+    assert compare(model, spec, {}, CPU, against="float32").difference is None
     first, second, third = (run(model, spec, {}, 0, True)[0] for run in runs)
-    for place in (Place.y(35), Place.dx(0)):  # the last of either pass
+    for place in (Place.of(35, "y"), Place.of(0, "dx")):  # the last of either pass
         errors = [(run[place].double() - third[place]).square().mean().sqrt() for run in (first, second)]
         assert 0.7 < errors[0] / errors[1] < 1.2, (place, errors)
 
@@ -169,8 +166,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model = sf.Sequential(ops.Linear(8, 8), ops.ReLU())
     before = {name: p.clone() for name, p in model.named_parameters()}
     state = torch.get_rng_state()
-    spec = Spec((4, 8), torch.bfloat16)
-    compare(model, spec, {}, runs_of(spec, CPU, torch.bfloat16, "float32", None), grad=True)
+    compare(model, Spec((4, 8), torch.float32), {}, CPU)
     for name, p in model.named_parameters():
         assert p.dtype is torch.float32
         assert p.grad is None
@@ -183,7 +179,7 @@ def test_parameters_that_are_not_finite_are_no_comparison() -> None:
     model[0].weight.data[0, 0] = torch.nan
     spec = Spec((4, 8), torch.float32)
     with pytest.raises(Exception, match="not finite"):
-        compare(model, spec, {}, runs_of(spec, CPU, torch.float32, "unfused", None), grad=True)
+        compare(model, spec, {}, CPU)
 
 
 def test_indices_and_channels_can_enter(cli: Cli) -> None:

@@ -104,7 +104,7 @@ WRONG = {
     ("tune", "M:build"): "--input is required; seqfuse tune --help",
     ("tune", "M:build", "--input", "4x16", "--device", "cuda:sm_90"): "describes a machine that need not be here",
     ("tune", "M:build", "--input", "4x16", "--budget", "-1"): "SF106",
-    ("compare", "M:build", "--input", "4x16", "--against", "cpu", "--device", "cpu"): "is where the first run is",
+    ("compare", "M:build", "--input", "4x16:bf16", "--against", "cpu"): "there is no dtype 'cpu' here",
     ("compare", "M:build", "--input", "4x16", "--against", "float64"): "adds up in float32",
     ("compare", "M:build", "--input", "4x16:bf16", "--against", "fp16"): "has not all digits",
     ("check", "M:build"): "give --input",
