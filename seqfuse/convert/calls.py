@@ -145,9 +145,8 @@ class Calls:
 
     def see(self, captured: Captured, place: nn.Module, gm: GraphModule, inputs: Iterable[Any]) -> None:
         """Note which modules of what is called a graph has calls or parameters of."""
-        modules = cast("Iterable[tuple[str, nn.Module]]", place.named_modules())
         paths: dict[int, str] = {}
-        for path, module in modules:
+        for path, module in named_modules(place):
             paths |= {id(module): path, **{id(p): path for p in module.parameters(recurse=False)}}
         bodies = [body for body in gm.modules() if isinstance(body, GraphModule)]
         called = (key for body in bodies for node in body.graph.nodes for key in _modules_of(node))
@@ -155,10 +154,10 @@ class Calls:
 
     def skipped(self, model: nn.Module, places: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str]]:
         """Modules without submodules that no graph has, by path, as Dynamo left the code of one around them."""
-        paths = {module: path for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
+        paths = paths_of(model)
         found: dict[str, tuple[str, nn.Module, str]] = {}
         for place in places if self.breaks else ():
-            inner = dict(cast("Iterable[tuple[str, nn.Module]]", place.named_modules()))
+            inner = dict(named_modules(place))
             left = {path: at for path, module in inner.items() if (at := self._left_at(module)) is not None}
             for path, module in inner.items():
                 around = [p for p in left if not p or path == p or path.startswith(f"{p}.")]
@@ -167,10 +166,9 @@ class Calls:
                 where = max(around, key=len)
                 since = self.breaks[left[where]]  # a graph that ran before that may have it, if a hook was set since
                 if not any(path in seen and captured.last >= since for captured, seen in self._seen):
-                    reason = (
-                        f"in no graph, as Dynamo left the code of {type(inner[where]).__name__} at {left[where].place}"
-                    )
-                    found[paths[module]] = paths[module], module, f"{reason}: {left[where].reason}"
+                    code = f"{type(inner[where]).__name__} at {left[where].place}"
+                    reason = f"in no graph, as Dynamo left the code of {code}: {left[where].reason}"
+                    found[paths[module]] = paths[module], module, reason
         return list(found.values())
 
     def _left_at(self, module: nn.Module) -> Break | None:
@@ -183,12 +181,22 @@ class Calls:
         return next(here, None)
 
 
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules in a model, and itself, with their paths."""
+    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
+
+
+def paths_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The path of each module in a model."""
+    return {module: path for path, module in named_modules(model)}
+
+
 def name_owners(model: nn.Module, place: nn.Module, gm: GraphModule) -> None:
     """Note on each node the path, in the model, of the module that it was called in.
 
     Dynamo notes paths from the module whose code the graph is of: behind a graph break that may be a submodule.
     """
-    paths = {id(module): path for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
+    paths = {id(module): path for path, module in named_modules(model)}
     nodes = [node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes]
     start = paths.get(id(place), "")
     for node in nodes:

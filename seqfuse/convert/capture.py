@@ -11,7 +11,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ..plan.schedule import MODES, Budget, Choice
 from ..run.sequential import Fusions, Sequential
 from . import dynamo
 from .buffers import Buffers
-from .calls import Calls, ModelCall, name_owners
+from .calls import Calls, Captured, ModelCall, name_owners, named_modules, paths_of
 from .effects import is_state
 from .reasons import Left, kind_of
 from .region import CapturedRegion
@@ -159,7 +159,7 @@ def _check_not_converted(model: nn.Module) -> None:
 
 def _conversions_in(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
     """The conversions that modules of a model are called by, and the paths of these modules."""
-    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+    for path, module in named_modules(model):
         if (found := getattr(_call_impl(module), "conversion", None)) is not None:
             yield path, found
 
@@ -202,14 +202,15 @@ class ChainBackend:
         self.missed: Counter[str] = Counter()
         self._numbers = itertools.count()
 
-    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Rewrite a graph; the callable that runs it."""
+    def __call__(
+        self, gm: GraphModule, example_inputs: Sequence[Any], captured: Captured | None = None
+    ) -> Callable[..., Any]:
+        """Rewrite a graph, of a call if that is known; the callable that runs it."""
         buffers = Buffers(gm, example_inputs)
-        reports = rewrite(gm, self.options, f"graph {next(self._numbers)}")
-        before = dynamo.captured_before()
-        most: int = dynamo.config.recompile_limit
-        limit = most if before + 1 >= most else None
-        self.graphs += [dataclasses.replace(report, limit=limit, again=before > 0) for report in reports]
+        before, most = dynamo.captured_before(), dynamo.config.recompile_limit
+        about: dict[str, Any] = {"limit": most if before + 1 >= most else None, "again": before > 0}
+        for report in rewrite(gm, self.options, f"graph {next(self._numbers)}"):
+            self.graphs.append(dataclasses.replace(report, captured=captured, **about))
         if self.then is None:
             # By itself Dynamo's module compiles its code in its first call, and prints it where that raises.
             _LazyGraphModule.force_recompile(gm)
@@ -232,12 +233,12 @@ class Conversion:
         reference = weakref.ref(self)  # Dynamo keeps every backend that was called, and would keep the model with it
 
         # No `partial`, which torch would print, with the model in it.
-        def captured(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def capture(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             conversion = reference()
             assert conversion is not None  # the call that is captured holds it
-            return _captured(conversion.model, conversion._calls, conversion._backend, gm, inputs)
+            return conversion._capture(gm, inputs)
 
-        compiled = dynamo.not_warning(torch.compile(_frame_of(self._calls), backend=captured))  # pyright: ignore
+        compiled = dynamo.not_warning(torch.compile(_frame_of(self._calls), backend=capture))  # pyright: ignore
         self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
             call = functools.partial(_guarded, self._calls, compiled, place)
@@ -267,9 +268,34 @@ class Conversion:
             if (kind := kind_of(module)) is not None
         )
 
+    def _capture(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # Read when Dynamo makes the guards of this graph, right after this. The first overlooks hooks that are set
+        # later; the second, where it is the default (torch 2.11), another class and another requires_grad.
+        dynamo.set_until_the_call_ends("skip_nnmodule_hook_guards", False)
+        dynamo.set_until_the_call_ends("use_recursive_dict_tags_for_guards", False)
+        calls, call = self._calls, dynamo.current_call()
+        assert call is not None  # that is captured
+        captured = call.captures(gm, inputs)
+        calls.see(captured, call.module, gm, inputs)
+        name_owners(self.model, call.module, gm)
+        run = self._backend(gm, inputs, captured)
+
+        def running(*args: Any) -> Any:
+            captured.calls += 1
+            captured.last = calls.count
+            now = dynamo.current_call()
+            if now is not None and not now.ran:
+                now.ran = True
+                if captured.until is not None:
+                    # The call cannot run again from its beginning, if Dynamo fails behind the break; so Dynamo lets
+                    # that part of the code run as it is.
+                    dynamo.set_until_the_call_ends("suppress_errors", True)
+            return run(*args)
+
+        return running
+
     def __str__(self) -> str:
-        modules = cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules())
-        paths = {module: path for path, module in modules}
+        paths = paths_of(self.model)
         layers = [paths.get(place, "") for place in self._places]
         text = [text_of(self.graphs, self._calls, self.left, layers, undone=not self._before)]
         text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]
@@ -283,41 +309,10 @@ class Conversion:
 def _own(model: nn.Module) -> list[str]:
     """The outermost operations and sequences of this library in the model, each by class and path."""
     found: dict[str, str] = {}
-    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+    for path, module in named_modules(model):
         if isinstance(module, Sequential | UnfusedOperation) and not any(f"{path}.".startswith(f"{p}.") for p in found):
             found[path] = f"{type(module).__name__} {path}" if path else type(module).__name__
     return list(found.values())
-
-
-def _captured(
-    model: nn.Module, calls: Calls, backend: ChainBackend, gm: GraphModule, example_inputs: Sequence[Any]
-) -> Callable[..., Any]:
-    # Read when Dynamo makes the guards of this graph, right after this. The first overlooks hooks that are set later;
-    # the second, where it is the default (torch 2.11), another class and another requires_grad.
-    dynamo.set_until_the_call_ends("skip_nnmodule_hook_guards", False)
-    dynamo.set_until_the_call_ends("use_recursive_dict_tags_for_guards", False)
-    call = dynamo.current_call()
-    assert call is not None  # that is captured
-    captured = call.captures(gm, example_inputs)
-    calls.see(captured, call.module, gm, example_inputs)
-    name_owners(model, call.module, gm)
-    known = len(backend.graphs)
-    run = backend(gm, example_inputs)
-    backend.graphs[known:] = [dataclasses.replace(report, captured=captured) for report in backend.graphs[known:]]
-
-    def running(*args: Any) -> Any:
-        captured.calls += 1
-        captured.last = calls.count
-        now = dynamo.current_call()
-        if now is not None and not now.ran:
-            now.ran = True
-            if captured.until is not None:
-                # The call cannot run again from its beginning, if Dynamo fails behind the break; so Dynamo lets that
-                # part of the code run as it is.
-                dynamo.set_until_the_call_ends("suppress_errors", True)
-        return run(*args)
-
-    return running
 
 
 def _call_impl(module: nn.Module) -> Callable[..., Any] | None:
