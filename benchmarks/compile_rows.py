@@ -21,7 +21,7 @@ from gpu import attention, blocks, norms, pointwise, products, sizes, small
 from gpu.launched import Launch, of_block, of_row
 
 from seqfuse.kernels._launch import _identity
-from seqfuse.kernels._variants import Variant
+from seqfuse.testing.compile import Variant
 from tools.compiled import Compiled, compile_one
 
 ROOMS = (norms, pointwise, products, attention, small)

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tools.compiled import TARGETS, Compiled, compile_variants, kernel_modules
+from tools.compiled import TARGETS, Compiled, compile_variants
+from tools.launches import CALLS
 
 COLUMNS = ("kernel", "variant", "target", "registers", "spills", "shared", "mma", "16-byte", "narrower", "int32 *", "s")
 
@@ -95,7 +96,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results there as well")
     parser.add_argument("--record", action="store_true", help="keep the results in results/kernels.json")
     arguments = parser.parse_args()
-    modules = [m for m in kernel_modules() if not arguments.modules or m.rpartition(".")[2] in arguments.modules]
+    modules = [m for m in CALLS if not arguments.modules or m in arguments.modules]
     targets = arguments.targets.split(",")
     if arguments.record and arguments.only:
         parser.error("--record keeps whole modules, --only leaves some of them out")

@@ -1,12 +1,11 @@
-"""Kernels of this library compiled for GPUs that are not here, in every configuration that `variants()` lists.
+"""Kernels of this library compiled for GPUs that are not here, in every configuration that `launches` has a call for.
 
-Each module is compiled in a child process, since some failures of the compiler end the process, and one that listed
-interpreted kernels cannot compile them.
+Each module is compiled in a child process, since some failures of the compiler end the process, and one in which
+kernels are interpreted cannot compile them.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import json
@@ -16,12 +15,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import seqfuse.testing.compile as compiling
-from seqfuse import kernels
-from seqfuse.kernels._variants import Variant
-from seqfuse.testing.compile import DEFINED, NAME, built, ended, in_child, resources, why
+from seqfuse.testing.compile import DEFINED, NAME, Variant, built, ended, in_child, resources, why
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376}
@@ -55,14 +51,13 @@ class Compiled(compiling.Compiled):
         return self.target == "sm_90" and self.has_dot and self.error is None and not self.mma
 
 
-def kernel_modules() -> tuple[str, ...]:
-    """Dotted names of the modules of `seqfuse.kernels` that define `variants()`; none is imported to find out."""
-    files = sorted(Path(str(kernels.__file__)).parent.glob("*.py"))
-    return tuple(f"{kernels.__name__}.{file.stem}" for file in files if _defines(file, "variants"))
+def variants_of(module: str, target: str) -> Iterator[Variant]:
+    """The configurations of a module of `seqfuse.kernels`, by its last name, or of one with `variants(target)`."""
+    from . import launches  # imports Triton and all kernels
 
-
-def _defines(file: Path, name: str) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.parse(file.read_text()).body)
+    if module in launches.CALLS:
+        return launches.variants(module, target)
+    return importlib.import_module(module).variants(target)
 
 
 def compile_variants(
@@ -73,10 +68,10 @@ def compile_variants(
     jobs: int | None = None,
     in_turn: bool = False,
 ) -> Iterator[Compiled]:
-    """Compile the `variants()` of modules for targets, in child processes; yields results as they come.
+    """Compile configurations of modules for targets, in child processes; yields results as they come.
 
     Args:
-        modules: dotted names of kernel modules.
+        modules: last names of modules of `seqfuse.kernels`, or dotted ones of modules with `variants(target)`.
         targets: architectures.
         only: a regular expression that the variant's name must contain.
         jobs: child processes at a time; the number of CPUs by default.
@@ -154,11 +149,10 @@ def late_reads(ttir: str) -> int:
 
 def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
     """Compile what is left of a module: all of a target, or a share for each of several; prints each begin and end."""
-    chosen: list[Variant] = [v for v in importlib.import_module(module).variants() if re.search(only, v.name)]
     tasks: list[tuple[Variant, str]] = []
     step = 8 * len(targets) if len(targets) > 1 else 1
     for first, target in enumerate(targets):
-        tasks += [(v, target) for v in [v for v in chosen if v.runs_on(target)][first::step]]
+        tasks += [(v, target) for v in [v for v in variants_of(module, target) if re.search(only, v.name)][first::step]]
     for variant, target in tasks[skip:]:
         print("begin", target, variant.name, flush=True)
         try:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from seqfuse import env
 from seqfuse.kernels import _launch, _replay
-from seqfuse.kernels._variants import TRITON_DTYPES
+from seqfuse.testing.compile import TRITON_DTYPES
 
 ARCHITECTURE, PROCESSORS, SHARED = 90, 132, 232_448
 """Of an H200."""

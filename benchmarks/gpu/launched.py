@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -16,44 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqfuse import env, kernels
 from seqfuse.kernels._operators import Operator
-from seqfuse.kernels._variants import Type, Variant
 from seqfuse.plan.fake import faking
-from seqfuse.testing.compile import is_divisible, type_of
+from tools.launches import Launch
 
 from . import draw
 from .case import Case
 
 PROCESSORS = 132  # of an H200
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """The arguments of one launch."""
-
-    kernel: Any
-    grid: int
-    args: tuple[Any, ...]
-    constexprs: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    options: dict[str, Any]
-
-    def variant(self, name: str) -> Variant:
-        """As it is compiled: what Triton makes of the arguments, with tensors that are aligned."""
-        signature: dict[str, Type] = {}
-        constants = dict(self.constexprs)
-        divisible: list[str] = []
-        for argument, value in zip(self.kernel.arg_names, self.args, strict=False):
-            if value is None or (type(value) is int and value == 1):
-                constants[argument] = value
-                continue
-            signature[argument] = type_of(value)
-            if is_divisible(value):
-                divisible.append(argument)
-        return Variant(
-            name=name, kernel=self.kernel, signature=signature, constexprs=constants, divisible=tuple(divisible),
-            num_warps=self.num_warps, num_stages=self.num_stages, options=self.options,
-        )  # fmt: skip
 
 
 @contextlib.contextmanager

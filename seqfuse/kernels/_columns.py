@@ -4,16 +4,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ._launch import cdiv, launch, next_power_of_2
-from ._variants import TRITON_DTYPES, Type, Variant
 
 _BLOCK_N = 64
 
@@ -63,35 +58,9 @@ def column_sums(partials: Tensor, columns: int, *outs: Tensor) -> None:
         _column_sums_kernel,
         sum(cdiv(out.numel(), _BLOCK_N) for out in outs),
         (partials, outs, rows, columns, partials.stride(0)),
-        _constexprs(tuple(out.numel() // columns for out in outs), min(64, next_power_of_2(rows))),
-    )
-
-
-def _constexprs(parts: tuple[int, ...], rows: int) -> dict[str, Any]:
-    return {"PARTS": parts, "BLOCK_R": rows, "BLOCK_N": _BLOCK_N}
-
-
-def variants() -> Iterator[Variant]:
-    """Every dtype and block, one row or one column of partial sums, which Triton makes constants, and several runs."""
-    for dtype, block in itertools.product(("float32", "bfloat16", "float16", "float64"), (1, 8, 64)):
-        yield _variant((dtype,), block)
-    yield _variant(("bfloat16",), 1, "R")
-    yield _variant(("bfloat16",), 8, "N")
-    yield _variant(("bfloat16",), 8, "N", "stride")
-    for block in (1, 8, 64):
-        yield _variant(("bfloat16", "bfloat16", "float32"), block)
-    yield _variant(("float64", "float64", "float64"), 64)
-
-
-def _variant(dtypes: tuple[str, ...], block: int, *ones: str) -> Variant:
-    partial = "fp64" if "float64" in dtypes else "fp32"
-    outs: tuple[Type, ...] = tuple(f"*{TRITON_DTYPES[dtype]}" for dtype in dtypes)
-    types: dict[str, Type] = {"partials": f"*{partial}", "outs": outs, "R": "i32", "N": "i32", "stride": "i32"}
-    return Variant(
-        name=f"column_sums {'+'.join(TRITON_DTYPES[dtype] for dtype in dtypes)} {block}"
-        + "".join(f" {one}=1" for one in ones),
-        kernel=_column_sums_kernel,
-        signature={key: value for key, value in types.items() if key not in ones},
-        constexprs={**_constexprs((1,) * len(dtypes), block), **dict.fromkeys(ones, 1)},
-        divisible=() if ones else ("partials", "outs", "N", "stride"),
+        {
+            "PARTS": tuple(out.numel() // columns for out in outs),
+            "BLOCK_R": min(64, next_power_of_2(rows)),
+            "BLOCK_N": _BLOCK_N,
+        },
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from ._gemm_tiles import family
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, stops
 from ._operators import operator
 from ._philox import keep_mask, masked, threshold_and_scale
-from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh, tanh_derivative
 
 MAX_HEAD = 256
@@ -725,7 +723,6 @@ def _constexprs(
     keys: int,
     size: int,
     dtype: torch.dtype,
-    interpret: bool | None = None,
 ) -> dict[str, Any]:
     """In the order of the kernels."""
     return {
@@ -740,70 +737,5 @@ def _constexprs(
         "BLOCK_N": tile.n,
         "BLOCK_D": max(16, next_power_of_2(size)),
         "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
-        "INTERPRET": interpreted() if interpret is None else interpret,
+        "INTERPRET": interpreted(),
     }
-
-
-_KERNELS = {"fwd": _attention_fwd_kernel, "dq": _attention_dq_kernel, "dkv": _attention_dkv_kernel}
-_LIMITS: dict[str, dict[str, Any]] = {
-    "": {},
-    "causal": {"causal": True},
-    "dropout": {"causal": True, "p": 0.1},
-    "packed": {"causal": True, "ends": True, "window": 4096},
-    "softcap": {"causal": True, "softcap": 30.0, "window": 4096},
-    "bool": {"mask": "i1"},
-    "float": {"mask": "fp32", "p": 0.1, "odd": True},
-}
-
-
-def variants() -> Iterator[Variant]:
-    """Every kernel for common sizes of heads and an odd one, with each thing that limits scores."""
-    for dtype, sizes in (
-        (torch.bfloat16, (64, 80, 128, 192, 256)),
-        (torch.float16, (128,)),
-        (torch.float32, (64, 128)),
-    ):
-        for size in sizes:
-            for name, limits in _LIMITS.items():
-                for kernel in _KERNELS:
-                    for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
-                        yield _variant(kernel, dtype, size, name, limits, arch)
-
-
-def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[str, Any], arch: str) -> Variant:
-    kernel = _KERNELS[name]
-    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
-    window, softcap, p = limits.get("window"), limits.get("softcap"), limits.get("p", 0.0)
-    tile = tile_of(name, size, dtype, arch, _load_of(softcap, limits.get("mask"), limits.get("ends"), p))
-    keys = 4097 if limits.get("odd") else 4096
-    fixed = _constexprs(tile, 4, limits.get("causal", False), window, softcap, p, keys, size, dtype, interpret=False)
-    added = limits.get("mask") == "fp32"
-    fixed |= {"BASE_2": dtype is not torch.float32 and not added} if name == "fwd" else {"ADDED": added}
-    present = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), f"*{item}")
-    present |= {"lse": "*fp32", "deltas": "*fp32"} | ({"parts": "*fp32"} if added else {})
-    present |= {"mask": f"*{limits['mask']}"} if "mask" in limits else {}
-    present |= {"ends": "*i32"} if "ends" in limits else {}
-    present |= {"seed": "*i64"} if p else {}
-    present |= dict.fromkeys(("scale", "factor", "softcap"), "fp32")
-    pointers = {"q", "k", "v", "y", "dy", "dq", "dk", "dv", "lse", "deltas", "parts", "mask", "ends", "seed"}
-    signature = {
-        n: present.get(n, "i32") for n in kernel.arg_names if n not in fixed and (n in present or n not in pointers)
-    }
-    absent: dict[str, Any] = {n: None for n in kernel.arg_names if n in pointers and n not in present}
-    if "mask" in limits:
-        del signature["mask_col"]
-        absent["mask_col"] = 1
-    strides = [n for n in signature if n.endswith(("_batch", "_head", "_row")) and "mask" not in n]
-    aligned = [n for n, kind in signature.items() if kind.startswith("*")] + (strides if size % 16 == 0 else [])
-    return Variant(
-        name=f"attention {name} {item} {size}{' ' if label else ''}{label} {arch}",
-        kernel=kernel,
-        signature=signature,
-        constexprs={**fixed, **absent},
-        divisible=tuple(aligned),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        # Of other than 64 rows a product on sm_90 is made by the instruction of sm_80.
-        has_dot=dtype is not torch.float32 and (tile.n if name == "dkv" else tile.m) >= 64,
-        targets=(arch,),
-    )

@@ -37,8 +37,6 @@ EMIT = 10
 EMIT_GATED = 11
 SHIFT = 12
 
-STAGES = 3
-
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -226,7 +224,7 @@ class Chain:
                 "COMPUTE": tl.float64 if itemsize == 8 else tl.float32,
             }
             if self.sums:
-                constexprs |= {"SUMS": self.sums, "STAGES": 1 if itemsize == 8 else STAGES}
+                constexprs |= {"SUMS": self.sums, "STAGES": 1 if itemsize == 8 else 3}
             found = self._tiles[key] = (block_m, block_n, Constexprs(constexprs))
         return found
 

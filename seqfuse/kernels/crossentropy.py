@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +11,6 @@ from torch import Tensor
 
 from ._launch import architecture, launch, next_power_of_2, register_limit, stops
 from ._operators import operator
-from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh
 from .c import crossentropy as c_crossentropy
 from .c.crossentropy import check
@@ -191,26 +187,19 @@ def cross_entropy_(
             logits, targets, scale, softmax, loss, made, logits.stride(0), R if softmax is None else softmax.stride(0),
             ignore_index, V,
         ),
-        constexprs(block(V, logits.element_size(), amd), label_smoothing, z_loss, softcap, gradient, triton_compute),
+        {
+            "SMOOTHING": float(label_smoothing),
+            "Z_LOSS": float(z_loss),
+            "SOFTCAP": None if softcap is None else float(softcap),
+            "GRADIENT": gradient,
+            "BLOCK_N": block(V, logits.element_size(), amd),
+            "COMPUTE": triton_compute,
+            "STAGES": 3,
+        },
         warps,
         **register_limit(_registers(warps, logits.element_size()), arch),
     )  # fmt: skip
     return loss, made
-
-
-def constexprs(
-    block_n: int, label_smoothing: float, z_loss: float, softcap: float | None, gradient: bool, compute: Any
-) -> dict[str, Any]:
-    """In the order of the kernel."""
-    return {
-        "SMOOTHING": float(label_smoothing),
-        "Z_LOSS": float(z_loss),
-        "SOFTCAP": None if softcap is None else float(softcap),
-        "GRADIENT": gradient,
-        "BLOCK_N": block_n,
-        "COMPUTE": compute,
-        "STAGES": 3,
-    }
 
 
 def block(classes: int, itemsize: int, amd: bool = False) -> int:
@@ -231,43 +220,3 @@ def _registers(warps: int, itemsize: int) -> int | None:
     So it does where float64 has 16 warps, of which each thread may have 128.
     """
     return 64 if warps == 32 else 128 if itemsize == 8 else None
-
-
-def variants() -> Iterator[Variant]:
-    """Each dtype, aligned and not, with every option and none, both ways to the gradient, and without one."""
-    for way in ("ahead", "given"):
-        for amd in (False, True):
-            yield _variant("bfloat16", 1, True, way, ("stride", "softmax_stride", "ignore", "classes"), amd)
-    for dtype in ("bfloat16", "float16", "float32", "float64"):
-        for classes in (100, 1024, 262144, 50257):
-            for full in (False, True):
-                for way in ("ahead", "given", "loss"):
-                    for amd in (False, True):
-                        yield _variant(dtype, classes, full, way, amd=amd)
-
-
-def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ...] = (), amd: bool = False) -> Variant:
-    item, wide = TRITON_DTYPES[dtype], dtype == "float64"
-    stats = "*fp64" if wide else "*fp32"
-    signature: dict[str, Any] = {"logits": f"*{item}", "targets": "*i64"}
-    signature |= {"scale": stats, "given": stats} if way == "given" else {"loss": stats, "made": stats}
-    signature |= {"stride": "i32", "softmax_stride": "i32", "ignore": "i32", "classes": "i32"}
-    itemsize = getattr(torch, dtype).itemsize
-    warps = num_warps(classes, itemsize, amd)
-    values = constexprs(
-        block(classes, itemsize, amd), 0.1 if full else 0.0, 1e-4 if full else 0.0, 30.0 if full else None,
-        way != "loss", tl.float64 if wide else tl.float32,
-    )  # fmt: skip
-    absent = [name for name in ("scale", "given", "loss", "made") if name not in signature]
-    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-    aligned = ("stride", "classes") if classes % 16 == 0 else ()
-    return Variant(
-        name=f"cross_entropy{'+all' if full else ''} {way} {item} {classes}",
-        kernel=_cross_entropy_kernel,
-        signature={name: kind for name, kind in signature.items() if name not in ones},
-        constexprs=values | dict.fromkeys(absent) | dict.fromkeys(ones, 1),
-        divisible=(*pointers, *aligned),
-        num_warps=warps,
-        options=register_limit(_registers(warps, itemsize), "gfx" if amd else "sm_"),
-        targets=("gfx",) if amd else ("sm_",),
-    )

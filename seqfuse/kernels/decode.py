@@ -9,7 +9,6 @@ Not yet run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from ._launch import (
     stops,
 )
 from ._operators import operator
-from ._variants import TRITON_DTYPES, Variant
 from .attention import bend
 
 MAX_HEAD = 256
@@ -376,9 +374,7 @@ def _checked(
     return batch, heads, size, kv_heads, rows
 
 
-def _constexprs(
-    group: int, size: int, softcap: bool, window: bool, block_n: int, dtype: torch.dtype, interpret: bool | None = None
-) -> dict[str, Any]:
+def _constexprs(group: int, size: int, softcap: bool, window: bool, block_n: int, dtype: torch.dtype) -> dict[str, Any]:
     """In the order of the kernel."""
     return {
         "GROUP": group,
@@ -389,88 +385,5 @@ def _constexprs(
         "BLOCK_N": block_n,
         "BLOCK_D": max(16, next_power_of_2(size)),
         "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
-        "INTERPRET": interpreted() if interpret is None else interpret,
+        "INTERPRET": interpreted(),
     }
-
-
-def variants() -> Iterator[Variant]:
-    """Sizes of heads and groups, quantized or not, with one split and several; merges and writes.
-
-    A dot of 16 rows is not `wgmma`'s, which has 64: what counts is that a cache is read once, 16 bytes at a time.
-    """
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for size in (64, 80, 128, 256) if dtype is torch.bfloat16 else (128, 256):
-            for group, int8, limited, split in (
-                (1, False, False, True), (4, True, True, True), (8, False, True, False), (32, True, False, True),
-            ):  # fmt: skip
-                if int8 and dtype is torch.float32 and size > 128:
-                    continue
-                yield _decode_variant(dtype, size, group, int8, limited, split)
-            for int8 in (False, True):
-                yield _write_variant(dtype, size, int8)
-            for splits in (2, MAX_SPLITS):
-                item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
-                yield Variant(
-                    name=f"merge {item} {size} {splits}",
-                    kernel=_merge_kernel,
-                    signature={"partials": "*fp32", "sums": "*fp32", "y": f"*{item}", "splits": "i32"},
-                    constexprs={"D": size, "BLOCK_S": splits, "BLOCK_D": next_power_of_2(size)},
-                    divisible=("partials", "sums", "y"),
-                )
-
-
-def _decode_variant(dtype: torch.dtype, size: int, group: int, int8: bool, limited: bool, split: bool) -> Variant:
-    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
-    cache = "i8" if int8 else item
-    present = {"q": item, "k": cache, "v": cache, "lengths": "i64", "y": item}
-    present |= {"k_scale": "fp32", "v_scale": "fp32"} if int8 else {}
-    present |= {"partials": "fp32", "sums": "fp32"} if split else {}
-    fixed = _constexprs(group, size, limited, limited, _block_n(size, dtype, int8), dtype, interpret=False)
-    label = f"decode {item} {size} group {group}" + " int8" * int8 + " limited" * limited + " split" * split
-    registers = _registers(dtype, int8)
-    return _variant(label, _decode_kernel, present, fixed, _warps(dtype), _stages(dtype, int8), registers)
-
-
-def _write_variant(dtype: torch.dtype, size: int, int8: bool) -> Variant:
-    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
-    present = {"k_new": item, "v_new": item, "lengths": "i64"} | dict.fromkeys(("k", "v"), "i8" if int8 else item)
-    present |= {"k_scale": "fp32", "v_scale": "fp32"} if int8 else {}
-    fixed = {"D": size, "BLOCK_D": next_power_of_2(size)}
-    return _variant(f"cache_write {item} {size}" + " int8" * int8, _cache_write_kernel, present, fixed, 1)
-
-
-def _variant(
-    name: str,
-    kernel: Any,
-    present: dict[str, str],
-    fixed: dict[str, Any],
-    num_warps: int,
-    num_stages: int = 3,
-    registers: int | None = None,
-) -> Variant:
-    floats = {"scale": "fp32", "softcap": "fp32"}
-    counts = {"heads": "i32", "kv_heads": "i32", "rows": "i32", "splits": "i32", "window": "i32"}
-    signature: dict[str, Any] = {}
-    absent: dict[str, Any] = {}
-    for argument in kernel.arg_names:
-        if argument in fixed:
-            continue
-        if argument in present:
-            signature[argument] = f"*{present[argument]}"
-        elif argument in floats or argument in counts:
-            signature[argument] = (floats | counts)[argument]
-        elif argument.endswith(("_batch", "_head", "_row")):
-            signature[argument] = "i32"
-        else:
-            absent[argument] = None
-    strides = [n for n in signature if n.endswith(("_batch", "_head", "_row"))]
-    return Variant(
-        name=name,
-        kernel=kernel,
-        signature=signature,
-        constexprs={**fixed, **absent},
-        divisible=(*present, *strides),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        options=register_limit(registers, "sm_"),
-    )

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import column_sums
-from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored_singly, table, weight_of
+from ._gemm_tiles import DESCRIBED, Number, Tile, choose, family, weight_of
 from ._launch import (
     address,
     allow_scratch,
@@ -51,8 +50,7 @@ from ._launch import (
 )
 from ._operators import operator
 from ._philox import dropped, threshold_and_scale
-from ._variants import Type, Variant
-from .activations import ACTIVATIONS, Activation, apply, gradient, is_half, name_of
+from .activations import Activation, apply, gradient, is_half, name_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -545,7 +543,19 @@ def _multiply(
             None if e.dropout is None else e.dropout.seed, partials, a_sums, e.up, e.up_bias,
             M, N, K, a.ld, b.ld, *strides,
         ),
-        constexprs(tile, e, N % 4 == 0, a_t, b_t, loads, moved, "tf32" if tf32 else "ieee", interpreted()),
+        {
+            "FORM": e.form,
+            "VALUE": None if e.act is None else e.act.value,
+            "DERIVATIVE": None if e.act is None or e.form not in ("dact", "dgated") else e.act.derivative,
+            "P": () if e.act is None else e.act.P,
+            "T_IS_OUTPUT": e.t_is_output,
+            "READS_OUTPUT": e.act is not None and e.act.reads == "output",
+            "ACCUMULATE": e.accumulate,
+            "DROP": None if e.dropout is None else threshold_and_scale(e.dropout.p, e.dropout.upscale),
+            "GROUPED": N % 4 == 0, "A_T": a_t, "B_T": b_t, "LOADS": loads, "TILES": moved,
+            "PRECISION": "tf32" if tf32 else "ieee", "INTERPRET": interpreted(),
+            "BM": tile.m, "BN": tile.n, "BK": tile.k, "GROUP": tile.group, "SPLIT": tile.split, "FLATTEN": tile.flatten,
+        },
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
@@ -556,36 +566,6 @@ def _number(dtype: torch.dtype, tf32: bool) -> Number:
     if dtype == torch.float32:
         return "tf32" if tf32 else "float32"
     return "float64" if dtype == torch.float64 else "half"
-
-
-def constexprs(
-    tile: Tile, e: Epilogue, grouped: bool, a_t: bool, b_t: bool, loads: bool, moved: bool, precision: str,
-    interpret: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """The kernel's compile-time arguments, in its order."""
-    return {
-        "FORM": e.form,
-        "VALUE": None if e.act is None else e.act.value,
-        "DERIVATIVE": None if e.act is None or e.form not in ("dact", "dgated") else e.act.derivative,
-        "P": () if e.act is None else e.act.P,
-        "T_IS_OUTPUT": e.t_is_output,
-        "READS_OUTPUT": e.act is not None and e.act.reads == "output",
-        "ACCUMULATE": e.accumulate,
-        "DROP": None if e.dropout is None else threshold_and_scale(e.dropout.p, e.dropout.upscale),
-        "GROUPED": grouped,
-        "A_T": a_t,
-        "B_T": b_t,
-        "LOADS": loads,
-        "TILES": moved,
-        "PRECISION": precision,
-        "INTERPRET": interpret,
-        "BM": tile.m,
-        "BN": tile.n,
-        "BK": tile.k,
-        "GROUP": tile.group,
-        "SPLIT": tile.split,
-        "FLATTEN": tile.flatten,
-    }
 
 
 def _flops(a: Tensor, weight: Tensor, *_: Any, up: Tensor | None = None, **__: Any) -> int:
@@ -935,126 +915,3 @@ def _wgrad(
         # Nothing is multiplied: x has no columns.
         torch.sum(left, 0, dtype=total.dtype, out=total)
     return total
-
-
-class _Kind(NamedTuple):
-    """An epilogue that a host function launches, for the offline check."""
-
-    name: str
-    form: str
-    operands: tuple[str, ...] = ()
-    act: str | None = None
-    a_t: bool = False
-    b_t: bool = False
-    accumulate: bool = False
-    t_is_output: bool = False
-    stream: bool = False  # added to, and given, in float32: the residual stream under autocast
-
-
-# The last of each weight holds most; of gradients the last two, of which the second is for aligned tiles alone.
-_KINDS: dict[Weight, tuple[_Kind, ...]] = {
-    "light": (
-        _Kind("forward", "plain", b_t=True),
-        _Kind("dgrad+sums", "plain", ("partials",)),
-        _Kind("wgrad+bias", "plain", ("a_sums",), a_t=True),
-        _Kind("forward+bias,gelu", "plain", ("bias",), "gelu", b_t=True),
-    ),
-    "heavy": (
-        _Kind("wgrad+main_grad,bias", "plain", ("a_sums",), a_t=True, accumulate=True),
-        _Kind("forward+bias,gelu,pre", "plain", ("bias", "pre"), "gelu", b_t=True),
-        _Kind("forward+bias,dropout,residual", "plain", ("bias", "seed", "residual"), b_t=True),
-        _Kind("forward+bias,dropout,stream", "plain", ("bias", "seed", "residual"), b_t=True, stream=True),
-        _Kind("forward+bias,gelu,pre,dropout", "plain", ("bias", "pre", "seed"), "gelu", b_t=True),
-        _Kind("forward+bias,relu,output,dropout", "plain", ("bias", "pre", "seed"), "relu", b_t=True, t_is_output=True),
-        _Kind("forward+all", "plain", ("pre", "bias", "residual", "seed"), "gelu", b_t=True),
-    ),
-    "gradient": (
-        _Kind("dgrad+gelu", "dact", ("t",), "gelu"),
-        _Kind("dgrad+relu of output,sums", "dact", ("t", "partials"), "relu", t_is_output=True),
-        _Kind("dgrad+gelu,sums,emit", "dact", ("emitted", "t", "partials"), "gelu"),
-        _Kind("dgrad+gelu,sums,dy_sums", "dact", ("t", "partials", "a_sums"), "gelu"),
-        _Kind("dgrad+all", "dact", ("emitted", "residual", "t", "seed", "partials"), "gelu"),
-        _Kind("dgrad+dropout,sums,dy_sums", "dact", ("t", "seed", "partials", "a_sums"), "gelu"),
-    ),
-    "gated": (
-        _Kind("swiglu", "gated", (), "silu", b_t=True),
-        _Kind("swiglu+bias,pre", "gated", ("pre", "bias"), "silu", b_t=True),
-        _Kind("swiglu+up,bias,pre", "gated", ("pre", "bias", "b_up", "bias_up"), "silu", b_t=True),
-        _Kind("geglu+all", "gated", ("pre", "bias", "residual", "seed"), "gelu", b_t=True),
-    ),
-    "dgated": (
-        _Kind("dgrad+swiglu", "dgated", ("t",), "silu"),
-        _Kind("dgrad+swiglu,sums,emit", "dgated", ("emitted", "t", "partials"), "silu"),
-        _Kind("dgrad+geglu,all", "dgated", ("emitted", "t", "seed", "partials"), "gelu"),
-    ),
-}
-_HEAVIEST = {weight: kinds[-2 if weight == "gradient" else -1 :] for weight, kinds in _KINDS.items()}
-_OPTIONAL = ("pre", "emitted", "bias", "residual", "t", "seed", "partials", "a_sums", "b_up", "bias_up")
-_STRIDES = ("lda", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")
-_PREFIXES = {"sm_80": ("sm_8", "sm_12"), "sm_90": ("sm_90",), "sm_100": ("sm_10",), "gfx942": ("gfx",)}
-
-
-def variants() -> Iterator[Variant]:
-    """Each epilogue on the first tile of its weight, the one that holds most on all others and on unaligned tensors."""
-    for of, number, weight, candidates in table():
-        family_of, _, odd = of.partition(" ")
-        if family_of == "interpreter":
-            continue
-        for position, tile in enumerate(candidates):
-            for kind in _KINDS[weight] if position == 0 and number == "half" and not odd else _HEAVIEST[weight]:
-                yield _variant(family_of, number, tile, kind, loads=not odd, moved=True)
-        for tile in stored_singly(weight, candidates):
-            yield _variant(family_of, number, tile, _HEAVIEST[weight][0], loads=not odd, moved=False)
-        if number == "half":
-            # A number that is 1 is a constant to the compiler.
-            tile = stored_singly(weight, candidates)[0] if odd else candidates[0]
-            ones = (("M",), ("K",), ("N", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")) if odd else (("M",),)
-            for one in ones:
-                kind = _HEAVIEST[weight][0]
-                yield _variant(family_of, number, tile, kind, loads=not odd, moved=not odd, one=one)
-
-
-def _variant(
-    of: str, number: Number, tile: Tile, kind: _Kind, *, loads: bool, moved: bool, one: tuple[str, ...] = ()
-) -> Variant:
-    dtype = {"half": "bf16", "tf32": "fp32", "float32": "fp32", "float64": "fp64"}[number]
-    total = "fp64" if number == "float64" else "fp32"
-    out = total if kind.accumulate else dtype
-    types = {"c": out, "seed": "i64", "partials": total}
-    types |= dict.fromkeys(("c", "bias", "residual"), total) if kind.stream else {}
-    if kind.form == "dact":
-        types["a_sums"] = total
-    present = ("a", "b", "c", *(name for name in _OPTIONAL if name in kind.operands))
-    signature: dict[str, Type] = {name: f"*{types.get(name, dtype)}" for name in present}
-    signature |= {name: "i32" for name in ("M", "N", "K", *_STRIDES) if name not in one}
-    act = None if kind.act is None else ACTIVATIONS[kind.act]
-    of_factors, of_tiles = ("a", "b", "lda", "ldb", "K"), (*present[2:], "M", "N", "ldc", "ldp", "lde", "ldr", "ldt")
-    dropout = Dropout(None, 0.1) if "seed" in kind.operands else None
-    numbers = constexprs(
-        tile,
-        Epilogue(kind.form, act, kind.t_is_output, dropout=dropout, accumulate=kind.accumulate),
-        moved,
-        kind.a_t,
-        kind.b_t,
-        loads and tile.descriptors,
-        moved and tile.descriptors,
-        "tf32" if number == "tf32" else "ieee",
-        False,
-    )
-    where = (
-        ("" if loads else " factors unaligned")
-        + ("" if moved else " tiles unaligned")
-        + (f" {one[0]}=1" if one else "")
-    )
-    return Variant(
-        name=f"gemm {of} {number} {kind.name} {tile.m}x{tile.n}x{tile.k}{where}",
-        kernel=_gemm_kernel,
-        signature=signature,
-        constexprs=numbers | {name: None for name in _OPTIONAL if name not in kind.operands} | dict.fromkeys(one, 1),
-        divisible=(of_factors if loads else ()) + (of_tiles if moved else ()),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        # Matrix instructions multiply neither float32 exactly nor float64, on Hopper.
-        has_dot=number in ("half", "tf32"),
-        targets=_PREFIXES[of],
-    )

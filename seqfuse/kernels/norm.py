@@ -9,7 +9,7 @@ keeps its part of the parameters' gradients in registers from row to row and wri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +32,7 @@ from ._launch import (
 from ._operators import bound, operator
 from ._philox import dropped, threshold_and_scale
 from ._rstd import rstd_of
-from ._variants import TRITON_DTYPES, Variant
-from .activations import ACTIVATIONS, LONGEST, Activation, apply, gradient, is_composed, is_half
+from .activations import Activation, apply, gradient, is_composed, is_half
 from .c import norm as c_norm
 
 
@@ -487,32 +486,16 @@ def norm_fwd(
             source, other, pre_bias, None if seed is None else seed.view(1), weight, bias, y, stream, mean, rstd,
             source.stride(0), 0 if other is None else other.stride(0), M, N,
         ),
-        forward_constexprs(
-            tile, eps, centered, zero_centered, None if seed is None else p, act, N % 4 == 0, triton_compute
-        ),
+        {
+            "EPS": float(eps), "CENTERED": centered, "ZERO_CENTERED": zero_centered,
+            "P": None if seed is None else threshold_and_scale(p), "VALUE": None if act is None else act.value,
+            "ACT_P": () if act is None else tuple(act.P), "CHUNKS": tile.chunks, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
+            "GROUPED": N % 4 == 0, "COMPUTE": triton_compute,
+        },
         tile.num_warps,
         **register_limit(tile.registers, architecture(x.device)),
     )  # fmt: skip
     return Normed(y, stream, mean, rstd)
-
-
-def forward_constexprs(
-    tile: Tile, eps: float, centered: bool, zero_centered: bool, p: float | None, act: Any, grouped: bool, compute: Any
-) -> dict[str, Any]:
-    """In the order of the kernel."""
-    return {
-        "EPS": float(eps),
-        "CENTERED": centered,
-        "ZERO_CENTERED": zero_centered,
-        "P": None if p is None else threshold_and_scale(p),
-        "VALUE": None if act is None else act.value,
-        "ACT_P": () if act is None else tuple(act.P),
-        "CHUNKS": tile.chunks,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "GROUPED": grouped,
-        "COMPUTE": compute,
-    }
 
 
 @operator("norm_backward", in_c=c_norm.decide_backward)
@@ -588,7 +571,11 @@ def norm_bwd(
         # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
         branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=device)
     shared = (d, source, None if mean is None else mean.reshape(-1), rstd.reshape(-1), weight, bias)
-    function = _activation_constexprs(centered, zero_centered, act)
+    of_norm = {"CENTERED": centered, "ZERO_CENTERED": zero_centered}
+    of_act = {
+        "VALUE": None if act is None else act.value, "DERIVATIVE": None if act is None else act.derivative,
+        "OF_OUTPUT": act is not None and act.reads == "output", "ACT_P": () if act is None else tuple(act.P),
+    }  # fmt: skip
     flags = {name: kind is not None for name, kind in zip(("DWEIGHT", "DBETA", "DBIAS"), wanted, strict=True)}
     programs = min(cdiv(M, tile.m), processors(device) * tile.per_processor)
     steps = cdiv(cdiv(M, tile.m), programs)
@@ -606,7 +593,11 @@ def norm_bwd(
                 *shared, added, None if seed is None else seed.view(1), out, branch, partials, d.stride(0),
                 source.stride(0), 0 if added is None else added.stride(0), M, N, steps,
             ),
-            backward_constexprs(tile, function, None if seed is None else p, in_rows, N % 4 == 0, triton_compute),
+            {
+                **of_norm, "P": None if seed is None else threshold_and_scale(p), **of_act, **in_rows,
+                "CHUNKS": tile.chunks, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "GROUPED": N % 4 == 0,
+                "COMPUTE": triton_compute, "STAGES": tile.stages,
+            },
             tile.num_warps,
             **register_limit(tile.registers, architecture(device)),
         )  # fmt: skip
@@ -621,9 +612,12 @@ def norm_bwd(
             _norm_sums_kernel,
             programs * across,
             (*shared, branch, partials, d.stride(0), source.stride(0), M, N, steps),
-            sums_constexprs(s, function, flags, triton_compute),
+            {
+                **of_norm, **of_act, **flags, "BLOCK_M": s.m, "BLOCK_N": s.n, "COMPUTE": triton_compute,
+                "STAGES": s.stages,
+            },
             s.num_warps,
-        )
+        )  # fmt: skip
     if partials is not None:
         column_sums(partials[: programs * sums * N].view(programs, sums * N), N, *summed)
     return results
@@ -647,126 +641,3 @@ def backward_of(
     rest: dict[str, Any] = {"mean": None, "weight": None, "zero_centered": zero_centered, "dx": dx}
     rest |= {"dweight": dweight, "dbias": dbias}
     return bound(norm_bwd, lambda *given: rest | dict(zip(names, given, strict=True)))
-
-
-def _activation_constexprs(centered: bool, zero_centered: bool, act: Any) -> dict[str, Any]:
-    return {
-        "CENTERED": centered,
-        "ZERO_CENTERED": zero_centered,
-        "VALUE": None if act is None else act.value,
-        "DERIVATIVE": None if act is None else act.derivative,
-        "OF_OUTPUT": act is not None and act.reads == "output",
-        "ACT_P": () if act is None else tuple(act.P),
-    }
-
-
-def backward_constexprs(
-    tile: Tile, function: dict[str, Any], p: float | None, flags: dict[str, bool], grouped: bool, compute: Any
-) -> dict[str, Any]:
-    """In the order of the kernel."""
-    head = {name: function[name] for name in ("CENTERED", "ZERO_CENTERED")}
-    rest = {name: function[name] for name in ("VALUE", "DERIVATIVE", "OF_OUTPUT", "ACT_P")}
-    return {
-        **head,
-        "P": None if p is None else threshold_and_scale(p),
-        **rest,
-        **flags,
-        "CHUNKS": tile.chunks,
-        "BLOCK_M": tile.m,
-        "BLOCK_N": tile.n,
-        "GROUPED": grouped,
-        "COMPUTE": compute,
-        "STAGES": tile.stages,
-    }
-
-
-def sums_constexprs(tile: Tile, function: dict[str, Any], flags: dict[str, bool], compute: Any) -> dict[str, Any]:
-    """In the order of the kernel."""
-    return {**function, **flags, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "COMPUTE": compute, "STAGES": tile.stages}
-
-
-_BRANCH = ("pre_bias", "seed", "residual")
-_ACTS = {"act": ACTIVATIONS["gelu"], "acts": LONGEST}
-_AROUND = (*_BRANCH, "act")
-_DTYPES = {torch.bfloat16: tl.float32, torch.float16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64}
-
-
-def variants() -> Iterator[Variant]:
-    """Of both norms every tile for bfloat16, one width for the other dtypes, and unaligned widths."""
-    yield from _variants(True)
-    yield from _variants(False)
-
-
-def _variants(centered: bool) -> Iterator[Variant]:
-    for columns in (64, 1024, 2048, 4096, 8192, 16384, 65536, 1001, 4095, 5000, 16383, 65535):
-        for around in ((), _AROUND):
-            yield from _of_width(centered, torch.bfloat16, columns, around)
-    for columns in (256, 512, 2048, 4096):
-        yield from _of_width(centered, torch.bfloat16, columns, ("residual",))
-    for columns in (64, 1024, 4096, 16384, 65536, 4095):
-        yield from _of_width(centered, torch.bfloat16, columns, (*_BRANCH, "acts"))
-    for dtype in (torch.float16, torch.float32, torch.float64):
-        for columns in (1024, 4096, 8192, 16384, 65536):
-            yield from _of_width(centered, dtype, columns, _AROUND)
-    for columns in (1024, 4096, 8192, 65536, 1001):
-        for around in ((), ("residual",), _BRANCH):
-            yield from _of_width(centered, torch.bfloat16, columns, around, torch.float32)
-
-
-def _of_width(
-    centered: bool, dtype: torch.dtype, columns: int, around: tuple[str, ...], wide_dtype: torch.dtype | None = None
-) -> Iterator[Variant]:
-    """Variants for x and y, dy and the branch's gradient of `dtype`; the stream and all else may be of a wider one.
-
-    Such are the tensors under autocast, where without a prologue x is the stream.
-    """
-    item, stats = TRITON_DTYPES[str(dtype).removeprefix("torch.")], "fp64" if dtype is torch.float64 else "fp32"
-    aligned, grouped, compute = columns % 16 == 0, columns % 4 == 0, _DTYPES[dtype]
-    act = next((_ACTS[name] for name in around if name in _ACTS), None)
-    p = 0.1 if "seed" in around else None
-    stream_dtype = wide_dtype or dtype
-    other = TRITON_DTYPES[str(stream_dtype).removeprefix("torch.")]
-    kinds = item if wide_dtype is None else f"{item} in {other}"
-    label = f"{'layernorm' if centered else 'rmsnorm'}{'+' + ','.join(around) if around else ''} {kinds} {columns}"
-
-    def variant(kernel: Any, name: str, tile: Tile, present: dict[str, str], constexprs: dict[str, Any]) -> Variant:
-        numbers = [n for n in kernel.arg_names if n not in constexprs and n.endswith(("stride", "M", "N", "steps"))]
-        pointers = [n for n in kernel.arg_names if n not in constexprs and n not in numbers]
-        return Variant(
-            name=f"{label} {name} {tile.m}x{tile.n}",
-            kernel=kernel,
-            signature={n: f"*{present[n]}" for n in pointers if n in present} | dict.fromkeys(numbers, "i32"),
-            constexprs=constexprs | {n: None for n in pointers if n not in present},
-            divisible=(*pointers, *((n for n in numbers if n not in ("M", "steps")) if aligned else ())),
-            num_warps=tile.num_warps,
-            options=register_limit(tile.registers, "sm_"),
-        )
-
-    extra = {"pre_bias": "bias", "seed": "seed", "residual": "residual"}
-    tile = forward_tile(columns, (dtype if around else stream_dtype).itemsize)
-    present = {"x": item if around else other, "weight": other, "y": item, "rstd_out": stats}
-    present |= {"beta": other, "mean_out": stats} if centered else {}
-    present |= {extra[name]: "i64" if name == "seed" else other for name in around if name in extra}
-    present |= {"stream": other} if around else {}
-    constexprs = forward_constexprs(tile, 1e-5, centered, False, p, act, grouped, compute)
-    yield variant(_norm_fwd_kernel, "fwd", tile, present, constexprs)
-
-    tile = backward_tile(columns, stream_dtype.itemsize, act is not None or p is not None)
-    function = _activation_constexprs(centered, False, act)
-    wide = tile.chunks > 1
-    flags = {"DWEIGHT": True, "DBETA": centered, "DBIAS": "pre_bias" in around}
-    present = {"dy": item, "x": other, "weight": other, "dx": other, "rstd": stats}
-    present |= {"beta": other, "mean": stats} if centered else {}
-    shared = dict(present)
-    present |= {"dstream": other} if "residual" in around else {}
-    present |= {"seed": "i64"} if "seed" in around else {}
-    present |= {"dbranch": item} if "seed" in around or (around and wide_dtype is not None) else {}
-    present |= {} if wide else {"partials": stats}
-    inside = dict.fromkeys(flags, False) if wide else flags
-    constexprs = backward_constexprs(tile, function, p, inside, grouped, compute)
-    yield variant(_norm_bwd_kernel, "bwd", tile, present, constexprs)
-    if wide:
-        shared |= {"partials": stats} | ({"dbranch": item} if around else {})
-        tile = sums_tile(stream_dtype.itemsize, act)
-        constexprs = sums_constexprs(tile, function, flags, compute)
-        yield variant(_norm_sums_kernel, "sums", tile, shared, constexprs)

@@ -1,6 +1,7 @@
 # pyright: basic, reportGeneralTypeIssues=false
-# ruff: noqa: RUF005
-# Device functions are Triton's language: it has no types, and tuples in it are joined by +.
+# ruff: noqa: F401, F811, RUF005
+# Device functions are Triton's language: it has no types, and tuples in it are joined by +. Steps are imported from
+# here, too.
 """Chains of point-wise steps of any length in one kernel, in the direction of values or of gradients.
 
 A chain is data: a kind, device functions and numbers for each step, all fixed at compile time, beside a tuple of
@@ -25,20 +26,10 @@ from ._columns import column_sums
 from ._launch import as_rows, cdiv, launch, processors, stops
 from ._operators import TEXTS, Text, bound, operator
 from ._philox import dropped
-from ._variants import TRITON_DTYPES, Type, Variant
-from .activations import (
-    ACTIVATIONS,
-    LONGEST,
-    apply,
-    composed,
-    entry,
-    gradient,
-    is_half,
-)
+from .activations import apply, entry, gradient, is_half
 from .c import chain as c_chain
 from .chains import (
     AGAIN,
-    STAGES,
     Chain,
     Step,
     act,
@@ -56,7 +47,7 @@ from .chains import (
     scale,
     shift,
     store,
-)
+)  # fmt: skip
 
 _ACT = tl.constexpr(chains.ACT)
 _DACT = tl.constexpr(chains.DACT)
@@ -343,7 +334,6 @@ def _chain_sums_kernel(
 
 
 _NUM_WARPS = 4
-_STAGES = STAGES
 # Per multiprocessor, of a kernel with sums.
 _PROGRAMS = 8
 
@@ -466,109 +456,3 @@ def _read_again(step: Step, operand: Tensor | None, before: Step | None, read: T
     if before is None or (before.kind, step.kind) not in AGAIN or operand is None or read is None:
         return False
     return operand.data_ptr() == read.data_ptr() and operand.dtype is read.dtype and operand.stride() == read.stride()
-
-
-def chain_variant(
-    chain: Chain,
-    dtype: torch.dtype,
-    width: int,
-    *,
-    operand: torch.dtype | None = None,
-    result: bool = True,
-    ones: tuple[str, ...] = (),
-    again: bool = False,
-) -> Variant:
-    """What a launch of `chain` compiles for x and results of `dtype`, with parts of `width` columns.
-
-    Args:
-        chain: the steps; this is how to check activations of your own.
-        dtype: of x and all results.
-        width: columns of the narrowest place in the chain.
-        operand: dtype of the operands, x's by default.
-        result: whether the last value is stored.
-        ones: numbers among the arguments that are 1, which Triton makes constants.
-        again: whether each gradient behind an `emit` or `emit_gated` takes what that one has read.
-    """
-    block_m, block_n, constexprs = chain.tile(width, dtype.itemsize)
-    name, other = (TRITON_DTYPES[str(d).removeprefix("torch.")] for d in (dtype, operand or dtype))
-    operands = tuple(
-        "*i64" if step.operand == "seed" else f"*{other}" if step.operand else "none" for step in chain.steps
-    )
-    if again:
-        operands = tuple(
-            "none" if kinds in AGAIN else operand
-            for operand, kinds in zip(operands, itertools.pairwise((-1, *chain.kinds)), strict=True)
-        )
-    outputs = tuple(f"*{name}" if step.output == "matrix" else "none" for step in chain.steps)
-    strides: tuple[Type, ...] = tuple("i32" for _ in chain.steps)
-    signature: dict[str, Type] = {"x": f"*{name}", "y": f"*{name}", "operands": operands, "outputs": outputs}
-    if chain.sums:
-        signature["partials"] = "*fp64" if dtype is torch.float64 else "*fp32"
-    signature |= {"x_stride": "i32", "strides": strides, "M": "i32", "width": "i32"}
-    if chain.sums:
-        signature["steps"] = "i32"
-    aligned = width % 16 == 0
-    fixed: dict[str, Any] = dict.fromkeys(ones, 1) if result else dict.fromkeys(ones, 1) | {"y": None}
-    signature = {key: value for key, value in signature.items() if key not in fixed}
-    kernel = _chain_sums_kernel if chain.sums else _chain_kernel
-    pointers = tuple(key for key in ("x", "y", "operands", "outputs", "partials") if key in signature)
-    return Variant(
-        name=f"{chain.name}{'' if result else ',-'} {name}{'' if other == name else '+' + other} {block_m}x{block_n}"
-        + ("" if aligned else " odd")
-        + (" again" if again else "")
-        + "".join(f" {one}=1" for one in ones),
-        kernel=kernel,
-        signature=signature,
-        constexprs={**constexprs, **fixed},
-        divisible=(*pointers, *(("x_stride", "strides", "width") if aligned else ())),
-        num_warps=_NUM_WARPS,
-        num_stages=_STAGES,
-    )
-
-
-def variants() -> Iterator[Variant]:
-    """Each activation in each place, and chains of the lengths and operands that fusions ask for."""
-    for activation in ACTIVATIONS.values():
-        for step in (act, dact, gated, dgated):
-            yield chain_variant(Chain(step(activation)), torch.bfloat16, 4096)
-        yield chain_variant(Chain(dact(activation), column_sum()), torch.bfloat16, 4096)
-        yield chain_variant(Chain(dgated(activation), column_sum()), torch.bfloat16, 4096)
-    gelu = ACTIVATIONS["gelu"]
-    chains = (
-        Chain(bias(), store(), act(gelu)),
-        Chain(bias(), store(), gated(gelu), dropout(0.1)),
-        Chain(bias(), dropout(0.1), add(), store()),
-        Chain(scale(0.5), add()),
-        Chain(bias(), act(gelu), act(gelu), scale(2.0), dropout(0.1), add(), act(gelu), store()),
-        Chain(dropout(0.1), dact(gelu), column_sum()),
-        Chain(dropout(0.1), dgated(gelu), column_sum()),
-        Chain(emit(gelu), dact(gelu), column_sum()),
-        Chain(emit_gated(gelu), dgated(gelu), column_sum()),
-        Chain(shift(), emit(gelu), dact(gelu), column_sum()),
-        Chain(shift(True), emit_gated(gelu), dgated(gelu), column_sum()),
-        Chain(add(), store(), dropout(0.1), column_sum()),
-        Chain(column_sum()),
-        Chain(dropout(0.1), bias(), act(gelu), dropout(0.2), scale(2.0)),
-        Chain(scale(2.0), dropout(0.2), dact(gelu), column_sum(), dropout(0.1)),
-        Chain(bias(), store(), act(LONGEST)),
-        Chain(dact(LONGEST), column_sum()),
-        Chain(dact(composed(*(ACTIVATIONS[name] for name in ("tanh", "relu", "gelu")))), column_sum()),
-        Chain(dropout(0.1)),
-    )
-    for chain in chains:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-            for width in (4096, 1001, 24, 7) if dtype is torch.bfloat16 else (4096,):
-                yield chain_variant(chain, dtype, width)
-        yield chain_variant(chain, torch.bfloat16, 4096, operand=torch.float32)
-    yield chain_variant(Chain(column_sum()), torch.bfloat16, 4096, result=False)
-    for chain in (*chains[7:11], Chain(emit(gelu), dact(gelu)), Chain(emit_gated(gelu), dgated(gelu))):
-        for width in (4096, 1001):
-            yield chain_variant(chain, torch.bfloat16, width, again=True)
-    for chain, ones in (
-        (chains[1], ("M",)),
-        (chains[1], ("width", "x_stride")),
-        (chains[6], ("M", "steps")),
-        (chains[6], ("steps",)),
-        (chains[6], ("width", "x_stride")),
-    ):
-        yield chain_variant(chain, torch.bfloat16, 1 if "width" in ones else 4096, ones=ones)

@@ -9,7 +9,6 @@ operation rounds it, reduced in float64, so that far positions keep what digits 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from ._heads import Rotation, check_normed, check_weights, checked, frequencies_
 from ._launch import architecture, as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, stops
 from ._operators import operator
 from ._rstd import rstd_of
-from ._variants import TRITON_DTYPES, Variant
 from .c import rope as c_rope
 
 
@@ -738,95 +736,3 @@ def _constexprs(
         "BLOCK_R": tile.pairs,
         "BLOCK_P": tile.rest,
     }
-
-
-_SHAPES = (
-    (64, Rotation("half", 64)),
-    (128, Rotation("half", 128)),
-    (128, Rotation("interleaved", 128)),
-    (128, Rotation("half", 32)),
-    (96, Rotation("interleaved", 24)),
-    (256, Rotation("half", 256)),
-    (1024, Rotation("interleaved", 512)),
-    (80, Rotation("half", 80)),
-    (127, Rotation("half", 126)),
-    (128, None),
-)
-_AROUND = (("bias", "norm", "positions"), ("norm",), ("bias",), (), ("bias", "norm", "cos"), ("cos by pair",))
-
-
-def variants() -> Iterator[Variant]:
-    """Common sizes of heads, both styles, with and without bias, norm and given positions, every dtype for one size."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for size, rotation in _SHAPES if dtype is torch.bfloat16 else _SHAPES[1:3]:
-            for around in _AROUND:
-                if rotation is not None or ("norm" in around and "cos" not in around):
-                    yield from _of_shape(dtype, size, rotation, around, "sm_")
-                    yield from _of_shape(dtype, size, rotation, around, "gfx")
-            if size <= 256:
-                yield _write_variant(dtype, size, rotation, int8=False)
-                yield _write_variant(dtype, size, rotation, int8=True)
-
-
-def _of_shape(
-    dtype: torch.dtype, size: int, rotation: Rotation | None, around: tuple[str, ...], target: str
-) -> Iterator[Variant]:
-    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
-    norm, bias = "norm" in around, "bias" in around
-    style = "none" if rotation is None else f"{rotation.style} {rotation.dim}"
-    label = f"rope{'+' + ','.join(around) if around else ''} {item} {size} {style}"
-    shared = {"positions": "i64"} if "positions" in around and rotation is not None else {}
-    given = [name for name in around if name.startswith("cos")]
-    if given:
-        shared |= {"cos": item, "sin": item}
-    elif rotation is not None:
-        shared |= {"frequencies": "fp32"}
-    shared |= {"q_weight": item, "k_weight": item} if norm else {}
-    forward = {**shared, "x": item, "y": item} | ({"bias": item} if bias else {})
-    forward |= {"rstd_out": "fp32"} if norm else {}
-    forward |= {"stored": item} if norm and bias else {}
-    backward = {**shared, "dy": item, "dx": item} | ({"biases": "fp32"} if bias else {})
-    backward |= {"x": item, "rstd": "fp32", "gains": "fp32"} if norm else {}
-    both = ((_rope_fwd_kernel, "fwd", forward, _FORWARD), (_rope_bwd_kernel, "bwd", backward, _BACKWARD))
-    for kernel, name, present, most in both:
-        tile = tile_of(40, size, 0 if rotation is None else rotation.dim, most, target == "gfx")
-        fixed = {**({"EPS": 1e-6} if name == "fwd" else {}), **_constexprs(tile, norm, size, rotation)}
-        fixed["BY_PAIR"] = given == ["cos by pair"]
-        numbers = [n for n in kernel.arg_names if n.endswith("stride") or n in ("M", "Q", "K", "period", "steps")]
-        pointers = [n for n in kernel.arg_names if n not in fixed and n not in numbers]
-        yield Variant(
-            name=f"{label} {name} {target.rstrip('_')}",
-            kernel=kernel,
-            signature={n: f"*{present[n]}" for n in pointers if n in present} | dict.fromkeys(numbers, "i32"),
-            constexprs=fixed | {n: None for n in pointers if n not in present},
-            divisible=(*pointers, *(n for n in numbers if n.endswith("stride") and size % 16 == 0)),
-            num_warps=tile.num_warps,
-            targets=(target,),
-        )
-
-
-def _write_variant(dtype: torch.dtype, size: int, rotation: Rotation | None, *, int8: bool) -> Variant:
-    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
-    kernel: Any = _rope_write_kernel
-    rotary = 0 if rotation is None else rotation.dim
-    fixed = {"EPS": 1e-6, **_constexprs(tile_of(1, size, rotary, 1, amd=False), True, size, rotation)}
-    del fixed["BLOCK_M"], fixed["BLOCK_H"]
-    present = dict.fromkeys(("x", "bias", "q_weight", "k_weight", "q"), item) | {"lengths": "i64"}
-    present |= dict.fromkeys(("k", "v"), "i8" if int8 else item)
-    present |= {"frequencies": "fp32"} if rotation is not None else {}
-    present |= {"k_scale": "fp32", "v_scale": "fp32"} if int8 else {}
-    numbers = [
-        n
-        for n in kernel.arg_names
-        if n.endswith(("_stride", "_batch", "_head", "_row")) or n in ("B", "Q", "K", "rows")
-    ]
-    pointers = [n for n in kernel.arg_names if n not in fixed and n not in numbers]
-    style = "none" if rotation is None else f"{rotation.style} {rotation.dim}"
-    return Variant(
-        name=f"rope_write {item} {size} {style}{' int8' if int8 else ''}",
-        kernel=kernel,
-        signature={n: f"*{present[n]}" for n in pointers if n in present} | dict.fromkeys(numbers, "i32"),
-        constexprs=fixed | {n: None for n in pointers if n not in present},
-        divisible=(*pointers, *(n for n in numbers if "_" in n and size % 16 == 0)),
-        num_warps=1,
-    )

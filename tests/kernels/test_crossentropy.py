@@ -299,7 +299,7 @@ def test_the_operator_passes_the_checks_of_torch(name: str) -> None:
 @pytest.mark.triton
 def test_it_compiles_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
     only = r"(ahead (bf16|fp64) (262144|50257)|all loss fp32 262144|given fp16 100|bf16 1)$"
-    for one in compiled("seqfuse.kernels.crossentropy", only, 13):
+    for one in compiled("crossentropy", only, 11):
         assert one.spills == 0, one
         # Alone stand what a row has one of: its target, its logit there, its results.
         if one.target.startswith("sm_") and "262144" in one.variant:
@@ -312,11 +312,7 @@ def test_a_long_row_has_a_program_that_fills_a_processor() -> None:
     assert [crossentropy.num_warps(classes, 2) for classes in (100, 4096, 32768, 32769, 128256)] == [4, 16, 16, 32, 32]
     assert [crossentropy.block(classes, 2) for classes in (32768, 128256)] == [4096, 8192]
     assert crossentropy.num_warps(16385, 4) == 32
-    (long,) = [v for v in crossentropy.variants() if v.name == "cross_entropy ahead bf16 262144" and v.runs_on("sm_90")]
-    # 32 warps of at most 64 registers: one of 33 or more has a processor to itself.
-    assert (long.num_warps, long.options) == (32, {"maxnreg": 64})
     assert crossentropy.num_warps(262144, 2, amd=True) == 16, "1,024 threads"
-    assert all(v.num_warps <= 16 for v in crossentropy.variants() if v.runs_on("gfx942"))
 
 
 @pytest.mark.triton

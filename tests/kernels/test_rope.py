@@ -336,7 +336,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.triton
 def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
     only = r"(positions|norm|norm,cos|cos by pair) bf16 (128 half 128|128 interleaved|80|127|96) "
-    for one in compiled("seqfuse.kernels.rope", only, 40):
+    for one in compiled("rope", only, 40):
         # Heads of an odd size there keep six scalars in lanes of vector registers; none goes to memory.
         odd = " 127 " in one.variant and one.target.startswith("gfx")
         assert one.spills <= 6 * odd, one

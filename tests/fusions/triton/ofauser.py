@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +13,8 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse.kernels import gemm, norm, pointwise
-from seqfuse.kernels._variants import Variant
+from seqfuse.testing.compile import Variant
+from tools.launches import SEED, launching
 
 
 class Mish(sf.Pointwise):
@@ -64,32 +66,34 @@ class Leaky(sf.Pointwise):
         return torch.where(y > 0, 1.0, self.slope).to(y.dtype)
 
 
-PLACES = (
-    "forward+bias,gelu,pre ",
-    "swiglu+bias,pre ",
-    "dgrad+gelu,sums,emit ",
-    "dgrad+swiglu,sums,emit ",
-    "+pre_bias,seed,residual,act bf16 1024 ",
-)
-"""One configuration of each kernel that takes a device function, by a part of its name."""
-
-
-def variants() -> Iterator[Variant]:
+def variants(target: str) -> Iterator[Variant]:
+    """Each kernel that takes a device function, compiled with these."""
     for act in (Mish(), Leaky()):
-        name = type(act).__name__
-        steps = (pointwise.act, pointwise.dact, pointwise.gated, pointwise.dgated)
-        for chain in (*((step(act),) for step in steps), (pointwise.dact(act), pointwise.column_sum())):
-            one = pointwise.chain_variant(pointwise.Chain(*chain), torch.bfloat16, 4096)
-            yield dataclasses.replace(one, name=f"{name} {one.name}")
-        functions = {"VALUE": act.value, "DERIVATIVE": act.derivative, "P": act.P, "ACT_P": act.P}
-        functions |= dict.fromkeys(("READS_OUTPUT", "OF_OUTPUT"), act.reads == "output")
-        seen: set[tuple[str, tuple[str, ...]]] = set()
-        for one in (*gemm.variants(), *norm.variants()):
-            place = next((place for place in PLACES if place in one.name), None)
-            if place is None or (place + one.kernel.__name__, one.targets) in seen:
-                continue
-            seen.add((place + one.kernel.__name__, one.targets))
-            taken = {key: value for key, value in functions.items() if one.constexprs.get(key) is not None}
-            if "ACT_P" in taken:
-                taken.pop("P", None)
-            yield dataclasses.replace(one, name=f"{name} {one.name}", constexprs={**one.constexprs, **taken})
+        name, output = type(act).__name__, act.reads == "output"
+        for call in _calls(act, {"t_is_output": output, "sums": True, "emit": True}):
+            with launching(target) as found:
+                call()
+            for launch in found:
+                if "column_sums" not in launch.kernel.__name__:
+                    yield launch.variant(f"{name} {launch.kernel.__name__}")
+
+
+def _calls(act: Any, output: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+    p, gated = pointwise, {"sums": True, "emit": True}
+    x, w, b, packed = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((512, 1024), (1024, 1024), (1024,), (2048, 1024))
+    )
+    wide, rows = torch.empty(512, 2048, dtype=torch.bfloat16), torch.empty(512)
+    for step, first, given in ((p.act, x, ()), (p.dact, x, (x,)), (p.gated, wide, ()), (p.dgated, x, (wide,))):
+        yield functools.partial(p.pointwise, first, p.Chain(step(act)), given)
+    yield functools.partial(p.pointwise, x, p.Chain(p.dact(act), p.column_sum()), (x,))
+    yield functools.partial(gemm.linear, x, w, b, act=act, store_pre=True)
+    yield functools.partial(gemm.linear_gated, x, packed, torch.cat((b, b)), act=act, store_pre=True)
+    yield functools.partial(gemm.linear_dgrad, x, w, act=act, t=x, **output)
+    yield functools.partial(gemm.linear_dgrad_gated, x, w, act=act, t=wide, **gated)
+    around: dict[str, Any] = {"pre_bias": b, "seed": SEED, "p": 0.1, "residual": x, "act": act}
+    yield functools.partial(norm.norm_fwd, x, b, b, 1e-5, **around)
+    yield functools.partial(
+        norm.norm_bwd, x, x, rows, rows, b, b, act=act, seed=SEED, p=0.1, dweight=b.dtype, dbias=b.dtype,
+        dpre_bias=b.dtype, dbranch=True,
+    )  # fmt: skip

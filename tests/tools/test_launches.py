@@ -1,0 +1,63 @@
+"""The calls of `tools/launches.py` launch every kernel and every tile of the tables, with what a GPU would get."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from seqfuse import kernels
+from seqfuse.kernels import _gemm_tiles, _launch, _replay
+from tools.compiled import TARGETS
+from tools.launches import CALLS, variants
+from tools.stub_driver import stub_driver
+
+pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_is_launched(target: str) -> None:
+    found: set[str] = set()
+    for one in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{one.name}")
+        found |= {name for name, value in vars(module).items() if type(value) is JITFunction and "_kernel" in name}
+    assert {one.kernel.__name__ for module in CALLS for one in variants(module, target)} == found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("module", CALLS)
+def test_names_tell_configurations_apart(module: str, target: str) -> None:
+    names = [one.name for one in variants(module, target)]
+    assert names
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_tile_of_a_gemm_is_launched(target: str) -> None:
+    launched = {(*map(one.constexprs.get, ("BM", "BN", "BK")), one.num_warps) for one in variants("gemm", target)}
+    for of, _, weight, candidates in _gemm_tiles.table():
+        if of.partition(" ")[0] == _gemm_tiles.family(target):
+            tiles = (*candidates, *_gemm_tiles.stored_singly(weight, candidates))
+            assert {(tile.m, tile.n, tile.k, tile.num_warps) for tile in tiles} <= launched
+
+
+@pytest.mark.parametrize("module", CALLS)
+def test_what_is_launched_is_what_its_kernel_was_compiled_for(module: str) -> None:
+    with stub_driver(compiles=False) as stub:
+        for _, call in CALLS[module]("sm_90"):
+            before = len(stub.launched)
+            call()
+            assert len(stub.launched) > before
+            _replay.forget()
+
+
+def test_a_long_row_of_logits_has_a_processor_to_itself() -> None:
+    """32 warps of at most 64 registers; AMD launches 16 warps at most."""
+    (long,) = [one for one in variants("crossentropy", "sm_90") if one.name == "cross_entropy ahead bf16 262144"]
+    assert (long.num_warps, long.options) == (32, {"maxnreg": 64})
+    assert all(one.num_warps <= 16 and not one.options for one in variants("crossentropy", "gfx942"))

@@ -1,0 +1,612 @@
+# pyright: basic
+# Kernels are called by what their functions take, and Triton has no types.
+"""Calls that launch every kernel in every configuration worth compiling, and what they launch, without a launch.
+
+`CALLS` has them by module, each with a name. `variants` runs those of a module as on a GPU of some architecture and
+gives each launch as it would be compiled: types and alignment of its arguments, compile-time arguments, options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from seqfuse.kernels import (
+    _columns,
+    _gemm_tiles,
+    _launch,
+    _replay,
+    attention,
+    crossentropy,
+    decode,
+    gemm,
+    norm,
+    pointwise,
+    rope,
+)
+from seqfuse.kernels.activations import ACTIVATIONS, LONGEST, composed
+from seqfuse.kernels.pointwise import Chain
+from seqfuse.testing.compile import TRITON_DTYPES, Type, Variant, type_of
+
+PROCESSORS = 32
+"""Few, so that a program has several steps where there are not many rows."""
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+GELU, SILU, RELU = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu"))
+Calls = Iterator[tuple[str, Callable[[], Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The arguments of one launch."""
+
+    kernel: Any
+    grid: int
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    options: dict[str, Any]
+
+    def variant(self, name: str) -> Variant:
+        """As it is compiled: what Triton makes of the arguments."""
+        signature: dict[str, Type] = {}
+        constants = dict(self.constexprs)
+        divisible: list[str] = []
+        for argument, value in zip(self.kernel.arg_names, self.args, strict=False):
+            if value is None or (type(value) is int and value == 1):
+                constants[argument] = value
+                continue
+            signature[argument] = type_of(value)
+            if _divisible(value):
+                divisible.append(argument)
+        return Variant(
+            name=name, kernel=self.kernel, signature=signature, constexprs=constants, divisible=tuple(divisible),
+            num_warps=self.num_warps, num_stages=self.num_stages, has_dot=self.has_dot, options=self.options,
+        )  # fmt: skip
+
+    @property
+    def has_dot(self) -> bool:
+        """Whether it multiplies matrices by instructions that `wgmma` stands for on sm_90."""
+        fixed, half = self.constexprs, self.args[0].element_size() == 2
+        if self.kernel is gemm._gemm_kernel:  # which multiply neither float32 exactly nor float64
+            return half or fixed["PRECISION"] == "tf32"
+        if self.kernel is attention._attention_dkv_kernel:  # of other than 64 rows it is the instruction of sm_80
+            return half and fixed["BLOCK_N"] >= 64
+        return "attention" in self.kernel.__name__ and half and fixed["BLOCK_M"] >= 64
+
+
+def _divisible(value: Any) -> bool:
+    """Whether a number or an address is a multiple of 16; of a tuple, all that it holds."""
+    if isinstance(value, tuple):
+        held = [member for member in value if member is not None]
+        return bool(held) and all(map(_divisible, held))
+    if isinstance(value, Tensor):
+        return isinstance(value, FakeTensor) or value.data_ptr() % 16 == 0
+    return type(value) is int and value % 16 == 0
+
+
+@contextlib.contextmanager
+def launching(target: str) -> Iterator[list[Launch]]:
+    """A block in which CPU tensors are taken for those of a GPU, and launches are noted in the list it gives."""
+    found: list[Launch] = []
+
+    def note(
+        kernel: Any, grid: int, args: tuple[Any, ...], constexprs: Any, warps: int, stages: int, options: Any, *_: Any
+    ) -> None:
+        found.append(Launch(kernel, grid, args, dict(constexprs), warps, stages, options))
+
+    number = target.removeprefix("sm_") if target.startswith("sm_") else "90"
+    properties = SimpleNamespace(
+        major=int(number[:-1]), minor=int(number[-1]), multi_processor_count=PROCESSORS,
+        gcnArchName="" if target.startswith("sm_") else target,
+    )  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            mock.patch.object(_launch, "GPU_TYPES", frozenset({"cpu", "cuda"})),
+            mock.patch.object(_launch, "_run", note),
+            mock.patch.object(torch._C, "_cuda_getDevice", return_value=-1, create=True),
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        ):
+            stack.enter_context(patch)
+        for forget in (_launch.architecture.cache_clear, _launch.processors.cache_clear, _replay.forget):
+            forget()
+            stack.callback(forget)
+        yield found
+
+
+def launched(call: Callable[[], Any], target: str) -> list[Launch]:
+    """What a call launches on an architecture."""
+    with launching(target) as found:
+        call()
+    return found
+
+
+def variants(module: str, target: str) -> Iterator[Variant]:
+    """What the calls of a module launch on an architecture, each configuration once.
+
+    `{kernel}` and `{tile}` in the name of a call are what the kernel is called and how much it works on at a time.
+    """
+    seen: set[Any] = set()
+    with launching(target) as found:
+        for name, call in CALLS[module](target):
+            found.clear()
+            _replay.forget()
+            call()
+            for launch in found:
+                if launch.kernel is _columns._column_sums_kernel and module != "_columns":
+                    continue
+                tile = "x".join(str(launch.constexprs[n]) for n in _TILE if n in launch.constexprs)
+                kernel = launch.kernel.__name__.removesuffix("_kernel").rpartition("_")[2]
+                one = launch.variant(name.format(kernel=kernel, tile=tile))
+                key = tuple(
+                    _plain(part)
+                    for part in (one.kernel, one.signature, one.constexprs, one.divisible, one.num_warps, one.options)
+                )
+                if key not in seen:
+                    seen.add(key)
+                    yield one
+
+
+_TILE = ("BM", "BN", "BK", "BLOCK_M", "BLOCK_N")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _plain(one)) for key, one in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return id(value) if hasattr(value, "arg_names") else (type(value), value)
+
+
+def _new(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _odd(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    """One whose address is no multiple of 16."""
+    return torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
+
+
+def _padded(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """One whose rows begin at multiples of 16."""
+    return torch.empty(rows, -(-columns // 16) * 16, dtype=dtype)[:, :columns]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return TRITON_DTYPES[str(dtype).removeprefix("torch.")]
+
+
+SEED = torch.zeros((), dtype=torch.int64)
+
+
+def _sums(target: str) -> Calls:
+    """Every dtype and block, one row or one column of partial sums, which Triton makes constants, and several runs."""
+    for dtypes, columns in (((F32,), 256), ((BF16,), 256), ((F16,), 256), ((F64,), 256), ((BF16, BF16, F32), 256)):
+        partial = F64 if F64 in dtypes else F32
+        for rows in (2, 8, 64):
+            whole = _new(rows, len(dtypes) * columns, dtype=partial)
+            outs = [_new(columns, dtype=of) for of in dtypes]
+            name = f"column_sums {'+'.join(map(_name, dtypes))} {rows}"
+            yield name, functools.partial(_columns.column_sums, whole, columns, *outs)
+    for rows, columns in ((1, 256), (8, 1)):
+        call = functools.partial(_columns.column_sums, _new(rows, columns, dtype=F32), columns, _new(columns))
+        yield f"column_sums bf16 {rows} x {columns}", call
+    many = [_new(256, dtype=F64) for _ in range(3)]
+    yield "column_sums fp64+fp64+fp64 64", functools.partial(_columns.column_sums, _new(64, 768, dtype=F64), 256, *many)
+
+
+def _gemms(target: str) -> Calls:
+    """Each epilogue on the first tile of its weight, the one that holds most on all others and on unaligned tensors."""
+    of = _gemm_tiles.family(target)
+    for entry, number, weight, candidates in _gemm_tiles.table():
+        if entry.partition(" ")[0] != of:
+            continue
+        odd = entry.endswith("unaligned")
+        make = functools.partial(_gemm, number, f"gemm {entry.partition(' ')[0]} {number}")
+        most = _EPILOGUES[weight][-2 if weight == "gradient" else -1 :]
+        for i, tile in enumerate(candidates):
+            for epilogue in _EPILOGUES[weight] if i == 0 and number == "half" and not odd else most:
+                yield make(epilogue, tile, odd, False)
+        for tile in _gemm_tiles.stored_singly(weight, candidates):
+            yield make(most[0], tile, odd, True)
+        if number == "half":
+            # A number that is 1 is a constant to the compiler.
+            tile = _gemm_tiles.stored_singly(weight, candidates)[0] if odd else candidates[0]
+            for one in ("M", "K", "N") if odd else ("M",):
+                yield make(most[0], tile, odd, odd, one)
+
+
+# By weight of the epilogue: a name, and the call on [M, N] made of [M, K].
+_EPILOGUES: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {
+    "light": (
+        ("forward", lambda o: gemm.linear(o.x, o.w, **o.how)),
+        ("dgrad+sums", lambda o: gemm.linear_dgrad(o.x, o.back, sums=True, **o.how)),
+        ("wgrad+bias", lambda o: gemm.linear_wgrad_bias(o.left, o.right, **o.how)),
+        ("forward+bias,gelu", lambda o: gemm.linear(o.x, o.w, o.b, act=GELU, **o.how)),
+    ),
+    "heavy": (
+        ("wgrad+main_grad,bias", lambda o: gemm.linear_wgrad_bias_(o.main, o.left, o.right, **o.how)),
+        ("forward+bias,gelu,pre", lambda o: gemm.linear(o.x, o.w, o.b, act=GELU, store_pre=True, **o.how)),
+        ("forward+bias,dropout,residual", lambda o: gemm.linear(o.x, o.w, o.b, dropout=o.drop, residual=o.y, **o.how)),
+        (
+            "forward+bias,dropout,stream",
+            lambda o: gemm.linear(o.x, o.w, o.b.float(), dropout=o.drop, residual=o.wide, dtype=F32, **o.how),
+        ),
+        (
+            "forward+bias,gelu,pre,dropout",
+            lambda o: gemm.linear(o.x, o.w, o.b, act=GELU, store_pre=True, dropout=o.drop, **o.how),
+        ),
+        (
+            "forward+bias,relu,output,dropout",
+            lambda o: gemm.linear(o.x, o.w, o.b, act=RELU, store_act=True, dropout=o.drop, **o.how),
+        ),
+        (
+            "forward+all",
+            lambda o: gemm.linear(o.x, o.w, o.b, act=GELU, store_pre=True, dropout=o.drop, residual=o.y, **o.how),
+        ),
+    ),
+    "gradient": (
+        ("dgrad+gelu", lambda o: gemm.linear_dgrad(o.x, o.back, act=GELU, t=o.y, **o.how)),
+        (
+            "dgrad+relu of output,sums",
+            lambda o: gemm.linear_dgrad(o.x, o.back, act=RELU, t=o.y, t_is_output=True, sums=True, **o.how),
+        ),
+        (
+            "dgrad+gelu,sums,emit",
+            lambda o: gemm.linear_dgrad(o.x, o.back, act=GELU, t=o.y, sums=True, emit=True, **o.how),
+        ),
+        (
+            "dgrad+gelu,sums,dy_sums",
+            lambda o: gemm.linear_dgrad(o.x, o.back, act=GELU, t=o.y, sums=True, dy_sums=o.x.dtype, **o.how),
+        ),
+        (
+            "dgrad+all",
+            lambda o: gemm.linear_dgrad(
+                o.x, o.back, act=GELU, t=o.y, residual=o.z, dropout=o.drop, sums=True, emit=True, **o.how
+            ),
+        ),
+        (
+            "dgrad+dropout,sums,dy_sums",
+            lambda o: gemm.linear_dgrad(
+                o.x, o.back, act=GELU, t=o.y, dropout=o.drop, sums=True, dy_sums=o.x.dtype, **o.how
+            ),
+        ),
+    ),
+    "gated": (
+        ("swiglu", lambda o: gemm.linear_gated(o.x, o.packed, act=SILU, **o.how)),
+        ("swiglu+bias,pre", lambda o: gemm.linear_gated(o.x, o.packed, o.bb, act=SILU, store_pre=True, **o.how)),
+        (
+            "swiglu+up,bias,pre",
+            lambda o: gemm.linear_gated(o.x, o.w, o.b, up=o.w, up_bias=o.b, act=SILU, store_pre=True, **o.how),
+        ),
+        (
+            "geglu+all",
+            lambda o: gemm.linear_gated(
+                o.x, o.packed, o.bb, act=GELU, store_pre=True, dropout=o.drop, residual=o.y, **o.how
+            ),
+        ),
+    ),
+    "dgated": (
+        ("dgrad+swiglu", lambda o: gemm.linear_dgrad_gated(o.x, o.back, act=SILU, t=o.yy, **o.how)),
+        (
+            "dgrad+swiglu,sums,emit",
+            lambda o: gemm.linear_dgrad_gated(o.x, o.back, act=SILU, t=o.yy, sums=True, emit=True, **o.how),
+        ),
+        (
+            "dgrad+geglu,all",
+            lambda o: gemm.linear_dgrad_gated(
+                o.x, o.back, act=GELU, t=o.yy, dropout=o.drop, sums=True, emit=True, **o.how
+            ),
+        ),
+    ),
+}
+
+
+def _gemm(
+    number: str, label: str, epilogue: tuple[str, Any], tile: Any, odd: bool, odd_tiles: bool, one: str = ""
+) -> tuple[str, Callable[[], Any]]:
+    """A call on factors, and on tiles of all else, that are aligned or `odd`."""
+    dtype = {"half": BF16, "tf32": F32, "float32": F32, "float64": F64}[number]
+    sizes = {"M": 1001 if odd_tiles else 1024, "N": 1001 if odd_tiles else 1024, "K": 1001 if odd else 1024}
+    M, N, K = (sizes | ({one: 1} if one else {})).values()
+    factor = functools.partial(_odd if odd else _padded, dtype=dtype)
+    other = functools.partial(_odd if odd_tiles else _new, dtype=dtype)
+    total = F64 if dtype is F64 else F32
+    o = SimpleNamespace(
+        x=factor(M, K), w=factor(N, K), back=factor(K, N), packed=factor(2 * N, K), left=factor(K, M),
+        right=factor(K, N), b=other(N), bb=other(2 * N), y=other(M, N), z=other(M, N), yy=other(M, 2 * N),
+        wide=_new(M, N, dtype=F32), main=_new(M, N, dtype=total), drop=gemm.Dropout(SEED, 0.1),
+        how={"tile": tile, "tf32": number == "tf32"},
+    )  # fmt: skip
+    name, call = epilogue
+    where = " factors unaligned" * odd + " tiles unaligned" * odd_tiles + f" {one}=1" * bool(one)
+    return f"{label} {name} {{tile}}{where}", lambda: call(o)
+
+
+def _norms(target: str) -> Calls:
+    """Of both norms every tile for bfloat16, one width for the other dtypes, and unaligned widths."""
+    branch, around = ("pre_bias", "seed", "residual"), ("pre_bias", "seed", "residual", "act")
+    widths = (64, 1024, 2048, 4096, 8192, 16384, 65536, 1001, 4095, 5000, 16383, 65535)
+    of = [(BF16, columns, parts, None) for columns in widths for parts in ((), around)]
+    of += [(BF16, columns, ("residual",), None) for columns in (256, 512, 2048, 4096)]
+    of += [(BF16, columns, (*branch, "acts"), None) for columns in (64, 1024, 4096, 16384, 65536, 4095)]
+    of += [(dtype, c, around, None) for dtype in (F16, F32, F64) for c in (1024, 4096, 8192, 16384, 65536)]
+    of += [(BF16, c, parts, F32) for c in (1024, 4096, 8192, 65536, 1001) for parts in ((), ("residual",), branch)]
+    for centered in (True, False):
+        for dtype, columns, parts, wide in of:
+            kinds = _name(dtype) if wide is None else f"{_name(dtype)} in {_name(wide)}"
+            label = "layernorm" if centered else "rmsnorm"
+            name = f"{label}{'+' + ','.join(parts) if parts else ''} {kinds} {columns} {{kernel}} {{tile}}"
+            yield name, functools.partial(_norm, centered, dtype, columns, parts, wide or dtype)
+
+
+def _norm(centered: bool, dtype: torch.dtype, columns: int, parts: tuple[str, ...], wide: torch.dtype) -> None:
+    """Both passes; the stream, and all else but x, y, dy and the branch's gradient, may be of a wider dtype.
+
+    Such are the tensors under autocast, where without a prologue x is the stream.
+    """
+    M = max(200, 2**21 // columns) + 8  # no multiple of 16
+    act = {"act": GELU, "acts": LONGEST}.get(parts[-1] if parts else "")
+    seed: dict[str, Any] = {"seed": SEED, "p": 0.1} if "seed" in parts else {}
+    row, stream = _new(columns, dtype=wide), _new(M, columns, dtype=wide)
+    given = {"pre_bias": row, "residual": stream}
+    norm.norm_fwd(
+        _new(M, columns, dtype=dtype if parts else wide), row, row if centered else None, 1e-5, centered=centered,
+        act=act, dtype=dtype, stream_dtype=wide, **seed, **{name: given[name] for name in parts if name in given},
+    )  # fmt: skip
+    stats = _new(M, dtype=F64 if dtype is F64 else F32)
+    norm.norm_bwd(
+        _new(M, columns, dtype=dtype), stream, stats if centered else None, stats, row, row if centered else None,
+        act=act, dweight=wide, dbias=wide if centered else None, dstream=stream if "residual" in parts else None,
+        dpre_bias=wide if "pre_bias" in parts else None, branch_dtype=dtype, **seed,
+        dbranch=bool(seed) or (bool(parts) and wide is not dtype),
+    )  # fmt: skip
+
+
+def _chains(target: str) -> Calls:
+    """Each activation in each place, and chains of the lengths and operands that fusions ask for."""
+    p = pointwise
+    for activation in ACTIVATIONS.values():
+        for step in (p.act, p.dact, p.gated, p.dgated):
+            yield _chain(Chain(step(activation)))
+        for step in (p.dact, p.dgated):
+            yield _chain(Chain(step(activation), p.column_sum()))
+    chains = (
+        Chain(p.bias(), p.store(), p.act(GELU)),
+        Chain(p.bias(), p.store(), p.gated(GELU), p.dropout(0.1)),
+        Chain(p.bias(), p.dropout(0.1), p.add(), p.store()),
+        Chain(p.scale(0.5), p.add()),
+        Chain(p.bias(), p.act(GELU), p.act(GELU), p.scale(2.0), p.dropout(0.1), p.add(), p.act(GELU), p.store()),
+        Chain(p.dropout(0.1), p.dact(GELU), p.column_sum()),
+        Chain(p.dropout(0.1), p.dgated(GELU), p.column_sum()),
+        Chain(p.emit(GELU), p.dact(GELU), p.column_sum()),
+        Chain(p.emit_gated(GELU), p.dgated(GELU), p.column_sum()),
+        Chain(p.shift(), p.emit(GELU), p.dact(GELU), p.column_sum()),
+        Chain(p.shift(True), p.emit_gated(GELU), p.dgated(GELU), p.column_sum()),
+        Chain(p.add(), p.store(), p.dropout(0.1), p.column_sum()),
+        Chain(p.column_sum()),
+        Chain(p.dropout(0.1), p.bias(), p.act(GELU), p.dropout(0.2), p.scale(2.0)),
+        Chain(p.scale(2.0), p.dropout(0.2), p.dact(GELU), p.column_sum(), p.dropout(0.1)),
+        Chain(p.bias(), p.store(), p.act(LONGEST)),
+        Chain(p.dact(LONGEST), p.column_sum()),
+        Chain(p.dact(composed(*(ACTIVATIONS[name] for name in ("tanh", "relu", "gelu")))), p.column_sum()),
+        Chain(p.dropout(0.1)),
+    )
+    for chain in chains:
+        for dtype in (BF16, F16, F32, F64):
+            for width in (4096, 1001, 24, 7) if dtype is BF16 else (4096,):
+                yield _chain(chain, dtype, width)
+        yield _chain(chain, operand=F32)
+    yield _chain(Chain(p.column_sum()), result=False)
+    for chain in (*chains[7:11], Chain(p.emit(GELU), p.dact(GELU)), Chain(p.emit_gated(GELU), p.dgated(GELU))):
+        for width in (4096, 1001):
+            yield _chain(chain, width=width, again=True)
+    for chain, rows, width in (
+        (chains[1], 1, 4096), (chains[1], 1000, 1), (chains[6], 1, 4096), (chains[6], 50, 4096), (chains[6], 1000, 1),
+    ):  # fmt: skip
+        yield _chain(chain, width=width, rows=rows)
+
+
+def _chain(
+    chain: Chain,
+    dtype: torch.dtype = BF16,
+    width: int = 4096,
+    operand: torch.dtype | None = None,
+    rows: int | None = None,
+    result: bool = True,
+    again: bool = False,
+) -> tuple[str, Callable[[], Any]]:
+    """A call on x of `dtype` whose narrowest place has `width` columns; `again` where an operand is read twice."""
+    rows = rows or (1000 if width >= 1000 else 20_000)  # several steps for a program
+    operands: list[Tensor] = []
+    before: Any = None
+    for step, parts in zip(chain.steps, chain.parts, strict=False):
+        columns = parts * width * (2 if step.operand in ("packed", "packed row") else 1)
+        if step.operand == "seed":
+            operands.append(SEED)
+        elif step.operand is not None:
+            if again and (before, step.kind) in pointwise.AGAIN:
+                operands.append(operands[-1])
+            else:
+                shape = (columns,) if "row" in step.operand else (rows, columns)
+                operands.append(_new(*shape, dtype=operand or dtype))
+        before = step.kind
+    x = _new(rows, chain.parts[0] * width, dtype=dtype)
+    kinds = _name(dtype) if operand is None else f"{_name(dtype)}+{_name(operand)}"
+    ones = "".join(f" {name}=1" for name, n in (("M", rows), ("width", width)) if n == 1) or " steps=1" * (rows == 50)
+    name = f"{chain.name}{'' if result else ',-'} {kinds} {{tile}}" + " odd" * (width % 16 > 0) + " again" * again
+    return name + ones, functools.partial(pointwise.pointwise, x, chain, operands, result=result)
+
+
+_ROTATIONS = (
+    (64, rope.Rotation("half", 64)),
+    (128, rope.Rotation("half", 128)),
+    (128, rope.Rotation("interleaved", 128)),
+    (128, rope.Rotation("half", 32)),
+    (96, rope.Rotation("interleaved", 24)),
+    (256, rope.Rotation("half", 256)),
+    (1024, rope.Rotation("interleaved", 512)),
+    (80, rope.Rotation("half", 80)),
+    (127, rope.Rotation("half", 126)),
+    (128, None),
+)
+_AROUND = (("bias", "norm", "positions"), ("norm",), ("bias",), (), ("bias", "norm", "cos"), ("cos by pair",))
+
+
+def _ropes(target: str) -> Calls:
+    """Common sizes of heads, both styles, with and without bias, norm and given positions, every dtype for one size."""
+    for dtype in (BF16, F16, F32):
+        for size, rotation in _ROTATIONS if dtype is BF16 else _ROTATIONS[1:3]:
+            style = "none" if rotation is None else f"{rotation.style} {rotation.dim}"
+            for around in _AROUND:
+                if rotation is not None or ("norm" in around and "cos" not in around):
+                    name = f"rope{'+' + ','.join(around) if around else ''} {_name(dtype)} {size} {style} {{kernel}}"
+                    yield name, functools.partial(_rope, dtype, size, rotation, around)
+            for int8 in (False, True) if size <= 256 else ():
+                name = f"rope_write {_name(dtype)} {size} {style}{' int8' * int8}"
+                yield name, functools.partial(_rope_write, dtype, size, rotation, int8)
+
+
+def _rope(dtype: torch.dtype, size: int, rotation: rope.Rotation | None, around: tuple[str, ...]) -> None:
+    heads, kv, (batch, rows) = 24, 8, (8, 125)
+    x, gain = _new(batch, rows, (heads + 2 * kv) * size, dtype=dtype), _new(size, dtype=dtype)
+    norm, bias = "norm" in around, "bias" in around
+    places: dict[str, Any] = {}
+    if rotation is not None and "positions" in around:
+        places["positions"] = torch.empty(batch, rows, dtype=torch.int64)
+    for name in around:
+        if rotation is not None and name.startswith("cos"):
+            angles = _new(batch, rows, rotation.dim // (2 if name == "cos by pair" else 1), dtype=dtype)
+            places |= {"cos": angles, "sin": angles}
+    gains = {"q_weight": gain, "k_weight": gain} if norm else {}
+    rope.rope_fwd(
+        x, heads, kv, rotation, **places, **gains, bias=_new(x.shape[-1], dtype=dtype) if bias else None,
+        norm_eps=1e-6 if norm else None, store=norm and bias,
+    )  # fmt: skip
+    sums = {"dq_weight": dtype, "dk_weight": dtype} if norm else {}
+    kept = {"x": x, "rstd": _new(batch, rows, heads + kv, dtype=F32)} if norm else {}
+    rope.rope_bwd(x, heads, kv, rotation, **places, **gains, **kept, **sums, dbias=dtype if bias else None)
+
+
+def _rope_write(dtype: torch.dtype, size: int, rotation: rope.Rotation | None, int8: bool) -> None:
+    heads, kv, batch, most = 24, 8, 3, 100
+    gain = _new(size, dtype=dtype)
+    caches = [_new(batch, kv, most, size, dtype=torch.int8 if int8 else dtype) for _ in "kv"]
+    scales = {name: _new(batch, kv, most, dtype=F32) for name in ("k_scale", "v_scale")} if int8 else {}
+    rope.rope_write(
+        _new(batch, (heads + 2 * kv) * size, dtype=dtype), heads, kv, rotation, *caches,
+        torch.zeros(batch, dtype=torch.int64), bias=_new((heads + 2 * kv) * size, dtype=dtype), norm_eps=1e-6,
+        q_weight=gain, k_weight=gain, **scales,
+    )  # fmt: skip
+
+
+_LIMITS: dict[str, dict[str, Any]] = {
+    "": {},
+    "causal": {"causal": True},
+    "dropout": {"causal": True, "p": 0.1},
+    "packed": {"causal": True, "packed": True, "window": 4096},
+    "softcap": {"causal": True, "softcap": 30.0, "window": 4096},
+    "bool": {"mask": torch.bool},
+    "float": {"mask": F32, "p": 0.1},
+}
+
+
+def _attentions(target: str) -> Calls:
+    """Every kernel for common sizes of heads and an odd one, with each thing that limits scores."""
+    for dtype, sizes in ((BF16, (64, 80, 128, 192, 256)), (F16, (128,)), (F32, (64, 128))):
+        for size, (name, limits) in itertools.product(sizes, _LIMITS.items()):
+            label = f"attention {{kernel}} {_name(dtype)} {size}{' ' if name else ''}{name}"
+            yield label, functools.partial(_attention, dtype, size, **limits)
+
+
+def _attention(
+    dtype: torch.dtype, size: int, mask: Any = None, packed: bool = False, p: float = 0.0, **limits: Any
+) -> None:
+    rows = 97 if mask is F32 else 96  # masks of float are of odd rows
+    q, k, v, dy = (_new(2, heads, rows, size, dtype=dtype) for heads in (8, 2, 2, 8))
+    given: dict[str, Any] = limits | ({} if mask is None else {"mask": torch.empty(1, 1, rows, rows, dtype=mask)})
+    given |= {"cu_seqlens": torch.zeros(9, dtype=torch.int32)} if packed else {}
+    given |= {"seed": SEED, "p": p} if p else {}
+    y, lse = attention.attention_fwd(q, k, v, **given)
+    attention.attention_bwd(dy.transpose(1, 2), q, k, v, y, lse, (q, k, v), **given)
+
+
+def _decodes(target: str) -> Calls:
+    """Sizes of heads and groups, quantized or not, with one split and several; merges and writes.
+
+    A dot of 16 rows is not `wgmma`'s, which has 64: what counts is that a cache is read once, 16 bytes at a time.
+    """
+    for dtype in (BF16, F16, F32):
+        for size in (64, 80, 128, 256) if dtype is BF16 else (128, 256):
+            for group, int8, limited, split in (
+                (1, False, False, True), (4, True, True, True), (8, False, True, False), (32, True, False, True),
+            ):  # fmt: skip
+                if int8 and dtype is F32 and size > 128:
+                    continue
+                label = f"{{kernel}} {_name(dtype)} {size} group {group}"
+                label += " int8" * int8 + " limited" * limited + " split" * split
+                yield label, functools.partial(_decode, dtype, size, group, int8, limited, 4096 if split else 16)
+            few = functools.partial(_decode, dtype, size, 1, False, False, 4096, batch=PROCESSORS // 2)
+            yield f"{{kernel}} {_name(dtype)} {size} few splits", few
+            for int8 in (False, True):
+                cache = _cache(dtype, size, int8, 100, 3)
+                new = [_new(3, 2, size, dtype=dtype) for _ in "kv"]
+                yield (
+                    f"cache_write {_name(dtype)} {size}{' int8' * int8}",
+                    functools.partial(decode.cache_write, *new, **cache),
+                )
+
+
+def _cache(dtype: torch.dtype, size: int, int8: bool, rows: int, batch: int) -> dict[str, Tensor]:
+    made = {name: _new(batch, 2, rows, size, dtype=torch.int8 if int8 else dtype) for name in "kv"}
+    made |= {name: _new(batch, 2, rows, dtype=F32) for name in ("k_scale", "v_scale")} if int8 else {}
+    return made | {"lengths": torch.zeros(batch, dtype=torch.int64)}
+
+
+def _decode(dtype: torch.dtype, size: int, group: int, int8: bool, limited: bool, rows: int, batch: int = 1) -> None:
+    limits: dict[str, Any] = {"window": 4096, "softcap": 30.0} if limited else {}
+    q = _new(batch, 2 * group, size, dtype=dtype)
+    decode.decode_attention(q, **_cache(dtype, size, int8, rows, batch), **limits)
+
+
+def _losses(target: str) -> Calls:
+    """Each dtype, aligned and not, with every option and none, both ways to the gradient, and without one."""
+    for way in ("ahead", "given"):
+        yield f"cross_entropy+all {way} bf16 1", functools.partial(_loss, BF16, 1, True, way, 1)
+    for dtype, classes in itertools.product((BF16, F16, F32, F64), (100, 1024, 262144, 50257)):
+        for full, way in itertools.product((False, True), ("ahead", "given", "loss")):
+            name = f"cross_entropy{'+all' if full else ''} {way} {_name(dtype)} {classes}"
+            yield name, functools.partial(_loss, dtype, classes, full, way, 9)
+
+
+def _loss(dtype: torch.dtype, classes: int, full: bool, way: str, rows: int) -> None:
+    stats = F64 if dtype is F64 else F32
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0} if full else {}
+    options |= {"ignore_index": 1} if rows == 1 else {}
+    if way == "given":
+        options |= {"scale": _new(rows, dtype=stats), "softmax": _new(2, rows, dtype=stats)}
+    targets = torch.zeros(rows, dtype=torch.int64)
+    crossentropy.cross_entropy_(_new(rows, classes, dtype=dtype), targets, gradient=way != "loss", **options)
+
+
+CALLS: dict[str, Callable[[str], Calls]] = {
+    "_columns": _sums,
+    "attention": _attentions,
+    "crossentropy": _losses,
+    "decode": _decodes,
+    "gemm": _gemms,
+    "norm": _norms,
+    "pointwise": _chains,
+    "rope": _ropes,
+}
