@@ -64,6 +64,7 @@ class FusedOperation:
     any_dy: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()
+    first_slots: ClassVar[tuple[Slot, ...]] = ()  # those that may take the first operation
     reach: ClassVar[int] = 0
     forward_signature: ClassVar[Signature] = Signature()
     backward_signature: ClassVar[Signature] = Signature()
@@ -97,6 +98,8 @@ class FusedOperation:
             if slot.name.startswith("_") or hasattr(FusedOperation, slot.name):
                 raise definition_error(cls, f"{slot.name!r} cannot be the name of a slot", slot.name)
         cls.slots = cls.slots + tuple(own)
+        required = next((i for i, slot in enumerate(cls.slots) if not slot.optional), len(cls.slots))
+        cls.first_slots = cls.slots[: required + 1]
         cls.reach = sum(MAX_VARIADIC if slot.variadic else 1 for slot in cls.slots)
         defines = any(name in vars(cls) for name in ("fwd", "bwd"))
         if not cls.slots and defines:

@@ -30,7 +30,7 @@ class Source:
 
     def add(self, *lines: str) -> None:
         """Write lines at the current depth."""
-        self._lines += ["    " * self.depth + line for line in lines]
+        self._lines.extend(map(("    " * self.depth).__add__, lines))
 
     def define(self) -> Any:
         """The function, whose attribute `constants` they are.

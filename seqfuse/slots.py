@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Sequence
@@ -23,7 +24,11 @@ class Slot:
 
     def takes(self, kind: type) -> bool:
         """Whether an operation whose exact type is `kind` may stand here."""
-        return kind in self.types or any(t.is_open and issubclass(kind, t) for t in self.types)
+        return kind in self.types or issubclass(kind, self._open)
+
+    @functools.cached_property
+    def _open(self) -> tuple[type, ...]:
+        return tuple(t for t in self.types if t.is_open)
 
     def __str__(self) -> str:
         """The types, as a pattern spells them."""

@@ -120,6 +120,7 @@ class Matcher:
         self._matches: dict[tuple[type, ...], tuple[_Match, ...]] = {}
         self._near: dict[tuple[type, ...], tuple[_Near, ...]] = {}
         self._fitting: dict[type, frozenset[int]] = {}
+        self._beginning: dict[type, list[tuple[int, type[FusedOperation]]]] = {}
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
@@ -205,17 +206,19 @@ class Matcher:
         """The slots of this set that take each of these kinds, by their `id`: a hash of a slot looks at its fields."""
         for kind in window:
             if kind not in self._fitting:
-                taken = [id(slot) for cls in self.fusions for slot in cls.slots if slot.takes(kind)]
-                self._fitting[kind] = frozenset(taken)
+                slots = [slot for cls in self.fusions for slot in cls.slots]
+                takes = {types: slot.takes(kind) for types, slot in {slot.types: slot for slot in slots}.items()}
+                fits = self._fitting[kind] = frozenset([id(slot) for slot in slots if takes[slot.types]])
+                ranked = enumerate(self.fusions)
+                self._beginning[kind] = [(i, c) for i, c in ranked if not fits.isdisjoint(map(id, c.first_slots))]
         return [self._fitting[kind] for kind in window]
 
     def _matching(self, window: tuple[type, ...]) -> tuple[_Match, ...]:
         """Fusions that begin these kinds."""
         fits = self._fits(window)
         found: list[_Match] = []
-        for rank, cls in enumerate(self.fusions):
-            if not fits[0].isdisjoint(map(id, cls.slots)):
-                found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, 0, fits, 0)]
+        for rank, cls in self._beginning[window[0]]:
+            found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, 0, fits, 0)]
         return tuple(found)
 
     def _nearly(self, window: tuple[type, ...]) -> tuple[_Near, ...]:
@@ -346,20 +349,17 @@ def _check_named(fusing: Fusing) -> None:
         raise InputError(f"sf.fusing names {name!r}, and there is no such fusion", code="SF106", hint=hint)
 
 
-def _lengths(slots: Sequence[Slot], k: int, fits: Sequence[frozenset[int]], i: int) -> Iterator[tuple[int, ...]]:
+def _lengths(slots: Sequence[Slot], k: int, fits: Sequence[frozenset[int]], i: int) -> list[tuple[int, ...]]:
     """Every way slots `k..` can take operations from `i` on, which fit slots: how many each takes, longest first."""
-    if k == len(slots):
-        yield ()
-        return
-    slot = slots[k]
-    most = 0
+    slot, most = slots[k], 0
     limit = MAX_VARIADIC if slot.variadic else 1
     while most < limit and i + most < len(fits) and id(slot) in fits[i + most]:
         most += 1
+    found: list[tuple[int, ...]] = []
     for taken in range(most, -1 if slot.optional else 0, -1):
-        for rest in _lengths(slots, k + 1, fits, i + taken):
-            if taken or any(rest) or k:
-                yield (taken, *rest)
+        rests = _lengths(slots, k + 1, fits, i + taken) if k + 1 < len(slots) else [()]
+        found += map((taken,).__add__, rests if taken or k else filter(any, rests))
+    return found
 
 
 def _bind(cls: type[FusedOperation], lengths: Sequence[int], nodes: Sequence[Node], at: int) -> FusedOperation:

@@ -51,6 +51,9 @@ class Step:
         nodes: the operations at those positions, as the sequence was read.
         needs: the gradients that are needed at those positions.
         borders: the dtypes before each of those positions and behind the last, where dtypes differ along the sequence.
+        start: the first position.
+        stop: the position after the last.
+        key: tells it from the other steps of its pass.
     """
 
     operation: Any
@@ -60,21 +63,14 @@ class Step:
     nodes: Sequence[Node] = dataclasses.field(default=(), compare=False, repr=False)
     needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
     borders: tuple[Border, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    start: int = dataclasses.field(init=False, compare=False, repr=False)
+    stop: int = dataclasses.field(init=False, compare=False, repr=False)
+    # Compilers do not trace a hash of the step itself.
+    key: tuple[str, int, int] = dataclasses.field(init=False, compare=False, repr=False)
 
-    @property
-    def start(self) -> int:
-        """The first position."""
-        return self.covers.start
-
-    @property
-    def stop(self) -> int:
-        """The position after the last."""
-        return self.covers.stop
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Tells it from the other steps of its pass; compilers do not trace a hash of the step itself."""
-        return self.name, self.start, self.stop
+    def __post_init__(self) -> None:
+        start, stop = self.covers.start, self.covers.stop
+        self.__dict__.update(start=start, stop=stop, key=(self.name, start, stop))
 
     @property
     def located(self) -> dict[str, Any]:
@@ -400,7 +396,8 @@ class Stretch:
 
     def around(self, a: int, b: int) -> tuple[Border, ...]:
         """The borders of positions `a..b`."""
-        return self.borders[a - self.start : b - self.start + 1]
+        start = self.positions.start
+        return self.borders[a - start : b - start + 1]
 
     def step(self, a: int, b: int, fusion: FusedOperation | None = None) -> Step:
         """The step at positions `a..b` of a schedule: a fusion, or the operation there."""

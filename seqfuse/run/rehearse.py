@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Env
+from ..plan.cost_lookup import describe
 from ..plan.fake import faking
 from ..plan.plan import Plan
 from .lower import Segment
@@ -39,24 +41,55 @@ def kernels_of(
 ) -> dict[str, None]:
     """The sources of the C kernels that segments call for tensors like these, with so many `random` operations.
 
-    The segments are for this alone: a segment remembers what it ran with. One that does not run on fake tensors has its
-    kernels compiled when they are called.
+    The segments are for this alone: a segment remembers what it ran with. One that is like another, as those of equal
+    layers are, is not run again. One that does not run on fake tensors has its kernels compiled when they are called.
     """
-    with compiler.collecting() as wanted, contextlib.suppress(Exception):  # the call itself will say what it was
-        _run(segments, x, channels, random, autocasting(x.device.type, env.autocast))
-    return wanted
-
-
-def _run(segments: Sequence[Segment], x: Tensor, channels: Mapping[str, Tensor], random: int, autocast: Any) -> None:
-    with torch.no_grad(), autocast, faking() as mode, cast_once():
+    found: dict[str, None] = {}
+    autocast = autocasting(x.device.type, env.autocast)
+    with contextlib.suppress(Exception), torch.no_grad(), autocast, faking() as mode, cast_once():
         here = {name: mode.from_tensor(t).detach() for name, t in channels.items()}
         y = mode.from_tensor(x).detach()
         seeds = torch.empty(random, dtype=torch.int64, device=x.device)
         for segment in segments:
-            node, (y, *outputs) = run_alone(segment, seeds, y, *[here[c] for c in segment.inputs])
+            given = [here[c] for c in segment.inputs]
+            key = _described(segment, (y, *given))
+            known = _known.get(key)
+            if known is None:
+                if len(_known) >= KEPT:
+                    _known.clear()
+                known = _known[key] = _rehearsed(segment, seeds, y, given)
+            found |= known.kernels
+            y, *outputs = [torch.empty_strided(size, stride, dtype=of) for size, stride, of in known.results]
             here.update(zip(segment.outputs, outputs, strict=True))
-            if segment.live:
-                pairs = zip(segment.outputs, outputs, strict=True)
-                back_alone(
-                    node, torch.empty_like(y), *[None if c in segment.frozen else torch.empty_like(t) for c, t in pairs]
-                )
+    return found  # the call itself will say what it was that failed
+
+
+class _Rehearsed(NamedTuple):
+    """The C kernels of a segment, and shape, strides and dtype of what it gives."""
+
+    kernels: dict[str, None]
+    results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+
+
+KEPT = 256
+_known: dict[Any, _Rehearsed] = {}
+
+
+def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
+    """What the kernels of a segment depend on."""
+    steps: list[Any] = [
+        (type(s.operation), s.start - segment.span.start, *map(describe, s.nodes), s.needs, s.borders)
+        for s in (*segment.forward, *segment.backward)
+    ]
+    env = dataclasses.replace(segment.context.env, rows=None)
+    return env, *steps, *[(t.shape, t.stride(), t.dtype, t.device) for t in entering]
+
+
+def _rehearsed(segment: Segment, seeds: Tensor, x: Tensor, given: Sequence[Tensor]) -> _Rehearsed:
+    with compiler.collecting() as wanted:
+        node, (y, *outputs) = run_alone(segment, seeds, x, *given)
+        if segment.live:
+            named = zip(segment.outputs, outputs, strict=True)
+            douts = [None if c in segment.frozen else torch.empty_like(t) for c, t in named]
+            back_alone(node, torch.empty_like(y), *douts)
+    return _Rehearsed(wanted, [(t.shape, t.stride(), t.dtype) for t in (y, *outputs)])
