@@ -132,7 +132,7 @@ def _model(
             foreign.setdefault(type(node.operation), (at, node.operation))
     if foreign:
         values, _ = Run(device)(model.to(dtypes[0]), spec, channels, seed, False)
-        entering = {0: spec} | {place.at + 1: Spec(tuple(y.shape), dtypes[0]) for place, y in values.items()}
+        entering = {0: spec} | {at + 1: Spec(tuple(y.shape), dtypes[0]) for (at, _), y in values.items()}
         for at, operation in foreign.values():
             if at in entering:
                 x = entering[at].draw(device, 0, 1)

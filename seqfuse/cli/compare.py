@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,49 +26,31 @@ DRAWS = 3
 """Draws of inputs, in more than half of which a place has to differ: correct kernels alarm once in 150."""
 
 
-class Place(NamedTuple):
-    """A tensor between operations: `y` or `dx` of a position, or the gradient of a parameter it reads.
-
-    They are ordered as they come to be.
-    """
-
-    backward: bool
-    turn: int
-    tensor: str
-    at: int
-
-    @classmethod
-    def of(cls, at: int, tensor: str) -> Place:
-        """The place of a tensor of a position; `dx` comes before the gradients of parameters."""
-        return cls(tensor != "y", at if tensor == "y" else -at, "" if tensor == "dx" else tensor, at)
-
-    @property
-    def name(self) -> str:
-        """What the tensor is called."""
-        return self.tensor or "dx"
-
+Place = tuple[int, str]
+"""A position, and which of its tensors: `"y"`, `"dx"`, or the gradient of a parameter, such as `"0.weight.grad"`."""
 
 Values = dict[Place, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A place that both runs have: whose tensor it is, and the checks that failed there, if any.
+    """A tensor that both runs have: whose it is, and the checks that failed there, if any.
 
     `step` is the fusion that made it, `saver` the forward fusion whose saved tensors an unfused backward made it of.
     """
 
-    place: Place
+    at: int
+    tensor: str
     operation: str
     path: str
     step: str
+    saver: str
     failures: tuple[str, ...]
-    saver: str = ""
 
     def __str__(self) -> str:
         named = f"{self.operation} {self.path}".rstrip()
         made = f", by {self.step}" if self.step else f", of what {self.saver} saved" if self.saver else ""
-        return f"{self.place.name} of {named} at {self.place.at}{made}"
+        return f"{self.tensor} of {named} at {self.at}{made}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +83,8 @@ def data(found: Comparison) -> dict[str, Any]:
     """A comparison as plain data."""
     places = [
         {
-            "pass": "backward" if seen.place.backward else "forward",
-            "at": seen.place.at,
-            "tensor": seen.place.name,
-            "operation": seen.operation,
-            "path": seen.path,
+            "pass": "forward" if seen.tensor == "y" else "backward",
+            **{name: getattr(seen, name) for name in ("at", "tensor", "operation", "path")},
             "fusion": seen.step or seen.saver or None,
             "failures": [*seen.failures],
         }
@@ -165,7 +144,7 @@ class Run:
                 readers.setdefault(id(p), at)
         for name, p in model.named_parameters():
             if p.grad is not None:
-                seen.values[Place.of(readers.get(id(p), 0), f"{name}.grad")] = p.grad
+                seen.values[readers.get(id(p), 0), f"{name}.grad"] = p.grad
         kept = {place: t.detach().to("cpu", self.rounds or t.dtype) for place, t in seen.values.items()}
         return kept, seen.names
 
@@ -186,7 +165,7 @@ class Recorder:
         back = name_of(step, run) == "bwd"
         if step.fused:
             self.names.update(dict.fromkeys([~at for at in step.covers] if back else step.covers, step.name))
-        first = self._keep(first, Place.of(step.start, "dx") if back else Place.of(step.stop - 1, "y"))
+        first = self._keep(first, (step.start, "dx") if back else (step.stop - 1, "y"))
         if step.operation.outputs and not back:
             rest[0] = {name: self._rounded(t) for name, t in rest[0].items()}
         return (first, *rest) if rest else first
@@ -195,14 +174,14 @@ class Recorder:
         """Keep what enters and leaves a module that runs through its own call."""
 
         def kept(g: Tensor) -> Tensor:
-            return self._keep(g, Place.of(at, "dx"))
+            return self._keep(g, (at, "dx"))
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor) and args[0].requires_grad:
                 args[0].register_hook(kept)  # pyright: ignore[reportUnknownMemberType]
 
         def after(_: nn.Module, args: Any, out: Any) -> Any:
-            return self._keep(out, Place.of(at, "y")) if isinstance(out, Tensor) else None
+            return self._keep(out, (at, "y")) if isinstance(out, Tensor) else None
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -271,20 +250,26 @@ def compare(
             raise
         except Exception as error:
             raise Unable(f"the model raised {said(error)}") from error
-        places = sorted(f.keys() & u.keys() & r.keys())
+        places = sorted(f.keys() & u.keys() & r.keys(), key=_turn)
         for place in places:
-            if failures := _failures(place.name, f[place], u[place], r[place], autocast is not None):
+            if failures := _failures(place[1], f[place], u[place], r[place], autocast is not None):
                 alarms.setdefault(place, []).append(failures)
         if not alarms:
             break
-    seen: list[Seen] = []
-    for place in places:
-        node, step = flatten(model)[place.at], names.get(~place.at if place.backward else place.at, "")
-        failed = alarms.get(place, [])
+    nodes, seen = flatten(model), list[Seen]()
+    for at, tensor in places:
+        ahead, back = names.get(at, ""), names.get(~at, "")
+        made = (ahead, "") if tensor == "y" else (back, ahead)
+        failed = alarms.get((at, tensor), [])
         failures = failed[0] if len(failed) > DRAWS // 2 else ()
-        saver = names.get(place.at, "") if place.backward else ""
-        seen.append(Seen(place, node.name, node.path, step, failures, saver))
+        seen.append(Seen(at, tensor, nodes[at].name, nodes[at].path, *made, failures))
     return Comparison(f"fused {where}", label, tuple(seen), str(x))
+
+
+def _turn(place: Place) -> tuple[bool, int, bool, str]:
+    """Orders places as they come to be."""
+    at, tensor = place
+    return tensor != "y", at if tensor == "y" else -at, tensor != "dx", tensor
 
 
 def _failures(name: str, fused: Tensor, plain: Tensor, exact: Tensor, autocast: bool) -> tuple[str, ...]:
