@@ -105,7 +105,7 @@ def check(
     """
     from . import check as checking
 
-    found: list[checking.Checked] = []
+    found: list[checking.CheckResult] = []
     for one in checking.checked(target, input, on or On(), seed):
         found.append(one)
         if not json:

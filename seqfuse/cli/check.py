@@ -17,7 +17,7 @@ from ..plan import flatten
 from ..run import Sequential
 from ..testing import NotRun, check_fusion, check_op
 from . import inputs
-from .compare import Run, compare
+from .compare import ModelRun, compare
 from .inputs import On, Spec
 from .target import Target, Unable, container, load, said
 
@@ -25,7 +25,7 @@ _BOTH = (torch.float32, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """A check: what of, how it failed if it did, what it left out, and why it could not run if it could not."""
 
     check: str
@@ -41,13 +41,13 @@ class Checked:
         return "\n    skipped: ".join((f"passed  {self.check}", *self.skipped))
 
 
-def data(found: Sequence[Checked]) -> dict[str, Any]:
+def data(found: Sequence[CheckResult]) -> dict[str, Any]:
     """Checks as plain data."""
     ok = all(one.failure is None and one.not_run is None for one in found)
     return {"ok": ok, "checks": [dataclasses.asdict(one) for one in found]}
 
 
-def checked(name: str, given: str | None, on: On, seed: int) -> Iterator[Checked]:
+def checked(name: str, given: str | None, on: On, seed: int) -> Iterator[CheckResult]:
     """Make the checks that fit what is named, one after the other.
 
     Raises:
@@ -82,13 +82,13 @@ def checked(name: str, given: str | None, on: On, seed: int) -> Iterator[Checked
 
 def _fusion(
     target: Target, fusion: type[FusedOperation], x: Tensor, seed: int, dtypes: Sequence[torch.dtype]
-) -> Checked:
+) -> CheckResult:
     if fusion.is_contract:
         raise Unable(f"{target.name} is no fusion but a base of fusions")
     name = f"testing.check_fusion {fusion.__name__}"
     if fusion.kernels and Env.of(x.device).kernels not in fusion.kernels:
         hint = "; TRITON_INTERPRET=1 runs Triton kernels on a CPU, slowly" if x.device.type == "cpu" else ""
-        return Checked(name, not_run=f"needs a Triton device{hint}")
+        return CheckResult(name, not_run=f"needs a Triton device{hint}")
     given = None if dtypes is _BOTH else dtypes
     return _of_the_kit(name, lambda: check_fusion(fusion, x, seed=seed, dtypes=given).skipped)
 
@@ -103,18 +103,20 @@ def _example(target: Target, x: Tensor) -> UnfusedOperation:
         raise Unable(f"{target.name}.example(x) raised {said(error)}") from error
 
 
-def _operation(name: str, operation: UnfusedOperation, x: Tensor, seed: int, dtypes: Sequence[torch.dtype]) -> Checked:
+def _operation(
+    name: str, operation: UnfusedOperation, x: Tensor, seed: int, dtypes: Sequence[torch.dtype]
+) -> CheckResult:
     on = operation.to(x.device)
     return _of_the_kit(f"testing.check_op {name}", lambda: check_op(on, x, seed=seed, dtypes=dtypes).skipped)
 
 
-def _of_the_kit(name: str, run: Callable[[], tuple[str, ...]]) -> Checked:
+def _of_the_kit(name: str, run: Callable[[], tuple[str, ...]]) -> CheckResult:
     try:
-        return Checked(name, skipped=run())
+        return CheckResult(name, skipped=run())
     except NotRun as error:
-        return Checked(name, not_run=str(error))
+        return CheckResult(name, not_run=str(error))
     except (AssertionError, PluginError) as error:
-        return Checked(name, failure=str(error))
+        return CheckResult(name, failure=str(error))
 
 
 def _model(
@@ -124,14 +126,14 @@ def _model(
     device: torch.device,
     seed: int,
     dtypes: Sequence[torch.dtype],
-) -> Iterator[Checked]:
+) -> Iterator[CheckResult]:
     """The operations of a model that are not this library's, then all of it, fused and unfused."""
     foreign: dict[type, tuple[int, UnfusedOperation]] = {}
     for at, node in enumerate(flatten(model)):
         if isinstance(node.operation, UnfusedOperation) and not type(node.operation).__module__.startswith("seqfuse."):
             foreign.setdefault(type(node.operation), (at, node.operation))
     if foreign:
-        values, _ = Run(device)(model.to(dtypes[0]), spec, channels, seed, False)
+        values, _ = ModelRun(device)(model.to(dtypes[0]), spec, channels, seed, False)
         entering = {0: spec} | {at + 1: Spec(tuple(y.shape), dtypes[0]) for (at, _), y in values.items()}
         for at, operation in foreign.values():
             if at in entering:
@@ -142,4 +144,4 @@ def _model(
         for grad in (True, False):
             found = compare(model.to(dtype), x, channels, device, grad=grad, seed=seed)
             name = f"fused and unfused, {str(dtype).removeprefix('torch.')}{'' if grad else ', no gradients'}"
-            yield Checked(name, failure=None if found.difference is None else str(found))
+            yield CheckResult(name, failure=None if found.difference is None else str(found))

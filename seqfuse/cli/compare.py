@@ -26,10 +26,10 @@ DRAWS = 3
 """Draws of inputs, in more than half of which a place has to differ: correct kernels alarm once in 150."""
 
 
-Place = tuple[int, str]
+TensorAt = tuple[int, str]
 """A position, and which of its tensors: `"y"`, `"dx"`, or the gradient of a parameter, such as `"0.weight.grad"`."""
 
-Values = dict[Place, Tensor]
+Values = dict[TensorAt, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def data(found: Comparison) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ModelRun:
     """How a model is run: fused or not, `wide` in float64; of 16 bits at each border, with `rounds`."""
 
     device: torch.device
@@ -186,7 +186,7 @@ class Recorder:
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
-    def _keep(self, t: Tensor, place: Place) -> Tensor:
+    def _keep(self, t: Tensor, place: TensorAt) -> Tensor:
         t = self._rounded(t)
         self.values[place] = t.detach().clone()
         return t
@@ -228,7 +228,7 @@ def compare(
     low = dtype_of(model, x)
     short = str(low).removeprefix("torch.")
     where = f"{short} {device}" + (f" autocast {autocast}" if autocast else "")
-    second, label = Run(device, autocast), f"unfused {where}"
+    second, label = ModelRun(device, autocast), f"unfused {where}"
     if against != "unfused":
         if autocast is not None:
             raise Unable("under --autocast a run is compared with the unfused one alone")
@@ -236,12 +236,12 @@ def compare(
             raise Unable(f"{short} adds up in {short}, so rounding is not all it loses: compare a 16-bit dtype")
         if inputs.dtype(against) not in (torch.float32, torch.float64):
             raise Unable(f"{against} has not all digits of float32: {short} is compared with float32 or float64")
-        second, label = Run(device, wide=True, rounds=low), f"{short} rounding alone"
+        second, label = ModelRun(device, wide=True, rounds=low), f"{short} rounding alone"
     if any(t.is_floating_point() and not t.isfinite().all() for t in (*model.parameters(), *model.buffers())):
         raise Unable("the model has parameters that are not finite")
-    runs = Run(device, autocast, fused=True), second, Run(device, wide=True)
-    alarms: dict[Place, list[tuple[str, ...]]] = {}
-    places: list[Place] = []
+    runs = ModelRun(device, autocast, fused=True), second, ModelRun(device, wide=True)
+    alarms: dict[TensorAt, list[tuple[str, ...]]] = {}
+    places: list[TensorAt] = []
     names: dict[int, str] = {}
     for draw in range(DRAWS):
         try:
@@ -266,7 +266,7 @@ def compare(
     return Comparison(f"fused {where}", label, tuple(seen), str(x))
 
 
-def _turn(place: Place) -> tuple[bool, int, bool, str]:
+def _turn(place: TensorAt) -> tuple[bool, int, bool, str]:
     """Orders places as they come to be."""
     at, tensor = place
     return tensor != "y", at if tensor == "y" else -at, tensor != "dx", tensor

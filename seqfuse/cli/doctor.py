@@ -46,7 +46,7 @@ _EXAMPLES = 8
 
 
 @dataclasses.dataclass
-class Report:
+class Examination:
     """What was found; `warnings` are sentences about what should not be so."""
 
     versions: dict[str, str | None]
@@ -60,13 +60,13 @@ class Report:
     cannot_run: dict[str, dict[str, list[str]]] = dataclasses.field(default_factory=dict[str, dict[str, list[str]]])
 
 
-def examine() -> Report:
+def examine() -> Examination:
     """Look at everything; no plug-in is imported, and nothing is written but what the C compiler is tried with."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         known = dataclasses.asdict(settings.__wrapped__())
     versions = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-    report = Report(
+    report = Examination(
         versions={**versions, "CUDA of torch": torch.version.cuda, "driver": _driver()},
         devices=[*_devices()],
         settings=known,
@@ -126,7 +126,7 @@ def _kernels(env: Env) -> str:
     return f"none: {why_no_c() if env.device == 'cpu' else 'torch sees no CUDA device'}"
 
 
-def _caches(report: Report) -> None:
+def _caches(report: Examination) -> None:
     import platformdirs
 
     for name, of in (("tune", "measurements"), ("c", "C kernels")):
@@ -196,7 +196,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
     return reasons[0] if reasons else "it matches none of the examples that were made for it"
 
 
-def show(report: Report) -> None:
+def show(report: Examination) -> None:
     """Print a report for a reader."""
     tell("versions", "bold")
     for name, version in report.versions.items():
@@ -234,7 +234,7 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
-def data(report: Report) -> dict[str, Any]:
+def data(report: Examination) -> dict[str, Any]:
     """A report as plain data."""
     return {**dataclasses.asdict(report), "executable": sys.executable}
 

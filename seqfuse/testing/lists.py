@@ -53,7 +53,7 @@ HOOKS = ("forward", "forward pre", "full backward")
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class MemberSpec:
     """A module of a random list: an operation, a container, or a plain `torch.nn` module, which is a barrier.
 
     Args:
@@ -70,7 +70,7 @@ class Node:
 
     kind: str
     arguments: tuple[Any, ...] = ()
-    members: tuple[Node, ...] = ()
+    members: tuple[MemberSpec, ...] = ()
     hook: str = ""
     frozen: bool = False
     named: tuple[tuple[str, Any], ...] = ()
@@ -125,7 +125,7 @@ class ListSpec:
     """
 
     width: int
-    members: tuple[Node, ...]
+    members: tuple[MemberSpec, ...]
     inputs: tuple[tuple[str, int], ...] = ()
     outputs: tuple[str, ...] = ()
     training: bool = True
@@ -133,7 +133,7 @@ class ListSpec:
 
     def __str__(self) -> str:
         mode = "training" if self.training else "evaluation"
-        return f"{Node('Sequential', members=self.members)} on width {self.width}, in {mode}"
+        return f"{MemberSpec('Sequential', members=self.members)} on width {self.width}, in {mode}"
 
     @property
     def attends(self) -> bool:
@@ -155,7 +155,7 @@ class ListSpec:
                 if p.numel() and bool((p == p.flatten()[0]).all()):
                     p.data.add_(0.5 * seeded_randn(tuple(p.shape), seed + i))
         model.to(dtype).train(self.training)
-        for node, module in _nodes(Node("Sequential", members=self.members), model):
+        for node, module in _nodes(MemberSpec("Sequential", members=self.members), model):
             for name, p in module.named_parameters(recurse=False):
                 p.data = laid_out(p.data.to(other if other is not None and name in node.other else dtype), node.layout)
         return model
@@ -181,22 +181,22 @@ class ListSpec:
         `stats` is the dtype in which `model` computes attention scores, where x is wider: see `plain`.
         """
         made = dict(channels)
-        y = _call(Node("Sequential", members=self.members), model, x, made, stats)
+        y = _call(MemberSpec("Sequential", members=self.members), model, x, made, stats)
         return {"y": y, **{name: made[name] for name in self.outputs}}
 
 
-def _nodes(node: Node, module: nn.Module) -> Iterator[tuple[Node, nn.Module]]:
+def _nodes(node: MemberSpec, module: nn.Module) -> Iterator[tuple[MemberSpec, nn.Module]]:
     yield node, module
     for pair in _pairs(node, module) if node.members else ():
         yield from _nodes(*pair)
 
 
-def _call(node: Node, module: nn.Module, x: Tensor, channels: dict[str, Tensor], stats: torch.dtype) -> Tensor:
+def _call(node: MemberSpec, module: nn.Module, x: Tensor, channels: dict[str, Tensor], stats: torch.dtype) -> Tensor:
     """A module that runs through its own `__call__`: it draws seeds of its own, and its hooks run."""
     if node.hook == "forward pre":
         x = 0.5 * x
     if node.kind == "Checkpointed":
-        y = _call(Node("Sequential", members=node.members), _inner(module), x, {}, stats)
+        y = _call(MemberSpec("Sequential", members=node.members), _inner(module), x, {}, stats)
     else:
         count = _active(node, module)
         y = _walk(node, module, x, channels, iter(random_seeds(count, x) if count else ()), stats)
@@ -207,16 +207,16 @@ def _inner(module: Any) -> nn.Module:
     return module.inner if isinstance(module, Checkpointed) else module
 
 
-def _pairs(node: Node, module: nn.Module) -> Iterator[tuple[Node, nn.Module]]:
+def _pairs(node: MemberSpec, module: nn.Module) -> Iterator[tuple[MemberSpec, nn.Module]]:
     return zip(node.members, _inner(module).children(), strict=True)
 
 
-def _apart(node: Node) -> bool:
+def _apart(node: MemberSpec) -> bool:
     """Whether a module runs through its own `__call__`."""
     return bool(node.hook) or node.kind == "Checkpointed"
 
 
-def _active(node: Node, module: nn.Module) -> int:
+def _active(node: MemberSpec, module: nn.Module) -> int:
     """Random operations that share the seeds of a call."""
     if node.kind in CONTAINERS:
         return sum(_active(*pair) for pair in _pairs(node, module) if not _apart(pair[0]))
@@ -224,7 +224,7 @@ def _active(node: Node, module: nn.Module) -> int:
 
 
 def _walk(
-    node: Node, module: Any, x: Tensor, channels: dict[str, Tensor], seeds: Iterator[Tensor], stats: torch.dtype
+    node: MemberSpec, module: Any, x: Tensor, channels: dict[str, Tensor], seeds: Iterator[Tensor], stats: torch.dtype
 ) -> Tensor:
     if node.kind in CONTAINERS:
         shortcut = x

@@ -16,7 +16,7 @@ from .tensors import seeded_randn
 
 _MORE_COLUMNS = 5  # RoPE on query, key and value heads of an even size takes a multiple of six
 _VARIADIC = (2, 1, 3)  # the first is that of the sequence in which no slot is varied
-Choice = tuple[type[UnfusedOperation], ...]
+Kinds = tuple[type[UnfusedOperation], ...]
 Pick = Callable[[int, type[UnfusedOperation], Tensor], UnfusedOperation]
 
 
@@ -111,7 +111,7 @@ def configured_once(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[s
             yield kind.__name__, ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
-def _choices(slot: Slot) -> Iterator[Choice]:
+def _choices(slot: Slot) -> Iterator[Kinds]:
     kinds = [kind for wanted in slot.types for kind in ([wanted] if not wanted.is_open else known_finals(wanted))]
     if not kinds:
         raise AssertionError(f"no operation is known for slot {slot.name!r}; give the operations yourself")
@@ -149,7 +149,7 @@ def _numbered(slot: int, n: int, at: int, kind: type[UnfusedOperation], like: Te
 
 
 def _build(
-    fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, pick: Pick = _first
+    fusion: type[FusedOperation], choice: Sequence[Kinds], x: Tensor, pick: Pick = _first
 ) -> tuple[list[UnfusedOperation], Tensor]:
     try:
         return _thread(fusion, choice, x, pick), x
@@ -161,7 +161,7 @@ def _build(
         raise
 
 
-def _thread(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, pick: Pick) -> list[UnfusedOperation]:
+def _thread(fusion: type[FusedOperation], choice: Sequence[Kinds], x: Tensor, pick: Pick) -> list[UnfusedOperation]:
     made: list[UnfusedOperation] = []
     open_forks: list[str] = []
     shape = tuple(x.shape)

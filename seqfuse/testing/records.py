@@ -16,7 +16,7 @@ from .structure import bits
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class SavedField:
     """A tensor of one field: as the fusion saved it, as the operation does, as it does in float64."""
 
     name: str
@@ -31,7 +31,7 @@ def compared(
     own: Mapping[str, Saved],
     exact: Mapping[str, Saved],
     parameters: Mapping[int, Tensor],
-) -> Iterator[Field]:
+) -> Iterator[SavedField]:
     """The tensors to compare; what needs no numbers is compared here.
 
     Args:
@@ -63,7 +63,7 @@ def compared(
         raise AssertionError(f"it saved records for unknown slots: {', '.join(map(repr, found))}")
 
 
-def _tensors(name: str, f: Any, u: Any, r: Any) -> Iterator[Field]:
+def _tensors(name: str, f: Any, u: Any, r: Any) -> Iterator[SavedField]:
     if isinstance(u, tuple) and isinstance(f, tuple):
         mine, its = cast(tuple[Any, ...], f), cast(tuple[Any, ...], u)
         if len(mine) == len(its):
@@ -71,7 +71,7 @@ def _tensors(name: str, f: Any, u: Any, r: Any) -> Iterator[Field]:
                 yield from _tensors(f"{name}[{i}]", mine[i], its[i], r[i])
             return
     if isinstance(u, Tensor) and isinstance(f, Tensor):
-        yield Field(name, f.detach(), u.detach(), (r.double() if u.is_floating_point() else r).detach())
+        yield SavedField(name, f.detach(), u.detach(), (r.double() if u.is_floating_point() else r).detach())
     elif type(cast(object, f)) is not type(cast(object, u)) or f != u:
         raise AssertionError(f"{name} should be {u!r}, not {f!r}")
 

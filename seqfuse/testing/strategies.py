@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .lists import CONTAINERS, HOOKS, MASKS, ListSpec, Node, Routing
+from .lists import CONTAINERS, HOOKS, MASKS, ListSpec, MemberSpec, Routing
 from .tensors import EDGES, LAYOUTS, REGIMES, Shape, TensorSpec
 
 try:
@@ -180,14 +180,16 @@ def lists(
         promoted = promoted or (kind in ("Linear", "Bias") and "bias" in chosen)
         return chosen
 
-    def node(kind: str, *arguments: Any, inside: tuple[Node, ...] = (), named: Options | None = None) -> Node:
+    def node(
+        kind: str, *arguments: Any, inside: tuple[MemberSpec, ...] = (), named: Options | None = None
+    ) -> MemberSpec:
         hook = draw(st.sampled_from(("",) * 17 + HOOKS)) if hooks else ""
         still = frozen and kind in ("Linear", "QKNorm", *_SIZED) and draw(rarely)
         other = of_other_dtype(kind, arguments)
         layout = draw(st.sampled_from(_LAYOUTS)) if layouts and kind in _PARAMETERS else "contiguous"
-        return Node(kind, arguments, inside, hook, still, tuple((named or {}).items()), other, layout)
+        return MemberSpec(kind, arguments, inside, hook, still, tuple((named or {}).items()), other, layout)
 
-    def one(kind: str, width: int, here: tuple[int, ...], routed: bool) -> tuple[Node, int]:
+    def one(kind: str, width: int, here: tuple[int, ...], routed: bool) -> tuple[MemberSpec, int]:
         nonlocal promoted
         if kind == "Linear":
             after = draw(st.sampled_from(WIDTHS * 6 + (0,) if empty else WIDTHS))
@@ -222,7 +224,7 @@ def lists(
         named: Options = {"eps": 1e-6} if kind == "RMSNorm" and promoted else {}
         return node(kind, *([width] if kind in _SIZED else []), named=named), width
 
-    def attend(width: int, here: tuple[int, ...], routed: bool) -> tuple[list[Node], int]:
+    def attend(width: int, here: tuple[int, ...], routed: bool) -> tuple[list[MemberSpec], int]:
         heads, kv_heads, size = draw(st.sampled_from(_HEADS))
         packed = (heads + 2 * kv_heads) * size
         found = [node("Linear", width, packed, draw(st.booleans()))]
@@ -241,12 +243,12 @@ def lists(
             how = how | {"mask": name}
         return [*found, node("Attention", heads, kv_heads, named=how)], heads * size
 
-    def step(width: int, here: tuple[int, ...], routed: bool) -> tuple[list[Node], int]:
+    def step(width: int, here: tuple[int, ...], routed: bool) -> tuple[list[MemberSpec], int]:
         runs = [*_RUNS, *(_ROUTED if routed else ())] if width else ["act", "Linear", "Scale", "Bias act act"]
         runs += ["gated"] * (width % 2 == 0) + ["barrier"] * barriers + ["Dropout", "Bias Dropout"] * dropout
         runs += ["Residual", "Sequential"] * (len(here) < depth) + [_ATTENTION] * (3 * attention)
         runs += ["Checkpointed"] * (checkpoints and barriers and routed and not here)
-        found: list[Node] = []
+        found: list[MemberSpec] = []
         chosen = draw(st.sampled_from(runs))
         if chosen == _ATTENTION:
             return attend(width, here, routed)
@@ -255,8 +257,8 @@ def lists(
             found.append(more)
         return found, width
 
-    def several(width: int, here: tuple[int, ...], routed: bool) -> tuple[list[Node], int]:
-        found: list[Node] = []
+    def several(width: int, here: tuple[int, ...], routed: bool) -> tuple[list[MemberSpec], int]:
+        found: list[MemberSpec] = []
         for _ in range(draw(st.integers(1, 2) if here or not routed else st.integers(2, steps))):
             more, width = step(width, here, routed)
             found += more

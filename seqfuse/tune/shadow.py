@@ -39,28 +39,30 @@ class Site:
         """Where its fake tensors can be used, in its mode."""
         return self.shadow.tracing()
 
-
-class _Recorder(Fuser):
-    """Runs the references, and notes what enters them."""
-
-    def __init__(self, root: Sequential, about: tuple[str, str, Shadow], sites: list[Site]) -> None:
-        super().__init__(root, root.fusions, owned=True, memory=root.memory)
-        self._about, self._sites = about, sites
-
-    def __call__(self, x: Tensor, **channels: Tensor) -> Any:
-        op_list = self.op_list()
-        nodes = op_list.nodes
-        check_channels(nodes, op_list.inputs, channels)
-        seeds = draw(op_list.nodes, x)
-        site = Site(*self._about, self, op_list, [(x, dict(channels))])
-        self._sites.append(site)
-        starts = {part.start: part for part in op_list.parts if isinstance(part, Region)}
+    def run(self, x: Tensor, **channels: Tensor) -> Any:
+        """Run the references, and note what enters them."""
+        nodes = self.op_list.nodes
+        check_channels(nodes, self.op_list.inputs, channels)
+        seeds = draw(nodes, x)
+        starts = {part.start: part for part in self.op_list.parts if isinstance(part, Region)}
+        self.entering.append((x, dict(channels)))
         for position in range(len(nodes)):
             if position in starts:
                 validate(nodes, starts[position].positions, x.shape)
             x = walk_reference(nodes, range(position, position + 1), x, channels, seeds)
-            site.entering.append((x, dict(channels)))
-        return (x, *[channels[name] for name in op_list.outputs]) if op_list.outputs else x
+            self.entering.append((x, dict(channels)))
+        return (x, *[channels[name] for name in self.op_list.outputs]) if self.op_list.outputs else x
+
+
+class _Watch:
+    """Stands for the fuser of a container: notes each call as a site."""
+
+    def __init__(self, fuser: Fuser, about: tuple[str, str, Shadow], sites: list[Site]) -> None:
+        self.fuser, self.owner, self._about, self._sites = fuser, fuser.owner, about, sites
+
+    def __call__(self, x: Tensor, **channels: Tensor) -> Any:
+        self._sites.append(Site(*self._about, self.fuser, self.fuser.op_list(), []))
+        return self._sites[-1].run(x, **channels)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -111,7 +113,8 @@ class Shadow:
         sites: list[Site] = []
         for path, module in cast(Iterable[tuple[str, nn.Module]], self.model.named_modules()):
             if isinstance(module, Sequential):
-                install(module, _Recorder(module, (path, self.mode, self), sites))
+                fuser = Fuser(module, module.fusions, owned=True, memory=module.memory)
+                install(module, cast(Any, _Watch(fuser, (path, self.mode, self), sites)))
         with self.tracing():
             try:
                 self.model(self._fake(x), **{name: self._fake(value) for name, value in channels.items()})

@@ -11,7 +11,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.cli.compare import Place, Run, compare
+from seqfuse.cli.compare import ModelRun, TensorAt, compare
 from seqfuse.cli.inputs import Spec
 from seqfuse.testing.numerics import Check, FusedMismatch, Report
 
@@ -110,10 +110,10 @@ def test_modules_of_others_are_places_too(cli: Cli) -> None:
     assert {("y", "Softplus"), ("dx", "Softplus")} <= places
 
 
-def places_of(model: sf.Sequential) -> set[Place]:
+def places_of(model: sf.Sequential) -> set[TensorAt]:
     """Those of a run, in which the gradient of x is the one that the model itself gives."""
     spec, model = Spec((5, 8), torch.float64), model.double()
-    values, _ = Run(CPU)(model, spec, {}, 0, True)
+    values, _ = ModelRun(CPU)(model, spec, {}, 0, True)
     x = spec.draw("cpu", 0).requires_grad_()
     dy = torch.randn((5, 8), generator=torch.Generator().manual_seed(100)).bfloat16().double()
     (dx,) = torch.autograd.grad(model(x), x, dy)
@@ -127,7 +127,7 @@ def test_a_gradient_of_a_fork_is_that_of_both_ways() -> None:
 
 def test_random_operations_draw_the_same_numbers_in_every_run() -> None:
     model = sf.Sequential(ops.Dropout(0.5), ops.Linear(8, 8), ops.Dropout(0.5))
-    runs = Run(CPU, fused=True), Run(CPU), Run(CPU, wide=True)
+    runs = ModelRun(CPU, fused=True), ModelRun(CPU), ModelRun(CPU, wide=True)
     zeros = [run(model, Spec((7, 8), torch.float32), {}, 3, True)[0][(0, "y")] == 0 for run in runs]
     assert 0 < zeros[0].sum() < 56
     assert all(torch.equal(z, zeros[0]) for z in zeros)
@@ -154,7 +154,7 @@ def test_rounding_at_every_border_is_allowed_for_in_a_deep_list() -> None:
     model = sf.Sequential(*(m for _ in range(12) for m in (ops.Linear(32, 32), ops.Tanh())))
     spec = Spec((64, 32), torch.bfloat16)
     model = model.bfloat16()
-    runs = Run(CPU, fused=True), Run(CPU, wide=True, rounds=torch.bfloat16), Run(CPU, wide=True)
+    runs = ModelRun(CPU, fused=True), ModelRun(CPU, wide=True, rounds=torch.bfloat16), ModelRun(CPU, wide=True)
     assert compare(model, spec, {}, CPU, against="float32").difference is None
     first, second, third = (run(model, spec, {}, 0, True)[0] for run in runs)
     for place in ((35, "y"), (0, "dx")):  # the last of either pass
