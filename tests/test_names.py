@@ -61,7 +61,6 @@ PACKAGE = Path(sf.__file__).parent
 NOT_YET = {
     "fusions": {"Angles", "Record", "Steps", "_Part"},
     "kernels": {"Dropout", "Kernel", "Number", "Step", "Tile", "_Given"},
-    "run": {"Slot"},
 }
 
 

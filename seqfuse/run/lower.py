@@ -19,7 +19,7 @@ from ..plan.plan import Plan
 from ..plan.step import Record, Step, Stretch, Wants
 from ..saved import kind_of
 
-Slot = tuple[nn.Module, str]
+ParameterPlace = tuple[nn.Module, str]
 # The parameters (by their index), whether x, and the channels, whose gradients a backward pass needs.
 NeededGrads = tuple[frozenset[int], bool, frozenset[str]]
 OnStep = Callable[..., Any]
@@ -46,7 +46,7 @@ class Context:
     def of(
         cls,
         stretch: Stretch,
-        slots: Sequence[Slot],
+        slots: Sequence[ParameterPlace],
         parameters: Sequence[Tensor],
         on_error: str,
         note: Callable[[], Callable[[str, int, str], None] | None],
@@ -70,7 +70,7 @@ class Context:
         return run if self.on_step is None else functools.partial(self.on_step, step, run)
 
 
-class Field(NamedTuple):
+class SavedField(NamedTuple):
     """One field of what a segment saves: of which of its records, its name, and what it may hold."""
 
     record: int
@@ -82,15 +82,15 @@ class Saves(NamedTuple):
     """What a segment saves: its records, with the place of each field among the saved tensors, or the data."""
 
     records: tuple[tuple[int, Record], ...]  # with the index of the step
-    tensors: tuple[Field, ...]
-    several: tuple[Field, ...]
-    data: tuple[Field, ...]
+    tensors: tuple[SavedField, ...]
+    several: tuple[SavedField, ...]
+    data: tuple[SavedField, ...]
 
     @classmethod
     def of(cls, forward: Sequence[Step]) -> Saves:
         """What forward steps save."""
         records = tuple((i, r) for i, step in enumerate(forward) for r in step.saves)
-        fields = [Field(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
+        fields = [SavedField(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
         of_kind = [tuple(f for f in fields if f.kind == kind) for kind in ("tensor", "tuple", "data")]
         return cls(records, *of_kind)
 
@@ -103,7 +103,7 @@ class Segment:
     span: range
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]  # in the order in which they run, with each operation configured as in the forward
-    parameters: tuple[Slot, ...]  # those whose gradients are needed, each once
+    parameters: tuple[ParameterPlace, ...]  # those whose gradients are needed, each once
     inputs: tuple[str, ...]  # the channels that enter it
     outputs: tuple[str, ...]  # those that leave it
     crossing: frozenset[str]  # of these, those that a later operation reads
@@ -167,7 +167,7 @@ class TorchCall(NamedTuple):
     """A call of torch that is a native operation, or a GEMM with its bias, with the parameters it takes behind x."""
 
     run: Callable[..., Tensor]
-    parameters: tuple[Slot, ...]
+    parameters: tuple[ParameterPlace, ...]
     place: str  # the note of an error
 
 
