@@ -90,7 +90,7 @@ class Plan:
     Attributes:
         forward: steps of the forward schedule, in order.
         backward: steps of the backward schedule, in list order; only where a gradient is needed.
-        segments: ranges of positions that run behind one autograd node each, where the plan is more than calls of torch.
+        segments: ranges of positions that run behind one autograd node each, unless torch runs all by itself.
         refused: fusions whose pattern matched and that were not used, with reasons.
         env: what it was made for.
         unmatched: fusions of other authors in the fusion set whose pattern stands nowhere, with their patterns.

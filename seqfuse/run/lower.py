@@ -70,7 +70,7 @@ class Context:
         return run if self.on_step is None else functools.partial(self.on_step, step, run)
 
 
-class SavedField(NamedTuple):
+class SavedAt(NamedTuple):
     """One field of what a segment saves: of which of its records, its name, and what it may hold."""
 
     record: int
@@ -82,15 +82,15 @@ class Saves(NamedTuple):
     """What a segment saves: its records, with the place of each field among the saved tensors, or the data."""
 
     records: tuple[tuple[int, Record], ...]  # with the index of the step
-    tensors: tuple[SavedField, ...]
-    several: tuple[SavedField, ...]
-    data: tuple[SavedField, ...]
+    tensors: tuple[SavedAt, ...]
+    several: tuple[SavedAt, ...]
+    data: tuple[SavedAt, ...]
 
     @classmethod
     def of(cls, forward: Sequence[Step]) -> Saves:
         """What forward steps save."""
         records = tuple((i, r) for i, step in enumerate(forward) for r in step.saves)
-        fields = [SavedField(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
+        fields = [SavedAt(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
         of_kind = [tuple(f for f in fields if f.kind == kind) for kind in ("tensor", "tuple", "data")]
         return cls(records, *of_kind)
 
