@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,8 @@ from ..run.regions import KEPT_PROGRAMS, OpList, Region
 from ..run.sequential import Sequential
 from .remote_tensor import Elsewhere, blank
 from .transfer import Boundary, Placement, sources, stand_in, through, together
+
+_Clipped = dict[Any, list[tuple[str | None, Tensor, bool, list[int]]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +42,20 @@ class Stage:
     boundary: Boundary | None
     enters: tuple[str, ...]
     leaves: tuple[str, ...]
-    clipped: dict[Any, list[tuple[str | None, Tensor, bool, list[int]]]] = dataclasses.field(
-        default_factory=lambda: dict[Any, list[tuple[str | None, Tensor, bool, list[int]]]]()
-    )
+    clipped: _Clipped = dataclasses.field(default_factory=_Clipped)
 
     @property
     def positions(self) -> list[int]:
         """Those of its operations."""
         return [at for p in self.parts for at in (range(p.start, p.stop) if isinstance(p, Region) else (p,))]
+
+
+class _CallState(NamedTuple):
+    """The sequence, and what a call has for all of its stages: public channels and seeds."""
+
+    op_list: OpList
+    channels: dict[str, Tensor]
+    seeds: Tensor | None
 
 
 class StagedFuser(Fuser):
@@ -102,7 +110,7 @@ class StagedFuser(Fuser):
     def _run_parts(
         self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
     ) -> Tensor:
-        given, tensors = channels.copy(), [x]  # what is in or between stages: the chain's tensor, then channels
+        given, tensors = _CallState(op_list, channels.copy(), seeds), [x]  # the chain's tensor first, then channels
         tells = self.placement.tells or any_autocast()
         stages = self.stages(op_list)
         for stage in stages:
@@ -110,12 +118,12 @@ class StagedFuser(Fuser):
             if own:
                 if stage.boundary is not None and not self.placement.own(stage.index - 1):
                     tensors = stage.boundary.enter(tensors, x.device)
-                tensors = self._own(op_list, stage, tensors, given, seeds)
+                tensors = self._own(given, stage, tensors)
             told = None
             if tells:
                 told = self.placement.tell(stage.index, tensors if own else None, 1 + len(stage.leaves), x.device)
             if not own:
-                tensors = self._others(op_list, stage, tensors, given, seeds, told)
+                tensors = self._others(given, stage, tensors, told)
             elif stage is stages[-1]:
                 tensors = together(tensors)
             elif not self.placement.own(stage.index + 1):
@@ -125,27 +133,17 @@ class StagedFuser(Fuser):
         channels.update(zip(op_list.outputs, tensors[1:], strict=True))
         return tensors[0]
 
-    def _own(
-        self, op_list: OpList, stage: Stage, tensors: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
-    ) -> list[Tensor]:
+    def _own(self, given: _CallState, stage: Stage, tensors: list[Tensor]) -> list[Tensor]:
         x, *rest = tensors
-        channels = {**given, **dict(zip(stage.enters, rest, strict=True))}
+        channels = {**given.channels, **dict(zip(stage.enters, rest, strict=True))}
         for part in stage.parts:
             if isinstance(part, Region):
-                x = self.run_region(op_list, part, x, channels, seeds)
+                x = self.run_region(given.op_list, part, x, channels, given.seeds)
             else:
-                x = run_eagerly(op_list.nodes, part, x, channels)
+                x = run_eagerly(given.op_list.nodes, part, x, channels)
         return [x, *[channels[c] for c in stage.leaves]]
 
-    def _others(
-        self,
-        op_list: OpList,
-        stage: Stage,
-        tensors: list[Tensor],
-        given: dict[str, Tensor],
-        seeds: Tensor | None,
-        told: list[Any] | None,
-    ) -> list[Tensor]:
+    def _others(self, given: _CallState, stage: Stage, tensors: list[Tensor], told: list[Any] | None) -> list[Tensor]:
         """What stands for what leaves a stage of another rank."""
         where = self.placement.where(stage.index)
         entries = [t if isinstance(t, Elsewhere) else _leaf(t, where) for t in tensors]
@@ -154,67 +152,58 @@ class StagedFuser(Fuser):
             passes = any(p for *_, p in told)
         else:
             leaves = [_leaf(t, where) for t in entries]
-            outs = self._inferred(op_list, stage, leaves, given, seeds)
+            outs = self._inferred(given, stage, leaves)
             passes = any(t.requires_grad and sources(t, leaves) for t in outs)
         return through(entries, outs, passes, where)
 
-    def _inferred(
-        self, op_list: OpList, stage: Stage, leaves: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
-    ) -> list[Tensor]:
+    def _inferred(self, given: _CallState, stage: Stage, leaves: list[Tensor]) -> list[Tensor]:
         where = self.placement.where(stage.index)
         x, *rest = leaves
-        channels: dict[str, Tensor] = {c: _leaf(t, where) for c, t in given.items()}
+        channels: dict[str, Tensor] = {c: _leaf(t, where) for c, t in given.channels.items()}
         channels.update(zip(stage.enters, rest, strict=True))
-        seeds = None if seeds is None else seeds.to("meta")
+        given = given._replace(channels=channels, seeds=None if given.seeds is None else given.seeds.to("meta"))
         for part in stage.parts:
             if isinstance(part, Region):
-                x = self._clip(op_list, stage, part, x, channels, seeds)
+                x = self._clip(given, stage, part, x)
             else:
-                x = _walk(op_list, range(part, part + 1), x, channels, seeds)
+                x = _walk(given, range(part, part + 1), x)
         return [x, *[channels[c] for c in stage.leaves]]
 
-    def _clip(
-        self,
-        op_list: OpList,
-        stage: Stage,
-        region: Region,
-        x: Tensor,
-        channels: dict[str, Tensor],
-        seeds: Tensor | None,
-    ) -> Tensor:
+    def _clip(self, given: _CallState, stage: Stage, region: Region, x: Tensor) -> Tensor:
         """What stands for what a region gives; found once, for a region runs operations of this library alone."""
-        got = [x, *[channels[c] for c in region.channels]]
+        nodes, got = given.op_list.nodes, [x, *[given.channels[c] for c in region.channels]]
         parameters: list[Tensor] = [getattr(owner, name) for owner, name in region.slots]
         state = [(tuple(t.shape), t.dtype, t.requires_grad) for t in (*got, *parameters)]
         key = region.start, torch.is_grad_enabled(), *state
         where = self.placement.where(stage.index)
         if key not in stage.clipped:
-            validate(op_list.nodes, region.positions, x.shape)
+            validate(nodes, region.positions, x.shape)
             leaves = [_leaf(t, where) for t in got]
             inside = dict(zip(region.channels, leaves[1:], strict=True))
-            y = _walk(op_list, range(region.start, region.stop), leaves[0], inside, seeds)
-            readers = op_list.nodes[0].readers
-            made = [c for node in op_list.nodes[region.start : region.stop] for _, c in node.outputs]
+            y = _walk(given._replace(channels=inside), region.positions, leaves[0])
+            readers = nodes[0].readers
+            made = [c for node in nodes[region.start : region.stop] for _, c in node.outputs]
             outs = [(None, y), *((c, inside[c]) for c in made if max(readers[c], default=region.stop) >= region.stop)]
             if len(stage.clipped) == KEPT_PROGRAMS:
                 stage.clipped.clear()
             found = [(name, t, sources(t, leaves)) for name, t in outs]
             stage.clipped[key] = [(name, blank(t), t.requires_grad, s) for name, t, s in found]
-        outs = {n: stand_in(t, wants, [got[i] for i in s]) for n, t, wants, s in stage.clipped[key]}
-        elsewhere = {name: Elsewhere.of(t, where) for name, t in outs.items()}
-        y = elsewhere.pop(None)
-        channels.update((name, t) for name, t in elsewhere.items() if name is not None)
-        return y
+        for name, t, wants, s in stage.clipped[key]:
+            stands = Elsewhere.of(stand_in(t, wants, [got[i] for i in s]), where)
+            if name is None:
+                x = stands
+            else:
+                given.channels[name] = stands
+        return x
 
     def infer(self, x: Tensor, channels: dict[str, Tensor]) -> list[list[Tensor]]:
         """What stands for what enters the first stage, and for what leaves each."""
         op_list = self.op_list()
         check_channels(op_list.nodes, op_list.inputs, channels)
-        seeds = torch.zeros(op_list.random, dtype=torch.int64, device="meta")
+        given = _CallState(op_list, channels, torch.zeros(op_list.random, dtype=torch.int64, device="meta"))
         found = [[_leaf(x, "nowhere")]]
         for stage in self.stages(op_list):
-            leaves = [_leaf(t, "nowhere") for t in found[-1]]
-            found.append(self._inferred(op_list, stage, leaves, channels, seeds))
+            found.append(self._inferred(given, stage, [_leaf(t, "nowhere") for t in found[-1]]))
         return found
 
     def run_stage(self, index: int, tensors: list[Tensor], given: dict[str, Tensor]) -> list[Tensor]:
@@ -222,7 +211,7 @@ class StagedFuser(Fuser):
         op_list = self.op_list()
         seeds = self._draw(index, op_list, tensors[0])
         with parametrize.cached() if op_list.parametrized else contextlib.nullcontext():
-            return self._own(op_list, self.stages(op_list)[index], tensors, given, seeds)
+            return self._own(_CallState(op_list, given, seeds), self.stages(op_list)[index], tensors)
 
     def forget_draws(self) -> None:
         """Begin anew with micro-batches: each stage's n-th call reads the n-th draw."""
@@ -244,14 +233,14 @@ def _leaf(tensor: Tensor, where: str) -> Tensor:
     return Elsewhere.of(blank(tensor), where).requires_grad_(tensor.requires_grad)
 
 
-def _walk(op_list: OpList, positions: range, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+def _walk(given: _CallState, positions: range, x: Tensor) -> Tensor:
     """Run references and modules on what stands for their inputs."""
     for at in positions:
         try:
-            x = walk_reference(op_list.nodes, range(at, at + 1), x, channels, seeds)
+            x = walk_reference(given.op_list.nodes, range(at, at + 1), x, given.channels, given.seeds)
         except StateError as error:
             if error.code == "SF508":
-                node = op_list.nodes[at]
+                node = given.op_list.nodes[at]
                 error.operation, error.position, error.path = node.name, at, node.path
                 error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
             raise
