@@ -23,6 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 from ..errors import InputError
 from ..fusion import checked
 from ..operation import UnfusedOperation
+from ..pictures.text import counted
 from ..plan.schedule import MODES, Budget, Choice
 from ..run.sequential import Fusions, Sequential
 from . import dynamo
@@ -31,7 +32,7 @@ from .calls import Calls, Captured, ModelCall, name_owners, named_modules, paths
 from .effects import is_state
 from .reasons import Left, kind_of
 from .region import CapturedRegion
-from .report import GraphReport, counted, text_of
+from .report import GraphReport, text_of
 from .rewrite import RewriteOptions, rewrite
 
 _frames = itertools.count()

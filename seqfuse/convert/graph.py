@@ -103,6 +103,11 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
+def arguments(node: Node, *names: str) -> Any:
+    """The first arguments of a call, given by place or by these names."""
+    return tuple(argument(node, i, name) for i, name in enumerate(names))
+
+
 def example(node: Any) -> Tensor | None:
     """The fake tensor that Dynamo computed for a node; `None` where it is no tensor, or one of `torch.func`."""
     found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..env import why_no_c
 from ..ops import Fork
-from ..pictures.text import longer
+from ..pictures.text import counted, longer
 from ..plan.step import Step
 from .calls import Calls, Captured
 from .reasons import Left
@@ -180,11 +180,6 @@ def _saved(block: tuple[int, int]) -> int:
 
 def _is_view(step: Step) -> bool:
     return all(node.operation.is_view for node in step.nodes)
-
-
-def counted(count: int, noun: str) -> str:
-    """A number of things."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def text_of(

@@ -12,6 +12,7 @@ from ... import ops
 from ..graph import (
     ahead,
     argument,
+    arguments,
     back,
     channel,
     example,
@@ -34,7 +35,7 @@ from .rope import FoundRope, rope_at
 
 def raise_attention(node: Node) -> Found:
     """F.scaled_dot_product_attention."""
-    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    q, k, v = arguments(node, "query", "key", "value")
     how: dict[str, Any] = {
         "causal": bool(argument(node, 5, "is_causal", False)),
         "dropout": argument(node, 4, "dropout_p", 0.0),
@@ -276,15 +277,15 @@ _FAR = 24
 
 def raise_multi_head_attention(node: Node) -> Found:
     """torch.nn.MultiheadAttention of one tensor."""
-    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    q, k, v = arguments(node, "query", "key", "value")
     if not (q is k is v):
         return f"queries, keys and values of several tensors: make them by Linears, and {CALL}"
     names = (
-        "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn",
-        "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
-        "use_separate_proj_weight",
+        "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k",
+        "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask",
+        "need_weights", "attn_mask", "use_separate_proj_weight",
     )  # fmt: skip
-    given = {name: argument(node, i + 3, name) for i, name in enumerate(names)}
+    given = dict(zip(names, arguments(node, *names), strict=True))
     rare = ("bias_k", "bias_v", "add_zero_attn", "use_separate_proj_weight")
     users = {u.args[1]: u for u in node.users if spelled(u) == "getitem"}
     if any(given[name] not in (None, False) for name in rare) or (users.get(1) is not None and users[1].users):

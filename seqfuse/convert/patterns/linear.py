@@ -15,6 +15,7 @@ from ..effects import Effects
 from ..graph import (
     ahead,
     argument,
+    arguments,
     back,
     either,
     example,
@@ -44,15 +45,15 @@ def linear(x: Any, weight: Given, bias: Any, out: Node) -> Found:
 
 def raise_linear(node: Node) -> Found:
     """F.linear(x, weight, bias)."""
-    weight: Any = argument(node, 1, "weight")
-    return linear(argument(node, 0, "input"), weight, argument(node, 2, "bias"), node)
+    x, weight, bias = arguments(node, "input", "weight", "bias")
+    return linear(x, weight, bias, node)
 
 
 def raise_addmm(node: Node) -> Found:
     """addmm(bias, x.view(-1, in), weight [in, out]).view(*, out), as `Conv1D` of Hugging Face has it."""
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
-    bias, flat, right = (argument(node, i, name) for i, name in enumerate(("input", "mat1", "mat2")))
+    bias, flat, right = arguments(node, "input", "mat1", "mat2")
     weight = _weight_of(right)
     x, out = _unflattened(flat, node)
     return None if weight is None else linear(x, weight, bias, out)

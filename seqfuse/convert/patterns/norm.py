@@ -13,6 +13,7 @@ from ..graph import (
     CASTS,
     ahead,
     argument,
+    arguments,
     back,
     either,
     example,
@@ -74,7 +75,7 @@ def _called(node: Any) -> FoundNorm | str | None:
     """The norm of the last dimension that a call of torch is."""
     if spelled(node) not in ("layer_norm", "rms_norm"):
         return None
-    x, shape, weight = (argument(node, i, name) for i, name in enumerate(("input", "normalized_shape", "weight")))
+    x, shape, weight = arguments(node, "input", "normalized_shape", "weight")
     sizes: Sequence[Any] = cast("Sequence[Any]", shape) if isinstance(shape, list | tuple) else ()
     layer = spelled(node) == "layer_norm"
     bias = argument(node, 3, "bias") if layer else None
