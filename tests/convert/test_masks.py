@@ -131,6 +131,17 @@ def test_attention_with_a_causal_mask_is_causal_and_reads_none(name: str):
     assert not graph.beside  # what made the mask is gone
 
 
+def test_attentions_side_by_side_share_a_mask_that_is_made_like_what_they_read():
+    class Both(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = self.mask(x)
+            return self.attended(x, mask) * self.attended(x, mask)
+
+    graph, found = converted(Both(SPELLINGS["filled"][0]))
+    assert [(op.causal, op.mask) for op in found] == [(True, None)] * 2
+    assert not graph.left
+
+
 def test_eager_torch_is_counted_without_a_mask_that_a_capture_alone_makes():
     class Flagged(Masked):
         def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
