@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,10 @@ from .target import Unable
 
 
 def tell(text: str = "", style: str = "") -> None:
-    """Print lines; `style` counts on a terminal where rich is installed."""
-    if style and sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.text import Text
-        except ImportError:
-            pass
-        else:
-            Console(soft_wrap=True).print(Text(printable(text), style))
-            return
-    print(printable(text))
+    """Print lines; a style, `"bold"` or `"yellow"`, counts on a terminal only."""
+    code = {"bold": 1, "yellow": 33}.get(style)
+    colored = code is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(f"\x1b[{code}m{printable(text)}\x1b[0m" if colored else printable(text))
 
 
 def printable(text: str) -> str:

@@ -5,8 +5,8 @@ makes NaN of float8 overflow, sums a column one number after the other, rounds a
 BLAS does, otherwise where the factors change places, lets a kernel write anywhere, and patches `triton.language` again
 at every launch and call of a device function. Inside `corrected()` both formats go through float32 and come back
 rounded to nearest even, float8 saturating, columns are summed in pairs, products are made in float64 and rounded before
-they are added, `interpreter_bounds` refuses an access outside the tensors of a launch, and `interpreter_globals` a
-number that is a global of its module. It is faster, too: the patch is made once a block, the rounds of Philox are made
+they are added, `interpreter_bounds` refuses an access outside the tensors of a launch, and a number that is a global
+of its module. It is faster, too: the patch is made once a block, the rounds of Philox are made
 for whole arrays, with the same numbers, and `interpreter_speed` says what else is.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any

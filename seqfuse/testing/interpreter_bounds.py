@@ -1,16 +1,20 @@
-"""Interpreted kernels that load or store outside the tensors they are given: an error, before memory is written."""
+"""What an interpreted kernel may not do: load or store outside the tensors it is given, or read a global number.
+
+Both are errors before memory is written, as a compiled kernel cannot do the one and may not do the other.
+"""
 
 # pyright: basic, reportGeneralTypeIssues=false
 # The parts replaced have no types.
 from __future__ import annotations
 
+import dis
 import functools
+import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-
-from .interpreter_globals import refuse_globals
 
 # What each access to memory goes through, and the arguments it begins with after self: the others differ by version.
 ACCESSES = {
@@ -94,3 +98,28 @@ def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield from tensors_of(f"{name}.{i}", inner)
     elif isinstance(getattr(value, "base", None), Tensor):
         yield name, value.base
+
+
+_seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def refuse_globals(function: Any) -> None:
+    """Raise NameError for a number or text that a kernel, or a function it calls, reads as a global of its module.
+
+    The compiler takes those alone that are `tl.constexpr`.
+    """
+    import triton.language as tl
+
+    if not isinstance(function, types.FunctionType) or function in _seen:
+        return
+    stated = function.__globals__.get("__annotations__", {})
+    for name in {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}:
+        value = function.__globals__.get(name)
+        if isinstance(value, int | float | str) and "constexpr" not in str(stated.get(name, "")):
+            raise NameError(
+                f"{function.__name__} reads the global {name} = {value!r}, which Triton compiles as a constexpr alone: "
+                f"{name} = tl.constexpr({value!r})"
+            )
+        if not isinstance(value, tl.constexpr):
+            refuse_globals(getattr(value, "fn", None))
+    _seen.add(function)

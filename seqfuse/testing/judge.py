@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import KernelError, PluginError
 from ..saved import Saved
 from .cases import HUGE, Case, Outcome
-from .numerics import Check, FusedMismatch, Report, Sample, assert_fused_close
+from .numerics import FusedMismatch, assert_fused_close
 from .observe import Pass, leaves
 from .structure import Tree, assert_bitwise_equal, assert_distinct_storages, index_of, named_tensors, share_storage
 
@@ -125,12 +125,12 @@ def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree, note: str =
                 )
 
 
-_Measure = Callable[[int], tuple[Tree, Tree, Tree]]
+Measure = Callable[[int], tuple[Tree, Tree, Tree]]
 _ANY = (torch.float32,)
 _FEW, _FEW_IN = 64, (torch.float32, torch.bfloat16, torch.float16)
 
 
-def judge(measure: _Measure, seed: int, note: str = "") -> None:
+def judge(measure: Measure, seed: int, note: str = "") -> None:
     """Apply the error bound to (fused, unfused, reference), to more than one draw where it may alarm by chance.
 
     Correct kernels do so in about 1 float32 case of 150, under an offset or a heavy tail, where one rounding is shared
@@ -142,7 +142,7 @@ def judge(measure: _Measure, seed: int, note: str = "") -> None:
 
     Raises FusedMismatch, with `note` behind it where a NaN or an Inf differs.
     """
-    first = _mismatch(*measure(seed))
+    first = mismatch_of(*measure(seed))
     if first is None:
         return
     failed = _by_chance(first)
@@ -150,7 +150,7 @@ def judge(measure: _Measure, seed: int, note: str = "") -> None:
         raise FusedMismatch(first.report, note=note) if note and first.report.not_finite else first
     for other in (seed + 1001, seed + 2002):
         sides = measure(other)
-        again = _mismatch(*sides)
+        again = mismatch_of(*sides)
         if again is None or (_by_chance(again) and not failed & {c.tensor for c in again.report.failures}):
             continue
         if not _by_chance(again) or any(c.elements > _FEW for c in again.report.failures):
@@ -159,7 +159,19 @@ def judge(measure: _Measure, seed: int, note: str = "") -> None:
         return
 
 
-def _mismatch(fused: Tree, unfused: Tree, reference: Tree) -> FusedMismatch | None:
+def judge_case(measure: Measure, case: Case, seed: int) -> None:
+    """Apply the error bound to a case; of huge numbers and gradients, that none is lost.
+
+    Raises FusedMismatch, or AssertionError naming a number that was lost.
+    """
+    if case.regime == HUGE or case.dy_regime == "infinite":
+        assert_stays_finite(*measure(seed), met(case))
+    else:
+        judge(measure, seed, met(case))
+
+
+def mismatch_of(fused: Tree, unfused: Tree, reference: Tree) -> FusedMismatch | None:
+    """What is wrong by the error bound, if anything is."""
     try:
         assert_fused_close(fused, unfused, reference)
     except FusedMismatch as mismatch:
@@ -173,7 +185,7 @@ def _by_chance(mismatch: FusedMismatch) -> set[str]:
     return {check.tensor for check in failures} if chance else set()
 
 
-def _judge_joined(measure: _Measure, seed: int, first: tuple[Tree, Tree, Tree], elements: dict[str, int]) -> None:
+def _judge_joined(measure: Measure, seed: int, first: tuple[Tree, Tree, Tree], elements: dict[str, int]) -> None:
     """Judge several draws as one tensor, with fewer where the answer is clear.
 
     A quarter of them, or half, are enough where each part is below 3/4 of its bound, or one is above 3/2 of it.
@@ -200,54 +212,6 @@ def _named(tree: Tree, name: str) -> Tensor:
     tensor = dict(named_tensors(tree))[name]
     assert tensor is not None
     return tensor.detach()
-
-
-def judge_together(measure: _Measure, seed: int, draws: int = 8) -> None:
-    """Apply the error bound to one draw and, where it alarms, to `draws` others at once: for models of many operations.
-
-    There one rounding reaches whole rows: the errors of two right models are two draws of few numbers, and in most
-    models one of them is somewhere more than twice the other. So the rule's `rms` and `element` are asked of means over
-    draws: of `rms(e_f)` by its bound, and of the squares of an element's errors in units of what all elements of a
-    tensor may err by. `structure` is asked of every draw.
-
-    Raises FusedMismatch.
-    """
-    if _mismatch(*measure(seed)) is None:
-        return
-    samples: dict[str, list[Sample]] = {}
-    for i in range(1, draws + 1):
-        sides = measure(seed + 1001 * i)
-        alarm = _mismatch(*sides)
-        if alarm is not None and any(check.part == "structure" for check in alarm.report.failures):
-            raise alarm
-        f, u, r = (dict(named_tensors(tree)) for tree in sides)
-        for name in f:
-            mine, own, exact = f[name], u[name], r[name]
-            if mine is None or own is None or exact is None or not mine.numel():
-                continue
-            if mine.is_floating_point():
-                samples.setdefault(name, []).append(Sample(name, mine.detach(), own.detach(), exact.detach()))
-    report = Report(tuple(check for name in samples for check in _together(name, samples[name])))
-    if report.failures:
-        raise FusedMismatch(report)
-
-
-def _together(name: str, samples: list[Sample]) -> Iterator[Check]:
-    e_f, e_u, phi = (torch.stack(t) for t in zip(*((s.e_f, s.e_u, s.phi) for s in samples), strict=True))
-    r_f, r_u, r_phi = (t.square().mean((1, 2), keepdim=True).sqrt() for t in (e_f, e_u, phi))
-    # The geometric mean, in which a draw counts as much as its inverse; one that is nearly exact excuses no other.
-    whole = _times(r_f, 1.5 * r_u + 0.6 * r_phi).clamp_min(0.1).log().mean().exp()
-    yield Check(name, "rms", whole.item(), 1.0, "the whole tensor", "mean over draws of rms(e_f) by its bound")
-    unit = 6 * r_u + 0.5 * r_phi
-    p_f, p_u, p_phi = (_times(t, unit).square().mean(0).sqrt() for t in (e_f, e_u, phi))
-    size = _times(p_f, 1 + 4 * p_u + 2 * p_phi)
-    where = index_of(int(size.argmax().item()), samples[0].shape)
-    yield Check(name, "element", size.max().item(), 1.0, str(where), "mean over draws of |e_f| by its bound")
-
-
-def _times(errors: Tensor, bound: Tensor) -> Tensor:
-    # No error is within any bound, also within 0, as in a draw where no element is finite.
-    return torch.where(errors == 0, torch.zeros_like(errors), errors / bound)
 
 
 def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from ..plan.plan import Plan, Step
 from ..run.lower import OnStep
 from ..saved import Saved
 from ..settings import fusing
-from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, subsets
+from .cases import Bench, Case, Outcome, Specimen, cases, few_rows, subsets
 from .fakes import assert_fakes_alike
 from .judge import (
     assert_only_wanted,
@@ -26,9 +26,8 @@ from .judge import (
     assert_reads_records,
     assert_saves_no_copies,
     assert_saves_parameters,
-    assert_stays_finite,
     judge,
-    met,
+    judge_case,
     saying,
 )
 from .observe import Observer, Pass, name_of
@@ -146,10 +145,7 @@ class Probe:
                 skipped.append(f"{case}: {refused}")
                 continue
             with saying(f"{where}: {self.combination}, {case}"):
-                if case.regime == HUGE:
-                    assert_stays_finite(*self.measure(case, self.seed), met(case))
-                else:
-                    judge(functools.partial(self.measure, case), self.seed, met(case))
+                judge_case(functools.partial(self.measure, case), case, self.seed)
         with saying(f"{where}: {self.combination}, {few}"):
             self._check_reads(observer, bench)
             for run in observer.seen if whole else ():

@@ -11,7 +11,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.testing import seeded_randn
-from seqfuse.testing.judge import judge_together
+from tests.judging import judge_together
 
 
 def test_holds_every_fusion_of_the_room():

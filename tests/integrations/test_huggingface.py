@@ -16,7 +16,7 @@ from seqfuse import ops
 from seqfuse.inference import generate
 from seqfuse.integrations.huggingface import from_huggingface, gpt2_state, llama_state
 from seqfuse.testing import seeded_randn
-from seqfuse.testing.judge import judge_together
+from tests.judging import judge_together
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.nn import FeedForward, MultiHeadAttention, TransformerLayer, TransformerStack, from_torch
 from seqfuse.testing import seeded_randn
-from seqfuse.testing.judge import judge_together
+from tests.judging import judge_together
 
 ROTARY = functools.partial(ops.RotaryEmbedding, style="half")
 

@@ -13,8 +13,9 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.saved import copied
 from seqfuse.testing import Untouched, assert_bitwise_equal, seeded_randn
-from seqfuse.testing.judge import judge, judge_together
+from seqfuse.testing.judge import judge
 from seqfuse.testing.tensors import redrawn
+from tests.judging import judge_together
 
 Tensors = dict[str, Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

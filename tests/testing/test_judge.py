@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from seqfuse.errors import PluginError
 from seqfuse.testing import FusedMismatch, GlobalState, Observer, assert_fused_close, in_regime
-from seqfuse.testing.judge import assert_stays_finite, judge, judge_together, saying
+from seqfuse.testing.judge import assert_stays_finite, judge, saying
+from tests.judging import judge_together
 
 
 class Draws:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import seqfuse as sf
 from seqfuse.testing import LAYOUTS, ListSpec, assert_bitwise_equal, seeded_randn
 from seqfuse.testing import strategies as sfst
-from seqfuse.testing.judge import judge_together
 from seqfuse.testing.plain import plain
+from tests.judging import judge_together
 
 from .kinds import KINDS
 from .listed import DISTINCT, Results, results

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse.testing import seeded_randn
-from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
+from tests.judging import judge_together
 
 
 def four_ways(

@@ -15,8 +15,8 @@ import seqfuse as sf
 from seqfuse import nn as layers
 from seqfuse import ops
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
-from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
+from tests.judging import judge_together
 
 HALVES = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 

@@ -16,8 +16,8 @@ from seqfuse import ops
 from seqfuse.fusions import block_boundary
 from seqfuse.fusions.block_boundary import BlockBoundary, BlockBoundaryBackward, boundary_fwd, branch_around
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
-from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
+from tests.judging import judge_together
 
 ALL = (BlockBoundary, BlockBoundaryBackward)
 

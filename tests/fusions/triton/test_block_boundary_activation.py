@@ -15,8 +15,8 @@ from seqfuse import fusions, ops
 from seqfuse.fusions import block_boundary_activation
 from seqfuse.fusions.block_boundary_activation import BlockBoundaryActivation
 from seqfuse.testing import check_fusion, seeded_randn
-from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
+from tests.judging import judge_together
 
 
 def bias(width: int) -> ops.Bias:

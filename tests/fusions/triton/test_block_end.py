@@ -16,9 +16,9 @@ from seqfuse.fusions.bias_dropout_add import branch_bwd
 from seqfuse.fusions.block_end import BlockEndBackward
 from seqfuse.fusions.linear_bias_dropout_add import LinearBiasDropoutAdd
 from seqfuse.testing import check_fusion, seeded_randn
-from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
 from tests.fusions.triton.fourways import four_ways
+from tests.judging import judge_together
 
 
 def bias(width: int, device: torch.device) -> ops.Bias:

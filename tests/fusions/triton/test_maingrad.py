@@ -13,7 +13,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
-from seqfuse.testing.judge import judge_together
+from tests.judging import judge_together
 
 GELU = (ops.Linear(6, 8), ops.GELU(), ops.Linear(8, 6))
 LISTS: dict[str, tuple[sf.FusableOperation, ...]] = {

@@ -16,8 +16,8 @@ from seqfuse.fusions import _norm
 from seqfuse.fusions import norm as norms
 from seqfuse.fusions.norm import NormBackward, NormForward
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
-from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
+from tests.judging import judge_together
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "alone"])

@@ -18,8 +18,8 @@ from seqfuse.fusions import norm_activation
 from seqfuse.fusions.norm_activation import NormActivation, NormActivationJoint
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from seqfuse.testing.cases import Bench
-from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
+from tests.judging import judge_together
 
 BOTH = pytest.mark.parametrize("fusion", [NormActivation, NormActivationJoint], ids=lambda fusion: fusion.__name__)
 

@@ -16,7 +16,7 @@ import seqfuse as sf
 from seqfuse.ops import _attention
 from seqfuse.testing import LAYOUTS, ListSpec
 from seqfuse.testing import strategies as sfst
-from seqfuse.testing.judge import judge_together
+from tests.judging import judge_together
 from tests.testing.listed import DISTINCT, Results, results
 
 # Torch warns of a hook on the first module where the input needs no gradient, and of a weight of no columns.

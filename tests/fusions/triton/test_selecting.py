@@ -15,7 +15,7 @@ import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.testing import seeded_randn
 from seqfuse.testing.cases import Bench
-from seqfuse.testing.judge import judge_together
+from tests.judging import judge_together
 
 Fusions = tuple[type[sf.FusedOperation], ...]
 LISTS: dict[str, tuple[Sequence[sf.FusableOperation], Fusions, Fusions]] = {
