@@ -39,7 +39,7 @@ def contenders(form: str, m: int, n: int, k: int, tiny: bool) -> dict[str, Calla
 
     from seqfuse.kernels import gemm
     from seqfuse.kernels import pointwise as p
-    from seqfuse.kernels._gemm_tiles import Tile, tiles, weight_of
+    from seqfuse.kernels._gemm_kernel import Tile, tiles, weight_of
     from seqfuse.kernels.activations import ACTIVATIONS
 
     dtype, device = (torch.float32, "cpu") if tiny else (torch.bfloat16, "cuda")
@@ -66,7 +66,7 @@ def contenders(form: str, m: int, n: int, k: int, tiny: bool) -> dict[str, Calla
         chain, operands = p.Chain(p.gated(silu)), ()
     else:
         kind, heavy, product = "plain", True, forward
-        ours = functools.partial(gemm.linear, x, w, b, dropout=gemm.Dropout(seed, 0.1), residual=t)
+        ours = functools.partial(gemm.linear, x, w, b, dropout=gemm.DropoutMask(seed, 0.1), residual=t)
         chain, operands = p.Chain(p.bias(), p.dropout(0.1), p.add()), (b, seed, t)
     family = "interpreter" if tiny else "sm_90"
     table = tiles(family, "float32" if tiny else "half", weight_of(kind, heavy))

@@ -194,10 +194,10 @@ def norm_cases() -> Iterator[Case]:
 def gemm_cases() -> Iterator[Case]:
     """Epilogues of products; the first result is the product's own."""
     from seqfuse.kernels import gemm
-    from seqfuse.kernels._gemm_tiles import Tile
+    from seqfuse.kernels._gemm_kernel import Tile
     from seqfuse.kernels.activations import ACTIVATIONS
 
-    gelu, silu, dropout = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], gemm.Dropout(torch.tensor(1), 0.1)
+    gelu, silu, dropout = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], gemm.DropoutMask(torch.tensor(1), 0.1)
     M, N, K = 144, 208, 64
     tile = Tile(64, 64, 64, 4, 1, split=2, descriptors=True)
     x, weight, packed, dy = drawn(M, K), drawn(N, K), drawn(2 * N, K), drawn(M, K)

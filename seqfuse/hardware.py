@@ -36,7 +36,7 @@ FLOAT32_SLOWER = 12
 exactly."""
 
 NORM_COLUMNS = 65536
-"""The longest row that the norm kernels take: `kernels._launch.MAX_COLUMNS`, which needs Triton to be asked."""
+"""The longest row that the norm kernels take: `kernels._operators.MAX_COLUMNS`, which needs Triton to be asked."""
 
 ONEDNN_WORTHWHILE = 2**16
 """Multiplications below which making a oneDNN primitive may cost more than it saves."""

@@ -10,10 +10,7 @@ import triton.backends.amd.compiler
 import triton.backends.nvidia.compiler
 import triton.compiler
 
-from tools.compiled import kernel_modules
-
-for name in kernel_modules():
-    importlib.import_module(name)
+importlib.import_module("tools.launches")  # imports all kernels
 
 # A hash of all of Triton's files, which each process that compiles would make.
 getattr(triton.runtime.cache, "triton_key", lambda: None)()

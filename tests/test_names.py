@@ -60,7 +60,6 @@ PACKAGE = Path(sf.__file__).parent
 # Names that still mean several things, by the room that has to find another for its own.
 NOT_YET = {
     "fusions": {"Angles", "Record", "Steps", "_Part"},
-    "kernels": {"Dropout", "Kernel", "Number", "Step", "Tile", "_Given"},
 }
 
 

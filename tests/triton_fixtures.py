@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import types
@@ -74,25 +75,49 @@ def _bfloat16_as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture
 def mutant(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[ModuleType, str, str], ModuleType]]:
-    """`mutant(module, old, new)`: the module again with `old`, which must occur once, replaced in its source."""
+    """`mutant(module, old, new)`: the module again with `old`, which must occur once, replaced in its source.
+
+    What is not there is looked for in the modules beside it that it imports; these are then made again, too.
+    """
     assert request.node.get_closest_marker("mutant") is not None
     made: list[str] = []
 
     def make(module: ModuleType, old: str, new: str) -> ModuleType:
-        source = Path(str(module.__file__)).read_text()
-        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
-        # Triton reads a kernel's source from the file; relative imports need the package of the original.
-        name = f"{module.__name__}_mutant_{len(made)}"
-        path = tmp_path / f"{name}.py"
-        path.write_text(source.replace(old, new))
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        changed = importlib.util.module_from_spec(spec)
-        sys.modules[name] = changed
-        made.append(name)
-        spec.loader.exec_module(changed)
-        return changed
+        folder, again, count = Path(str(module.__file__)).parent, dict[str, str](), 0
+
+        def beside(name: str) -> list[str]:
+            source = (folder / f"{name}.py").read_text()
+            imported = [] if old in source else re.findall(r"^from \.(_?\w+) import", source, re.MULTILINE)
+            return [other for other in imported if (folder / f"{other}.py").exists()]
+
+        def has_it(name: str) -> bool:
+            return old in (folder / f"{name}.py").read_text() or any(map(has_it, beside(name)))
+
+        def copied(name: str) -> str:
+            nonlocal count
+            if name not in again:
+                source = (folder / f"{name}.py").read_text()
+                count += source.count(old)
+                for other in filter(has_it, beside(name)):
+                    source = source.replace(f"from .{other} import", f"from .{copied(other)} import")
+                again[name] = _executed(f"{module.__package__}.{name}_mutant_{len(made)}", source.replace(old, new))
+            return again[name]
+
+        def _executed(name: str, source: str) -> str:
+            # Triton reads a kernel's source from the file; relative imports need the package of the original.
+            path = tmp_path / f"{name}.py"
+            path.write_text(source)
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            made.append(name)
+            spec.loader.exec_module(sys.modules[name])
+            return name.rpartition(".")[2]
+
+        name = copied(module.__name__.rpartition(".")[2])
+        assert count == 1, f"{old!r} occurs {count} times"
+        return sys.modules[f"{module.__package__}.{name}"]
 
     yield make
     for name in made:

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from seqfuse.kernels import (
-    _columns,
-    _gemm_tiles,
+    _device,
+    _gemm_kernel,
     _launch,
-    _replay,
+    _operators,
     attention,
     crossentropy,
     decode,
@@ -119,7 +119,7 @@ def launching(target: str) -> Iterator[list[Launch]]:
             mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         ):
             stack.enter_context(patch)
-        for forget in (_launch.architecture.cache_clear, _launch.processors.cache_clear, _replay.forget):
+        for forget in (_launch.architecture.cache_clear, _launch.processors.cache_clear, _operators.forget):
             forget()
             stack.callback(forget)
         yield found
@@ -141,10 +141,10 @@ def variants(module: str, target: str) -> Iterator[Variant]:
     with launching(target) as found:
         for name, call in CALLS[module](target):
             found.clear()
-            _replay.forget()
+            _operators.forget()
             call()
             for launch in found:
-                if launch.kernel is _columns._column_sums_kernel and module != "_columns":
+                if launch.kernel is _device._column_sums_kernel and module != "_device":
                     continue
                 tile = "x".join(str(launch.constexprs[n]) for n in _TILE if n in launch.constexprs)
                 kernel = launch.kernel.__name__.removesuffix("_kernel").rpartition("_")[2]
@@ -198,18 +198,18 @@ def _sums(target: str) -> Calls:
             whole = _new(rows, len(dtypes) * columns, dtype=partial)
             outs = [_new(columns, dtype=of) for of in dtypes]
             name = f"column_sums {'+'.join(map(_name, dtypes))} {rows}"
-            yield name, functools.partial(_columns.column_sums, whole, columns, *outs)
+            yield name, functools.partial(_device.column_sums, whole, columns, *outs)
     for rows, columns in ((1, 256), (8, 1)):
-        call = functools.partial(_columns.column_sums, _new(rows, columns, dtype=F32), columns, _new(columns))
+        call = functools.partial(_device.column_sums, _new(rows, columns, dtype=F32), columns, _new(columns))
         yield f"column_sums bf16 {rows} x {columns}", call
     many = [_new(256, dtype=F64) for _ in range(3)]
-    yield "column_sums fp64+fp64+fp64 64", functools.partial(_columns.column_sums, _new(64, 768, dtype=F64), 256, *many)
+    yield "column_sums fp64+fp64+fp64 64", functools.partial(_device.column_sums, _new(64, 768, dtype=F64), 256, *many)
 
 
 def _gemms(target: str) -> Calls:
     """Each epilogue on the first tile of its weight, the one that holds most on all others and on unaligned tensors."""
-    of = _gemm_tiles.family(target)
-    for entry, number, weight, candidates in _gemm_tiles.table():
+    of = _launch.family(target)
+    for entry, number, weight, candidates in _gemm_kernel.table():
         if entry.partition(" ")[0] != of:
             continue
         odd = entry.endswith("unaligned")
@@ -218,11 +218,11 @@ def _gemms(target: str) -> Calls:
         for i, tile in enumerate(candidates):
             for epilogue in _EPILOGUES[weight] if i == 0 and number == "half" and not odd else most:
                 yield make(epilogue, tile, odd, False)
-        for tile in _gemm_tiles.stored_singly(weight, candidates):
+        for tile in _gemm_kernel.stored_singly(weight, candidates):
             yield make(most[0], tile, odd, True)
         if number == "half":
             # A number that is 1 is a constant to the compiler.
-            tile = _gemm_tiles.stored_singly(weight, candidates)[0] if odd else candidates[0]
+            tile = _gemm_kernel.stored_singly(weight, candidates)[0] if odd else candidates[0]
             for one in ("M", "K", "N") if odd else ("M",):
                 yield make(most[0], tile, odd, odd, one)
 
@@ -326,7 +326,7 @@ def _gemm(
     o = SimpleNamespace(
         x=factor(M, K), w=factor(N, K), back=factor(K, N), packed=factor(2 * N, K), left=factor(K, M),
         right=factor(K, N), b=other(N), bb=other(2 * N), y=other(M, N), z=other(M, N), yy=other(M, 2 * N),
-        wide=_new(M, N, dtype=F32), main=_new(M, N, dtype=total), drop=gemm.Dropout(SEED, 0.1),
+        wide=_new(M, N, dtype=F32), main=_new(M, N, dtype=total), drop=gemm.DropoutMask(SEED, 0.1),
         how={"tile": tile, "tf32": number == "tf32"},
     )  # fmt: skip
     name, call = epilogue
@@ -601,7 +601,7 @@ def _loss(dtype: torch.dtype, classes: int, full: bool, way: str, rows: int) -> 
 
 
 CALLS: dict[str, Callable[[str], Calls]] = {
-    "_columns": _sums,
+    "_device": _sums,
     "attention": _attentions,
     "crossentropy": _losses,
     "decode": _decodes,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from seqfuse import env
-from seqfuse.kernels import _launch, _replay
+from seqfuse.kernels import _launch, _operators
 from seqfuse.testing.compile import TRITON_DTYPES
 
 ARCHITECTURE, PROCESSORS, SHARED = 90, 132, 232_448
@@ -92,8 +92,8 @@ def stub_driver(*, compiles: bool = True, checks: bool = True) -> Iterator[Stub]
         for cache in caches:
             cache.cache_clear()
             stack.callback(cache.cache_clear)
-        _replay.forget()
-        stack.callback(_replay.forget)
+        _operators.forget()
+        stack.callback(_operators.forget)
         stack.enter_context(_allocating())
         driver.set_active(stand_in)  # pyright: ignore[reportArgumentType]
         yield stub

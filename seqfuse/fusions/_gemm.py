@@ -49,7 +49,7 @@ def mask(dropout: Dropout | None, seed: Tensor | None, p: float | None = None) -
 
     if dropout is None or seed is None:
         return None
-    return gemm.Dropout(seed, dropout.p if p is None else p, dropout.mode == "upscale_in_train")
+    return gemm.DropoutMask(seed, dropout.p if p is None else p, dropout.mode == "upscale_in_train")
 
 
 def epilogue(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from ._launch import MAX_GRID, faking, inner_contiguous
+from ._launch import MAX_GRID, faking
+from ._operators import inner_contiguous
 
 MAX_HEAD = 1024
 """The widest head."""

@@ -5,29 +5,38 @@
 `kernel[grid](...)` binds, specializes and hashes its arguments at each call, 13-17 us for twenty of them. Here a key of
 what a compiled kernel depends on is enough: dtypes, 16-byte alignment, the class of each integer, constexprs, device.
 The first launch of a key is Triton's own and returns the compiled kernel; later ones call its `run`.
+
+A host function checks shapes, chooses a tile, makes compile-time arguments and counts programs: 20-40 us of Python, and
+always the same for the same shapes, strides, dtypes and flags. A `Recording` of such a call has the tensors it makes
+and each launch with its arguments, of which a tensor's address is all that changes, and writes a function of a few
+lines that does it again: it makes these tensors, and hands addresses and numbers to the function of Triton's launcher
+that calls the driver. Nothing is written of a call that does anything else with its tensors, such as a copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
+
+from ..generated import Source
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels of this library are interpreted in this process: Triton asks when a kernel is decorated."""
 
 MAX_GRID = 2**31 - 1
-
-MAX_COLUMNS = 65536
-"""The widest row that can be normalized."""
 
 # On AMD Triton addresses what is in 2 GiB of memory with 32 bits, and compiles for that.
 _SMALL = 2**31 - 1 if torch.version.hip else None
@@ -41,25 +50,18 @@ def in_c(tensor: Tensor) -> bool:
     return tensor.is_cpu and not INTERPRETED and "cpu" not in GPU_TYPES
 
 
+MISS = object()
+"""Given by a call that was recorded where it must be decided again."""
+OTHER = object()
+"""The same where it has a single number, such as a seed, that was aligned and is not, or the other way round."""
+_STREAM = object()
+"""Stands for the stream while a launch is recorded."""
+
+_guards: Any = cast(Any, torch._C)._dynamo.guards
 _compiled: dict[Any, Any] = {}
 # The interpreter patches triton.language while a kernel runs: one at a time.
 _interpreting = threading.RLock()
 _local = threading.local()
-
-
-class Constexprs(dict[str, Any]):
-    """Compile-time arguments made once and launched often: what a launch looks up is a number.
-
-    Equal ones share their number, and everything in them is kept, since functions are told apart by identity. They
-    must not be changed.
-    """
-
-    _numbers: ClassVar[dict[Any, tuple[int, Any]]] = {}
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__(arguments)
-        self.all = tuple(arguments.values())
-        self.number = self._numbers.setdefault(_identity(self.all), (len(self._numbers), self.all))[0]
 
 
 class _Keyed(tuple[Any, ...]):
@@ -141,7 +143,7 @@ def launch(
         kernel: a `triton.jit` function whose constexpr parameters stand last.
         grid: number of programs; grids are one-dimensional.
         args: positional arguments.
-        constexprs: compile-time arguments by name; `Constexprs` where they are used again.
+        constexprs: compile-time arguments by name.
         num_warps: warps per program.
         num_stages: stages of the software pipeline.
         options: further options of Triton's compiler, such as `maxnreg`.
@@ -182,12 +184,8 @@ def _run(
     arguments: tuple[Any, ...],
 ) -> None:
     # `id` rather than the function itself, whose hash is that of its source; the entry keeps it alive.
-    if type(constexprs) is Constexprs:
-        values, identity = constexprs.all, constexprs.number
-    else:
-        values = tuple(constexprs.values())
-        identity = _identity(values)
-    key = (id(kernel), device, arguments, identity, num_warps, num_stages, *options.items())
+    values = tuple(constexprs.values())
+    key = (id(kernel), device, arguments, _identity(values), num_warps, num_stages, *options.items())
     entry = _compiled.get(key)
     if entry is None or hooked() or kernel.pre_run_hooks:
         _one_device(kernel, args)
@@ -345,6 +343,14 @@ def architecture(device: torch.device) -> str:
     return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
 
 
+def family(architecture: str) -> str:
+    """The architecture whose tiles one such as `"sm_89"` or `"gfx950"` has."""
+    if architecture.startswith("gfx"):
+        return "gfx942"
+    major = architecture.removeprefix("sm_")[:-1]
+    return {"9": "sm_90", "10": "sm_100"}.get(major, "interpreter" if architecture == "interpreter" else "sm_80")
+
+
 def register_limit(registers: int | None, arch: str) -> dict[str, int]:
     """The option of a launch whose threads may have so many registers; there is none on AMD.
 
@@ -375,41 +381,188 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def inner_contiguous(name: str, tensor: Tensor) -> Tensor:
-    """The tensor itself; raises `ValueError` unless its last dimension is contiguous."""
-    if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name} must be contiguous in its last dimension, got shape {tuple(tensor.shape)} with "
-            f"strides {tensor.stride()}"
-        )
-    return tensor
+class Recording(TorchDispatchMode):
+    """What a host function does with tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sound, self.scratch = True, False
+        self.made: list[Tensor] = []
+        self.launches: list[tuple[Any, int, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.empty.memory_format:
+            self.made.append(result)
+        elif not func.is_view:
+            self.sound = False
+        return result
+
+    def again(self, given: list[Tensor], result: Any) -> Callable[..., Any] | None:
+        """What does the call again, if anything can: a launch that found no entry is Triton's own each time.
+
+        Args:
+            given: its tensors.
+            result: a tensor, `None`, or a tuple or list of them.
+        """
+        return _written(self, given, result) if self.sound and all(launch[0] for launch in self.launches) else None
 
 
-def columns_of(x: Tensor, **rows: Tensor | None) -> int:
-    """The columns of x, if they can be normalized with these parameters; raises `ValueError` else."""
-    N = x.shape[-1] if x.ndim else 0
-    if not x.ndim:
-        raise ValueError("a norm needs at least one dimension")
-    if not 0 < N <= MAX_COLUMNS:
-        raise ValueError(f"rows of {N} columns: at least 1 and at most {MAX_COLUMNS} can be normalized")
-    for name, row in rows.items():
-        if row is not None and tuple(row.shape) != (N,):
-            raise ValueError(f"{name} must have shape ({N},), got {tuple(row.shape)}")
-        if row is not None:
-            inner_contiguous(name, row)
-    return N
+class _Unknown(Exception):
+    """A result that was neither given nor made."""
 
 
-def as_rows(name: str, tensor: Tensor, columns: int) -> Tensor:
-    """The tensor as [M, columns] without a copy; raises `ValueError` where its leading dimensions need one."""
-    if tensor.ndim == 2:
-        return inner_contiguous(name, tensor)
-    if tensor.numel() == 0:
-        return tensor.new_empty((0, columns))
+class _Scratch(NamedTuple):
+    """Bytes that Triton asks for, for the descriptors of one launch."""
+
+    size: int
+
+
+def _asked(size: int, alignment: int, stream: int | None) -> _Scratch:
+    """Stands for Triton's allocator while a launch is recorded."""
+    return _Scratch(size)
+
+
+class _Writer:
+    """Writes into `source` what makes tensors and hands them on."""
+
+    def __init__(self, source: Source, given: list[Tensor], made: list[Tensor]) -> None:
+        self._source = source
+        self._names = itertools.count()
+        self._addresses = {t.data_ptr(): f"at{i}" for i, t in enumerate(given)}
+        self._given = given
+        self._made = {t.data_ptr(): t for t in made if t.numel()}
+        self._fresh: dict[int, str] = {}
+
+    def constant(self, value: Any) -> str:
+        """The name of an object."""
+        return "None" if value is None else self._source.put(value)
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Make a tensor; its name."""
+        name = f"new{next(self._names)}"
+        sizes = tuple(shape)
+        strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
+        self._source.add(f"{name} = empty({', '.join(map(self.constant, (sizes, strides, dtype)))})")
+        return name
+
+    def results(self, leaves: Sequence[Any]) -> list[str]:
+        """Names of what is returned, of which what was made has the shape it is returned in."""
+        shapes: dict[int, Sequence[int]] = {}
+        names: list[str] = []
+        for leaf in leaves:
+            same = next((i for i, t in enumerate(self._given) if leaf is t), None)
+            if leaf is None or same is not None:
+                names.append("None" if leaf is None else f"t{same}")
+                continue
+            at = leaf.data_ptr()
+            whole = self._made.get(at)
+            if whole is None or whole.numel() != leaf.numel() or not leaf.is_contiguous():
+                raise _Unknown
+            shapes[at] = leaf.shape
+            names.append(str(at))
+        for at, t in self._made.items():
+            self._fresh[at] = self.make(shapes.get(at, t.shape), t.dtype)
+            self._source.add(f"at_{self._fresh[at]} = {self._fresh[at]}.data_ptr()")
+        return [self._fresh[int(name)] if name.isdigit() else name for name in names]
+
+    def _address(self, tensor: Tensor) -> str:
+        at = tensor.data_ptr()
+        if at in self._addresses:
+            return self._addresses[at]
+        for begin, whole in self._made.items():
+            if begin <= at < begin + whole.numel() * whole.element_size():
+                name = f"at_{self._fresh[begin]}"
+                return name if at == begin else f"{name} + {at - begin}"
+        self._source.put(tensor)  # it was there before, such as a table of frequencies, and has to stay
+        return self._source.put(at)
+
+    def expression(self, value: Any) -> str | None:
+        """What changes from call to call, in the names of the function; `None` for what does not."""
+        if isinstance(value, Tensor):
+            return self._address(value)
+        if value is _STREAM:
+            return "stream"
+        if isinstance(value, _Scratch):
+            return f"{self.make((value.size,), torch.int8)}.data_ptr()"
+        if type(value) is tuple:
+            return self.tuple(value)
+        return None
+
+    def tuple(self, values: tuple[Any, ...]) -> str | None:
+        """A tuple of which something changes; what follows the last of that is one constant."""
+        texts = [self.expression(value) for value in values]
+        last = max((i for i, text in enumerate(texts) if text is not None), default=-1)
+        if last < 0:
+            return None
+        head = [text or self.constant(value) for text, value in zip(texts, values[: last + 1], strict=False)]
+        rest = values[last + 1 :]
+        return f"({', '.join(head)},)" + (f" + {self.constant(rest)}" if rest else "")
+
+
+def _written(recording: Recording, given: list[Tensor], result: Any) -> Callable[..., Any] | None:
+    """A function of the given tensors that makes what was made and launches what was launched."""
+    empty = getattr(_guards, f"_empty_strided_{given[0].device.type}", None)
+    if empty is None:
+        return None
+    source = Source("again", ", ".join(f"t{i}" for i in range(len(given))))
+    source.constants |= {
+        "C": torch._C, "device": given[0].get_device(), "empty": empty, "hooks": knobs.runtime,
+        "listening": _ENTER, "leaving": _LEAVE, "MISS": MISS, "OTHER": OTHER,
+        "named": tuple.__new__, "allow_scratch": allow_scratch, "modes": torch._C._len_torch_function_stack,
+        "alive": [entry for entry, _, _ in recording.launches],
+    }  # fmt: skip
+    aligned = ["0"] + [f"at{i}" for i, t in enumerate(given) if t.numel() > 1]
+    numbers = [f"{'' if t.data_ptr() & 15 else 'not '}at{i} & 15" for i, t in enumerate(given) if t.numel() == 1]
+    source.add(
+        "if modes():",
+        "    return MISS",
+        *(f"at{i} = t{i}.data_ptr()" for i in range(len(given))),
+        f"if ({' | '.join(aligned)}) & 15 or C._cuda_getDevice() != device or listening.calls or leaving.calls:",
+        "    return MISS",
+        *([f"if not ({' and '.join(numbers)}):", "    return OTHER"] if numbers else []),
+        "if hooks.launch_enter_hook is not listening or hooks.launch_exit_hook is not leaving:",
+        "    return MISS",
+        "stream = C._cuda_getCurrentRawStream(device)",
+    )
+    writer = _Writer(source, given, recording.made)
+    several = isinstance(result, (tuple, list))
     try:
-        return inner_contiguous(name, tensor.view(-1, columns))
-    except RuntimeError:
-        raise ValueError(
-            f"{name} must have one stride for its leading dimensions, got shape {tuple(tensor.shape)} with "
-            f"strides {tensor.stride()}"
-        ) from None
+        names = writer.results(list(result) if several else [result])
+        for entry, grid, args in recording.launches:
+            launch, handed = _handed(entry, grid, args)
+            if launch is entry[0].run and recording.scratch:
+                source.add("allow_scratch()")
+            tensors = writer.tuple(handed)
+            source.add(f"{source.put(launch)}(*{tensors})")
+    except _Unknown:
+        return None
+    text = f"({', '.join(names)},)" if several else names[0]
+    if type(result) is list:
+        text = f"[{', '.join(names)}]"
+    elif several and type(result) is not tuple:  # a named tuple
+        text = f"named({source.put(type(result))}, {text})"
+    source.add(f"return {text}")
+    return source.define()
+
+
+def _handed(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The function that Triton's launcher calls and what it passes, found by a launcher whose function keeps that.
+
+    Where there is none, the launcher and what it takes.
+    """
+    compiled, function, metadata, values = entry[:4]
+    launcher = compiled.run
+    taken = (grid, 1, 1, _STREAM, function, metadata, None, None, None, *args, *values)
+    state = dict(getattr(launcher, "__dict__", {}))
+    launch = state.get("launch")
+    if launch is None or state.get("profile_scratch_size", 1) or state.get("gsan_enabled"):
+        return launcher, taken
+    handed: list[tuple[Any, ...]] = []
+    state["launch"] = lambda *all_of_it: handed.append(all_of_it)
+    token = _allocation._allocator.set(cast(Any, _asked))
+    try:
+        type(launcher).__call__(SimpleNamespace(**state), *taken)
+    finally:
+        _allocation._allocator.reset(token)
+    return (launch, handed[0]) if len(handed) == 1 else (launcher, taken)

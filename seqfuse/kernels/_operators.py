@@ -3,7 +3,7 @@
 """Host functions of kernels as operators, `torch.ops.seqfuse.*`: one decorator, and the signature says the rest.
 
 A host function checks its arguments, makes its results, then decides and launches. In eager PyTorch it is called
-straight away, and done again for like tensors (`_replay`). Where a compiler, an export or a counter of FLOPs watches,
+straight away, and done again for like tensors. Where a compiler, an export or a counter of FLOPs watches,
 its operator is called, whose schema is the signature and whose fake is the function itself, up to where its results are
 made (`_launch.stops`). On a CPU a function of C that has the same signature decides.
 """
@@ -15,6 +15,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -23,10 +24,33 @@ from torch.utils import flop_counter
 
 from .. import compiler
 from ..generated import Source
-from . import _launch, _replay
+from . import _launch
+from ._launch import MISS, OTHER
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MOST = 1024
+"""Keys of calls that are kept; with one more, all of them are forgotten."""
+
+MOST_ALIKE = 16
+"""Of these with one key, which differ in tensors."""
+
+MAX_COLUMNS = 65536
+"""The widest row that can be normalized."""
+
+_guards: Any = typing.cast(Any, torch._C)._dynamo.guards
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
+_entries: dict[Any, tuple[Any, list[tuple[Callable[..., bool], Callable[..., Any], Any]]]] = {}
+"""What picks the tensors that there are of a call's, `None` for all, and calls that were decided.
+
+Of each, whether tensors are like its own, what does it for them (gives `MISS` where it must be decided each time), and
+what has to stay alive, since the key has its `id`.
+"""
+
+_epoch: Any = object()
+"""Another one after everything was forgotten."""
 
 _library = torch.library.Library("seqfuse", "FRAGMENT")
 _registered: set[str] = set()
@@ -224,7 +248,7 @@ class Operator:
     def entry(self) -> Any:
         """The function that stands for the host function."""
         source = self._source(self.host.__name__)
-        source.constants |= {"modes": _launch.traced, "replayed": _replay.replayed}
+        source.constants |= {"modes": _launch.traced, "replayed": replayed}
         args = ", ".join(p.name for p in self._parameters)
         source.add("if modes():", f"    return operator.recorded({args})")
         source.add(*self._key(), f"return replayed(operator, key, tensors, ({args},))")
@@ -262,6 +286,107 @@ def _returned(hint: Any) -> str:
         return "Tensor" if hint is Tensor else "()"
     members = getattr(hint, "_fields", typing.get_args(hint))
     return "Tensor[]" if ... in members else f"({', '.join('Tensor' for _ in members)})"
+
+
+def _never(*tensors: Tensor) -> Any:
+    return MISS
+
+
+def _never_like(*tensors: Tensor) -> bool:
+    return False
+
+
+def replayed(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
+    """The result of an operator's call, as it was decided for like tensors.
+
+    Args:
+        operator: what is called.
+        key: all that a decision depends on but strides, dtypes and devices.
+        tensors: those in `args`; the first one is not `None`.
+        args: of the host function.
+    """
+    found = _entries.get(key)
+    if found is not None:
+        pick, entries = found
+        given = tensors if pick is None else pick(tensors)
+        for check, again, _ in entries:
+            if check(*given):
+                result = again(*given)
+                if result is MISS:
+                    return operator.make(args)
+                if result is not OTHER:
+                    return result
+    return _decided(operator, key, tensors, args)
+
+
+def _bound(whole: Callable[..., Any], split: Callable[..., tuple[Any, tuple[Any, ...]]]) -> Callable[..., Any]:
+    """A function of tensors that does what `whole` does, and looks nothing up for tensors like the last ones.
+
+    Args:
+        whole: calls an operator's function, perhaps with copies of what does not fit.
+        split: gives the key and the tensors of that call.
+    """
+    latest: tuple[Any, Callable[..., bool], Callable[..., Any]] = (None, _never_like, _never)
+
+    def run(*given: Tensor) -> Any:
+        nonlocal latest
+        if _dispatch_modes():
+            return whole(*given)
+        epoch, check, again = latest  # at once: threads share it
+        if epoch is _epoch and check(*given):
+            result = again(*given)
+            if result is not MISS and result is not OTHER:
+                return result
+        epoch = _epoch
+        result = whole(*given)
+        found = _entries.get(split(*given)[0])
+        alike = [entry for entry in found[1] if entry[1] is not _never and entry[0](*given)] if found else ()
+        latest = (epoch, *alike[0][:2]) if alike else (epoch, _never_like, _never)
+        return result
+
+    return run
+
+
+def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
+    """Decide a call and do it; keep how, or that it cannot be done again."""
+    given = [t for t in tensors if t is not None]
+    if operator.in_c is not None and _launch.in_c(given[0]):
+        check, run = operator.call(operator.in_c, args).entry(given, getattr(operator.result, "_make", tuple))
+        _keep(key, tensors, check, run, operator.alive(args))
+        return run(*given)
+    # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
+    # Seeds of several dropouts lie side by side: of two one is not aligned.
+    addresses = () if _launch.INTERPRETED or _function_modes() else {t.data_ptr() for t in given}
+    if len(addresses) < len(given) or 0 in addresses or any(t.data_ptr() & 15 for t in given if t.numel() > 1):
+        return operator.make(args)
+    with _launch.Recording() as recording:
+        before = _launch.watch(recording)
+        try:
+            result = operator.make(args)
+        finally:
+            _launch.watch(before)
+    check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    _keep(key, tensors, check, recording.again(given, result) or _never, operator.alive(args))
+    return result
+
+
+def _keep(key: Any, tensors: tuple[Tensor | None, ...], check: Any, again: Any, alive: Any) -> None:
+    if len(_entries) >= MOST:
+        _entries.clear()
+    there = [i for i, t in enumerate(tensors) if t is not None]
+    # A slice, where the first is the only one: what takes one index gives no tuple.
+    pick = itemgetter(*there if len(there) > 1 else [slice(1)]) if len(there) < len(tensors) else None
+    _, alike = _entries.setdefault(key, (pick, []))
+    if len(alike) >= MOST_ALIKE:
+        alike.clear()
+    alike.append((check, again, alive))
+
+
+def forget() -> None:
+    """Let go of everything that was recorded."""
+    global _epoch
+    _epoch = object()
+    _entries.clear()
 
 
 def operator(
@@ -313,4 +438,44 @@ def bound(
     def whole(*given: Tensor) -> R:
         return called(**arguments(*(given if _launch.in_c(given[0]) else [t.contiguous() for t in given])))
 
-    return _replay.bound(whole, lambda *given: operator.split(**arguments(*given)))
+    return _bound(whole, lambda *given: operator.split(**arguments(*given)))
+
+
+def inner_contiguous(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself; raises `ValueError` unless its last dimension is contiguous."""
+    if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}"
+        )
+    return tensor
+
+
+def columns_of(x: Tensor, **rows: Tensor | None) -> int:
+    """The columns of x, if they can be normalized with these parameters; raises `ValueError` else."""
+    N = x.shape[-1] if x.ndim else 0
+    if not x.ndim:
+        raise ValueError("a norm needs at least one dimension")
+    if not 0 < N <= MAX_COLUMNS:
+        raise ValueError(f"rows of {N} columns: at least 1 and at most {MAX_COLUMNS} can be normalized")
+    for name, row in rows.items():
+        if row is not None and tuple(row.shape) != (N,):
+            raise ValueError(f"{name} must have shape ({N},), got {tuple(row.shape)}")
+        if row is not None:
+            inner_contiguous(name, row)
+    return N
+
+
+def as_rows(name: str, tensor: Tensor, columns: int) -> Tensor:
+    """The tensor as [M, columns] without a copy; raises `ValueError` where its leading dimensions need one."""
+    if tensor.ndim == 2:
+        return inner_contiguous(name, tensor)
+    if tensor.numel() == 0:
+        return tensor.new_empty((0, columns))
+    try:
+        return inner_contiguous(name, tensor.view(-1, columns))
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must have one stride for its leading dimensions, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}"
+        ) from None

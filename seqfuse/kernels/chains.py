@@ -19,8 +19,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import Constexprs, as_rows, next_power_of_2
-from ._philox import threshold_and_scale
+from ._device import threshold_and_scale
+from ._launch import next_power_of_2
+from ._operators import as_rows
 from .activations import activation_of, name_of, text_of
 
 ACT = 0
@@ -39,7 +40,7 @@ SHIFT = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class ChainStep:
     """One step of a chain; the functions below make them.
 
     Args:
@@ -63,28 +64,28 @@ class Step:
     text: str = ""
 
 
-def _unary(kind: int, prefix: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> Step:
+def _unary(kind: int, prefix: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> ChainStep:
     text = f"{prefix}:{text_of(activation)}"
     label = "" if prefix == "act" else prefix + "_"
-    return Step(kind, label + name_of(activation), functions, tuple(activation.P), text=text, **rest)
+    return ChainStep(kind, label + name_of(activation), functions, tuple(activation.P), text=text, **rest)
 
 
-def act(activation: Any) -> Step:
+def act(activation: Any) -> ChainStep:
     """A function, y = f(x): anything with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
     return _unary(ACT, "act", activation, (activation.value,))
 
 
-def dact(activation: Any) -> Step:
+def dact(activation: Any) -> ChainStep:
     """A function's gradient, dx = dy f'(t), where the operand t [*, N] is f's input or output as `reads` says."""
     return _unary(DACT, "dact", activation, (activation.derivative,), operand="matrix")
 
 
-def gated(activation: Any) -> Step:
+def gated(activation: Any) -> ChainStep:
     """A gated unit, y = f(gate) up for packed [gate; up]: half as many columns come out."""
     return _unary(GATED, "gated", activation, (activation.value,), gate=-1)
 
 
-def dgated(activation: Any) -> Step:
+def dgated(activation: Any) -> ChainStep:
     """A gated unit's gradient, dx = [dy up f'(gate); dy f(gate)]: twice as many columns come out.
 
     The operand is the packed [gate; up], [*, 2 N].
@@ -93,55 +94,55 @@ def dgated(activation: Any) -> Step:
     return _unary(DGATED, "dgated", activation, functions, operand="packed", gate=1)
 
 
-def bias() -> Step:
+def bias() -> ChainStep:
     """A bias, y = x + b, b the operand [N]."""
-    return Step(BIAS, "bias", operand="row", text="bias")
+    return ChainStep(BIAS, "bias", operand="row", text="bias")
 
 
-def add() -> Step:
+def add() -> ChainStep:
     """A residual, y = x + other, other the operand [*, N]."""
-    return Step(ADD, "add", operand="matrix", text="add")
+    return ChainStep(ADD, "add", operand="matrix", text="add")
 
 
-def scale(factor: float) -> Step:
+def scale(factor: float) -> ChainStep:
     """A constant factor, y = factor x."""
     factor = float(factor)
-    return Step(SCALE, f"scale[{factor:g}]", P=(factor,), text=f"scale:{factor!r}")
+    return ChainStep(SCALE, f"scale[{factor:g}]", P=(factor,), text=f"scale:{factor!r}")
 
 
-def dropout(p: float, upscale: bool = True) -> Step:
+def dropout(p: float, upscale: bool = True) -> ChainStep:
     """Dropout, y = keep x / (1 - p), or keep x without `upscale`; the operand is the seed. Its own gradient."""
     text = f"dropout:{float(p)!r}:{int(upscale)}"
-    return Step(DROPOUT, f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed", text=text)
+    return ChainStep(DROPOUT, f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed", text=text)
 
 
-def store() -> Step:
+def store() -> ChainStep:
     """Give what the chain holds here as a tensor [*, N] of its own."""
-    return Step(STORE, "store", output="matrix", text="store")
+    return ChainStep(STORE, "store", output="matrix", text="store")
 
 
-def column_sum() -> Step:
+def column_sum() -> ChainStep:
     """Give the sum over all rows of what the chain holds here, [N]: the gradient of a bias."""
-    return Step(SUM, "sum", output="row", text="sum")
+    return ChainStep(SUM, "sum", output="row", text="sum")
 
 
-def emit(activation: Any) -> Step:
+def emit(activation: Any) -> ChainStep:
     """Give f(t) of an operand t [*, N] as a tensor of its own: an activation that was not kept."""
     return _unary(EMIT, "emit", activation, (activation.value,), operand="matrix", output="matrix")
 
 
-def emit_gated(activation: Any) -> Step:
+def emit_gated(activation: Any) -> ChainStep:
     """Give f(gate) up of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N]."""
     return _unary(EMIT_GATED, "emit_gated", activation, (activation.value,), operand="packed", output="matrix")
 
 
-def shift(packed: bool = False) -> Step:
+def shift(packed: bool = False) -> ChainStep:
     """Add a bias, the operand [N], to what the steps behind read: z = t + b for a t that was saved in the place of z.
 
     With `packed` the operand is [2 N], and what is read [gate; up].
     """
     text = f"shift:{int(packed)}"
-    return Step(SHIFT, "shift", operand="packed row" if packed else "row", text=text)
+    return ChainStep(SHIFT, "shift", operand="packed row" if packed else "row", text=text)
 
 
 _OF_ACTIVATION = {
@@ -159,7 +160,7 @@ def parse(text: str) -> Chain:
     Raises:
         ValueError: for what is no chain, or an activation that no step of this process was made from.
     """
-    steps: list[Step] = []
+    steps: list[ChainStep] = []
     for part in text.split(";") if text else ():
         kind, *arguments = part.split(":")
         if kind in _PLAIN and not arguments:
@@ -184,7 +185,7 @@ class Chain:
         ValueError: for a chain in which parts are split and joined in a way that has no width.
     """
 
-    def __init__(self, *steps: Step) -> None:
+    def __init__(self, *steps: ChainStep) -> None:
         self.steps = steps
         self.kinds = tuple(step.kind for step in steps)
         self.functions = tuple(step.functions for step in steps)
@@ -205,9 +206,9 @@ class Chain:
         self.outputs = sum(step.output is not None for step in steps)
         self.name = ",".join(step.name for step in steps)
         self.text = ";".join(step.text for step in steps)
-        self._tiles: dict[tuple[int, int, int], tuple[int, int, Constexprs]] = {}
+        self._tiles: dict[tuple[int, int, int], tuple[int, int, dict[str, Any]]] = {}
 
-    def tile(self, width: int, itemsize: int) -> tuple[int, int, Constexprs]:
+    def tile(self, width: int, itemsize: int) -> tuple[int, int, dict[str, Any]]:
         """Rows and columns of a tile, and the constexprs of a launch, for parts of `width` columns."""
         key = (min(next_power_of_2(width), 1024), itemsize, math.gcd(width, 16))
         found = self._tiles.get(key)
@@ -225,7 +226,7 @@ class Chain:
             }
             if self.sums:
                 constexprs |= {"SUMS": self.sums, "STAGES": 1 if itemsize == 8 else 3}
-            found = self._tiles[key] = (block_m, block_n, Constexprs(constexprs))
+            found = self._tiles[key] = (block_m, block_n, constexprs)
         return found
 
     def results(
@@ -270,7 +271,7 @@ def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
     return elements // block_n, block_n
 
 
-def fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
+def fit(step: ChainStep, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
     """An operand of a step as kernels read it: rows of one stride, or a row, or a seed; raises `ValueError` else."""
     if step.operand == "seed":
         if operand.numel() != 1 or operand.dtype is not torch.int64:

@@ -16,19 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import (
-    architecture,
-    cdiv,
-    inner_contiguous,
-    interpreted,
-    launch,
-    next_power_of_2,
-    processors,
-    register_limit,
-    stops,
-)
-from ._operators import operator
-from .attention import bend
+from ._device import bend
+from ._launch import architecture, cdiv, interpreted, launch, next_power_of_2, processors, register_limit, stops
+from ._operators import inner_contiguous, operator
 
 MAX_HEAD = 256
 """The widest head."""

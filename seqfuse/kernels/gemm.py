@@ -1,6 +1,5 @@
-# pyright: basic, reportOptionalSubscript=false, reportOptionalCall=false, reportArgumentType=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# Device functions are Triton's language: it has no types, and what is None in it was decided when it was compiled.
+# pyright: basic, reportOptionalSubscript=false, reportArgumentType=false
+# Triton has no types.
 """Matrix products with an epilogue: C = epilogue(A B), one persistent kernel for forward, dgrad and wgrad.
 
 A program walks over tiles of C. An epilogue is fixed at compile time: what is `None` is not there, and activations are
@@ -31,320 +30,15 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from ._columns import column_sums
-from ._gemm_tiles import DESCRIBED, Number, Tile, choose, family, weight_of
-from ._launch import (
-    address,
-    allow_scratch,
-    architecture,
-    cdiv,
-    inner_contiguous,
-    interpreted,
-    launch,
-    processors,
-    stops,
-)
-from ._operators import operator
-from ._philox import dropped, threshold_and_scale
-from .activations import Activation, apply, gradient, is_half, name_of
+from ._device import column_sums, threshold_and_scale
+from ._gemm_kernel import DESCRIBED, Precision, Tile, _gemm_kernel, choose, weight_of
+from ._launch import address, allow_scratch, architecture, cdiv, family, interpreted, launch, processors, stops
+from ._operators import inner_contiguous, operator
+from .activations import Activation, name_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@triton.jit
-def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile: groups of `GROUP` rows of tiles, so that programs side by side share operands in L2."""
-    width = GROUP * tiles_n
-    first = tile // width * GROUP
-    size = tl.minimum(tiles_m - first, GROUP)
-    return first + (tile % width) % size, (tile % width) // size
-
-
-@triton.jit
-def _halves(acc):
-    rows: tl.constexpr = acc.shape[0]
-    columns: tl.constexpr = acc.shape[1]
-    return tl.split(tl.permute(tl.reshape(acc, (rows, 2, columns // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _parts(acc, SPLIT: tl.constexpr):
-    """The accumulator as a tuple of 1, 2 or 4 equal runs of columns."""
-    if SPLIT == 1:
-        return (acc,)
-    elif SPLIT == 2:
-        return _halves(acc)
-    else:
-        left, right = _halves(acc)
-        first, second = _halves(left)
-        third, fourth = _halves(right)
-        return (first, second, third, fourth)
-
-
-@triton.jit
-def _load_tile(ptr, desc, ld, rows, cols, inside, row, col, ACC: tl.constexpr):
-    if desc is not None:
-        return desc.load([row.to(tl.int32), col.to(tl.int32)]).to(ACC)
-    else:
-        return tl.load(ptr + rows[:, None] * ld + cols[None, :], mask=inside, other=0.0).to(ACC)
-
-
-@triton.jit
-def _store_tile(ptr, desc, ld, rows, cols, inside, row, col, value):
-    value = value.to(ptr.dtype.element_ty)
-    if desc is not None:
-        desc.store([row.to(tl.int32), col.to(tl.int32)], value)
-    else:
-        tl.store(ptr + rows[:, None] * ld + cols[None, :], value, mask=inside)
-
-
-@triton.jit
-def _accumulated(
-    a, b, b_up, a_desc, b_desc, up_desc, a_sums, m0, n0, tile_m, M, N, K, lda, ldb, ACC: tl.constexpr,
-    GATED: tl.constexpr, A_COLUMNS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr, LOADS: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """A tile of A B, of its second half in the form "gated", and the sum of A's rows; sums of columns are stored."""
-    acc = tl.zeros((BM, BN), ACC)
-    acc2 = tl.zeros((BM, BN), ACC) if GATED else None
-    a_total = tl.zeros((BM,), ACC) if a_sums is not None and not A_COLUMNS else None
-    if not LOADS:
-        am = m0 + tl.arange(0, BM)
-        bn = n0 + tl.arange(0, BN)
-        ks = tl.arange(0, BK)
-        if A_T:
-            a_tile = a + ks.to(tl.int64)[:, None] * lda + am[None, :]
-        else:
-            a_tile = a + am[:, None] * lda + ks[None, :]
-        if B_T:
-            b_tile = b + bn[:, None] * ldb + ks[None, :]
-        else:
-            b_tile = b + ks.to(tl.int64)[:, None] * ldb + bn[None, :]
-    for k in tl.range(0, tl.cdiv(K, BK)):
-        k0 = k * BK
-        if LOADS:
-            x = a_desc.load([k0, m0.to(tl.int32)]).T if A_T else a_desc.load([m0.to(tl.int32), k0])
-            w = b_desc.load([n0.to(tl.int32), k0]).T if B_T else b_desc.load([k0, n0.to(tl.int32)])
-        else:
-            step = tl.cast(k, tl.int64) * BK
-            if A_T:
-                x = tl.load(a_tile + step * lda, mask=(ks[:, None] < K - k0) & (am[None, :] < M), other=0.0).T
-            else:
-                x = tl.load(a_tile + step, mask=(am[:, None] < M) & (ks[None, :] < K - k0), other=0.0)
-            if B_T:
-                w = tl.load(b_tile + step, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
-            else:
-                w = tl.load(b_tile + step * ldb, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
-        if INTERPRET:
-            x = x.to(ACC)
-            w = w.to(ACC)
-        if a_sums is not None:
-            if A_COLUMNS:
-                at = tl.cast(k, tl.int64) * BK + tl.arange(0, BK)
-                tl.store(a_sums + tile_m * K + at, tl.sum(x.to(ACC), 0), mask=at < K)
-            else:
-                a_total += tl.sum(x.to(ACC), 1)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
-        if GATED:
-            if LOADS:
-                n1 = n0.to(tl.int32) if b_up is not None else N + n0.to(tl.int32)
-                w2 = up_desc.load([n1, k0]).T if B_T else up_desc.load([k0, n1])
-            elif B_T:
-                if b_up is not None:
-                    up_tile = b_up + bn[:, None] * ldb + ks[None, :] + step
-                else:
-                    up_tile = b_tile + (step + tl.cast(N, tl.int64) * ldb)
-                w2 = tl.load(up_tile, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
-            else:
-                if b_up is not None:
-                    up_tile = b_up + ks.to(tl.int64)[:, None] * ldb + bn[None, :] + step * ldb
-                else:
-                    up_tile = b_tile + (step * ldb + N)
-                w2 = tl.load(up_tile, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
-            if INTERPRET:
-                w2 = w2.to(ACC)
-            acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
-    # A device function returns no None: what is not there is the first tile again, which nobody reads.
-    return acc, acc2 if GATED else acc, a_total if a_sums is not None and not A_COLUMNS else acc
-
-
-@triton.jit
-def _gemm_kernel(
-    a,  # [M, K], or [K, M] where A_T
-    b,  # [K, N], or [N, K] where B_T; 2 N for N in the form "gated"
-    c,  # [M, N]; [M, 2 N] in the form "dgated"
-    pre,  # [M, N]; [M, 2 N] in the form "gated"; or None, as everything below
-    emitted,  # [M, N]
-    bias,  # [N]; [2 N] in the form "gated"
-    residual,  # [M, N]
-    t,  # [M, N]; [M, 2 N] in the form "dgated"
-    seed,  # one int64
-    partials,  # float32, or float64 as ACC, [tiles_m, N]; [tiles_m, 2 N] in the form "dgated"
-    a_sums,  # [M]; in the form "dact" of columns, [tiles_m, K], of the dtype of partials
-    b_up,  # in the form "gated" the second half of b where it is a tensor of its own, of the same strides
-    bias_up,  # and of the bias
-    M,
-    N,
-    K,
-    lda,
-    ldb,
-    ldc,
-    ldp,
-    lde,
-    ldr,
-    ldt,
-    FORM: tl.constexpr,  # "plain", "gated", "dact", "dgated"
-    VALUE: tl.constexpr,
-    DERIVATIVE: tl.constexpr,
-    P: tl.constexpr,
-    T_IS_OUTPUT: tl.constexpr,  # t, or pre, is the activation's output
-    READS_OUTPUT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    DROP: tl.constexpr,  # of `dropped`
-    GROUPED: tl.constexpr,
-    A_T: tl.constexpr,
-    B_T: tl.constexpr,
-    LOADS: tl.constexpr,
-    TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FLATTEN: tl.constexpr,
-):
-    """C = epilogue(A B), a tile at a time, accumulated in float32 (float64 for float64)."""
-    ACC: tl.constexpr = tl.float64 if a.dtype.element_ty == tl.float64 else tl.float32
-    GATED: tl.constexpr = FORM == "gated"
-    DGATED: tl.constexpr = FORM == "dgated"
-    A_COLUMNS: tl.constexpr = FORM == "dact"
-    BS: tl.constexpr = BN // SPLIT
-    HALF: tl.constexpr = is_half(c.dtype.element_ty)
-
-    a_desc = None
-    b_desc = None
-    up_desc = None
-    if LOADS:
-        width = 2 * N if GATED and b_up is None else N
-        if A_T:
-            a_desc = tl.make_tensor_descriptor(a, [K, M], [lda, 1], [BK, BM])
-        else:
-            a_desc = tl.make_tensor_descriptor(a, [M, K], [lda, 1], [BM, BK])
-        if B_T:
-            b_desc = tl.make_tensor_descriptor(b, [width, K], [ldb, 1], [BN, BK])
-        else:
-            b_desc = tl.make_tensor_descriptor(b, [K, width], [ldb, 1], [BK, BN])
-        if b_up is None:
-            up_desc = b_desc
-        elif B_T:
-            up_desc = tl.make_tensor_descriptor(b_up, [N, K], [ldb, 1], [BN, BK])
-        else:
-            up_desc = tl.make_tensor_descriptor(b_up, [K, N], [ldb, 1], [BK, BN])
-    # The two halves of a packed tensor have a descriptor each, whose end cuts the last tile off.
-    c_desc = tl.make_tensor_descriptor(c, [M, N], [ldc, 1], [BM, BS]) if TILES else None
-    c2_desc = tl.make_tensor_descriptor(c + N, [M, N], [ldc, 1], [BM, BS]) if TILES and DGATED else None
-    p_desc = tl.make_tensor_descriptor(pre, [M, N], [ldp, 1], [BM, BS]) if TILES and pre is not None else None
-    p2_desc = (
-        tl.make_tensor_descriptor(pre + N, [M, N], [ldp, 1], [BM, BS]) if TILES and GATED and pre is not None else None
-    )
-    e_desc = tl.make_tensor_descriptor(emitted, [M, N], [lde, 1], [BM, BS]) if TILES and emitted is not None else None
-    r_desc = tl.make_tensor_descriptor(residual, [M, N], [ldr, 1], [BM, BS]) if TILES and residual is not None else None
-    t_desc = tl.make_tensor_descriptor(t, [M, N], [ldt, 1], [BM, BS]) if TILES and t is not None else None
-    t2_desc = tl.make_tensor_descriptor(t + N, [M, N], [ldt, 1], [BM, BS]) if TILES and DGATED else None
-
-    # Whatever an address is made of has 64 bits.
-    tiles_m = tl.cast(tl.cdiv(M, BM), tl.int64)
-    tiles_n = tl.cast(tl.cdiv(N, BN), tl.int64)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * tl.cdiv(N, BN), tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _place(tl.cast(tile, tl.int64), tiles_m, tiles_n, GROUP)
-        m0 = tile_m * BM
-        n0 = tile_n * BN
-        # Two loops: a sum under a condition inside one of them would have every program load A into registers.
-        if a_sums is None:
-            acc, acc2, _ = _accumulated(
-                a, b, b_up, a_desc, b_desc, up_desc, None, m0, n0, tile_m, M, N, K, lda, ldb, ACC, GATED, A_COLUMNS,
-                A_T, B_T, LOADS, PRECISION, INTERPRET, BM, BN, BK,
-            )  # fmt: skip
-        elif tile_n == 0:
-            acc, acc2, a_total = _accumulated(
-                a, b, b_up, a_desc, b_desc, up_desc, a_sums, m0, n0, tile_m, M, N, K, lda, ldb, ACC, GATED, A_COLUMNS,
-                A_T, B_T, LOADS, PRECISION, INTERPRET, BM, BN, BK,
-            )  # fmt: skip
-            if not A_COLUMNS:
-                rows = m0 + tl.arange(0, BM)
-                tl.store(a_sums + rows, a_total.to(a_sums.dtype.element_ty), mask=rows < M)
-        else:
-            acc, acc2, _ = _accumulated(
-                a, b, b_up, a_desc, b_desc, up_desc, None, m0, n0, tile_m, M, N, K, lda, ldb, ACC, GATED, A_COLUMNS,
-                A_T, B_T, LOADS, PRECISION, INTERPRET, BM, BN, BK,
-            )  # fmt: skip
-
-        rows = m0 + tl.arange(0, BM)
-        parts = _parts(acc, SPLIT)
-        parts2 = _parts(acc2, SPLIT) if GATED else None
-        for s in tl.static_range(SPLIT):
-            col = n0 + s * BS
-            cols = col + tl.arange(0, BS)
-            inside = (rows[:, None] < M) & (cols[None, :] < N)
-            z = parts[s]
-            z2 = parts2[s] if GATED else None
-            if bias is not None:
-                z += tl.load(bias + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
-                if GATED:
-                    second = bias_up if bias_up is not None else bias + N
-                    z2 += tl.load(second + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
-            if pre is not None and not T_IS_OUTPUT:
-                _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)
-                if GATED:
-                    _store_tile(pre + N, p2_desc, ldp, rows, cols, inside, m0, col, z2)
-            if FORM == "plain" and VALUE is not None:
-                z = apply(VALUE, z, P, HALF)
-            if pre is not None and T_IS_OUTPUT:
-                _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)
-            if GATED:
-                z = apply(VALUE, z, P, HALF) * z2
-            if seed is not None:
-                z = dropped(z, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
-            z2 = None
-            if FORM == "dact":
-                u = _load_tile(t, t_desc, ldt, rows, cols, inside, m0, col, ACC)
-                if T_IS_OUTPUT or (emitted is None and not READS_OUTPUT):
-                    v = u
-                else:
-                    v = apply(VALUE, u, P, HALF)
-                if emitted is not None:
-                    h = dropped(v, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED) if seed is not None else v
-                    _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
-                z = gradient(DERIVATIVE, z, v if READS_OUTPUT else u, P, HALF)
-            if DGATED:
-                gate = _load_tile(t, t_desc, ldt, rows, cols, inside, m0, col, ACC)
-                up = _load_tile(t + N, t2_desc, ldt, rows, cols, inside, m0, col, ACC)
-                v = apply(VALUE, gate, P, HALF)
-                if emitted is not None:
-                    h = v * up
-                    if seed is not None:
-                        h = dropped(h, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
-                    _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
-                z2 = z * v
-                z = gradient(DERIVATIVE, z * up, v if READS_OUTPUT else gate, P, HALF)
-            if residual is not None:
-                z += _load_tile(residual, r_desc, ldr, rows, cols, inside, m0, col, ACC)
-            if ACCUMULATE:
-                z += _load_tile(c, c_desc, ldc, rows, cols, inside, m0, col, ACC)
-            if partials is not None:
-                line = partials + tile_m * (tl.cast(N, tl.int64) * (2 if DGATED else 1)) + cols
-                tl.store(line, tl.sum(tl.where(inside, z, 0.0), 0), mask=cols < N)
-                if DGATED:
-                    tl.store(line + N, tl.sum(tl.where(inside, z2, 0.0), 0), mask=cols < N)
-            _store_tile(c, c_desc, ldc, rows, cols, inside, m0, col, z)
-            if DGATED:
-                _store_tile(c + N, c2_desc, ldc, rows, cols, inside, m0, col, z2)
 
 
 class _Operand(NamedTuple):
@@ -427,8 +121,8 @@ def _lead(name: str, tensor: Tensor, columns: int) -> tuple[int, ...]:
     return tuple(tensor.shape[:-1])
 
 
-class Dropout(NamedTuple):
-    """Dropout in an epilogue: element i of the contiguous result is kept by `_philox`'s rule.
+class DropoutMask(NamedTuple):
+    """Dropout in an epilogue: element i of the contiguous result is kept by the rule of `ops/_philox.py`.
 
     Args:
         seed: one int64 on the device, never read by the host.
@@ -478,7 +172,7 @@ class Epilogue(NamedTuple):
     up: Tensor | None = None
     up_bias: Tensor | None = None
     pre: Tensor | None = None
-    dropout: Dropout | None = None
+    dropout: DropoutMask | None = None
     t: Tensor | None = None
     emitted: Tensor | None = None
     residual: Tensor | None = None
@@ -515,7 +209,7 @@ def _multiply(
         if not all(x.described if described else x.aligned for x in factors):
             of += " unaligned"
         weight = weight_of(e.form, e.heavy)
-        tile = choose(of, _number(a.tensor.dtype, tf32), weight, fit, M, N, processors(device))
+        tile = choose(of, _precision(a.tensor.dtype, tf32), weight, fit, M, N, processors(device))
     loads = tile.descriptors and K > 0 and all(x.described for x in factors)
     moved = tile.descriptors and fit
     if K == 0:
@@ -562,7 +256,7 @@ def _multiply(
     return partials, a_sums
 
 
-def _number(dtype: torch.dtype, tf32: bool) -> Number:
+def _precision(dtype: torch.dtype, tf32: bool) -> Precision:
     if dtype == torch.float32:
         return "tf32" if tf32 else "float32"
     return "float64" if dtype == torch.float64 else "half"
@@ -590,7 +284,7 @@ def linear(
     act: Activation | None = None,
     store_pre: bool = False,
     store_act: bool = False,
-    dropout: Dropout | None = None,
+    dropout: DropoutMask | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
     tf32: bool = False,
@@ -634,7 +328,7 @@ def linear_gated(
     up_bias: Tensor | None = None,
     act: Activation,
     store_pre: bool = False,
-    dropout: Dropout | None = None,
+    dropout: DropoutMask | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
     tf32: bool = False,
@@ -698,7 +392,7 @@ def linear_dgrad(
     act: Activation | None = None,
     t: Tensor | None = None,
     t_is_output: bool = False,
-    dropout: Dropout | None = None,
+    dropout: DropoutMask | None = None,
     residual: Tensor | None = None,
     sums: bool = False,
     emit: bool = False,
@@ -760,7 +454,7 @@ def linear_dgrad_gated(
     *,
     act: Activation,
     t: Tensor,
-    dropout: Dropout | None = None,
+    dropout: DropoutMask | None = None,
     sums: bool = False,
     emit: bool = False,
     dtype: torch.dtype | None = None,
@@ -783,16 +477,9 @@ def linear_dgrad_gated(
 
 
 def _backward(
-    dy: Tensor,
-    weight: Tensor,
-    e: Epilogue,
-    emit: bool,
-    dtype: torch.dtype | None,
-    sums_dtype: torch.dtype | None,
-    dy_sums: torch.dtype | None,
-    tf32: bool,
-    tile: Tile | None,
-) -> Gradients:
+    dy: Tensor, weight: Tensor, e: Epilogue, emit: bool, dtype: torch.dtype | None, sums_dtype: torch.dtype | None,
+    dy_sums: torch.dtype | None, tf32: bool, tile: Tile | None,
+) -> Gradients:  # fmt: skip
     _factors("dy", dy, "weight", weight)
     K, N = weight.shape
     lead, device, dtype = _lead("dy", dy, K), dy.device, dtype or dy.dtype
@@ -816,9 +503,7 @@ def _backward(
     )
     if M and N:
         a, b = _matrix("dy", flat), _matrix("weight", weight)
-        partials, a_partials = _multiply(
-            a, b, a.transposed, b.transposed, dz.view(M, width), K, e, tf32, tile
-        )  # fmt: skip
+        partials, a_partials = _multiply(a, b, a.transposed, b.transposed, dz.view(M, width), K, e, tf32, tile)
     if total is not None and partials is None:
         total.zero_()
     elif total is not None:
@@ -894,13 +579,7 @@ def _wgrad_shape(dy: Tensor, x: Tensor) -> tuple[int, int]:
 
 
 def _wgrad(
-    out: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    sums_dtype: torch.dtype | None,
-    accumulate: bool,
-    tf32: bool,
-    tile: Tile | None,
+    out: Tensor, dy: Tensor, x: Tensor, sums_dtype: torch.dtype | None, accumulate: bool, tf32: bool, tile: Tile | None
 ) -> Tensor:
     """Make dweight in `out`; returns the sum of dy."""
     total = torch.empty(dy.shape[-1], dtype=sums_dtype or dy.dtype, device=dy.device)

@@ -22,16 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import chains
-from ._columns import column_sums
-from ._launch import as_rows, cdiv, launch, processors, stops
-from ._operators import TEXTS, Text, bound, operator
-from ._philox import dropped
+from ._device import column_sums, dropped
+from ._launch import cdiv, launch, processors, stops
+from ._operators import TEXTS, Text, as_rows, bound, operator
 from .activations import apply, entry, gradient, is_half
 from .c import chain as c_chain
 from .chains import (
     AGAIN,
     Chain,
-    Step,
+    ChainStep,
     act,
     add,
     bias,
@@ -415,7 +414,7 @@ def _run(
     outputs: list[Tensor | None] = []
     sums: list[Tensor] = []
     strides: list[int] = []
-    before: Step | None = None
+    before: ChainStep | None = None
     operand: Tensor | None = None
     try:
         for step, parts in zip(chain.steps, chain.parts, strict=False):
@@ -451,7 +450,7 @@ def _run(
     return (y, *results)
 
 
-def _read_again(step: Step, operand: Tensor | None, before: Step | None, read: Tensor | None) -> bool:
+def _read_again(step: ChainStep, operand: Tensor | None, before: ChainStep | None, read: Tensor | None) -> bool:
     """Whether a gradient takes just what the step before it, which gives the value, has read."""
     if before is None or (before.kind, step.kind) not in AGAIN or operand is None or read is None:
         return False

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqfuse.kernels import attention
-from seqfuse.kernels.attention import Tile
+from seqfuse.kernels import _attention_kernel, attention
+from seqfuse.kernels.attention import ScoreTile
 from seqfuse.ops import _attention
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import Untouched, assert_bitwise_equal, in_regime, seeded_randn
@@ -32,9 +32,9 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 Drawn = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
 
 
-def small(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> Tile:
+def small(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> ScoreTile:
     """Several blocks of few rows, of other sizes in each kernel."""
-    return {"fwd": Tile(32, 16), "dq": Tile(16, 32), "dkv": Tile(16, 32)}[kernel]
+    return {"fwd": ScoreTile(32, 16), "dq": ScoreTile(16, 32), "dkv": ScoreTile(16, 32)}[kernel]
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,10 @@ def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tiles_are_of_sizes_that_can_be_compiled() -> None:
-    for kernels in (attention._AMPERE, *attention._TILES.values()):
+    for kernels in (_attention_kernel._AMPERE, *_attention_kernel._TILES.values()):
         for kernel, widths in kernels.items():
             for width, row in widths.items():
-                for tile in (Tile(*of) for of in row):
+                for tile in (ScoreTile(*of) for of in row):
                     sizes = tile.m, tile.n, tile.num_warps
                     assert all(n & (n - 1) == 0 for n in sizes), f"{kernel}, {width}: {tile}"
                     assert min(tile.m, tile.n) >= 16, f"{kernel}, {width}: {tile}"
@@ -240,9 +240,9 @@ def test_any_regime_of_numbers(regime: str, dtype: torch.dtype, device: torch.de
     check(draw, how)
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 16), Tile(64, 16), Tile(16, 64)], ids=str)
+@pytest.mark.parametrize("tile", [ScoreTile(16, 16), ScoreTile(64, 16), ScoreTile(16, 64)], ids=str)
 def test_the_size_of_a_block_is_of_no_consequence(
-    tile: Tile, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    tile: ScoreTile, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(attention, "tile_of", lambda *_: tile)
     for how in ("causal window", "packed"):
@@ -475,7 +475,7 @@ def test_gradients_that_do_not_fit_are_refused(device: torch.device) -> None:
 
 
 def test_every_architecture_has_the_tiles_of_its_family() -> None:
-    def tiles(arch: str) -> list[Tile]:
+    def tiles(arch: str) -> list[ScoreTile]:
         return [TILE_OF(name, 128, torch.bfloat16, arch) for name in ("fwd", "dq", "dkv")]
 
     assert tiles("sm_103") == tiles("sm_100")
@@ -493,14 +493,14 @@ def test_operations_know_what_the_kernels_take() -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 def test_moves_the_fewest_bytes_where_a_block_holds_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and dq read each of their tensors once and write once; dk and dv, too. Nothing is of size S x S."""
-    monkeypatch.setattr(attention, "tile_of", lambda *_: Tile(64, 16))
+    monkeypatch.setattr(attention, "tile_of", lambda *_: ScoreTile(64, 16))
     qkv, dy = drawn(2, 2, 2, 48, 16, torch.bfloat16, torch.device("cpu"))
     with counted() as traffic:
         (y, *grads), lse = ours(qkv, dy, {"causal": True})
     ahead, dq, dkv = traffic.launches
     assert ahead.total == fewest(*qkv, y, lse)
     assert dq.total == fewest(*qkv, dy, y, lse, grads[0], lse.clone())
-    monkeypatch.setattr(attention, "tile_of", lambda *_: Tile(16, 64))
+    monkeypatch.setattr(attention, "tile_of", lambda *_: ScoreTile(16, 64))
     with counted() as traffic:
         ours(qkv, dy, {"causal": True})
     assert traffic.launches[2].total == fewest(*qkv, dy, lse, *grads[1:], lse.clone())
@@ -511,7 +511,7 @@ def test_moves_the_fewest_bytes_where_a_block_holds_all_rows(monkeypatch: pytest
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 @pytest.mark.parametrize("how", ["causal", "window", "packed"])
 def test_blocks_that_no_row_sees_are_not_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "tile_of", lambda *_: Tile(16, 16))
+    monkeypatch.setattr(attention, "tile_of", lambda *_: ScoreTile(16, 16))
     qkv, dy = drawn(1, 1, 1, 64, 16, torch.float32, torch.device("cpu"))
     given = limits(how, 64, dy.device)
     qkv = tuple(t.contiguous() for t in qkv)

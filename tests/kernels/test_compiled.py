@@ -46,7 +46,7 @@ def test_norms_compile_without_spills(kind: str, compiled: Callable[..., list[Co
 
 
 def test_sums_over_rows_compile() -> None:
-    for one in compile_variants(["_columns"], ["sm_90"], only="bf16|fp64", jobs=1):
+    for one in compile_variants(["_device"], ["sm_90"], only="bf16|fp64", jobs=1):
         assert one.error is None, one
         assert one.spills == one.int32_multiplications == 0, one
 
@@ -160,7 +160,7 @@ def test_over_shared_memory_depends_on_the_target() -> None:
 
 def test_the_table_ends_with_what_was_found() -> None:
     pytest.importorskip("rich")
-    command = ["benchmarks/kernels_table.py", "_columns", "--targets", "sm_90", "--only", "bf16 (2|8)$"]
+    command = ["benchmarks/kernels_table.py", "_device", "--targets", "sm_90", "--only", "bf16 (2|8)$"]
     done = Script(*command, folder=ROOT, bare=True).done()
     last = done.stdout.strip().splitlines()[-1]
     assert last == "kernels: 2 variants, 0 spilled, 0 over shared memory, 0 dots without wgmma on sm_90", done.stderr

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from seqfuse.kernels import gemm
-from seqfuse.kernels._gemm_tiles import Tile, choose, family, table, tiles
-from seqfuse.kernels._launch import interpreted
+from seqfuse.kernels._gemm_kernel import Tile, choose, table, tiles
+from seqfuse.kernels._launch import family, interpreted
 from seqfuse.kernels.activations import ACTIVATIONS, Activation, activation_of, text_of
-from seqfuse.kernels.gemm import Dropout
+from seqfuse.kernels.gemm import DropoutMask
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
     REGIMES,
@@ -66,7 +66,7 @@ def a_seed(device: torch.device) -> Tensor:
     return torch.tensor([7, -6148914691236517206, 9], device=device)[1]
 
 
-def drop(x: Tensor, dropout: Dropout | None) -> Tensor:
+def drop(x: Tensor, dropout: DropoutMask | None) -> Tensor:
     if dropout is None:
         return x
     return x * ~drop_mask(dropout.seed, x.shape, dropout.p) / (1 - dropout.p)
@@ -93,7 +93,7 @@ def eager_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     act: str | None = None,
-    dropout: Dropout | None = None,
+    dropout: DropoutMask | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
     store_pre: bool = False,
@@ -134,7 +134,7 @@ def eager_dgrad(
     weight: Tensor,
     act: str | None = None,
     t: Tensor | None = None,
-    dropout: Dropout | None = None,
+    dropout: DropoutMask | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> dict[str, Tensor]:
@@ -214,7 +214,7 @@ def operands(device: torch.device, dtype: torch.dtype, m: int = M, n: int = N, k
         t=data(device, dtype, m, k, seed=10),
         packed_t=data(device, dtype, m, 2 * k, seed=11),
         d_residual=data(device, dtype, m, k, seed=12),
-        dropout=Dropout(a_seed(device), 0.3),
+        dropout=DropoutMask(a_seed(device), 0.3),
     )
 
 
@@ -371,7 +371,7 @@ class _LinearThenGated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, packed: Tensor, bias: Tensor, out: Tensor, seed: Tensor) -> Tensor:
-        ctx.dropout = Dropout(seed, 0.25)
+        ctx.dropout = DropoutMask(seed, 0.25)
         h, z = gemm.linear(x, w, act=ACTIVATIONS["gelu"], store_pre=True, dropout=ctx.dropout)
         g, t = gemm.linear_gated(h, packed, bias, act=ACTIVATIONS["sigmoid"], store_pre=True)
         ctx.save_for_backward(x, w, packed, out, z, t)
@@ -499,7 +499,7 @@ def test_one_bad_number_spreads_as_in_torch(device: torch.device, tile: Tile, va
         check_linear(tile=tile, x=clean.x, weight=o.weight, act=act, residual=o.residual)
         check_dgrad(tile=tile, dy=clean.dy, weight=clean.weight, act=act, t=o.t)
     # A whole row of them, most of which is dropped.
-    dropped, clean = Dropout(a_seed(device), 0.8), operands(device, torch.float32)
+    dropped, clean = DropoutMask(a_seed(device), 0.8), operands(device, torch.float32)
     check_linear(tile=tile, x=o.x, weight=clean.weight, bias=clean.bias, dropout=dropped)
     check_dgrad(tile=tile, dy=o.dy, weight=clean.weight, dropout=dropped)
 

@@ -72,7 +72,7 @@ def test_on_fake_tensors_shapes_come_out(device: torch.device) -> None:
         statistics, dy = ones(3), ones(3, 6)
         return [
             *k.pointwise(x, k.Chain(k.emit(gelu), k.dact(gelu), k.column_sum()), (t, t)),
-            *gemm.linear(x, weight, act=gelu, store_pre=True, dropout=gemm.Dropout(seed, 0.1)),
+            *gemm.linear(x, weight, act=gelu, store_pre=True, dropout=gemm.DropoutMask(seed, 0.1)),
             *gemm.linear_gated(x, weight, act=silu, store_pre=True),
             *gemm.linear_dgrad(dy, weight, act=gelu, t=t, sums=True, emit=True),
             *gemm.linear_dgrad(dy, weight, act=gelu, t=t, sums=True, dy_sums=dy.dtype),
@@ -207,19 +207,6 @@ def test_other_numbers_of_the_same_class_share_an_entry(gpu: Kernel) -> None:
     launch(gpu, 1, (BUFFER, 64, 1.0), {"B": 1})
     launch(gpu, 9, (BUFFER[16:], 128, 2.0), {"B": 1})
     assert len(gpu.launches) == 1
-
-
-def test_constexprs_made_once_are_those_of_equal_dictionaries(gpu: Kernel) -> None:
-    def first() -> None: ...
-    def second() -> None: ...
-
-    made = [_launch.Constexprs({"B": b, "F": (f,)}) for b, f in ((1, first), (1, first), (True, first), (1, second))]
-    assert made[0].number == made[1].number
-    assert len({one.number for one in made}) == 3
-    for one in made:
-        launch(gpu, 1, (BUFFER,), one)
-    assert len(gpu.launches) == 3
-    assert gpu.compiled.runs[0][-3:] == (BUFFER, 1, (first,))
 
 
 def test_a_tensor_on_another_device_is_launched_there(gpu: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels import _launch, _rstd, norm
+from seqfuse.kernels import _operators, norm
 from seqfuse.kernels._launch import cdiv, processors
 from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
 from seqfuse.kernels.norm import norm_bwd, norm_fwd
@@ -155,7 +155,7 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = norm, only: str 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, module: ModuleType, n: int) -> None:
     """Rows of more than `n` columns are too wide for registers from here on, and there is one processor."""
-    plain = norm.Tile
+    plain = norm.RowTile
     monkeypatch.setattr(module, "processors", lambda device: 1)
     monkeypatch.setattr(module, "forward_tile", lambda columns, itemsize: plain(4, n, -(-columns // n), 4))
     monkeypatch.setattr(module, "backward_tile", lambda columns, itemsize, heavy: plain(2, n, -(-columns // n), 4))
@@ -249,7 +249,7 @@ def test_rows_too_wide_for_registers_go_in_chunks(
 
 def test_the_widest_row_is_normalized() -> None:
     case = dataclasses.replace(CASES["layernorm"], affine=False)
-    tensors = drawn(case, (1,), _launch.MAX_COLUMNS, torch.float32)
+    tensors = drawn(case, (1,), _operators.MAX_COLUMNS, torch.float32)
     check(case, tensors)
 
 
@@ -728,8 +728,7 @@ STATISTIC_MUTANTS = {
 def test_a_wrong_statistic_is_found(name: str, dtype: torch.dtype, mutant: Callable[..., ModuleType]) -> None:
     old, new, regime = STATISTIC_MUTANTS[name]
     tensors = apart(drawn(CASES["layernorm"], (7,), 24, dtype, regime))
-    statistic = mutant(_rstd, old, new)
-    changed = mutant(norm, "from ._rstd import", f"from {statistic.__name__} import")
+    changed = mutant(norm, old, new)
     with pytest.raises(AssertionError):
         check(CASES["layernorm"], tensors, changed)
 
@@ -741,8 +740,7 @@ def test_a_wrong_statistic_is_found(name: str, dtype: torch.dtype, mutant: Calla
 def test_a_statistic_that_a_gpu_approximates_is_corrected(
     old: str, new: str, mutant: Callable[..., ModuleType]
 ) -> None:
-    statistic = mutant(_rstd, old, new)
-    changed = mutant(norm, "from ._rstd import", f"from {statistic.__name__} import")
+    changed = mutant(norm, old, new)
     tensors = apart(drawn(CASES["layernorm"], (7,), 24, torch.float32, "normal"))
     check(CASES["layernorm"], tensors, changed)
 

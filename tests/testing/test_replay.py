@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import seqfuse as sf
 from seqfuse.inference import KVCache
-from seqfuse.kernels import _launch, _replay, gemm, pointwise
+from seqfuse.kernels import _launch, _operators, gemm, pointwise
 from seqfuse.kernels._operators import Operator
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
@@ -48,7 +48,9 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "linear, three dimensions": (((3, 11, K), (N, K), (N,)), lambda x, w, b: gemm.linear(x, w, b, dtype=F32)),
     "linear, everything": (
         ((M, K), (N, K), (N,), 0, (M, N)),
-        lambda x, w, b, s, y: gemm.linear(x, w, b, act=GELU, store_pre=True, dropout=gemm.Dropout(s, 0.1), residual=y),
+        lambda x, w, b, s, y: gemm.linear(
+            x, w, b, act=GELU, store_pre=True, dropout=gemm.DropoutMask(s, 0.1), residual=y
+        ),
     ),
     "gated": (((M, K), (N, K)), lambda x, w: gemm.linear_gated(x, w, act=SILU, store_pre=True)),
     "gated, two weights": (
@@ -63,7 +65,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "dgrad, dy sums": (
         ((M, N), (N, K), (M, K), 0),
         lambda dy, w, t, s: gemm.linear_dgrad(
-            dy, w, act=RELU, t=t, t_is_output=True, dropout=gemm.Dropout(s, 0.1), sums=True, dy_sums=BF16
+            dy, w, act=RELU, t=t, t_is_output=True, dropout=gemm.DropoutMask(s, 0.1), sums=True, dy_sums=BF16
         ),
     ),
     "dgrad, gated": (((M, N), (N, K), (M, 2 * K)), lambda dy, w, t: gemm.linear_dgrad_gated(dy, w, act=SILU, t=t)),
@@ -190,16 +192,16 @@ def told(launches: Seen, given: list[Tensor], result: Any) -> Any:
 def test_a_replayed_call_is_what_would_be_decided_again(name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, call = CALLS[name]
     made: list[Any] = []
-    decided = _replay._decided
-    monkeypatch.setattr(_replay, "_decided", lambda *args: made.append(args) or decided(*args))
+    decided = _operators._decided
+    monkeypatch.setattr(_operators, "_decided", lambda *args: made.append(args) or decided(*args))
     call(*drawn(shapes))
-    assert _replay._never not in [again for _, found in _replay._entries.values() for _, again, _ in found]
+    assert _operators._never not in [again for _, found in _operators._entries.values() for _, again, _ in found]
     other = drawn(shapes)
     seen.clear()
     result = call(*other)
     assert len(made) == 1
     again = told(seen, other, result)
-    _replay.forget()
+    _operators.forget()
     seen.clear()
     result = call(*other)
     assert len(made) == 2
@@ -249,7 +251,7 @@ def test_a_function_of_the_tensors_alone_launches_what_the_host_function_does(na
         theirs = told(seen, given, host(*given))
         assert ours == theirs
         assert seen
-    _replay.forget()
+    _operators.forget()
     seen.clear()
     ours = told(seen, two, bound(*two))
     seen.clear()
@@ -263,7 +265,7 @@ def test_a_function_of_the_tensors_alone_asks_its_host_function_only_where_they_
         asked.append(x.shape)
         return p.pointwise(x, SUM)
 
-    bound = _replay.bound(whole, lambda x: operator_of(p._run).split(x, SUM, (), dtypes=()))
+    bound = _operators._bound(whole, lambda x: operator_of(p._run).split(x, SUM, (), dtypes=()))
     for rows in (M, M, M, 8, 8, M):
         bound(X[:rows])
     assert asked == [(M, K), (8, K), (M, K)]
@@ -271,7 +273,7 @@ def test_a_function_of_the_tensors_alone_asks_its_host_function_only_where_they_
     bound(X.float())
     with Counting():
         bound(X.float())
-    _replay.forget()
+    _operators.forget()
     bound(X.float())
     assert asked[3:] == [(M, K)] * 3
 
@@ -313,7 +315,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "left out": lambda: linear(X, W),
     "in another place": lambda: linear(X, W, residual=drawn(((M, N),))[0]),
     "activation": lambda: linear(X, W, B, act=RELU),
-    "dropout": lambda: linear(X, W, B, dropout=gemm.Dropout(torch.tensor(3), 0.1)),
+    "dropout": lambda: linear(X, W, B, dropout=gemm.DropoutMask(torch.tensor(3), 0.1)),
     "flag": lambda: linear(X, W, B, act=RELU, store_pre=True),
 }
 
@@ -325,7 +327,7 @@ def test_a_call_that_differs_is_decided_anew(name: str, seen: Seen) -> None:
     OTHERS[name]()
     launches = list(seen)
     seen.clear()
-    _replay.forget()
+    _operators.forget()
     OTHERS[name]()
     assert [(name, grid) for name, grid, _ in seen] == [(name, grid) for name, grid, _ in launches]
     numbers = [[a for a in args if not isinstance(a, Tensor)] for _, _, args in (*launches, *seen)]
@@ -383,19 +385,19 @@ def test_another_layout_shape_or_flag_of_attention_rope_or_loss_is_decided_anew(
             KERNELS[name](*arguments, **option)
             launches.append(told(seen, [], None))
         assert launches[0] == launches[1]
-        _replay.forget()
+        _operators.forget()
         seen.clear()
         KERNELS[name](*arguments, **option)
         assert told(seen, [], None) == launches[0]
         assert launches[0] != plain or arguments[0].data_ptr() & 15, option
-        _replay.forget()
+        _operators.forget()
         KERNELS[name](*given)
 
 
 def test_a_replayed_call_goes_past_the_launcher_of_this_triton(seen: Seen) -> None:
     linear(X, W)
     again: Any
-    (((_, again, _),),) = [found for _, found in _replay._entries.values()]
+    (((_, again, _),),) = [found for _, found in _operators._entries.values()]
     (launcher,) = [entry[0].run for entry in _launch._compiled.values()]
     objects = list(again.constants.values())
     assert launcher.launch in objects
@@ -407,13 +409,13 @@ def test_tensors_that_are_not_aligned_are_decided_each_time(seen: Seen) -> None:
     x = drawn(((M * K + 1,),))[0][1:].view(M, K)
     for _ in range(2):
         linear(x, W)
-    assert not _replay._entries
+    assert not _operators._entries
 
 
 def test_seeds_that_lie_side_by_side_are_replayed_each(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    decided = _replay._decided
-    monkeypatch.setattr(_replay, "_decided", lambda *args: made.append(args) or decided(*args))
+    decided = _operators._decided
+    monkeypatch.setattr(_operators, "_decided", lambda *args: made.append(args) or decided(*args))
     chain = p.Chain(p.dropout(0.1))
     for _ in range(3):
         for seed in torch.arange(4):
@@ -427,8 +429,8 @@ def test_steps_of_decoding_are_replayed_until_the_sequence_has_doubled(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    decided = _replay._decided
-    monkeypatch.setattr(_replay, "_decided", lambda *args: made.append(args) or decided(*args))
+    decided = _operators._decided
+    monkeypatch.setattr(_operators, "_decided", lambda *args: made.append(args) or decided(*args))
     monkeypatch.setattr(_attention, "interpreting", True)
     model = sf.Sequential(sf.ops.RotaryEmbedding(2, style="half"), sf.ops.Attention(2, causal=True))
     cache, counts = KVCache(1, 100), list[int]()
@@ -445,7 +447,7 @@ def test_tensors_at_one_address_are_decided_each_time(seen: Seen) -> None:
     chain = p.Chain(p.add())
     for _ in range(2):
         p.pointwise(X, chain, (X.view(M, K),))
-    assert not _replay._entries
+    assert not _operators._entries
 
 
 def test_a_chain_that_reads_a_tensor_again_is_not_replayed_for_two_tensors(seen: Seen) -> None:
@@ -466,8 +468,8 @@ def test_a_call_that_does_more_than_launch_is_decided_each_time(seen: Seen) -> N
     for _ in range(2):
         entry(X)
     linear(drawn(((3, M, K),))[0].transpose(0, 1), W)  # copies x
-    assert len(_replay._entries) == 2
-    assert all(again is _replay._never for _, found in _replay._entries.values() for _, again, _ in found)
+    assert len(_operators._entries) == 2
+    assert all(again is _operators._never for _, found in _operators._entries.values() for _, again, _ in found)
 
 
 def test_under_a_mode_and_a_profiler_a_call_is_made_as_it_is_written(seen: Seen) -> None:
@@ -493,10 +495,10 @@ def test_under_a_mode_and_a_profiler_a_call_is_made_as_it_is_written(seen: Seen)
 
 
 def test_what_is_kept_is_bounded(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_replay, "MOST", 3)
+    monkeypatch.setattr(_operators, "MOST", 3)
     for rows in range(1, 9):
         linear(X[:rows], W)
-    assert len(_replay._entries) <= 3
+    assert len(_operators._entries) <= 3
 
 
 def test_nothing_that_was_given_is_kept(seen: Seen) -> None:

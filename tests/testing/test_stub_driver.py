@@ -21,7 +21,8 @@ from triton.runtime.jit import JITFunction
 
 import seqfuse as sf
 from seqfuse import kernels, ops
-from seqfuse.inference import KVCache, _graph
+from seqfuse.inference import KVCache
+from seqfuse.inference.generate import GraphedStep
 from seqfuse.kernels import _launch, gemm, pointwise
 from seqfuse.kernels._launch import launch
 from seqfuse.kernels.activations import ACTIVATIONS
@@ -53,7 +54,7 @@ def chains() -> None:
 
 def products() -> None:
     x, weight, dy, seed = drawn(33, 64), drawn(128, 64), drawn(33, 128), torch.tensor(3)
-    gemm.linear(x, weight, drawn(128), act=GELU, store_pre=True, dropout=gemm.Dropout(seed, 0.1))
+    gemm.linear(x, weight, drawn(128), act=GELU, store_pre=True, dropout=gemm.DropoutMask(seed, 0.1))
     gemm.linear(x[:, 1:], weight[:, 1:])
     gemm.linear_gated(x, weight, act=SILU, store_pre=True)
     gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, emit=True)
@@ -273,10 +274,11 @@ def test_a_step_of_decoding_is_rehearsed_before_its_capture(
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(_graph, "_on_gpu", lambda lengths: True)
+    generate = importlib.import_module("seqfuse.inference.generate")
+    monkeypatch.setattr(generate, "_on_gpu", lambda lengths: True)
     with sf.fusing(on_error="raise"):
         cache.feed(model, tokens(2, 5))
-        _graph.GraphedStep(model, cache)
+        GraphedStep(model, cache)
     assert "_decode_kernel" in stub.compiled
     assert rehearsals == [stub.compiled]
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 from seqfuse import kernels
-from seqfuse.kernels import _gemm_tiles, _launch, _replay
+from seqfuse.kernels import _gemm_kernel, _launch, _operators
 from tools.compiled import TARGETS
 from tools.launches import CALLS, variants
 from tools.stub_driver import stub_driver
@@ -40,9 +40,9 @@ def test_names_tell_configurations_apart(module: str, target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_tile_of_a_gemm_is_launched(target: str) -> None:
     launched = {(*map(one.constexprs.get, ("BM", "BN", "BK")), one.num_warps) for one in variants("gemm", target)}
-    for of, _, weight, candidates in _gemm_tiles.table():
-        if of.partition(" ")[0] == _gemm_tiles.family(target):
-            tiles = (*candidates, *_gemm_tiles.stored_singly(weight, candidates))
+    for of, _, weight, candidates in _gemm_kernel.table():
+        if of.partition(" ")[0] == _launch.family(target):
+            tiles = (*candidates, *_gemm_kernel.stored_singly(weight, candidates))
             assert {(tile.m, tile.n, tile.k, tile.num_warps) for tile in tiles} <= launched
 
 
@@ -53,7 +53,7 @@ def test_what_is_launched_is_what_its_kernel_was_compiled_for(module: str) -> No
             before = len(stub.launched)
             call()
             assert len(stub.launched) > before
-            _replay.forget()
+            _operators.forget()
 
 
 def test_a_long_row_of_logits_has_a_processor_to_itself() -> None:

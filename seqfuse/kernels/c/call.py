@@ -56,7 +56,7 @@ def _name(dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
-class Kernel(NamedTuple):
+class CKernel(NamedTuple):
     """The source of a C function and what it takes: pointers, integers, floats, and last the number of threads."""
 
     source: str
@@ -84,7 +84,7 @@ class Decided(NamedTuple):
         fit: gives what the kernel takes for the tensors given, where that is not these: see `copies`.
     """
 
-    kernel: Kernel
+    kernel: CKernel
     made: Sequence[tuple[Sequence[int], torch.dtype]]
     numbers: tuple[float, ...]
     work: int

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from .. import activations, chains
-from .call import Decided, Kernel, copies, header, load, parts_of, rows_of, store
+from .call import CKernel, Decided, copies, header, load, parts_of, rows_of, store
 from .trace import Lines, Number, apply, gradient
 
 
 class Printed(NamedTuple):
     """A kernel, and the numbers of its chain that are arguments."""
 
-    kernel: Kernel
+    kernel: CKernel
     integers: tuple[int, ...]
     floats: tuple[float, ...]
 
@@ -175,7 +175,7 @@ def _dgated(step: Any, tiles: list[Number], saved: list[Number], P: Any) -> list
 def _kernel(
     chain: Any, lines: Lines, numbers: Numbers, operands: int, outputs: list[str], totals: Any, sums: int,
     before: list[str], result: bool,
-) -> Kernel:  # fmt: skip
+) -> CKernel:  # fmt: skip
     pointers = ["const void *restrict x", *(f"const void *restrict p{i}" for i in range(operands))]
     pointers += [f"void *restrict o{i}" for i in range(len(outputs))]
     pointers += ["void *restrict y"] * result + ["float *restrict scratch"] * bool(sums)
@@ -215,7 +215,7 @@ def _kernel(
             f"{{\nI from = {at} * W, N = {count} * W;\n{total(sums, store(of, f'o{i}', 'c', '(float)sum[c - c0]'))}}}\n"
         )
         at += count
-    return Kernel(text + "}\n", len(pointers), len(integers), len(floats))
+    return CKernel(text + "}\n", len(pointers), len(integers), len(floats))
 
 
 def total(sums: int, keep: str) -> str:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import activations
-from .._launch import inner_contiguous
-from .call import Decided, Kernel, header, load, parts_of, store
+from .._operators import inner_contiguous
+from .call import CKernel, Decided, header, load, parts_of, store
 from .trace import Lines, Number, _language, apply
 
 MAX_CLASSES = 2**30
@@ -66,7 +66,7 @@ def _gradient(
 def kernel_of(
     of: torch.dtype, scaled: torch.dtype | None, given: bool, smoothing: bool, z_loss: bool, softcap: bool,
     gradient: bool,
-) -> Kernel:  # fmt: skip
+) -> CKernel:  # fmt: skip
     """The kernel for logits of a dtype, with these of the options."""
     kept = gradient and not given and not softcap and of is torch.float32
     row = (
@@ -133,7 +133,7 @@ def kernel_of(
         "for (I part = 0; part < parts; part++) {\n"
         f"for (I row = R * part / parts; row < R * (part + 1) / parts; row++) {{\n{row}}}\n}}\n}}\n"
     )
-    return Kernel(text, len(pointers), len(integers), len(floats))
+    return CKernel(text, len(pointers), len(integers), len(floats))
 
 
 def check(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ... import compiler
+from .._device import threshold_and_scale
 from .._launch import faking, recording, traced
-from .._philox import threshold_and_scale
-from .call import PARALLEL, Kernel, header
+from .call import PARALLEL, CKernel, header
 
 _PIECE = 4096
 
 
 @functools.cache
-def _kernel() -> Kernel:
+def _kernel() -> CKernel:
     """Spans of a mask: element i of span j is that of position `starts[j] + i`; without starts, from 0 on."""
     text = (
         f"{header('head.h')}\n{header('philox.h')}\n"
@@ -35,7 +35,7 @@ def _kernel() -> Kernel:
         "uint8_t *to = drop + span * length + at;\n"
         "#pragma omp simd\nfor (I i = 0; i < n; i++) to[i] = w[i] < (uint32_t)threshold;\n}\n}\n}\n"
     )
-    return Kernel(text, 3, 3, 0)
+    return CKernel(text, 3, 3, 0)
 
 
 def takes(seed: Tensor) -> bool:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._launch import columns_of
-from .._philox import threshold_and_scale
-from .call import Decided, Kernel, copies, header, load, parts_of, rows_of, store
+from .._device import threshold_and_scale
+from .._operators import columns_of
+from .call import CKernel, Decided, copies, header, load, parts_of, rows_of, store
 from .chain import Numbers, Printed, dropped, total
 from .trace import Lines, Number, apply, gradient
 
@@ -50,7 +50,7 @@ def _row(of: torch.dtype, pointer: str, stride: str) -> str:
 def _kernel(
     given: Iterable[str], made: Iterable[str], strides: Iterable[str], numbers: Numbers, floats: Iterable[str],
     thread: str, part: str, row: str, after: str, words: bool,
-) -> Kernel:  # fmt: skip
+) -> CKernel:  # fmt: skip
     """A kernel of loops over parts and rows.
 
     Args:
@@ -77,7 +77,7 @@ def _kernel(
         f"for (I row = M * part / parts; row < M * (part + 1) / parts; row++) {{\n{row}}}\n}}\n"
         f"{'free(memory);' if thread else ''}\n}}\n{after}}}\n"
     )
-    return Kernel(text, len(pointers), len(integers), len(real))
+    return CKernel(text, len(pointers), len(integers), len(real))
 
 
 @functools.lru_cache(512)
@@ -212,7 +212,7 @@ def _act_of(act: Any) -> _Act:
     return None if act is None else (act.value, act.derivative, act.reads == "output", tuple(act.P))
 
 
-class _Given:
+class _Reads:
     """Tensors that a kernel reads: strides of their rows, and which of them have to be copied."""
 
     def __init__(self, x: Tensor, columns: int) -> None:
@@ -242,7 +242,7 @@ def decide_forward(
 ) -> Decided:  # fmt: skip
     """`norm.norm_fwd`."""
     W = columns_of(x, weight=weight, bias=bias, pre_bias=pre_bias)
-    given = _Given(x, W)
+    given = _Reads(x, W)
     given.rows("x", x)
     for t in (weight, bias, pre_bias, seed):
         if t is not None:
@@ -268,7 +268,7 @@ def decide_backward(
 ) -> Decided:  # fmt: skip
     """`norm.norm_bwd`."""
     W = columns_of(x, weight=weight, bias=bias)
-    given = _Given(x, W)
+    given = _Reads(x, W)
     given.rows("dy", dy)
     given.rows("x", x)
     for t in (mean, rstd, weight, bias):
@@ -290,8 +290,8 @@ def decide_backward(
 
 
 def _decided(
-    kernel: Kernel, made: Sequence[tuple[tuple[int, ...], _Dtype]], scratch: int, numbers: tuple[float, ...], work: int,
-    given: _Given,
+    kernel: CKernel, made: Sequence[tuple[tuple[int, ...], _Dtype]], scratch: int, numbers: tuple[float, ...],
+    work: int, given: _Reads,
 ) -> Decided:  # fmt: skip
     """Results without a dtype are `None`; `scratch` floats are made beside them."""
     absent = [i for i, (_, of) in enumerate(made) if of is None]

@@ -25,7 +25,7 @@ from .._heads import (
     rows_of_angles,
     spread,
 )
-from .call import Decided, Kernel, header, load, parts_of, rows_of, store
+from .call import CKernel, Decided, header, load, parts_of, rows_of, store
 from .chain import total
 
 # Of float32 angles of any size, as in `rope._sine_cosine`: reduced to a quarter turn in float64, where adding 1.5 2^52
@@ -108,7 +108,7 @@ def _gains(weights: tuple[torch.dtype, torch.dtype] | None, zero_centered: bool)
 
 def _source(
     pointers: list[str], angles: Angles | None, start: str, row: str, end: str = "", width: str = "0", eps: bool = False
-) -> Kernel:  # fmt: skip
+) -> CKernel:  # fmt: skip
     """A kernel whose threads take parts of the rows; each part has a row of sums of this width."""
     integers = ["M", "Q", "K", "D", "R", "period", "parts", "sx", "sdy"]
     floats = ["eps"] * eps
@@ -123,7 +123,7 @@ def _source(
         f"for (I part = 0; part < parts; part++) {{\n{buffers}{start}"
         f"for (I row = M * part / parts; row < M * (part + 1) / parts; row++) {{\n{turn}{row}}}\n}}\n{end}}}\n"
     )
-    return Kernel(text, len(pointers), len(integers), len(floats))
+    return CKernel(text, len(pointers), len(integers), len(floats))
 
 
 @functools.lru_cache(512)
@@ -135,7 +135,7 @@ def forward_kernel(
     weights: tuple[torch.dtype, torch.dtype] | None,
     zero_centered: bool,
     keep: bool,
-) -> Kernel:
+) -> CKernel:
     """The forward pass; `keep` for one that stores x + bias."""
 
     def read(at: str) -> str:
@@ -190,7 +190,7 @@ def backward_kernel(
     zero_centered: bool,
     dx: bool,
     sums: tuple[torch.dtype | None, ...],
-) -> Kernel:
+) -> CKernel:
     """The backward pass; `of_x` where there was a norm, `sums` are the dtypes of the gradients of bias and weights."""
     norm = of_x is not None
     dbias, *dweights = sums
@@ -269,7 +269,7 @@ def backward_kernel(
     )  # fmt: skip
 
 
-class _Given:
+class _Takes:
     """The tensors of a call, in order, and which of them a kernel takes."""
 
     def __init__(self, **tensors: Tensor | None) -> None:
@@ -323,7 +323,7 @@ def decide_forward(
 ) -> Decided:  # fmt: skip
     """`rope.rope_fwd`."""
     size, rotary = checked(x, heads, kv_heads, rotation, bias=bias)
-    given = _Given(
+    given = _Takes(
         x=x, bias=bias, positions=positions, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight
     )  # fmt: skip
     norm, columns = norm_eps is not None, x.shape[-1]
@@ -358,7 +358,7 @@ def decide_backward(
     """`rope.rope_bwd`."""
     size, rotary = checked(dy, heads, kv_heads, rotation)
     check_normed(dy, x, rstd)
-    given = _Given(
+    given = _Takes(
         dy=dy, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight
     )  # fmt: skip
     columns, weights = dy.shape[-1], None

@@ -260,10 +260,10 @@ def test_an_eager_run_that_is_recorded_calls_operators(device: torch.device):
 def test_a_launch_that_would_be_lost_is_an_error(device: torch.device):
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from seqfuse.kernels import _columns
+    from seqfuse.kernels import _device
 
     with pytest.raises(RuntimeError, match="_column_sums_kernel was launched where a compiler records"):
-        make_fx(lambda t: _columns.column_sums(t, 4, t.new_empty(4)))(torch.ones(3, 4, device=device))
+        make_fx(lambda t: _device.column_sums(t, 4, t.new_empty(4)))(torch.ones(3, 4, device=device))
 
 
 @pytest.mark.parametrize(

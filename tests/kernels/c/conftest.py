@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from seqfuse import compiler
-from seqfuse.kernels import _replay
+from seqfuse.kernels import _operators
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _bfloat16_as_on_a_gpu() -> None:
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are decided and loaded again within the test."""
-    monkeypatch.setattr(_replay, "_entries", {})
+    monkeypatch.setattr(_operators, "_entries", {})
     monkeypatch.setattr(compiler, "_loaded", {})
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seqfuse import compiler
-from seqfuse.kernels import _replay, chains, pointwise
+from seqfuse.kernels import _operators, chains, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS, Activation, composed
 from seqfuse.kernels.c import chain, trace
 from seqfuse.ops import _philox
@@ -345,7 +345,7 @@ def test_a_wrong_kernel_is_found(text: str, by: str, monkeypatch: pytest.MonkeyP
     assert text in printed.kernel.source
     wrong = printed._replace(kernel=printed.kernel._replace(source=printed.kernel.source.replace(text, by)))
     monkeypatch.setattr(chain, "printed", lambda *_: wrong)
-    monkeypatch.setattr(_replay, "_entries", {})
+    monkeypatch.setattr(_operators, "_entries", {})
     got = run(dy, BACKWARD, seed, z)
     pairs = [(a, b) for a, b in zip(got, right, strict=True) if a is not None and b is not None]
     assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
@@ -355,7 +355,7 @@ def test_a_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x, steps = seeded_randn((4, 300), 0), chains.Chain(chains.act(TANH))
     function = pointwise.pointwise_of(steps)
     (first,) = function(x)
-    monkeypatch.setattr(_replay, "_decided", None)
+    monkeypatch.setattr(_operators, "_decided", None)
     (second,) = function(x.clone())
     assert first is not None
     assert torch.equal(first, second)
@@ -364,9 +364,9 @@ def test_a_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_call_with_one_tensor_twice_is_decided_once_too() -> None:
     x, steps = seeded_randn((4, 300), 0), chains.Chain(chains.act(TANH), chains.add())
     (first,) = run(x, steps, x)
-    decided = len([entry for _, entries in _replay._entries.values() for entry in entries])
+    decided = len([entry for _, entries in _operators._entries.values() for entry in entries])
     (second,) = run(x, steps, x)
-    assert len([entry for _, entries in _replay._entries.values() for entry in entries]) == decided
+    assert len([entry for _, entries in _operators._entries.values() for entry in entries]) == decided
     assert first is not None
     assert torch.equal(first, second)
     (third,) = run(x, steps, seeded_randn((4, 300), 1))

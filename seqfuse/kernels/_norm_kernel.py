@@ -1,0 +1,308 @@
+# pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
+# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
+"""The kernels of both norms: forward, backward, and sums over rows for rows too wide for the backward one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._device import dropped, rstd_of
+from .activations import apply, gradient, is_half
+
+
+@triton.jit
+def _prologue(
+    x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N,
+    P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """What is normalized, of one chunk of columns, and where it is."""
+    cols = col + tl.arange(0, BLOCK_N)
+    columns = cols < N
+    mask = (rows < M)[:, None] & columns[None, :]
+    z = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if bias is not None:
+        z += tl.load(bias + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
+    if seed is not None:
+        z = dropped(z, seed, rows, col, N, P, BLOCK_N, GROUPED)
+    if residual is not None:
+        z += tl.load(residual + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if stream is not None:
+        # The backward pass reads the stream as it is stored, so the statistics are those of the stored one.
+        z = z.to(stream.dtype.element_ty).to(COMPUTE)
+    return tl.where(mask, z, 0.0), mask, cols, columns
+
+
+@triton.jit
+def _moments(z, mask, count, CENTERED: tl.constexpr):
+    """Mean and sum of squared deviations of `count` columns; without CENTERED, 0 and the sum of squares."""
+    if CENTERED:
+        mean = tl.sum(z, 1) / count
+        d = tl.where(mask, z - mean[:, None], 0.0)
+        # What rounding left in the mean is taken out again: of a constant row it is all there is.
+        rest = tl.sum(d, 1) / count
+        mean += rest
+        left = rest * rest * count
+        squares = tl.sum(d * d, 1) - tl.where(left == float("inf"), 0.0, left)
+    else:
+        mean = tl.zeros((z.shape[0],), z.dtype)
+        squares = tl.sum(z * z, 1)
+    return mean, squares
+
+
+@triton.jit
+def _gain(weight, cols, columns, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr):
+    gain = tl.load(weight + cols, mask=columns, other=0.0).to(COMPUTE)
+    if ZERO_CENTERED:
+        gain += 1.0
+    return gain[None, :]
+
+
+@triton.jit
+def _finish(
+    z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N,
+    ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, ACT_P: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    at = rows[:, None] * N + cols[None, :]
+    if stream is not None:
+        tl.store(stream + at, z.to(stream.dtype.element_ty), mask=mask)
+    out = (z - mean[:, None]) * rstd[:, None]
+    if weight is not None:
+        out *= _gain(weight, cols, columns, ZERO_CENTERED, COMPUTE)
+    if beta is not None:
+        out += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
+    if VALUE is not None:
+        out = apply(VALUE, out, ACT_P, is_half(y.dtype.element_ty))
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_fwd_kernel(
+    x, residual, bias, seed, weight, beta, y, stream, mean_out, rstd_out, x_stride, residual_stride, M, N,
+    EPS: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, VALUE: tl.constexpr,
+    ACT_P: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    N = tl.cast(N, tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if CHUNKS == 1:
+        z, mask, cols, columns = _prologue(
+            x, residual, bias, seed, stream, rows, N * 0, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED, COMPUTE
+        )
+        mean, squares = _moments(z, mask, N.to(COMPUTE), CENTERED)
+    else:
+        mean = tl.zeros((BLOCK_M,), COMPUTE)
+        squares = tl.zeros((BLOCK_M,), COMPUTE)
+        for chunk in tl.range(0, CHUNKS):
+            col = tl.cast(chunk, tl.int64) * BLOCK_N
+            z, mask, cols, columns = _prologue(
+                x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED,
+                COMPUTE,
+            )  # fmt: skip
+            count = tl.minimum(N - col, BLOCK_N).to(COMPUTE)
+            chunk_mean, chunk_squares = _moments(z, mask, count, CENTERED)
+            squares += chunk_squares
+            if CENTERED:
+                # Chan, Golub and LeVeque 1979: no difference of large sums.
+                seen = col.to(COMPUTE)
+                delta = chunk_mean - mean
+                squares += delta * delta * (seen * count / (seen + count))
+                mean += delta * (count / (seen + count))
+    rstd = rstd_of(squares, N.to(COMPUTE), EPS)
+    if mean_out is not None:
+        tl.store(mean_out + rows, mean, mask=rows < M)
+    tl.store(rstd_out + rows, rstd, mask=rows < M)
+    if CHUNKS == 1:
+        _finish(
+            z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N, ZERO_CENTERED, VALUE, ACT_P, COMPUTE
+        )
+    else:
+        for chunk in tl.range(0, CHUNKS):
+            col = tl.cast(chunk, tl.int64) * BLOCK_N
+            z, mask, cols, columns = _prologue(
+                x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED,
+                COMPUTE,
+            )  # fmt: skip
+            _finish(
+                z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N, ZERO_CENTERED, VALUE, ACT_P,
+                COMPUTE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gradients(
+    dy, x, mean, rstd, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
+    OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of what the activation took, the normalized row, and the gradient of that."""
+    d = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    xhat = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if CENTERED:
+        xhat -= mean[:, None]
+    xhat = tl.where(mask, xhat * rstd[:, None], 0.0)
+    if weight is not None:
+        gain = _gain(weight, cols, columns, ZERO_CENTERED, COMPUTE)
+    if VALUE is not None:
+        HALF: tl.constexpr = is_half(dy.dtype.element_ty, x.dtype.element_ty)
+        pre = xhat
+        if weight is not None:
+            pre *= gain
+        if beta is not None:
+            pre += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
+        if OF_OUTPUT:
+            pre = apply(VALUE, pre, ACT_P, HALF)
+        d = tl.where(mask, gradient(DERIVATIVE, d, pre, ACT_P, HALF), 0.0)
+    g = d
+    if weight is not None:
+        g = d * gain
+    return d, xhat, g
+
+
+@triton.jit
+def _spread(
+    g, xhat, by_xhat, plain, rstd, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
+    CENTERED: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the normalized row and of what dropout took; returns the latter."""
+    out = g - xhat * by_xhat[:, None]
+    if CENTERED:
+        out -= plain[:, None]
+    out *= rstd[:, None]
+    if dstream is not None:
+        at = rows[:, None] * dstream_stride + cols[None, :]
+        out += tl.load(dstream + at, mask=mask, other=0.0).to(COMPUTE)
+    at = rows[:, None] * N + cols[None, :]
+    if dx is not None:
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
+    if seed is not None:
+        out = dropped(out, seed, rows, col, N, P, BLOCK_N, GROUPED)
+    if dbranch is not None:
+        tl.store(dbranch + at, out.to(dbranch.dtype.element_ty), mask=mask)
+    return out
+
+
+@triton.jit
+def _norm_bwd_kernel(
+    dy, x, mean, rstd, weight, beta, dstream, seed, dx, dbranch, partials, dy_stride, x_stride, dstream_stride, M, N,
+    steps,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr, OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBETA: tl.constexpr, DBIAS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of one program, one after the other: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream."""
+    N = tl.cast(N, tl.int64)
+    pid = tl.program_id(0).to(tl.int64)
+    zero = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    dweight, dbeta, dbias = zero, zero, zero
+    for step in tl.range(0, steps, num_stages=STAGES):
+        rows = (pid * steps + tl.cast(step, tl.int64)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        r = tl.load(rstd + rows, mask=rows < M, other=0.0)
+        m = r
+        if CENTERED:
+            m = tl.load(mean + rows, mask=rows < M, other=0.0)
+        if CHUNKS == 1:
+            cols = N * 0 + tl.arange(0, BLOCK_N)
+            columns = cols < N
+            mask = (rows < M)[:, None] & columns[None, :]
+            d, xhat, g = _gradients(
+                dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+                CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+            )  # fmt: skip
+            by_xhat = tl.sum(g * xhat, 1) / N.to(COMPUTE)
+            plain = tl.sum(g, 1) / N.to(COMPUTE)
+            out = _spread(
+                g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, N * 0, cols, mask, dstream_stride, N,
+                CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
+            )  # fmt: skip
+            if DWEIGHT:
+                dweight += d * xhat
+            if DBETA:
+                dbeta += d
+            if DBIAS:
+                dbias += tl.where(mask, out, 0.0)
+        else:
+            by_xhat = tl.zeros((BLOCK_M,), COMPUTE)
+            plain = tl.zeros((BLOCK_M,), COMPUTE)
+            for chunk in tl.range(0, CHUNKS):
+                cols = tl.cast(chunk, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+                columns = cols < N
+                mask = (rows < M)[:, None] & columns[None, :]
+                d, xhat, g = _gradients(
+                    dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                )  # fmt: skip
+                by_xhat += tl.sum(g * xhat, 1)
+                plain += tl.sum(g, 1)
+            by_xhat = by_xhat / N.to(COMPUTE)
+            plain = plain / N.to(COMPUTE)
+            for chunk in tl.range(0, CHUNKS):
+                col = tl.cast(chunk, tl.int64) * BLOCK_N
+                cols = col + tl.arange(0, BLOCK_N)
+                columns = cols < N
+                mask = (rows < M)[:, None] & columns[None, :]
+                d, xhat, g = _gradients(
+                    dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                )  # fmt: skip
+                _spread(
+                    g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
+                    CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
+                )  # fmt: skip
+    cols = tl.arange(0, BLOCK_N).to(tl.int64)
+    place = partials
+    if partials is not None:
+        place = partials + pid * (DWEIGHT + DBETA + DBIAS) * N + cols
+    if DWEIGHT:
+        tl.store(place, tl.sum(dweight, 0), mask=cols < N)
+        place += N
+    if DBETA:
+        tl.store(place, tl.sum(dbeta, 0), mask=cols < N)
+        place += N
+    if DBIAS:
+        tl.store(place, tl.sum(dbias, 0), mask=cols < N)
+
+
+@triton.jit
+def _norm_sums_kernel(
+    dy, x, mean, rstd, weight, beta, dbranch, partials, dy_stride, x_stride, M, N, steps,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
+    OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, DWEIGHT: tl.constexpr, DBETA: tl.constexpr, DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sums over rows alone, a block of columns per program: for rows too wide to keep them while making dx."""
+    N = tl.cast(N, tl.int64)
+    across = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0).to(tl.int64)
+    down = pid // across
+    cols = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = cols < N
+    zero = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    dweight, dbeta, dbias = zero, zero, zero
+    for step in tl.range(0, steps, num_stages=STAGES):
+        rows = (down * steps + tl.cast(step, tl.int64)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & columns[None, :]
+        r = tl.load(rstd + rows, mask=rows < M, other=0.0)
+        m = r
+        if CENTERED:
+            m = tl.load(mean + rows, mask=rows < M, other=0.0)
+        d, xhat, _ = _gradients(
+            dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+            CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+        )  # fmt: skip
+        if DWEIGHT:
+            dweight += d * xhat
+        if DBETA:
+            dbeta += d
+        if DBIAS:
+            dbias += tl.load(dbranch + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    place = partials + down * (DWEIGHT + DBETA + DBIAS) * N + cols
+    if DWEIGHT:
+        tl.store(place, tl.sum(dweight, 0), mask=columns)
+        place += N
+    if DBETA:
+        tl.store(place, tl.sum(dbeta, 0), mask=columns)
+        place += N
+    if DBIAS:
+        tl.store(place, tl.sum(dbias, 0), mask=columns)
