@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,8 @@ CONVERTS = {"_to_copy"}
 class Launches(TorchDispatchMode):
     """Launches while it is on, each with whatever `who` is then."""
 
+    active: ClassVar[list[Launches]] = []
+
     def __init__(self, free: set[str], who: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
         self.who, self.free, self.paused, self.found = who, free, False, list[Any]()
@@ -43,15 +45,28 @@ class Launches(TorchDispatchMode):
     def as_one(self, function: Any, launches: int) -> Any:
         """What a GPU makes by so many launches, where a CPU makes many calls of it."""
 
+        function = getattr(function, "counted", function)  # not what another count put in its place
+
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.paused = True
+            # A plan that was made under another count calls the function that it found then.
+            counted = self.active[-1] if self.active else self
+            counted.paused = True
             try:
                 return function(*args, **kwargs)
             finally:
-                self.paused = False
-                self.found += [self.who()] * launches
+                counted.paused = False
+                counted.found += [counted.who()] * launches
 
+        run.counted = function  # pyright: ignore[reportFunctionMemberAccess]
         return run
+
+    def __enter__(self) -> Any:
+        self.active.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.active.remove(self)
+        super().__exit__(*error)
 
 
 @contextlib.contextmanager

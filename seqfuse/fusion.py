@@ -141,8 +141,8 @@ class FusedOperation:
                             fault = f"bwd names slot {name!r}; it reads the fusion's own Saved, as saved.<field>"
                         raise definition_error(cls, fault, "def bwd" if name in slots else name)
                     cls._place(name[2:], name, lambda op: op.outputs)
-            if plain and records - set(signature.extras):
-                missing = ", ".join(sorted(records - set(signature.extras)))
+            holding = {s.name for s in cls.slots if any(t.is_open or t.Saved.fields for t in s.types)}
+            if plain and (missing := ", ".join(sorted((records & holding) - set(signature.extras)))):
                 raise definition_error(cls, f"bwd must take the Saved of every slot by keyword: {missing}", "def bwd")
             cls.backward_signature = signature
 
@@ -212,7 +212,8 @@ class FusedOperation:
     def saves(self, env: Env) -> Savings:
         """What it saves against the operations it replaces: by default, what follows from the traffic they declare."""
         passes = {"forward": self.replaces_forward, "backward": self.replaces_backward and env.grad}
-        saved = () if isinstance(self, InferenceFusion) else tuple(self.saved_at())
+        told = isinstance(self, ForwardFusion) and self.forward_signature.needs and not env.grad
+        saved = () if told or isinstance(self, InferenceFusion) else tuple(self.saved_at())
         return gain(self.operations(), env, saved=saved, own_gemm=self.needs_measurement, **passes)
 
     def saved_at(self) -> Iterable[int]:
@@ -224,7 +225,9 @@ class FusedOperation:
 class ForwardFusion(FusedOperation, contract=True):
     """Substitutes the forward pass only: `fwd(x, ...) -> (y, [outputs,] {slot: Saved})`.
 
-    It must save exactly what each replaced operation's own `bwd` reads.
+    It must save exactly what each replaced operation's own `bwd` reads. What follows from an operation's configuration
+    and seed (`UnfusedOperation.own_record`) the engine saves. One that names `needs` returns `y`, or `(y, outputs)`,
+    where these are empty: nothing needs a gradient, and nothing is saved.
     """
 
     replaces_forward = True

@@ -250,6 +250,13 @@ class UnfusedOperation(FusableOperation):
     bwd: ClassVar[Callable[..., Any]] = _unstated("bwd")
     """`bwd(dy, saved, ...)`: `(dx, Grads)`."""
 
+    def own_record(self, seed: Tensor | None) -> Saved | None:
+        """What `fwd` saves, where that follows from the configuration and the seed alone: no fusion saves it then.
+
+        By default that is so where `Saved` has no fields. Else `None`.
+        """
+        return None if self.Saved.fields else self._saved()
+
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The output's shape for an input of this shape; raises `ValueError` saying what was expected."""
         return shape

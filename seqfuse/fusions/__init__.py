@@ -17,7 +17,6 @@ from .bias_qk_norm_rotary import BiasQKNorm as BiasQKNorm
 from .bias_qk_norm_rotary import BiasQKNormBackward as BiasQKNormBackward
 from .bias_qk_norm_rotary import BiasQKNormRotary as BiasQKNormRotary
 from .bias_qk_norm_rotary import BiasQKNormRotaryBackward as BiasQKNormRotaryBackward
-from .bias_qk_norm_rotary import BiasQKNormRotaryInference as BiasQKNormRotaryInference
 from .bias_qk_norm_rotary_attention import BiasQKNormRotaryAttention as BiasQKNormRotaryAttention
 from .block_boundary import BlockBoundary as BlockBoundary
 from .block_boundary import BlockBoundaryBackward as BlockBoundaryBackward
@@ -29,7 +28,6 @@ from .linear_bias import LinearBiasBackward as LinearBiasBackward
 from .linear_bias import LinearBiasBackwardTriton as LinearBiasBackwardTriton
 from .linear_bias_activation import LinearBiasAct as LinearBiasAct
 from .linear_bias_activation import LinearBiasActivation as LinearBiasActivation
-from .linear_bias_activation import LinearBiasActivationInference as LinearBiasActivationInference
 from .linear_bias_activation import LinearBiasActOneDNN as LinearBiasActOneDNN
 from .linear_bias_activation import LinearBiasGeLU as LinearBiasGeLU
 from .linear_bias_add import LinearBiasAdd as LinearBiasAdd
@@ -39,7 +37,6 @@ from .linear_scale import BackwardLinearScale as BackwardLinearScale
 from .linear_scale import ForwardLinearScaleAdd as ForwardLinearScaleAdd
 from .merged_linear import BackwardMergedLinearAdd as BackwardMergedLinearAdd
 from .merged_linear import MergedLinearGated as MergedLinearGated
-from .merged_linear import MergedLinearGatedInference as MergedLinearGatedInference
 from .norm import NormBackward as NormBackward
 from .norm import NormForward as NormForward
 from .norm_activation import NormActivation as NormActivation
@@ -47,7 +44,6 @@ from .norm_activation import NormActivationJoint as NormActivationJoint
 from .norm_linear_activation_linear import NormLinearActivationLinear as NormLinearActivationLinear
 from .pointwise_chain import PointwiseChain as PointwiseChain
 from .pointwise_chain import PointwiseChainBackward as PointwiseChainBackward
-from .pointwise_chain import PointwiseChainInference as PointwiseChainInference
 from .pointwise_chain import PointwiseChainJoint as PointwiseChainJoint
 from .recompute import RecomputeActivation as RecomputeActivation
 from .recompute import RecomputeHeads as RecomputeHeads
@@ -76,10 +72,8 @@ bias or an activation inside a GEMM: those are in `triton`.
 """
 
 triton: tuple[type[FusedOperation], ...] = (
-    LinearBiasActivationInference,  # an activation or a gated unit, and a dropout, in the GEMM's epilogue
-    LinearBiasActivation,  # the epilogue in training: stores the pre-activation if the activation's gradient reads it
-    MergedLinearGatedInference,  # a gated unit in the epilogue of one GEMM that reads the weights of gate and up
-    MergedLinearGated,  # the same in training
+    LinearBiasActivation,  # an activation or a gated unit, and a dropout, in the GEMM's epilogue
+    MergedLinearGated,  # a gated unit in the epilogue of one GEMM that reads the weights of gate and up
     LinearBiasDropoutAdd,  # dropout and the residual sum in the GEMM's epilogue
     LinearBiasPointwise,  # torch's GEMM with the bias in its epilogue, and an activation in one pass behind it
     BiasGated,  # a bias and a gated unit in one pass
@@ -96,13 +90,11 @@ triton: tuple[type[FusedOperation], ...] = (
     BlockBoundaryBackward,  # the backward of a block's boundary in one pass
     NormForward,  # a norm with a gain of 1 + weight or in another dtype, for which ATen copies x to float32
     NormBackward,  # adds the gradient of the residual stream, and reads x once for dx and all sums over tokens
-    PointwiseChainInference,  # two to nine activations, factors, biases and dropouts in one pass
-    PointwiseChainJoint,  # of activations side by side saves only the input of the first
     PointwiseChain,  # two to nine activations, factors, biases and dropouts in one pass
+    PointwiseChainJoint,  # of activations side by side saves only the input of the first
     PointwiseChainBackward,  # their gradients in one pass
     BiasQKNormRotaryAttention,  # the next with attention; a step of decoding writes its keys and values too
-    BiasQKNormRotaryInference,  # bias, norm of heads and RoPE between the QKV GEMM and attention, in one pass
-    BiasQKNormRotary,  # the same in training
+    BiasQKNormRotary,  # bias, norm of heads and RoPE between the QKV GEMM and attention, in one pass
     BiasQKNorm,  # the same without RoPE
     BiasQKNormRotaryBackward,  # their gradients in one pass
     BiasQKNormBackward,  # their gradients in one pass

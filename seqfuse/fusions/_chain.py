@@ -176,13 +176,9 @@ def _dropout(part: Dropout, p: float, random: bool) -> Steps:
     return () if upscale or p == 0 else (("scale", (1 - p,)),)
 
 
-def record_of(part: Part, kept: Any, seed: Tensor | None, number: float) -> context.Saved:
-    """A part's own record of what it keeps, its seed and its number."""
-    if isinstance(part, Pointwise):
-        return part.record(kept, kept)
-    if isinstance(part, Dropout):
-        return Dropout.Saved(seed=seed, p=number)
-    return Bias.Saved() if isinstance(part, Bias) else Scale.Saved(factor=number)
+def record_of(part: Part, kept: Any) -> context.Saved | None:
+    """What an activation saves, of what it keeps; the engine makes the records of other parts."""
+    return part.record(kept, kept) if isinstance(part, Pointwise) else None
 
 
 def numbers_in(part: Part, record: Any) -> tuple[float, ...]:

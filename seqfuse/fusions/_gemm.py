@@ -71,18 +71,6 @@ def epilogue(
     return gemm.linear(x, weight, start, act=device(act), store_pre=store_pre, store_act=store_act, **around)
 
 
-def around_saved(
-    x: Tensor, linear: Linear, bias: Bias | None, dropout: Dropout | None, seed: Tensor | None
-) -> dict[str, Any]:
-    """The records of slots `linear`, an optional `bias` and an optional `dropout`."""
-    saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=linear.weight_for(x))}
-    if bias is not None:
-        saved["bias"] = Bias.Saved()
-    if dropout is not None:
-        saved["dropout"] = Dropout.Saved(seed=seed, p=dropout.p)
-    return saved
-
-
 def unit_bwd(
     dy: Tensor | None,
     linear: Linear.Saved,

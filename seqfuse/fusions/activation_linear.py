@@ -52,7 +52,6 @@ class ActivationLinearBackward(BackwardFusion):
         self,
         dy: Tensor,
         *,
-        bias: Bias.Saved | None,
         act: Any,
         dropout: Dropout.Saved | None,
         linear: Linear.Saved,
@@ -152,11 +151,7 @@ class ActivationLinearJoint(JointFusion):
         """What the operations themselves would have saved."""
         h, act = self.act.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
         kept: Any = vars(saved).get  # what no gradient reads was dropped
-        records: dict[str, context.Saved] = {"act": act, "linear": Linear.Saved(x=h, weight=kept("weight"))}
-        records |= {name: Bias.Saved() for name in ("bias", "out_bias") if getattr(self, name) is not None}
-        if self.add is not None:
-            records["add"] = Add.Saved()
-        return records
+        return {"act": act, "linear": Linear.Saved(x=h, weight=kept("weight"))}
 
     @property
     def _unary(self) -> Pointwise:

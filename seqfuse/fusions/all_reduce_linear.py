@@ -46,9 +46,7 @@ class AllReduceLinearBackward(BackwardFusion):
         self,
         dy: Tensor,
         *,
-        enter: CopyToTensorParallel.Saved,
         linear: Linear.Saved,
-        bias: Bias.Saved | None,
         needs: frozenset[str],
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:

@@ -38,22 +38,19 @@ class BiasDropoutAdd(ForwardFusion):
         self, x: Tensor, *, add_other: Tensor | None = None, dropout_seed: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         drop = self.dropout
-        saved: dict[str, Any] = {"dropout": Dropout.Saved(seed=dropout_seed, p=drop.p)}
         operands: list[Any] = [dropout_seed]
         dtype = x.dtype
         if self.bias is not None:
             operands.insert(0, self.bias.read())
-            saved["bias"] = Bias.Saved()
         if self.add is not None:
             assert add_other is not None
             if add_other.shape != x.shape:
                 self.add.fwd(x, other=add_other)  # raises, saying what does not fit
             operands.append(add_other)
-            saved["add"] = Add.Saved()
             dtype = sum_dtype(x, add_other)
         upscale = drop.mode == "upscale_in_train"
         y: Any = _kernel(self.bias is not None, drop.p, upscale, self.add is not None, dtype=dtype)(x, *operands)[0]
-        return y, saved
+        return y, {}
 
 
 class BiasDropoutAddBackward(BackwardFusion):
@@ -72,9 +69,7 @@ class BiasDropoutAddBackward(BackwardFusion):
         yield from kernel_takes_chain(self.bias, env)
         yield self.dropout.random, "nothing is dropped here"
 
-    def bwd(
-        self, dy: Tensor, *, bias: Bias.Saved | None, dropout: Any, add: Add.Saved | None, needs: frozenset[str]
-    ) -> tuple[Tensor | None, Grads]:
+    def bwd(self, dy: Tensor, *, dropout: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
 
         wanted = "x" in needs, "bias.bias" in needs
         dx, dbias = branch_bwd(dy, self.bias, self.dropout, dropout, *wanted)

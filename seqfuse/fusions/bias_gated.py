@@ -41,7 +41,7 @@ class BiasGated(ForwardFusion):
             (y,) = kernel(x)
             return y, {"gated": gated.Saved(x=x)}  # pyright: ignore[reportCallIssue]
         y, packed = kernel(x, bias.read())
-        return y, {"bias": Bias.Saved(), "gated": gated.Saved(x=packed)}  # pyright: ignore[reportCallIssue]
+        return y, {"gated": gated.Saved(x=packed)}  # pyright: ignore[reportCallIssue]
 
 
 class BiasGatedBackward(BackwardFusion):
@@ -60,9 +60,7 @@ class BiasGatedBackward(BackwardFusion):
         yield from kernel_takes_gated(self.gated, env)
         yield env.leaving is env.dtype, "the gated unit gives another dtype"
 
-    def bwd(
-        self, dy: Tensor, *, bias: Bias.Saved | None, gated: Any, needs: frozenset[str]
-    ) -> tuple[Tensor | None, Grads]:
+    def bwd(self, dy: Tensor, *, gated: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
         steps = ("dgated", "column_sum") if "bias.bias" in needs else ("dgated",)
         key = needs, self.gated.activation.P
         dx, *sums = self.decided(key, _kernel, self.gated, steps, "x" in needs)(dy, gated.x)

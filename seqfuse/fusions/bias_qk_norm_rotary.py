@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..env import Env
-from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
+from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, QKNorm, RotaryEmbedding
 from ..ops._parameters import parameter
@@ -36,10 +36,10 @@ class BiasQKNormRotary(ForwardFusion):
         rotary_position_ids: Tensor | None = None,
         rotary_cos: Tensor | None = None,
         rotary_sin: Tensor | None = None,
-        needs: frozenset[str] = frozenset(),
-    ) -> tuple[Tensor, dict[str, Any]]:
+        needs: frozenset[str],
+    ) -> Any:
         given = angles(rotary_position_ids, rotary_cos, rotary_sin, needs)
-        return _forward(self.bias, self.norm, self.rotary, x, given)
+        return _forward(self.bias, self.norm, self.rotary, x, given, bool(needs))
 
 
 class BiasQKNorm(ForwardFusion):
@@ -56,35 +56,8 @@ class BiasQKNorm(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, None, env)
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return _forward(self.bias, self.norm, None, x, angles(None, None, None))
-
-
-class BiasQKNormRotaryInference(InferenceFusion):
-    """y = rope(norm(x + bias)) in one pass, where nothing needs a gradient and so nothing is stored.
-
-    x, y: [*, S, (H + 2 Hkv) D].
-    """
-
-    bias: Bias
-    norm: QKNorm
-    rotary: RotaryEmbedding | None
-
-    kernels = ("triton", "c")
-
-    def requires(self, env: Env) -> Requirements:
-        yield from kernels_take(self.bias, self.norm, self.rotary, env)
-
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        rotary_position_ids: Tensor | None = None,
-        rotary_cos: Tensor | None = None,
-        rotary_sin: Tensor | None = None,
-    ) -> Any:
-        given = angles(rotary_position_ids, rotary_cos, rotary_sin)
-        return run(self.bias, self.norm, self.rotary, x, given, store=False).y
+    def fwd(self, x: Tensor, *, needs: frozenset[str]) -> Any:
+        return _forward(self.bias, self.norm, None, x, angles(None, None, None), bool(needs))
 
 
 class BiasQKNormRotaryBackward(BackwardFusion):
@@ -106,7 +79,6 @@ class BiasQKNormRotaryBackward(BackwardFusion):
         self,
         dy: Tensor,
         *,
-        bias: Bias.Saved | None,
         norm: QKNorm.Saved | None,
         rotary: RotaryEmbedding.Saved,
         needs: frozenset[str],
@@ -129,19 +101,17 @@ class BiasQKNormBackward(BackwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, None, env)
 
-    def bwd(
-        self, dy: Tensor, *, bias: Bias.Saved | None, norm: QKNorm.Saved, needs: frozenset[str]
-    ) -> tuple[Tensor | None, Grads]:
+    def bwd(self, dy: Tensor, *, norm: QKNorm.Saved, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
         return _backward(self.bias, self.norm, None, dy, norm, angles(None, None, None), needs)
 
 
 def _forward(
-    bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, x: Tensor, given: Angles
-) -> tuple[Tensor, dict[str, Any]]:
-    out = run(bias, norm, rotary, x, {**given}, store=bias is not None and norm is not None)
+    bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, x: Tensor, given: Angles, saves: bool
+) -> Any:
+    out = run(bias, norm, rotary, x, {**given}, store=saves and bias is not None and norm is not None)
+    if not saves:
+        return out.y
     saved: dict[str, Any] = {}
-    if bias is not None:
-        saved["bias"] = Bias.Saved()
     if norm is not None:
         assert out.rstd is not None
         weights = {name: parameter(norm, name) for name in ("q_weight", "k_weight")}

@@ -17,7 +17,7 @@ class BiasQKNormRotaryAttention(InferenceFusion):
     """Attention of rope(norm(x + bias)), where nothing needs a gradient.
 
     In a step of decoding one kernel rotates the new token and writes its key and value into the cache; all else is
-    `BiasQKNormRotaryInference` and then the operation. x: [*, S, (H + 2 Hkv) D], y: [*, S, H D].
+    `BiasQKNormRotary` and then the operation. x: [*, S, (H + 2 Hkv) D], y: [*, S, H D].
     """
 
     bias: Bias | None

@@ -41,16 +41,9 @@ class BlockBoundary(ForwardFusion):
     def fwd(
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        out, record, seed = boundary_fwd(self.bias, self.dropout, self.norm, x, add_other, dropout_seed, dtype=dtype)
+        out, record, _ = boundary_fwd(self.bias, self.dropout, self.norm, x, add_other, dropout_seed, dtype=dtype)
         assert out.stream is not None
-        saved: dict[str, Any] = {"add": Add.Saved(), "norm": record}
-        if self.bias is not None:
-            saved["bias"] = Bias.Saved()
-        if self.dropout is not None:
-            saved["dropout"] = Dropout.Saved(seed=seed, p=self.dropout.p)
-        if self.fork is None:
-            return out.y, {}, saved
-        return out.y, {"fork_out": out.stream}, {**saved, "fork": Fork.Saved()}
+        return out.y, {} if self.fork is None else {"fork_out": out.stream}, {"norm": record}
 
 
 class BlockBoundaryBackward(BackwardFusion):
@@ -76,11 +69,8 @@ class BlockBoundaryBackward(BackwardFusion):
         self,
         dy: Tensor,
         *,
-        add: Add.Saved,
         norm: LayerNorm.Saved | RMSNorm.Saved,
-        bias: Bias.Saved | None = None,
         dropout: Dropout.Saved | None = None,
-        fork: Fork.Saved | None = None,
         d_fork_out: Tensor | None = None,
         needs: frozenset[str],
         dtype: torch.dtype | None = None,

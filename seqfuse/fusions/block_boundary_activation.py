@@ -99,10 +99,4 @@ class BlockBoundaryActivation(JointFusion):
         """What the operations themselves would have saved."""
         statistics = saved.mean, saved.rstd, saved.weight, saved.shift
         own = norm_records(self.norm, self.acts, saved.z, *statistics, saved.factors)
-        around = {
-            "bias": Bias.Saved() if self.bias is not None else None,
-            "dropout": Dropout.Saved(seed=saved.seed, p=saved.p) if self.dropout is not None else None,
-            "add": Add.Saved(),
-            "fork": Fork.Saved() if self.fork is not None else None,
-        }
-        return own | {slot: record for slot, record in around.items() if record is not None}
+        return own if self.dropout is None else {**own, "dropout": Dropout.Saved(seed=saved.seed, p=saved.p)}

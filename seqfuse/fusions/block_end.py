@@ -57,13 +57,10 @@ class BlockEndBackward(BackwardFusion):
         self,
         dy: Tensor,
         *,
-        bias: Bias.Saved | None,
         act: Any,
         act_dropout: Dropout.Saved | None,
         linear: Linear.Saved,
-        out_bias: Bias.Saved | None,
         dropout: Dropout.Saved | None,
-        add: Add.Saved,
         needs: frozenset[str],
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:

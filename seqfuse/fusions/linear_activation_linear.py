@@ -170,16 +170,10 @@ class LinearActivationLinear(JointFusion):
             "act": self.act.fwd(saved.z)[1],
             "out": Linear.Saved(x=self._again(saved), weight=kept("out_weight")),
         }
-        if self.bias is not None:
-            records["bias"] = Bias.Saved()
         if self.dropout is not None:
             records["dropout"] = Dropout.Saved(seed=saved.seed, p=saved.p)
-        if self.out_bias is not None:
-            records["out_bias"] = Bias.Saved()
         if self.out_dropout is not None:
             records["out_dropout"] = Dropout.Saved(seed=saved.out_seed, p=saved.out_p)
-        if self.add is not None:
-            records["add"] = Add.Saved()
         return records
 
 

@@ -34,9 +34,9 @@ class LinearBias(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved]]:
         y, gemm = self.decided("linear", linear_of, self.linear, self.bias)(x)
-        return y, {"linear": gemm, "bias": Bias.Saved()}
+        return y, {"linear": gemm}
 
 
 class LinearBiasBackward(BackwardFusion):
@@ -64,7 +64,6 @@ class LinearBiasBackward(BackwardFusion):
         dy: Tensor,
         *,
         linear: Linear.Saved,
-        bias: Bias.Saved,
         needs: frozenset[str],
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
@@ -108,7 +107,6 @@ class LinearBiasBackwardTriton(BackwardFusion):
         dy: Tensor,
         *,
         linear: Linear.Saved,
-        bias: Bias.Saved,
         needs: frozenset[str],
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:

@@ -17,7 +17,7 @@ from ..ops._mm import linear as gemm
 from ..ops._parameters import parameter
 from ..ops.linear import saved_linear
 from ..pointwise import Gated, Pointwise
-from ._gemm import around_saved, epilogue, epilogue_takes, mask
+from ._gemm import epilogue, epilogue_takes, mask
 from ._linear import epilogue_keeps_nan, in_place, linear_epilogue, one_dtype
 
 _IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {
@@ -56,38 +56,22 @@ class LinearBiasActivation(ForwardFusion):
         yield env.leaving is env.dtype, "its kernel gives y in the dtype of x"
 
     def fwd(
-        self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        act, drop = self.act, mask(self.dropout, dropout_seed)
+        self,
+        x: Tensor,
+        *,
+        dropout_seed: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        needs: frozenset[str],
+    ) -> Any:
+        act, drop, saves = self.act, mask(self.dropout, dropout_seed), bool(needs)
         before = isinstance(act, Gated) or act.reads == "input"
-        y, t = epilogue(x, self.linear, self.bias, act, drop, before, not before and drop is not None)
+        after = saves and not before and drop is not None
+        y, t = epilogue(x, self.linear, self.bias, act, drop, saves and before, after)
+        if not saves:
+            return y
         t = y if t is None else t
-        saved = around_saved(x, self.linear, self.bias, self.dropout, dropout_seed)
         record = act.Saved(x=t) if isinstance(act, Gated) else act.record(t, t)  # pyright: ignore[reportCallIssue]
-        return y, {**saved, "act": record}
-
-
-class LinearBiasActivationInference(InferenceFusion):
-    """y = dropout(act(x weight^T + bias)) in one GEMM where nothing needs a gradient: nothing is written beside y.
-
-    x: [*, in_features], y: [*, out_features], of a gated unit [*, out_features / 2].
-    """
-
-    linear: Linear
-    bias: Bias | None
-    act: Pointwise | Gated
-    dropout: Dropout | None
-
-    kernels = ("triton",)
-    needs_measurement = True
-    layout = "inner_contig"
-
-    def requires(self, env: Env) -> Requirements:
-        yield from epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
-        yield env.leaving is env.dtype, "its kernel gives y in the dtype of x"
-
-    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        return epilogue(x, self.linear, self.bias, self.act, mask(self.dropout, dropout_seed))[0]
+        return y, {"linear": Linear.Saved(x=x, weight=self.linear.weight_for(x)), "act": record}
 
 
 class LinearBiasAct(ForwardFusion):
@@ -125,8 +109,7 @@ class LinearBiasAct(ForwardFusion):
             y = gemm(x, weight, None if bias is None else bias.read())
             y = _IN_PLACE[type(act)](y)
         record = act.Saved(y=y)  # pyright: ignore[reportCallIssue]
-        saved: dict[str, Any] = {"linear": saved_linear(x, weight), "act": record}
-        return y, saved if bias is None else {**saved, "bias": Bias.Saved()}
+        return y, {"linear": saved_linear(x, weight), "act": record}
 
 
 class LinearBiasGeLU(InferenceFusion):

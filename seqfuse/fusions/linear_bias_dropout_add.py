@@ -38,18 +38,11 @@ class LinearBiasDropoutAdd(ForwardFusion):
     def fwd(self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels import gemm
 
-        weight, drop = weight_of(self.linear, x), self.dropout
+        weight = weight_of(self.linear, x)
         shape = (*x.shape[:-1], weight.shape[0])
         if add_other.shape != shape:
             self.add.fwd(x.new_empty(shape), other=add_other)  # raises, saying what does not fit
-        saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=self.linear.weight_for(x)), "add": Add.Saved()}
-        if self.bias is not None:
-            saved["bias"] = Bias.Saved()
-        dropout = None
-        if drop is not None:
-            seed = dropout_seed if drop.random else None
-            saved["dropout"] = Dropout.Saved(seed=seed, p=drop.p)
-            dropout = mask(drop, seed)
+        dropout = mask(self.dropout, dropout_seed)
         dtype = sum_dtype(x, add_other)
         y, _ = gemm.linear(x, weight, bias_of(self.bias), dropout=dropout, residual=add_other, dtype=dtype, tf32=tf32())
-        return y, saved
+        return y, {"linear": Linear.Saved(x=x, weight=self.linear.weight_for(x))}

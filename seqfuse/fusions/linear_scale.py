@@ -47,8 +47,7 @@ class ForwardLinearScaleAdd(ForwardFusion):
             y = y if x.ndim == 2 else y.view(shape)
         else:
             y, _ = self.add.fwd(linear(x, weight) * factor, other=add_other)
-        saved = {"linear": Linear.Saved(x=x, weight=weight), "scale": Scale.Saved(factor=factor), "add": Add.Saved()}
-        return y, saved
+        return y, {"linear": Linear.Saved(x=x, weight=weight)}
 
 
 class BackwardLinearScale(BackwardFusion):
@@ -80,7 +79,7 @@ class BackwardLinearScale(BackwardFusion):
         return Savings(launches=1 + joined, bytes=2.0 * env.tokens * env.itemsize * columns)
 
     def bwd(
-        self, dy: Tensor, *, first: Any, bias: Bias.Saved | None, second: Any, needs: frozenset[str],
+        self, dy: Tensor, *, first: Any, second: Any, needs: frozenset[str],
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:  # fmt: skip
         grads: dict[str, Tensor | Accumulated | None] = {}

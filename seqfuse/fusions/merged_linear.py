@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..env import Env, Savings
-from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
+from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Dropout, Fork, MergedLinear
 from ..pointwise import Gated
@@ -38,35 +38,18 @@ class MergedLinearGated(ForwardFusion):
         return _kernel_takes(self.linear, self.act, self.dropout, env)
 
     def fwd(
-        self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        y, t = _run(x, self.linear, self.act, mask(self.dropout, dropout_seed), store=True)
+        self,
+        x: Tensor,
+        *,
+        dropout_seed: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        needs: frozenset[str],
+    ) -> Any:
+        y, t = _run(x, self.linear, self.act, mask(self.dropout, dropout_seed), store=bool(needs))
+        if not needs:
+            return y
         weights = self.linear.weights_for(x)
-        saved: dict[str, Any] = {"linear": MergedLinear.Saved(x=x, weights=weights), "act": self.act.Saved(x=t)}  # pyright: ignore[reportCallIssue]
-        if self.dropout is not None:
-            saved["dropout"] = Dropout.Saved(seed=dropout_seed, p=self.dropout.p)
-        return y, saved
-
-
-class MergedLinearGatedInference(InferenceFusion):
-    """y = dropout(act(gate) up) in one GEMM of two weights where nothing needs a gradient: nothing else is written.
-
-    x: [*, in_features], y: [*, out_features / 2].
-    """
-
-    linear: MergedLinear
-    act: Gated
-    dropout: Dropout | None
-
-    kernels = ("triton",)
-    needs_measurement = True
-    layout = "inner_contig"
-
-    def requires(self, env: Env) -> Requirements:
-        return _kernel_takes(self.linear, self.act, self.dropout, env)
-
-    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        return _run(x, self.linear, self.act, mask(self.dropout, dropout_seed), store=False)[0]
+        return y, {"linear": MergedLinear.Saved(x=x, weights=weights), "act": self.act.Saved(x=t)}  # pyright: ignore[reportCallIssue]
 
 
 class BackwardMergedLinearAdd(BackwardFusion):
@@ -95,7 +78,6 @@ class BackwardMergedLinearAdd(BackwardFusion):
         self,
         dy: Tensor,
         *,
-        fork: Fork.Saved,
         linear: MergedLinear.Saved,
         d_fork_out: Tensor | None,
         needs: frozenset[str],

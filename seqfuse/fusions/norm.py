@@ -64,7 +64,6 @@ class NormBackward(BackwardFusion):
         dy: Tensor,
         *,
         norm: LayerNorm.Saved | RMSNorm.Saved,
-        fork: Fork.Saved | None = None,
         d_fork_out: Tensor | None = None,
         needs: frozenset[str],
     ) -> tuple[Tensor | None, Grads]:

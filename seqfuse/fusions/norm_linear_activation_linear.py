@@ -115,7 +115,7 @@ class NormLinearActivationLinear(JointFusion):
         n: Any = self._normalized(saved) if "norm_bias" in vars(saved) else None
         records = self._rest().unfused(saved)
         linear = Linear.Saved(x=n, weight=kept("weight"))
-        return {**records, "linear": linear, "fork": Fork.Saved(), "norm": self._norm_record(saved)}
+        return {**records, "linear": linear, "norm": self._norm_record(saved)}
 
     def _rest(self) -> LinearActivationLinear:
         """What stands behind the norm."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import saved as context
 from ..env import Env
-from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, JointFusion, Requirements
+from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
@@ -47,37 +47,17 @@ class PointwiseChain(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         return chain_takes((self.first, *self.rest), env)
 
-    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, dict[str, Any]]:
-        forward, parts, numbers = self.decided("forward", self._forward)
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], needs: frozenset[str]) -> Any:
+        forward, parts = self.decided(bool(needs), self._forward, bool(needs))
         y, kept = forward(x, seeds)
-        records = [*map(record_of, parts, kept, seeds, numbers)]
-        return y, {"first": records[0], "rest": tuple(records[1:])}
+        if not needs:
+            return y
+        first, *rest = map(record_of, parts, kept)
+        return y, {"first": first, "rest": tuple(rest)}
 
-    def _forward(self) -> tuple[Forward, tuple[Part, ...], tuple[float, ...]]:
+    def _forward(self, keep: bool) -> tuple[Forward, tuple[Part, ...]]:
         parts = (self.first, *self.rest)
-        return forward_of(parts, parts), parts, numbers_of(parts)
-
-
-class PointwiseChainInference(InferenceFusion):
-    """y = f_n(... f_1(x)) in one pass, where nothing needs a gradient: nothing is written beside y.
-
-    x, y: [*, H].
-    """
-
-    first: Pointwise | Scale | Bias | Dropout
-    rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
-
-    kernels = ("triton", "c")
-
-    def requires(self, env: Env) -> Requirements:
-        return chain_takes((self.first, *self.rest), env)
-
-    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> Any:
-        return self.decided("forward", self._forward)(x, seeds)[0]
-
-    def _forward(self) -> Forward:
-        parts = (self.first, *self.rest)
-        return forward_of(parts, parts, False)
+        return forward_of(parts, parts, keep), parts
 
 
 class PointwiseChainBackward(BackwardFusion):
@@ -182,7 +162,7 @@ class PointwiseChainJoint(JointFusion):
                 records += own_records(place.part.parts, kept, place.part.factors)
                 at += len(place.part.parts)
             else:
-                records.append(record_of(place.part, kept, saved.seeds[at], place.number))
+                records.append(_record(place, kept, saved.seeds[at]))
                 at += 1
         return {"first": records[0], "rest": tuple(records[1:])}
 
@@ -196,3 +176,12 @@ class PointwiseChainJoint(JointFusion):
             found.append(Place(slots[at], part, kept, numbers[at], drops[at]))
             at += len(part.parts) if isinstance(part, Run) else 1
         return found
+
+
+def _record(place: Place, kept: Any, seed: Tensor | None) -> Any:
+    """What the operation itself would have saved."""
+    if isinstance(place.part, Dropout):
+        return Dropout.Saved(seed=seed, p=place.number)
+    if isinstance(place.part, Scale):
+        return Scale.Saved(factor=place.number)
+    return place.part.record(kept, kept) if isinstance(place.part, Pointwise) else None

@@ -87,7 +87,7 @@ class _Recomputed(ForwardFusion, contract=True):
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str]) -> Any:
         y, _, saved = self._run(x, seeds, env, needs)
-        return y, saved
+        return (y, saved) if needs else y
 
     def _run(
         self, x: Tensor, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str], **extras: Tensor | None
@@ -106,7 +106,7 @@ class _Recomputed(ForwardFusion, contract=True):
                 made[id(x)] = context.Recompute(part.cast[whole], held[0], *given)
                 held.append(x)
             if isinstance(operation, Fork):
-                outputs[f"{part.slot}_out"], saved[part.slot] = x, Fork.Saved()
+                outputs[f"{part.slot}_out"] = x
                 continue
             if isinstance(operation, Linear):
                 weight = operation.weight_for(x)
@@ -116,7 +116,7 @@ class _Recomputed(ForwardFusion, contract=True):
                     y = linear(x, weight)
                 else:
                     given.append(bias := part.bias.read())
-                    y, saved["bias"] = linear(x, weight, bias), Bias.Saved()
+                    y = linear(x, weight, bias)
             elif isinstance(operation, MergedLinear):
                 weights, biases = operation.weights_for(x), operation.biases()
                 given += [*weights, *(t for t in biases if t is not None)]
@@ -268,8 +268,8 @@ class RecomputeHeads(_Recomputed):
         rotary_sin: Tensor | None = None,
         attention_attn_mask: Tensor | None = None,
         attention_cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        return self._run(
+    ) -> Any:
+        made = self._run(
             x,
             seeds,
             env,
@@ -280,6 +280,7 @@ class RecomputeHeads(_Recomputed):
             attention_attn_mask=attention_attn_mask,
             attention_cu_seqlens=attention_cu_seqlens,
         )
+        return made if needs else made[:2]
 
 
 def _without(record: Any, made: dict[int, context.Recompute]) -> Any:

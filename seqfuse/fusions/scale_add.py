@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,10 +22,10 @@ class ScaleAdd(ForwardFusion):
 
     layout = "any"
 
-    def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Scale.Saved | Add.Saved]]:
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
         factor = self.scale.factor
         if x.shape == add_other.shape and x.is_floating_point():
             y = torch.add(add_other, x, alpha=factor)
         else:
             y, _ = self.add.fwd(x * factor, other=add_other)
-        return y, {"scale": Scale.Saved(factor=factor), "add": Add.Saved()}
+        return y, {}

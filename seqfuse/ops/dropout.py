@@ -40,9 +40,12 @@ class Dropping(sf.UnfusedOperation, open=True):
     def reference(self, x: Tensor, *, seed: Tensor | None = None) -> Tensor:
         return self.dropped(x, seed if self.random else None, self.p)
 
+    def own_record(self, seed: Tensor | None) -> Saved:
+        return self.Saved(seed=seed if self.random else None, p=self.p)
+
     def fwd(self, x: Tensor, *, seed: Tensor | None = None) -> tuple[Tensor, Saved]:
-        seed = seed if self.random else None
-        return self.run(x, seed, self.p), self.Saved(seed=seed, p=self.p)
+        saved = self.own_record(seed)
+        return self.run(x, saved.seed, self.p), saved
 
     def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
         return self.run(dy, saved.seed, saved.p), {}

@@ -311,7 +311,7 @@ class _Tried:
             for mine, theirs in ((y, same[0]), *((t, same[1][channel]) for channel, t in made.items())):
                 self._numbers[_storage(mine)] = self._number(theirs)
                 self._held.append(mine)
-        records = ((record, record.among(saved)) for record in step.saves)
+        records = ((record, record.among(saved, self._seeds)) for record in step.saves)
         tensors = [t for record, value in records for t in _tensors(value, record.kept) if is_fake(t)]
         tensors = [t for t in tensors if _storage(t) not in self._owned]
         if key is not None and (y is x or _storage(y) != _storage(x)):

@@ -319,12 +319,16 @@ class Matcher:
 
 MERGED = {
     "BiasActivation": "PointwiseChain",
-    "BiasActivationInference": "PointwiseChainInference",
+    "BiasActivationInference": "PointwiseChain",
     "BiasActivationBackward": "PointwiseChainBackward",
     "LinearGated": "LinearBiasActivation",
-    "LinearGatedInference": "LinearBiasActivationInference",
+    "LinearGatedInference": "LinearBiasActivation",
     "GatedLinearBackward": "ActivationLinearBackward",
     "WideLinearActivationLinear": "LinearActivationLinear",
+    "LinearBiasActivationInference": "LinearBiasActivation",
+    "MergedLinearGatedInference": "MergedLinearGated",
+    "PointwiseChainInference": "PointwiseChain",
+    "BiasQKNormRotaryInference": "BiasQKNormRotary",
 }
 """Names of removed fusions, and the fusions that match their patterns now."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..casts import held
 from ..env import Env
-from ..fusion import FusedOperation, InferenceFusion
+from ..fusion import ForwardFusion, FusedOperation, InferenceFusion
 from ..saved import Layout, Saved
 from ..settings import Fusing, fusing_now
 from ..signature import Signature
@@ -33,9 +33,14 @@ class Record:
     position: int  # of the operation in the sequence; a joint fusion's is `~start`
     cls: type[Saved]
     kept: tuple[str, ...]
+    # `own_record` of an operation within a fusion, where that gives its record, and its seed.
+    own: Callable[[Tensor | None], Saved | None] | None = dataclasses.field(default=None, compare=False)
+    seed: int | None = None
 
-    def among(self, saved: Any) -> Any:
-        """The record itself, among those that a fusion saved."""
+    def among(self, saved: Any, seeds: Tensor | None) -> Any:
+        """The record itself, among those that a fusion saved, or as its operation makes it."""
+        if self.own is not None:
+            return self.own(_drawn(seeds, self.seed))
         return functools.reduce(operator.getitem, self.path, saved)
 
 
@@ -91,8 +96,9 @@ class Step:
 
     @property
     def inference(self) -> bool:
-        """Whether its forward saves nothing."""
-        return isinstance(self.operation, InferenceFusion)
+        """Whether its forward returns nothing that is saved."""
+        told = isinstance(self.operation, ForwardFusion) and self.operation.forward_signature.needs
+        return isinstance(self.operation, InferenceFusion) or (told and not any(self.needs))
 
     @property
     def cast(self) -> torch.dtype | None:
@@ -169,7 +175,10 @@ class Step:
             cls: type[Saved] = node.operation.Saved  # pyright: ignore[reportAssignmentType]
             slot, _, number = place.partition(".")
             path = () if not slot else (slot, int(number)) if number else (slot,)
-            found.append(Record(path, position, cls, cls.kept(needs)))
+            operation: Any = node.operation
+            follows = self.fused and operation.own_record(None) is not None
+            made = operation.own_record if follows else None
+            found.append(Record(path, position, cls, cls.kept(needs), made, node.seed))
         return tuple(found)
 
     def by_slot(self, of_records: Sequence[Any]) -> dict[str, Any]:

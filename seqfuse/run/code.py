@@ -100,7 +100,9 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
             s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
         for j, (at, record) in enumerate(saves.records):
             if at == i:
-                s.add(f"f{j} = s{i}{''.join(f'[{s.put(key)}]' for key in record.path)}.__dict__")
+                value = f"s{i}{''.join(f'[{s.put(key)}]' for key in record.path)}"
+                value = value if record.own is None else f"{s.put(record.own)}({_seed(record.seed)})"
+                s.add(f"f{j} = {value}.__dict__")
         gone = [name for name in ("made", "_s", f"s{i}") if name in results]
         s.add(*[f"{' = '.join(gone)} = None"] * bool(gone))  # before the next step runs
         leaving = {*segment.outputs}
@@ -258,7 +260,8 @@ class _Backward:
         if step.joint or not step.fused:
             positional += own
         else:
-            slots = {identifier(slot): r for slot, r in step.by_slot(own).items()}
+            named = step.operation.backward_signature.extras
+            slots = {identifier(slot): r for slot, r in step.by_slot(own).items() if slot in named}
             keywords += [f"{n}={r}" if isinstance(r, str) else f"{n}=({', '.join(r)},)" for n, r in slots.items()]
         keywords += [f"{keyword}={name}" for keyword, name in names]
         keywords += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(env, True).items()]

@@ -57,7 +57,8 @@ def recovered(
         saved = dict(records_of(step.operation, step.operation.unfused(record())))
         found = dict[int, Saved]()
         for name, _, position, node, _ in step.members:
-            one, wanted = saved[name], cast(Any, node.operation.Saved)
+            wanted = cast(Any, node.operation.Saved)
+            one = saved[name] if wanted.fields else saved.get(name) or wanted()
             if type(one) is not wanted:
                 kind = type(node.operation).__name__
                 raise TypeError(f"slot {name!r} needs {kind}.Saved, not {type(one).__qualname__}")

@@ -205,6 +205,8 @@ class Probe:
     def _saved(self, ahead: Pass, fused: Outcome, unfused: Outcome) -> tuple[Any, dict[int, Tensor]]:
         """Records to compare with the operations' own, and the parameters that have to be in them."""
         if issubclass(self.fusion, ForwardFusion):
+            if ahead.kwargs.get("needs") == frozenset():  # it saves nothing
+                return None, {}
             pairs = zip(unfused.parameters.values(), fused.parameters.values(), strict=True)
             return ahead.out[-1], {id(own): parameter for own, parameter in pairs}
         unfuse = getattr(ahead.owner, "unfused", None)

@@ -39,7 +39,7 @@ class BiasReLU(sf.ForwardFusion):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, sf.Saved]]:
         y = torch.relu(x + self.bias.bias)
-        return y, {"bias": ops.Bias.Saved(), "act": self.act.record(y, y)}
+        return y, {"act": self.act.record(y, y)}
 
 
 class BiasReLUBackward(sf.BackwardFusion):
@@ -48,7 +48,7 @@ class BiasReLUBackward(sf.BackwardFusion):
     bias: ops.Bias
     act: ops.ReLU
 
-    def bwd(self, dy: Tensor, *, bias: ops.Bias.Saved, act: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def bwd(self, dy: Tensor, *, act: Any) -> tuple[Tensor, dict[str, Tensor]]:
         dx = dy * (act.y > 0)
         return dx, {"bias.bias": dx.sum(0)}
 
@@ -102,7 +102,7 @@ def _() -> None:
         bias: ops.Bias
         act: ops.ReLU
 
-        def bwd(self, dy: Tensor, *, bias: ops.Bias.Saved, active: Any) -> Any:
+        def bwd(self, dy: Tensor, *, active: Any) -> Any:
             return dy, {}
 
 
@@ -163,8 +163,8 @@ def _() -> None:
 def _() -> None:
     class Odd(BiasReLU):
         def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, sf.Saved]]:
-            y, saved = super().fwd(x)
-            return y, {"act": saved["act"]}
+            y, _ = super().fwd(x)
+            return y, {}
 
     train(Odd)
 
@@ -172,7 +172,7 @@ def _() -> None:
 @fault(RUN, "an unknown gradient")
 def _() -> None:
     class Odd(BiasReLUBackward):
-        def bwd(self, dy: Tensor, *, bias: ops.Bias.Saved, act: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        def bwd(self, dy: Tensor, *, act: Any) -> tuple[Tensor, dict[str, Tensor]]:
             return dy, {"bias.weight": dy.sum(0)}
 
     train(Odd)
@@ -181,8 +181,8 @@ def _() -> None:
 @fault(RUN, "a gradient of another shape")
 def _() -> None:
     class Odd(BiasReLUBackward):
-        def bwd(self, dy: Tensor, *, bias: ops.Bias.Saved, act: Any) -> tuple[Tensor, dict[str, Tensor]]:
-            dx, _ = super().bwd(dy, bias=bias, act=act)
+        def bwd(self, dy: Tensor, *, act: Any) -> tuple[Tensor, dict[str, Tensor]]:
+            dx, _ = super().bwd(dy, act=act)
             return dx, {"bias.bias": dx}
 
     train(Odd)
@@ -207,7 +207,7 @@ def _() -> None:
     class Odd(BiasReLU):
         def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, sf.Saved]]:
             y = torch.relu(x)
-            return y, {"bias": ops.Bias.Saved(), "act": self.act.record(y, y)}
+            return y, {"act": self.act.record(y, y)}
 
     bias = ops.Bias(4)
     torch.nn.init.ones_(bias.bias)
@@ -219,7 +219,7 @@ def _() -> None:
     class Odd(BiasReLU):
         def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, sf.Saved]]:
             y = x.add_(self.bias.bias).relu()
-            return y, {"bias": ops.Bias.Saved(), "act": self.act.record(y, y)}
+            return y, {"act": self.act.record(y, y)}
 
     bias = ops.Bias(4)
     torch.nn.init.ones_(bias.bias)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.testing import Untouched
+from seqfuse.testing import Untouched, check_fusion
 from tests.fuser.fusions import (
     BY_NAME,
     PAIR,
@@ -445,3 +445,70 @@ def test_an_outcome_without_gradients_would_not_pass_unseen() -> None:
 def test_a_plan_wants_gradients_behind_a_barrier_only_where_something_before_it_is_trained(frozen: bool) -> None:
     model = sf.Sequential(ops.Linear(5, 5, bias=False), nn.Softplus(), ops.GeLU()).requires_grad_(not frozen)
     assert model.plan(tensor(7, 5, grad=False)).needs[-1] == ({"x"} if not frozen else set())
+
+
+class ScaleDropout(sf.ForwardFusion):
+    """Saves nothing itself: what both operations save follows from factor, p and seed."""
+
+    scale: ops.Scale
+    dropout: ops.Dropout
+
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        return self.dropout.fwd(x * self.scale.factor, seed=dropout_seed)[0], {}
+
+
+def test_the_engine_saves_what_follows_from_configuration_and_seed():
+    check_fusion(ScaleDropout, tensor(5, 6), ops.Scale(3.0), ops.Dropout(0.4))
+    model = sf.Sequential(ops.Scale(3.0), ops.Dropout(0.4), fusions=(ScaleDropout,))
+    results: list[Tensor] = []
+    for fuse in (True, False):
+        model[0].factor, model[1].p = 3.0, 0.4
+        torch.manual_seed(0)
+        x = tensor(50, 6).requires_grad_()
+        with sf.fusing(fuse):
+            assert model.plan(x).count("ScaleDropout") == fuse
+            y = model(x)
+        model[0].factor, model[1].p = 5.0, 0.1  # between the passes
+        y.sum().backward()
+        results += [y, x.grad]
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+
+
+class BiasGeLUTold(sf.ForwardFusion):
+    """Returns y alone where nothing is needed."""
+
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def fwd(self, x: Tensor, *, needs: frozenset[str]) -> Any:
+        z = x + self.bias.bias
+        y = torch.nn.functional.gelu(z, approximate=self.act.approximate)
+        return (y, {"act": ops.GeLU.Saved(x=z)}) if needs else y
+
+
+class BiasGeLUDeaf(BiasGeLUTold):
+    """Returns what it saves in any case."""
+
+    def fwd(self, x: Tensor, *, needs: frozenset[str]) -> Any:
+        return super().fwd(x, needs=frozenset({"x"}))
+
+
+def test_a_forward_fusion_that_is_told_that_nothing_is_needed_returns_y_alone():
+    check_fusion(BiasGeLUTold, tensor(5, 6))
+    model = sf.Sequential(ops.Bias(6), ops.GeLU(), fusions=(BiasGeLUTold,))
+    x = tensor(5, 6, grad=False)
+    trained = model(x)
+    with torch.no_grad():
+        (step,) = model.plan(x).forward
+        assert (step.name, step.inference) == ("BiasGeLUTold", True)
+        assert torch.equal(model(x), trained)
+    model.requires_grad_(False)
+    assert torch.equal(model(x), trained)
+
+
+def test_one_that_returns_more_there_is_named():
+    model = sf.Sequential(ops.Bias(6), ops.GeLU(), fusions=(BiasGeLUDeaf,))
+    model(tensor(5, 6))
+    with torch.no_grad(), pytest.raises(sf.PluginError, match=r"fwd must return y, not \(Tensor, dict\)"):
+        model(tensor(5, 6))

@@ -60,7 +60,7 @@ def test_rounds_once(dtype: torch.dtype):
     fusion = fusions.BackwardLinearAdd(fork=ops.Fork("out"), linear=linear, bias=None)
     record = ops.Linear.Saved(x=dy.new_empty(33, 7).to(dtype), weight=weight.to(dtype))
     dx, _ = fusion.bwd(
-        dy.to(dtype), fork=ops.Fork.Saved(), linear=record, bias=None, d_fork_out=d_out.to(dtype),
+        dy.to(dtype), linear=record, d_fork_out=d_out.to(dtype),
         needs=frozenset({"x"}), main_grads={},
     )  # fmt: skip
     assert torch.equal(dx, (d_out + dy @ weight).to(dtype))
@@ -72,9 +72,7 @@ def test_a_gradient_in_another_dtype_is_added_behind_the_gemm():
     fusion = fusions.BackwardLinearAdd(fork=ops.Fork("out"), linear=linear, bias=None)
     dy, d_out = seeded_randn((4, 5), 0, dtype=torch.bfloat16), seeded_randn((4, 7), 1)
     record = ops.Linear.Saved(x=dy.new_empty(4, 7), weight=linear.weight)
-    dx, grads = fusion.bwd(
-        dy, fork=ops.Fork.Saved(), linear=record, bias=None, d_fork_out=d_out, needs=frozenset({"x"}), main_grads={}
-    )
+    dx, grads = fusion.bwd(dy, linear=record, d_fork_out=d_out, needs=frozenset({"x"}), main_grads={})
     assert torch.equal(dx, dy @ linear.weight + d_out)
     assert not grads
 

@@ -40,7 +40,7 @@ def test_without_a_triton_device_one_line_says_so():
     assert not any(step.fused and step.operation.kernels for step in (*plan.forward, *plan.backward))
     refused = {r.fusion for r in plan.refused if r.reason == "needs a Triton device"}
     assert refused >= {"NormBackward", "LinearBiasActivation", "BlockBoundary"}
-    assert str(plan).count("needs a Triton device") == 1
+    assert " ".join(str(plan).split()).count("needs a Triton device") == 1
     plan = model.plan(env=sf.Env(kernels="triton", rows=64))
     assert any(step.fused and step.operation.kernels for step in plan.forward)
 
@@ -58,11 +58,11 @@ class TanhRows(sf.ForwardFusion):
 
 
 def test_a_fusion_of_ones_own_is_named_with_its_place_among_many_of_the_same_reason():
-    model = sf.Sequential(ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 6))
-    model.fusions = (*fusions.default, TanhRows)
+    parts = ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 6), ops.Dropout(0.1)
+    model = sf.Sequential(ops.Residual(*parts), fusions=(*fusions.default, TanhRows))
     plan = model.plan(seeded_randn((4, 6), 0))
     (line,) = [line for line in str(plan).replace("\n    ", " ").split("\n") if "needs a Triton device" in line]
-    assert re.search(r"not applied: TanhRows at 2; \w+, \w+, \w+ and \d+ more: needs a Triton device", line)
+    assert re.search(r"not applied: TanhRows at 3; \w+, \w+, \w+ and \d+ more: needs a Triton device", line)
     assert {refusal.fusion for refusal in plan.refused if refusal.own} == {"TanhRows"}
 
 

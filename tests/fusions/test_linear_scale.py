@@ -79,7 +79,7 @@ def test_every_result_is_rounded_once(dtype: torch.dtype):
     assert not torch.equal(y, (0.75 * (x @ weight.t())).to(dtype) + other.to(dtype))
     bias = ops.Bias(7, dtype=dtype)
     dx, grads = fusions.BackwardLinearScale(first=linear, bias=bias, second=scale).bwd(
-        dy.to(dtype), first=ops.Linear.Saved(x=x.to(dtype), weight=linear.weight), bias=ops.Bias.Saved(),
+        dy.to(dtype), first=ops.Linear.Saved(x=x.to(dtype), weight=linear.weight),
         second=ops.Scale.Saved(factor=0.75), needs=frozenset({"x", "first.weight", "bias.bias"}), main_grads={},
     )  # fmt: skip
     assert torch.equal(dx, (0.75 * (dy @ weight)).to(dtype))

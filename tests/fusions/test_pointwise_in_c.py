@@ -26,8 +26,8 @@ CASES: dict[str, tuple[Any, torch.dtype, tuple[Any, ...]]] = {
     "chain, backward": (fusions.PointwiseChainBackward, torch.float32, (BIAS, ops.GeLU, DROPOUT)),
     "chain, both passes": (fusions.PointwiseChainJoint, torch.bfloat16, (ops.ReLU, ops.Tanh)),
     "chain in float32, both passes": (fusions.PointwiseChainJoint, torch.float32, (ops.SquaredReLU, ops.Sigmoid)),
-    "chain in float32, inference": (fusions.PointwiseChainInference, torch.float32, (BIAS, ops.Tanh)),
-    "chain, inference": (fusions.PointwiseChainInference, torch.float16, (BIAS, ops.QuickGeLU, lambda: ops.Scale(2.0))),
+    "chain of bias and output": (fusions.PointwiseChain, torch.float32, (BIAS, ops.Tanh)),
+    "chain with a factor": (fusions.PointwiseChain, torch.float16, (BIAS, ops.QuickGeLU, lambda: ops.Scale(2.0))),
     "activation recomputed": (fusions.ActivationLinearJoint, torch.float32, (BIAS, ops.GeLU, LINEAR)),
 }  # fmt: skip
 

@@ -52,7 +52,7 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     (fusions.LinearBiasActivation, {"linear": "up", "act": "relu"}, TRAIN, 1, 2),
     (fusions.LinearBiasActivation, {"linear": "up", "act": "relu", "dropout": "dropout"}, TRAIN, 2, 3),
     (fusions.LinearBiasActivation, {"linear": "up", "bias": "bias", "act": "gelu", "dropout": "dropout"}, TRAIN, 3, 5),
-    (fusions.LinearBiasActivationInference, {"linear": "up", "bias": "bias", "act": "gelu"}, EVAL, 2, 4),
+    (fusions.LinearBiasActivation, {"linear": "up", "bias": "bias", "act": "gelu"}, EVAL, 2, 4),
     # act(gate) is a tensor of its own; [gate; up] has 2 F features. In 16 bits they are cast to float32 and back.
     (fusions.LinearBiasActivation, {"linear": "gated_up", "act": "swiglu"}, TRAIN, 4, 18),
     (fusions.LinearBiasActivation, {"linear": "gated_up", "bias": "gated_bias", "act": "swiglu"}, TRAIN, 5, 22),
@@ -88,7 +88,7 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     (fusions.NormForward, {"norm": "plus_one"}, TRAIN, 2, 8),
     (fusions.NormActivationJoint, {"norm": "norm", "acts": ("gelu", "scale")}, TRAIN, 4, 11),
     (fusions.PointwiseChain, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, TRAIN, 3, 5),
-    (fusions.PointwiseChainInference, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, EVAL, 3, 6),
+    (fusions.PointwiseChain, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, EVAL, 3, 6),
     (fusions.PointwiseChainBackward, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, TRAIN, 3, 5),
     (fusions.PointwiseChainJoint, {"first": "bias", "rest": ("gelu", "scale", "relu")}, TRAIN, 6, 11),
     # What the ReLU gives is written beside y.

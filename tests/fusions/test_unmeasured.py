@@ -20,8 +20,7 @@ from gpu.sizes import MODELS
 
 OWN_GEMM = {
     "ActivationLinearBackward", "BlockEndBackward", "LinearActivationLinear", "LinearBiasActivation",
-    "LinearBiasActivationInference", "LinearBiasBackwardTriton", "LinearBiasDropoutAdd", "MergedLinearGated",
-    "MergedLinearGatedInference", "NormLinearActivationLinear",
+    "LinearBiasBackwardTriton", "LinearBiasDropoutAdd", "MergedLinearGated", "NormLinearActivationLinear",
 }  # fmt: skip
 # What may stand unfused: torch's GEMMs and attention, a norm that begins a list, and what launches nothing.
 FORWARD, BACKWARD = {"Fork", "LayerNorm", "RMSNorm", "Linear", "Attention"}, {"Linear", "Attention", "Add"}

@@ -42,11 +42,9 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.BiasQKNorm: norm(),
         fusions.BiasQKNormBackward: norm(),
         fusions.BiasQKNormRotary: norm() + turn(),
-        fusions.BiasQKNormRotaryInference: norm() + turn(),
         fusions.BiasQKNormRotaryBackward: norm() + turn(),
         fusions.BiasQKNormRotaryAttention: [*norm(), *turn(), ops.Attention(heads, kv, causal=True)],
         fusions.LinearBiasActivation: plain(),
-        fusions.LinearBiasActivationInference: plain(),
         fusions.LinearBiasDropoutAdd: end(),
         fusions.ActivationLinearBackward: [ops.Bias(H), ops.GeLU(), ops.Linear(H, F)],
         fusions.BlockEndBackward: [ops.Bias(H), ops.GeLU(), *end()],
@@ -61,7 +59,6 @@ def gated_lists() -> dict[type[sf.FusedOperation], list[Any]]:
     forward = [ops.Linear(H, 2 * F), ops.SwiGLU()]
     return {
         fusions.LinearBiasActivation: forward,
-        fusions.LinearBiasActivationInference: forward,
         fusions.ActivationLinearBackward: [ops.SwiGLU(), ops.Linear(H // 2, F)],
     }
 

@@ -51,7 +51,7 @@ def test_each_layer_fuses_alike_and_with_the_next(form: dict[str, Any], pre: boo
     # The end of a layer's feed-forward block with the norm behind it, which a pre-norm layer has in the next one.
     assert plan.count("BlockBoundary") == layers - pre
     gated = form is LLAMA
-    assert plan.count("LinearBiasActivation" if grad else "LinearBiasActivationInference") == layers
+    assert plan.count("LinearBiasActivation") == layers
     heads = "BiasQKNormRotary" if grad else "BiasQKNormRotaryAttention"
     assert plan.count(heads if gated else "LinearBias") == layers
     assert plan.count("LinearBiasDropoutAdd") >= layers

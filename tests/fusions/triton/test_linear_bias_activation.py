@@ -12,32 +12,25 @@ import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.fusions import linear_bias_activation
 from seqfuse.fusions.activation_linear import ActivationLinearBackward
-from seqfuse.fusions.linear_bias_activation import LinearBiasActivation, LinearBiasActivationInference
+from seqfuse.fusions.linear_bias_activation import LinearBiasActivation
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
-BOTH = pytest.mark.parametrize(
-    "fusion", [LinearBiasActivation, LinearBiasActivationInference], ids=lambda fusion: fusion.__name__
-)
 
-
-@BOTH
-def test_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], device: torch.device):
+def test_takes_the_place_of_what_it_replaces(device: torch.device):
     x = seeded_randn((5, 6), 0).to(device)
     # Of Inf torch's exact GeLU makes NaN in float32, so the other one is compared.
-    check_fusion(fusion, x, ops.Linear(6, 8).to(device), ops.GeLU("tanh"), dtypes=[torch.float32, torch.float16])
+    check_fusion(
+        LinearBiasActivation, x, ops.Linear(6, 8).to(device), ops.GeLU("tanh"), dtypes=[torch.float32, torch.float16]
+    )
 
 
-@BOTH
 @pytest.mark.parametrize("act", [ops.ReLU(), ops.SiLU()], ids=["keeps its output", "keeps its input"])
-def test_without_a_bias_and_in_three_dimensions(
-    fusion: type[sf.FusedOperation], act: sf.Pointwise, device: torch.device
-):
+def test_without_a_bias_and_in_three_dimensions(act: sf.Pointwise, device: torch.device):
     x = seeded_randn((2, 3, 7), 0).to(device)
-    check_fusion(fusion, x, ops.Linear(7, 5, bias=False).to(device), act, dtypes=[torch.bfloat16])
+    check_fusion(LinearBiasActivation, x, ops.Linear(7, 5, bias=False).to(device), act, dtypes=[torch.bfloat16])
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("act", "drop", "dtype"),
     [
@@ -49,11 +42,9 @@ def test_without_a_bias_and_in_three_dimensions(
     ],
     ids=["keeps its input", "keeps its output", "not scaled", "evaluation"],
 )
-def test_with_dropout_behind_it(
-    fusion: type[sf.FusedOperation], act: sf.Pointwise, drop: ops.Dropout, dtype: torch.dtype, device: torch.device
-):
+def test_with_dropout_behind_it(act: sf.Pointwise, drop: ops.Dropout, dtype: torch.dtype, device: torch.device):
     x = seeded_randn((5, 6), 0).to(device)
-    check_fusion(fusion, x, ops.Linear(6, 7).to(device), act, drop, dtypes=[dtype])
+    check_fusion(LinearBiasActivation, x, ops.Linear(6, 7).to(device), act, drop, dtypes=[dtype])
 
 
 @pytest.mark.parametrize("act", [ops.GeLU(), ops.ReLU()], ids=str)
@@ -109,11 +100,14 @@ def test_a_scale_is_not_taken_for_a_dropout():
 
 def test_inference_writes_no_pre_activation():
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096)
-    both = (LinearBiasActivation, LinearBiasActivationInference)
-    model = sf.Sequential(ops.Linear(1024, 4096), ops.GeLU(), fusions=both).to(torch.bfloat16)
-    assert model.plan(env=env).count("LinearBiasActivation") == 1
+    model = sf.Sequential(ops.Linear(1024, 4096), ops.GeLU(), fusions=LinearBiasActivation).to(torch.bfloat16)
+    step = model.plan(env=env).forward[0]
+    assert (step.name, step.inference) == ("LinearBiasActivation", False)
     still = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096, grad=False)
-    assert model.plan(env=still).count("LinearBiasActivationInference") == 1
+    without = model.plan(env=still).forward[0]
+    assert (without.name, without.inference) == ("LinearBiasActivation", True)
+    written = float(4096 * 4096 * 2)  # once to store it, and the operations read it and write it
+    assert without.operation.saves(still).bytes - step.operation.saves(env).bytes == written
 
 
 @pytest.mark.parametrize(("k", "chosen"), [(1024, "LinearBiasActivation"), (16384, "LinearBiasPointwise")])
@@ -146,23 +140,22 @@ def test_says_why_not(act: sf.Pointwise, env: sf.Env, reason: str):
     assert [refusal.reason for refusal in plan.refused] == [reason]
 
 
-@BOTH
-def test_a_gated_unit_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], device: torch.device):
+def test_a_gated_unit_takes_the_place_of_what_it_replaces(device: torch.device):
     x = seeded_randn((5, 6), 0).to(device)
-    check_fusion(fusion, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32, torch.float16])
+    check_fusion(
+        LinearBiasActivation, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32, torch.float16]
+    )
 
 
-@BOTH
-def test_a_gated_unit_without_a_bias_and_in_three_dimensions(fusion: type[sf.FusedOperation], device: torch.device):
+def test_a_gated_unit_without_a_bias_and_in_three_dimensions(device: torch.device):
     x = seeded_randn((2, 3, 7), 0).to(device)
-    check_fusion(fusion, x, ops.Linear(7, 6, bias=False).to(device), ops.ReGLU(), dtypes=[torch.bfloat16])
+    check_fusion(LinearBiasActivation, x, ops.Linear(7, 6, bias=False).to(device), ops.ReGLU(), dtypes=[torch.bfloat16])
 
 
-@BOTH
-def test_a_gated_unit_with_dropout_behind_it(fusion: type[sf.FusedOperation], device: torch.device):
+def test_a_gated_unit_with_dropout_behind_it(device: torch.device):
     x = seeded_randn((5, 6), 0).to(device)
     list_ = ops.Linear(6, 10).to(device), ops.SwiGLU(), ops.Dropout(0.3)
-    check_fusion(fusion, x, *list_, dtypes=[torch.float32, torch.bfloat16])
+    check_fusion(LinearBiasActivation, x, *list_, dtypes=[torch.float32, torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -194,46 +187,39 @@ def test_a_gated_unit_of_another_kind_is_refused():
     assert reasons == ["Clamped states a gated unit of its own"]
 
 
-FORWARD, INFERENCE = "LinearBiasActivation", "LinearBiasActivationInference"
 MUTANTS = {
-    "the output for the input": (FORWARD, "act.record(t, t)", "act.record(y, y)"),
-    "no bias": (FORWARD, "self.linear, self.bias, act, drop", "self.linear, None, act, drop"),
-    "nothing dropped": (FORWARD, "self.bias, act, drop, before", "self.bias, act, None, before"),
-    "nothing dropped in inference": (INFERENCE, "mask(self.dropout, dropout_seed))[0]", "None)[0]"),
-    "no bias in inference": (INFERENCE, "self.linear, self.bias, self.act, mask", "self.linear, None, self.act, mask"),
-    "another activation in inference": (INFERENCE, "self.bias, self.act, mask", "self.bias, Tanh(), mask"),
+    "the output for the input": ("act.record(t, t)", "act.record(y, y)"),
+    "no bias": ("self.linear, self.bias, act, drop", "self.linear, None, act, drop"),
+    "nothing dropped": ("self.bias, act, drop, saves", "self.bias, act, None, saves"),
+    "another activation": ("self.bias, act, drop", "self.bias, Tanh(), drop"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    fusion, old, new = MUTANTS[name]
-    changed = getattr(mutant(linear_bias_activation, old, new), fusion)
+    changed = mutant(linear_bias_activation, *MUTANTS[name]).LinearBiasActivation
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.SiLU(), ops.Dropout(0.3), dtypes=[torch.float32])
 
 
 def test_the_output_after_dropout_is_not_the_one_before_it(device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linear_bias_activation, "not before and drop is not None", "False").LinearBiasActivation
+    changed = mutant(linear_bias_activation, "saves and not before and drop is not None", "False").LinearBiasActivation
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.Tanh(), ops.Dropout(0.3), dtypes=[torch.float32])
 
 
 GATED_MUTANTS = {
-    "halves swapped": (FORWARD, "act.Saved(x=t)", "act.Saved(x=t.flip(-1))"),
-    "the seed not kept": (FORWARD, "self.bias, self.dropout, dropout_seed)", "self.bias, self.dropout, None)"),
-    "nothing dropped": (FORWARD, "self.bias, act, drop, before", "self.bias, act, None, before"),
-    "no bias in inference": (INFERENCE, "self.linear, self.bias, self.act, mask", "self.linear, None, self.act, mask"),
-    "nothing dropped in inference": (INFERENCE, "mask(self.dropout, dropout_seed))[0]", "None)[0]"),
+    "halves swapped": ("act.Saved(x=t)", "act.Saved(x=t.flip(-1))"),
+    "no bias": ("self.linear, self.bias, act, drop", "self.linear, None, act, drop"),
+    "nothing dropped": ("self.bias, act, drop, saves", "self.bias, act, None, saves"),
 }
 
 
 @pytest.mark.parametrize("name", GATED_MUTANTS)
 def test_a_wrong_fusion_of_a_gated_unit_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    fusion, old, new = GATED_MUTANTS[name]
-    changed = getattr(mutant(linear_bias_activation, old, new), fusion)
+    changed = mutant(linear_bias_activation, *GATED_MUTANTS[name]).LinearBiasActivation
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), ops.Dropout(0.3), dtypes=[torch.float32])

@@ -85,7 +85,7 @@ def test_shapes_that_do_not_fit_are_an_error_of_add(device: torch.device):
 
 MUTANTS = {
     "no residual": ("residual=add_other, dtype=dtype", "residual=None, dtype=dtype"),
-    "another mask": ("mask(drop, seed)", "mask(drop, seed + 1)"),
+    "another mask": ("mask(self.dropout, dropout_seed)", "mask(self.dropout, dropout_seed + 1)"),
 }
 
 

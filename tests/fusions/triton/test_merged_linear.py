@@ -13,35 +13,36 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import merged_linear
 from seqfuse.fusions.activation_linear import ActivationLinearBackward
-from seqfuse.fusions.merged_linear import MergedLinearGated, MergedLinearGatedInference
+from seqfuse.fusions.merged_linear import MergedLinearGated
 from seqfuse.testing import check_fusion, seeded_randn
 
 from .fourways import four_ways
-
-BOTH = pytest.mark.parametrize("fusion", [MergedLinearGated, MergedLinearGatedInference], ids=lambda f: f.__name__)
 
 
 def apart(width: int, half: int, bias: bool) -> ops.MergedLinear:
     return ops.MergedLinear.of(*(nn.Linear(width, half, bias) for _ in range(2)))
 
 
-@BOTH
 @pytest.mark.parametrize("bias", [True, False])
-def test_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], bias: bool, device: torch.device):
+def test_takes_the_place_of_what_it_replaces(bias: bool, device: torch.device):
     x = seeded_randn((5, 6), 0).to(device)
-    check_fusion(fusion, x, apart(6, 5, bias).to(device), ops.SwiGLU(), dtypes=[torch.float32, torch.float16])
+    check_fusion(
+        MergedLinearGated, x, apart(6, 5, bias).to(device), ops.SwiGLU(), dtypes=[torch.float32, torch.float16]
+    )
 
 
-@BOTH
-def test_of_weights_in_one_storage_and_in_three_dimensions(fusion: type[sf.FusedOperation], device: torch.device):
+def test_of_weights_in_one_storage_and_in_three_dimensions(device: torch.device):
     x = seeded_randn((2, 3, 7), 0).to(device)
-    check_fusion(fusion, x, ops.MergedLinear(7, (3, 3)).to(device), ops.GEGLU("tanh"), dtypes=[torch.bfloat16])
+    check_fusion(
+        MergedLinearGated, x, ops.MergedLinear(7, (3, 3)).to(device), ops.GEGLU("tanh"), dtypes=[torch.bfloat16]
+    )
 
 
-@BOTH
-def test_with_dropout_behind_it(fusion: type[sf.FusedOperation], device: torch.device):
+def test_with_dropout_behind_it(device: torch.device):
     x = seeded_randn((5, 6), 0).to(device)
-    check_fusion(fusion, x, apart(6, 5, False).to(device), ops.SwiGLU(), ops.Dropout(0.3), dtypes=[torch.bfloat16])
+    check_fusion(
+        MergedLinearGated, x, apart(6, 5, False).to(device), ops.SwiGLU(), ops.Dropout(0.3), dtypes=[torch.bfloat16]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -45,9 +45,7 @@ def test_is_what_its_reference_says(act: sf.Pointwise, device: torch.device) -> 
 
 LISTS: dict[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list[sf.UnfusedOperation]]] = {
     fusions.LinearBiasActivation: lambda act, on: [ops.Linear(6, 5).to(on), act],
-    fusions.LinearBiasActivationInference: lambda act, on: [ops.Linear(6, 5).to(on), act],
     fusions.PointwiseChain: lambda act, on: [bias(6, on), act],
-    fusions.PointwiseChainInference: lambda act, on: [bias(6, on), act],
     fusions.PointwiseChainBackward: lambda act, on: [bias(6, on), act],
     fusions.NormActivation: lambda act, on: [ops.LayerNorm(6).to(on), act],
     fusions.NormActivationJoint: lambda act, on: [ops.RMSNorm(6).to(on), act],
@@ -57,7 +55,6 @@ LISTS: dict[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list
 }
 GATED_LISTS: dict[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list[sf.UnfusedOperation]]] = {
     fusions.LinearBiasActivation: lambda act, on: [ops.Linear(6, 8).to(on), sf.Gated(act)],
-    fusions.LinearBiasActivationInference: lambda act, on: [ops.Linear(6, 8).to(on), sf.Gated(act)],
     fusions.ActivationLinearBackward: lambda act, on: [bias(6, on), sf.Gated(act), ops.Linear(3, 5, bias=False).to(on)],
 }
 
@@ -129,7 +126,7 @@ def test_every_kernel_compiles_with_it(
 
 MUTANTS = {
     "the other branch": (
-        fusions.PointwiseChainInference,
+        fusions.PointwiseChain,
         "return tl.where(x > 0.0, x, P[0] * x)",
         "return tl.where(x < 0.0, x, P[0] * x)",
     ),

@@ -14,13 +14,12 @@ from seqfuse.fusions import _chain, pointwise_chain
 from seqfuse.fusions.pointwise_chain import (
     PointwiseChain,
     PointwiseChainBackward,
-    PointwiseChainInference,
     PointwiseChainJoint,
 )
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
-EVERY = (PointwiseChain, PointwiseChainInference, PointwiseChainBackward)
+EVERY = (PointwiseChain, PointwiseChainBackward)
 ALL = pytest.mark.parametrize("fusion", EVERY, ids=lambda fusion: fusion.__name__)
 
 
@@ -141,15 +140,14 @@ def test_dropouts_meet_in_the_records(dtype: torch.dtype, device: torch.device):
 
 
 def test_a_chain_drops_what_the_operations_drop(device: torch.device):
-    ahead = (PointwiseChainInference, PointwiseChain)
-    model = sf.Sequential(ops.Dropout(0.3), ops.Scale(2.0), ops.Dropout(0.6), fusions=ahead).to(device)
+    model = sf.Sequential(ops.Dropout(0.3), ops.Scale(2.0), ops.Dropout(0.6), fusions=PointwiseChain).to(device)
     x = torch.ones(33, 7, device=device)
     kept: list[torch.Tensor] = []
-    for grad, name in ((False, "PointwiseChainInference"), (True, "PointwiseChain")):
+    for grad in (False, True):
         x.requires_grad_(grad)
         for fuse in (True, False):
             with sf.fusing(fuse):
-                assert model.plan(x).count(name) == fuse
+                assert model.plan(x).count("PointwiseChain") == fuse
                 torch.manual_seed(0)
                 kept.append(model(x).ne(0))
     assert all(mask.equal(kept[0]) for mask in kept)
@@ -189,10 +187,9 @@ MUTANTS = {
         'f"seeds[{i}]"',
         'f"seeds[{min(i, 2)}]"',
     ),
-    "the seed not kept": (PointwiseChain, "Dropout.Saved(seed=seed, p=number)", "Dropout.Saved(seed=None, p=number)"),
-    "scaled as the other mode": (PointwiseChainInference, "(p, upscale)", "(p, not upscale)"),
+    "scaled as the other mode": (PointwiseChain, "(p, upscale)", "(p, not upscale)"),
     "biases in another order": (PointwiseChainBackward, "enumerate(summed, 1)", "enumerate(summed[::-1], 1)"),
-    "a bias forgotten": (PointwiseChainInference, 'f"{source.put(part.read)}()"', 'f"0 * {source.put(part.read)}()"'),
+    "a bias forgotten": (PointwiseChain, 'f"{source.put(part.read)}()"', 'f"0 * {source.put(part.read)}()"'),
     "another factor in a run": (PointwiseChainJoint, "factors = tuple(number for", "factors = tuple(2 * number for"),
     "what a run gives for what it takes": (
         PointwiseChainJoint,

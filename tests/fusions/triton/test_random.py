@@ -28,7 +28,7 @@ pytestmark = [
 FORWARD = tuple(f for f in sf.fusions.default if issubclass(f, sf.ForwardFusion))
 BACKWARD = tuple(f for f in sf.fusions.default if issubclass(f, sf.BackwardFusion))
 HEADED = (
-    *(sf.fusions.BiasQKNorm, sf.fusions.BiasQKNormRotary, sf.fusions.BiasQKNormRotaryInference),
+    *(sf.fusions.BiasQKNorm, sf.fusions.BiasQKNormRotary),
     *(sf.fusions.BiasQKNormBackward, sf.fusions.BiasQKNormRotaryBackward, sf.fusions.BiasQKNormRotaryAttention),
 )
 FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 5)

@@ -24,11 +24,11 @@ class ForgetsAField(BiasNorm):
         return y, {**saved, "norm": self.norm.Saved(x=norm.x, mean=norm.mean, rstd=norm.rstd)}
 
 
-@caught("slot 'bias' needs Bias.Saved, it saved nothing")
+@caught("slot 'norm' needs LayerNorm.Saved, it saved nothing")
 class ForgetsARecord(BiasNorm):
     def fwd(self, x):
         y, saved = super().fwd(x)
-        return y, {"norm": saved["norm"]}
+        return y, {"bias": saved["bias"]}
 
 
 @caught("slot 'bias' needs Bias.Saved, it saved LayerNorm.Saved")
