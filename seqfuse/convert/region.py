@@ -80,9 +80,9 @@ class CapturedRegion(nn.Module):
         `None` before its first call, and while hooks of all modules make it run eagerly.
         """
         region, *_ = self._fuser.op_list().parts
-        plan = region.program.plan if isinstance(region, Region) and region.program is not None else None
-        if plan is None:
+        if not isinstance(region, Region) or region.program is None:
             return None
+        plan = region.program.plan
         if self._ran is None or self._ran[0] is not plan:
             counted = functools.cache(lambda: self._planned(plan.env))
 
@@ -92,7 +92,8 @@ class CapturedRegion(nn.Module):
             def choices(_: Plan) -> tuple[MemoryChoice, ...]:
                 return counted().choices
 
-            self._ran = plan, dataclasses.replace(plan, measure=memory, compare=choices)
+            shown = self._fuser.plan_of(region.program)
+            self._ran = plan, dataclasses.replace(shown, measure=memory, compare=choices)
         return self._ran[1]
 
     @property

@@ -77,6 +77,8 @@ _Near = tuple[type[FusedOperation], str, int]
 MAX_NEAR = 4
 """A longer pattern, of which one operation is absent, is not said to be nearly there."""
 
+NEAR = "near miss: "
+
 UNMEASURED = "not measured on this device; sf.tune(model, x)"
 
 MAX_FAILURES = 3
@@ -240,7 +242,7 @@ class Matcher:
                 taken = max(map(sum, _lengths(slots, 0, [*fits[:k], *fits[k + 1 :]], 0)), default=0)
                 if taken > k:
                     said = f"a Fork follows {window[k - 1].__name__} here, so another operation reads its output"
-                    yield cls, f"near miss: {said}", taken + 1
+                    yield cls, NEAR + said, taken + 1
             if len(slots) > MAX_NEAR or any(slot.optional or slot.variadic for slot in slots):
                 continue
             surplus = ("Bias",) if cls.__module__.startswith("seqfuse.") else ("Bias", "Dropout")
@@ -249,10 +251,10 @@ class Matcher:
                 if [*_lengths((*slots[:k], *slots[k + 1 :]), 0, fits, 0)] and k < len(slots) - 1:
                     if len(absent) == 1 and not absent[0].is_open:
                         said = f"a {absent[0].__name__} between {between} would let it apply"
-                        yield cls, f"near miss: {said}", len(slots) - 1
+                        yield cls, NEAR + said, len(slots) - 1
                 elif window[k].__name__ in surplus and [*_lengths(slots, 0, [*fits[:k], *fits[k + 1 :]], 0)]:
                     said = f"a {window[k].__name__} follows {window[k - 1].__name__} here, and its pattern has none"
-                    yield cls, f"near miss: {said}", len(slots) + 1
+                    yield cls, NEAR + said, len(slots) + 1
 
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing, width: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import threading
@@ -22,7 +23,7 @@ from ..operation import FusableOperation, config_version
 from ..plan.fake import is_fake
 from ..plan.flatten import flatten, has_own_graph, public_channels
 from ..plan.inputs import check_devices, expect_tensor, validate
-from ..plan.match import Matcher
+from ..plan.match import NEAR, Matcher
 from ..plan.plan import Plan, plan_region
 from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
 from ..plan.schedule import Budget, Choice, choice_of
@@ -240,6 +241,7 @@ class Fuser:
         # A compiler that follows the call decides what is saved.
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
         plan = plan_region(stretch, self._matcher, memory, self.segment_bytes)
+        asked = dataclasses.replace(stretch, x=None, channels={})
         if isinstance(memory, Budget) or memory == "save":
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 warnings.warn(f"{refusal.fusion} at {refusal.at}: {refusal.reason}", UserWarning, stacklevel=2)
@@ -249,14 +251,14 @@ class Fuser:
         bound = lower(plan, context, op_list.configured) if exact else []
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]
         if not exact or not self.plain_autograd or self.on_step is not None:
-            return CompiledRegion(plan, segments, not exact)
+            return CompiledRegion(plan, asked, segments, not exact)
         inside: list[Any] = [node.operation for node in op_list.nodes[region.start : region.stop]]
         views = all(operation.is_view for operation in inside) and not any(plan.fused)
         adds = any(map(has_main_grad, parameters))
         # Hooks on what is saved see each tensor once, and those of a checkpoint which plan it was.
         plainly = not adds and memory == "save" and saved_hooks(False) is None
         native = torch_calls(plan) if plainly else None
-        return CompiledRegion(plan, segments, views, native or ())
+        return CompiledRegion(plan, asked, segments, views, native or ())
 
     def _compiled(
         self,
@@ -335,6 +337,13 @@ class Fuser:
             return y
         # Without kernels to call, a compiler sees more in the references.
         return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
+
+    def plan_of(self, program: CompiledRegion) -> Plan:
+        """The plan of a region that ran, and which patterns are nearly there."""
+        plan, lean = program.plan, self.memory != "save"
+        _, refused = self._matcher.find(program.asked, None, lean, near=True)
+        near = [refusal for refusal in refused if refusal.reason.startswith(NEAR)]
+        return dataclasses.replace(plan, refused=tuple(sorted((*near, *plan.refused), key=lambda refusal: refusal.at)))
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the sequence is read afresh, in code it can follow."""

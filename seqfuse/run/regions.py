@@ -23,6 +23,7 @@ from ..plan.fake import is_fake
 from ..plan.flatten import TWINS, Fingerprint, Node, flatten, inside_of, plain_type, public_channels
 from ..plan.plan import Plan
 from ..plan.reference import number_seeds
+from ..plan.step import Stretch
 from .lower import Segment, TorchCall
 
 KEPT_PROGRAMS = 512
@@ -48,6 +49,7 @@ class CompiledRegion:
     """The plan of a region, lowered to segments."""
 
     plan: Plan
+    asked: Stretch  # what it was planned for, without tensors
     segments: list[tuple[Segment, list[int]]]  # with the indices of its parameters among the region's
     by_reference: bool = False
     native: Sequence[TorchCall] = ()  # the calls of torch that it comes to
