@@ -115,7 +115,7 @@ def check_device_functions(cls: type, takes_numbers: bool) -> None:
 
 
 def checks_arguments(cls: _Class) -> _Class:
-    """Have a class refuse, where it is made, arguments that would go wrong in silence: numbers, flags and words.
+    """Have a class refuse, where it is made, what would go wrong in silence: a wrong number, flag, word or name.
 
     Numbers of other libraries become Python's own. Of everything else Python and torch say what is wrong.
 
@@ -162,19 +162,20 @@ def _annotated(init: Callable[..., None]) -> tuple[inspect.Signature, Mapping[st
     """Not before the first is made, as annotations may name what is not imported before."""
     signature, hints = inspect.signature(init), typing.get_type_hints(init)
     listed = {name for name, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL}
-    return signature, {name: hint for name, hint in hints.items() if name not in listed}
+    return signature, {name: tuple[hint, ...] if name in listed else hint for name, hint in hints.items()}
 
 
-# How a number or flag is called, what a value of any library that is one has, and how it becomes Python's own.
+# How one is called, what a value of any library that is one has, and how it becomes Python's own.
 _KINDS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     int: ("an integer", "__index__", operator.index),
     float: ("a number", "__float__", float),
     bool: ("True or False", "__bool__", bool),
+    str: ("a string", "isidentifier", str),
 }
 
 
 def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Raise InputError (SF106) for the first number, flag or word that is not what its annotation says.
+    """Raise InputError (SF106) for the first number, flag, word or name that is not what its annotation says.
 
     Returns:
         The numbers and flags of other libraries as Python's own: neither compilers nor kernels take others.
@@ -182,6 +183,10 @@ def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str
     taken: dict[str, Any] = {}
     for name, value in given.items():
         hint = hints.get(name, Any)
+        if typing.get_origin(hint) is tuple:
+            one = {name: typing.get_args(hint)[0]}
+            taken[name] = tuple(check_arguments(operation, one, {name: each}).get(name, each) for each in value)
+            continue
         choices = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         kind = next((one for one in choices if one in _KINDS and _is_one(value, one)), None)
         if kind is not None:

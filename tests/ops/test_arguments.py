@@ -49,7 +49,9 @@ def may_be(value: Any, hint: Any) -> bool:
 def is_checked(hint: Any) -> bool:
     """Whether it is of numbers, flags and words alone; of everything else Python and torch say what is wrong."""
     choices = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-    return all(one in (int, float, bool, type(None)) or typing.get_origin(one) is typing.Literal for one in choices)
+    return all(
+        one in (int, float, bool, str, type(None)) or typing.get_origin(one) is typing.Literal for one in choices
+    )
 
 
 def arguments() -> list[Any]:
@@ -76,6 +78,8 @@ def test_an_argument_of_another_kind_is_named_with_what_was_expected(kind: type,
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: ops.Add(3), "Add: name must be a string or None, got 3"),
+        (lambda: ops.Reshape(2, "3"), "Reshape: shape must be an integer, got '3'"),
         (lambda: ops.Linear(4, 2.5), "Linear: out_features must be an integer, got 2.5"),
         (lambda: ops.LayerNorm(4, 1e-5, "cuda"), "LayerNorm: elementwise_affine must be True or False, got 'cuda'"),
         (lambda: ops.GeLU("erf"), 'GeLU: approximate must be "none" or "tanh", got \'erf\''),
