@@ -242,7 +242,7 @@ class UnfusedOperation(FusableOperation):
 
     def torch_call(self) -> Callable[..., Tensor] | None:
         """The one call of torch that a native operation is: of x and its parameters, in the order of their slots."""
-        return self.reference if self.native else None
+        return self.reference
 
     fwd: ClassVar[Callable[..., Any]] = _unstated("fwd")
     """`fwd(x, ...)`: `(y, Saved)`, or `(y, {output: tensor}, Saved)`."""

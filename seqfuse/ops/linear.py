@@ -223,6 +223,7 @@ class Linear(sf.UnfusedOperation):
         x: Tensor = sf.field(for_="weight")  # [*, in_features]
         weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter, or its cast under autocast
 
+    native = True
     same_dtype = True
     autocast = "lower"
     bias: nn.Parameter | None

@@ -157,6 +157,8 @@ class LayerNorm(Norm):
 
     centered = True
 
+    native = True
+
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_=("x", "weight"))  # [*, H]
         mean: Tensor = sf.field(for_=("x", "weight"))  # [*] float32

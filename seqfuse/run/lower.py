@@ -194,7 +194,8 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
             calls[-1] = calls[-1]._replace(parameters=(*calls[-1].parameters, *own))
             joined = False
             continue
-        run = None if node.inputs or node.outputs or node.seed is not None or node.sum_over else operation.torch_call()
+        alone = operation.native and not (node.inputs or node.outputs or node.seed is not None or node.sum_over)
+        run = operation.torch_call() if alone else None
         if run is None:
             return None
         calls.append(TorchCall(run, own, step_note(node.name, plan.forward[0].start + i, node.path)))

@@ -141,3 +141,26 @@ def test_an_error_names_the_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="no") as caught:
         model(tensor(4, 5, dtype=torch.float32))
     assert any(note.startswith("in operation Tanh at") and "position 2" in note for note in caught.value.__notes__)
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_not_its_base() -> None:
+    class Twice(ops.Linear):
+        def reference(self, x: Tensor) -> Tensor:
+            return 2 * super().reference(x)
+
+        def fwd(self, x: Tensor) -> Any:
+            y, saved = super().fwd(x)
+            return 2 * y, saved
+
+        def bwd(self, dy: Tensor, saved: Any, *, needs: Any, main_grads: Any) -> Any:
+            return super().bwd(2 * dy, saved, needs=needs, main_grads=main_grads)
+
+    class Half(ops.Tanh):
+        def reference(self, x: Tensor) -> Tensor:
+            return torch.tanh(x / 2)
+
+    x = tensor(4, 5, dtype=torch.float32)
+    model = sf.Sequential(Twice(5, 5, bias=False), ops.Sigmoid())
+    torch.testing.assert_close(model(x), torch.sigmoid(2 * nn.functional.linear(x, model[0].weight)))
+    assert "SeqfuseBackward" in nodes(model(x))
+    assert not Half.native
