@@ -69,7 +69,7 @@ def caches() -> dict[str, Callable[[], Any]]:
 def twice() -> None:
     """Differentiate a gradient."""
     x = X.clone().requires_grad_()
-    (dx,) = torch.autograd.grad(linear(ops.GeLU())(x).sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(seq(ops.SwiGLU())(x).sum(), x, create_graph=True)
     dx.sum().backward()
 
 

@@ -190,9 +190,11 @@ def test_attention_computes_its_gradients_in_float32(mask: str, monkeypatch: pyt
         return {"y": y, "dx": op.bwd(dy, saved, needs=frozenset({"x"}))[0]}
 
     read: list[torch.dtype] = []
-    flash = _attention.flash_cpu_backward
+    flash = _attention._flash_cpu_backward
     monkeypatch.setattr(
-        _attention, "flash_cpu_backward", lambda *t, **rest: (read.extend(u.dtype for u in t[:6]), flash(*t, **rest))[1]
+        _attention,
+        "_flash_cpu_backward",
+        lambda *t, **rest: (read.extend(u.dtype for u in t[:6]), flash(*t, **rest))[1],
     )
     found = run(BF16)
     assert read
