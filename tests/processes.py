@@ -184,9 +184,11 @@ def _script(arguments: Sequence[str], folder: str, environment: Mapping[str, str
     os.chdir(folder)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(written, name), os.O_WRONLY | os.O_CREAT), number)
-    first, *rest = arguments
+    safe = arguments[0] == "-P"  # nothing is found in its own folder
+    first, *rest = arguments[safe:]
     modules = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [folder if first in ("-c", "-m") else str(Path(first).parent), *filter(None, modules)]
+    own = [] if safe else [folder if first in ("-c", "-m") else str(Path(first).parent)]
+    sys.path[:0] = [*own, *filter(None, modules)]
     if first == "-m":
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
