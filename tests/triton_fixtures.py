@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TR
 
 def _forked(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` in a process that has imported Triton and all kernels already."""
-    return Script(*command[2:], environment=env, compiling=True).done()
+    return Script(*command[1:], environment=env, compiling=True).done()
 
 
 @pytest.fixture(autouse=True)

@@ -179,11 +179,12 @@ def in_child(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     It keeps none of the kernels unless `TRITON_CACHE_DIR` is set.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONSAFEPATH"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
     environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     with tempfile.TemporaryDirectory(prefix="seqfuse-compiled-") as cache:
         environment.setdefault("TRITON_CACHE_DIR", cache)
-        command = [sys.executable, "-P", "-m", module, *arguments]
+        command = [sys.executable, "-m", module, *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
