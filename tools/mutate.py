@@ -295,7 +295,7 @@ def run(mutants: list[Mutant], known: dict[str, Any], results: Path, root: Path,
                 os.utime(file, (at, at))  # another time each time: bytecode of another source does not count
 
             write(mutant.applied(source), 1_000_000_000 + 2 * number)
-            fate = survives(tests, folder, 4 * took + 30) if tests else "survived"
+            fate = survives(tests, folder, 2 * took + 30) if tests else "survived"
             write(source, 1_000_000_001 + 2 * number)
             about = {"fate": fate, "calls": called, "seconds": round(time.monotonic() - begun, 1)}
             about |= {name: getattr(mutant, name) for name in ("path", "line", "function", "change")}
