@@ -2,6 +2,7 @@
 
     python tools/record.py --out FILE      write the record, as JSON, compressed
     python tools/record.py --diff FILE     record again, print each difference, exit with 1 if there is one
+    python tools/record.py --diff ONE TWO  the same of two records
 
 It is of the package in the working directory.
 
@@ -241,15 +242,30 @@ def read(path: Path) -> tuple[dict[str, Any], Record]:
     return data["versions"], {key: [data["lines"][i] for i in text] for key, text in data["entries"].items()}
 
 
-def differences(before: Record, after: Record) -> Iterator[str]:
-    """A line for each entry that is there in one of two records alone, and the lines in which others differ."""
+def differences(before: Record, after: Record, aside: str | None = None) -> Iterator[str]:
+    """Lines that changed, once for all entries in which they changed alike, and entries that came or went.
+
+    Args:
+        before: a record.
+        after: another.
+        aside: a pattern of texts that are meant to change, and are left out of both.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
     for key in dict.fromkeys((*before, *after)):
         if key not in after or key not in before:
-            yield f"{key}: {'no longer there' if key in before else 'new'}"
-        elif before[key] != after[key]:
-            yield f"{key}:"
-            changed = difflib.unified_diff(before[key], after[key], lineterm="", n=0)
-            yield from (f"  {line}" for line in changed if not line.startswith(("---", "+++", "@@")))
+            found.setdefault(("no longer there" if key in before else "new",), []).append(key)
+            continue
+        one, other = (_without(record[key], aside) for record in (before, after))
+        for kind, a, b, c, d in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+            if kind != "equal":
+                found.setdefault((*(f"-{t}" for t in one[a:b]), *(f"+{t}" for t in other[c:d])), []).append(key)
+    for lines, keys in found.items():
+        yield f"{keys[0]}{f' and {len(keys) - 1} more' * (len(keys) > 1)}:"
+        yield from (f"  {line}" for line in lines)
+
+
+def _without(text: list[str], aside: str | None) -> list[str]:
+    return text if aside is None else [left for line in text if (left := re.sub(aside, "", line))]
 
 
 def main() -> int:
@@ -257,20 +273,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, metavar="FILE", help="write the record")
-    what.add_argument("--diff", type=Path, metavar="FILE", help="compare with this record")
+    what.add_argument("--diff", type=Path, nargs="+", metavar="FILE", help="compare this record, with another if given")
     parser.add_argument(
         "--only", default="", metavar="KEY", help='entries whose key begins so: "converted llama, save"'
     )
+    parser.add_argument("--aside", metavar="PATTERN", help="what is meant to change, and is left out of both sides")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.out:
         write(recorded(given.only), given.out)
         return 0
-    known, before = read(given.diff)
-    if known != versions():
-        print(f"recorded with {known}, now {versions()}")
+    (known, before), *others = map(read, given.diff)
     before = {key: text for key, text in before.items() if key.startswith(given.only)}
-    found = [*differences(before, recorded(given.only))]
+    there, after = others[0] if others else (versions(), recorded(given.only))
+    if known != there:
+        print(f"recorded with {known}, the other with {there}")
+    found = [*differences(before, after, given.aside)]
     print("\n".join(found) if found else "no difference")
     return bool(found)
 
