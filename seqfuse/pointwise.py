@@ -157,8 +157,13 @@ class Gated(UnfusedOperation, open=True):
         y = self.activation.reference(gate) * up
         return y if wide is x else y.to(x.dtype)
 
+    def record(self, x: Tensor, y: Tensor) -> Saved:
+        """The `Saved` of a forward from `x` to `y`, as of a `Pointwise`."""
+        return self.Saved(x=x)  # pyright: ignore[reportCallIssue]
+
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        return self.reference(x), self.Saved(x=x)  # pyright: ignore[reportCallIssue]
+        y = self.reference(x)
+        return y, self.record(x, y)
 
     def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
         wide = self._widened(saved.x)

@@ -1,54 +1,58 @@
-"""The fusions: one file for one pattern, forward and backward. `default` is what a `Sequential` uses.
+"""The fusions, by family: one class for one pattern and pass. `default` is what a `Sequential` uses.
 
-To add one: write its file, import it here, and give it a line, with the reason, in `triton`, `aten` or `lean`. The plan
-is chosen by cost; the order of these tuples decides only between schedules of equal cost.
+To add one: write its class in the file of its family, import it here, and give it a line, with the reason, in `triton`,
+`aten` or `lean`. The plan is chosen by cost; the order of these tuples decides only between schedules of equal cost.
 """
 
 from ..fusion import FusedOperation
-from .activation_linear import ActivationLinearBackward as ActivationLinearBackward
-from .activation_linear import ActivationLinearJoint as ActivationLinearJoint
-from .all_reduce_linear import AllReduceLinearBackward as AllReduceLinearBackward
-from .backward_linear_add import BackwardLinearAdd as BackwardLinearAdd
-from .bias_dropout_add import BiasDropoutAdd as BiasDropoutAdd
-from .bias_dropout_add import BiasDropoutAddBackward as BiasDropoutAddBackward
-from .bias_gated import BiasGated as BiasGated
-from .bias_gated import BiasGatedBackward as BiasGatedBackward
-from .bias_qk_norm_rotary import BiasQKNorm as BiasQKNorm
-from .bias_qk_norm_rotary import BiasQKNormBackward as BiasQKNormBackward
-from .bias_qk_norm_rotary import BiasQKNormRotary as BiasQKNormRotary
-from .bias_qk_norm_rotary import BiasQKNormRotaryBackward as BiasQKNormRotaryBackward
-from .bias_qk_norm_rotary_attention import BiasQKNormRotaryAttention as BiasQKNormRotaryAttention
-from .block_boundary import BlockBoundary as BlockBoundary
-from .block_boundary import BlockBoundaryBackward as BlockBoundaryBackward
-from .block_boundary_activation import BlockBoundaryActivation as BlockBoundaryActivation
-from .block_end import BlockEndBackward as BlockEndBackward
-from .linear_activation_linear import LinearActivationLinear as LinearActivationLinear
-from .linear_bias import LinearBias as LinearBias
-from .linear_bias import LinearBiasBackward as LinearBiasBackward
-from .linear_bias import LinearBiasBackwardTriton as LinearBiasBackwardTriton
-from .linear_bias_activation import LinearBiasAct as LinearBiasAct
-from .linear_bias_activation import LinearBiasActivation as LinearBiasActivation
-from .linear_bias_activation import LinearBiasActOneDNN as LinearBiasActOneDNN
-from .linear_bias_activation import LinearBiasGeLU as LinearBiasGeLU
-from .linear_bias_add import LinearBiasAdd as LinearBiasAdd
-from .linear_bias_dropout_add import LinearBiasDropoutAdd as LinearBiasDropoutAdd
-from .linear_bias_pointwise import LinearBiasPointwise as LinearBiasPointwise
-from .linear_scale import BackwardLinearScale as BackwardLinearScale
-from .linear_scale import ForwardLinearScaleAdd as ForwardLinearScaleAdd
-from .merged_linear import BackwardMergedLinearAdd as BackwardMergedLinearAdd
-from .merged_linear import MergedLinearGated as MergedLinearGated
-from .norm import NormBackward as NormBackward
-from .norm import NormForward as NormForward
-from .norm_activation import NormActivation as NormActivation
-from .norm_activation import NormActivationJoint as NormActivationJoint
-from .norm_linear_activation_linear import NormLinearActivationLinear as NormLinearActivationLinear
-from .pointwise_chain import PointwiseChain as PointwiseChain
-from .pointwise_chain import PointwiseChainBackward as PointwiseChainBackward
-from .pointwise_chain import PointwiseChainJoint as PointwiseChainJoint
-from .recompute import RecomputeActivation as RecomputeActivation
-from .recompute import RecomputeHeads as RecomputeHeads
-from .recompute import RecomputeNorm as RecomputeNorm
-from .scale_add import ScaleAdd as ScaleAdd
+from .boundary import BlockBoundary, BlockBoundaryActivation, BlockBoundaryBackward
+from .chain import (
+    BiasDropoutAdd,
+    BiasDropoutAddBackward,
+    BiasGated,
+    BiasGatedBackward,
+    LinearBiasPointwise,
+    PointwiseChain,
+    PointwiseChainBackward,
+    PointwiseChainJoint,
+)
+from .feedforward import ActivationLinearJoint, LinearActivationLinear, NormLinearActivationLinear
+from .gemm import (
+    ActivationLinearBackward,
+    BlockEndBackward,
+    LinearBiasActivation,
+    LinearBiasBackwardTriton,
+    LinearBiasDropoutAdd,
+    MergedLinearGated,
+)
+from .heads import (
+    BiasQKNorm,
+    BiasQKNormBackward,
+    BiasQKNormRotary,
+    BiasQKNormRotaryAttention,
+    BiasQKNormRotaryBackward,
+)
+from .linear import (
+    AllReduceLinearBackward,
+    BackwardLinearAdd,
+    BackwardLinearScale,
+    BackwardMergedLinearAdd,
+    ForwardLinearScaleAdd,
+    LinearBias,
+    LinearBiasAct,
+    LinearBiasActOneDNN,
+    LinearBiasAdd,
+    LinearBiasBackward,
+    LinearBiasGeLU,
+    ScaleAdd,
+)
+from .norm import (
+    NormActivation,
+    NormActivationJoint,
+    NormBackward,
+    NormForward,
+)
+from .recompute import RecomputeActivation, RecomputeHeads, RecomputeNorm
 
 aten: tuple[type[FusedOperation], ...] = (
     LinearBiasActOneDNN,  # without gradients, for a large GEMM: bias and activation inside it

@@ -1,16 +1,40 @@
-"""A norm by itself: forward where ATen's kernel is the slower one, and backward with the `Fork` before it."""
+"""Norms: by themselves, with activations behind them, and what fusions around a norm share."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .. import saved as context
+from ..casts import dtype_of
 from ..env import Env, Savings
-from ..fusion import BackwardFusion, ForwardFusion, Requirements
-from ..hardware import C_NORM_WORTHWHILE
+from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
+from ..generated import Source
+from ..hardware import C_NORM_WORTHWHILE, NORM_COLUMNS
 from ..operation import Grads
-from ..ops import Fork, LayerNorm, RMSNorm
-from ._norm import Record, gradients_of, kernels_take, norm_fwd, recorded_bwd
+from ..ops import Fork, LayerNorm, RMSNorm, Scale
+from ..ops._parameters import parameter
+from ..ops._tensors import stats_dtype
+from ..pointwise import Pointwise
+from ._shared import (
+    act_fits,
+    composed,
+    device,
+    factors_of,
+    functions_fit,
+    kernels_read,
+    kernels_run,
+    own_records,
+)
+
+if TYPE_CHECKING:
+    from ..kernels.norm import Normed, NormGradients
+
+Record = LayerNorm.Saved | RMSNorm.Saved
 
 
 class NormForward(ForwardFusion):
@@ -27,7 +51,7 @@ class NormForward(ForwardFusion):
     kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernels_take(self.norm, env)
+        yield from norm_fits(self.norm, env)
         wasteful = self.norm.converts(env) or self.norm.y_is_cast(env)
         yield wasteful or _is_faster_in_c(self.norm, env), "ATen's kernel makes one pass as well"
 
@@ -57,15 +81,10 @@ class NormBackward(BackwardFusion):
     layout = "any"  # its kernel is handed copies of what does not fit
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernels_take(self.norm, env)
+        return norm_fits(self.norm, env)
 
     def bwd(
-        self,
-        dy: Tensor,
-        *,
-        norm: LayerNorm.Saved | RMSNorm.Saved,
-        d_fork_out: Tensor | None = None,
-        needs: frozenset[str],
+        self, dy: Tensor, *, norm: Record, d_fork_out: Tensor | None = None, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
         if "x" not in needs and "norm.weight" not in needs:
             return None, recorded_bwd(self.norm, dy, norm, needs, dx=False)[1]
@@ -80,3 +99,247 @@ def _is_faster_in_c(norm: LayerNorm | RMSNorm, env: Env) -> bool:
         return False
     few = (env.rows or 0) * norm.normalized_shape[-1] < C_NORM_WORTHWHILE
     return isinstance(norm, RMSNorm) or env.dtype.itemsize == 2 or not few
+
+
+class NormActivation(ForwardFusion):
+    """y = act(norm(x)) in one pass over memory, for any `Pointwise` with device functions.
+
+    The norm's result is not rounded on its way. x, y: [*, H]. Saves what the operations save: an activation that keeps
+    its input gets it made again, from x, when a backward reads it. That costs more than is saved here, so that in
+    training `NormActivationJoint` is the better one.
+    """
+
+    norm: LayerNorm | RMSNorm
+    act: Pointwise
+
+    kernels = ("triton", "c")
+
+    def requires(self, env: Env) -> Requirements:
+        yield from norm_fits(self.norm, env)
+        yield from act_fits(self.act, env)
+        yield from gives_own(self.norm, env)
+        cast = self.act.reads == "output" and env.leaving is not env.dtype
+        yield not cast, f"{type(self.act).__name__} keeps y, which is cast for what comes next"
+
+    def saved_at(self) -> tuple[int, ...]:
+        return (0,)  # and y: the norm's result is never written
+
+    def saves(self, env: Env) -> Savings:
+        if not env.grad or self.act.reads == "output":
+            return super().saves(env)
+        # Made again in float32, an operator of torch at a time.
+        again = 17.0 * env.tokens * env.itemsize * self.norm.normalized_shape[-1]
+        return super().saves(env) - Savings(launches=5, bytes=again)
+
+    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
+        norm, act = self.norm, self.act
+        out, record = norm_fwd(norm, x, act=device(act), dtype=dtype)
+        own: Any = out.y if act.reads == "output" else _result_later(norm, record)
+        return out.y, {"norm": record, "act": act.record(own, own)}
+
+
+class NormActivationJoint(JointFusion):
+    """y = act(norm(x)) and its gradients, act up to eight activations and constant factors, one after the other.
+
+    z = xhat gain + bias, y = act(z);  with d = dy act'(z) and g = d gain, dx is the norm's from g, dweight the sum of
+    d xhat and dbias that of d over all rows. Each pass reads and writes every tensor once: all between x and y is made
+    again in the backward, in registers.
+
+    x, y: [*, H], weight, bias: [H], mean, rstd: [*].
+    """
+
+    norm: LayerNorm | RMSNorm
+    acts: tuple[Pointwise | Scale, ...]
+
+    kernels = ("triton", "c")
+    any_dy = True
+
+    class Saved(context.Saved):
+        x: Tensor  # [*, H]
+        mean: Tensor | None  # [*] float32, of LayerNorm
+        rstd: Tensor  # [*] float32
+        weight: Tensor | None  # [H], the parameter itself
+        bias: Tensor | None  # [H], the parameter itself
+        factors: tuple[float, ...]  # of the constant factors
+
+    def requires(self, env: Env) -> Requirements:
+        yield from norm_fits(self.norm, env)
+        yield from functions_fit(self.acts, env)
+        yield from gives_own(self.norm, env)
+
+    def saved_at(self) -> tuple[int, ...]:
+        return (0,)
+
+    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Saved]:
+        norm, factors = self.norm, factors_of(self.acts)
+        out, _ = norm_fwd(norm, x, act=composed(self.acts, factors), dtype=dtype)
+        saved = self.Saved(
+            x=x, mean=out.mean, rstd=out.rstd, weight=parameter(norm, "weight"), bias=shift(norm), factors=factors
+        )
+        return out.y, saved
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        weight, bias, dx = saved.weight, saved.bias, "x" in needs
+        act = composed(self.acts, saved.factors)
+        out, grads = norm_bwd(self.norm, dy, saved.x, saved.mean, saved.rstd, weight, bias, needs, act=act, dx=dx)
+        return out.dx, grads
+
+    def unfused(self, saved: Saved) -> dict[str, Any]:
+        """What the operations themselves would have saved."""
+        statistics = saved.mean, saved.rstd, saved.weight, saved.bias
+        return norm_records(self.norm, self.acts, saved.x, *statistics, saved.factors)
+
+
+def norm_records(
+    norm: LayerNorm | RMSNorm,
+    acts: Sequence[Pointwise | Scale],
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    factors: Sequence[float],
+) -> dict[str, Any]:
+    """The records of slots `norm` and `acts`, where the former's result was not kept."""
+    if mean is None:
+        record: Record = RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
+    else:
+        record = LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
+    z = _normalized(x, rstd, norm.zero_centered, mean, weight, bias)
+    return {"norm": record, "acts": own_records(acts, z, factors)}
+
+
+def _result_later(norm: LayerNorm | RMSNorm, record: Record) -> context.Recompute:
+    """A stand-in for the norm's result, made of what its record keeps."""
+    mean = record.mean if isinstance(record, LayerNorm.Saved) else None
+    others = {"mean": mean, "weight": record.weight, "bias": shift(norm)}
+    given = {name: t for name, t in others.items() if t is not None}
+    return context.Recompute(_again(norm.zero_centered, *given), record.x, record.rstd, *given.values())
+
+
+@functools.cache
+def _again(about_one: bool, *names: str) -> Callable[..., Tensor]:
+    return functools.partial(_of_tensors, about_one, names)
+
+
+def _of_tensors(about_one: bool, names: tuple[str, ...], x: Tensor, rstd: Tensor, *given: Tensor) -> Tensor:
+    return _normalized(x, rstd, about_one, **dict(zip(names, given, strict=True)))
+
+
+def _normalized(
+    x: Tensor,
+    rstd: Tensor,
+    about_one: bool,
+    mean: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The norm's result from its statistics, in their dtype, rounded to that of x."""
+    stats = rstd.dtype
+    z = x.to(stats) if mean is None else x.to(stats) - mean.unsqueeze(-1)
+    z = z * rstd.unsqueeze(-1)
+    if weight is not None:
+        gain = weight.to(stats) + 1 if about_one else weight.to(stats)
+        z = z * gain if bias is None else torch.addcmul(bias.to(stats), z, gain)
+    return z.to(x.dtype)
+
+
+def norm_fits(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
+    """What the kernels ask of a norm and its input."""
+    yield from kernels_run(env)
+    yield len(norm.normalized_shape) == 1, "its kernel normalizes over one dimension"
+    width = norm.normalized_shape[-1]
+    yield 0 < width <= NORM_COLUMNS, f"its kernel is for 1 to {NORM_COLUMNS:,} columns, not {width:,}"
+    for name in ("weight", "bias"):
+        yield from kernels_read(name, dtype_of(norm, name), env)
+
+
+def shift(norm: LayerNorm | RMSNorm) -> Tensor | None:
+    """The bias of a norm, if it has one."""
+    return parameter(norm, "bias")
+
+
+def eps_of(norm: LayerNorm | RMSNorm, x: Tensor) -> float:
+    """What is added to the variance or mean square of x."""
+    return torch.finfo(stats_dtype(x)).eps if norm.eps is None else norm.eps
+
+
+def gives_own(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
+    """What fusions ask of a norm whose result they make again from x."""
+    yield norm.y_dtype_in(env) is env.dtype, "under autocast the norm gives float32, and x is not"
+
+
+# An import statement would cost a call more than all else that it does in Python.
+@functools.cache
+def _kernels():
+    from ..kernels import norm
+
+    return norm
+
+
+def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, Record]:
+    """The norm with what stands around it, and the norm's own record; `around` is for the kernel."""
+    weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
+    gain, bias = _in_one_piece(weight), _in_one_piece(shift(norm))
+    out = _kernels().norm_fwd(x, gain, bias, eps_of(norm, x), **kind, **around)
+    source = x if out.stream is None else out.stream
+    if out.mean is None:
+        return out, RMSNorm.Saved(x=source, rstd=out.rstd, weight=weight)
+    return out, LayerNorm.Saved(x=source, mean=out.mean, rstd=out.rstd, weight=weight)
+
+
+def norm_bwd(
+    norm: LayerNorm | RMSNorm,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    needs: frozenset[str],
+    **around: Any,
+) -> tuple[NormGradients, dict[str, Tensor | None]]:
+    """What the kernel gives, and of that what is wanted of the slot `norm`, by name."""
+    wanted = [name for name in ("weight", "bias") if f"norm.{name}" in needs]
+    sums = {f"d{name}": owner.dtype for name in wanted if (owner := parameter(norm, name)) is not None}
+    gain, start = _in_one_piece(weight), _in_one_piece(bias)
+    out = _kernels().norm_bwd(dy, x, mean, rstd, gain, start, zero_centered=norm.zero_centered, **sums, **around)
+    return out, {f"norm.{name}": getattr(out, f"d{name}") for name in wanted}
+
+
+def recorded_bwd(
+    norm: LayerNorm | RMSNorm, dy: Tensor, saved: Record, needs: frozenset[str], *, dx: bool, **around: Any
+) -> tuple[NormGradients | None, dict[str, Tensor | None]]:
+    """As `norm_bwd`, from the norm's own record; `dx` is whether anything before the norm needs a gradient.
+
+    Where that is not so and the weight wants none either, the record is empty, and the sum of dy is the operation's.
+    """
+    if not dx and "norm.weight" not in needs:
+        bias: Any = norm.bwd(dy, saved, needs=frozenset({"bias"}))[1]["bias"]  # pyright: ignore[reportArgumentType]
+        return None, {"norm.bias": bias}
+    mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
+    weight = saved.weight if dx else None
+    return norm_bwd(norm, dy, saved.x, mean, saved.rstd, weight, None, needs, dx=dx, **around)
+
+
+def gradients_of(
+    norm: LayerNorm | RMSNorm, needs: frozenset[str], weighted: bool, added: bool
+) -> Callable[[Tensor, Record, Tensor | None, Tensor | None], tuple[Tensor | None, dict[str, Tensor | None]]]:
+    """`recorded_bwd` with nothing around the norm, of its tensors: dy, the record, its weight and dstream.
+
+    The last two are there or not as it is said here; the weight is read where dx is needed.
+    """
+    owners = {name: parameter(norm, name) for name in ("weight", "bias") if f"norm.{name}" in needs}
+    dweight, dbias = (None if t is None else t.dtype for t in map(owners.get, ("weight", "bias")))
+    source = Source("gradients", "dy, saved, weight, dstream")
+    how = norm.centered, norm.zero_centered, "x" in needs, dweight, dbias, weighted, added
+    source.constants["kernel"] = _kernels().backward_of(*how)
+    given = ["dy", "saved.x", *["saved.mean"] * norm.centered, "saved.rstd", *["weight"] * weighted]
+    given += ["dstream"] * added
+    sums = [f"{source.put(f'norm.{name}')}: out.d{name}" for name in owners]
+    source.add(f"out = kernel({', '.join(given)})", f"return out.dx, {{{', '.join(sums)}}}")
+    return source.define()
+
+
+def _in_one_piece(row: Tensor | None) -> Tensor | None:
+    return None if row is None else row.contiguous()

@@ -22,7 +22,7 @@ from ..ops.linear import saved_linear
 from ..ops.mergedlinear import saved_merged
 from ..pointwise import Gated, Pointwise
 from ..traffic import unfused
-from ._linear import one_dtype, output_bytes
+from ._shared import one_dtype, output_bytes
 
 
 class _Stage(NamedTuple):

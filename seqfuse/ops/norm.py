@@ -293,6 +293,7 @@ class RMSNorm(Norm):
     """
 
     centered = False
+    bias = None
 
     class Saved(sf.Saved):
         x: Tensor  # [*, H]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..env import Env, why_no_c
 from ..errors import KernelError
 from ..fusion import JointFusion, Requirements
-from ..fusions._kernels import kernel_takes_act
+from ..fusions._shared import act_fits
 from ..operation import Grads
 from ..pointwise import Gated, Pointwise
 from ..saved import Saved as Record
@@ -37,7 +37,7 @@ class DeviceFunctions(JointFusion):
         t: Tensor  # [*, H], x or y as the activation reads
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernel_takes_act(self.act, env)
+        yield from act_fits(self.act, env)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         from ..kernels.pointwise import Chain, act, pointwise
@@ -93,7 +93,7 @@ def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequenc
         return None
     unchecked = "value and derivative were not checked: "
     env = Env.of(x.device)
-    refusals = [reason for holds, reason in kernel_takes_act(act, env) if not holds]
+    refusals = [reason for holds, reason in act_fits(act, env) if not holds]
     if refusals:
         return unchecked + refusals[0]
     if env.kernels is None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions.linear_bias import LinearBiasBackward
+from seqfuse.fusions import LinearBiasBackward
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_op, seeded_randn
 from tests.fuser.fusions import randomized
 

@@ -7,7 +7,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import _linear, linear_bias_activation
+from seqfuse.fusions import linear as linear_module
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 
 SUPPORTED = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -54,11 +54,11 @@ def test_a_relu_that_makes_a_number_of_nan_stays_outside_the_product(monkeypatch
     def swallowing(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **_: bool) -> torch.Tensor:
         return torch.addmm(bias, x, weight).nan_to_num(0.0).relu_()
 
-    tried = _linear.tried_with_nan.__wrapped__
+    tried = linear_module._tried_with_nan.__wrapped__
     assert all(tried("cpu", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64))
     monkeypatch.setattr(torch, "_addmm_activation", swallowing)
     assert not tried("cpu", torch.float32)
-    monkeypatch.setattr(linear_bias_activation, "epilogue_keeps_nan", lambda *_: False)
+    monkeypatch.setattr(linear_module, "_epilogue_keeps_nan", lambda *_: False)
     x = seeded_randn((3, 6), 0)
     x[1, 2] = torch.nan
     model = sf.Sequential(ops.Linear(6, 8), ops.ReLU())
@@ -112,7 +112,7 @@ def test_autocast_gives_what_the_operations_give():
 def test_the_onednn_primitive_takes_the_place_of_what_it_replaces(
     act: sf.Pointwise, bias: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(linear_bias_activation, "ONEDNN_WORTHWHILE", 0)
+    monkeypatch.setattr(linear_module, "ONEDNN_WORTHWHILE", 0)
     for shape in ((5, 6), (2, 3, 64), (33, 150)):
         linear = ops.Linear(shape[-1], 9, bias=bias)
         checked = check_fusion(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import linear_scale
+from seqfuse.fusions import linear as linear_module
 from seqfuse.testing import check_fusion, seeded_randn
 
 BOTH = [torch.float32, torch.bfloat16]
@@ -159,7 +159,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, mutant: Callable[..., ModuleType]):
     fusion, list_, old, new = MUTANTS[name]
-    changed = getattr(mutant(linear_scale, old, new), fusion)
+    changed = getattr(mutant(linear_module, old, new), fusion)
     operations = forward(7) if list_ == "forward" else BACKWARD[list_](7)
     with pytest.raises((AssertionError, sf.SeqfuseError)):
         check_fusion(changed, seeded_randn((5, 7), 0), *operations, dtypes=[torch.float32])

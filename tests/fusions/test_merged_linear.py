@@ -11,7 +11,7 @@ from torch import nn
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import merged_linear
+from seqfuse.fusions import linear as linear_module
 from seqfuse.testing import check_fusion, seeded_randn
 
 
@@ -59,6 +59,6 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(mutant: Callable[[ModuleType, str, str], ModuleType], name: str):
-    changed = mutant(merged_linear, *MUTANTS[name]).BackwardMergedLinearAdd
+    changed = mutant(linear_module, *MUTANTS[name]).BackwardMergedLinearAdd
     with pytest.raises((AssertionError, sf.SeqfuseError)):
         check_fusion(changed, seeded_randn((5, 7), 0), ops.Fork("out"), apart(7), dtypes=[torch.float32])

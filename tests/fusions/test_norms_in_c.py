@@ -9,7 +9,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import compiler, fusions, ops
-from seqfuse.fusions.norm import NormForward
+from seqfuse.fusions import NormForward
 from seqfuse.hardware import C_NORM_WORTHWHILE
 from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
 

@@ -10,7 +10,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions.all_reduce_linear import AllReduceLinearBackward
+from seqfuse.fusions import AllReduceLinearBackward
 
 H100 = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
 # What may stand unfused: products that torch makes, and a fork in the forward pass, where it is no work.

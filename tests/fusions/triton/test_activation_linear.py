@@ -10,8 +10,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import _gemm, activation_linear
-from seqfuse.fusions.activation_linear import ActivationLinearBackward, ActivationLinearJoint
+from seqfuse.fusions import ActivationLinearBackward, ActivationLinearJoint, feedforward, gemm
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -111,9 +110,9 @@ def test_of_a_gated_unit_with_dropout_takes_the_place_of_the_operations(
 
 MUTANTS = {
     "weight's gradient of dy alone": ("like(given, linear.x), linear.x,", "like(given, linear.x), linear.x.abs(),"),
-    "sum of what was not asked": ('"sums": "bias.bias" in needs', '"sums": True'),
+    "sum of what was not asked": ('drop, "sums": "bias.bias" in needs}', 'drop, "sums": True}'),
     "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
-    "the output after dropout": ("t: Tensor = record.y if output", "t: Tensor = linear.x if output"),
+    "the output after dropout": ("record.y if output", "linear.x if output"),
 }
 
 
@@ -121,14 +120,14 @@ MUTANTS = {
 def test_a_wrong_fusion_is_found(
     name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(activation_linear, "unit_bwd", mutant(_gemm, *MUTANTS[name]).unit_bwd)
+    monkeypatch.setattr(gemm, "unit_bwd", mutant(gemm, *MUTANTS[name]).unit_bwd)
     list_ = (bias(6, device), ops.Tanh(), ops.Dropout(0.3), linear(6, 9, device))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(ActivationLinearBackward, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])
 
 
 GATED_MUTANTS = {
-    "halves swapped": ("t=record.x, **around", "t=record.x.roll(linear.weight.shape[1], -1), **around"),
+    "halves swapped": ("else record.x, **around", "else record.x.roll(linear.weight.shape[1], -1), **around"),
     "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
 }
 
@@ -137,7 +136,7 @@ GATED_MUTANTS = {
 def test_a_wrong_fusion_of_a_gated_unit_is_found(
     name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(activation_linear, "unit_bwd", mutant(_gemm, *GATED_MUTANTS[name]).unit_bwd)
+    monkeypatch.setattr(gemm, "unit_bwd", mutant(gemm, *GATED_MUTANTS[name]).unit_bwd)
     list_ = (bias(8, device), ops.SwiGLU(), ops.Dropout(0.3), ops.Linear(4, 9, bias=False).to(device))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(ActivationLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
@@ -230,7 +229,10 @@ def test_that_saves_less_is_refused_where_nothing_would_be_saved():
 
 
 JOINT_MUTANTS = {
-    "weight's gradient of dx": ("weight_grad(d, h,", "weight_grad(d, h if dx is None else dx,"),
+    "weight's gradient of dx": (
+        'grads["linear.weight"] = weight_grad(d, h,',
+        'grads["linear.weight"] = weight_grad(d, h if dx is None else dx,',
+    ),
     "sum of h": ('grads["bias.bias"] = made[-1]', 'grads["bias.bias"] = made[0].sum(0)'),
     "no bias in the backward pass": ("row = () if bias is None else (bias,)", "row = (torch.zeros_like(bias),)"),
     "no residual": ("plus_in_place(y, self.add, add_other)", "plus_in_place(y, self.add, 0 * add_other)"),
@@ -240,7 +242,7 @@ JOINT_MUTANTS = {
 
 @pytest.mark.parametrize("name", JOINT_MUTANTS)
 def test_a_wrong_fusion_that_saves_less_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    wrong = mutant(activation_linear, *JOINT_MUTANTS[name]).ActivationLinearJoint
+    wrong = mutant(feedforward, *JOINT_MUTANTS[name]).ActivationLinearJoint
     list_ = [bias(6, device), ops.SiLU(), ops.Linear(6, 6).to(device), ops.Add("other")]
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(wrong, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

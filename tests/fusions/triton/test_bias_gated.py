@@ -11,9 +11,9 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import bias_gated
-from seqfuse.fusions._pointwise import chain, pointwise_of
-from seqfuse.fusions.bias_gated import BiasGated, BiasGatedBackward
+from seqfuse.fusions import BiasGated, BiasGatedBackward
+from seqfuse.fusions import chain as module
+from seqfuse.fusions.chain import chain_of, pointwise_of
 from seqfuse.kernels import activations
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
@@ -48,7 +48,7 @@ def test_meet_in_the_records(unit: sf.Gated, dtype: torch.dtype, device: torch.d
 
 def test_an_activation_with_other_numbers_is_another_one(device: torch.device):
     x, acts = seeded_randn((3, 8), 0).to(device), cast(Any, (activations.scale(1.0), activations.scale(2.0)))
-    one, two = (pointwise_of()(chain(act, "gated"))(x)[0] for act in acts)
+    one, two = (pointwise_of()(chain_of([("gated", act)]))(x)[0] for act in acts)
     assert torch.equal(two, 2 * one)
 
 
@@ -61,7 +61,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
     fusion, old, new = MUTANTS[name]
-    changed = mutant(bias_gated, old, new)
+    changed = mutant(module, old, new)
     x = seeded_randn((5, 8), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(getattr(changed, fusion), x, bias(8).to(device), ops.SwiGLU(), dtypes=[torch.float32])

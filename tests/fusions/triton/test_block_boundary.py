@@ -13,8 +13,9 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import block_boundary
-from seqfuse.fusions.block_boundary import BlockBoundary, BlockBoundaryBackward, boundary_fwd, branch_around
+from seqfuse.fusions import BlockBoundary, BlockBoundaryBackward
+from seqfuse.fusions import boundary as module
+from seqfuse.fusions.boundary import boundary_fwd, branch_around
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 from seqfuse.testing.tensors import redrawn
 from tests.judging import judge_together
@@ -165,9 +166,9 @@ def test_the_other_mode_of_dropout_is_refused():
 @pytest.mark.parametrize(
     ("fusion", "old", "new"),
     [
-        ("BlockBoundary", '{"fork_out": out.stream}', '{"fork_out": add_other.clone()}'),
+        ("BlockBoundary", 'out.stream}, {"norm"', 'add_other.clone()}, {"norm"'),
         ("BlockBoundary", '{"seed": seed, "p": dropout.p}', '{"seed": seed, "p": dropout.p / 2}'),
-        ("BlockBoundaryBackward", "dstream=d_fork_out", "dstream=None"),
+        ("BlockBoundaryBackward", "needs, dstream=d_fork_out", "needs, dstream=None"),
         ("BlockBoundaryBackward", 'out.dbranch if "dbranch" in around else out.dx', "out.dx"),
     ],
     ids=["another stream", "another mask", "no gradient of the stream", "no mask in the backward"],
@@ -175,7 +176,7 @@ def test_the_other_mode_of_dropout_is_refused():
 def test_a_mutant_is_found(
     mutant: Callable[[ModuleType, str, str], ModuleType], fusion: str, old: str, new: str, device: torch.device
 ):
-    changed = getattr(mutant(block_boundary, old, new), fusion)
+    changed = getattr(mutant(module, old, new), fusion)
     operations = on(device, boundary("dropout", fork=True, norm=ops.LayerNorm))
     with pytest.raises(AssertionError):
         check_fusion(changed, seeded_randn((5, 8), 0).to(device), *operations, dtypes=[torch.float32])

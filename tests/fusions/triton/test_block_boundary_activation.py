@@ -12,8 +12,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import block_boundary_activation
-from seqfuse.fusions.block_boundary_activation import BlockBoundaryActivation
+from seqfuse.fusions import BlockBoundaryActivation, boundary
 from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.tensors import redrawn
 from tests.judging import judge_together
@@ -106,10 +105,10 @@ def test_says_why_not(list_: tuple[sf.UnfusedOperation, ...], reason: str):
 
 MUTANTS = {
     "no mask backward": (
-        "around |= branch_around(saved.z, saved.seed, saved.p, branch, dtype)",
-        'around["dbranch"] = branch',
+        "self.bias, saved.z, saved.seed, saved.p, needs, dtype)",
+        "self.bias, saved.z, None, saved.p, needs, dtype)",
     ),
-    "the stream's gradient forgotten": ('"dstream": d_fork_out', '"dstream": None'),
+    "the stream's gradient forgotten": ("act=act, dstream=d_fork_out", "act=act, dstream=None"),
     "the branch's for the residual's": ('grads["add.other"] = out.dx', 'grads["add.other"] = out.dbranch'),
     "no activation": ("dropout_seed, act=act, dtype=dtype)", "dropout_seed, dtype=dtype)"),
     "the seed not kept": ("seed=seed, p=", "seed=None, p="),
@@ -120,7 +119,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(block_boundary_activation, *MUTANTS[name]).BlockBoundaryActivation
+    changed = mutant(boundary, *MUTANTS[name]).BlockBoundaryActivation
     list_ = bias(8), ops.Dropout(0.3), ops.Add("other"), ops.Fork("out"), ops.LayerNorm(8), ops.SiLU(), ops.Scale(0.5)
     operations = [operation.to(device) for operation in list_]
     with pytest.raises((AssertionError, sf.PluginError)):

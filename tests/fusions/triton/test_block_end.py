@@ -11,10 +11,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import _gemm, block_end
-from seqfuse.fusions.bias_dropout_add import branch_bwd
-from seqfuse.fusions.block_end import BlockEndBackward
-from seqfuse.fusions.linear_bias_dropout_add import LinearBiasDropoutAdd
+from seqfuse.fusions import BlockEndBackward, LinearBiasDropoutAdd, gemm
+from seqfuse.fusions.chain import branch_bwd
 from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.tensors import redrawn
 from tests.fusions.triton.fourways import four_ways
@@ -63,7 +61,7 @@ def test_the_last_bias_takes_no_pass_of_its_own(p: float, device: torch.device, 
     y = model(x)
     alone: list[object] = []
     asked = branch_bwd
-    monkeypatch.setattr(block_end, "branch_bwd", lambda *given: alone.append(given[-1]) or asked(*given))
+    monkeypatch.setattr(gemm, "branch_bwd", lambda *given: alone.append(given[-1]) or asked(*given))
     y.backward(seeded_randn((5, 8), 1).to(device))
     assert alone == [p > 0]  # where something is dropped that pass is there, and makes the sum as well
     assert model[0][2].bias.grad is not None
@@ -121,8 +119,8 @@ MUTANTS = {
 def test_the_sum_of_another_tensor_is_found(
     device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ):
-    changed = mutant(_gemm, 'grads["out_bias.bias"] = made.dy_sum', 'grads["out_bias.bias"] = -made.dy_sum')
-    monkeypatch.setattr(block_end, "unit_bwd", changed.unit_bwd)
+    changed = mutant(gemm, 'grads["out_bias.bias"] = made.dy_sum', 'grads["out_bias.bias"] = -made.dy_sum')
+    monkeypatch.setattr(gemm, "unit_bwd", changed.unit_bwd)
     list_ = (ops.Tanh(), ops.Linear(6, 9).to(device), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(BlockEndBackward, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])
@@ -130,7 +128,7 @@ def test_the_sum_of_another_tensor_is_found(
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(block_end, *MUTANTS[name])
+    changed = mutant(gemm, *MUTANTS[name])
     list_ = (ops.Tanh(), ops.Dropout(0.3), ops.Linear(6, 9).to(device), ops.Dropout(0.4), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed.BlockEndBackward, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import linear_activation_linear
-from seqfuse.fusions.linear_activation_linear import LinearActivationLinear
+from seqfuse.fusions import LinearActivationLinear, feedforward
 from seqfuse.settings import at_all_costs
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
@@ -151,7 +150,7 @@ def test_is_used_where_it_was_asked_for_and_not_by_default():
 def test_what_keeps_its_output_is_refused():
     model = sf.Sequential(*layers(ops.ReLU()), fusions=LinearActivationLinear, memory="lean")
     (refusal,) = model.plan(env=sf.Env.of("cuda:sm_90")).refused
-    assert refusal.reason == "ReLU keeps its output, which the GEMM after it keeps as well"
+    assert refusal.reason == "ReLU saves its output, which the GEMM after it does too"
 
 
 MUTANTS = {
@@ -163,7 +162,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linear_activation_linear, *MUTANTS[name]).LinearActivationLinear
+    changed = mutant(feedforward, *MUTANTS[name]).LinearActivationLinear
     list_ = [operation.to(device) for operation in layers(ops.SiLU(), ops.Dropout(0.3))]
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

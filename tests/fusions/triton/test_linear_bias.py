@@ -10,8 +10,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions.linear_bias import LinearBiasBackwardTriton
-from seqfuse.fusions.linear_bias_dropout_add import LinearBiasDropoutAdd
+from seqfuse.fusions import LinearBiasBackwardTriton, LinearBiasDropoutAdd
 from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 

@@ -10,9 +10,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import linear_bias_activation
-from seqfuse.fusions.activation_linear import ActivationLinearBackward
-from seqfuse.fusions.linear_bias_activation import LinearBiasActivation
+from seqfuse.fusions import ActivationLinearBackward, LinearBiasActivation, gemm
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -188,30 +186,30 @@ def test_a_gated_unit_of_another_kind_is_refused():
 
 
 MUTANTS = {
-    "the output for the input": ("act.record(t, t)", "act.record(y, y)"),
+    "the output for the input": ('"act": act.record(t, t)', '"act": act.record(y, y)'),
     "no bias": ("self.linear, self.bias, act, drop", "self.linear, None, act, drop"),
     "nothing dropped": ("self.bias, act, drop, saves", "self.bias, act, None, saves"),
-    "another activation": ("self.bias, act, drop", "self.bias, Tanh(), drop"),
+    "another activation": ("x, self.linear, self.bias, act, drop", "x, self.linear, self.bias, Tanh(), drop"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linear_bias_activation, *MUTANTS[name]).LinearBiasActivation
+    changed = mutant(gemm, *MUTANTS[name]).LinearBiasActivation
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.SiLU(), ops.Dropout(0.3), dtypes=[torch.float32])
 
 
 def test_the_output_after_dropout_is_not_the_one_before_it(device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linear_bias_activation, "saves and not before and drop is not None", "False").LinearBiasActivation
+    changed = mutant(gemm, "saves and not before and drop is not None", "False").LinearBiasActivation
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.Tanh(), ops.Dropout(0.3), dtypes=[torch.float32])
 
 
 GATED_MUTANTS = {
-    "halves swapped": ("act.Saved(x=t)", "act.Saved(x=t.flip(-1))"),
+    "halves swapped": ("act.record(t, t)", "act.record(t.flip(-1), t)"),
     "no bias": ("self.linear, self.bias, act, drop", "self.linear, None, act, drop"),
     "nothing dropped": ("self.bias, act, drop, saves", "self.bias, act, None, saves"),
 }
@@ -219,7 +217,7 @@ GATED_MUTANTS = {
 
 @pytest.mark.parametrize("name", GATED_MUTANTS)
 def test_a_wrong_fusion_of_a_gated_unit_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linear_bias_activation, *GATED_MUTANTS[name]).LinearBiasActivation
+    changed = mutant(gemm, *GATED_MUTANTS[name]).LinearBiasActivation
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), ops.Dropout(0.3), dtypes=[torch.float32])

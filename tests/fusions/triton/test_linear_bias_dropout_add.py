@@ -10,8 +10,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import _gemm, linear_bias_dropout_add
-from seqfuse.fusions.linear_bias_dropout_add import LinearBiasDropoutAdd
+from seqfuse.fusions import LinearBiasDropoutAdd, gemm
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -85,13 +84,13 @@ def test_shapes_that_do_not_fit_are_an_error_of_add(device: torch.device):
 
 MUTANTS = {
     "no residual": ("residual=add_other, dtype=dtype", "residual=None, dtype=dtype"),
-    "another mask": ("mask(self.dropout, dropout_seed)", "mask(self.dropout, dropout_seed + 1)"),
+    "another mask": ("dropout = mask(self.dropout, dropout_seed)", "dropout = mask(self.dropout, dropout_seed + 1)"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linear_bias_dropout_add, *MUTANTS[name])
+    changed = mutant(gemm, *MUTANTS[name])
     x = seeded_randn((5, 6), 0).to(device)
     list_ = (ops.Linear(6, 8).to(device), ops.Dropout(0.3), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
@@ -101,8 +100,8 @@ def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callab
 def test_another_scale_is_found(
     device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ):
-    changed = mutant(_gemm, 'dropout.mode == "upscale_in_train")', "False)")
-    monkeypatch.setattr(linear_bias_dropout_add, "mask", changed.mask)
+    changed = mutant(gemm, 'dropout.mode == "upscale_in_train")', "False)")
+    monkeypatch.setattr(gemm, "mask", changed.mask)
     list_ = (ops.Linear(6, 8).to(device), ops.Dropout(0.3), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(LinearBiasDropoutAdd, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

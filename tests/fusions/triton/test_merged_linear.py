@@ -11,9 +11,7 @@ from torch import nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import merged_linear
-from seqfuse.fusions.activation_linear import ActivationLinearBackward
-from seqfuse.fusions.merged_linear import MergedLinearGated
+from seqfuse.fusions import ActivationLinearBackward, MergedLinearGated, gemm
 from seqfuse.testing import check_fusion, seeded_randn
 
 from .fourways import four_ways
@@ -98,15 +96,15 @@ def test_a_layer_is_planned_as_with_one_weight():
 
 MUTANTS = {
     "the weights swapped": ("(weight, up), (bias", "(up, weight), (bias"),
-    "the gate's bias for both": ('"up_bias": up_bias', '"up_bias": bias'),
-    "one weight kept": ("weights=weights)", "weights=(weights[0], weights[0]))"),
-    "no dropout": ('"dropout": dropout', '"dropout": None'),
+    "the gate's bias for both": ("up_bias=up_bias", "up_bias=bias"),
+    "one weight kept": ("weights=self.linear.weights_for(x))", "weights=(weight, weight))"),
+    "no dropout": ('{"dropout": mask(self.dropout, dropout_seed)', '{"dropout": None'),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(mutant: Callable[[ModuleType, str, str], ModuleType], name: str, device: torch.device):
-    changed = mutant(merged_linear, *MUTANTS[name]).MergedLinearGated
+    changed = mutant(gemm, *MUTANTS[name]).MergedLinearGated
     x, made = seeded_randn((5, 6), 0).to(device), (apart(6, 5, True).to(device), ops.SwiGLU(), ops.Dropout(0.3))
     with pytest.raises((AssertionError, sf.SeqfuseError)):
         check_fusion(changed, x, *made, dtypes=[torch.float32])

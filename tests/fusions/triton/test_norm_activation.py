@@ -14,8 +14,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import norm_activation
-from seqfuse.fusions.norm_activation import NormActivation, NormActivationJoint
+from seqfuse.fusions import NormActivation, NormActivationJoint, norm
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from seqfuse.testing.cases import Bench
 from seqfuse.testing.tensors import redrawn
@@ -215,7 +214,7 @@ def test_what_the_kernels_do_not_take_is_refused(
 def test_a_mutant_is_found(
     mutant: Callable[[ModuleType, str, str], ModuleType], fusion: str, old: str, new: str, device: torch.device
 ):
-    changed = getattr(mutant(norm_activation, old, new), fusion)
+    changed = getattr(mutant(norm, old, new), fusion)
     x = seeded_randn((5, 8), 0).to(device)
     acts = [ops.GeLU()] if fusion == "NormActivation" else [ops.GeLU(), ops.Scale(2.0)]
     with pytest.raises(AssertionError):

@@ -13,8 +13,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import env, ops
-from seqfuse.fusions import norm_linear_activation_linear
-from seqfuse.fusions.norm_linear_activation_linear import NormLinearActivationLinear
+from seqfuse.fusions import NormLinearActivationLinear, feedforward
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -135,7 +134,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(norm_linear_activation_linear, *MUTANTS[name]).NormLinearActivationLinear
+    changed = mutant(feedforward, *MUTANTS[name]).NormLinearActivationLinear
     own = block(ops.LayerNorm(6), ops.SiLU()).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, seeded_randn((5, 6), 0).to(device), own, dtypes=[torch.float32])

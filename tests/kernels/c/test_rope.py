@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import compiler, ops
-from seqfuse.fusions import bias_qk_norm_rotary as fusions
+from seqfuse.fusions import heads as fusions
 from seqfuse.kernels import _launch, rope
 from seqfuse.kernels.c import call
 from seqfuse.kernels.rope import Rotation

@@ -1,0 +1,195 @@
+"""What fusions of several families ask of operations, and what they compute alike."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..casts import dtype_of
+from ..env import Env, Savings
+from ..errors import InputError
+from ..fusion import Requirements
+from ..hardware import STEP
+from ..ops import Add, Bias, Linear, MergedLinear, Scale
+from ..ops._mm import addmm, mm
+from ..ops._mm import linear as gemm
+from ..ops.linear import saved_linear
+from ..pointwise import Gated, Pointwise
+from ..saved import Saved
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def kernels_run(env: Env) -> Requirements:
+    """What every kernel asks of the environment, beside that it runs there."""
+    yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
+
+
+def kernels_read(name: str, of: torch.dtype | None, env: Env) -> Requirements:
+    """What C kernels ask of a parameter of a dtype; Triton kernels read any."""
+    if env.kernels == "c":
+        yield of is None or of in _DTYPES, f"C kernels read no {name} in {str(of).removeprefix('torch.')}"
+
+
+def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
+    """What every kernel asks of an activation, or of a gated unit."""
+    kind = type(act)
+    own_making = f"{kind.__name__} keeps a record of its own making"
+    if isinstance(act, Gated):
+        yield kind.reference is Gated.reference, f"{kind.__name__} states a gated unit of its own"
+        yield kind.Saved.fields == ("x",), own_making
+        yield from act_fits(act.activation, env)
+        return
+    of = type(act)  # what its instances have is read when a kernel runs
+    yield of.value is not None and of.derivative is not None, f"{kind.__name__} has no device functions"
+    yield not act.parameter_slots(), f"{kind.__name__} has parameters, which device functions do not see"
+    yield kind.Saved.fields == (("x",) if act.reads == "input" else ("y",)), own_making
+    if env.kernels == "c":
+        reason = _in_c()(device(act))
+        yield reason is None, reason or ""
+
+
+def bias_fits(bias: Bias | None, env: Env) -> Requirements:
+    """What every kernel asks of a bias: where x + bias has not the dtype of x torch promotes, but under autocast."""
+    fits = bias is None or env.autocast is not None or bias.dtype == env.dtype
+    yield fits, "input and bias must have one dtype"
+
+
+def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
+    """Whether a GEMM can start from the bias: torch promotes in `x + bias`, not in `linear(x, weight, bias)`."""
+    return bias is None or env.autocast is not None or dtype_of(linear, "weight") == bias.dtype
+
+
+def gemm_fits(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
+    """What a GEMM with something in its epilogue, or an addend, asks of its operands."""
+    one = env.cast(dtype_of(linear, "weight")) == env.dtype and one_dtype(linear, bias, env)
+    yield one, "input, weight and bias must have one dtype"
+
+
+def reads_input(act: Pointwise | Gated) -> Requirements:
+    """What fusions ask of an activation that they save the input of, in place of its output."""
+    holds = isinstance(act, Gated) or act.reads == "input"
+    yield holds, f"{type(act).__name__} saves its output, which the GEMM after it does too"
+
+
+def sum_dtype(*summed: Tensor) -> torch.dtype:
+    """The dtype that torch promotes a sum to.
+
+    Raises:
+        InputError: for float64, since kernels of a narrower input sum in float32; the operations then run unfused.
+    """
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in summed])
+    if dtype is torch.float64:
+        raise InputError("its kernel sums in float32, not in float64", code="SF102", operation="Add")
+    return dtype
+
+
+def device(act: Pointwise) -> Any:
+    """The activation as kernels take it; they keep what they were given, and should not keep the operation."""
+    return _activation()(act.value, act.derivative, act.reads, act.P)
+
+
+def functions_fit(parts: Sequence[Pointwise | Scale], env: Env) -> Requirements:
+    """What every kernel asks of activations and constant factors."""
+    for part in parts:
+        if isinstance(part, Pointwise):
+            yield from act_fits(part, env)
+
+
+def factors_of(parts: Sequence[Pointwise | Scale]) -> tuple[float, ...]:
+    """The constant factors as they are now, in order, for the backward pass."""
+    return tuple(part.factor for part in parts if isinstance(part, Scale))
+
+
+def composed(parts: Sequence[Pointwise | Scale], factors: Sequence[float]) -> Any:
+    """f_n(... f_1(x)) as kernels take an activation, with these factors."""
+    from ..kernels import activations
+
+    left = iter(factors)
+    made = [device(part) if isinstance(part, Pointwise) else activations.scale(next(left)) for part in parts]
+    return activations.composed(*made)
+
+
+def own_records(parts: Sequence[Pointwise | Scale], x: Tensor, factors: Sequence[float]) -> tuple[Saved, ...]:
+    """What the operations save, of what the first of them took, each step rounded as they round."""
+    records: list[Saved] = []
+    left = iter(factors)
+    for part in parts:
+        if isinstance(part, Scale):
+            factor = next(left)
+            records.append(Scale.Saved(factor=factor))
+            x = x * factor
+        else:
+            y = part.reference(x)
+            records.append(part.record(x, y))
+            x = y
+    return tuple(records)
+
+
+# Import statements would cost a call more than all else that it does in Python.
+@functools.cache
+def _in_c() -> Callable[[Any], str | None]:
+    from ..kernels.c.trace import why_not
+
+    return why_not
+
+
+@functools.cache
+def _activation() -> Any:
+    from ..kernels.activations import Activation
+
+    return Activation
+
+
+def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Tensor, Linear.Saved]]:
+    """Of x, x weight^T + bias and what the GEMM saves; where the parameters are kept is found once."""
+    weights, biases = linear.__dict__["_parameters"], {"bias": None} if bias is None else bias.held()
+
+    def run(x: Tensor) -> tuple[Tensor, Linear.Saved]:
+        weight, shift = weights.get("weight"), biases.get("bias")
+        if weight is None or weight.dtype is not x.dtype:
+            weight = linear.weight_for(x)
+        if shift is None and bias is not None:
+            shift = bias.read()
+        return gemm(x, weight, shift), saved_linear(x, weight)
+
+    return run
+
+
+def plus_in_place(y: Tensor, add: Add, other: Tensor) -> Tensor:
+    """The residual sum y + other, written over y where that has its shape and dtype."""
+    if y.shape == other.shape and y.dtype is other.dtype:
+        return y.add_(other)
+    return add.fwd(y, other=other)[0]
+
+
+def output_bytes(linear: Linear | MergedLinear, env: Env) -> float:
+    """Bytes of the output."""
+    return float(env.tokens * linear.out_features * env.itemsize)
+
+
+def in_place(linear: Linear, env: Env) -> Savings:
+    """What a pass over the output costs that ATen makes behind a GEMM in the same step, in place."""
+    return Savings(launches=1 - STEP, bytes=output_bytes(linear, env))
+
+
+def as_rows(t: Tensor) -> Tensor:
+    """All leading dimensions as one."""
+    return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
+
+
+def dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    """Return addend + factor (dy weight) from one GEMM, rounded once."""
+    if addend is not None and addend.dtype is not weight.dtype:
+        return dgrad(dy, weight, None, factor) + addend
+    flat = dy.ndim == 2
+    rows = dy if flat else as_rows(dy)
+    if addend is None:
+        dx = mm(rows, weight, factor)
+    else:
+        dx = addmm(addend if flat else as_rows(addend), rows, weight, factor)
+    return dx if flat else dx.view(*dy.shape[:-1], weight.shape[1])

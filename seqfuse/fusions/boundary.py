@@ -1,0 +1,225 @@
+"""Between two residual blocks: the end of one, the residual stream, and the norm that begins the next."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import saved as context
+from ..env import Env, autocast_of
+from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
+from ..operation import Grads
+from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
+from ..ops._parameters import parameter
+from ..pointwise import Pointwise
+from ._shared import composed, factors_of, functions_fit, kernels_read, sum_dtype
+from .norm import Record, gives_own, norm_bwd, norm_fits, norm_fwd, norm_records, recorded_bwd, shift
+
+if TYPE_CHECKING:
+    from ..kernels.norm import Normed, NormGradients
+
+
+class BlockBoundary(ForwardFusion):
+    """z = dropout(x + bias) + other, y = norm(z), fork_out = z: the boundary of two blocks in one pass.
+
+    z is written once: it is what the norm keeps and, between pre-norm blocks, the residual stream. Where no `Fork`
+    stands before the norm, as in post-norm blocks, nothing else reads it. The mask is a function of the seed and is not
+    stored. x, other, y, z: [*, H], bias: [H]. Saves what the operations save.
+    """
+
+    bias: Bias | None
+    dropout: Dropout | None
+    add: Add
+    fork: Fork | None
+    norm: LayerNorm | RMSNorm
+
+    kernels = ("triton", "c")
+    outputs = ("fork_out",)
+
+    def requires(self, env: Env) -> Requirements:
+        yield from boundary_fits(self.bias, self.norm, self.dropout, env)
+
+    def fwd(
+        self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+        out, record, _ = boundary_fwd(self.bias, self.dropout, self.norm, x, add_other, dropout_seed, dtype=dtype)
+        assert out.stream is not None
+        return out.y, {} if self.fork is None else {"fork_out": out.stream}, {"norm": record}
+
+
+class BlockBoundaryBackward(BackwardFusion):
+    """All gradients of a block's boundary in one pass: dz = norm'(dy) + d_fork_out, dx = dropout'(dz), dother = dz.
+
+    The norm's parameters and the bias get their sums over rows from the same pass, in float32, in a fixed order and
+    rounded once. Where nothing was dropped dx is dz. dy, d_fork_out, dx: [*, H].
+    """
+
+    bias: Bias | None
+    dropout: Dropout | None
+    add: Add
+    fork: Fork | None
+    norm: LayerNorm | RMSNorm
+
+    kernels = ("triton", "c")
+    any_dy = True
+
+    def requires(self, env: Env) -> Requirements:
+        yield from boundary_fits(self.bias, self.norm, self.dropout, env)
+
+    def bwd(
+        self,
+        dy: Tensor,
+        *,
+        norm: LayerNorm.Saved | RMSNorm.Saved,
+        dropout: Dropout.Saved | None = None,
+        d_fork_out: Tensor | None = None,
+        needs: frozenset[str],
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor | None, Grads]:
+        seed, p = (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
+        run = functools.partial(recorded_bwd, self.norm, dy, norm, needs, dstream=d_fork_out)
+        return _boundary_bwd(run, self.bias, vars(norm).get("x"), seed, p, needs, dtype)
+
+
+class BlockBoundaryActivation(JointFusion):
+    """z = dropout(x + bias) + other, y = act(norm(z)), fork_out = z, and all gradients, each way in one pass.
+
+    As `BlockBoundary` and `BlockBoundaryBackward`, with act up to eight activations and constant factors behind the
+    norm. Nothing between z and y is written or kept: the backward makes it again from z, in registers.
+
+    x, other, y, z: [*, H], bias, weight, shift: [H], mean, rstd: [*].
+    """
+
+    bias: Bias | None
+    dropout: Dropout | None
+    add: Add
+    fork: Fork | None
+    norm: LayerNorm | RMSNorm
+    acts: tuple[Pointwise | Scale, ...]
+
+    kernels = ("triton", "c")
+    any_dy = True
+    outputs = ("fork_out",)
+
+    class Saved(context.Saved):
+        z: Tensor  # [*, H]
+        mean: Tensor | None  # [*] float32, of LayerNorm
+        rstd: Tensor  # [*] float32
+        weight: Tensor | None  # [H], the parameter itself
+        shift: Tensor | None  # [H], the norm's bias, the parameter itself
+        seed: Tensor | None  # [] int64
+        p: float
+        factors: tuple[float, ...]  # of the constant factors
+
+    def requires(self, env: Env) -> Requirements:
+        yield from boundary_fits(self.bias, self.norm, self.dropout, env)
+        yield from functions_fit(self.acts, env)
+        yield from gives_own(self.norm, env.part(-2 - len(self.acts)))
+
+    def saved_at(self) -> tuple[int, ...]:
+        return (len(self.operations()) - len(self.acts) - 1,)
+
+    def fwd(
+        self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
+    ) -> tuple[Tensor, dict[str, Tensor], Saved]:
+        parts, factors = (self.bias, self.dropout, self.norm), factors_of(self.acts)
+        act = composed(self.acts, factors)
+        out, _, seed = boundary_fwd(*parts, x, add_other, dropout_seed, act=act, dtype=dtype)
+        assert out.stream is not None
+        saved = self.Saved(
+            z=out.stream, mean=out.mean, rstd=out.rstd, weight=parameter(self.norm, "weight"), shift=shift(self.norm),
+            seed=seed, p=0.0 if self.dropout is None else self.dropout.p, factors=factors,
+        )  # fmt: skip
+        return out.y, {} if self.fork is None else {"fork_out": out.stream}, saved
+
+    def bwd(
+        self,
+        dy: Tensor,
+        saved: Saved,
+        *,
+        d_fork_out: Tensor | None = None,
+        needs: frozenset[str],
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor | None, Grads]:
+        act, statistics = composed(self.acts, saved.factors), (saved.mean, saved.rstd, saved.weight, saved.shift)
+        run = functools.partial(norm_bwd, self.norm, dy, saved.z, *statistics, needs, act=act, dstream=d_fork_out)
+        return _boundary_bwd(run, self.bias, saved.z, saved.seed, saved.p, needs, dtype)
+
+    def unfused(self, saved: Saved) -> dict[str, Any]:
+        """What the operations themselves would have saved."""
+        statistics = saved.mean, saved.rstd, saved.weight, saved.shift
+        own = norm_records(self.norm, self.acts, saved.z, *statistics, saved.factors)
+        return own if self.dropout is None else {**own, "dropout": Dropout.Saved(seed=saved.seed, p=saved.p)}
+
+
+def _boundary_bwd(
+    run: Callable[..., tuple[NormGradients | None, dict[str, Tensor | None]]],
+    bias: Bias | None,
+    z: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    needs: frozenset[str],
+    dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Grads]:
+    """The gradients of a boundary, from those that the norm's kernel gives: `run(dx=, **what is asked beside)`."""
+    branch, summed = "x" in needs, "bias.bias" in needs
+    around = branch_around(z, seed, p, branch, dtype)
+    if summed and bias is not None:
+        around["dpre_bias"] = bias.dtype
+    out, grads = run(dx=branch or summed or "add.other" in needs, **around)
+    if out is None:
+        return None, grads
+    if summed:
+        grads["bias.bias"] = out.dpre_bias
+    if "add.other" in needs:
+        grads["add.other"] = out.dx
+    return (out.dbranch if "dbranch" in around else out.dx) if branch else None, grads
+
+
+def branch_around(
+    z: Tensor | None, seed: Tensor | None, p: float, branch: bool, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """What the kernel takes to write the gradient of the branch beside that of the stream z, where the two differ."""
+    around: dict[str, Any] = {} if seed is None else {"seed": seed, "p": p}
+    cast = z is not None and dtype is not None and dtype is not z.dtype
+    if seed is not None or (cast and branch):
+        around |= {"dbranch": branch, "branch_dtype": dtype}
+    return around
+
+
+def boundary_fwd(
+    bias: Bias | None,
+    dropout: Dropout | None,
+    norm: LayerNorm | RMSNorm,
+    x: Tensor,
+    other: Tensor,
+    seed: Tensor | None,
+    **around: Any,
+) -> tuple[Normed, Record, Tensor | None]:
+    """Slots `bias` to `norm`, the norm's record, and the seed if it was read; `around` is for the kernel."""
+    stream = sum_dtype(x, other)
+    around["residual"] = other
+    if bias is not None:
+        row = bias.read()
+        if row.dtype is not x.dtype and autocast_of(x.device.type) is None:  # under it the bias takes the dtype of x
+            stream = sum_dtype(x, other, row)
+        around["pre_bias"] = row.contiguous()
+    if dropout is None or not dropout.random:
+        seed = None
+    else:
+        around |= {"seed": seed, "p": dropout.p}
+    around["dtype"] = around.get("dtype") or stream
+    return *norm_fwd(norm, x, stream_dtype=stream, **around), seed
+
+
+def boundary_fits(bias: Bias | None, norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:
+    """What the kernels ask of a boundary."""
+    yield from norm_fits(norm, env)
+    if bias is not None:
+        yield from kernels_read("bias", bias.dtype, env)
+    upscale = dropout is None or dropout.mode == "upscale_in_train"
+    yield upscale, "its kernel scales what dropout keeps: mode must be upscale_in_train"

@@ -1,0 +1,575 @@
+"""Point-wise operations in a row, each way in one pass over memory: any chain, gated units, and the end of a block."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import saved as context
+from ..env import Env, Savings
+from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
+from ..generated import Source
+from ..hardware import STEP
+from ..operation import Grads
+from ..ops import Add, Bias, Dropout, Linear, Scale
+from ..pointwise import Gated, Pointwise
+from ..saved import Saved, maker
+from ._shared import (
+    act_fits,
+    as_rows,
+    bias_fits,
+    composed,
+    device,
+    gemm_fits,
+    kernels_run,
+    linear_of,
+    output_bytes,
+    own_records,
+    sum_dtype,
+)
+
+if TYPE_CHECKING:
+    from ..kernels.chains import Chain
+
+Part = Pointwise | Scale | Bias | Dropout
+Steps = Sequence[tuple[Any, ...]]
+"""Steps of `kernels.chains`: the name of each, and what it is made with."""
+
+
+class ChainOfParts:
+    """What fusions of a chain share: two to nine parts, and what the kernel asks of them."""
+
+    first: Part
+    rest: tuple[Part, ...]
+
+    kernels = ("triton", "c")
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts, in order."""
+        return self.first, *self.rest
+
+    def requires(self, env: Env) -> Requirements:
+        """What the kernel asks of the parts."""
+        yield from kernels_run(env)
+        yield all(dtype is env.dtype for dtype in env.along), "an operation in it gives another dtype"
+        for part in self.parts:
+            if isinstance(part, Pointwise):
+                yield from act_fits(part, env)
+            elif isinstance(part, Bias):
+                yield from bias_fits(part, env)
+        yield len(_active(self.parts)) > 1, "only a Dropout that drops nothing here is with it"
+
+
+class PointwiseChain(ChainOfParts, ForwardFusion):
+    """y = f_n(... f_1(x)) in one pass: activations, constant factors, biases and dropouts in any order.
+
+    What an activation keeps is stored on the way, rounded; all else stays in float32 from x to y. The mask of each
+    dropout is the one that the operation makes of its seed; none is stored. x, y: [*, H]. Saves what the operations
+    save.
+    """
+
+    first: Part
+    rest: tuple[Part, ...]
+
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], needs: frozenset[str]) -> Any:
+        forward, parts = self.decided(bool(needs), self._forward, bool(needs))
+        y, kept = forward(x, seeds)
+        if not needs:
+            return y
+        first, *rest = map(_record, parts, kept)
+        return y, {"first": first, "rest": tuple(rest)}
+
+    def _forward(self, keep: bool) -> tuple[ForwardPass, tuple[Part, ...]]:
+        parts = self.parts
+        return forward_of(parts, parts, keep), parts
+
+
+class PointwiseChainBackward(ChainOfParts, BackwardFusion):
+    """dx = f_1'(t_1) ... f_n'(t_n) dy in one pass, t what each activation keeps, and biases' gradients on the way.
+
+    Each of these is the sum over all rows of what the chain holds there, of float32 numbers and in a fixed order; what
+    was dropped is decided again from the seeds. dy, dx, t: [*, H].
+    """
+
+    first: Part
+    rest: tuple[Part, ...]
+
+    layout = "any"  # its kernel is handed copies of what does not fit
+
+    def bwd(
+        self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]
+    ) -> tuple[Tensor | None, Grads]:
+        records = (first, *rest)
+        gradient = self.decided(needs, self._without_numbers, needs)
+        if gradient is None:
+            numbers = tuple(map(_numbers_in, self.parts, records))
+            gradient = self.decided((needs, numbers), self._gradient, records, needs)
+        return gradient(dy, records)
+
+    def _without_numbers(self, needs: frozenset[str]) -> BackwardPass | None:
+        return None if any(map(_has_numbers, self.parts)) else self._gradient((), needs)
+
+    def _gradient(self, records: Sequence[Any], needs: frozenset[str]) -> BackwardPass:
+        places: list[Place] = []
+        for i, (slot, part) in enumerate(zip(_slots(self.rest), self.parts, strict=True)):
+            number = _numbers_in(part, records[i])[0] if isinstance(part, Scale | Dropout) else 0.0
+            drops = isinstance(part, Dropout) and records[i].seed is not None
+            kept = ("x" if part.reads == "input" else "y") if isinstance(part, Pointwise) else "seed"
+            places.append(Place(slot, part, f"kept[{i}].{kept}", number, drops))
+        return backward_of(places, needs)
+
+
+class PointwiseChainJoint(ChainOfParts, JointFusion):
+    """y = f_n(... f_1(x)) and all gradients, each way in one pass, of which less is kept.
+
+    Where several activations and constant factors stand together only what the first of them takes is kept; the
+    backward pass makes the rest again from it, in registers: with y = f_2(f_1(t)), dt = f_1'(t) f_2'(f_1(t)) dy. All
+    else is as in `PointwiseChain` and `PointwiseChainBackward`.
+
+    x, y, t: [*, H].
+    """
+
+    first: Part
+    rest: tuple[Part, ...]
+
+    class Saved(context.Saved):
+        held: tuple[Tensor | None, ...]  # [*, H] for each activation that stands alone, and each run of several
+        seeds: tuple[Tensor | None, ...]  # [] int64 for each dropout that drops
+        numbers: tuple[float, ...]  # factors, and p of dropouts; 0 in other places
+
+    def requires(self, env: Env) -> Requirements:
+        yield env.grad, "where nothing needs a gradient nothing is kept"
+        yield from super().requires(env)
+        yield len(_joined(self.parts, self._numbers())) < len(self.parts), "no two activations stand side by side"
+
+    def saved_at(self) -> Iterator[int]:
+        for at, part in _joined(self.parts, self._numbers()):
+            if isinstance(part, Pointwise | Run):
+                yield at + (part.reads == "output")
+
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, Saved]:
+        forward, numbers = self.decided("forward", self._forward)
+        y, held = forward(x, seeds)
+        return y, self.Saved(held=held, seeds=seeds, numbers=numbers)
+
+    def _forward(self) -> tuple[ForwardPass, tuple[float, ...]]:
+        numbers = self._numbers()
+        return forward_of([part for _, part in _joined(self.parts, numbers)], self.parts), numbers
+
+    def _numbers(self) -> tuple[float, ...]:
+        """The factor of each part, or p of a dropout, as it is now; 0 of others."""
+        found = [p.factor if isinstance(p, Scale) else p.p if isinstance(p, Dropout) else 0.0 for p in self.parts]
+        return tuple(found)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        drops = tuple(seed is not None for seed in saved.seeds)
+        of = tuple(part.P for part in self.parts if isinstance(part, Pointwise))
+        key = needs, saved.numbers, drops, of
+        return self.decided(key, self._gradient, saved.numbers, drops, needs)(dy, (saved.held, saved.seeds))
+
+    def _gradient(self, numbers: Sequence[float], drops: Sequence[bool], needs: frozenset[str]) -> BackwardPass:
+        slots, places = _slots(self.rest), list[Place]()
+        for i, (at, part) in enumerate(_joined(self.parts, numbers)):
+            kept = f"kept[1][{at}]" if drops[at] else f"kept[0][{i}]"
+            places.append(Place(slots[at], part, kept, numbers[at], drops[at]))
+        return backward_of(places, needs)
+
+    def unfused(self, saved: Saved) -> dict[str, Any]:
+        """What the operations themselves would have saved."""
+        records: list[context.Saved | None] = []
+        for (at, part), kept in zip(_joined(self.parts, saved.numbers), saved.held, strict=True):
+            if isinstance(part, Run):
+                assert kept is not None
+                records += own_records(part.parts, kept, part.factors)
+            elif isinstance(part, Dropout):
+                records.append(Dropout.Saved(seed=saved.seeds[at], p=saved.numbers[at]))
+            elif isinstance(part, Scale):
+                records.append(Scale.Saved(factor=saved.numbers[at]))
+            else:
+                records.append(_record(part, kept))
+        return {"first": records[0], "rest": tuple(records[1:])}
+
+
+class Run(NamedTuple):
+    """Activations and constant factors as one function of its input; factors are those of the forward pass."""
+
+    parts: tuple[Pointwise | Scale, ...]
+    factors: tuple[float, ...]
+
+    reads = "input"
+
+
+class Place(NamedTuple):
+    """A part of a chain as its gradient needs it."""
+
+    slot: str
+    part: Part | Run
+    kept: str  # what it reads, as an expression of `kept`
+    number: float  # a factor, or p of a dropout, as it was in the forward pass
+    drops: bool
+
+
+def _record(part: Part, kept: Any) -> context.Saved | None:
+    """What an activation saves, of what it keeps; the engine makes the others' in the forward pass."""
+    return part.record(kept, kept) if isinstance(part, Pointwise) else None
+
+
+def _slots(rest: Sequence[Part]) -> list[str]:
+    return ["first", *(f"rest.{i}" for i in range(len(rest)))]
+
+
+def _joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[tuple[int, Part | Run]]:
+    """The parts with their places, each run of functions in which two or more activations stand as one part."""
+    found: list[tuple[int, Part | Run]] = []
+    for functions, group in itertools.groupby(enumerate(parts), lambda pair: isinstance(pair[1], Pointwise | Scale)):
+        run = list(group)
+        if functions and sum(isinstance(part, Pointwise) for _, part in run) > 1:
+            factors = tuple(numbers[at] for at, part in run if isinstance(part, Scale))
+            together = tuple(part for _, part in run if isinstance(part, Pointwise | Scale))
+            found.append((run[0][0], Run(together, factors)))
+        else:
+            found += run
+    return found
+
+
+ForwardPass = Callable[[Tensor, Sequence[Tensor | None]], tuple[Tensor, tuple[Tensor | None, ...]]]
+"""Of x and the seeds, the result y and what the parts keep, in one pass."""
+BackwardPass = Callable[[Tensor, Sequence[Any]], tuple[Tensor | None, Grads]]
+"""Of dy and what the parts keep, dx and the gradients of biases, in one pass."""
+
+
+def forward_of(kept_of: Sequence[Part | Run], parts: Sequence[Part], keep: bool = True) -> ForwardPass:
+    """The pass of these parts as they are now; `kept_of` are the same or joined, each of which keeps what it does."""
+    _, kept = _forward_steps(kept_of, keep)
+
+    def kernel(*given: Tensor) -> tuple[Tensor | None, ...]:  # of activations whose numbers may change unannounced
+        return pointwise_of()(chain_of(_forward_steps(kept_of, keep)[0]))(*given)
+
+    source = Source("forward", "x, seeds")
+    numbered = any(isinstance(part, Pointwise) and _has_numbers(part) for part in parts)
+    source.constants["kernel"] = kernel if numbered else pointwise_of()(chain_of(_forward_steps(kept_of, keep)[0]))
+    operands = [
+        f"{source.put(part.read)}()" if isinstance(part, Bias) else f"seeds[{i}]"
+        for i, part in enumerate(parts)
+        if isinstance(part, Bias) or (isinstance(part, Dropout) and part.random)
+    ]
+    source.add(f"out = kernel({', '.join(['x', *operands])})", f"return out[0], ({''.join(f'{k}, ' for k in kept)})")
+    return source.define()
+
+
+def _forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list[str]]:
+    """Steps of the chain, and what each part keeps, as an expression of x and of what the kernel gives."""
+    steps: list[tuple[Any, ...]] = []
+    kept: list[str] = []
+    here: str | None = "x"  # what the chain holds, where that is a tensor
+
+    def stored() -> str:
+        steps.append(("store",))
+        return f"out[{steps.count(('store',))}]"
+
+    for i, part in enumerate(parts):
+        own = "None"
+        if isinstance(part, Pointwise | Run):
+            if keep and part.reads == "input":
+                own = here = here or stored()
+            steps.append(("act", _function(part)))
+            here = None
+            if keep and part.reads == "output":
+                own = here = stored() if _active(parts[i + 1 :]) else "out[0]"
+        elif made := _linear_step(part):
+            steps.append(made)
+            here = None
+        kept.append(own)
+    return steps, kept
+
+
+def backward_of(places: Sequence[Place], needs: frozenset[str]) -> BackwardPass:
+    """The pass of these parts: dx and the sums as far as they are needed, of what stands in the places of the kept."""
+    steps: list[tuple[Any, ...]] = []
+    operands: list[str] = []
+    summed: list[tuple[str, Bias]] = []
+    for slot, part, kept, number, drops in reversed(places):
+        if isinstance(part, Pointwise | Run):
+            steps.append(("dact", _function(part)))
+            operands.append(kept)
+        elif isinstance(part, Scale):
+            steps.append(("scale", number))
+        elif isinstance(part, Dropout):
+            steps += filter(None, [_dropout_step(part, number, drops)])
+            operands += [kept] * drops
+        elif f"{slot}.bias" in needs:
+            steps.append(("column_sum",))
+            summed.append((f"{slot}.bias", part))
+    source = Source("gradient", "dy, kept")
+    dtypes = [bias.dtype for _, bias in summed]
+    source.constants["kernel"] = pointwise_of()(chain_of(steps), None, dtypes, "x" in needs)
+    sums = [f"{source.put(name)}: out[{i}]" for i, (name, _) in enumerate(summed, 1)]
+    source.add(f"out = kernel({', '.join(['dy', *operands])})", f"return out[0], {{{', '.join(sums)}}}")
+    return source.define()
+
+
+def _active(parts: Sequence[Part | Run]) -> list[Part | Run]:
+    """Without the dropouts that hand on what they get."""
+    return [part for part in parts if not isinstance(part, Dropout) or _linear_step(part)]
+
+
+def _linear_step(part: Scale | Bias | Dropout) -> tuple[Any, ...] | None:
+    """The step of a part that is no activation, as it is now; none of a dropout that hands on what it gets."""
+    if isinstance(part, Dropout):
+        return _dropout_step(part, part.p, part.random)
+    return ("scale", part.factor) if isinstance(part, Scale) else ("bias",)
+
+
+def _dropout_step(part: Dropout, p: float, random: bool) -> tuple[Any, ...] | None:
+    """A dropout, and its own gradient, as it is now or was."""
+    upscale = part.mode == "upscale_in_train"
+    if random:
+        return "dropout", p, upscale
+    return None if upscale or p == 0 else ("scale", 1 - p)
+
+
+def _function(part: Pointwise | Run) -> Any:
+    return composed(part.parts, part.factors) if isinstance(part, Run) else device(part)
+
+
+def _numbers_in(part: Part, record: Any) -> tuple[float, ...]:
+    """What a gradient is compiled with: configuration, or from a part's own `Saved` a number and whether it drops."""
+    if isinstance(part, Pointwise):
+        return part.P
+    if isinstance(part, Dropout):
+        return record.p, record.seed is not None
+    return (record.factor,) if isinstance(part, Scale) else ()
+
+
+def _has_numbers(part: Part) -> bool:
+    return type(part).P is not Pointwise.P if isinstance(part, Pointwise) else not isinstance(part, Bias)
+
+
+_chains: dict[Any, Chain] = {}
+
+
+@functools.cache
+def pointwise_of():  # its type is that of what it returns
+    """`kernels.pointwise.pointwise_of`, which nothing imports before a kernel is to run."""
+    from ..kernels.pointwise import pointwise_of
+
+    return pointwise_of
+
+
+def chain_of(steps: Steps) -> Chain:
+    """The chain of steps, each once made; it keeps the functions in it."""
+    key = tuple([(name, *map(_identity, of)) for name, *of in steps])
+    found = _chains.get(key)
+    if found is None:
+        from ..kernels import chains
+
+        found = _chains[key] = chains.Chain(*(getattr(chains, name)(*of) for name, *of in steps))
+    return found
+
+
+def _identity(of: Any) -> Any:
+    """What a step is made with; of functions their identity, whose hash is that of their source."""
+    if isinstance(of, tuple):
+        return tuple(map(_identity, of))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return id(of) if callable(of) else of
+
+
+class LinearBiasPointwise(ForwardFusion):
+    """y = act(z), z = x weight^T + bias: a GEMM that adds the bias in its epilogue, as cuBLAS does, and one pass.
+
+    z is written once, which the gradient of the activation reads in any case. Where no GEMM of our own was measured to
+    be faster, nothing moves fewer bytes in training.
+
+    x: [*, in_features], z, y: [*, out_features]. Saves what the operations save.
+    """
+
+    linear: Linear
+    bias: Bias
+    act: Pointwise
+
+    kernels = ("triton", "c")
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernels_run(env)
+        yield from act_fits(self.act, env)
+        yield from gemm_fits(self.linear, self.bias, env)
+        keeps = self.act.reads == "input" or env.leaving is env.dtype
+        yield keeps, f"{type(self.act).__name__} keeps y, which is cast for what comes next"
+
+    def saves(self, env: Env) -> Savings:
+        return Savings(launches=1 + STEP, bytes=2 * output_bytes(self.linear, env))  # two kernels in one step
+
+    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
+        return self.decided((dtype, self.act.P), self._passes, dtype)(x)
+
+    def _passes(self, dtype: torch.dtype | None) -> Callable[[Tensor], tuple[Tensor, dict[str, Any]]]:
+        gemm, record = linear_of(self.linear, self.bias), _recorder(self.act)
+        kernel = pointwise_of()(chain_of([("act", device(self.act))]), dtype)
+
+        def run(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            z, saved = gemm(x)
+            y: Any = kernel(z)[0]
+            return y, {"linear": saved, "act": record(z, y)}
+
+        return run
+
+
+def _recorder(act: Pointwise) -> Callable[[Tensor, Tensor], Saved]:
+    """`act.record`, without its keywords where it is the one that activations share."""
+    if type(act).record is not Pointwise.record:
+        return act.record
+    save = maker(act.Saved)
+    return (lambda x, y: save(x)) if act.reads == "input" else (lambda x, y: save(y))
+
+
+class BiasGated(ForwardFusion):
+    """y = act(gate) up, [gate; up] = x + bias, in one pass; the sum is stored for the gated unit's gradient.
+
+    x, [gate; up]: [*, 2 F], y: [*, F]. Saves what the operations save.
+    """
+
+    bias: Bias | None
+    gated: Gated
+
+    kernels = ("triton", "c")
+
+    def requires(self, env: Env) -> Requirements:
+        return _gated_fits(self.bias, self.gated, env)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        gated, bias = self.gated, self.bias
+        steps = ("gated",) if bias is None else ("bias", "store", "gated")
+        kernel = self.decided(gated.activation.P, _gated_kernel, gated, steps)
+        y: Any
+        packed: Any = x
+        if bias is None:
+            (y,) = kernel(x)
+        else:
+            y, packed = kernel(x, bias.read())
+        return y, {"gated": gated.record(packed, y)}
+
+
+class BiasGatedBackward(BackwardFusion):
+    """dx = [dgate; dup], dgate = dy up act'(gate), dup = dy act(gate), and its sum over all rows, which is dbias.
+
+    One pass; the sum is of float32 numbers and in a fixed order. dy: [*, F], dx: [*, 2 F].
+    """
+
+    bias: Bias | None
+    gated: Gated
+
+    kernels = ("triton", "c")
+
+    def requires(self, env: Env) -> Requirements:
+        return _gated_fits(self.bias, self.gated, env)
+
+    def bwd(self, dy: Tensor, *, gated: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        steps = ("dgated", "column_sum") if "bias.bias" in needs else ("dgated",)
+        key = needs, self.gated.activation.P
+        dx, *sums = self.decided(key, _gated_kernel, self.gated, steps, "x" in needs)(dy, gated.x)
+        return dx, {"bias.bias": sums[0]} if sums else {}
+
+
+def _gated_fits(bias: Bias | None, gated: Gated, env: Env) -> Requirements:
+    yield from kernels_run(env)
+    yield from bias_fits(bias, env)
+    yield from act_fits(gated, env)
+    yield env.leaving is env.dtype, "the gated unit gives another dtype"
+
+
+def _gated_kernel(gated: Gated, steps: Sequence[str], result: bool = True) -> Callable[..., tuple[Tensor | None, ...]]:
+    of = device(gated.activation)
+    chain = chain_of([(step, of) if step in ("gated", "dgated") else (step,) for step in steps])
+    return pointwise_of()(chain, result=result)
+
+
+class BiasDropoutAdd(ForwardFusion):
+    """y = other + dropout(x + bias) in one pass, rounded once; the mask is that of the operations, and is not stored.
+
+    x, other, y: [*, H]; where `other` has another dtype, y has the one torch promotes to. Saves what the operations
+    save.
+    """
+
+    bias: Bias | None
+    dropout: Dropout
+    add: Add | None
+
+    kernels = ("triton", "c")
+
+    def requires(self, env: Env) -> Requirements:
+        return _dropout_fits(self.bias, self.dropout, env)
+
+    def fwd(
+        self, x: Tensor, *, add_other: Tensor | None = None, dropout_seed: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        drop, operands, dtype = self.dropout, list[Any]([dropout_seed]), x.dtype
+        if self.bias is not None:
+            operands.insert(0, self.bias.read())
+        if self.add is not None:
+            assert add_other is not None
+            if add_other.shape != x.shape:
+                self.add.fwd(x, other=add_other)  # raises, saying what does not fit
+            operands.append(add_other)
+            dtype = sum_dtype(x, add_other)
+        upscale = drop.mode == "upscale_in_train"
+        kernel = _dropout_kernel(self.bias is not None, drop.p, upscale, self.add is not None, dtype=dtype)
+        y: Any = kernel(x, *operands)[0]
+        return y, {}
+
+
+class BiasDropoutAddBackward(BackwardFusion):
+    """dx = dropout(dy) and its sum over all rows, which is dbias, in one pass;  dother = dy.
+
+    The mask is made again from the seed; the sum is of float32 numbers and in a fixed order. dy, dx: [*, H].
+    """
+
+    bias: Bias | None
+    dropout: Dropout
+    add: Add | None
+
+    kernels = ("triton", "c")
+
+    def requires(self, env: Env) -> Requirements:
+        return _dropout_fits(self.bias, self.dropout, env)
+
+    def bwd(self, dy: Tensor, *, dropout: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        dx, dbias = branch_bwd(dy, self.bias, self.dropout, dropout, "x" in needs, "bias.bias" in needs)
+        return dx, {"bias.bias": dbias, "add.other": dy if "add.other" in needs else None}
+
+
+def _dropout_fits(bias: Bias | None, dropout: Dropout, env: Env) -> Requirements:
+    yield from kernels_run(env)
+    yield from bias_fits(bias, env)
+    yield dropout.random, "nothing is dropped here"
+
+
+def branch_bwd(
+    dy: Tensor, bias: Bias | None, dropout: Dropout | None, saved: Dropout.Saved | None, branch: bool, sums: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients before a bias and a dropout, and of the bias, each if wanted, in one pass."""
+    if dropout is None or saved is None or saved.seed is None:
+        if not sums or bias is None:
+            return dy if branch else None, None
+        # By itself this sum is no better made by another kernel than torch's.
+        return dy if branch else None, as_rows(dy).sum(0, dtype=bias.dtype)
+    if not (branch or sums):
+        return None, None
+    upscale, dtypes = dropout.mode == "upscale_in_train", (bias.dtype,) if sums and bias is not None else ()
+    dx, *totals = _dropout_kernel(False, saved.p, upscale, False, sums, dtypes=dtypes, result=branch)(dy, saved.seed)
+    return dx, totals[0] if totals else None
+
+
+@functools.lru_cache(256)
+def _dropout_kernel(
+    bias: bool, p: float, upscale: bool, add: bool, sums: bool = False, **of: Any
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The chain of these steps; what else it is made of is for the kernel."""
+    steps: Steps = [*[("bias",)] * bias, ("dropout", p, upscale), *[("add",)] * add, *[("column_sum",)] * sums]
+    return pointwise_of()(chain_of(steps), **of)

@@ -1,0 +1,230 @@
+"""Between the GEMM that makes [q; k; v] and attention: bias, norm of heads and RoPE, each way in one pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..env import Env
+from ..errors import InputError
+from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
+from ..operation import Grads
+from ..ops import Attention, Bias, QKNorm, RotaryEmbedding
+from ..ops._cache import current
+from ..ops._parameters import parameter
+from ._shared import bias_fits, kernels_run
+
+if TYPE_CHECKING:
+    from ..kernels.rope import Roped, Rotation
+
+# `kernels._heads.MAX_HEAD`, which cannot be asked where Triton is not installed.
+_MAX_HEAD = 1024
+
+
+class BeforeAttention:
+    """What fusions of a bias, a norm of heads and RoPE share; each of them may be absent."""
+
+    bias: Any
+    norm: Any = None
+    rotary: Any = None
+
+    kernels = ("triton", "c")
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """H and Hkv."""
+        of = self.rotary if self.norm is None else self.norm
+        return of.heads, of.kv_heads
+
+    def requires(self, env: Env) -> Requirements:
+        """What the kernel asks of bias, norm and RoPE."""
+        norm, rotary = self.norm, self.rotary
+        yield from kernels_run(env)
+        yield from bias_fits(self.bias, env)
+        each = norm is None or (norm.kind == "rms" and not norm.full_width)
+        yield each, "its kernel makes an RMSNorm of each head"
+        if rotary is not None:
+            same = self.heads == (rotary.heads, rotary.kv_heads)
+            yield same, "the norm and the rotation must be of the same heads"
+        width = next((of.features[0] for of in (norm, self.bias) if of is not None), None)
+        widest = _MAX_HEAD * (self.heads[0] + 2 * self.heads[1])
+        yield width is None or width <= widest, f"its kernel is for heads of at most {_MAX_HEAD:,}"
+
+    def rotation(self, x: Tensor) -> Rotation | None:
+        """RoPE as the kernel takes it, for heads of a packed x."""
+        from ..kernels.rope import Rotation
+
+        if self.rotary is None:
+            return None
+        size = x.shape[-1] // (self.heads[0] + 2 * self.heads[1])
+        return Rotation(self.rotary.style, self.rotary.rotary_dim or size, self.rotary.base)
+
+    def given(self) -> dict[str, Any]:
+        """What the kernels take of bias and norm."""
+        given: dict[str, Any] = {"bias": None if self.bias is None else self.bias.read().contiguous()}
+        if self.norm is not None:
+            given |= {"norm_eps": self.norm.eps, "zero_centered": self.norm.zero_centered}
+            given |= _gains(parameter(self.norm, "q_weight"), parameter(self.norm, "k_weight"))
+        return given
+
+    def run(self, x: Tensor, angles: dict[str, Any], store: bool) -> Roped:
+        """The kernel's forward pass; positions of a cache that is being fed are those of its rows."""
+        from ..kernels.rope import rope_fwd
+
+        cache = current()
+        if self.rotary is not None and cache is not None and angles["positions"] is None and angles["cos"] is None:
+            angles = {**angles, "positions": cache.positions(x)}
+        return rope_fwd(x, *self.heads, self.rotation(x), store=store, **angles, **self.given())
+
+    def forward(self, x: Tensor, angles: dict[str, Any], needs: frozenset[str]) -> Any:
+        """Return y, and what the operations save where something is needed."""
+        norm, saved = self.norm, dict[str, Any]()
+        out = self.run(x, angles, bool(needs) and self.bias is not None and norm is not None)
+        if not needs:
+            return out.y
+        if norm is not None:
+            assert out.rstd is not None
+            weights = {name: parameter(norm, name) for name in ("q_weight", "k_weight")}
+            saved["norm"] = QKNorm.Saved(x=x if out.z is None else out.z, rstd=out.rstd, mean=None, **weights)
+        if self.rotary is not None:
+            saved["rotary"] = RotaryEmbedding.Saved(**angles, x=None)
+        return out.y, saved
+
+    def backward(
+        self, dy: Tensor, kept: QKNorm.Saved | None, angles: dict[str, Any], needs: frozenset[str]
+    ) -> tuple[Tensor | None, Grads]:
+        """The gradients, of dy and what the norm saved."""
+        from ..kernels.rope import rope_bwd
+
+        around: dict[str, Any] = {"dbias": self.bias.dtype} if "bias.bias" in needs else {}
+        if kept is not None:
+            around |= {"x": kept.x, "rstd": kept.rstd, "zero_centered": self.norm.zero_centered}
+            if "x" in needs or "bias.bias" in needs:
+                around |= _gains(kept.q_weight, kept.k_weight)
+            for name in ("q_weight", "k_weight"):
+                owner = parameter(self.norm, name)
+                if f"norm.{name}" in needs and owner is not None:
+                    around[f"d{name}"] = owner.dtype
+        out = rope_bwd(dy, *self.heads, self.rotation(dy), dx="x" in needs, **angles, **around)
+        grads = {"bias.bias": out.dbias, "norm.q_weight": out.dq_weight, "norm.k_weight": out.dk_weight}
+        return out.dx, {name: gradient for name, gradient in grads.items() if name in needs}
+
+
+class BiasQKNormRotary(BeforeAttention, ForwardFusion):
+    """y = rope(norm(x + bias)) in one pass, rounded once; x + bias is stored where the norm's gradient reads it.
+
+    x, y: [*, S, (H + 2 Hkv) D]. Saves what the operations save.
+    """
+
+    bias: Bias | None
+    norm: QKNorm | None
+    rotary: RotaryEmbedding
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        rotary_position_ids: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        needs: frozenset[str],
+    ) -> Any:
+        return self.forward(x, _angles(rotary_position_ids, rotary_cos, rotary_sin, needs), needs)
+
+
+class BiasQKNorm(BeforeAttention, ForwardFusion):
+    """y = norm(x + bias) in one pass; x + bias is stored, since the norm's gradient reads it.
+
+    x, y: [*, S, (H + 2 Hkv) D]. Saves what the operations save.
+    """
+
+    bias: Bias | None
+    norm: QKNorm
+
+    def fwd(self, x: Tensor, *, needs: frozenset[str]) -> Any:
+        return self.forward(x, {}, needs)
+
+
+class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
+    """dx = norm'(dy rotated back) and all sums over rows, for bias and gains, from one pass over dy and what was kept.
+
+    Sums are made in float32, in a fixed order, and rounded once. dy, dx: [*, S, (H + 2 Hkv) D].
+    """
+
+    bias: Bias | None
+    norm: QKNorm | None
+    rotary: RotaryEmbedding
+
+    def bwd(
+        self, dy: Tensor, *, norm: QKNorm.Saved | None, rotary: RotaryEmbedding.Saved, needs: frozenset[str]
+    ) -> tuple[Tensor | None, Grads]:
+        return self.backward(dy, norm, _angles(rotary.positions, rotary.cos, rotary.sin, needs), needs)
+
+
+class BiasQKNormBackward(BeforeAttention, BackwardFusion):
+    """dx = norm'(dy) and all sums over rows, for bias and gains, from one pass over dy and what the norm kept.
+
+    Sums are made in float32, in a fixed order, and rounded once. dy, dx: [*, S, (H + 2 Hkv) D].
+    """
+
+    bias: Bias | None
+    norm: QKNorm
+
+    def bwd(self, dy: Tensor, *, norm: QKNorm.Saved, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        return self.backward(dy, norm, {}, needs)
+
+
+class BiasQKNormRotaryAttention(BeforeAttention, InferenceFusion):
+    """Attention of rope(norm(x + bias)), where nothing needs a gradient.
+
+    In a step of decoding one kernel rotates the new token and writes its key and value into the cache; all else is
+    `BiasQKNormRotary` and then the operation. x: [*, S, (H + 2 Hkv) D], y: [*, S, H D].
+    """
+
+    bias: Bias | None
+    norm: QKNorm | None
+    rotary: RotaryEmbedding
+    attention: Attention
+
+    kernels = ("triton",)
+
+    def requires(self, env: Env) -> Requirements:
+        yield from super().requires(env)
+        attention, rotary = self.attention, self.rotary
+        same = (attention.heads, attention.kv_heads) == (rotary.heads, rotary.kv_heads)
+        yield same, "the rotation and attention must be of the same heads"
+        yield not attention.random, "dropout of weights is left to the operation"
+
+    def fwd(self, x: Tensor) -> Any:
+        from ..kernels.rope import rope_write
+
+        cache = current()
+        if cache is not None:
+
+            def write(row: Tensor, **caches: Any) -> Tensor:
+                return rope_write(row, *self.heads, self.rotation(row), **caches, **self.given())
+
+            y = cache.decode(self.attention, x, write)
+            if y is not None:
+                return y
+        return self.attention.fwd(self.run(x, _angles(None, None, None), store=False).y)[0]
+
+
+def _angles(
+    positions: Tensor | None, cos: Tensor | None, sin: Tensor | None, needs: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """What the kernels make the angles of, or the angles.
+
+    Raises:
+        InputError: where gradients of cos or sin are needed, which the operation makes; it then runs unfused.
+    """
+    if needs & {"rotary.cos", "rotary.sin"}:
+        raise InputError("the kernel makes no gradients of cos and sin", code="SF101", operation="RotaryEmbedding")
+    return {"positions": positions, "cos": cos, "sin": sin}
+
+
+def _gains(q_weight: Tensor | None, k_weight: Tensor | None) -> dict[str, Tensor | None]:
+    """The norm's weights as the kernel takes them."""
+    pairs = (("q_weight", q_weight), ("k_weight", k_weight))
+    return {name: None if weight is None else weight.contiguous() for name, weight in pairs}

@@ -1,0 +1,502 @@
+"""Fusions made of calls of ATen, for any device: a GEMM with what stands before and behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from ..casts import dtype_of, lowered
+from ..env import Env, Savings, autocast_of, constant_under_compile
+from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
+from ..hardware import C_WORTHWHILE, ONEDNN_WORTHWHILE, STEP
+from ..maingrad import Accumulated
+from ..operation import Grads
+from ..ops import (
+    Add,
+    Bias,
+    CopyToTensorParallel,
+    Fork,
+    GeLU,
+    Linear,
+    MergedLinear,
+    ReLU,
+    Scale,
+    Sigmoid,
+    SiLU,
+    Tanh,
+)
+from ..ops._mm import addmm, linear, mm
+from ..ops._parameters import parameter
+from ..ops.linear import saved_linear, weight_grad
+from ._shared import as_rows, dgrad, gemm_fits, in_place, linear_of, one_dtype, output_bytes, plus_in_place
+
+_IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {ReLU: torch.relu_, Sigmoid: torch.sigmoid_, Tanh: torch.tanh_}
+_gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
+_mkldnn: Any = torch.ops.mkldnn
+_POST_OPS: dict[type, str] = {GeLU: "gelu", SiLU: "swish", Sigmoid: "sigmoid", Tanh: "tanh"}
+
+
+class LinearBias(ForwardFusion):
+    """y = x weight^T + bias in one GEMM that starts from the bias, on any device.
+
+    x: [*, in_features], y: [*, out_features]. Saves what `Linear` and `Bias` save.
+    """
+
+    linear: Linear
+    bias: Bias
+
+    native_below = math.inf
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        return _bias_joins(self.linear, self.bias, env)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved]]:
+        y, gemm = self.decided("linear", linear_of, self.linear, self.bias)(x)
+        return y, {"linear": gemm}
+
+
+class LinearBiasAct(ForwardFusion):
+    """y = act(x weight^T + bias), the activation written over the GEMM's result; on any device.
+
+    The backward of these activations reads y, so the pre-activation need not stay and no second tensor is allocated.
+    The numbers are those of `LinearBias` followed by the activation, bit for bit. A ReLU behind a bias is in the GEMM's
+    epilogue on a GPU (cuBLASLt's), unless that makes a number of NaN.
+
+    x: [*, in_features], y: [*, out_features]. Saves what the operations save.
+    """
+
+    linear: Linear
+    bias: Bias | None
+    act: ReLU | Sigmoid | Tanh
+
+    native_below = C_WORTHWHILE
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        return _bias_joins(self.linear, self.bias, env)
+
+    def saves(self, env: Env) -> Savings:
+        if self.bias is None:
+            return Savings(launches=STEP)  # the same kernels
+        inside = env.device == "cuda" and isinstance(self.act, ReLU) and _epilogue_keeps_nan(env.device, env.dtype)
+        return super().saves(env) - (Savings() if inside else in_place(self.linear, env))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        weight, bias, act = self.linear.weight_for(x), self.bias, self.act
+        if bias is not None and isinstance(act, ReLU) and _epilogue_keeps_nan(x.device.type, x.dtype):
+            # Autocast of a GPU does not reach this call.
+            y = _epilogue(x, lowered(weight, always=True), lowered(bias.read(), always=True), "relu")
+        else:
+            y = linear(x, weight, None if bias is None else bias.read())
+            y = _IN_PLACE[type(act)](y)
+        record = act.Saved(y=y)  # pyright: ignore[reportCallIssue]
+        return y, {"linear": saved_linear(x, weight), "act": record}
+
+
+class LinearBiasGeLU(InferenceFusion):
+    """y = gelu(x weight^T + bias) in one call of ATen: in the GEMM's epilogue on a GPU, in place on a CPU.
+
+    The epilogue of cuBLASLt is GeLU by tanh, rounded once; ATen's for a CPU is the exact one, with the bits of
+    `LinearBias` followed by `GeLU`. The gradient reads the pre-activation, which neither returns.
+
+    x: [*, in_features], y: [*, out_features].
+    """
+
+    linear: Linear
+    bias: Bias
+    act: GeLU
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield env.autocast is None, "under autocast weight and bias would have to be cast"
+        one = dtype_of(self.linear, "weight") == env.dtype and one_dtype(self.linear, self.bias, env)
+        yield one, "input, weight and bias must have one dtype"
+        made = "tanh" if env.device == "cuda" else "none"
+        yield self.act.approximate == made, f'the call makes approximate="{made}" on this device'
+
+    def saves(self, env: Env) -> Savings:
+        return super().saves(env) - (Savings() if env.device == "cuda" else in_place(self.linear, env))
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return _epilogue(x, self.linear.weight_for(x), self.bias.read(), "gelu")
+
+
+def _epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu", "gelu"]) -> Tensor:
+    """act(x weight^T + bias) as one call of ATen; GeLU is by tanh on a GPU and exact on a CPU."""
+    cast_to = autocast_of(x.device.type)
+    if cast_to is not None and any(t.dtype is not cast_to for t in (x, weight, bias)):  # autocast does not reach it
+        y = linear(x, weight, bias)
+        return torch.relu_(y) if act == "relu" else F.gelu(y, approximate="tanh" if x.is_cuda else "none")
+    if x.device.type == "cpu":  # where the call does these two, after views
+        y = linear(x, weight, bias)
+        return torch.relu_(y) if act == "relu" else _gelu_(y)
+    y = torch._addmm_activation(bias, as_rows(x), weight.t(), use_gelu=act == "gelu")  # pyright: ignore
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@constant_under_compile
+def _epilogue_keeps_nan(kind: str, dtype: torch.dtype) -> bool:
+    """Whether the GEMM with ReLU in its epilogue keeps NaN; a GPU is tried once, one that is not here trusted."""
+    return kind != "cuda" or not torch.cuda.is_available() or _tried_with_nan(kind, dtype)
+
+
+@functools.cache
+def _tried_with_nan(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a small GEMM and one of whole tiles give NaN for NaN."""
+    kept = True
+    with _disable_current_modes():
+        for size in (16, 512):
+            bias = torch.full((size,), torch.nan, dtype=dtype, device=kind)
+            t = bias.new_zeros(size, size)
+            kept = kept and bool(torch._addmm_activation(bias, t, t).isnan().all())  # pyright: ignore
+    return kept
+
+
+class LinearBiasActOneDNN(InferenceFusion):
+    """y = act(x weight^T + bias) in bfloat16, rounded once, after the activation.
+
+    In float32 oneDNN's activations are less accurate than ATen's, and its ReLU makes 0 of NaN in any dtype. The tail of
+    the exact GeLU is what cancellation leaves of it, another number for an argument that was not rounded. These stay
+    with ATen.
+
+    x: [*, in_features], y: [*, out_features].
+    """
+
+    linear: Linear
+    bias: Bias | None
+    act: GeLU | SiLU | Sigmoid | Tanh
+
+    def requires(self, env: Env) -> Requirements:
+        linear, dtype = self.linear, dtype_of(self.linear, "weight")
+        yield env.device == "cpu", "oneDNN runs on the CPU"
+        available = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+        yield available, "oneDNN is not built in, or off"
+        yield env.autocast is None, "under autocast weight and bias would have to be cast"
+        yield dtype == torch.bfloat16, "it is for bfloat16: in float32 oneDNN's activations are less accurate"
+        exact = isinstance(self.act, GeLU) and self.act.approximate == "none"
+        yield not exact, "the tail of the exact GeLU depends on the rounding of the GEMM"
+        yield env.dtype == dtype and one_dtype(linear, self.bias, env), "input, weight and bias must have one dtype"
+        yield _mkldnn._is_mkldnn_bf16_supported(), "this CPU has no bfloat16 GEMMs"
+        # `rows` is rounded up to a power of two: more than half of them are there.
+        work = (env.rows or 0) // 2 * linear.in_features * linear.out_features
+        yield work >= ONEDNN_WORTHWHILE, "too small: making the oneDNN primitive may cost more than it saves"
+
+    def fwd(self, x: Tensor) -> Tensor:
+        act, bias = self.act, self.bias
+        algorithm = act.approximate if isinstance(act, GeLU) else ""
+        weight, start = parameter(self.linear, "weight"), None if bias is None else bias.read()
+        return _mkldnn._linear_pointwise(x, weight, start, _POST_OPS[type(act)], [], algorithm)
+
+
+class LinearBiasAdd(ForwardFusion):
+    """y = (x weight^T + bias) + other, the sum written over the GEMM's result; on any device.
+
+    The numbers are those of `LinearBias` followed by `Add`, bit for bit. Where `other` has another dtype, as a float32
+    residual has under autocast, the sum is made beside the GEMM, in the dtype torch promotes to.
+
+    x: [*, in_features], other, y: [*, out_features]. Saves what the operations save.
+    """
+
+    linear: Linear
+    bias: Bias | None
+    add: Add
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        return _bias_joins(self.linear, self.bias, env)
+
+    def saves(self, env: Env) -> Savings:
+        return super().saves(env) - in_place(self.linear, env)
+
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        y, gemm = self.decided("linear", linear_of, self.linear, self.bias)(x)
+        return plus_in_place(y, self.add, add_other), {"linear": gemm}
+
+
+class ForwardLinearScaleAdd(ForwardFusion):
+    """y = factor (x weight^T) + other from one GEMM, which adds to `other`, rounded once; on any device.
+
+    x: [*, in_features], other, y: [*, out_features]. Saves what the operations save.
+    """
+
+    linear: Linear
+    scale: Scale
+    add: Add
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield from _addend_fits(self.linear, None, env)
+        yield env.leaving is env.dtype, "the GEMM and what is added to it must have one dtype"
+
+    def saves(self, env: Env) -> Savings:
+        # ATen copies `other`, on a GPU by a kernel of its own.
+        copied = Savings(launches=0 if env.device == "cpu" else 1 - STEP, bytes=2 * output_bytes(self.linear, env))
+        return super().saves(env) - copied
+
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        weight, factor = self.linear.weight_for(x), self.scale.factor
+        shape = (*x.shape[:-1], weight.shape[0])
+        if add_other.shape == shape and add_other.dtype is x.dtype and _fits_factor(factor):
+            y = addmm(as_rows(add_other), as_rows(x), weight.t(), factor)
+            y = y if x.ndim == 2 else y.view(shape)
+        else:
+            y, _ = self.add.fwd(linear(x, weight) * factor, other=add_other)
+        return y, {"linear": Linear.Saved(x=x, weight=weight)}
+
+
+class ScaleAdd(ForwardFusion):
+    """y = factor x + other in one pass over memory, on any device.
+
+    x, other, y: one shape. Saves what `Scale` and `Add` save. In half dtypes factor x is not rounded before the sum.
+    """
+
+    scale: Scale
+    add: Add
+
+    layout = "any"
+
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        factor = self.scale.factor
+        if x.shape == add_other.shape and x.is_floating_point():
+            y = torch.add(add_other, x, alpha=factor)
+        else:
+            y, _ = self.add.fwd(x * factor, other=add_other)
+        return y, {}
+
+
+class AllReduceLinearBackward(BackwardFusion):
+    """dx = sum of dy weight over the processes, which is sent while dweight = dy^T x and dbias = sum of dy are made.
+
+    dy: [*, out_features], dx: [*, in_features]. The operations one after another wait for the sum. As processes
+    exchange tensors in it, nothing falls back if it fails.
+    """
+
+    enter: CopyToTensorParallel
+    linear: Linear
+    bias: Bias | None
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield self.enter.group.size > 1, "needs several processes"
+        yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
+        yield from _bias_joins(self.linear, self.bias, env)
+        yield env.autocast is None, "under autocast the sum is of x's dtype, not of the GEMM's"
+
+    def saves(self, env: Env) -> Savings:
+        """The shorter of what overlaps; the wire is taken to be as fast as memory, so that it is no less."""
+        rows, linear, size = float(env.rows or 1), self.linear, self.enter.group.size
+        product = Savings(flops=2 * rows * linear.in_features * linear.out_features)
+        sent = Savings(bytes=2 * (size - 1) / size * rows * linear.in_features * env.itemsize)
+        return dataclasses.replace(min(product, sent, key=env.microseconds), launches=1 if env.device == "cpu" else 0)
+
+    def bwd(
+        self, dy: Tensor, *, linear: Linear.Saved, needs: frozenset[str], main_grads: dict[str, Tensor]
+    ) -> tuple[Tensor | None, Grads]:
+        rows, wait = as_rows(dy), None
+        grads: dict[str, Tensor | Accumulated | None] = {}
+        if "x" in needs:
+            dx = mm(rows, linear.weight).view(*dy.shape[:-1], linear.weight.shape[1])
+            wait = self.enter.group.begin_all_reduce(dx, "CopyToTensorParallel")
+        if "linear.weight" in needs:
+            grads["linear.weight"] = weight_grad(rows, linear.x, main_grads.pop("linear.weight", None))
+        if "bias.bias" in needs:
+            grads["bias.bias"] = rows.sum(0)
+        return None if wait is None else wait(), grads
+
+
+class BackwardLinearAdd(BackwardFusion):
+    """dx = d_fork_out + dy weight, the sum in the GEMM that computes dx, rounded once.
+
+    dweight = dy^T x;  dbias = sum of dy over all rows. On a CPU a call is saved. On a GPU ATen copies
+    d_fork_out before the GEMM adds to it, which takes as long as the sum that is saved.
+
+    d_fork_out, x, dx: [*, in_features], dy: [*, out_features].
+    """
+
+    fork: Fork
+    linear: Linear
+    bias: Bias | None
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        return _addend_fits(self.linear, self.bias, env)
+
+    def saves(self, env: Env) -> Savings:
+        return Savings(launches=1 + (self.bias is not None) if env.device == "cpu" else 0)
+
+    def bwd(
+        self,
+        dy: Tensor,
+        *,
+        linear: Linear.Saved,
+        d_fork_out: Tensor | None,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor],
+    ) -> tuple[Tensor | None, Grads]:
+        grads: dict[str, Tensor | Accumulated | None] = {}
+        dx = dgrad(dy, linear.weight, d_fork_out) if "x" in needs else None
+        if "bias.bias" in needs:
+            grads["bias.bias"] = as_rows(dy).sum(0)
+        if "linear.weight" in needs:  # last: what fails before it may fall back
+            grads["linear.weight"] = weight_grad(dy, linear.x, main_grads.pop("linear.weight", None))
+        return dx, grads
+
+
+class BackwardMergedLinearAdd(BackwardFusion):
+    """dx = d_fork_out + sum of dy_i weight_i, the first sum in the GEMM that computes dx, rounded once.
+
+    The gradients of the parameters are those of the operation. On a CPU a call is saved. On a GPU ATen copies
+    d_fork_out before the GEMM adds to it, which takes as long as the sum that is saved.
+
+    d_fork_out, x, dx: [*, in_features], dy: [*, out_features].
+    """
+
+    fork: Fork
+    linear: MergedLinear
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
+        one = all(env.cast(w.dtype) == env.dtype for w in self.linear.weights())
+        yield one, "input and weights must have one dtype"
+
+    def saves(self, env: Env) -> Savings:
+        return Savings(launches=1 if env.device == "cpu" else 0)
+
+    def bwd(
+        self,
+        dy: Tensor,
+        *,
+        linear: MergedLinear.Saved,
+        d_fork_out: Tensor | None,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor],
+    ) -> tuple[Tensor | None, Grads]:
+        operation, dx = self.linear, None
+        if "x" in needs:
+            same = d_fork_out is None or d_fork_out.dtype is dy.dtype
+            dx = operation.dgrad(dy, linear.weights, d_fork_out if same else None)
+            dx = dx if same or d_fork_out is None else dx + d_fork_out
+        return dx, operation.grads(dy, linear, needs, main_grads, "linear.")
+
+
+class BackwardLinearScale(BackwardFusion):
+    """dx = factor (dy weight) from one GEMM, rounded once, for a Scale before a Linear or behind it.
+
+    Before, of y = (factor x) weight^T: dweight is as ever, the Linear having saved factor x.
+    Behind, of y = factor (x weight^T + bias): dweight = factor (dy^T x), dbias = factor times the sum of dy over all
+    rows. No gradient is multiplied by the factor in a pass of its own.
+
+    dx: [*, in_features], dy: [*, out_features].
+    """
+
+    first: Scale | Linear
+    bias: Bias | None
+    second: Linear | Scale
+
+    layout = "any"
+
+    @property
+    def _linear(self) -> Linear:
+        linear = self.first if isinstance(self.first, Linear) else self.second
+        assert isinstance(linear, Linear)
+        return linear
+
+    def requires(self, env: Env) -> Requirements:
+        yield type(self.first) is not type(self.second), "there is no Scale beside the Linear"
+        yield self.bias is None or self._linear is self.first, "a Bias stands between the Scale and the Linear"
+        yield from _addend_fits(self._linear, self.bias, env)
+
+    def saves(self, env: Env) -> Savings:
+        columns = self._linear.out_features if self._linear is self.first else self._linear.in_features
+        joined = self.bias is not None and env.device == "cpu"
+        return Savings(launches=1 + joined, bytes=2.0 * env.tokens * env.itemsize * columns)
+
+    def bwd(
+        self, dy: Tensor, *, first: Any, second: Any, needs: frozenset[str], main_grads: dict[str, Tensor]
+    ) -> tuple[Tensor | None, Grads]:
+        grads: dict[str, Tensor | Accumulated | None] = {}
+        before = isinstance(self.first, Scale)
+        scale, linear, weight = (first, second, "second.weight") if before else (second, first, "first.weight")
+        factor, behind = scale.factor, 1.0 if before else scale.factor
+        if not _fits_factor(factor):
+            dy, factor, behind = dy if before else dy * factor, 1.0, 1.0
+        dx = dgrad(dy, linear.weight, factor=factor) if "x" in needs else None
+        if dx is not None and before and not _fits_factor(scale.factor):
+            dx = dx * scale.factor
+        if "bias.bias" in needs:
+            wide = torch.float32 if dy.dtype.itemsize < 4 else dy.dtype
+            grads["bias.bias"] = (as_rows(dy).sum(0, dtype=wide) * behind).to(dy.dtype)
+        if weight in needs:  # last: what fails before it may fall back
+            grads[weight] = weight_grad(dy, linear.x, main_grads.pop(weight, None), behind)
+        return dx, grads
+
+
+class LinearBiasBackward(BackwardFusion):
+    """All gradients of a GEMM and its bias in one step over the rows of dy.
+
+    dx = dy weight;  dweight = dy^T x;  dbias = sum of dy over all rows. ATen has no kernel that makes two of them; what
+    is saved is a step of the engine and, beyond two dimensions, a second look for the rows.
+    """
+
+    linear: Linear
+    bias: Bias
+
+    native_below = math.inf
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
+        yield from _bias_joins(self.linear, self.bias, env)
+
+    def saves(self, env: Env) -> Savings:
+        return Savings(launches=1 if env.device == "cpu" else STEP)
+
+    def bwd(
+        self, dy: Tensor, *, linear: Linear.Saved, needs: frozenset[str], main_grads: dict[str, Tensor]
+    ) -> tuple[Tensor | None, Grads]:
+        flat = dy.ndim == 2
+        rows = dy if flat else as_rows(dy)
+        dx: Tensor | None = None
+        grads: dict[str, Tensor | Accumulated | None] = {}
+        if "x" in needs:
+            dx = mm(rows, linear.weight)
+            dx = dx if flat else dx.view(*dy.shape[:-1], dx.shape[1])
+        if "bias.bias" in needs:
+            grads["bias.bias"] = torch.sum(rows, 0)
+        if "linear.weight" in needs:  # last: what fails before it may fall back
+            x = linear.x if flat else linear.x.reshape(rows.shape[0], linear.x.shape[-1])
+            buffer = main_grads.pop("linear.weight", None) if main_grads else None
+            grads["linear.weight"] = mm(rows.mT, x) if buffer is None else weight_grad(rows, x, buffer)
+        return dx, grads
+
+
+def _addend_fits(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
+    """What a GEMM with a factor or an addend asks of its operands."""
+    yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
+    yield from gemm_fits(linear, bias, env)
+
+
+def _fits_factor(factor: float) -> bool:
+    """Whether a GEMM may take a factor: one times 0 does not read its operands, and loses their NaN and Inf."""
+    return factor != 0 and math.isfinite(factor)
+
+
+def _bias_joins(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
+    """What a GEMM that starts from a bias asks of it."""
+    yield one_dtype(linear, bias, env), "weight and bias must have one dtype"
