@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import os
 import sys
@@ -14,6 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from ..errors import hinted, meant
 from ..operation import FusableOperation
 from ..run import Sequential
 
@@ -24,12 +24,10 @@ class Unable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An object that was named: `value` is `attribute` of `module`, which was found in `folder`."""
+    """An object that was named, as `attribute` of a module."""
 
     name: str
-    module: str
     attribute: str
-    folder: str
     value: Any
 
     @property
@@ -43,8 +41,7 @@ class Target:
         classes: tuple[Any, ...] = self.value if issubclass(type(self.value), tuple) else ()
         if not classes or not all(isinstance(one, type) for one in classes):
             return [self]
-        about = [(one.__module__, one.__qualname__, one) for one in classes]
-        return [Target(f"{module}:{name}", module, name, self.folder, one) for module, name, one in about]
+        return [Target(f"{one.__module__}:{one.__qualname__}", one.__qualname__, one) for one in classes]
 
     def build(self) -> nn.Module:
         """The module that it is, or that it makes when it is called without arguments.
@@ -87,11 +84,10 @@ def load(name: str) -> Target:
     value: Any = _imported(module, path.resolve() if path.is_file() else None)
     for part in attribute.split("."):
         if not hasattr(value, part):
-            close = difflib.get_close_matches(part, [n for n in dir(value) if not n.startswith("_")], 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise Unable(f"{where} has no {attribute}{meant}")
+            hint = meant(part, [name for name in dir(value) if not name.startswith("_")])
+            raise Unable(f"{where} has no {attribute}{hinted(hint)}")
         value = getattr(value, part)
-    return Target(name, module, attribute, folder, value)
+    return Target(name, attribute, value)
 
 
 def _imported(module: str, file: Path | None) -> ModuleType:
@@ -146,10 +142,11 @@ def container(model: nn.Module, name: str, part: str | None) -> Sequential:
         return cast(Any, model).get_submodule(paths[0])
     if not paths:
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        raise Unable(
-            f"there is no seqfuse.Sequential in {name}, which is of type {kind} [name a function that returns "
-            "sf.nn.from_torch(model), or from_huggingface(model) of seqfuse.integrations.huggingface; "
-            "for other models, print(sf.convert(model)) after a call in Python says what is fused]"
+        hint = (
+            "name a function that returns sf.nn.from_torch(model), or from_huggingface(model) of "
+            "seqfuse.integrations.huggingface; for other models, print(sf.convert(model)) after a call in Python says "
+            "what is fused"
         )
+        raise Unable(f"there is no seqfuse.Sequential in {name}, which is of type {kind}{hinted(hint)}")
     listed = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
     raise Unable(f"there are {len(paths)} Sequentials in {name}: choose one by --part, of {listed}")

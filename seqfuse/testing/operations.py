@@ -132,7 +132,7 @@ def _check(
         full = _check_subsets(specimen, small)
         once, bench, _ = _observed(specimen, small)
         assert_bitwise_equal(once.tree, full.tree)
-        # The first call is interpreted, the next runs the code made of the same steps.
+        # The first call checks what each pass returns, the next does without.
         assert_bitwise_equal(specimen.run(bench, small, seed).tree, full.tree)
         _check_copies(op, specimen, small, full)
     with saying(f"{name}, in float64"):

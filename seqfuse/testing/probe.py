@@ -135,7 +135,7 @@ class Probe:
             chosen += [dataclasses.replace(frozen[0], grad=True), *frozen[1:]]
         with saying(f"{where}: {self.combination}, {few}"):
             once, observer, bench = self._fused(few, self.seed)
-            # The first call is interpreted, the next runs the code made of the same steps.
+            # The first call checks what each pass returns, the next does without.
             with fusing(on_error="raise"), saying("called again with the same inputs"):
                 assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, once.tree)
         skipped: list[str] = []
