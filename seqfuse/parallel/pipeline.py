@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import difflib
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import InputError, PlanError
+from ..errors import InputError, PlanError, meant
 from ..operation import UnfusedOperation
 from ..plan.flatten import Node, flatten, located
 from ..run.sequential import Sequential, install
@@ -227,9 +226,8 @@ def _begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str])
     for name in stages:
         if name not in places:
             inside = next((node for node in nodes if node.eager and name.startswith(f"{node.path}.")), None)
-            close = difflib.get_close_matches(name, places, 1)
             why = f": {inside.path!r} runs through its own call ({inside.eager})" if inside else ""
-            hint = f"did you mean {close[0]!r}?" if close else None
+            hint = meant(name, places)
             raise PlanError(f"no stage can begin at {name!r}{why}", code="SF202", hint=hint)
     at = [places[name] for name in stages]
     for name, position, before in zip(stages, at, [0, *at], strict=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from .. import ops
-from ..errors import InputError, PlanError
+from ..errors import InputError, PlanError, meant
 from ..group import Group, ParameterShard
 from ..losses import LinearCrossEntropy
 from ..nn.transformer import own_heads
@@ -103,8 +102,7 @@ def _acts(model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | No
             raise InputError(f"there is no style {style!r} (of {pattern!r})", code="SF106", hint=f"one of {STYLES}")
         matching = [path for path in named if fnmatch.fnmatchcase(path, pattern)]
         if not matching:
-            close = difflib.get_close_matches(pattern, named, 1)
-            hint = f"did you mean {close[0]!r}?" if close else None
+            hint = meant(pattern, named)
             raise InputError(f"{pattern!r} matches no module of the model", code="SF104", hint=hint)
         for path in matching:
             try:
