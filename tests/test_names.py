@@ -57,11 +57,6 @@ def test_the_layers_that_operations_hint_at_are_there():
 
 PACKAGE = Path(sf.__file__).parent
 
-# Names that still mean several things, by the room that has to find another for its own.
-NOT_YET = {
-    "fusions": {"Angles", "Record", "Steps", "_Part"},
-}
-
 
 def defined(body: Iterable[ast.stmt], outermost: bool = True) -> Iterator[str]:
     """The classes of a file, also within others, and its type aliases; but for `Saved`, which operations define."""
@@ -82,4 +77,4 @@ def test_the_name_of_a_class_or_of_a_type_means_one_thing():
         for name in defined(ast.parse(path.read_text()).body):
             files[name].add(str(path.relative_to(PACKAGE)))
     several = {name: sorted(where) for name, where in files.items() if len(where) > 1}
-    assert {name: where for name, where in several.items() if name not in set().union(*NOT_YET.values())} == {}
+    assert several == {}

@@ -17,7 +17,7 @@ from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
 from ..ops._parameters import parameter
 from ..pointwise import Pointwise
 from ._shared import composed, factors_of, functions_fit, kernels_read, sum_dtype
-from .norm import Record, gives_own, norm_bwd, norm_fits, norm_fwd, norm_records, recorded_bwd, shift
+from .norm import NormRecord, gives_own, norm_bwd, norm_fits, norm_fwd, norm_records, recorded_bwd, shift
 
 if TYPE_CHECKING:
     from ..kernels.norm import Normed, NormGradients
@@ -199,7 +199,7 @@ def boundary_fwd(
     other: Tensor,
     seed: Tensor | None,
     **around: Any,
-) -> tuple[Normed, Record, Tensor | None]:
+) -> tuple[Normed, NormRecord, Tensor | None]:
     """Slots `bias` to `norm`, the norm's record, and the seed if it was read; `around` is for the kernel."""
     stream = sum_dtype(x, other)
     around["residual"] = other

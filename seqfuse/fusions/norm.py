@@ -34,7 +34,7 @@ from ._shared import (
 if TYPE_CHECKING:
     from ..kernels.norm import Normed, NormGradients
 
-Record = LayerNorm.Saved | RMSNorm.Saved
+NormRecord = LayerNorm.Saved | RMSNorm.Saved
 
 
 class NormForward(ForwardFusion):
@@ -61,7 +61,7 @@ class NormForward(ForwardFusion):
         # One pass over memory as well, and 0.1 to 0.5 of the time of reading x less on AVX2, in either dtype.
         return super().saves(env) + Savings(bytes=0.2 * env.tokens * self.norm.normalized_shape[-1] * env.itemsize)
 
-    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Record]]:
+    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, NormRecord]]:
         out, record = norm_fwd(self.norm, x, dtype=dtype)
         return out.y, {"norm": record}
 
@@ -84,7 +84,7 @@ class NormBackward(BackwardFusion):
         return norm_fits(self.norm, env)
 
     def bwd(
-        self, dy: Tensor, *, norm: Record, d_fork_out: Tensor | None = None, needs: frozenset[str]
+        self, dy: Tensor, *, norm: NormRecord, d_fork_out: Tensor | None = None, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
         if "x" not in needs and "norm.weight" not in needs:
             return None, recorded_bwd(self.norm, dy, norm, needs, dx=False)[1]
@@ -202,14 +202,14 @@ def norm_records(
 ) -> dict[str, Any]:
     """The records of slots `norm` and `acts`, where the former's result was not kept."""
     if mean is None:
-        record: Record = RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
+        record: NormRecord = RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
     else:
         record = LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
     z = _normalized(x, rstd, norm.zero_centered, mean, weight, bias)
     return {"norm": record, "acts": own_records(acts, z, factors)}
 
 
-def _result_later(norm: LayerNorm | RMSNorm, record: Record) -> context.Recompute:
+def _result_later(norm: LayerNorm | RMSNorm, record: NormRecord) -> context.Recompute:
     """A stand-in for the norm's result, made of what its record keeps."""
     mean = record.mean if isinstance(record, LayerNorm.Saved) else None
     others = {"mean": mean, "weight": record.weight, "bias": shift(norm)}
@@ -277,7 +277,7 @@ def _kernels():
     return norm
 
 
-def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, Record]:
+def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, NormRecord]:
     """The norm with what stands around it, and the norm's own record; `around` is for the kernel."""
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
     gain, bias = _in_one_piece(weight), _in_one_piece(shift(norm))
@@ -308,7 +308,7 @@ def norm_bwd(
 
 
 def recorded_bwd(
-    norm: LayerNorm | RMSNorm, dy: Tensor, saved: Record, needs: frozenset[str], *, dx: bool, **around: Any
+    norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord, needs: frozenset[str], *, dx: bool, **around: Any
 ) -> tuple[NormGradients | None, dict[str, Tensor | None]]:
     """As `norm_bwd`, from the norm's own record; `dx` is whether anything before the norm needs a gradient.
 
@@ -324,7 +324,7 @@ def recorded_bwd(
 
 def gradients_of(
     norm: LayerNorm | RMSNorm, needs: frozenset[str], weighted: bool, added: bool
-) -> Callable[[Tensor, Record, Tensor | None, Tensor | None], tuple[Tensor | None, dict[str, Tensor | None]]]:
+) -> Callable[[Tensor, NormRecord, Tensor | None, Tensor | None], tuple[Tensor | None, dict[str, Tensor | None]]]:
     """`recorded_bwd` with nothing around the norm, of its tensors: dy, the record, its weight and dstream.
 
     The last two are there or not as it is said here; the weight is read where dx is needed.

@@ -39,7 +39,7 @@ class _Stage(NamedTuple):
     from_rstd: bool
 
 
-class _Part(NamedTuple):
+class _Again(NamedTuple):
     """One operation of a fusion, with all that follows from its configuration and from which inputs a call has.
 
     `made` makes its result again, and `cast` the cast before it: if the parts of a MergedLinear were made by several
@@ -140,14 +140,14 @@ class _Recomputed(ForwardFusion, contract=True):
 
     def _parts(
         self, seeds: Sequence[Tensor | None], extras: Mapping[str, Tensor | None], env: Env, needs: frozenset[str]
-    ) -> tuple[_Part, ...]:
+    ) -> tuple[_Again, ...]:
         stages: tuple[list[_Stage | torch.dtype], list[_Stage | torch.dtype]] = [], []  # by `whole`
 
         def made() -> tuple[Any, Any]:
             apart, whole = (functools.partial(_replayed, tuple(each)) for each in stages)
             return apart, whole
 
-        found: list[_Part] = []
+        found: list[_Again] = []
         dtypes = env.along[:-1] or (None,) * len(seeds)
         for i, ((slot, operation), dtype) in enumerate(zip(self.named_operations(), dtypes, strict=True)):
             if isinstance(operation, Bias):
@@ -165,7 +165,7 @@ class _Recomputed(ForwardFusion, contract=True):
                     each.append(_Stage(copy, parameters, inputs, whole and operation is self.linear, from_rstd))
             seed = i if "seed" in inputs else None
             named = slot, operation, bias, dtype, parameters, inputs
-            found.append(_Part(*named, asked, seed, from_rstd, cast, made()))
+            found.append(_Again(*named, asked, seed, from_rstd, cast, made()))
         return tuple(found)
 
     def _given(
