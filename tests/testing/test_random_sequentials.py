@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import seqfuse as sf
 from seqfuse.testing import LAYOUTS, ListSpec, assert_bitwise_equal, seeded_randn
 from seqfuse.testing import strategies as sfst
-from seqfuse.testing.plain import plain
+from seqfuse.testing.lists import plain
 from tests.judging import judge_together
 
 from .kinds import KINDS
