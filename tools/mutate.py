@@ -332,7 +332,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=400, metavar="N", help="how many mutants")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many run at once")
-    parser.add_argument("--seconds", type=float, default=10, metavar="S", help="of tests for a mutant, at most")
+    parser.add_argument("--part", type=float, default=0.005, metavar="P", help="of the time of all tests, for a mutant")
     given = parser.parse_args()
     if given.out is None:
         calls.write_map(given.map)
@@ -346,10 +346,11 @@ def main() -> int:
     for name in ("torch", "numpy", "pytest"):
         importlib.import_module(name)
     sys.path[:] = [place for place in sys.path if Path(place).resolve() not in (root, Path(__file__).parent)]
-    workers = [_forked(left[i :: given.jobs], known, results, root, given.seconds) for i in range(given.jobs)]
+    seconds = given.part * sum(took for traced in known.values() for took, _ in traced["tests"].values())
+    workers = [_forked(left[i :: given.jobs], known, results, root, seconds) for i in range(given.jobs)]
     for worker in workers:
         os.waitpid(worker, 0)
-    report(results, given.out, {"sample": given.sample, "seed": given.seed, "of": count})
+    report(results, given.out, {"sample": given.sample, "seed": given.seed, "part": given.part, "of": count})
     return 0
 
 
