@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 TESTS = (
-    "ops", "fusions", "kernels", "fuser", "nn", "testing", "losses", "inference", "convert/test_plans.py",
-    "tune/test_table.py",
+    "ops", "fusions", "kernels", "fuser", "plan", "run", "nn", "testing", "losses", "inference",
+    "convert/test_plans.py", "tune/test_table.py",
 )  # fmt: skip
 """Of the tests folder, what is traced: tests of the rooms that are mutated, and of those right above them."""
 
