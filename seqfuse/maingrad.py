@@ -28,35 +28,33 @@ class MainGrads:
     A step takes a buffer with `pop`, so that it is known which ones it may have written to when it fails.
     """
 
-    __slots__ = ("_before", "_taken", "by_index", "given", "offered")
+    __slots__ = ("_offers", "_spent", "by_index")
 
     def __init__(self, by_index: dict[int, Tensor]) -> None:
-        self.by_index, self.given, self.offered = by_index, dict[str, Tensor](), frozenset[str]()
-        self._taken: list[list[str]] = []  # by each step that ran
-        self._before: list[list[str]] = []  # and, where steps run again, by each of these in the first run
+        self.by_index = by_index
+        self._offers: list[tuple[frozenset[str], dict[str, Tensor]]] = []  # names, and what the step left of them
+        self._spent: list[list[str]] = []  # where steps run again, the names that each offer lost the first time
 
     def offer(self, grads: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
         """The buffers for a step whose gradients have these names and indices.
 
         A step that runs again gets zeros in place of a buffer that it took: its gradient is in there.
         """
-        if self.offered or self._taken:
-            self._taken.append(self.taken())
-        at = len(self._taken)
-        spent = self._before[at] if at < len(self._before) else ()
+        at = len(self._offers)
+        spent = self._spent[at] if at < len(self._spent) else ()
         found = {name: self.by_index[i] for name, i in grads if i in self.by_index}
-        self.given = {name: torch.zeros_like(b) if name in spent else b for name, b in found.items()}
-        self.offered = frozenset(self.given)
-        return self.given
+        given = {name: torch.zeros_like(buffer) if name in spent else buffer for name, buffer in found.items()}
+        self._offers.append((frozenset(given), given))
+        return given
 
     def taken(self) -> list[str]:
-        """The names of the buffers that the step has taken."""
-        return sorted(self.offered - self.given.keys())
+        """The names of the buffers that the latest step to get any has taken."""
+        offered, left = self._offers[-1] if self._offers else (frozenset[str](), dict[str, Tensor]())
+        return sorted(offered - left.keys())
 
     def again(self) -> None:
         """Let the steps run again, after one of them failed that had taken nothing."""
-        self._before, self._taken = self._taken, []
-        self.given, self.offered = dict[str, Tensor](), frozenset[str]()
+        self._spent, self._offers = [sorted(offered - left.keys()) for offered, left in self._offers], []
 
     def settle(self, sums: list[Tensor | None]) -> None:
         """Add what gradients are left to their buffers, and leave none of them to autograd."""

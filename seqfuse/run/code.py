@@ -81,12 +81,10 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         results = ["x", *["made"] * bool(step.operation.outputs)]
         if not step.inference:
             results.append(f"s{i}" if keep and step.saves else "_s")
-        fwd, first = s.put(segment.context.called(step, "fwd")), "x"
+        called, first = segment.context.called(step, "fwd"), "x"
         if step.fused and not step.joint and not all(before.repeatable for before in segment.forward[:i]):
-            fwd, first = (
-                s.put(functools.partial(instead, step, segment.context.called(step, "fwd"))),
-                "segment, seeds, x",
-            )
+            called, first = functools.partial(instead, step, called), "segment, seeds, x"
+        fwd = s.put(called)
         if checked:
             s.add(f"given = dict({', '.join(given)})", f"out = {fwd}({first}, **given)")
             s.add(f"{s.put(functools.partial(_check_forward, step))}(segment, x, out, given)")

@@ -31,8 +31,9 @@ from ..plan.step import Stretch
 from ..settings import fusing_now, settings
 from .ahead import choice_in, plan_ahead
 from .guard import bind as bind_call
-from .guard import device, dtype, has_main_grad, requires, saved_hooks
+from .guard import device, dtype, has_main_grad, requires
 from .lower import Context, OnStep, lower, torch_calls
+from .node import saved_hooks
 from .regions import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
 from .rehearse import calls_c, kernels_of
 

@@ -11,7 +11,6 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.fx._symbolic_trace as fx
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportPrivateUsage]
 from torch._C._functorch import peek_interpreter_stack
 
 from ..casts import cast_once
@@ -20,12 +19,11 @@ from ..generated import Source
 from ..group import summed_gradient
 from ..settings import current_fusing, default_fusing
 from .lower import Segment
-from .node import apply_node, run_plain, taken
+from .node import apply_node, run_plain, saved_hooks, taken
 from .regions import Call, CompiledRegion, Region
 
 requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 device = operator.attrgetter("device")
-saved_hooks: Any = _top_saved_tensors_default_hooks
 
 
 def has_main_grad(t: Tensor) -> bool:

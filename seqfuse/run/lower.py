@@ -179,7 +179,7 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
     env, steps = plan.env, (*plan.forward, *plan.backward)
     nodes = [node for step in plan.forward for node in step.nodes]
     operations: list[Any] = [node.operation for node in nodes]
-    size = (env.rows or 0) * max((operation.features or (1,))[0] for operation in operations)
+    size = (env.rows or 0) * max(max(operation.features or (1,)) for operation in operations)
     if env.autocast is not None or env.dtype not in (torch.float32, torch.float64) or any(s.borders for s in steps):
         return None
     if any(step.fused and size >= step.operation.native_below for step in steps):

@@ -26,7 +26,7 @@ from .lower import NeededGrads, Segment
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
 # Whether it is `backward()`, and neither `backward(inputs=)` nor `torch.autograd.grad`, that runs.
 _asked_for_all: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # pyright: ignore
-_hooks: Any = _top_saved_tensors_default_hooks
+saved_hooks: Any = _top_saved_tensors_default_hooks
 _attributes = operator.attrgetter("__dict__")
 
 # What a node keeps besides its saved tensors: the segment; fields that are no tensors; what y and outputs are like, for
@@ -69,7 +69,7 @@ _node.apply = Seqfuse.backward
 class Alone:
     """Stands for the context of a node: `Seqfuse.forward` and `backward` run with it without autograd."""
 
-    needs_input_grad = next_functions = saved_tensors = ()
+    next_functions = saved_tensors = ()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         """Keep what a forward saves."""
@@ -82,7 +82,7 @@ class Alone:
 def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]) -> Any:
     """Run the forward code that checks its steps, and write the one that does not once each of them was checked."""
     leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
-    calls = {"failed": _failed, "pack": _pack, "leave": _leave, "own": _own, "hooks": _hooks}
+    calls = {"failed": _failed, "pack": _pack, "leave": _leave, "own": _own, "hooks": saved_hooks}
     code: Any = segment.first
     if code is None:
         code = segment.first = forward_code(segment, calls, True, leaves)
@@ -168,7 +168,7 @@ def _pack(
             error = PluginError(f"{message}, not a {type(held[field.name]).__name__}", code="SF302")
             return saves.records[field.record][0], error
     data = tuple([fields[field.record][field.name] for field in saves.data])
-    hooks: Any = _hooks(False)
+    hooks: Any = saved_hooks(False)
     mark = None
     if tensors and hooks is not None and getattr(hooks[1], "__module__", None) == "torch.utils.checkpoint":
         # An empty tensor whose shape, which torch compares, says what ran.

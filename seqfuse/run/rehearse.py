@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Env
-from ..plan.cost_lookup import describe
+from ..plan.cost_lookup import describe, identity
 from ..plan.fake import faking
 from ..plan.plan import Plan
 from .lower import Segment
@@ -71,14 +71,14 @@ class _Rehearsed(NamedTuple):
     results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
 
 
-KEPT = 256
+KEPT = 256  # by names and sizes: no class or tensor of a model is held
 _known: dict[Any, _Rehearsed] = {}
 
 
 def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
     """What the kernels of a segment depend on."""
     steps: list[Any] = [
-        (type(s.operation), s.start - segment.span.start, *map(describe, s.nodes), s.needs, s.borders)
+        (identity(type(s.operation)), s.start - segment.span.start, *map(describe, s.nodes), s.needs, s.borders)
         for s in (*segment.forward, *segment.backward)
     ]
     env = dataclasses.replace(segment.context.env, rows=None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -344,3 +345,37 @@ def test_tuning_leaves_the_buffers_alone(tmp_path: Any) -> None:
     report = sf.tune(model, x, modes="train", file=tmp_path / "measured.json")
     assert {row.fusion for row in report.rows if row.fused_us is not None} == {"LinearBiasBackward"}
     assert all(bool((g == 7.0).all()) for g in buffers(model).values())
+
+
+class FailsOnce(sf.BackwardFusion):
+    """Fails in its first call, and says nothing of buffers."""
+
+    bias: ops.Bias
+    act: ops.ReLU
+    left: ClassVar[int] = 0
+
+    def saves(self, env: sf.Env) -> sf.Savings:
+        return sf.Savings(launches=9)
+
+    def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
+        if FailsOnce.left:
+            FailsOnce.left -= 1
+            raise RuntimeError("not now")
+        dx = torch.where(act.y > 0, dy, 0)
+        return dx, {"bias.bias": dx.sum(0)}
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_what_was_added_before_a_fusion_failed_is_not_added_again(failing: int) -> None:
+    several = [op for _ in range(failing) for op in (ops.Bias(5), ops.ReLU(), ops.Linear(5, 5, bias=False))]
+    model = randomized(sf.Sequential(*several, fusions=(FailsOnce,)))
+    x = seeded_randn((6, 5), 0)
+    assert len(model.plan(x).segments) == 1
+    expected = gradients(model, x)
+    for _ in range(2):
+        with_buffers(model)
+        FailsOnce.left = failing
+        with pytest.warns(sf.FallbackWarning, match="not now") if _ == 0 else contextlib.nullcontext():
+            backward(model, x)
+        assert FailsOnce.left == 0
+        torch.testing.assert_close(buffers(model), expected)
