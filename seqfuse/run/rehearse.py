@@ -78,7 +78,7 @@ _known: dict[Any, _Rehearsed] = {}
 def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
     """What the kernels of a segment depend on."""
     steps: list[Any] = [
-        (identity(type(s.operation)), s.start - segment.span.start, *map(describe, s.nodes), s.needs, s.borders)
+        (identity(s.operation.__class__), s.start - segment.span.start, *map(describe, s.nodes), s.needs, s.borders)
         for s in (*segment.forward, *segment.backward)
     ]
     env = dataclasses.replace(segment.context.env, rows=None)
