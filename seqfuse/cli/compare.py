@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, hinted
-from ..plan import flatten
 from ..plan.fake import is_fake
+from ..plan.flatten import flatten, public_channels
+from ..plan.reference import draw, number_seeds, run_eagerly, walk_reference
 from ..run import Fuser, Sequential
 from ..settings import fusing
 from ..testing.cases import seeded
@@ -96,7 +98,7 @@ def data(found: Comparison) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ModelRun:
-    """How a model is run: fused or not, `wide` in float64; of 16 bits at each border, with `rounds`."""
+    """How a model is run: fused, unfused, or `wide`: by references in float64, with `rounds` of 16 bits at borders."""
 
     device: torch.device
     autocast: str | None = None
@@ -114,11 +116,8 @@ class ModelRun:
         low = dtype_of(root, x)
         model: Sequential = copied(root).to(self.device)
         model = model.double() if self.wide else model
-        seen = Recorder(self.rounds)
+        seen = Recorder()
         fuser = Fuser(model, root.fusions, memory=root.memory, on_step=seen)
-        for at, node in enumerate(flatten(model)):
-            if node.eager is not None:
-                seen.watch(node.operation, at)
 
         def drawn(one: Spec, offset: int) -> Tensor:
             t = one.draw(self.device, seed + offset, inputs.vocabulary(model))
@@ -130,7 +129,7 @@ class ModelRun:
         given = {name: drawn(one, i) for i, (name, one) in enumerate({"x": x, **channels}.items())}
         with seeded(seed, self.device), inputs.surroundings(self.device.type, self.autocast, grad):
             with fusing(None if self.fused else False):
-                out = fuser(**given)
+                out = self._walked(model, seen, **given) if self.wide else seen.seeing(model, fuser, given)
             outputs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else out
             # Every run gets the same gradients: numbers that bfloat16 has.
             random = [torch.Generator().manual_seed(seed + 100 + i) for i in range(len(outputs))]
@@ -148,57 +147,82 @@ class ModelRun:
         kept = {place: t.detach().to("cpu", self.rounds or t.dtype) for place, t in seen.values.items()}
         return kept, seen.names
 
+    def _walked(self, model: Sequential, seen: Recorder, x: Tensor, **channels: Tensor) -> tuple[Tensor, ...]:
+        """Run the references, each on a tensor of its own, so that the gradient of what enters it is its own."""
+        nodes = flatten(model)
+        number_seeds(nodes)
+        seeds = draw(nodes, x)
+        for at, node in enumerate(nodes):
+            x = self._border(x)
+            if x.requires_grad:
+                x.register_hook(functools.partial(seen.keep, place=(at, "dx")))  # pyright: ignore[reportUnknownMemberType]
+            if node.eager is not None:
+                x = run_eagerly(nodes, at, x, channels)
+            else:
+                x = walk_reference(nodes, range(at, at + 1), x, channels, seeds)
+            channels.update({channel: self._border(channels[channel]) for _, channel in node.outputs})
+            seen.keep(x, (at, "y"))
+        return x, *[channels[channel] for channel in public_channels(nodes)[1]]
+
+    def _border(self, t: Tensor) -> Tensor:
+        if self.rounds is None or not t.is_floating_point():
+            return t.view_as(t)
+        return _Round.apply(t, self.rounds)  # pyright: ignore[reportReturnType, reportUnknownMemberType, reportUnknownVariableType]
+
+
+class _Round(torch.autograd.Function):
+    """Numbers, and gradients, as a dtype has them, in float64."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: torch.dtype) -> Tensor:
+        ctx.low = low
+        return x.to(low).double()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.low).double(), None
+
 
 class Recorder:
-    """The `on_step` of a fuser: keeps the tensors between operations, rounded to a dtype where one is named."""
+    """The `on_step` of a fuser: keeps the tensors between operations."""
 
-    def __init__(self, rounds: torch.dtype | None = None) -> None:
+    def __init__(self) -> None:
         self.values: Values = {}
         self.names: dict[int, str] = {}
-        self._rounds = rounds
 
     def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         out: Any = run(*args, **kwargs)
-        first, rest = _parted(out)
+        first: Any = out[0] if isinstance(out, tuple) else out  # pyright: ignore[reportUnknownVariableType]
         if is_fake(args[0]) or not isinstance(first, Tensor):
-            return out
+            return out  # pyright: ignore[reportUnknownVariableType]
         back = name_of(step, run) == "bwd"
         if step.fused:
             self.names.update(dict.fromkeys([~at for at in step.covers] if back else step.covers, step.name))
-        first = self._keep(first, (step.start, "dx") if back else (step.stop - 1, "y"))
-        if step.operation.outputs and not back:
-            rest[0] = {name: self._rounded(t) for name, t in rest[0].items()}
-        return (first, *rest) if rest else first
+        self.keep(first, (step.start, "dx") if back else (step.stop - 1, "y"))
+        return out  # pyright: ignore[reportUnknownVariableType]
 
-    def watch(self, module: nn.Module, at: int) -> None:
-        """Keep what enters and leaves a module that runs through its own call."""
+    def seeing(self, model: Sequential, fuser: Fuser, given: Mapping[str, Tensor]) -> Any:
+        """Run a model, and see what enters and leaves modules that run through their own call, too."""
+        for at, node in enumerate(flatten(model)):
+            if node.eager is not None:
+                self._watch(node.operation, at)
+        return fuser(**given)
 
-        def kept(g: Tensor) -> Tensor:
-            return self._keep(g, (at, "dx"))
-
+    def _watch(self, module: nn.Module, at: int) -> None:
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], Tensor) and args[0].requires_grad:
-                args[0].register_hook(kept)  # pyright: ignore[reportUnknownMemberType]
+                args[0].register_hook(functools.partial(self.keep, place=(at, "dx")))  # pyright: ignore[reportUnknownMemberType]
 
-        def after(_: nn.Module, args: Any, out: Any) -> Any:
-            return self._keep(out, (at, "y")) if isinstance(out, Tensor) else None
+        def after(_: nn.Module, args: Any, out: Any) -> None:
+            if isinstance(out, Tensor):
+                self.keep(out, (at, "y"))
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
-    def _keep(self, t: Tensor, place: TensorAt) -> Tensor:
-        t = self._rounded(t)
+    def keep(self, t: Tensor, place: TensorAt) -> None:
+        """Keep a tensor as it is now."""
         self.values[place] = t.detach().clone()
-        return t
-
-    def _rounded(self, t: Tensor) -> Tensor:
-        return t if self._rounds is None or not t.is_floating_point() else t.to(self._rounds).to(t.dtype)
-
-
-def _parted(out: Any) -> tuple[Any, list[Any]]:
-    """The tensor that a pass passes on, and what else it returns."""
-    first, *rest = cast("tuple[Any, ...]", out if isinstance(out, tuple) else (out,))
-    return first, rest
 
 
 def dtype_of(model: nn.Module, x: Spec) -> torch.dtype:
@@ -243,9 +267,9 @@ def compare(
     alarms: dict[TensorAt, list[tuple[str, ...]]] = {}
     places: list[TensorAt] = []
     names: dict[int, str] = {}
-    for draw in range(DRAWS):
+    for number in range(DRAWS):
         try:
-            (f, names), (u, _), (r, _) = (run(model, x, channels, seed + 1000 * draw, grad) for run in runs)
+            (f, names), (u, _), (r, _) = (run(model, x, channels, seed + 1000 * number, grad) for run in runs)
         except (InputError, Unable):
             raise
         except Exception as error:

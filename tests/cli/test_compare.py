@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
@@ -111,14 +112,49 @@ def test_modules_of_others_are_places_too(cli: Cli) -> None:
 
 
 def places_of(model: sf.Sequential) -> set[TensorAt]:
-    """Those of a run, in which the gradient of x is the one that the model itself gives."""
+    """Those of a run, which sees what the references see."""
     spec, model = Spec((5, 8), torch.float64), model.double()
     values, _ = ModelRun(CPU)(model, spec, {}, 0, True)
+    walked, _ = ModelRun(CPU, wide=True)(model, spec, {}, 0, True)
+    assert values.keys() == walked.keys()
+    for place, value in values.items():
+        torch.testing.assert_close(value, walked[place])
     x = spec.draw("cpu", 0).requires_grad_()
     dy = torch.randn((5, 8), generator=torch.Generator().manual_seed(100)).bfloat16().double()
-    (dx,) = torch.autograd.grad(model(x), x, dy)
-    torch.testing.assert_close(values[(0, "dx")], dx)
+    torch.testing.assert_close(values[(0, "dx")], torch.autograd.grad(model(x), x, dy)[0])
     return {*values}
+
+
+class Coarse(sf.UnfusedOperation):
+    """y = sin x + 3 x, whose passes are not its reference: a backward that is wrong, or a sum in 16 bits."""
+
+    autocast = "same"
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.sin(x) + 3 * x
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        low = (x.bfloat16() if self.wrong == "fwd" else x).to(x.dtype)
+        y = torch.sin(low) + 3 * low if self.wrong != "fwd" else (torch.sin(low) + 256 - 256 + 3 * low).to(x.dtype)
+        return y, self.Saved(x=x)
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, dict[str, Tensor]]:
+        return dy * (torch.cos(saved.x) + (1 if self.wrong == "bwd" else 3)), {}
+
+
+@pytest.mark.parametrize(("wrong", "tensor"), [("fwd", "y"), ("bwd", "dx"), ("", "")])
+def test_against_more_digits_an_operation_is_measured_by_its_reference(wrong: str, tensor: str) -> None:
+    """Its own passes would make the same error in every run."""
+    model, spec = sf.Sequential(Coarse(wrong)).bfloat16(), Spec((33, 16), torch.bfloat16)
+    found = compare(model, spec, {}, CPU, against="float32").difference
+    assert (found.tensor if found else "") == tensor
 
 
 def test_a_gradient_of_a_fork_is_that_of_both_ways() -> None:
