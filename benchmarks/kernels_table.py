@@ -62,6 +62,7 @@ def record(results: list[Compiled], commit: str) -> Path:
     """Put the results of whole modules in the place of the recorded ones, each with the commit it is of."""
     path = RESULTS / "kernels.json"
     kept: dict[str, Any] = json.loads(path.read_text())["kernels"] if path.exists() else {}
+    kept = {module: variants for module, variants in kept.items() if module in CALLS}
     parts: dict[tuple[str, str], dict[str, str]] = {}
     for one in results:
         numbers = " ".join(str(int(getattr(one, name))) for name in RECORDED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -141,7 +142,5 @@ def interleaved(
 def _summary(found: Sequence[float]) -> Times:
     if len(found) == 1:
         return Times(found[0], found[0], found[0], 1)
-    import statistics  # brings fractions and decimals along, which importing seqfuse does without
-
     low, median, high = statistics.quantiles(found, n=4, method="inclusive")
     return Times(median, low, high, len(found))

@@ -109,7 +109,7 @@ def check(
     for one in checking.checked(target, input, on or On(), seed):
         found.append(one)
         if not json:
-            tell(str(one))
+            tell(str(one), "bold" if one.failure is not None else "")
     if json:
         tell_json(checking.data(found))
     if any(one.failure is not None for one in found):

@@ -130,7 +130,8 @@ def _model(
     """The operations of a model that are not this library's, then all of it, fused and unfused."""
     foreign: dict[type, tuple[int, UnfusedOperation]] = {}
     for at, node in enumerate(flatten(model)):
-        if isinstance(node.operation, UnfusedOperation) and not type(node.operation).__module__.startswith("seqfuse."):
+        foreign_here = not type(node.operation).__module__.startswith("seqfuse.")
+        if node.fusable and foreign_here and isinstance(node.operation, UnfusedOperation):
             foreign.setdefault(type(node.operation), (at, node.operation))
     if foreign:
         values, _ = ModelRun(device)(model.to(dtypes[0]), spec, channels, seed, False)

@@ -14,7 +14,7 @@ from .target import Unable
 def tell(text: str = "", style: str = "") -> None:
     """Print lines; a style, `"bold"` or `"yellow"`, counts on a terminal only."""
     code = {"bold": 1, "yellow": 33}.get(style)
-    colored = code is not None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colored = code is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print(f"\x1b[{code}m{printable(text)}\x1b[0m" if colored else printable(text))
 
 

@@ -3,8 +3,8 @@
 Nothing here imports Triton until a kernel is asked for, so the package imports without it. A kernel's module imports
 Triton at its top: `from . import pointwise` inside a function, or `importlib`, is how the rest of seqfuse gets at it.
 
-A kernel module holds its kernels and the plain host functions that launch them; `tools/launches.py` has calls of these
-for every configuration that is compiled for GPUs that are not here.
+A module holds host functions, which are operators; their kernels stand there or in `_NAME_kernel.py`.
+`tools/launches.py` has calls of these functions for every configuration that is compiled for GPUs that are not here.
 """
 
 from __future__ import annotations

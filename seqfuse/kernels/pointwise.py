@@ -1,7 +1,6 @@
 # pyright: basic, reportGeneralTypeIssues=false
-# ruff: noqa: F401, F811, RUF005
-# Device functions are Triton's language: it has no types, and tuples in it are joined by +. Steps are imported from
-# here, too.
+# ruff: noqa: RUF005
+# Device functions are Triton's language: it has no types, and tuples in it are joined by +.
 """Chains of point-wise steps of any length in one kernel, in the direction of values or of gradients.
 
 A chain is data: a kind, device functions and numbers for each step, all fixed at compile time, beside a tuple of
@@ -46,7 +45,12 @@ from .chains import (
     scale,
     shift,
     store,
-)  # fmt: skip
+)
+
+__all__ = [
+    "Chain", "act", "add", "bias", "column_sum", "dact", "dgated", "dropout", "emit", "emit_gated", "gated", "parse",
+    "pointwise", "pointwise_of", "scale", "shift", "store",
+]  # fmt: skip
 
 _ACT = tl.constexpr(chains.ACT)
 _DACT = tl.constexpr(chains.DACT)

@@ -61,7 +61,8 @@ def from_torch(module: nn.Module, **attention: Any) -> Any:
     """
     taken = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Sequential, *_OPERATIONS)
     if type(module) not in taken:
-        raise TypeError(f"no layer here stands for {type(module).__name__}")
+        hint = "; sf.convert(model) runs it in place" if type(module) is nn.TransformerEncoder else ""
+        raise TypeError(f"no layer here stands for {type(module).__name__}{hint}")
     check_unaltered(module, _fresh(module))
     if attention and not any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
         raise ValueError(f"{type(module).__name__} has no attention that would take {', '.join(attention)}")

@@ -53,7 +53,7 @@ def _on_cpu(run: Callable[[], Any]) -> float:
 
 
 def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """Time between two events, while the device still sleeps: the CPU time of launches is no part of it."""
+    """Time between two events on the device, which sleeps until all is launched: the host's time is left out."""
     # In a model, what a step reads has been pushed out of the cache by other steps.
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
     cuda: Any = torch.cuda

@@ -53,7 +53,7 @@ class Numbers:
 
 
 def dropped(value: Number, keep: str, numbers: Numbers, P: Sequence[Any], lines: Lines) -> Number:
-    """An element after dropout, by its random word `keep`; `P` is from `_philox.threshold_and_scale`.
+    """An element after dropout, by its random word `keep`; `P` is from `_device.threshold_and_scale`.
 
     Where p is 1 the scale is 0 and the threshold, too: what is kept is multiplied by 0 as what is dropped.
     """

@@ -28,8 +28,8 @@ from .._heads import (
 from .call import CKernel, Decided, header, load, parts_of, rows_of, store
 from .chain import total
 
-# Of float32 angles of any size, as in `rope._sine_cosine`: reduced to a quarter turn in float64, where adding 1.5 2^52
-# rounds to a whole number and leaves it in the lowest bits, then polynomials of Cephes' `sinf`.
+# Of float32 angles of any size, as in `_rope_kernel._sine_cosine`: reduced to a quarter turn in float64, where adding
+# 1.5 2^52 rounds to a whole number and leaves it in the lowest bits, then polynomials of Cephes' `sinf`.
 _TURN = """
 INLINE void turn(float angle, float *sine, float *cosine) {
   double wide = angle, m = wide * 0.6366197723675814 + 6755399441055744.0, quarters = m - 6755399441055744.0;
