@@ -143,7 +143,8 @@ class FusedOperation:
                     cls._place(name[2:], name, lambda op: op.outputs)
             holding = {s.name for s in cls.slots if any(t.is_open or t.Saved.fields for t in s.types)}
             if plain and (missing := ", ".join(sorted((records & holding) - set(signature.extras)))):
-                raise definition_error(cls, f"bwd must take the Saved of every slot by keyword: {missing}", "def bwd")
+                fault = f"bwd must take by keyword the Saved of every slot that has fields: {missing}"
+                raise definition_error(cls, fault, "def bwd")
             cls.backward_signature = signature
 
     @classmethod

@@ -140,7 +140,7 @@ class Traffic(NamedTuple):
     flops: float = 0
 
 
-_METHODS = ("reference", "fwd", "bwd", "infer", "traffic", "example", "examples", "derivative_reference")
+_METHODS = ("reference", "fwd", "bwd", "infer", "traffic", "example", "examples", "own_record", "derivative_reference")
 
 
 def _unstated(name: str) -> Callable[..., Any]:

@@ -188,6 +188,9 @@ def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str
             taken[name] = tuple(check_arguments(operation, one, {name: each}).get(name, each) for each in value)
             continue
         choices = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+        if value is None and bool in choices and type(None) not in choices:  # a flag, as torch takes it
+            taken[name] = False
+            continue
         kind = next((one for one in choices if one in _KINDS and _is_one(value, one)), None)
         if kind is not None:
             if type(value) is not kind:

@@ -177,7 +177,7 @@ def test_a_circle_within_a_room_is_found(back: str, tmp_path: Path) -> None:
 
 
 ALLOWED = {
-    "ops/residual.py": "from ..run.sequential import Sequential\nfrom ..run import sequential",
+    "ops/channels.py": "from ..run.sequential import Sequential\nfrom ..run import sequential",
     "operation.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .env import Env",
     "fusions/pair.py": "from .. import ops\nfrom ..ops import Linear\nimport seqfuse.kernels.norm",
     "run/fuser.py": "from ..plan import match\nimport torch\ndef f():\n    from ..fusions import default",
@@ -191,7 +191,7 @@ REFUSED = {
     "run/sequential.py": "import importlib\nfusions = importlib.import_module('seqfuse.fusions')",
     "operation.py": "from .env import Env",
     "saved.py": "from seqfuse import Saved",
-    "ops/residual.py": "from ..plan.plan import Plan",
+    "ops/channels.py": "from ..plan.plan import Plan",
     "ops/linear.py": "try:\n    from .. import fusions\nexcept ImportError:\n    pass",
     "nn/block.py": "import importlib\nimportlib.import_module('..testing', __package__)",
     "testing/kit.py": "from ..integrations.fx import convert",

@@ -143,7 +143,6 @@ class ReLU(sf.Pointwise):
     native = True
     autocast = "same"
     value, derivative = device_functions("relu")
-
     reads = "output"
 
     def reference(self, x: Tensor) -> Tensor:
@@ -168,7 +167,6 @@ class Sigmoid(sf.Pointwise):
     native = True
     autocast = "same"
     value, derivative = device_functions("sigmoid")
-
     reads = "output"
 
     def reference(self, x: Tensor) -> Tensor:
@@ -232,7 +230,6 @@ class Tanh(sf.Pointwise):
     native = True
     autocast = "same"
     value, derivative = device_functions("tanh")
-
     reads = "output"
 
     def reference(self, x: Tensor) -> Tensor:

@@ -156,7 +156,6 @@ class LayerNorm(Norm):
     """
 
     centered = True
-
     native = True
 
     class Saved(sf.Saved):

@@ -220,7 +220,7 @@ def a_backward_that_takes_one_record() -> None:
         def bwd(self, dy: Tensor, saved: Any) -> Any: ...
 
 
-@bad("def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...", "the Saved of every slot by keyword: act")
+@bad("def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...", "by keyword the Saved of every slot that has fields: act")
 def a_backward_that_misses_a_record() -> None:
     class Fusion(sf.BackwardFusion):
         bias: ops.Bias

@@ -138,6 +138,11 @@ def test_numbers_of_another_library_become_numbers_of_python(made: Callable[[], 
     assert type(kept) is type(number)
 
 
+@pytest.mark.parametrize("made", [lambda: ops.Linear(4, 4, bias=None), lambda: ops.LayerNorm(4, bias=None)])
+def test_none_is_a_flag_that_is_off_as_in_torch(made: Callable[[], Any]):
+    assert "bias" not in made().state_dict()
+
+
 def test_compilers_take_what_was_made_with_a_number_of_numpy():
     model = sf.Sequential(ops.Linear(4, 4), ops.Dropout(np.float32(0.5)), ops.GeLU())
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)

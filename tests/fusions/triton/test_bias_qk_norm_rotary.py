@@ -45,14 +45,6 @@ def test_does_without_a_rotation(kind: str, names: tuple[str, ...], device: torc
     check_fusion(getattr(module, kind), seeded_randn((5, 32), 0).to(device), *made, dtypes=[torch.bfloat16])
 
 
-@pytest.mark.parametrize("names", [("bias", "norm", "rotary"), ("bias", "norm")], ids="-".join)
-def test_stores_nothing_in_inference(names: tuple[str, ...], device: torch.device):
-    made = [op.to(device) for op in operations(*names)]
-    x = seeded_randn((5, 32), 0).to(device)
-    fusion = module.BiasQKNormRotary if "rotary" in names else module.BiasQKNorm
-    check_fusion(fusion, x, *made, dtypes=[torch.bfloat16])
-
-
 @pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
 def test_takes_every_form_of_rotation(kind: str, device: torch.device):
     made = operations("norm", "rotary", size=6, style="interleaved", rotary_dim=4, base=100.0)

@@ -1,0 +1,73 @@
+"""Where nothing needs a gradient a forward fusion has its kernel store nothing beside y, and returns y alone."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqfuse import ops
+from seqfuse.fusions import BiasQKNorm, BiasQKNormRotary, LinearBiasActivation, MergedLinearGated, PointwiseChain, chain
+from seqfuse.testing import seeded_randn
+
+
+def heads(*names: str) -> dict[str, Any]:
+    rotary = ops.RotaryEmbedding(2, 1, style="half")
+    made = {"bias": ops.Bias(32), "norm": ops.QKNorm(8, 2, 1), "rotary": rotary}
+    return {name: made[name] for name in names}
+
+
+MERGED = ops.MergedLinear.of(nn.Linear(32, 8), nn.Linear(32, 8))
+CASES: dict[str, Any] = {
+    "chain": (PointwiseChain(first=ops.Bias(32), rest=(ops.GeLU(),)), {"seeds": (None, None)}),
+    "linear": (LinearBiasActivation(linear=ops.Linear(32, 8), bias=ops.Bias(8), act=ops.GeLU(), dropout=None), {}),
+    "gated": (LinearBiasActivation(linear=ops.Linear(32, 8), bias=None, act=ops.SwiGLU(), dropout=None), {}),
+    "merged": (MergedLinearGated(linear=MERGED, act=ops.SwiGLU(), dropout=None), {}),
+    "norm": (BiasQKNorm(**heads("bias", "norm")), {}),
+    "rotary": (BiasQKNormRotary(**heads("bias", "norm", "rotary")), {}),
+}
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of a kernel was to store something beside y."""
+    found: list[bool] = []
+
+    def seen(run: Any, *args: Any, **given: Any) -> Any:
+        found.append(any(given.get(asked) for asked in ("store_pre", "store_act", "store")))
+        return run(*args, **given)
+
+    for module, name in (("gemm", "linear"), ("gemm", "linear_gated"), ("rope", "rope_fwd")):
+        kernels = importlib.import_module(f"seqfuse.kernels.{module}")
+        monkeypatch.setattr(kernels, name, functools.partial(seen, getattr(kernels, name)))
+    steps = chain._forward_steps
+
+    def watched(*args: Any) -> Any:
+        made = steps(*args)
+        found.append(("store",) in made[0])
+        return made
+
+    monkeypatch.setattr(chain, "_forward_steps", watched)
+    return found
+
+
+@pytest.mark.parametrize(("fusion", "given"), CASES.values(), ids=CASES)
+def test_nothing_is_stored_where_nothing_is_needed(
+    fusion: Any, given: dict[str, Any], stored: list[bool], device: torch.device
+) -> None:
+    for operation in fusion.operations():
+        operation.to(device)
+    x = seeded_randn((5, 32), 0).to(device)
+    with torch.no_grad():
+        y, _ = fusion.fwd(x, **given, needs=frozenset({"x"}))
+        assert any(stored)
+        stored.clear()
+        alone = fusion.fwd(x, **given, needs=frozenset())
+    assert stored
+    assert not any(stored)
+    assert isinstance(alone, Tensor)
+    torch.testing.assert_close(alone, y)
