@@ -18,7 +18,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=120.0, help="seconds for one row")
     parser.add_argument("--seconds", type=float, default=0.2, help="of samples, for each contender of a row")
     parser.add_argument("--only", default="", help="a regular expression that a row's key contains")
+    parser.add_argument("--without", help="a regular expression of contenders that are left out")
     parser.add_argument("--out", type=Path, help="the file of results")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the file has")
     parser.add_argument("--check", action="store_true", help="check every row, time none")
@@ -107,8 +108,13 @@ def chosen(arguments: argparse.Namespace) -> list[Any]:
     sizes = tiny(getattr(torch, arguments.dtype)) if arguments.tiny else real()
     if arguments.on_gpu:
         sizes = dataclasses.replace(sizes, device=real().device)
-    found = rows.cases(sizes)
-    return [case for case in found if re.search(arguments.only, case.key)]
+    found = [case for case in rows.cases(sizes) if re.search(arguments.only, case.key)]
+    return [dataclasses.replace(case, contenders=left(case.contenders, arguments.without)) for case in found]
+
+
+def left(contenders: Mapping[str, Any], without: str | None) -> dict[str, Any]:
+    """Those that were not left out."""
+    return {name: c for name, c in contenders.items() if without is None or not re.search(without, name)}
 
 
 def work(arguments: argparse.Namespace, out: Path, until: float) -> int:

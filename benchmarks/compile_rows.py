@@ -27,20 +27,20 @@ from tools.compiled import Compiled, compile_one
 ROOMS = (norms, pointwise, products, attention, small)
 
 
-def launches(only: str) -> Iterator[tuple[str, Launch]]:
-    """Of rows of one kernel, then of whole layers."""
-    real = dataclasses.replace(sizes.real(), device=torch.device("cpu"))
+def launches(only: str, real: sizes.Sizes | None = None) -> Iterator[tuple[str, Launch]]:
+    """Of rows of one kernel, then of whole layers; of all sizes, or of some."""
+    here = dataclasses.replace(real or sizes.real(), device=torch.device("cpu"))
     for room in ROOMS:
-        for case in sorted(room.cases(real), key=lambda case: case.priority):
+        for case in sorted(room.cases(here), key=lambda case: case.priority):
             if case.group != "host" and re.search(only, case.key):
                 yield from ((case.key, launch) for launch in of_row(case))
-    for model in real.models:
+    for model in here.models:
         spec = blocks.spec_of(model, blocks.P)
-        for tokens in real.tokens:
+        for tokens in here.tokens:
             key = f"layer: {model.name} {tokens}"
             if re.search(only, key):
-                layer = plain.fused("layer", spec, dtype=real.dtype)
-                x = torch.empty(max(1, tokens // 2048), min(tokens, 2048), model.H, dtype=real.dtype)
+                layer = plain.fused("layer", spec, dtype=here.dtype)
+                x = torch.empty(max(1, tokens // 2048), min(tokens, 2048), model.H, dtype=here.dtype)
                 yield from ((key, launch) for launch in of_block(layer, x))
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -53,11 +54,12 @@ SANITIZED = ("norm backward", "dgrad", "dact", "cross-entropy", "decode")
 
 @dataclasses.dataclass
 class Call:
-    """One call: where its results go, when it has to be over, and what is planted."""
+    """One call: where its results go, when it has to be over, what is planted, and which of its stages are wanted."""
 
     out: Path
     until: float
     rehearsal: bool
+    only: str = ""
     done: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def left(self, share: float = 1.0) -> float:
@@ -66,6 +68,8 @@ class Call:
 
     def stage(self, name: str, work: Callable[[], Any]) -> None:
         """Do it, whatever came of those before it; what it says is in the summary."""
+        if not re.search(self.only, name):
+            return
         began = time.time()
         print(f"== {name}, {self.left():.0f} s left", flush=True)
         try:
@@ -259,6 +263,7 @@ def main() -> int:
     parser.add_argument("calls", nargs="*", choices=[*CALLS, []], help="which of them; all by default")
     parser.add_argument("--limit", type=float, help="seconds for each call")
     parser.add_argument("--rehearse", action="store_true", help="here, tiny, interpreted, with planted failures")
+    parser.add_argument("--stages", default="", help="a regular expression of the stages that are wanted")
     arguments = parser.parse_args()
     bad = 0
     for name in arguments.calls or CALLS:
@@ -268,7 +273,7 @@ def main() -> int:
         )
         out.mkdir(parents=True, exist_ok=True)
         os.environ["OUT"], before = str(out), os.environ.get("OUT")
-        call = Call(out, time.time() + (arguments.limit or seconds), arguments.rehearse)
+        call = Call(out, time.time() + (arguments.limit or seconds), arguments.rehearse, arguments.stages)
         if name != "1" and not arguments.rehearse:
             call.run(python("warm_cache.py", "unpack"), 60, "unpack.log")
         work(call)

@@ -31,8 +31,8 @@ WARMERS = 12
 """Processes that compile at a time: one kernel takes 3-10 s, and there are six for each form."""
 
 
-def contenders(form: str, m: int, n: int, k: int, tiny: bool) -> dict[str, Callable[[], Any]]:
-    """By name, calls whose first result is the same."""
+def contenders(form: str, m: int, n: int, k: int, tiny: bool, device: str = "cuda") -> dict[str, Callable[[], Any]]:
+    """By name, calls whose first result is the same; tiny ones are on a CPU."""
     import torch
     import torch.nn.functional as F
     from torch import Tensor
@@ -42,7 +42,7 @@ def contenders(form: str, m: int, n: int, k: int, tiny: bool) -> dict[str, Calla
     from seqfuse.kernels._gemm_kernel import Tile, tiles, weight_of
     from seqfuse.kernels.activations import ACTIVATIONS
 
-    dtype, device = (torch.float32, "cpu") if tiny else (torch.bfloat16, "cuda")
+    dtype, device = (torch.float32, "cpu") if tiny else (torch.bfloat16, device)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)

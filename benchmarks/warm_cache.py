@@ -11,12 +11,18 @@ path of its cache in the files, so it is the same on both sides; where its versi
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
+import sysconfig
 import tarfile
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -30,7 +36,7 @@ from record import ROOT
 
 FOLDER = Path("/tmp/seqfuse-warm-cache")
 PACK = ROOT / "benchmarks" / "warm_cache.tar.xz"
-PACKED = (".cubin", ".json")
+PACKED = (".cubin", ".json", ".so")
 TINY = ("bfloat16", "float16", "float32")
 
 
@@ -44,6 +50,7 @@ def key() -> dict[str, str]:
 
 def fill(only: str, budget: float) -> tuple[int, int]:
     """Compile what rows launch; how many kernels, and how many failed, what the budget cut off being one of these."""
+    import gemm_tiles
     from compile_rows import launches
     from gpu import rows, sizes
 
@@ -51,8 +58,10 @@ def fill(only: str, budget: float) -> tuple[int, int]:
     from tools.stub_driver import stub_driver
 
     until, failed, seen = time.time() + budget, 0, set[str]()
-    with stub_driver(checks=False) as stub:
-        for key, launch in launches(only):
+    with stub_driver(checks=False) as stub, tempfile.TemporaryDirectory() as folder:
+        stub.launcher = functools.partial(launcher, _libcuda(Path(folder)))
+        others = (launches(only, sizes.few(dtype)) for dtype in (torch.float32, torch.float16))
+        for key, launch in itertools.chain(launches(only), *others):
             if time.time() > until:
                 print(f"{key}: the budget was over; neither its kernels nor those of later rows are packed", flush=True)
                 return len(stub.compiled), failed + 1
@@ -63,7 +72,8 @@ def fill(only: str, budget: float) -> tuple[int, int]:
             try:
                 options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
                 options |= {name: keyed(value) for name, value in launch.constexprs.items()}
-                launch.kernel.run(*_stand_ins(launch.args), grid=(launch.grid,), warmup=True, **options)
+                made = launch.kernel.run(*_stand_ins(launch.args), grid=(launch.grid,), warmup=True, **options)
+                stub.launcher(made.src, made.metadata)
             except Exception as error:
                 failed += 1
                 print(f"{key}: {launch.kernel.__name__}: {type(error).__name__}: {error}", flush=True)
@@ -79,7 +89,41 @@ def fill(only: str, budget: float) -> tuple[int, int]:
                 except Exception as error:
                     failed += 1
                     print(f"{case.key} {dtype}: {type(error).__name__}: {error}", flush=True)
+        if not only:
+            for form in gemm_tiles.FORMS:
+                for name, call in gemm_tiles.contenders(form, *gemm_tiles.SMALL, tiny=False, device="cpu").items():
+                    if not name.startswith("cublas"):
+                        call()
         return len(stub.compiled), failed
+
+
+def launcher(libcuda: Path, source: Any, metadata: Any) -> None:
+    """Compile what launches a kernel, which Triton 3.6 writes in C for each signature: a second of gcc."""
+    from triton.backends.nvidia import driver
+    from triton.runtime import build, cache
+
+    if not hasattr(driver, "make_launcher"):
+        return
+    text = driver.make_launcher(source.constants, source.signature, getattr(metadata, "tensordesc_meta", None))
+    kept = cache.get_cache_manager(hashlib.sha256((text + build.platform_key()).encode()).hexdigest())
+    name = f"__triton_launcher{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if kept.get_file(name) is not None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "main.c")
+        path.write_text(text)
+        places = [driver.libdevice_dir, str(libcuda)]
+        built = build._build("__triton_launcher", str(path), folder, places, driver.include_dirs, driver.libraries, [])
+        kept.put(Path(built).read_bytes(), name, binary=True)
+
+
+def _libcuda(folder: Path) -> Path:
+    """A folder with an empty library in the place of the driver's, which is not here to be linked with."""
+    source = folder / "empty.c"
+    source.write_text("")
+    command = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1"), str(source)]
+    subprocess.run(command, check=True)
+    return folder
 
 
 def _stand_ins(args: tuple[Any, ...]) -> list[Any]:
@@ -105,8 +149,9 @@ def _classes(args: tuple[Any, ...]) -> Any:
     return of(args)
 
 
-def pack(only: str, budget: float) -> int:
-    shutil.rmtree(FOLDER, ignore_errors=True)
+def pack(only: str, budget: float, more: bool) -> int:
+    if not more:
+        shutil.rmtree(FOLDER, ignore_errors=True)
     os.environ["TRITON_CACHE_DIR"] = str(FOLDER)
     count, failed = fill(only, budget)
     files = [file for file in sorted(FOLDER.rglob("*")) if file.suffix in PACKED]
@@ -142,8 +187,9 @@ def main() -> int:
     parser.add_argument("what", choices=["pack", "unpack"])
     parser.add_argument("--only", default="", help="a regular expression that a row's key contains")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds to compile in")
+    parser.add_argument("--more", action="store_true", help="keep what was compiled before")
     arguments = parser.parse_args()
-    return pack(arguments.only, arguments.budget) if arguments.what == "pack" else unpack()
+    return pack(arguments.only, arguments.budget, arguments.more) if arguments.what == "pack" else unpack()
 
 
 if __name__ == "__main__":

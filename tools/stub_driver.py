@@ -39,12 +39,14 @@ class Stub:
         launched: names of kernels, in the order of their launches.
         compiled: names of kernels that were compiled, and not found in Triton's cache.
         loaded: names of kernels that were loaded.
+        launcher: what a kernel's launcher is made of, its source and metadata, is given to this function.
         capturing: whether a CUDA graph is said to be captured.
     """
 
     launched: list[str] = dataclasses.field(default_factory=list)
     compiled: list[str] = dataclasses.field(default_factory=list)
     loaded: list[str] = dataclasses.field(default_factory=list)
+    launcher: Callable[[Any, Any], None] = lambda source, metadata: None
     capturing: bool = False
 
 
@@ -230,6 +232,7 @@ def _launcher(stub: Stub, checks: bool) -> Any:
         """Triton's own launcher, up to the function that calls the driver."""
 
         def __init__(self, source: Any, metadata: Any) -> None:
+            stub.launcher(source, metadata)
             self.num_ctas = metadata.num_ctas
             self.global_scratch_size = metadata.global_scratch_size
             self.global_scratch_align = metadata.global_scratch_align

@@ -100,6 +100,21 @@ def real() -> Sizes:
     )
 
 
+def few(dtype: torch.dtype) -> Sizes:
+    """Shapes that differ in kind, of the main models, in any dtype."""
+    return dataclasses.replace(
+        real(),
+        dtype=dtype,
+        compile_modes=(),
+        norms=((4096, 8192), (4099, 1024)),
+        more_norms=((1024, 65536), (2048, 1000), (512, 7777)),
+        models=tuple(model for model in MODELS if model.name in MAIN),
+        tokens=(2048,),
+        decodes=((16, 8192), (1, 32768), (64, 129)),
+        layers=2,
+    )
+
+
 def tiny(dtype: torch.dtype = torch.float32) -> Sizes:
     """Every row, small enough for Triton's interpreter on a CPU."""
     return Sizes(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from gpu import rows
 from gpu.case import Case, by_the_rule, reds
-from gpu.sizes import MAIN, real, tiny
+from gpu.sizes import few, tiny
 
 HERE = torch.cuda.is_available()
 DTYPES = (torch.bfloat16, torch.float32, torch.float16) if HERE else (torch.bfloat16, torch.float32)
@@ -18,19 +16,7 @@ def cases(dtype: torch.dtype) -> list[Case]:
     """On a GPU those of two models and of shapes that differ in kind."""
     if not HERE:
         return rows.cases(tiny(dtype))
-    sizes = real()
-    few = dataclasses.replace(
-        sizes,
-        dtype=dtype,
-        compile_modes=(),
-        norms=((4096, 8192), (4099, 1024)),
-        more_norms=((1024, 65536), (2048, 1000), (512, 7777)),
-        models=tuple(m for m in sizes.models if m.name in MAIN),
-        tokens=(2048,),
-        decodes=((16, 8192), (1, 32768), (64, 129)),
-        layers=2,
-    )
-    return [case for case in rows.cases(few) if "tuned" not in case.group and "optimizer" not in case.group]
+    return [case for case in rows.cases(few(dtype)) if "tuned" not in case.group and "optimizer" not in case.group]
 
 
 def later(case: Case, number: int) -> bool:
