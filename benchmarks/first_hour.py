@@ -92,7 +92,12 @@ class Call:
 def environment(rehearsal: bool) -> dict[str, str]:
     """Of every process: kernels that came packed are found."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # peers may be in a folder of their own
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
+    found = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     found |= {"SEQFUSE_TUNE": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     if warm_cache.PACK.exists() and not rehearsal:
         found["TRITON_CACHE_DIR"] = str(warm_cache.FOLDER)
