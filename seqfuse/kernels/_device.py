@@ -17,11 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import cdiv, launch, next_power_of_2
+from ._launch import INTERPRETED, cdiv, launch, next_power_of_2
 from .activations import tanh
 
+_LN_2 = tl.constexpr(math.log(2))
 _HALF_LN_2 = tl.constexpr(math.log(2) / 2)
-_BLOCK_N = 64
+_LOG2_E = tl.constexpr(1.4426950216293335)  # in float32, and what it is short of
+_LOG2_E_LOW = tl.constexpr(1.92596298909109e-08)
+_BLOCK_R, _BLOCK_N = 64, 64
+# The interpreter reduces by any other function than its own element by element.
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 def threshold_and_scale(p: float, upscale: bool = True) -> tuple[int, float, bool]:
@@ -95,8 +100,38 @@ def rstd_of(squares, count, EPS: tl.constexpr):
 
 
 @triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def two_sums(a, b):
+    """The sums of two tiles along their rows, in one reduction: warps wait for one another once."""
+    if _INTERPRETED:
+        return tl.sum(a, 1), tl.sum(b, 1)
+    else:
+        return tl.reduce((a, b), 1, _both)
+
+
+@triton.jit
 def _corrected(value, short):
     return value + tl.where(short == short, short, 0.0)  # where the value is 0 or infinite, it is NaN
+
+
+@triton.jit
+def exponential(x, FULL: tl.constexpr):
+    """e^x, of float32 to 2 units in the last place if FULL.
+
+    As it is compiled, x is multiplied by log2(e) in float32: e^-12 is off by one unit, the same for all such numbers,
+    which the error bound takes for a bias. What the product is short of comes back as a factor.
+    """
+    if not FULL or x.dtype == tl.float64:
+        return tl.exp(x)
+    else:
+        t = x * _LOG2_E
+        short = tl.fma(x, _LOG2_E, -t) + x * _LOG2_E_LOW
+        short = tl.where(tl.abs(x) < 1000.0, short, 0.0)  # of infinity it is NaN
+        return tl.exp2(t) * (1.0 + short * _LN_2)
 
 
 @triton.jit
@@ -158,7 +193,7 @@ def column_sums(partials: Tensor, columns: int, *outs: Tensor) -> None:
         (partials, outs, rows, columns, partials.stride(0)),
         {
             "PARTS": tuple(out.numel() // columns for out in outs),
-            "BLOCK_R": min(64, next_power_of_2(rows)),
+            "BLOCK_R": min(_BLOCK_R, next_power_of_2(rows)),
             "BLOCK_N": _BLOCK_N,
         },
     )

@@ -105,7 +105,7 @@ def frequencies_of(rotation: Rotation | None, device: torch.device) -> Tensor | 
         # That they are made once is no part of a call that is recorded, to be done again.
         with contextlib.nullcontext() if faking() else _disable_current_modes():
             powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
-            found = rotation.base ** powers.float()
+            found = (rotation.base**powers).float()
         on_gpu = device.type == "cuda"
         # A graph under capture owns what it makes, and a tensor that is none has no memory.
         if type(found) is Tensor and not (on_gpu and torch.cuda.is_current_stream_capturing()):

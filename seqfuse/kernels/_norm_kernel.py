@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._device import dropped, rstd_of
+from ._device import dropped, rstd_of, two_sums
 from .activations import apply, gradient, is_half
 
 
@@ -39,11 +39,13 @@ def _moments(z, mask, count, CENTERED: tl.constexpr):
     if CENTERED:
         mean = tl.sum(z, 1) / count
         d = tl.where(mask, z - mean[:, None], 0.0)
-        # What rounding left in the mean is taken out again: of a constant row it is all there is.
-        rest = tl.sum(d, 1) / count
-        mean += rest
+        # What rounding left in the mean is taken out again: of a constant row it is all there is. Where numbers are
+        # further from the mean than that is from 0, it is less than what their differences are rounded by.
+        rest, squares = two_sums(d, d * d)
+        rest = rest / count
         left = rest * rest * count
-        squares = tl.sum(d * d, 1) - tl.where(left == float("inf"), 0.0, left)
+        squares -= tl.where(left == float("inf"), 0.0, left)
+        mean += tl.where(mean * mean * count < squares, 0.0, rest)
     else:
         mean = tl.zeros((z.shape[0],), z.dtype)
         squares = tl.sum(z * z, 1)
@@ -160,6 +162,16 @@ def _gradients(
 
 
 @triton.jit
+def _sums(a, b, CENTERED: tl.constexpr):
+    """The sums along rows; of the second tile only LayerNorm has one."""
+    if CENTERED:
+        return two_sums(a, b)
+    else:
+        total = tl.sum(a, 1)
+        return total, tl.zeros_like(total)
+
+
+@triton.jit
 def _spread(
     g, xhat, by_xhat, plain, rstd, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
     CENTERED: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
@@ -210,8 +222,9 @@ def _norm_bwd_kernel(
                 dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
                 CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
             )  # fmt: skip
-            by_xhat = tl.sum(g * xhat, 1) / N.to(COMPUTE)
-            plain = tl.sum(g, 1) / N.to(COMPUTE)
+            by_xhat, plain = _sums(g * xhat, g, CENTERED)
+            by_xhat = by_xhat / N.to(COMPUTE)
+            plain = plain / N.to(COMPUTE)
             out = _spread(
                 g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, N * 0, cols, mask, dstream_stride, N,
                 CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
@@ -233,8 +246,9 @@ def _norm_bwd_kernel(
                     dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
                     CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
                 )  # fmt: skip
-                by_xhat += tl.sum(g * xhat, 1)
-                plain += tl.sum(g, 1)
+                one, other = _sums(g * xhat, g, CENTERED)
+                by_xhat += one
+                plain += other
             by_xhat = by_xhat / N.to(COMPUTE)
             plain = plain / N.to(COMPUTE)
             for chunk in tl.range(0, CHUNKS):

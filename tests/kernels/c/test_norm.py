@@ -260,7 +260,7 @@ MUTANTS: dict[str, tuple[str, str, str, tuple[int, ...], int, str]] = {
     "no tail in the variance": ("sum += one * one;", "", "layernorm", (5,), 27, "normal"),
     "no tail in the square": ("part += own[c] * own[c];", "", "rmsnorm", (5,), 27, "normal"),
     "a vector left out of the square": ("f += AT", "f = AT", "rmsnorm", (5,), 96, "normal"),
-    "rounding left in the mean": ("*mean = m + rest;", "*mean = m;", "layernorm", (5,), 1000, "constant_rows"),
+    "rounding left in the mean": ("? m : m + rest;", "? m : m;", "layernorm", (5,), 1000, "constant_rows"),
     "spans around their own means": ("its + delta * delta", "its + 0 * delta", "layernorm", (3,), 4600, "offset"),
     "mean of the first span": ("joined += delta * part;", "", "layernorm", (3,), 4600, "normal"),
     "zero-centered gain": (" + (1.0f)", " + (0.0f)", "rmsnorm_zero_centered", (5,), 24, "normal"),
