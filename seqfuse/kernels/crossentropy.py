@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ._device import exponential
 from ._launch import architecture, launch, next_power_of_2, register_limit, stops
 from ._operators import operator
-from ._device import exponential
 from .activations import is_half, tanh
 from .c import crossentropy as c_crossentropy
 from .c.crossentropy import check

@@ -4,7 +4,6 @@
 
 A key head's cache is split among programs, each of which sees it for all query heads that share it, so it is read
 once. Splits are of equal size by the length of the sequence, which the device alone knows; a second kernel merges them.
-Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import bend
-from ._launch import architecture, cdiv, interpreted, launch, next_power_of_2, processors, register_limit, stops
+from ._launch import architecture, cdiv, family, interpreted, launch, next_power_of_2, processors, register_limit, stops
 from ._operators import inner_contiguous, operator
 
 MAX_HEAD = 256
 """The widest head."""
 MAX_SPLITS = 32
 _LOG2_E = 1.4426950408889634
+_LONG = 128  # rows of a block, with which a processor of an H200 is busy by one program
 
 
 @triton.jit
@@ -226,9 +226,11 @@ def decode_attention(
     if rows == 0:
         return y.zero_()
     group = heads // kv_heads
-    block_n = _block_n(size, q.dtype, k_scale is not None)
+    of = family(architecture(q.device))
+    block_n = _block_n(size, q.dtype, k_scale is not None, of)
     seen = rows if window is None else min(rows, window)
-    splits = splits_of(batch * kv_heads, seen, block_n, processors(q.device))
+    # As many programs as a processor has room for.
+    splits = splits_of(batch * kv_heads, seen, block_n, processors(q.device) * (1 if block_n == _LONG else 2))
     partials = sums = None
     if splits > 1:
         partials = torch.empty(batch * heads * splits * size, dtype=torch.float32, device=q.device)
@@ -300,16 +302,21 @@ def cache_write(
     )  # fmt: skip
 
 
-def splits_of(key_heads: int, rows: int, block_n: int, processors: int) -> int:
-    """Programs per key head: two for each processor altogether, none with less than a block, and at most 32."""
-    return max(1, min(MAX_SPLITS, cdiv(rows, block_n), cdiv(2 * processors, max(1, key_heads))))
+def splits_of(key_heads: int, rows: int, block_n: int, programs: int) -> int:
+    """Programs per key head: `programs` for all of them together, none with less than a block, and at most 32.
+
+    A second kernel puts splits together, which takes an H200 2 to 4 us.
+    """
+    return max(1, min(MAX_SPLITS, cdiv(rows, block_n), programs // max(1, key_heads)))
 
 
-def _block_n(size: int, dtype: torch.dtype, int8: bool) -> int:
+def _block_n(size: int, dtype: torch.dtype, int8: bool, of: str) -> int:
     # Numbers that were int8 are converted in registers, and a product of float32 is made of nothing else.
     if dtype is torch.float32:
         return 16
-    return 64 if next_power_of_2(size) <= 128 and not int8 else 32
+    if next_power_of_2(size) > 128 or int8:
+        return 32
+    return _LONG if of == "sm_90" else 64
 
 
 def _block_g(group: int, dtype: torch.dtype) -> int:

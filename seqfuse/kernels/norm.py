@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import column_sums, threshold_and_scale
-from ._launch import architecture, cdiv, launch, next_power_of_2, processors, register_limit, stops
+from ._launch import architecture, cdiv, family, launch, next_power_of_2, processors, register_limit, stops
 from ._norm_kernel import _norm_bwd_kernel, _norm_fwd_kernel, _norm_sums_kernel
 from ._operators import as_rows, bound, columns_of, operator
 from .activations import Activation, is_composed
@@ -28,7 +28,8 @@ from .c import norm as c_norm
 class RowTile:
     """A launch: rows and columns at a time, chunks of a row, warps, stages of the pipeline.
 
-    A persistent grid has `per_processor` programs for each processor; `registers` as in `register_limit`.
+    A persistent grid has `per_processor` programs for each processor; `registers` as in `register_limit`; `sums` is
+    whether there is room in registers for a program's part of the sums over rows.
     """
 
     m: int
@@ -38,6 +39,7 @@ class RowTile:
     stages: int = 1
     per_processor: int = 1
     registers: int | None = None
+    sums: bool = True
 
 
 def forward_tile(columns: int, itemsize: int) -> RowTile:
@@ -51,6 +53,19 @@ def forward_tile(columns: int, itemsize: int) -> RowTile:
     m = max(1, (1024 if columns % 16 else 2048) // chunk)
     warps, limited = max(4, min(16, m * chunk // 512)), chunk < n and columns % 16 == 0 and itemsize < 8
     return RowTile(m, chunk, cdiv(columns, chunk), warps, registers=128 if limited else None)
+
+
+def plain_forward_tile(columns: int, centered: bool) -> RowTile | None:
+    """On Hopper, of aligned rows of 16 bits with nothing around the norm; `None` where a row is longer than 32,768.
+
+    32 numbers per thread, so that a row has few warps to wait for. On an H200, of rows of 1,024 to 32,768 columns, a
+    LayerNorm takes 0.75 to 0.94 of the time that it takes by `forward_tile`, an RMSNorm 0.72 to 1.
+    """
+    n = next_power_of_2(columns)
+    if n > 32768:
+        return None
+    m = 2 if centered and n == 16384 else max(1, 2048 // n)
+    return RowTile(m, n, 1, max(2, min(16, m * n // 1024)))
 
 
 def backward_tile(columns: int, itemsize: int, heavy: bool) -> RowTile:
@@ -77,10 +92,30 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> RowTile:
     return RowTile(m, chunk, parts, warps, stages, max(1, min(8, 8192 // columns)), 128 if limited else None)
 
 
+def plain_backward_tile(columns: int) -> RowTile:
+    """On Hopper, of aligned rows of 16 bits with nothing around the norm but the gradient of the stream.
+
+    Of up to 8,192 columns a processor has 16 warps, each of which has 512 numbers of a row, and two rows on their way.
+    On an H200 that takes 0.49 to 0.77 of the time that it takes by `backward_tile`. Longer rows stay in registers, up
+    to 16,384 columns, without the sums over rows, which are made in a pass of their own.
+    """
+    n = next_power_of_2(columns)
+    if n > 8192:
+        chunk = min(n, 16384)
+        return RowTile(1, chunk, cdiv(columns, chunk), 32, sums=False)
+    size = 2048 if n <= 1024 else 4096 if n == 2048 else 8192
+    return RowTile(size // n, n, 1, size // 512, 3, 8192 // size)
+
+
 def sums_tile(itemsize: int, act: Any = None) -> RowTile:
     """16 bytes per thread and tensor, half as many behind several activations, which need registers."""
     rows = 16 // itemsize // (2 if act is not None and is_composed(act) else 1)
     return RowTile(max(1, rows), 128, 1, 4, 1 if itemsize == 8 else 2)
+
+
+def _measured(columns: int, x: Tensor, arch: str) -> bool:
+    """Whether rows are such as tiles were measured for."""
+    return columns % 16 == 0 and x.element_size() == 2 and family(arch) == "sm_90"
 
 
 def _compute(x: Tensor) -> tuple[torch.dtype, Any]:
@@ -169,7 +204,11 @@ def norm_fwd(
         return Normed(y, stream, mean, rstd)
     source, other = as_rows("x", x, N), _same("residual", residual, x)
     M = source.shape[0]
-    tile = forward_tile(N, x.element_size())
+    arch = architecture(x.device)
+    measured = None
+    if act is None and not prologue and _measured(N, x, arch):
+        measured = plain_forward_tile(N, centered)
+    tile = forward_tile(N, x.element_size()) if measured is None else measured
     launch(
         _norm_fwd_kernel,
         cdiv(M, tile.m),
@@ -184,7 +223,7 @@ def norm_fwd(
             "GROUPED": N % 4 == 0, "COMPUTE": triton_compute,
         },
         tile.num_warps,
-        **register_limit(tile.registers, architecture(x.device)),
+        **register_limit(tile.registers, arch),
     )  # fmt: skip
     return Normed(y, stream, mean, rstd)
 
@@ -256,8 +295,10 @@ def norm_bwd(
             total.zero_()
         return results
     compute, triton_compute = _compute(x)
-    tile = backward_tile(N, x.element_size(), act is not None or seed is not None)
-    wide = tile.chunks > 1
+    heavy = act is not None or seed is not None
+    plain = not heavy and branch is None and dpre_bias is None and _measured(N, x, architecture(device))
+    tile = plain_backward_tile(N) if plain else backward_tile(N, x.element_size(), heavy)
+    wide = tile.chunks > 1 or not tile.sums
     if wide and dpre_bias is not None and branch is None:
         # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
         branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=device)

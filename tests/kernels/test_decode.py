@@ -109,17 +109,18 @@ def test_is_its_math(how: str, dtype: torch.dtype, int8: bool, monkeypatch: pyte
 @pytest.mark.parametrize("processors", [1, 4, 1000])
 def test_the_number_of_splits_is_of_no_consequence(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "processors", lambda device: processors)
-    monkeypatch.setattr(decode, "_block_n", lambda size, dtype, int8: 16)
+    monkeypatch.setattr(decode, "_block_n", lambda *_: 16)
     tensors = forget(drawn(6, 2, 16, torch.float32))
     for how in ("plain", "window"):
         torch.testing.assert_close(decode.decode_attention(**tensors, **HOW[how]), truth(**tensors, **HOW[how]).float())
 
 
 def test_splits_follow_heads_rows_and_processors() -> None:
-    assert decode.splits_of(8, 32768, 64, 132) == 32
-    assert decode.splits_of(64, 32768, 64, 132) == 5
-    assert decode.splits_of(1024, 32768, 64, 132) == 1
-    assert decode.splits_of(8, 100, 64, 132) == 2
+    assert decode.splits_of(8, 32768, 64, 264) == 32
+    assert decode.splits_of(64, 32768, 64, 264) == 4
+    assert decode.splits_of(128, 32768, 128, 132) == 1
+    assert decode.splits_of(1024, 32768, 64, 264) == 1
+    assert decode.splits_of(8, 100, 64, 264) == 2
 
 
 @pytest.mark.parametrize("regime", REGIMES)

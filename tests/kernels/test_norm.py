@@ -247,6 +247,37 @@ def test_rows_too_wide_for_registers_go_in_chunks(
         check(CASES[name], drawn(CASES[name], (rows,), width, dtype, "offset" if width == 96 else "normal"))
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("sums", [True, False], ids=["with their sums", "sums apart"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "layernorm_around"])
+def test_tiles_that_were_measured_give_the_same(
+    name: str, dtype: torch.dtype, sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tile(columns: int) -> norm.RowTile:
+        return norm.RowTile(2, norm.next_power_of_2(columns), 1, 4, 3, 2, sums=sums)
+
+    monkeypatch.setattr(norm, "processors", lambda device: 1)
+    monkeypatch.setattr(norm, "_measured", lambda columns, x, arch: True)
+    monkeypatch.setattr(norm, "plain_backward_tile", tile)
+    for rows, width in ((9, 48), (70, 33)):
+        check(CASES[name], drawn(CASES[name], (rows,), width, dtype, "normal"))
+
+
+@pytest.mark.triton
+def test_tiles_that_were_measured_hold_their_rows() -> None:
+    for columns in (16, 48, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536):
+        n = norm.next_power_of_2(columns)
+        for centered in (True, False):
+            tile = norm.plain_forward_tile(columns, centered)
+            assert (tile is None) == (n > 32768)
+            assert tile is None or (tile.n, tile.chunks) == (n, 1)
+        tile = norm.plain_backward_tile(columns)
+        assert tile.n * tile.chunks >= columns > tile.n * (tile.chunks - 1)
+        assert tile.sums == (n <= 8192)
+        assert tile.num_warps * tile.per_processor <= 32
+
+
 def test_the_widest_row_is_normalized() -> None:
     case = dataclasses.replace(CASES["layernorm"], affine=False)
     tensors = drawn(case, (1,), _operators.MAX_COLUMNS, torch.float32)
