@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import bend, exponential, keep_mask, masked
+from ._device import bend, inverse, keep_mask, masked
 from ._launch import family, next_power_of_2
-from .activations import is_half, tanh_derivative
+from .activations import tanh_derivative
 
 _LN_2 = tl.constexpr(math.log(2))
 
@@ -132,11 +132,11 @@ def _keep(
 def _exp(x, BASE_2: tl.constexpr):
     if BASE_2:
         return tl.exp2(x)
-    return exponential(x, True)
+    return tl.exp(x)
 
 
 @triton.jit
-def _weights(scores, sums, ADDED: tl.constexpr, FULL: tl.constexpr):
+def _weights(scores, sums, ADDED: tl.constexpr):
     """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents.
 
     Where a mask is added, they add up to one only once they are divided by their sum: beside a large number that all
@@ -146,7 +146,7 @@ def _weights(scores, sums, ADDED: tl.constexpr, FULL: tl.constexpr):
     if ADDED:
         # A score that another order of summation made may be above the greatest.
         t = tl.minimum(t, 0.0)
-    return exponential(t, FULL)
+    return tl.exp(t)
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def _attention_fwd_kernel(
         acc = _dot(weights.to(value.dtype), value, acc, PRECISION, INTERPRET)
         most = larger
     blind = total == 0.0
-    whole = acc / tl.where(blind, 1.0, total)[:, None]
+    whole = acc * inverse(tl.where(blind, 1.0, total))[:, None]
     stride = tl.cast(heads, tl.int64) * D
     _store(y + (batch * rows * heads + member) * D, whole, block, stride, rows, D, BLOCK_M, BLOCK_D)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -255,7 +255,7 @@ def _attention_dq_kernel(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
             SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
-        weights = _weights(scores, sums[:, None], ADDED, not is_half(q.dtype.element_ty))
+        weights = _weights(scores, sums[:, None], ADDED)
         if ADDED:
             total += tl.sum(weights, 1)
         dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
@@ -266,7 +266,7 @@ def _attention_dq_kernel(
             dscores *= tanh_derivative(bent)
         acc = _dot(dscores.to(key.dtype), key, acc, PRECISION, INTERPRET)
     if ADDED:
-        part = 1.0 / tl.where(total == 0.0, 1.0, total)
+        part = inverse(tl.where(total == 0.0, 1.0, total))
         tl.store(parts + head * rows + place, part, mask=place < rows)
         acc *= part[:, None]
     _store(dq + batch * dq_batch + member * dq_head, acc * scale, block, dq_row, rows, D, BLOCK_M, BLOCK_D)
@@ -313,7 +313,7 @@ def _attention_dkv_kernel(
                 key, query, factor, softcap, of_head, mask_col, mask_row, block, at, keys, rows, first, last, full,
                 rest, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
             )  # fmt: skip
-            weights = _weights(scores, sums[None, :], ADDED, not is_half(q.dtype.element_ty))
+            weights = _weights(scores, sums[None, :], ADDED)
             if ADDED:
                 weights *= tl.load(parts + head * rows + place, mask=place < rows, other=1.0)[None, :]
             dweights = _dot(value, tl.trans(grad), None, PRECISION, INTERPRET)

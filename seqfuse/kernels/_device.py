@@ -20,10 +20,7 @@ from torch import Tensor
 from ._launch import INTERPRETED, cdiv, launch, next_power_of_2
 from .activations import tanh
 
-_LN_2 = tl.constexpr(math.log(2))
 _HALF_LN_2 = tl.constexpr(math.log(2) / 2)
-_LOG2_E = tl.constexpr(1.4426950216293335)  # in float32, and what it is short of
-_LOG2_E_LOW = tl.constexpr(1.92596298909109e-08)
 _BLOCK_R, _BLOCK_N = 64, 64
 # The interpreter reduces by any other function than its own element by element.
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -100,6 +97,16 @@ def rstd_of(squares, count, EPS: tl.constexpr):
 
 
 @triton.jit
+def inverse(x):
+    """1 / x, in float32 to 1 unit in the last place, with no bias: as it is compiled, a quotient has one.
+
+    What is shared by a whole row must have none: the error bound takes it for a wrong divisor.
+    """
+    by = 1.0 / x
+    return by if x.dtype == tl.float64 else _corrected(by, tl.fma(-by, x, 1.0) * by)
+
+
+@triton.jit
 def _both(a, b, c, d):
     return a + c, b + d
 
@@ -116,22 +123,6 @@ def two_sums(a, b):
 @triton.jit
 def _corrected(value, short):
     return value + tl.where(short == short, short, 0.0)  # where the value is 0 or infinite, it is NaN
-
-
-@triton.jit
-def exponential(x, FULL: tl.constexpr):
-    """e^x, of float32 to 2 units in the last place if FULL.
-
-    As it is compiled, x is multiplied by log2(e) in float32: e^-12 is off by one unit, the same for all such numbers,
-    which the error bound takes for a bias. What the product is short of comes back as a factor.
-    """
-    if not FULL or x.dtype == tl.float64:
-        return tl.exp(x)
-    else:
-        t = x * _LOG2_E
-        short = tl.fma(x, _LOG2_E, -t) + x * _LOG2_E_LOW
-        short = tl.where(tl.abs(x) < 1000.0, short, 0.0)  # of infinity it is NaN
-        return tl.exp2(t) * (1.0 + short * _LN_2)
 
 
 @triton.jit

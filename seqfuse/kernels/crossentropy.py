@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import exponential
+from ._device import inverse
 from ._launch import architecture, launch, next_power_of_2, register_limit, stops
 from ._operators import operator
-from .activations import is_half, tanh
+from .activations import tanh
 from .c import crossentropy as c_crossentropy
 from .c.crossentropy import check
 
@@ -64,7 +64,6 @@ def _cross_entropy_kernel(
     BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row: an online softmax in one pass, then its gradient in place."""
-    FULL: tl.constexpr = not is_half(logits.dtype.element_ty)
     classes = tl.cast(classes, tl.int32)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -83,12 +82,12 @@ def _cross_entropy_kernel(
             z, _, _, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
             higher = tl.maximum(tops, tl.max(z, 1))
             shift = _finite(higher)
-            totals = totals * exponential(tops - shift, FULL) + tl.sum(exponential(z - shift[:, None], FULL), 1)
+            totals = totals * tl.exp(tops - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
             tops = higher
             if SMOOTHING > 0.0:
                 plains += tl.sum(tl.where(inside, z, 0.0), 1)
         top = tl.max(tops, 0)
-        total = tl.sum(totals * exponential(tops - _finite(top), FULL), 0)
+        total = tl.sum(totals * tl.exp(tops - _finite(top)), 0)
         if SMOOTHING > 0.0:
             plain = tl.sum(plains, 0)
         if SOFTCAP is not None:
@@ -110,7 +109,7 @@ def _cross_entropy_kernel(
         if scale is not None:
             g = tl.load(scale + row).to(COMPUTE)
         g = tl.where(counted, g, 0.0)
-        by_softmax = g / total
+        by_softmax = g * inverse(total)
         if Z_LOSS != 0.0:
             of_lse = 2.0 * Z_LOSS * (top + tl.log(total))
         spread = SMOOTHING / classes.to(COMPUTE)
@@ -119,7 +118,7 @@ def _cross_entropy_kernel(
         for first in tl.range(0, classes, BLOCK_N, num_stages=STAGES):
             z, u, cols, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
             # A product, not a choice: as in torch, a row that does not count hands on its NaN.
-            p = exponential(z - top, FULL) * by_softmax
+            p = tl.exp(z - top) * by_softmax
             d = p - tl.where(cols == target, at_target, away)
             if Z_LOSS != 0.0:
                 # Added last: where p is near one, the loss's own part would drown the digits of this one.

@@ -51,7 +51,8 @@ class Scores:
         window: how many keys a row sees on each side, its own included; `None` for all.
         softcap: scores become softcap tanh(score / softcap), if given.
         p: probability of dropping a weight.
-        seed: int64 of one element, if any weight is dropped.
+        seed: int64 of one element, if any weight is dropped, or of two: the state of torch's generator that
+            FlashAttention dropped them by.
         mask: of 4 dimensions, broadcast to [B, H, S, S]; bool or int, where not zero is seen, or float, added.
         cu_seqlens: [N + 1] int, the first row of each packed sequence and the end; no row sees another sequence.
     """
@@ -74,6 +75,8 @@ class Scores:
         shape = q.shape
         if 0 in shape:
             return "blocks"
+        if self.seed is not None and self.seed.ndim:
+            return "flash"
         keys = shape[-2] if k is None else k.shape[-2]
         bounded = self.window is not None and self.window < keys
         plain = not self.p and self.softcap is None
@@ -92,6 +95,16 @@ class Scores:
             elif (found := _sdpa.backend(q, q if k is None else k, self.causal)) is not None:
                 return found
         return "triton" if ours else "blocks"
+
+    def draws(self, q: Tensor) -> bool:
+        """Whether FlashAttention drops the weights of q [B, H, S, D], by a mask that torch's generator decides.
+
+        Our kernel, which makes the mask of the seed, takes four times as long on an H200.
+        """
+        if not 0 < self.p < 1 or self.softcap is not None or self.mask is not None or q.device.type != "cuda":
+            return False
+        fits = q.dtype in _HALF and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and 0 not in q.shape
+        return fits and _sdpa.has_flash(q.device) and not torch.are_deterministic_algorithms_enabled()
 
     def loses_sums(self, lse: Tensor) -> bool:
         """Whether a large mask leaves so few digits in a log-sum-exp that weights made of it do not add up to one."""
@@ -206,6 +219,7 @@ def _plainly(q: Tensor, k: Tensor, v: Tensor, how: Scores, mask: Tensor | None) 
 def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """The result [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S].
 
+    Where FlashAttention drops weights, the state of the generator takes the place of the seed.
     q: [B, H, S, D], k and v: [B, Hkv, S, D], each with a contiguous last dimension.
     """
     q, k, v = qkv
@@ -216,7 +230,9 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
 
         return attention_fwd(q, k, v, how.scale, **how.arguments())
     if kernel in _sdpa.BACKENDS:
-        return _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
+        y, lse, state = _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens, how.p)
+        how.seed = state if how.p else how.seed
+        return y, lse
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
         y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
@@ -240,7 +256,8 @@ def attend_grads(
     dy and y: [B, S, H, D].
     """
     if kernel in _sdpa.BACKENDS:
-        return _sdpa.backward(dy, *qkv, y, lse, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
+        limits = how.scale, how.causal, how.window, how.cu_seqlens
+        return _sdpa.backward(dy, *qkv, y, lse, kernel, *limits, how.p, how.seed)
     if kernel == "triton" or how.cu_seqlens is not None:
         return None
     q, k, v = qkv

@@ -89,31 +89,35 @@ def _cudnn_sums(device: torch.device) -> int:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, kind: Backend, scale: float, causal: bool, window: int | None, ends: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The result and the log-sum-exp; a window and the ends of packed sequences are for FlashAttention alone."""
+    q: Tensor, k: Tensor, v: Tensor, kind: Backend, scale: float, causal: bool, window: int | None, ends: Tensor | None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The result, the log-sum-exp, and the state of torch's generator by which weights were dropped, int64 [2].
+
+    A window, the ends of packed sequences and dropout are for FlashAttention alone.
+    """
     if kind == "cudnn":
         out = _cudnn(q, k, v, None, True, 0.0, causal, False, scale=scale)
-        return out[0].transpose(1, 2), out[1].reshape(q.shape[:3])
+        return out[0].transpose(1, 2), out[1].reshape(q.shape[:3]), None
     if kind == "efficient":
         out = _efficient(q, k, v, None, True, 0.0, causal, scale=scale)
-        return out[0].transpose(1, 2), out[1][..., : q.shape[2]].contiguous()
+        return out[0].transpose(1, 2), out[1][..., : q.shape[2]].contiguous(), None
     limits = _limits(scale, causal, window)
     if ends is None:
-        out = _flash(*_turned((q, k, v)), None, None, q.shape[2], k.shape[2], 0.0, causal, False, **limits)
-        return out[0], out[1]
+        out = _flash(*_turned((q, k, v)), None, None, q.shape[2], k.shape[2], p, causal, False, **limits)
+        return out[0], out[1], out[2].view(torch.int64) if p else None
     rows, ends = q.shape[2], ends.int()
-    out = _flash(*_sequence((q, k, v)), ends, ends, rows, rows, 0.0, causal, False, **limits)
-    return out[0].unsqueeze(0), out[1].unsqueeze(0)
+    out = _flash(*_sequence((q, k, v)), ends, ends, rows, rows, p, causal, False, **limits)
+    return out[0].unsqueeze(0), out[1].unsqueeze(0), out[2].view(torch.int64) if p else None
 
 
 def backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, kind: Backend, scale: float, causal: bool,
-    window: int | None, ends: Tensor | None,
+    window: int | None, ends: Tensor | None, p: float = 0.0, state: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k and v, [B, S, heads, D]; dy and y: [B, S, H, D]."""
     rows = q.shape[2]
-    # No weight was dropped: the state of a generator is not read.
+    # Where no weight was dropped the state of a generator is not read.
     unread = q.new_empty(2, dtype=torch.int64)
     turned = (dy.transpose(1, 2), q, k, v)
     if kind == "cudnn":
@@ -125,7 +129,8 @@ def backward(
         sums = F.pad(lse, (0, -rows % 32), value=torch.inf) if rows % 32 else lse
         given = (*turned, None, y.transpose(1, 2), sums, unread[0], unread[1], 0.0, [True, True, True, False])
         return tuple(_turned(_efficient_backward(*given, causal, scale=scale)[:3]))
-    last, limits = (rows, rows, 0.0, causal, unread, unread), _limits(scale, causal, window)
+    drawn = unread if state is None else state.view(torch.uint64)
+    last, limits = (rows, rows, p, causal, drawn, unread), _limits(scale, causal, window)
     if ends is None:
         return _flash_backward(dy, *_turned((q, k, v)), y, lse, None, None, *last, **limits)
     ends = ends.int()

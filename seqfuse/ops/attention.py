@@ -117,7 +117,7 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
         seed = None if seed is None or not self.random else seed
         q, k, _ = qkv = self.split([*map(self._fit, inputs)])
         how = self._scores(x, q.shape[-1], mask, cu_seqlens, seed, 0.0 if seed is None else self.dropout)
-        kernel = "blocks" if "attn_mask" in needs else how.kernel(q, k)
+        kernel = "blocks" if "attn_mask" in needs else "flash" if how.draws(q) else how.kernel(q, k)
         y, lse = attend(qkv, how, kernel)
         y = y.flatten(2)
         if x.ndim != 3:
@@ -177,7 +177,9 @@ class Attention(SoftmaxAttention):
     x: [*, S, (H + 2 Hkv) D] with heads outermost in each part, y: [*, S, H D]. Heads H / Hkv at a time share a key
     head. Scores and sums are float32 (float64 for float64); under autocast x is cast to its dtype first.
     Saved: x, y, lse [*, H, S] in natural logarithms (0 for a row that sees no key), mask, sequence ends, seed and p.
-    Dropout of weights is that of `Dropout` over a contiguous [*, H, S, S]; no mask is kept.
+    Dropout of weights is that of `Dropout` over a contiguous [*, H, S, S]; no mask is kept. In 16 bits on an NVIDIA
+    GPU, without a mask or a soft-cap, FlashAttention drops them by torch's generator instead, unless algorithms are to
+    be deterministic: `seed` is then the state of that, int64 [2].
     Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691; GQA: Ainslie et al. 2023,
     arXiv:2305.13245.
 
@@ -205,7 +207,7 @@ class Attention(SoftmaxAttention):
         lse: Tensor  # [*, H, S] float32
         mask: Tensor | None
         cu_seqlens: Tensor | None
-        seed: Tensor | None  # [] int64
+        seed: Tensor | None  # [] int64, or [2] of FlashAttention
         p: float
 
     def __init__(
@@ -342,7 +344,8 @@ class CrossAttention(SoftmaxAttention):
     x, y: [*, S, H D], k, v: [*, N, Hkv D], of one dtype, heads outermost. Heads H / Hkv at a time share a key head.
     Scores and sums are float32 (float64 for float64); under autocast x, k and v are cast to its dtype first.
     Saved: x, k, v, y, lse [*, H, S] in natural logarithms (0 for a row that sees no key), mask, seed and p.
-    Dropout of weights is that of `Dropout` over a contiguous [*, H, S, N]; no mask is kept.
+    Dropout of weights is that of `Dropout` over a contiguous [*, H, S, N]; no mask is kept. Where `Attention` leaves it
+    to FlashAttention, so does this.
     Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691.
 
     Args:
@@ -370,7 +373,7 @@ class CrossAttention(SoftmaxAttention):
         y: Tensor | None  # [*, S, H D], for the kernels of torch; without it the backward pass is made in blocks
         lse: Tensor  # [*, H, S] float32
         mask: Tensor | None
-        seed: Tensor | None  # [] int64
+        seed: Tensor | None  # [] int64, or [2] of FlashAttention
         p: float
 
     apart = True

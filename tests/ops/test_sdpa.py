@@ -7,7 +7,8 @@ dispatcher and its schema; what they compute is torch's own attention for the CP
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -153,9 +154,56 @@ def test_packed_sequences_are_given_to_flash_as_one_and_may_each_be_as_long_as_a
 
     monkeypatch.setattr(_sdpa, "_flash", flash)
     q, k = (seeded_randn((1, n, 20, D), n) for n in (H, KV))
-    y, lse = _sdpa.forward(q, k, k, "flash", 0.5, True, None, torch.tensor([0, 8, 20]))
+    y, lse, _ = _sdpa.forward(q, k, k, "flash", 0.5, True, None, torch.tensor([0, 8, 20]))
     torch.testing.assert_close(y, q.transpose(1, 2), rtol=0, atol=0)
     assert lse.shape == (1, H, 20)
+
+
+def test_flash_drops_weights_again_by_the_state_that_it_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.tensor([7, 8], dtype=torch.uint64)
+
+    def flash(q, k, v, ends_q, ends_k, rows, keys, p, causal, debug, **_):
+        assert (p, causal, debug) == (0.25, True, False)
+        return q.clone(), q.new_zeros(2, H, 20), state, _nothing(), torch.empty(0)
+
+    def flash_backward(dy, q, k, v, y, lse, ends_q, ends_k, rows, keys, p, causal, drawn, unused, **_):
+        assert (p, drawn.dtype, drawn.tolist()) == (0.25, torch.uint64, [7, 8])
+        return dy.clone(), dy.clone(), dy.clone()
+
+    monkeypatch.setattr(_sdpa, "_flash", flash)
+    monkeypatch.setattr(_sdpa, "_flash_backward", flash_backward)
+    monkeypatch.setattr(_attention.Scores, "draws", lambda how, q: how.p > 0)
+    op = ops.Attention(H, H, causal=True, dropout=0.25)
+    y, saved = op.fwd(seeded_randn((2, 20, 3 * H * D), 1), seed=torch.tensor(3))
+    assert saved.seed is not None
+    assert saved.seed.tolist() == [7, 8]
+    dx, _ = op.bwd(y, saved, needs=frozenset({"x"}))
+    assert dx is not None
+    torch.testing.assert_close(dx, torch.cat([y, y, y], -1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype", "taken"),
+    [
+        ({}, torch.bfloat16, True),
+        ({"window": 4, "causal": True}, torch.float16, True),
+        ({}, torch.float32, False),
+        ({"softcap": 3.0}, torch.bfloat16, False),
+        ({"mask": torch.zeros(1)}, torch.bfloat16, False),
+        ({"p": 0.0}, torch.bfloat16, False),
+        ({"p": 1.0}, torch.bfloat16, False),
+    ],
+)
+def test_flash_drops_what_it_can(how: Any, dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sdpa, "has_flash", lambda device: True)
+    scores = _attention.Scores(**{"scale": 1.0, "p": 0.5, **how})
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(2, H, 20, D))
+    assert scores.draws(cast(Tensor, q)) is taken
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not scores.draws(cast(Tensor, q))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class _Named(TorchDispatchMode):

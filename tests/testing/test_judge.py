@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import seqfuse.testing.judge as judging
 from seqfuse.errors import PluginError
-from seqfuse.testing import FusedMismatch, GlobalState, Observer, assert_fused_close, in_regime
+from seqfuse.testing import FusedMismatch, GlobalState, Observer, assert_fused_close, in_regime, seeded_randn
 from seqfuse.testing.judge import assert_stays_finite, judge, saying
 from tests.judging import judge_together
 
@@ -43,6 +44,35 @@ def test_one_alarm_in_float32_is_taken_for_chance():
     draws = Draws(torch.float32, {0: "y"})
     judge(draws, 0)
     assert draws.asked == 3
+
+
+@pytest.mark.parametrize("right", ["cublaslt", None])
+def test_on_a_gpu_float32_may_be_summed_as_either_library_sums_it(
+    right: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ["_BlasBackend.Cublas"]
+
+    def choose(name: str | None = None) -> str:
+        if name is not None:
+            chosen.append(name)
+        return chosen[-1]
+
+    def measure(seed: int):
+        f, u, r = Draws(torch.float32, {})(seed)
+        if chosen[-1] != right:
+            f["y"] = f["y"] + 1e-4 * seeded_randn(f["y"].shape, 7)
+        else:
+            u["y"] = u["y"] + 1e-4 * seeded_randn(u["y"].shape, 8)
+        return f, u, r
+
+    monkeypatch.setattr(judging, "_on_gpu", lambda tree: True)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", choose)
+    if right is None:
+        with pytest.raises(FusedMismatch, match="y: max"):
+            judge(measure, 0)
+    else:
+        judge(measure, 0)
+    assert chosen[1:] == ["cublaslt", "default"]
 
 
 @pytest.mark.parametrize("again", [1, 2])
