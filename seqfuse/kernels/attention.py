@@ -4,7 +4,7 @@
 
 What is limited (causal, a window, packed sequences) is for each row one range of keys, and for each key one range of
 rows: blocks that all of a tile sees are worked on without asking, those that part of it sees with a comparison, all
-others not at all. Not yet run on a GPU.
+others not at all.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 """What is done to packed [q; k; v] before attention, in one pass each way: bias, norm of each head, rotation.
 
 A tile is some rows by some heads. An angle is made once for all heads of a tile: its product in float32, as the
-operation rounds it, reduced in float64, so that far positions keep what digits they have. Not yet run on a GPU.
+operation rounds it, reduced in float64, so that far positions keep what digits they have.
 """
 
 from __future__ import annotations
