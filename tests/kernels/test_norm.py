@@ -268,10 +268,9 @@ def test_tiles_that_were_measured_give_the_same(
 def test_tiles_that_were_measured_hold_their_rows() -> None:
     for columns in (16, 48, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536):
         n = norm.next_power_of_2(columns)
-        for centered in (True, False):
-            tile = norm.plain_forward_tile(columns, centered)
-            assert (tile is None) == (n > 32768)
-            assert tile is None or (tile.n, tile.chunks) == (n, 1)
+        ahead = norm.plain_forward_tile(columns)
+        assert (ahead is None) == (n > 32768)
+        assert ahead is None or (ahead.n, ahead.chunks) == (n, 1)
         tile = norm.plain_backward_tile(columns)
         assert tile.n * tile.chunks >= columns > tile.n * (tile.chunks - 1)
         assert tile.sums == (n <= 8192)
