@@ -223,8 +223,8 @@ def _norm_bwd_kernel(
                 CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
             )  # fmt: skip
             by_xhat, plain = _sums(g * xhat, g, CENTERED)
-            by_xhat = by_xhat / N.to(COMPUTE)
-            plain = plain / N.to(COMPUTE)
+            by_xhat /= N.to(COMPUTE)
+            plain /= N.to(COMPUTE)
             out = _spread(
                 g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, N * 0, cols, mask, dstream_stride, N,
                 CENTERED, P, BLOCK_N, GROUPED, COMPUTE,

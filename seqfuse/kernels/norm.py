@@ -207,7 +207,6 @@ def norm_fwd(
     arch = architecture(x.device)
     plain = act is None and not prologue and _measured(N, x, arch)
     measured = plain_forward_tile(N) if plain else None
-
     tile = forward_tile(N, x.element_size()) if measured is None else measured
     launch(
         _norm_fwd_kernel,

@@ -535,7 +535,7 @@ def test_rounding_leaves_nothing_in_the_mean_of_a_row_of_one_number(
     """An ulp of a large number, times a rstd of eps**-0.5, is up to a hundred times what y should be."""
     one = torch.cat([10.0**k * seeded_randn((32, 1), k, dtype=torch.float32) for k in (0, 3, 6)])
     tensors = {"x": one.repeat(1, columns).to(DEVICE), "dy": torch.ones(96, columns, device=DEVICE)}
-    changed = mutant(norm, "        mean += rest\n", "")
+    changed = mutant(norm, "squares, 0.0, rest)", "squares, 0.0, 0.0)")
     assert not run(CASES["layernorm_plain"], tensors)["y"].any()
     assert run(CASES["layernorm_plain"], tensors, changed)["y"].abs().max() > 10
 
@@ -684,6 +684,7 @@ MUTANTS = {
         "rmsnorm_around",
         "normal",
     ),
+    "sum of g": ("        return two_sums(a, b)\n", "        return two_sums(a, a)\n", "layernorm", "normal"),
     "wide: distance of the means": (
         "                squares += delta * delta * (seen * count / (seen + count))\n",
         "",
@@ -746,7 +747,18 @@ def test_a_wrong_kernel_is_found(
         check(CASES[case], tensors, changed)
 
 
+# As it is compiled, which the interpreter does element by element.
+_COMPILED = """    return a + c, b + d
+
+
+@triton.jit
+def two_sums(a, b):
+    \"\"\"The sums of two tiles along their rows, in one reduction: warps wait for one another once.\"\"\"
+    if _INTERPRETED:
+"""
 STATISTIC_MUTANTS = {
+    "either sum": ("return tl.sum(a, 1), tl.sum(b, 1)", "return tl.sum(b, 1), tl.sum(b, 1)", "normal"),
+    "both sums": (_COMPILED, _COMPILED.replace("b + d", "b - d").replace("_INTERPRETED", "False"), "normal"),
     "eps": ("* by) + EPS", "* by)", "zeros"),
     "count": ("by = 1.0 / count", "by = 1.0", "normal"),
     "value": ("return value + tl.where", "return tl.where", "normal"),
@@ -761,6 +773,12 @@ def test_a_wrong_statistic_is_found(name: str, dtype: torch.dtype, mutant: Calla
     changed = mutant(norm, old, new)
     with pytest.raises(AssertionError):
         check(CASES["layernorm"], tensors, changed)
+
+
+@pytest.mark.triton
+def test_two_sums_in_one_reduction_are_the_same(mutant: Callable[..., ModuleType]) -> None:
+    changed = mutant(norm, _COMPILED, _COMPILED.replace("_INTERPRETED", "False"))
+    check(CASES["layernorm"], drawn(CASES["layernorm"], (7,), 24, torch.float32, "normal"), changed)
 
 
 @pytest.mark.triton
