@@ -149,7 +149,7 @@ def _classes(args: tuple[Any, ...]) -> Any:
     return of(args)
 
 
-def pack(only: str, budget: float, more: bool) -> int:
+def pack(only: str, budget: float, more: bool = False) -> int:
     if not more:
         shutil.rmtree(FOLDER, ignore_errors=True)
     os.environ["TRITON_CACHE_DIR"] = str(FOLDER)

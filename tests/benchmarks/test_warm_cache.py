@@ -27,9 +27,9 @@ def test_a_launch_finds_the_kernel_that_was_packed(
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     assert warm_cache.unpack() == 1
     (case,) = [case for case in rows.cases(tiny(torch.bfloat16)) if case.key == "activation forward: silu 16 x 24"]
-    monkeypatch.setattr(compile_rows, "launches", lambda only: [(case.key, one) for one in of_row(case)] * 2)
+    monkeypatch.setattr(compile_rows, "launches", lambda *_: [(case.key, one) for one in of_row(case)] * 2)
     assert warm_cache.pack("", 60) == 0
-    assert "1 kernels, 0 failed, 3 files" in capsys.readouterr().out
+    assert "1 kernels, 0 failed, " in capsys.readouterr().out
     shutil.rmtree(tmp_path / "cache")
     assert warm_cache.unpack() == 0
     with stub_driver() as stub:
@@ -43,6 +43,6 @@ def test_a_launch_finds_the_kernel_that_was_packed(
 def test_a_pack_that_the_budget_cut_off_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compile_rows, "launches", lambda only: [("a row", None)])
+    monkeypatch.setattr(compile_rows, "launches", lambda *_: [("a row", None)])
     assert warm_cache.fill("", -1.0) == (0, 1)
     assert "a row: the budget was over" in capsys.readouterr().out
