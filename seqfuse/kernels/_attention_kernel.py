@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ._device import bend, inverse, keep_mask, masked
 from ._launch import family, next_power_of_2
-from .activations import tanh_derivative
+from .activations import is_half, tanh_derivative
 
 _LN_2 = tl.constexpr(math.log(2))
 
@@ -197,7 +197,8 @@ def _attention_fwd_kernel(
         acc = _dot(weights.to(value.dtype), value, acc, PRECISION, INTERPRET)
         most = larger
     blind = total == 0.0
-    whole = acc * inverse(tl.where(blind, 1.0, total))[:, None]
+    by = tl.where(blind, 1.0, total)
+    whole = acc / by[:, None] if is_half(q.dtype.element_ty) else acc * inverse(by)[:, None]
     stride = tl.cast(heads, tl.int64) * D
     _store(y + (batch * rows * heads + member) * D, whole, block, stride, rows, D, BLOCK_M, BLOCK_D)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -266,7 +267,7 @@ def _attention_dq_kernel(
             dscores *= tanh_derivative(bent)
         acc = _dot(dscores.to(key.dtype), key, acc, PRECISION, INTERPRET)
     if ADDED:
-        part = inverse(tl.where(total == 0.0, 1.0, total))
+        part = 1.0 / tl.where(total == 0.0, 1.0, total)
         tl.store(parts + head * rows + place, part, mask=place < rows)
         acc *= part[:, None]
     _store(dq + batch * dq_batch + member * dq_head, acc * scale, block, dq_row, rows, D, BLOCK_M, BLOCK_D)
