@@ -36,23 +36,18 @@ MOST_BLOCK = 0.7
 
 def kernels() -> Rows:
     """Each row's name, the call of ours, and the torch calls that it replaces."""
-    from seqfuse.kernels import gemm, pointwise
+    from seqfuse.kernels import pointwise
     from seqfuse.kernels.activations import ACTIVATIONS
     from seqfuse.kernels.norm import norm_bwd, norm_fwd
 
     def half(*shape: int) -> Tensor:
         return torch.randn(shape).bfloat16()
 
-    gelu, silu = ACTIVATIONS["gelu_tanh"], ACTIVATIONS["silu"]
-    x, w, b, c, dy, t = half(M, H), half(H, H), half(H), half(H), half(M, H), half(M, H)
-    seed, packed = torch.tensor(3), half(2 * H, H)
-    X, W, B, DY, T, PACKED = (each.float() for each in (x, w, b, dy, t, packed))
+    gelu, seed = ACTIVATIONS["gelu_tanh"], torch.tensor(3)
+    x, b, c, dy, t = half(M, H), half(H), half(H), half(M, H), half(M, H)
+    X, B, DY, T = (each.float() for each in (x, b, dy, t))
     mean, rstd = torch.zeros(M), torch.ones(M)
     aten = torch.ops.aten
-
-    def torch_gated() -> Any:
-        gate, up = F.linear(X, PACKED).chunk(2, -1)
-        return F.silu(gate) * up
 
     def torch_norm() -> Any:
         z = X + DY
@@ -62,18 +57,6 @@ def kernels() -> Rows:
         norm = aten.native_layer_norm_backward.default
         return norm(DY, X, (H,), mean.view(M, 1), rstd.view(M, 1), B, B, [True, True, True])[0] + DY
 
-    yield (
-        "GEMM + bias + GeLU, pre-activation stored",
-        lambda: gemm.linear(x, w, b, act=gelu, store_pre=True),
-        lambda: F.gelu(F.linear(X, W, B), approximate="tanh"),
-    )
-    yield (
-        "dgrad + dGeLU + dbias",
-        lambda: gemm.linear_dgrad(dy, w, act=gelu, t=t, sums=True),
-        lambda: aten.gelu_backward.default(DY.mm(W), T, approximate="tanh").sum(0),
-    )
-    yield "wgrad + dbias", lambda: gemm.linear_wgrad_bias(dy, x), lambda: (DY.t().mm(X), DY.sum(0))
-    yield "GEMM + SwiGLU", lambda: gemm.linear_gated(x, packed, act=silu), torch_gated
     yield "add + LayerNorm", lambda: norm_fwd(x, b, c, 1e-5, residual=t), torch_norm
     yield (
         "LayerNorm backward + add",

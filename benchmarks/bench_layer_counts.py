@@ -124,11 +124,9 @@ def planned(model: Model) -> dict[str, Any]:
     def here() -> Any:
         return layer.plan(torch.empty(model.x, dtype=DTYPE, requires_grad=True))
 
-    # What a GPU does not use before it was measured there, and what only a CPU gains by.
-    unused = [fusion for fusion in sf.fusions.default if fusion.needs_measurement]
-    with costs, sf.fusing(exclude=unused):
+    with costs:  # what only a CPU gains by
         names = {step.name for step in (*plan.forward, *plan.backward)}
-        unused += [type(s.operation) for s in (*here().forward, *here().backward) if s.name not in names]
+        unused = [type(s.operation) for s in (*here().forward, *here().backward) if s.name not in names]
     with costs, sf.fusing(exclude=tuple(unused)):
         assert covers(here()) == covers(plan)
         fuser = layer._fuser

@@ -17,14 +17,14 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import plain
 import torch
-from gpu import attention, blocks, norms, pointwise, products, sizes, small
+from gpu import attention, blocks, norms, pointwise, sizes, small
 from gpu.launched import Launch, of_block, of_row
 
 from seqfuse.kernels._launch import _identity
 from seqfuse.testing.compile import Variant
 from tools.compiled import Compiled, compile_one
 
-ROOMS = (norms, pointwise, products, attention, small)
+ROOMS = (norms, pointwise, attention, small)
 
 
 def launches(only: str, real: sizes.Sizes | None = None) -> Iterator[tuple[str, Launch]]:

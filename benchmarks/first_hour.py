@@ -1,6 +1,6 @@
 """The first minutes on a GPU: three calls of at most ten minutes, each of which settles something if half of it fails.
 
-    python benchmarks/first_hour.py 1     # facts, every kernel and dtype against the reference, GEMM tiles, tests/gpu
+    python benchmarks/first_hour.py 1     # facts, every kernel and dtype against the reference, tests/gpu
     python benchmarks/first_hour.py 2     # rows beside the peers, then a trace of one layer and counters of six kernels
     python benchmarks/first_hour.py 3     # tuning, whose table can be shipped, tests of kernels, compute-sanitizer
 
@@ -32,7 +32,6 @@ HERE = Path(__file__).resolve().parent
 SMOKE_AT_A_TIME, SMOKE_SECONDS = 12, 40.0
 ROOMS = {
     "norms": r"^(add \+ |dropout \+ add \+ )?norm",
-    "products": r"^(Linear|dgrad) ",
     "pointwise": r"^(gated )?activation|^dact|^cross-entropy|^rope",
     "attention": r"^(attention (for|back)ward|decode)",
     "blocks": r"block|layer|prefill",
@@ -49,7 +48,7 @@ NEED_A_GPU = (
     "not compiles and not without_spills and not mutant and not test_compiled and not test_interpreter "
     "and not test_proof and not test_traffic"
 )
-SANITIZED = ("norm backward", "dgrad", "dact", "cross-entropy", "decode")
+SANITIZED = ("norm backward", "dact", "cross-entropy", "decode")
 
 
 @dataclasses.dataclass
@@ -194,7 +193,7 @@ def tests(call: Call, seconds: float, log: str, *where: str) -> str:
 
 
 def sanitizer(call: Call) -> str:
-    """compute-sanitizer on one tiny row of five kernels."""
+    """compute-sanitizer on one tiny row of four kernels."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return "compute-sanitizer is not here"
@@ -213,20 +212,8 @@ def sanitizer(call: Call) -> str:
 def first(call: Call) -> None:
     call.stage("facts", lambda: facts(call))
     call.stage("smoke", lambda: smoke(call))
-    only = "activation" if call.rehearsal else ""
-    call.stage("gemm", lambda: gemm(call, only))
     where = ["tests/gpu/test_rows.py", "-k", "activation and 16"] if call.rehearsal else ["tests/gpu"]
     call.stage("tests/gpu", lambda: tests(call, call.left(), "tests_gpu.log", *where))
-
-
-def gemm(call: Call, only: str) -> str:
-    """GEMM tiles beside cuBLAS, and cuBLAS and a chain, over K."""
-    out = call.out / "gemm.json"
-    arguments = ["--tiny"] if call.rehearsal else []
-    why = call.run(
-        python("gemm_tiles.py", "--budget", min(120, call.left(0.4)), "--out", out, *arguments), 130, "gemm.log"
-    )
-    return f"{why}; {_said(json.loads(out.read_text())['rows'])}" if out.exists() else why
 
 
 def second(call: Call) -> None:

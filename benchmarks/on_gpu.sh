@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What a GPU settles, in three calls of at most ten minutes; `benchmarks/first_hour.py` says what each of them does.
 #
-#   benchmarks/on_gpu.sh 1        facts, smoke, gemm, tests/gpu
+#   benchmarks/on_gpu.sh 1        facts, smoke, tests/gpu
 #   benchmarks/on_gpu.sh 2        bench, profile
 #   benchmarks/on_gpu.sh 3        tune, tests/kernels, compute-sanitizer
 #

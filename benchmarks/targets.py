@@ -103,14 +103,6 @@ TARGETS = (
     Target("norm backward (+ residual): times eager", NORMS_BACK, times_faster("eager"), 2.0),
     Target("activations and gated activations, both passes: of copy bandwidth", ACTIVATIONS, fraction, 0.90),
     Target("dact + dbias; dropout + add + norm: of copy", ("dact + dbias", "dropout + add + norm"), fraction, 0.85),
-    Target(
-        "Linear + bias + activation: times cuBLAS + best separate kernel", ("Linear + bias + activation",),
-        times_faster("cuBLAS + our kernel", "eager", "compile"), 1.03,
-    ),
-    Target(
-        "dgrad + dact + dbias, K <= 8192: times unfused", ("dgrad + dact + dbias",), times_faster("eager"), 1.06,
-        where=lambda row: row["shape"]["K"] <= 8192,
-    ),
     Target("MLP block: times torch.compile (best mode)", (MLP,), times_faster(*COMPILED, by=CALLED), 1.10),
     Target("MLP block: times eager", (MLP,), times_faster("eager", by=CALLED), 1.25),
     Target("layer: times torch.compile", (LAYER,), times_faster(*COMPILED, by=CALLED), 1.05),

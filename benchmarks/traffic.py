@@ -1,8 +1,8 @@
 """Bytes that each kernel moves, counted in Triton's interpreter, against the fewest that its results can take.
 
 The fewest: each input read once, each result written once. What a kernel moves is split into what has to come from
-memory, rows of parameters that every program reads again (from cache), and partial sums over rows. Of a product only
-what its epilogue adds is counted. Writes `results/traffic.json`, which docs/kernels.md is drawn from.
+memory, rows of parameters that every program reads again (from cache), and partial sums over rows. Writes
+`results/traffic.json`, which docs/kernels.md is drawn from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script find
 from tools.traffic import Traffic, counted, fewest
 
 ROWS, COLUMNS, WIDE = 24, 1040, 20_480
-PRODUCT = ("a", "b", "c")
 SCRATCH = ("partials", "sums", "biases", "gains", "deltas")  # written by one kernel for the next
 
 
@@ -45,18 +44,13 @@ class Case:
     least: int | None = None
     tiles: int | None = None
 
-    @property
-    def product(self) -> bool:
-        """Whether the kernel multiplies matrices, so that only its epilogue is counted."""
-        return self.kernel == "gemm"
-
     def row(self) -> dict[str, Any]:
         """Counted, as it is written down."""
         with counted() as traffic:
             results = self.run()
         outputs = [t for t in results if t is not None]
-        least = self.least or fewest(*self.inputs, *(outputs[1:] if self.product else outputs))
-        moved, cached, partials = _split(traffic, self.product)
+        least = self.least or fewest(*self.inputs, *outputs)
+        moved, cached, partials = _split(traffic)
         return {
             "kernel": self.kernel,
             "what": self.what,
@@ -71,14 +65,12 @@ class Case:
         }
 
 
-def _split(traffic: Traffic, product: bool) -> tuple[int, int, int]:
+def _split(traffic: Traffic) -> tuple[int, int, int]:
     moved = cached = partials = 0
     for launch in traffic.launches:
         for name, argument in launch.arguments.items():
             if name in SCRATCH:
                 partials += argument.total
-            elif product and name in PRODUCT:
-                moved += argument.loaded if name == "c" else 0
             else:
                 again = argument.loaded - argument.loaded_once if len(argument.shape) < 2 else 0
                 cached += again
@@ -90,7 +82,6 @@ def cases() -> Iterator[Case]:
     """Every kernel that memory bounds, with what it is launched for."""
     yield from pointwise_cases()
     yield from norm_cases()
-    yield from gemm_cases()
     yield from heads_cases()
     yield from attention_cases()
     yield from decode_cases()
@@ -189,49 +180,6 @@ def norm_cases() -> Iterator[Case]:
                 "backward, add, d dropout, d bias", (*read, other, seed), norm_bwd, dy, x, *stats, weight, **sums,
                 **after,
             )  # fmt: skip
-
-
-def gemm_cases() -> Iterator[Case]:
-    """Epilogues of products; the first result is the product's own."""
-    from seqfuse.kernels import gemm
-    from seqfuse.kernels._gemm_kernel import Tile
-    from seqfuse.kernels.activations import ACTIVATIONS
-
-    gelu, silu, dropout = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], gemm.DropoutMask(torch.tensor(1), 0.1)
-    M, N, K = 144, 208, 64
-    tile = Tile(64, 64, 64, 4, 1, split=2, descriptors=True)
-    x, weight, packed, dy = drawn(M, K), drawn(N, K), drawn(2 * N, K), drawn(M, K)
-    down = drawn(K, N)
-    bias, bias2, other = drawn(N), drawn(2 * N), drawn(M, N)
-    t, t2 = drawn(M, N), drawn(M, 2 * N)
-    main = torch.zeros(N, K)
-    seed = dropout.seed
-    shape = (M, N)
-    yield Case("gemm", "bias, gelu", shape, [bias], lambda: gemm.linear(x, weight, bias, act=gelu, tile=tile))
-    yield Case(
-        "gemm", "bias, gelu, pre-activation", shape, [bias],
-        lambda: gemm.linear(x, weight, bias, act=gelu, store_pre=True, tile=tile),
-    )  # fmt: skip
-    yield Case(
-        "gemm", "bias, dropout, add", shape, [bias, seed, other],
-        lambda: gemm.linear(x, weight, bias, dropout=dropout, residual=other, tile=tile),
-    )  # fmt: skip
-    yield Case(
-        "gemm", "bias, swiglu, [gate; up]", shape, [bias2],
-        lambda: gemm.linear_gated(x, packed, bias2, act=silu, store_pre=True, tile=tile),
-    )  # fmt: skip
-    yield Case(
-        "gemm", "d gelu, d bias, gelu again", shape, [t],
-        lambda: gemm.linear_dgrad(dy, down, act=gelu, t=t, sums=True, emit=True, tile=tile),
-    )  # fmt: skip
-    yield Case(
-        "gemm", "d swiglu, d bias, swiglu again", shape, [t2],
-        lambda: gemm.linear_dgrad_gated(dy, down, act=silu, t=t2, sums=True, emit=True, tile=tile),
-    )  # fmt: skip
-    yield Case(
-        "gemm", "wgrad added to main_grad, d bias", (N, K), [main],
-        lambda: (main, gemm.linear_wgrad_bias_(main, other, x, tile=tile)),
-    )  # fmt: skip
 
 
 def heads_cases() -> Iterator[Case]:

@@ -50,7 +50,6 @@ def key() -> dict[str, str]:
 
 def fill(only: str, budget: float) -> tuple[int, int]:
     """Compile what rows launch; how many kernels, and how many failed, what the budget cut off being one of these."""
-    import gemm_tiles
     from compile_rows import launches
     from gpu import rows, sizes
 
@@ -89,11 +88,6 @@ def fill(only: str, budget: float) -> tuple[int, int]:
                 except Exception as error:
                     failed += 1
                     print(f"{case.key} {dtype}: {type(error).__name__}: {error}", flush=True)
-        if not only:
-            for form in gemm_tiles.FORMS:
-                for name, call in gemm_tiles.contenders(form, *gemm_tiles.SMALL, tiny=False, device="cpu").items():
-                    if not name.startswith("cublas"):
-                        call()
         return len(stub.compiled), failed
 
 

@@ -78,8 +78,7 @@ def main() -> None:
         ops.Scale(30.0),
         fusions=(ScaleTanhScale, *fusions.default),
     ).bfloat16()  # fmt: skip
-    with sf.fusing(unmeasured=True):  # as if sf.tune had measured that the GEMMs of the library are faster
-        print(f"\n{str(model.plan(env=hopper)).partition('not applied')[0]}")
+    print(f"\n{str(model.plan(env=hopper)).partition('not applied')[0]}")
 
     # The last three operations alone: in the whole model the first Scale is fused with the GEMM before it.
     plan = model[3:].plan(torch.randn(16, 1024, device=here, dtype=torch.bfloat16, requires_grad=True))

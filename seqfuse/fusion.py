@@ -44,8 +44,6 @@ class FusedOperation:
             applied where none of them runs. Empty for passes of ATen calls.
         native_below: of how many numbers a tensor has to be for it to gain anything beside torch's own differentiable
             calls.
-        needs_measurement: whether a GPU uses it only where a measurement says that it is faster: so do all that put a
-            GEMM of their own in the place of the vendor's.
         casts: whether it takes account of a cast between its operations, as autocast has them; else refused there.
         any_dy: whether `bwd` takes dy in another dtype than that of y, as `UnfusedOperation.any_dy`.
         saves_memory: whether it saves less for the backward pass and takes longer: a candidate where a `Sequential` is
@@ -59,7 +57,6 @@ class FusedOperation:
     layout: ClassVar[Layout] = "contig"
     kernels: ClassVar[tuple[Kernels, ...]] = ()
     native_below: ClassVar[float] = 0
-    needs_measurement: ClassVar[bool] = False
     casts: ClassVar[bool] = False
     any_dy: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = False
@@ -215,7 +212,7 @@ class FusedOperation:
         passes = {"forward": self.replaces_forward, "backward": self.replaces_backward and env.grad}
         told = isinstance(self, ForwardFusion) and self.forward_signature.needs and not env.grad
         saved = () if told or isinstance(self, InferenceFusion) else tuple(self.saved_at())
-        return gain(self.operations(), env, saved=saved, own_gemm=self.needs_measurement, **passes)
+        return gain(self.operations(), env, saved=saved, **passes)
 
     def saved_at(self) -> Iterable[int]:
         """Where tensors between its operations are saved: how many of them stand before; for estimates."""

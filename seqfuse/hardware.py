@@ -27,10 +27,6 @@ RECOMPUTING = 2.0
 STEP = 0.25
 """The part of a launch that is CPU time of the engine: a fusion saves it for each step, even with the same kernels."""
 
-GEMM_SLOWER = 0.05
-"""What a GEMM of our own takes longer than the vendor's, as a part of that; used only where one was measured, or asked
-for unmeasured."""
-
 FLOAT32_SLOWER = 12
 """How many times as long as in 16 bits a GEMM takes on a GPU in float32, which no matrix instruction multiplies
 exactly."""

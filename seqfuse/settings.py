@@ -117,7 +117,7 @@ def fusing(
             may be loaded within the block.
         exclude: likewise, of fusions that may not be used, beside those that may not outside.
         on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
-        unmeasured: whether fusions that a GPU uses only where `sf.tune` measured that they win may be used without.
+        unmeasured: whether C kernels may be used on tensors so small that they are taken to gain nothing from them.
 
     Raises:
         InputError: (SF106) for a value that is none of these.

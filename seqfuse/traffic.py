@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from .env import Env, Savings
-from .hardware import GEMM_SLOWER, STEP
+from .hardware import STEP
 from .operation import Traffic, UnfusedOperation
 
 _Kinds = tuple[type[UnfusedOperation], ...]
@@ -20,19 +20,18 @@ def gain(
     forward: bool,
     backward: bool,
     saved: tuple[int, ...],
-    own_gemm: bool,
 ) -> Savings:
     """The gain where one kernel, or one for each GEMM, runs these operations, in the passes that are given.
 
     A tensor between them is not read or written, but for those that are saved, enter a GEMM or leave as an extra
     output: these are written once, and read again where a GEMM or the backward pass takes them. Of a launch `STEP` is
     the engine's step, one for each operation, also where it launches several kernels or none. Tensors are `saved` where
-    so many operations stand before them. Where each GEMM is a kernel of our own, it is taken to be slower.
+    so many operations stand before them.
     """
     kinds, features = tuple(map(type, operations)), tuple([operation.features for operation in operations])
     fwd = _traffic(operations, env, False)
     bwd = _traffic(operations, env, True) if backward else ()
-    return _gain(kinds, features, fwd, bwd, forward, saved, own_gemm, env.width, env.tokens * env.itemsize)
+    return _gain(kinds, features, fwd, bwd, forward, saved, env.width, env.tokens * env.itemsize)
 
 
 def unfused(operations: Sequence[UnfusedOperation], env: Env, positions: Iterable[int]) -> Savings:
@@ -60,7 +59,6 @@ def _gain(
     bwd: tuple[Traffic, ...],
     forward: bool,
     saved: tuple[int, ...],
-    own_gemm: bool,
     width: int,
     column: int,
 ) -> Savings:
@@ -71,7 +69,7 @@ def _gain(
     for i in range(last):
         same.append(i + 1 if fwd[i].x or fwd[i].y else same[i])
     entering, kept = {same[i] for i in gemms}, {same[i] for i in saved}
-    kernels = steps = moved = flops = 0.0
+    kernels = steps = moved = 0.0
     if forward and any(t.launches for t in fwd):  # fused, tensors that are handed on are handed on, too
         between = entering | kept | {same[i] for i in range(last) if kinds[i].outputs}
         own = [0, last, *(between - {0, same[-1]}), *(entering - {0})]
@@ -90,8 +88,7 @@ def _gain(
     for replaced in (fwd if forward else (), bwd):
         kernels, steps = kernels + sum(t.launches for t in replaced), steps + max(0, len(replaced) - 1)
         moved += sum(t.x * widths[i] + t.y * widths[i + 1] for i, t in enumerate(replaced))
-        flops -= GEMM_SLOWER * sum(t.flops for t in replaced) if own_gemm else 0
-    return Savings((1 - STEP) * kernels + STEP * steps, moved * column, flops)
+    return Savings((1 - STEP) * kernels + STEP * steps, moved * column)
 
 
 def entering(operations: Sequence[UnfusedOperation]) -> list[int]:

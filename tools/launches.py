@@ -23,13 +23,11 @@ from torch._subclasses import FakeTensor
 
 from seqfuse.kernels import (
     _device,
-    _gemm_kernel,
     _launch,
     _operators,
     attention,
     crossentropy,
     decode,
-    gemm,
     norm,
     pointwise,
     rope,
@@ -42,7 +40,7 @@ PROCESSORS = 32
 """Few, so that a program has several steps where there are not many rows."""
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-GELU, SILU, RELU = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu"))
+GELU = ACTIVATIONS["gelu"]
 Calls = Iterator[tuple[str, Callable[[], Any]]]
 
 
@@ -79,8 +77,6 @@ class Launch:
     def has_dot(self) -> bool:
         """Whether it multiplies matrices by instructions that `wgmma` stands for on sm_90."""
         fixed, half = self.constexprs, self.args[0].element_size() == 2
-        if self.kernel is gemm._gemm_kernel:  # which multiply neither float32 exactly nor float64
-            return half or fixed["PRECISION"] == "tf32"
         if self.kernel is attention._attention_dkv_kernel:  # of other than 64 rows it is the instruction of sm_80
             return half and fixed["BLOCK_N"] >= 64
         return "attention" in self.kernel.__name__ and half and fixed["BLOCK_M"] >= 64
@@ -158,7 +154,7 @@ def variants(module: str, target: str) -> Iterator[Variant]:
                     yield one
 
 
-_TILE = ("BM", "BN", "BK", "BLOCK_M", "BLOCK_N")
+_TILE = ("BLOCK_M", "BLOCK_N")
 
 
 def _plain(value: Any) -> Any:
@@ -171,16 +167,6 @@ def _plain(value: Any) -> Any:
 
 def _new(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype)
-
-
-def _odd(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """One whose address is no multiple of 16."""
-    return torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
-
-
-def _padded(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """One whose rows begin at multiples of 16."""
-    return torch.empty(rows, -(-columns // 16) * 16, dtype=dtype)[:, :columns]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -204,134 +190,6 @@ def _sums(target: str) -> Calls:
         yield f"column_sums bf16 {rows} x {columns}", call
     many = [_new(256, dtype=F64) for _ in range(3)]
     yield "column_sums fp64+fp64+fp64 64", functools.partial(_device.column_sums, _new(64, 768, dtype=F64), 256, *many)
-
-
-def _gemms(target: str) -> Calls:
-    """Each epilogue on the first tile of its weight, the one that holds most on all others and on unaligned tensors."""
-    of = _launch.family(target)
-    for entry, number, weight, candidates in _gemm_kernel.table():
-        if entry.partition(" ")[0] != of:
-            continue
-        odd = entry.endswith("unaligned")
-        make = functools.partial(_gemm, number, f"gemm {entry.partition(' ')[0]} {number}")
-        most = _EPILOGUES[weight][-2 if weight == "gradient" else -1 :]
-        for i, tile in enumerate(candidates):
-            for epilogue in _EPILOGUES[weight] if i == 0 and number == "half" and not odd else most:
-                yield make(epilogue, tile, odd, False)
-        for tile in _gemm_kernel.stored_singly(weight, candidates):
-            yield make(most[0], tile, odd, True)
-        if number == "half":
-            # A number that is 1 is a constant to the compiler.
-            tile = _gemm_kernel.stored_singly(weight, candidates)[0] if odd else candidates[0]
-            for one in ("M", "K", "N") if odd else ("M",):
-                yield make(most[0], tile, odd, odd, one)
-
-
-# By weight of the epilogue: a name, and the call on [M, N] made of [M, K].
-_EPILOGUES: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {
-    "light": (
-        ("forward", lambda o: gemm.linear(o.x, o.w, **o.how)),
-        ("dgrad+sums", lambda o: gemm.linear_dgrad(o.x, o.back, sums=True, **o.how)),
-        ("wgrad+bias", lambda o: gemm.linear_wgrad_bias(o.left, o.right, **o.how)),
-        ("forward+bias,gelu", lambda o: gemm.linear(o.x, o.w, o.b, act=GELU, **o.how)),
-    ),
-    "heavy": (
-        ("wgrad+main_grad,bias", lambda o: gemm.linear_wgrad_bias_(o.main, o.left, o.right, **o.how)),
-        ("forward+bias,gelu,pre", lambda o: gemm.linear(o.x, o.w, o.b, act=GELU, store_pre=True, **o.how)),
-        ("forward+bias,dropout,residual", lambda o: gemm.linear(o.x, o.w, o.b, dropout=o.drop, residual=o.y, **o.how)),
-        (
-            "forward+bias,dropout,stream",
-            lambda o: gemm.linear(o.x, o.w, o.b.float(), dropout=o.drop, residual=o.wide, dtype=F32, **o.how),
-        ),
-        (
-            "forward+bias,gelu,pre,dropout",
-            lambda o: gemm.linear(o.x, o.w, o.b, act=GELU, store_pre=True, dropout=o.drop, **o.how),
-        ),
-        (
-            "forward+bias,relu,output,dropout",
-            lambda o: gemm.linear(o.x, o.w, o.b, act=RELU, store_act=True, dropout=o.drop, **o.how),
-        ),
-        (
-            "forward+all",
-            lambda o: gemm.linear(o.x, o.w, o.b, act=GELU, store_pre=True, dropout=o.drop, residual=o.y, **o.how),
-        ),
-    ),
-    "gradient": (
-        ("dgrad+gelu", lambda o: gemm.linear_dgrad(o.x, o.back, act=GELU, t=o.y, **o.how)),
-        (
-            "dgrad+relu of output,sums",
-            lambda o: gemm.linear_dgrad(o.x, o.back, act=RELU, t=o.y, t_is_output=True, sums=True, **o.how),
-        ),
-        (
-            "dgrad+gelu,sums,emit",
-            lambda o: gemm.linear_dgrad(o.x, o.back, act=GELU, t=o.y, sums=True, emit=True, **o.how),
-        ),
-        (
-            "dgrad+gelu,sums,dy_sums",
-            lambda o: gemm.linear_dgrad(o.x, o.back, act=GELU, t=o.y, sums=True, dy_sums=o.x.dtype, **o.how),
-        ),
-        (
-            "dgrad+all",
-            lambda o: gemm.linear_dgrad(
-                o.x, o.back, act=GELU, t=o.y, residual=o.z, dropout=o.drop, sums=True, emit=True, **o.how
-            ),
-        ),
-        (
-            "dgrad+dropout,sums,dy_sums",
-            lambda o: gemm.linear_dgrad(
-                o.x, o.back, act=GELU, t=o.y, dropout=o.drop, sums=True, dy_sums=o.x.dtype, **o.how
-            ),
-        ),
-    ),
-    "gated": (
-        ("swiglu", lambda o: gemm.linear_gated(o.x, o.packed, act=SILU, **o.how)),
-        ("swiglu+bias,pre", lambda o: gemm.linear_gated(o.x, o.packed, o.bb, act=SILU, store_pre=True, **o.how)),
-        (
-            "swiglu+up,bias,pre",
-            lambda o: gemm.linear_gated(o.x, o.w, o.b, up=o.w, up_bias=o.b, act=SILU, store_pre=True, **o.how),
-        ),
-        (
-            "geglu+all",
-            lambda o: gemm.linear_gated(
-                o.x, o.packed, o.bb, act=GELU, store_pre=True, dropout=o.drop, residual=o.y, **o.how
-            ),
-        ),
-    ),
-    "dgated": (
-        ("dgrad+swiglu", lambda o: gemm.linear_dgrad_gated(o.x, o.back, act=SILU, t=o.yy, **o.how)),
-        (
-            "dgrad+swiglu,sums,emit",
-            lambda o: gemm.linear_dgrad_gated(o.x, o.back, act=SILU, t=o.yy, sums=True, emit=True, **o.how),
-        ),
-        (
-            "dgrad+geglu,all",
-            lambda o: gemm.linear_dgrad_gated(
-                o.x, o.back, act=GELU, t=o.yy, dropout=o.drop, sums=True, emit=True, **o.how
-            ),
-        ),
-    ),
-}
-
-
-def _gemm(
-    number: str, label: str, epilogue: tuple[str, Any], tile: Any, odd: bool, odd_tiles: bool, one: str = ""
-) -> tuple[str, Callable[[], Any]]:
-    """A call on factors, and on tiles of all else, that are aligned or `odd`."""
-    dtype = {"half": BF16, "tf32": F32, "float32": F32, "float64": F64}[number]
-    sizes = {"M": 1001 if odd_tiles else 1024, "N": 1001 if odd_tiles else 1024, "K": 1001 if odd else 1024}
-    M, N, K = (sizes | ({one: 1} if one else {})).values()
-    factor = functools.partial(_odd if odd else _padded, dtype=dtype)
-    other = functools.partial(_odd if odd_tiles else _new, dtype=dtype)
-    total = F64 if dtype is F64 else F32
-    o = SimpleNamespace(
-        x=factor(M, K), w=factor(N, K), back=factor(K, N), packed=factor(2 * N, K), left=factor(K, M),
-        right=factor(K, N), b=other(N), bb=other(2 * N), y=other(M, N), z=other(M, N), yy=other(M, 2 * N),
-        wide=_new(M, N, dtype=F32), main=_new(M, N, dtype=total), drop=gemm.DropoutMask(SEED, 0.1),
-        how={"tile": tile, "tf32": number == "tf32"},
-    )  # fmt: skip
-    name, call = epilogue
-    where = " factors unaligned" * odd + " tiles unaligned" * odd_tiles + f" {one}=1" * bool(one)
-    return f"{label} {name} {{tile}}{where}", lambda: call(o)
 
 
 def _norms(target: str) -> Calls:
@@ -605,7 +463,6 @@ CALLS: dict[str, Callable[[str], Calls]] = {
     "attention": _attentions,
     "crossentropy": _losses,
     "decode": _decodes,
-    "gemm": _gemms,
     "norm": _norms,
     "pointwise": _chains,
     "rope": _ropes,

@@ -165,7 +165,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "a budget of nothing": lambda: sf.Budget(),
     "a budget of more than all": lambda: sf.Budget(part=1.5),
     "an unknown answer to errors": lambda: sf.fusing(on_error="ignore").__enter__(),
-    "an unknown fusion": lambda: _excluding("LinearBiasActivatio"),
+    "an unknown fusion": lambda: _excluding("LinearBiasPointwis"),
     "a fusion of an earlier name": lambda: _excluding("LinearGated"),
     "a number for a fusion": lambda: _excluding(3),
     "a parameter that was set to None": lambda: _without_weight(),

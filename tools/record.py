@@ -125,12 +125,11 @@ def converted(name: str, memory: Any) -> Record:
             assert plan is not None
             launches = [f"launches {region.launched}; eager torch {eager and tuple(eager)}"]
             found[f"{place}, chain {r}, here"] = [*lines_of(plan), *launches]
-            there = functools.partial(region.plan_for, H100, dtype=HALF)
-            found[f"{place}, chain {r}, H100"] = lines_of(there())
-            with sf.fusing(unmeasured=True):
-                found[f"{place}, chain {r}, H100 as if measured"] = lines_of(there())
+            found[f"{place}, chain {r}, H100"] = lines_of(region.plan_for(H100, dtype=HALF))
             if memory == "save":
-                found[f"{place}, chain {r}, H100 without gradients"] = lines_of(there(grad=False))
+                found[f"{place}, chain {r}, H100 without gradients"] = lines_of(
+                    region.plan_for(H100, dtype=HALF, grad=False)
+                )
                 found[f"{place}, chain {r}, H100 autocast"] = lines_of(region.plan_for(H100, autocast=HALF))
     conversion.undo()
     return found
@@ -177,12 +176,10 @@ def layered(name: str, memory: Any) -> Record:
 
     found[f"{place}, here"] = plan("cpu", torch.float32)
     found[f"{place}, H100"] = plan(H100, HALF)
-    with sf.fusing(unmeasured=True):
-        found[f"{place}, H100 as if measured"] = plan(H100, HALF)
-        if memory == "save":
-            model.eval()
-            found[f"{place}, H100 without gradients"] = plan(H100, HALF, grad=False)
-            found[f"{place}, without gradients, here"] = plan("cpu", torch.float32, grad=False)
+    if memory == "save":
+        model.eval()
+        found[f"{place}, H100 without gradients"] = plan(H100, HALF, grad=False)
+        found[f"{place}, without gradients, here"] = plan("cpu", torch.float32, grad=False)
     return found
 
 

@@ -158,12 +158,8 @@ def _uncompiled(stub: Stub, driver: _Driver) -> Callable[..., Any]:
     def compiling(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
         stub.compiled.append(source.fn.__name__)
         stub.loaded.append(source.fn.__name__)
-        fixed = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items()}
-        # Descriptors that a GEMM makes take 128 bytes each, in memory that Triton asks for. The tiles of a chain of
-        # point-wise steps are a number.
-        scratch = 128 if fixed.get("LOADS") or fixed.get("TILES") is True else 0
         metadata = SimpleNamespace(
-            name=source.fn.__name__, num_ctas=1, global_scratch_size=scratch, global_scratch_align=128,
+            name=source.fn.__name__, num_ctas=1, global_scratch_size=0, global_scratch_align=1,
             profile_scratch_size=0, profile_scratch_align=1, launch_cooperative_grid=False, launch_pdl=False,
         )  # fmt: skip
         return SimpleNamespace(

@@ -16,15 +16,7 @@ from .chain import (
     PointwiseChainBackward,
     PointwiseChainJoint,
 )
-from .feedforward import ActivationLinearJoint, LinearActivationLinear, NormLinearActivationLinear
-from .gemm import (
-    ActivationLinearBackward,
-    BlockEndBackward,
-    LinearBiasActivation,
-    LinearBiasBackwardTriton,
-    LinearBiasDropoutAdd,
-    MergedLinearGated,
-)
+from .feedforward import ActivationLinearJoint
 from .heads import (
     BiasQKNorm,
     BiasQKNormBackward,
@@ -71,20 +63,14 @@ aten: tuple[type[FusedOperation], ...] = (
 """Fusions made of ATen calls; they apply on any device, without Triton or a C compiler.
 
 Each is not slower than the operations it replaces where its requirements hold, as `benchmarks/bench_aten.py` measures,
-paired and interleaved. ATen has nothing for add and norm in one pass, or for a backward that computes the gradient of a
-bias or an activation inside a GEMM: those are in `triton`.
+paired and interleaved. ATen has nothing for add and norm in one pass, or for the gradients of an activation and the
+bias before it: those are in `triton`.
 """
 
 triton: tuple[type[FusedOperation], ...] = (
-    LinearBiasActivation,  # an activation or a gated unit, and a dropout, in the GEMM's epilogue
-    MergedLinearGated,  # a gated unit in the epilogue of one GEMM that reads the weights of gate and up
-    LinearBiasDropoutAdd,  # dropout and the residual sum in the GEMM's epilogue
     LinearBiasPointwise,  # torch's GEMM with the bias in its epilogue, and an activation in one pass behind it
     BiasGated,  # a bias and a gated unit in one pass
     BiasDropoutAdd,  # bias, dropout and residual sum in one pass
-    BlockEndBackward,  # the next, with the gradients of the bias, dropout and residual sum that end a block
-    ActivationLinearBackward,  # gradients of an activation or a gated unit and its bias, in the GEMM that computes dx
-    LinearBiasBackwardTriton,  # the bias's gradient in the GEMM that computes dweight, where that is small enough
     BiasGatedBackward,  # gradients of a bias and a gated unit in one pass
     BiasDropoutAddBackward,  # gradients of bias, dropout and residual sum in one pass
     BlockBoundary,  # bias, dropout, residual sum and norm in one pass; stores no mask, writes the residual stream once
@@ -106,8 +92,6 @@ triton: tuple[type[FusedOperation], ...] = (
 """Fusions made of Triton kernels, many of which a CPU runs as C; not applied where none runs, not yet run on a GPU."""
 
 lean: tuple[type[FusedOperation], ...] = (
-    NormLinearActivationLinear,  # of a whole feed-forward block saves its input and the pre-activation
-    LinearActivationLinear,  # of two GEMMs and an activation between them saves the pre-activation
     ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; torch's own GEMMs
     RecomputeHeads,  # makes queries, keys and values again: a norm and a GEMM in the backward pass
     RecomputeNorm,  # makes what the norm before a GEMM gave again

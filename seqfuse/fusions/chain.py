@@ -383,8 +383,7 @@ def _identity(of: Any) -> Any:
 class LinearBiasPointwise(ForwardFusion):
     """y = act(z), z = x weight^T + bias: a GEMM that adds the bias in its epilogue, as cuBLAS does, and one pass.
 
-    z is written once, which the gradient of the activation reads in any case. Where no GEMM of our own was measured to
-    be faster, nothing moves fewer bytes in training.
+    z is written once, which the gradient of the activation reads in any case: in training nothing moves fewer bytes.
 
     x: [*, in_features], z, y: [*, out_features]. Saves what the operations save.
     """
@@ -540,30 +539,29 @@ class BiasDropoutAddBackward(BackwardFusion):
         return _dropout_fits(self.bias, self.dropout, env)
 
     def bwd(self, dy: Tensor, *, dropout: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
-        dx, dbias = branch_bwd(dy, self.bias, self.dropout, dropout, "x" in needs, "bias.bias" in needs)
+        dx, dbias = self._before(dy, dropout, "x" in needs, "bias.bias" in needs)
         return dx, {"bias.bias": dbias, "add.other": dy if "add.other" in needs else None}
+
+    def _before(
+        self, dy: Tensor, saved: Dropout.Saved, branch: bool, sums: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        bias, upscale = self.bias, self.dropout.mode == "upscale_in_train"
+        if saved.seed is None:
+            # By itself this sum is no better made by another kernel than torch's.
+            summed = as_rows(dy).sum(0, dtype=bias.dtype) if sums and bias is not None else None
+            return dy if branch else None, summed
+        if not (branch or sums):
+            return None, None
+        dtypes = (bias.dtype,) if sums and bias is not None else ()
+        kernel = _dropout_kernel(False, saved.p, upscale, False, sums, dtypes=dtypes, result=branch)
+        dx, *totals = kernel(dy, saved.seed)
+        return dx, totals[0] if totals else None
 
 
 def _dropout_fits(bias: Bias | None, dropout: Dropout, env: Env) -> Requirements:
     yield from kernels_run(env)
     yield from bias_fits(bias, env)
     yield dropout.random, "nothing is dropped here"
-
-
-def branch_bwd(
-    dy: Tensor, bias: Bias | None, dropout: Dropout | None, saved: Dropout.Saved | None, branch: bool, sums: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients before a bias and a dropout, and of the bias, each if wanted, in one pass."""
-    if dropout is None or saved is None or saved.seed is None:
-        if not sums or bias is None:
-            return dy if branch else None, None
-        # By itself this sum is no better made by another kernel than torch's.
-        return dy if branch else None, as_rows(dy).sum(0, dtype=bias.dtype)
-    if not (branch or sums):
-        return None, None
-    upscale, dtypes = dropout.mode == "upscale_in_train", (bias.dtype,) if sums and bias is not None else ()
-    dx, *totals = _dropout_kernel(False, saved.p, upscale, False, sums, dtypes=dtypes, result=branch)(dy, saved.seed)
-    return dx, totals[0] if totals else None
 
 
 @functools.lru_cache(256)

@@ -22,13 +22,12 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
-from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
 
 from ..generated import Source
@@ -314,26 +313,6 @@ def _interpret(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: Mappin
             raise cause from None
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where Triton puts descriptors; freed, and so used again, in the order of the stream."""
-    torch_c: Any = torch._C
-    return torch_c._dynamo.guards._empty_strided_cuda((size,), (1,), torch.int8)
-
-
-def allow_scratch() -> None:
-    """Let Triton allocate: it forgets its allocator from thread to thread, and backward passes have their own."""
-    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
-        _allocation.set_allocator(_scratch)
-    recording = getattr(_local, "recording", None)
-    if recording is not None:
-        recording.scratch = True
-
-
-def address(tensor: Tensor) -> int:
-    """Where a tensor's data begins; a fake one has none, and is as good as aligned."""
-    return 0 if faking() else tensor.data_ptr()
-
-
 @functools.cache
 def architecture(device: torch.device) -> str:
     """`"sm_90"`, `"gfx942"`, or `"interpreter"` for a CPU tensor."""
@@ -386,7 +365,7 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sound, self.scratch = True, False
+        self.sound = True
         self.made: list[Tensor] = []
         self.launches: list[tuple[Any, int, tuple[Any, ...]]] = []
 
@@ -410,17 +389,6 @@ class Recording(TorchDispatchMode):
 
 class _Unknown(Exception):
     """A result that was neither given nor made."""
-
-
-class _Scratch(NamedTuple):
-    """Bytes that Triton asks for, for the descriptors of one launch."""
-
-    size: int
-
-
-def _asked(size: int, alignment: int, stream: int | None) -> _Scratch:
-    """Stands for Triton's allocator while a launch is recorded."""
-    return _Scratch(size)
 
 
 class _Writer:
@@ -483,8 +451,6 @@ class _Writer:
             return self._address(value)
         if value is _STREAM:
             return "stream"
-        if isinstance(value, _Scratch):
-            return f"{self.make((value.size,), torch.int8)}.data_ptr()"
         if type(value) is tuple:
             return self.tuple(value)
         return None
@@ -509,7 +475,7 @@ def _written(recording: Recording, given: list[Tensor], result: Any) -> Callable
     source.constants |= {
         "C": torch._C, "device": given[0].get_device(), "empty": empty, "hooks": knobs.runtime,
         "listening": _ENTER, "leaving": _LEAVE, "MISS": MISS, "OTHER": OTHER,
-        "named": tuple.__new__, "allow_scratch": allow_scratch, "modes": torch._C._len_torch_function_stack,
+        "named": tuple.__new__, "modes": torch._C._len_torch_function_stack,
         "alive": [entry for entry, _, _ in recording.launches],
     }  # fmt: skip
     aligned = ["0"] + [f"at{i}" for i, t in enumerate(given) if t.numel() > 1]
@@ -531,8 +497,6 @@ def _written(recording: Recording, given: list[Tensor], result: Any) -> Callable
         names = writer.results(list(result) if several else [result])
         for entry, grid, args in recording.launches:
             launch, handed = _handed(entry, grid, args)
-            if launch is entry[0].run and recording.scratch:
-                source.add("allow_scratch()")
             tensors = writer.tuple(handed)
             source.add(f"{source.put(launch)}(*{tensors})")
     except _Unknown:
@@ -556,13 +520,10 @@ def _handed(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> tuple[A
     taken = (grid, 1, 1, _STREAM, function, metadata, None, None, None, *args, *values)
     state = dict(getattr(launcher, "__dict__", {}))
     launch = state.get("launch")
-    if launch is None or state.get("profile_scratch_size", 1) or state.get("gsan_enabled"):
+    scratch = state.get("profile_scratch_size", 1) or state.get("global_scratch_size")  # allocated at each launch
+    if launch is None or scratch or state.get("gsan_enabled"):
         return launcher, taken
     handed: list[tuple[Any, ...]] = []
     state["launch"] = lambda *all_of_it: handed.append(all_of_it)
-    token = _allocation._allocator.set(cast(Any, _asked))
-    try:
-        type(launcher).__call__(SimpleNamespace(**state), *taken)
-    finally:
-        _allocation._allocator.reset(token)
+    type(launcher).__call__(SimpleNamespace(**state), *taken)
     return (launch, handed[0]) if len(handed) == 1 else (launcher, taken)

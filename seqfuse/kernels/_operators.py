@@ -165,7 +165,6 @@ class Operator:
         host: the function.
         name: the operator's.
         written: parameters whose tensors it writes.
-        without: parameters that the operator does not have.
         out: a parameter of tensors that the results are written to; the operator makes them.
         in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the same arguments.
     """
@@ -175,7 +174,6 @@ class Operator:
         host: Callable[..., Any],
         name: str,
         written: Sequence[str] = (),
-        without: Sequence[str] = (),
         out: str | None = None,
         in_c: Callable[..., Any] | None = None,
     ) -> None:
@@ -190,7 +188,7 @@ class Operator:
         ]
         self._positional = sum(p.kind is not p.KEYWORD_ONLY for p in self.signature.parameters.values())
         for p in self._parameters:
-            if p.name in without or p.name == out:
+            if p.name == out:
                 p.type, p.fields = "", []
         self._arguments = [argument for p in self._parameters for argument in p.arguments()]
         self._first = sum(1 for p in self._parameters[: self._positional] for _ in p.arguments())
@@ -220,7 +218,7 @@ class Operator:
             return tuple([to.copy_(result) for to, result in zip(into, made, strict=True)])
         return self.result._make(made) if hasattr(self.result, "_make") else tuple(made) if self._any_number else made
 
-    def register(self, entry: Callable[..., Any], tags: Sequence[torch.Tag], flops: Callable[..., int] | None) -> None:
+    def register(self, entry: Callable[..., Any], flops: Callable[..., int] | None) -> None:
         """Register what is `entry` in eager PyTorch."""
         if self.name in _registered:
             return
@@ -228,7 +226,7 @@ class Operator:
         arguments = [argument.schema() for argument in self._arguments]
         if self._first < len(arguments):
             arguments.insert(self._first, "*")
-        _library.define(f"{self.name}({', '.join(arguments)}) -> {_returned(self.result)}", tags=tuple(tags))
+        _library.define(f"{self.name}({', '.join(arguments)}) -> {_returned(self.result)}")
         _library.impl(self.name, self._decoding(entry), "CompositeExplicitAutograd")
         torch.library.register_fake(
             f"seqfuse::{self.name}", _launch.stopping()(self._decoding(self.host)), lib=_library
@@ -393,10 +391,8 @@ def operator(
     name: str,
     *,
     written: Sequence[str] = (),
-    without: Sequence[str] = (),
     out: str | None = None,
     in_c: Callable[..., Any] | None = None,
-    tags: Sequence[torch.Tag] = (),
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a host function an operator; its first parameter is a tensor.
@@ -404,18 +400,16 @@ def operator(
     Args:
         name: the operator's.
         written: parameters whose tensors it writes.
-        without: parameters that the operator does not have, such as a tile instead of the one that would be chosen.
         out: a parameter of tensors that the results are written to; the operator has none, and the host function gets
             `None`, for which it makes them.
         in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the same arguments.
-        tags: of torch.
         flops: gives the FLOPs that torch's `FlopCounterMode` counts, as it counts those of ATen's operators.
     """
 
     def decorate(host: Callable[P, R]) -> Callable[P, R]:
-        made = Operator(host, name, written, without, out, in_c)
+        made = Operator(host, name, written, out, in_c)
         entry = made.entry()
-        made.register(entry, tags, flops)
+        made.register(entry, flops)
         entry.operator = made
         return entry
 

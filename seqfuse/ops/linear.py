@@ -349,11 +349,11 @@ class Linear(sf.UnfusedOperation):
         weight = self.weight_for(x)
         return linear(x, weight), self._saved(x, weight)
 
-    def weight_for(self, x: Tensor, always: bool = False) -> Tensor:
+    def weight_for(self, x: Tensor) -> Tensor:
         """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""
         found = self._parameters.get("weight")
         weight: Tensor = required(self, "weight") if found is None else found
-        return weight if weight.dtype is x.dtype else lowered(weight, always)
+        return weight if weight.dtype is x.dtype else lowered(weight)
 
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None

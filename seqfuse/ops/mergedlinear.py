@@ -128,7 +128,7 @@ class MergedLinear(sf.UnfusedOperation):
         names = _WEIGHTS[: len(self.parts)]
         return tuple([required(self, n) if (weight := held.get(n)) is None else weight for n in names])
 
-    def weights_for(self, x: Tensor, always: bool = False) -> tuple[Tensor, ...]:
+    def weights_for(self, x: Tensor) -> tuple[Tensor, ...]:
         """The weights; under autocast as a GEMM with x takes them, and as they are kept."""
         weights, dtype = self.weights(), x.dtype
         for weight in weights:
@@ -138,8 +138,8 @@ class MergedLinear(sf.UnfusedOperation):
             return weights
         whole = joined(weights)
         if whole is None:
-            return tuple([lowered(weight, always) for weight in weights])
-        cast_to = lowered(whole, always, weights)
+            return tuple([lowered(weight) for weight in weights])
+        cast_to = lowered(whole, parts=weights)
         return weights if cast_to is whole else cast_to.split_with_sizes(self.parts)
 
     def biases(self) -> tuple[Tensor | None, ...]:

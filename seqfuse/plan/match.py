@@ -79,8 +79,6 @@ MAX_NEAR = 4
 
 NEAR = "near miss: "
 
-UNMEASURED = "not measured on this device; sf.tune(model, x)"
-
 MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
 
@@ -187,8 +185,6 @@ class Matcher:
                     along = along_of(around, cls.forward_signature.dtype)
                     reason = self._refuses(bound, nodes, a, b, live_from, env.between(along))
                     measured = known(bound, a, b) if known is not None and reason is None else None
-                    if measured is None and reason is None and cls.needs_measurement and env.device == "cuda":
-                        reason = None if fusing.unmeasured else UNMEASURED
                     if reason is None:
                         # Where nothing needs a gradient a joint fusion is worth its forward only.
                         key = widths[a - start], env.grad and b > live_from
@@ -323,12 +319,20 @@ MERGED = {
     "BiasActivation": "PointwiseChain",
     "BiasActivationInference": "PointwiseChain",
     "BiasActivationBackward": "PointwiseChainBackward",
-    "LinearGated": "LinearBiasActivation",
-    "LinearGatedInference": "LinearBiasActivation",
-    "GatedLinearBackward": "ActivationLinearBackward",
-    "WideLinearActivationLinear": "LinearActivationLinear",
-    "LinearBiasActivationInference": "LinearBiasActivation",
-    "MergedLinearGatedInference": "MergedLinearGated",
+    "LinearGated": "BiasGated",
+    "LinearGatedInference": "BiasGated",
+    "GatedLinearBackward": "BiasGatedBackward",
+    "WideLinearActivationLinear": "ActivationLinearJoint",
+    "LinearBiasActivation": "LinearBiasPointwise",
+    "LinearBiasActivationInference": "LinearBiasPointwise",
+    "MergedLinearGated": "BiasGated",
+    "MergedLinearGatedInference": "BiasGated",
+    "LinearBiasDropoutAdd": "BiasDropoutAdd",
+    "ActivationLinearBackward": "PointwiseChainBackward",
+    "LinearBiasBackwardTriton": "LinearBiasBackward",
+    "BlockEndBackward": "BiasDropoutAddBackward",
+    "LinearActivationLinear": "ActivationLinearJoint",
+    "NormLinearActivationLinear": "ActivationLinearJoint",
     "PointwiseChainInference": "PointwiseChain",
     "BiasQKNormRotaryInference": "BiasQKNormRotary",
 }

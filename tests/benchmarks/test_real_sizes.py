@@ -40,7 +40,7 @@ def test_layers_launch_kernels_both_ways(model: blocks.Model) -> None:
     layer = plain.fused("layer", blocks.spec_of(small, 0.1), dtype=torch.bfloat16)
     names = [launch.kernel.__name__ for launch in of_block(layer, torch.empty(4, 2048, small.H, dtype=torch.bfloat16))]
     assert any("bwd" in name for name in names), names
-    assert any("gemm" in name or "fwd" in name for name in names), names
+    assert any("fwd" in name for name in names), names
 
 
 def test_a_kernel_is_compiled_for_what_it_is_launched_with() -> None:
@@ -65,4 +65,5 @@ def test_floors_are_those_of_the_bytes_that_have_to_move() -> None:
         inputs = decode.make(decode.rows, 0)
         cache = 2 * 16 * 8 * 8192 * 128 * 2
         assert fewest_bytes(decode, inputs, [inputs["q"]]) == cache + 2 * 16 * 32 * 128 * 2 + 16 * 4
-    assert by_key["Linear + bias + activation: gpt3-6.7b 8192 x 4096 x 16384, gelu"].flops == 2 * 8192 * 4096 * 16384
+    attention = by_key["attention forward: gpt3-6.7b 4 x 2048, 32/32 x 128, causal"]
+    assert attention.flops == 2 * 2 * 4 * 32 * 128 * (2048 * 2049 / 2)

@@ -106,6 +106,18 @@ MODELS = """
             raise NotImplementedError
 
 
+    class OfTriton(sf.ForwardFusion):
+        "On a GPU alone."
+
+        bias: ops.Bias
+        act: ops.GeLU
+
+        kernels = ("triton",)
+
+        def fwd(self, x: Tensor):
+            raise NotImplementedError
+
+
     class Third(sf.UnfusedOperation):
         "y = x / 3, and a gradient that is not."
 

@@ -113,10 +113,10 @@ def test_a_tuple_of_fusions_is_each_of_them(cli: Cli) -> None:
 def test_a_fusion_that_cannot_run_here_is_not_passed(cli: Cli) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels run here")
-    done = cli("check", "seqfuse.fusions:LinearBiasActivation", "--device", "cpu")
+    done = cli("check", "M:OfTriton", "--device", "cpu")
     hint = "needs a Triton device; TRITON_INTERPRET=1 runs Triton kernels on a CPU, slowly"
-    assert (done.status, done.out) == (3, f"not run testing.check_fusion LinearBiasActivation\n    {hint}\n")
-    status, (one,) = checks(cli, "seqfuse.fusions:LinearBiasActivation")
+    assert (done.status, done.out) == (3, f"not run testing.check_fusion OfTriton\n    {hint}\n")
+    status, (one,) = checks(cli, "M:OfTriton")
     assert (status, one["failure"], one["not_run"]) == (3, None, hint)
 
 

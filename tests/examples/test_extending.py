@@ -84,7 +84,7 @@ def test_a_kernel_of_one_s_own_is_checked_in_both_passes_and_compiled(tmp_path: 
 def assert_planned(lines: list[str]) -> None:
     """The plan for a machine that is not here holds the new operation in the library's fusions, and the new fusion."""
     begins = [name for line in lines for name in re.findall(r"\[ (\w+)", line) if re.match(r" +\d+  ", line)]
-    counts = {"LinearBiasActivation": 1, "ActivationLinearBackward": 1, "ScaleTanhScale": 2}
+    counts = {"LinearBiasPointwise": 1, "PointwiseChainBackward": 1, "ScaleTanhScale": 2}
     assert {name: begins.count(name) for name in counts} == counts
 
 

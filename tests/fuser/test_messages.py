@@ -200,9 +200,17 @@ def test_a_set_of_fusions_that_only_save_memory_says_what_uses_it() -> None:
 @pytest.mark.parametrize(
     ("name", "taken_by"),
     [
-        ("LinearGated", "LinearBiasActivation"),
-        ("GatedLinearBackward", "ActivationLinearBackward"),
+        ("LinearGated", "BiasGated"),
+        ("GatedLinearBackward", "BiasGatedBackward"),
         ("BiasActivation", "PointwiseChain"),
+        ("LinearBiasActivation", "LinearBiasPointwise"),
+        ("MergedLinearGated", "BiasGated"),
+        ("LinearBiasDropoutAdd", "BiasDropoutAdd"),
+        ("ActivationLinearBackward", "PointwiseChainBackward"),
+        ("LinearBiasBackwardTriton", "LinearBiasBackward"),
+        ("BlockEndBackward", "BiasDropoutAddBackward"),
+        ("LinearActivationLinear", "ActivationLinearJoint"),
+        ("NormLinearActivationLinear", "ActivationLinearJoint"),
     ],
 )
 def test_a_fusion_that_was_merged_is_named_with_the_one_that_took_its_pattern(name: str, taken_by: str) -> None:

@@ -39,7 +39,7 @@ def test_without_a_triton_device_one_line_says_so():
     plan = model.plan(env=sf.Env(kernels=None, rows=64))
     assert not any(step.fused and step.operation.kernels for step in (*plan.forward, *plan.backward))
     refused = {r.fusion for r in plan.refused if r.reason == "needs a Triton device"}
-    assert refused >= {"NormBackward", "LinearBiasActivation", "BlockBoundary"}
+    assert refused >= {"NormBackward", "LinearBiasPointwise", "BlockBoundary"}
     assert " ".join(str(plan).split()).count("needs a Triton device") == 1
     plan = model.plan(env=sf.Env(kernels="triton", rows=64))
     assert any(step.fused and step.operation.kernels for step in plan.forward)
@@ -60,7 +60,7 @@ class TanhRows(sf.ForwardFusion):
 def test_a_fusion_of_ones_own_is_named_with_its_place_among_many_of_the_same_reason():
     parts = ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 6), ops.Dropout(0.1)
     model = sf.Sequential(ops.Residual(*parts), fusions=(*fusions.default, TanhRows))
-    plan = model.plan(seeded_randn((4, 6), 0))
+    plan = model.plan(env=sf.Env(kernels=None, rows=4))
     (line,) = [line for line in str(plan).replace("\n    ", " ").split("\n") if "needs a Triton device" in line]
     assert re.search(r"not applied: TanhRows at 3; \w+, \w+, \w+ and \d+ more: needs a Triton device", line)
     assert {refusal.fusion for refusal in plan.refused if refusal.own} == {"TanhRows"}
@@ -68,14 +68,30 @@ def test_a_fusion_of_ones_own_is_named_with_its_place_among_many_of_the_same_rea
 
 def test_what_was_superseded_prints_as_one_line_and_is_all_in_the_plan():
     block = ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024))
-    with sf.fusing(unmeasured=True):
-        plan = sf.Sequential(block).bfloat16().plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
+    plan = sf.Sequential(block, block).bfloat16().plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
     superseded = [refusal for refusal in plan.refused if refusal.superseded]
     assert len({refusal.fusion for refusal in superseded}) > 3
     assert all("superseded by" in refusal.reason for refusal in superseded)
     (line,) = [line for line in str(plan).replace("\n    ", " ").split("\n") if line.startswith("superseded")]
     assert all(refusal.fusion in line for refusal in superseded)
     assert "an estimated" not in str(plan)
+
+
+def test_tensors_so_small_that_they_gain_nothing_are_left_to_the_operations_unless_that_is_asked_for():
+    model = sf.Sequential(ops.Bias(8), ops.GeLU(), ops.Scale(2.0))
+
+    def count() -> int:
+        return model.plan(env=sf.Env(kernels="c", rows=4)).count("PointwiseChain")
+
+    assert count() == 0
+    with sf.fusing(unmeasured=True):
+        assert count() == 1
+        with sf.fusing(unmeasured=False):
+            assert count() == 0
+        with sf.fusing(exclude="BiasGated"):
+            assert count() == 1
+    with pytest.raises(sf.InputError, match="SF106"), sf.fusing(unmeasured="yes"):  # pyright: ignore[reportArgumentType]
+        pass
 
 
 @pytest.mark.parametrize("fusion", fusions.default, ids=lambda fusion: fusion.__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.hardware import GEMM_SLOWER, STEP
+from seqfuse.hardware import STEP
 from seqfuse.traffic import entering
 
 TRAIN = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096)
@@ -24,7 +24,7 @@ def made(kind: str) -> Any:
     makers: dict[str, Any] = {
         "bias": lambda: ops.Bias(F), "up": lambda: ops.Linear(H, F, bias=False), "dropout": lambda: ops.Dropout(0.1),
         "down": lambda: ops.Linear(F, H, bias=False), "same": lambda: ops.Linear(F, F, bias=False),
-        "norm": lambda: ops.LayerNorm(F), "first_norm": lambda: ops.LayerNorm(H), "add": ops.Add,
+        "norm": lambda: ops.LayerNorm(F), "add": ops.Add,
         "fork": ops.Fork, "gelu": ops.GeLU, "relu": ops.ReLU, "swiglu": ops.SwiGLU, "scale": lambda: ops.Scale(2.0),
         "gated_up": lambda: ops.Linear(H, 2 * F, bias=False), "gated_bias": lambda: ops.Bias(2 * F),
         "plus_one": lambda: ops.LayerNorm(F, zero_centered=True),
@@ -41,26 +41,71 @@ def bound(fusion: type[sf.FusedOperation], **slots: Any) -> sf.FusedOperation:
     return fusion(**{**empty, **given})
 
 
+class Epilogue(sf.ForwardFusion):
+    """What stands behind a GEMM in its epilogue, as a kernel of an author may have it."""
+
+    linear: ops.Linear
+    bias: ops.Bias | None
+    act: sf.Pointwise | sf.Gated
+    dropout: ops.Dropout | None
+
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None, needs: frozenset[str]) -> Any: ...
+
+
+class EpilogueAdd(sf.ForwardFusion):
+    linear: ops.Linear
+    bias: ops.Bias | None
+    dropout: ops.Dropout | None
+    add: ops.Add
+
+    def fwd(self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None) -> Any: ...
+
+
+class BeforeGemm(sf.BackwardFusion):
+    """The gradient of what stands before a GEMM, in the GEMM that computes dx."""
+
+    bias: ops.Bias | None
+    act: sf.Pointwise | sf.Gated
+    linear: ops.Linear
+
+    def bwd(self, dy: Tensor, *, act: Any, linear: Any) -> Any: ...
+
+
+class BlockEnd(sf.BackwardFusion):
+    act: sf.Pointwise | sf.Gated
+    linear: ops.Linear
+    out_bias: ops.Bias
+    add: ops.Add
+
+    def bwd(self, dy: Tensor, *, act: Any, linear: Any) -> Any: ...
+
+
+class WeightAndBias(sf.BackwardFusion):
+    linear: ops.Linear
+    bias: ops.Bias
+
+    def bwd(self, dy: Tensor, *, linear: Any) -> Any: ...
+
+
 END = {"bias": "bias", "dropout": "dropout", "add": "add", "fork": "fork", "norm": "norm"}
 OUT = {"out_bias": "bias", "add": "add"}
 ACTS = {"add": "add", "fork": "fork", "norm": "norm", "acts": ("gelu", "scale")}
 
 # Kernels spared, and reads and writes of a tensor of F features.
-CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
+CASES: list[tuple[Any, dict[str, Any], sf.Env, int, float]] = [
     # The GEMM writes z, the activation reads it and writes y: one write is left, and a second where z is saved.
-    (fusions.LinearBiasActivation, {"linear": "up", "act": "gelu"}, TRAIN, 1, 1),
-    (fusions.LinearBiasActivation, {"linear": "up", "act": "relu"}, TRAIN, 1, 2),
-    (fusions.LinearBiasActivation, {"linear": "up", "act": "relu", "dropout": "dropout"}, TRAIN, 2, 3),
-    (fusions.LinearBiasActivation, {"linear": "up", "bias": "bias", "act": "gelu", "dropout": "dropout"}, TRAIN, 3, 5),
-    (fusions.LinearBiasActivation, {"linear": "up", "bias": "bias", "act": "gelu"}, EVAL, 2, 4),
+    (Epilogue, {"linear": "up", "act": "gelu"}, TRAIN, 1, 1),
+    (Epilogue, {"linear": "up", "act": "relu"}, TRAIN, 1, 2),
+    (Epilogue, {"linear": "up", "act": "relu", "dropout": "dropout"}, TRAIN, 2, 3),
+    (Epilogue, {"linear": "up", "bias": "bias", "act": "gelu", "dropout": "dropout"}, TRAIN, 3, 5),
+    (Epilogue, {"linear": "up", "bias": "bias", "act": "gelu"}, EVAL, 2, 4),
     # act(gate) is a tensor of its own; [gate; up] has 2 F features. In 16 bits they are cast to float32 and back.
-    (fusions.LinearBiasActivation, {"linear": "gated_up", "act": "swiglu"}, TRAIN, 4, 18),
-    (fusions.LinearBiasActivation, {"linear": "gated_up", "bias": "gated_bias", "act": "swiglu"}, TRAIN, 5, 22),
-    (fusions.ActivationLinearBackward, {"act": "gelu", "linear": "down"}, TRAIN, 1, 2),
-    (fusions.ActivationLinearBackward, {"bias": "bias", "act": "gelu", "linear": "down"}, TRAIN, 2, 3),
-    (fusions.ActivationLinearBackward, {"act": "swiglu", "linear": "down"}, TRAIN, 7, 37),
-    (fusions.BlockEndBackward, {"act": "gelu", "linear": "same", "out_bias": "bias", "add": "add"}, TRAIN, 2, 3),
-    (fusions.BlockEndBackward, {"act": "swiglu", "linear": "same", "out_bias": "bias", "add": "add"}, TRAIN, 7, 37),
+    (Epilogue, {"linear": "gated_up", "act": "swiglu"}, TRAIN, 4, 18),
+    (Epilogue, {"linear": "gated_up", "bias": "gated_bias", "act": "swiglu"}, TRAIN, 5, 22),
+    (BeforeGemm, {"act": "gelu", "linear": "down"}, TRAIN, 1, 2),
+    (BeforeGemm, {"bias": "bias", "act": "gelu", "linear": "down"}, TRAIN, 2, 3),
+    (BeforeGemm, {"act": "swiglu", "linear": "down"}, TRAIN, 7, 37),
+    (BlockEnd, {"act": "gelu", "linear": "same", "out_bias": "bias", "add": "add"}, TRAIN, 2, 3),
     (fusions.BiasGated, {"bias": "gated_bias", "gated": "swiglu"}, TRAIN, 4, 18),
     (fusions.BiasGatedBackward, {"bias": "gated_bias", "gated": "swiglu"}, TRAIN, 7, 37),
     (fusions.BiasDropoutAdd, {"bias": "bias", "dropout": "dropout", "add": "add"}, TRAIN, 2, 4),
@@ -72,8 +117,8 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     (fusions.LinearBiasAct, {"linear": "up", "act": "relu"}, TRAIN, 0, 0),
     (fusions.LinearBias, {"linear": "up", "bias": "bias"}, TRAIN, 1, 2),
     (fusions.LinearBiasAdd, {"linear": "up", "bias": "bias", "add": "add"}, TRAIN, 1, 3),
-    (fusions.LinearBiasDropoutAdd, {"linear": "up", "bias": "bias", "dropout": "dropout", "add": "add"}, TRAIN, 3, 6),
-    (fusions.LinearBiasBackwardTriton, {"linear": "up", "bias": "bias"}, TRAIN, 1, 1),
+    (EpilogueAdd, {"linear": "up", "bias": "bias", "dropout": "dropout", "add": "add"}, TRAIN, 3, 6),
+    (WeightAndBias, {"linear": "up", "bias": "bias"}, TRAIN, 1, 1),
     (fusions.ForwardLinearScaleAdd, {"linear": "up", "scale": "scale", "add": "add"}, TRAIN, 1, 2),
     # The norm reads the sum from registers; ATen reads dy and x again for the sums over tokens.
     (fusions.BlockBoundary, END, TRAIN, 3, 5),
@@ -84,8 +129,8 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     (fusions.NormBackward, {"fork": "fork", "norm": "no_gain"}, TRAIN, 1, 2),
     # Copies of dy, x and dx in float32 beside it.
     (fusions.NormBackward, {"norm": "plus_one"}, TRAIN, 0, 16),
-    # To float32 and back, x and y.
-    (fusions.NormForward, {"norm": "plus_one"}, TRAIN, 2, 8),
+    # To float32 and back, x and y; and a part of a read of x, by which our kernel is faster.
+    (fusions.NormForward, {"norm": "plus_one"}, TRAIN, 2, 8.2),
     (fusions.NormActivationJoint, {"norm": "norm", "acts": ("gelu", "scale")}, TRAIN, 4, 11),
     (fusions.PointwiseChain, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, TRAIN, 3, 5),
     (fusions.PointwiseChain, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, EVAL, 3, 6),
@@ -100,16 +145,14 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     ("fusion", "slots", "env", "kernels", "passes"), CASES, ids=[f"{c[0].__name__}-{i}" for i, c in enumerate(CASES)]
 )
 def test_the_gain_is_what_is_counted_by_hand(
-    fusion: Any, slots: dict[str, Any], env: sf.Env, kernels: int, passes: int
+    fusion: Any, slots: dict[str, Any], env: sf.Env, kernels: int, passes: float
 ):
     one = bound(fusion, **slots)
     found, steps = one.saves(env), len(one.operations()) - 1
     steps *= 2 if fusion.has_record else 1
     steps -= 2 * (fusion is fusions.ActivationLinearJoint)  # it counts as two steps in each pass
     assert (found.launches, found.bytes / (4096 * F * 2)) == ((1 - STEP) * kernels + STEP * steps, passes)
-    columns = {"gated_up": 2 * H, "same": F}.get(slots.get("linear", ""), H)
-    gemm = 2.0 * 4096 * columns * F
-    assert found.flops == (-GEMM_SLOWER * gemm if fusion.needs_measurement else 0)
+    assert found.flops == 0
 
 
 def test_where_no_operation_says_how_many_features_there_are_launches_alone_count():
@@ -158,18 +201,11 @@ def test_a_gemm_that_is_made_again_starts_from_its_bias():
     assert biased.saves(TRAIN) - plain.saves(TRAIN) == sf.Savings(launches=1, bytes=2.0 * 4096 * F * 2)
 
 
-def test_a_norm_before_a_gemm_spares_what_its_sums_over_tokens_read():
-    block = {"linear": "up", "act": "gelu", "out": "down"}
-    whole = bound(fusions.NormLinearActivationLinear, fork="fork", norm="first_norm", **block, add="add")
-    spared = whole.saves(TRAIN) - bound(fusions.LinearActivationLinear, **block, add="add").saves(TRAIN)
-    assert spared == sf.Savings(bytes=2.0 * 4096 * H * 2)
-
-
 def test_a_dropout_that_drops_nothing_is_a_step_less_and_no_kernel():
-    fusion = bound(fusions.LinearBiasActivation, linear="up", act="gelu", dropout="dropout")
+    fusion = bound(Epilogue, linear="up", act="gelu", dropout="dropout")
     for operation in fusion.operations():
         operation.eval()
-    assert fusion.saves(TRAIN) == sf.Savings(1 + STEP, 4096.0 * F * 2, -GEMM_SLOWER * 2.0 * 4096 * H * F)
+    assert fusion.saves(TRAIN) == sf.Savings(1 + STEP, 4096.0 * F * 2)
 
 
 def test_what_an_operation_of_a_user_declares_counts():

@@ -25,7 +25,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 @pytest.fixture(autouse=True)
 def _failures_are_errors() -> Iterator[None]:
     """A fusion that fails must not be hidden by what takes its place."""
-    with sf.fusing(on_error="raise", unmeasured=True):
+    with sf.fusing(on_error="raise"):
         yield
 
 

@@ -24,12 +24,6 @@ EVERY = (*fusions.triton, *fusions.lean)
 def lists() -> dict[type[sf.FusedOperation], list[Any]]:
     """Products as layers have them; their examples are of sizes that no tile divides."""
 
-    def plain() -> list[Any]:
-        return [ops.Linear(H, F), ops.GeLU()]
-
-    def end() -> list[Any]:
-        return [ops.Linear(H, H), ops.Dropout(0.1), ops.Add("other")]
-
     heads, kv, size = (8, 4, 64) if HERE else (2, 1, 4)  # as wide as H
 
     def norm() -> list[Any]:
@@ -44,23 +38,15 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.BiasQKNormRotary: norm() + turn(),
         fusions.BiasQKNormRotaryBackward: norm() + turn(),
         fusions.BiasQKNormRotaryAttention: [*norm(), *turn(), ops.Attention(heads, kv, causal=True)],
-        fusions.LinearBiasActivation: plain(),
-        fusions.LinearBiasDropoutAdd: end(),
-        fusions.ActivationLinearBackward: [ops.Bias(H), ops.GeLU(), ops.Linear(H, F)],
-        fusions.BlockEndBackward: [ops.Bias(H), ops.GeLU(), *end()],
+        fusions.LinearBiasPointwise: [ops.Linear(H, F), ops.GeLU()],
+        fusions.ActivationLinearJoint: [ops.Bias(H), ops.GeLU(), ops.Linear(H, F)],
         fusions.NormForward: [ops.RMSNorm(H, zero_centered=True)],
-        fusions.LinearActivationLinear: [*plain(), ops.Linear(F, H)],
-        fusions.NormLinearActivationLinear: [ops.Residual(ops.LayerNorm(H), *plain(), ops.Linear(F, H))],
     }
 
 
 def gated_lists() -> dict[type[sf.FusedOperation], list[Any]]:
     """The same with a gated unit for the activation."""
-    forward = [ops.Linear(H, 2 * F), ops.SwiGLU()]
-    return {
-        fusions.LinearBiasActivation: forward,
-        fusions.ActivationLinearBackward: [ops.SwiGLU(), ops.Linear(H // 2, F)],
-    }
+    return {fusions.ActivationLinearJoint: [ops.SwiGLU(), ops.Linear(H // 2, F)]}
 
 
 def operations_for(fusion: type[sf.FusedOperation], x: torch.Tensor) -> tuple[list[Any], torch.Tensor]:

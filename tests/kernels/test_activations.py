@@ -5,18 +5,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from seqfuse.kernels import activations
+from seqfuse.kernels.norm import norm_fwd
 from seqfuse.kernels.pointwise import Chain, act, dact, pointwise
-from seqfuse.testing import FusedMismatch, assert_fused_close, in_regime
+from seqfuse.testing import FusedMismatch, assert_bitwise_equal, assert_fused_close, in_regime
 from seqfuse.testing.judge import judge
 
 from .mutants import in_dtypes
@@ -118,6 +121,39 @@ def test_a_composition_has_a_name_and_is_known_by_its_text() -> None:
     other = activations.composed(activations.ACTIVATIONS["gelu"], activations.scale(2.5))
     assert activations.text_of(other) != activations.text_of(first)
     assert activations.activation_of(activations.text_of(other)).P == other.P
+
+
+@triton.jit
+def _rooted(x, P: tl.constexpr):
+    return tl.sqrt(tl.abs(x)) * P[0]
+
+
+@triton.jit
+def _rooted_derivative(x, P: tl.constexpr):
+    return P[0] / (2.0 * tl.sqrt(x))
+
+
+class Rooted:
+    value, derivative, reads, P = _rooted, _rooted_derivative, "input", (3.0,)
+
+
+def test_operators_take_any_activation_by_its_text(device: torch.device) -> None:
+    text, gelu = activations.text_of(Rooted), activations.ACTIVATIONS["gelu"]
+    assert text == f"{__name__}._rooted(3.0)"
+    same = activations.Activation(*[getattr(gelu, name) for name in activations.Activation._fields])
+    assert activations.text_of(same) == "gelu"
+    x, weight = torch.randn(5, 7, device=device), torch.ones(7, device=device)
+    y = torch.ops.seqfuse.norm(x, weight, None, 1e-5, act=text)[0]
+    assert_bitwise_equal(y, norm_fwd(x, weight, None, 1e-5, act=Rooted).y)
+    other = SimpleNamespace(value=_rooted, derivative=_rooted, reads="input", P=(3.0,))
+    assert activations.text_of(other) == f"{text}#2"
+    assert activations.activation_of(f"{text}#2").derivative is _rooted
+
+
+def test_an_operator_refuses_an_unknown_activation(device: torch.device) -> None:
+    x, weight = torch.randn(5, 7, device=device), torch.ones(7, device=device)
+    with pytest.raises(ValueError, match="is no activation that this process knows; ours are identity, relu"):
+        torch.ops.seqfuse.norm(x, weight, None, 1e-5, act="swish")
 
 
 @pytest.mark.parametrize("regime", ["normal", "small", "offset", "heavy"])

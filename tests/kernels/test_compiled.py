@@ -175,14 +175,14 @@ def test_what_is_recorded_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
 
     for module in (kernels_table, record):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
-    old = [Compiled("seqfuse.kernels.gemm", "x", target, registers=9, spills=8) for target in ("sm_80", "sm_90")]
+    old = [Compiled("seqfuse.kernels.norm", "x", target, registers=9, spills=8) for target in ("sm_80", "sm_90")]
     new = [
-        Compiled("seqfuse.kernels.gemm", "y", "sm_90", registers=5, mma=3, has_dot=True),
-        Compiled("seqfuse.kernels.gemm", "z", "sm_90", error="refused"),
+        Compiled("seqfuse.kernels.norm", "y", "sm_90", registers=5, mma=3, has_dot=True),
+        Compiled("seqfuse.kernels.norm", "z", "sm_90", error="refused"),
     ]
     kernels_table.record(old, "before")
     kernels_table.record(new, "after")
-    expected = [dataclasses.replace(one, module="gemm") for one in (old[0], *new)]
+    expected = [dataclasses.replace(one, module="norm") for one in (old[0], *new)]
     assert kernels_table.recorded() == expected
     line, well = kernels_table.summary(kernels_table.recorded())
     assert line == "kernels: 3 variants, 1 spilled, 0 over shared memory, 0 dots without wgmma on sm_90"

@@ -9,21 +9,20 @@ from types import ModuleType
 
 import pytest
 
-from seqfuse.kernels import activations, attention, crossentropy, decode, gemm, norm, rope
+from seqfuse.kernels import activations, attention, crossentropy, decode, norm, rope
 
 from . import (
     test_activations,
     test_attention,
     test_crossentropy,
     test_decode,
-    test_gemm,
     test_halfgelu,
     test_norm,
     test_pointwise,
     test_rope,
 )
 
-KERNELS = Path(gemm.__file__).parent
+KERNELS = Path(norm.__file__).parent
 
 
 def _file_of(module: ModuleType, text: str) -> str:
@@ -36,7 +35,6 @@ def _file_of(module: ModuleType, text: str) -> str:
 def _replaced() -> Iterator[tuple[str, str]]:
     """File and text that a mutant replaces."""
     for module, mutants in (
-        (gemm, test_gemm.MUTANTS),
         (norm, test_norm.MUTANTS),
         (norm, test_norm.STATISTIC_MUTANTS),
         (crossentropy, test_crossentropy.MUTANTS),

@@ -23,8 +23,8 @@ LLAMA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _without_data_as_if_measured():
-    with torch.device("meta"), sf.fusing(unmeasured=True):
+def _without_data():
+    with torch.device("meta"):
         yield
 
 
@@ -48,13 +48,15 @@ def test_each_layer_fuses_alike_and_with_the_next(form: dict[str, Any], pre: boo
     )
     x = torch.empty(8, ROWS // 8, WIDTH, dtype=torch.bfloat16, requires_grad=grad)
     plan = plan_of(stack, x, grad)
-    # The end of a layer's feed-forward block with the norm behind it, which a pre-norm layer has in the next one.
-    assert plan.count("BlockBoundary") == layers - pre
+    # The end of each block with the norm behind it, which the last block of a pre-norm layer has in the next one.
+    assert plan.count("BlockBoundary") == 2 * layers - pre
     gated = form is LLAMA
-    assert plan.count("LinearBiasActivation") == layers
+    assert plan.count("BiasGated" if gated else "LinearBiasPointwise") == layers
     heads = "BiasQKNormRotary" if grad else "BiasQKNormRotaryAttention"
-    assert plan.count(heads if gated else "LinearBias") == layers
-    assert plan.count("LinearBiasDropoutAdd") >= layers
+    assert plan.count(heads) == layers * gated
+    # The last block of pre-norm layers ends the list. In inference its dropout is off, so that its bias is the GEMM's.
+    assert plan.count("BiasDropoutAdd") == (pre and grad)
+    assert plan.count("LinearBias") == (0 if gated else layers + (pre and not grad))
     # A dropout that is off is no work, and neither is a fork.
     assert unfused(plan.forward) <= {
         "Fork",
@@ -70,11 +72,10 @@ def test_each_layer_fuses_alike_and_with_the_next(form: dict[str, Any], pre: boo
 
 
 def assert_backward_is_fused(plan: sf.Plan, layers: int, *, norms: int, alone: str = "") -> None:
-    """Each norm is with the sum before it where one is, each activation in the gradient of the product behind it."""
-    assert unfused(plan.backward) <= {"Linear", "Attention", "Fork", "Embedding", "PositionEmbedding", alone}
+    """Each norm is with the sum before it where one is, each activation with the bias before it."""
+    assert unfused(plan.backward) <= {"Linear", "Attention", "Fork", "Add", "Embedding", "PositionEmbedding", alone}
     assert plan.count("BlockBoundaryBackward") + plan.count("NormBackward") == norms
-    inner = plan.count("ActivationLinearBackward")
-    assert inner + plan.count("BlockEndBackward") == layers
+    assert plan.count("PointwiseChainBackward") + plan.count("BiasGatedBackward") == layers
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -96,10 +97,8 @@ def test_a_converted_model_has_the_same_fusions(kind: str):
     tokens = torch.empty(8, ROWS // 8, dtype=torch.int64)
     plan = plan_of(from_huggingface(its), tokens, True)
     gated = kind == "llama"
-    # The sum at the end of each block is in a product's epilogue, or with the norm behind it.
-    assert plan.count("LinearBiasDropoutAdd") + plan.count("BlockBoundary") == 6
-    # Without a bias an epilogue saves no kernel, and the vendor's GEMM is taken to be faster.
-    assert plan.count("BlockBoundary") == (2 if gated else 3)
-    assert plan.count("LinearBiasActivation") == 3
+    # The sum at the end of each block is with the norm behind it.
+    assert plan.count("BlockBoundary") == 6
+    assert plan.count("BiasGated" if gated else "LinearBiasPointwise") == 3
     # Behind an embedding a Dropout stands by itself, and is one kernel.
     assert_backward_is_fused(plan, 3, norms=7, alone="" if gated else "Dropout")

@@ -23,7 +23,7 @@ import seqfuse as sf
 from seqfuse import kernels, ops
 from seqfuse.inference import KVCache
 from seqfuse.inference.generate import GraphedStep
-from seqfuse.kernels import _launch, gemm, pointwise
+from seqfuse.kernels import _launch, pointwise
 from seqfuse.kernels._launch import launch
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
@@ -38,7 +38,7 @@ from tools.stub_driver import Stub, stub_driver
 
 pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
 
-GELU, SILU = ACTIVATIONS["gelu"], ACTIVATIONS["silu"]
+GELU = ACTIVATIONS["gelu"]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -50,18 +50,6 @@ def chains() -> None:
     pointwise.pointwise(x, pointwise.Chain(pointwise.bias(), pointwise.store(), pointwise.act(GELU)), (row,))
     pointwise.pointwise(x, pointwise.Chain(pointwise.dact(GELU), pointwise.column_sum()), (x,))
     pointwise.pointwise(x[:, :63], pointwise.Chain(pointwise.dropout(0.1)), (seed,))
-
-
-def products() -> None:
-    x, weight, dy, seed = drawn(33, 64), drawn(128, 64), drawn(33, 128), torch.tensor(3)
-    gemm.linear(x, weight, drawn(128), act=GELU, store_pre=True, dropout=gemm.DropoutMask(seed, 0.1))
-    gemm.linear(x[:, 1:], weight[:, 1:])
-    gemm.linear_gated(x, weight, act=SILU, store_pre=True)
-    gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, emit=True)
-    gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, dy_sums=dy.dtype)
-    gemm.linear_dgrad_gated(dy, weight, act=SILU, t=drawn(33, 128), sums=True)
-    gemm.linear_wgrad_bias_(drawn(128, 64, dtype=torch.float32), dy, x)
-    gemm.linear_wgrad_bias(dy, x)
 
 
 def norms() -> None:
@@ -91,7 +79,7 @@ def losses() -> None:
     cross_entropy_(drawn(6, 100), torch.arange(6))
 
 
-GROUPS = (chains, products, norms, attention, losses)
+GROUPS = (chains, norms, attention, losses)
 
 
 @pytest.fixture
@@ -293,6 +281,6 @@ def test_an_int8_cache_is_checked_too(stub: Stub) -> None:
 
 def test_afterwards_nothing_is_launched_on_a_cpu() -> None:
     with stub_driver(compiles=False):
-        products()
+        attention()
     with pytest.raises(ValueError, match="must be on a GPU"):
-        products()
+        attention()

@@ -24,7 +24,7 @@ def test_the_sum_and_mish_are_one() -> None:
     [
         (sf.fusions.PointwiseChain, (ops.Bias(6), Mish())),
         (sf.fusions.PointwiseChainBackward, (ops.Bias(6), Mish())),
-        (sf.fusions.LinearBiasActivation, (ops.Linear(6, 4), Mish())),
+        (sf.fusions.LinearBiasPointwise, (ops.Linear(6, 4), Mish())),
     ],
     ids=["value", "derivative", "linear"],
 )
@@ -47,7 +47,6 @@ def test_a_plan_knows_what_is_saved() -> None:
 def test_a_block_is_planned_with_both() -> None:
     block = ops.Residual(ops.Linear(64, 256), Mish(), ops.Linear(256, 64), ops.RMSNorm(64))
     model = sf.Sequential(block, Mish(), fusions=(*fusions, *sf.fusions.default)).bfloat16()
-    with sf.fusing(unmeasured=True):  # else a GEMM of the library's own waits for a measurement
-        plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=8192))
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=8192))
     assert plan.count("AddMish") == 1, plan
-    assert plan.count("ActivationLinearBackward") == 1, plan
+    assert plan.count("PointwiseChainBackward") == 1, plan

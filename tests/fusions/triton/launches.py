@@ -26,8 +26,6 @@ from seqfuse.ops import _attention
 from seqfuse.plan.fake import faking
 from tests.fusions.triton.eager import Eager
 
-UNMEASURED = tuple(fusion for fusion in sf.fusions.default if fusion.needs_measurement)
-"""What a GPU does not use before it was measured there."""
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
 TABLE = re.compile(r"(?<=<!-- drawn by tests/fusions/triton/launches.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 LAYER_TABLE = re.compile(
@@ -79,7 +77,7 @@ def rows() -> Iterator[tuple[str, tuple[int, int], tuple[int, int], tuple[int, i
     """Description of a list, launches fused, unfused and of eager torch, with the costs of an sm_90."""
     x = torch.empty(8192, 1024, dtype=torch.bfloat16)
     there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
-    with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]), sf.fusing(exclude=UNMEASURED):
+    with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
         for act in (ops.SwiGLU, ops.GeLU):
             for blocks in (1, 2, 12):
                 with torch.device("meta"):
@@ -164,7 +162,7 @@ def layer_rows() -> Iterator[tuple[str, list[int]]]:
     """Launches of a layer forward, backward, and of a step of decoding, each fused, unfused and of eager torch."""
     x = torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
     there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
-    with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]), sf.fusing(exclude=UNMEASURED):
+    with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
         for name in LAYERS:
             with torch.device("meta"):
                 planned = layer(name)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 import seqfuse as sf
-from seqfuse.kernels import gemm, norm, pointwise
+from seqfuse.kernels import norm, pointwise
 from seqfuse.testing.compile import Variant
 from tools.launches import SEED, launching
 
@@ -69,8 +69,8 @@ class Leaky(sf.Pointwise):
 def variants(target: str) -> Iterator[Variant]:
     """Each kernel that takes a device function, compiled with these."""
     for act in (Mish(), Leaky()):
-        name, output = type(act).__name__, act.reads == "output"
-        for call in _calls(act, {"t_is_output": output, "sums": True, "emit": True}):
+        name = type(act).__name__
+        for call in _calls(act):
             with launching(target) as found:
                 call()
             for launch in found:
@@ -78,19 +78,13 @@ def variants(target: str) -> Iterator[Variant]:
                     yield launch.variant(f"{name} {launch.kernel.__name__}")
 
 
-def _calls(act: Any, output: dict[str, Any]) -> Iterator[Callable[[], Any]]:
-    p, gated = pointwise, {"sums": True, "emit": True}
-    x, w, b, packed = (
-        torch.empty(shape, dtype=torch.bfloat16) for shape in ((512, 1024), (1024, 1024), (1024,), (2048, 1024))
-    )
-    wide, rows = torch.empty(512, 2048, dtype=torch.bfloat16), torch.empty(512)
+def _calls(act: Any) -> Iterator[Callable[[], Any]]:
+    p = pointwise
+    x, b, wide = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((512, 1024), (1024,), (512, 2048)))
+    rows = torch.empty(512)
     for step, first, given in ((p.act, x, ()), (p.dact, x, (x,)), (p.gated, wide, ()), (p.dgated, x, (wide,))):
         yield functools.partial(p.pointwise, first, p.Chain(step(act)), given)
     yield functools.partial(p.pointwise, x, p.Chain(p.dact(act), p.column_sum()), (x,))
-    yield functools.partial(gemm.linear, x, w, b, act=act, store_pre=True)
-    yield functools.partial(gemm.linear_gated, x, packed, torch.cat((b, b)), act=act, store_pre=True)
-    yield functools.partial(gemm.linear_dgrad, x, w, act=act, t=x, **output)
-    yield functools.partial(gemm.linear_dgrad_gated, x, w, act=act, t=wide, **gated)
     around: dict[str, Any] = {"pre_bias": b, "seed": SEED, "p": 0.1, "residual": x, "act": act}
     yield functools.partial(norm.norm_fwd, x, b, b, 1e-5, **around)
     yield functools.partial(

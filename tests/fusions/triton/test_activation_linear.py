@@ -1,4 +1,4 @@
-"""Bias, an activation or a gated unit, and Linear: their gradients in one Triton GEMM, and both passes saving less."""
+"""Bias, an activation or a gated unit, and Linear: both passes, of which less is saved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import ActivationLinearBackward, ActivationLinearJoint, feedforward, gemm
-from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
+from seqfuse.fusions import ActivationLinearJoint, feedforward
+from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
 
@@ -19,127 +19,6 @@ def bias(width: int, device: torch.device) -> ops.Bias:
     made = ops.Bias(width)
     torch.nn.init.normal_(made.bias)
     return made.to(device)
-
-
-def linear(k: int, n: int, device: torch.device) -> ops.Linear:
-    return ops.Linear(k, n, bias=False).to(device)
-
-
-def test_takes_the_place_of_what_it_replaces(device: torch.device):
-    x = seeded_randn((5, 6), 0).to(device)
-    list_ = (bias(6, device), ops.SiLU(), linear(6, 9, device))
-    check_fusion(ActivationLinearBackward, x, *list_, dtypes=[torch.float32, torch.float16])
-
-
-@pytest.mark.parametrize("act", [ops.ReLU(), ops.GeLU("tanh")], ids=["keeps its output", "keeps its input"])
-def test_without_a_bias_and_in_three_dimensions(act: sf.Pointwise, device: torch.device):
-    x = seeded_randn((2, 3, 7), 0).to(device)
-    check_fusion(ActivationLinearBackward, x, act, linear(7, 5, device), dtypes=[torch.bfloat16])
-
-
-@pytest.mark.parametrize("act", [ops.ReLU(), ops.GeLU("tanh")], ids=["keeps its output", "keeps its input"])
-@pytest.mark.parametrize(
-    "dropout",
-    [ops.Dropout(0.3), ops.Dropout(0.3, "downscale_in_infer"), ops.Dropout(0.3).eval()],
-    ids=["upscale", "downscale", "evaluation"],
-)
-def test_with_dropout_before_the_product(act: sf.Pointwise, dropout: ops.Dropout, device: torch.device):
-    list_ = (bias(8, device), act, dropout, linear(8, 5, device))
-    check_fusion(ActivationLinearBackward, seeded_randn((6, 8), 0).to(device), *list_, dtypes=[torch.bfloat16])
-
-
-def test_dropout_that_is_a_scale_is_refused():
-    drop = ops.Dropout(0.2, "downscale_in_infer").eval()
-    fusion = ActivationLinearBackward(bias=None, act=ops.SiLU(), dropout=drop, linear=ops.Linear(4, 4))
-    assert [why for holds, why in fusion.requires(sf.Env(kernels="triton")) if not holds] == [
-        "in evaluation this Dropout is a scale"
-    ]
-
-
-@pytest.mark.parametrize("act", [ops.GeLU(), ops.Sigmoid(), ops.SquaredReLU()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_reaches_across_layers(act: sf.Pointwise, dtype: torch.dtype, device: torch.device):
-    layers = [ops.Linear(12, 36), act, ops.Linear(36, 20), act, ops.Linear(20, 9)]
-    model = sf.Sequential(*layers, fusions=ActivationLinearBackward).to(device, dtype)
-    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), ActivationLinearBackward, at_least=2)
-
-
-def test_only_wanted_gradients_are_made(device: torch.device):
-    model = sf.Sequential(bias(6, device), ops.SiLU(), linear(6, 9, device), fusions=ActivationLinearBackward)
-    x = seeded_randn((5, 6), 0).to(device)
-    step = model.plan(x.clone().requires_grad_()).backward[0]
-    assert step.name == "ActivationLinearBackward"
-    dy, weight = seeded_randn((5, 9), 1).to(device), model[2].weight
-    records = {"act": ops.SiLU.Saved(x=x), "linear": ops.Linear.Saved(x=x, weight=weight)}
-    for needs in ({"x"}, {"bias.bias"}, {"linear.weight"}, {"x", "linear.weight"}):
-        dx, grads = step.operation.bwd(dy, **records, dropout=None, needs=frozenset(needs), main_grads={})
-        made = {name for name, g in {"x": dx, **grads}.items() if g is not None}
-        assert made == needs
-
-
-def test_twice_is_bit_for_bit(device: torch.device):
-    model = sf.Sequential(bias(40, device), ops.GeLU(), linear(40, 9, device), fusions=ActivationLinearBackward)
-    x = seeded_randn((70, 40), 0).to(device).requires_grad_()
-    y = model(x)
-    dy = seeded_randn((70, 9), 1).to(device)
-    wanted = [x, *model.parameters()]
-    first, second = (torch.autograd.grad(y, wanted, dy, retain_graph=True) for _ in range(2))
-    assert_bitwise_equal(second, first)
-
-
-def test_of_a_gated_unit_takes_the_place_of_what_it_replaces(device: torch.device):
-    x = seeded_randn((5, 8), 0).to(device)
-    list_ = (bias(8, device), ops.SwiGLU(), ops.Linear(4, 9, bias=False).to(device))
-    check_fusion(ActivationLinearBackward, x, *list_, dtypes=[torch.float32, torch.float16])
-
-
-def test_of_a_gated_unit_without_a_bias_and_in_three_dimensions(device: torch.device):
-    x = seeded_randn((2, 3, 6), 0).to(device)
-    check_fusion(
-        ActivationLinearBackward, x, ops.GLU(), ops.Linear(3, 5, bias=False).to(device), dtypes=[torch.bfloat16]
-    )
-
-
-@pytest.mark.parametrize("drop", [(), (ops.Dropout(0.3),)], ids=["alone", "dropout before the product"])
-def test_of_a_gated_unit_with_dropout_takes_the_place_of_the_operations(
-    drop: tuple[ops.Dropout, ...], device: torch.device
-):
-    list_ = (bias(8, device), ops.SwiGLU(), *drop, ops.Linear(4, 9, bias=False).to(device))
-    check_fusion(ActivationLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
-
-
-MUTANTS = {
-    "weight's gradient of dy alone": ("like(given, linear.x), linear.x,", "like(given, linear.x), linear.x.abs(),"),
-    "sum of what was not asked": ('drop, "sums": "bias.bias" in needs}', 'drop, "sums": True}'),
-    "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
-    "the output after dropout": ("record.y if output", "linear.x if output"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_fusion_is_found(
-    name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(gemm, "unit_bwd", mutant(gemm, *MUTANTS[name]).unit_bwd)
-    list_ = (bias(6, device), ops.Tanh(), ops.Dropout(0.3), linear(6, 9, device))
-    with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(ActivationLinearBackward, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])
-
-
-GATED_MUTANTS = {
-    "halves swapped": ("else record.x, **around", "else record.x.roll(linear.weight.shape[1], -1), **around"),
-    "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
-}
-
-
-@pytest.mark.parametrize("name", GATED_MUTANTS)
-def test_a_wrong_fusion_of_a_gated_unit_is_found(
-    name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(gemm, "unit_bwd", mutant(gemm, *GATED_MUTANTS[name]).unit_bwd)
-    list_ = (bias(8, device), ops.SwiGLU(), ops.Dropout(0.3), ops.Linear(4, 9, bias=False).to(device))
-    with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(ActivationLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
 
 
 JOINT: dict[str, tuple[tuple[int, ...], Callable[[], list[sf.UnfusedOperation]]]] = {
@@ -162,7 +41,7 @@ def test_that_saves_less_takes_the_place_of_what_it_replaces(name: str, device: 
 @pytest.mark.parametrize("gated", [False, True], ids=["GeLU", "SwiGLU"])
 def test_that_saves_less_trains_to_the_same_gradients(gated: bool, dtype: torch.dtype, device: torch.device):
     inner = ops.Linear(12, 72 if gated else 36), ops.SwiGLU() if gated else ops.GeLU("tanh"), ops.Linear(36, 12)
-    rules = ActivationLinearJoint, *(fusion for fusion in fusions.triton if not fusion.needs_measurement)
+    rules = ActivationLinearJoint, *fusions.triton
     list_ = [ops.Residual(ops.LayerNorm(12), *inner), ops.Residual(ops.LayerNorm(12), *inner)]
     model = sf.Sequential(*list_, fusions=rules, memory="lean").to(device, dtype)
     four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *rules[:1], at_least=2)
@@ -207,7 +86,7 @@ def test_that_saves_less_computes_only_needed_gradients(device: torch.device):
 @pytest.mark.parametrize("gated", [False, True], ids=["GeLU", "SwiGLU"])
 def test_a_block_saves_half_of_what_it_saves_otherwise(gated: bool, device: torch.device):
     inner = ops.Linear(32, 256 if gated else 128), ops.SwiGLU() if gated else ops.GeLU("tanh"), ops.Linear(128, 32)
-    rules = (*(fusion for fusion in fusions.triton if not fusion.needs_measurement), *fusions.aten)
+    rules = (*fusions.triton, *fusions.aten)
     model = sf.Sequential(ops.Residual(ops.LayerNorm(32), *inner), fusions=rules).to(device, torch.bfloat16)
     lean = sf.Sequential(*model, fusions=(ActivationLinearJoint, fusions.RecomputeNorm, *rules), memory="lean")
     x = seeded_randn((64, 32), 0, dtype=torch.bfloat16).to(device).requires_grad_()

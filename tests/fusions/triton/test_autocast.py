@@ -41,7 +41,7 @@ def passes(model: sf.Sequential, x: Tensor, half: torch.dtype | None, enabled: b
     """Output and every gradient, with the plans of the default fusions or without any."""
     torch.manual_seed(3)
     leaf = x.clone().requires_grad_()
-    with sf.fusing(enabled, on_error="raise", unmeasured=True), torch.autocast(x.device.type, half, half is not None):
+    with sf.fusing(enabled, on_error="raise"), torch.autocast(x.device.type, half, half is not None):
         y = model(leaf)
     dy = seeded_randn(tuple(y.shape), 1).to(x.device)
     wanted = {"x": leaf, **dict(model.named_parameters())}
@@ -54,7 +54,7 @@ def passes(model: sf.Sequential, x: Tensor, half: torch.dtype | None, enabled: b
 def test_a_layer_gives_what_its_operations_give(make: Any, half: torch.dtype, device: torch.device):
     model, x = make().to(device), seeded_randn((2, 5, 16), 0).to(device)
     exact = copy.deepcopy(model).double()
-    with torch.autocast(device.type, half), sf.fusing(unmeasured=True):
+    with torch.autocast(device.type, half):
         plan = model.plan(x.requires_grad_())
     assert sum(bool(step.fused and step.operation.kernels) for step in plan.forward) >= 2
     assert sum(bool(step.fused and step.operation.kernels) for step in plan.backward) >= 3
@@ -73,7 +73,7 @@ def test_a_layer_that_saves_little_gives_what_its_operations_give(make: Any, dev
     model, x = make().to(device), seeded_randn((2, 5, 16), 0).to(device)
     exact = copy.deepcopy(model).double()
     model.memory = "lean"
-    with torch.autocast(device.type, torch.bfloat16), sf.fusing(unmeasured=True):
+    with torch.autocast(device.type, torch.bfloat16):
         plan = model.plan(x.requires_grad_())
     assert sum(step.joint for step in plan.forward) == 1
 
@@ -92,7 +92,7 @@ def test_checkpointing_gives_the_same_gradients(reentrant: bool, device: torch.d
     for saving in (False, True):
         torch.manual_seed(3)
         leaf = x.clone().requires_grad_()
-        with torch.autocast(device.type, torch.bfloat16), sf.fusing(on_error="raise", unmeasured=True):
+        with torch.autocast(device.type, torch.bfloat16), sf.fusing(on_error="raise"):
             y: Any = checkpoint(model, leaf, use_reentrant=reentrant) if saving else model(leaf)
         model.zero_grad(set_to_none=True)
         y.square().sum().backward()

@@ -64,8 +64,8 @@ MUTANTS = {
     ),
     "the other scale": (
         "BiasDropoutAddBackward",
-        'upscale, dtypes = dropout.mode == "upscale_in_train"',
-        "upscale, dtypes = False",
+        'bias, upscale = self.bias, self.dropout.mode == "upscale_in_train"',
+        "bias, upscale = self.bias, False",
     ),
 }
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqfuse import ops
-from seqfuse.fusions import BiasQKNorm, BiasQKNormRotary, LinearBiasActivation, MergedLinearGated, PointwiseChain, chain
+from seqfuse.fusions import BiasQKNorm, BiasQKNormRotary, PointwiseChain, chain
 from seqfuse.testing import seeded_randn
 
 
@@ -21,12 +21,8 @@ def heads(*names: str) -> dict[str, Any]:
     return {name: made[name] for name in names}
 
 
-MERGED = ops.MergedLinear.of(nn.Linear(32, 8), nn.Linear(32, 8))
 CASES: dict[str, Any] = {
     "chain": (PointwiseChain(first=ops.Bias(32), rest=(ops.GeLU(),)), {"seeds": (None, None)}),
-    "linear": (LinearBiasActivation(linear=ops.Linear(32, 8), bias=ops.Bias(8), act=ops.GeLU(), dropout=None), {}),
-    "gated": (LinearBiasActivation(linear=ops.Linear(32, 8), bias=None, act=ops.SwiGLU(), dropout=None), {}),
-    "merged": (MergedLinearGated(linear=MERGED, act=ops.SwiGLU(), dropout=None), {}),
     "norm": (BiasQKNorm(**heads("bias", "norm")), {}),
     "rotary": (BiasQKNormRotary(**heads("bias", "norm", "rotary")), {}),
 }
@@ -38,12 +34,11 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
 
     def seen(run: Any, *args: Any, **given: Any) -> Any:
-        found.append(any(given.get(asked) for asked in ("store_pre", "store_act", "store")))
+        found.append(bool(given.get("store")))
         return run(*args, **given)
 
-    for module, name in (("gemm", "linear"), ("gemm", "linear_gated"), ("rope", "rope_fwd")):
-        kernels = importlib.import_module(f"seqfuse.kernels.{module}")
-        monkeypatch.setattr(kernels, name, functools.partial(seen, getattr(kernels, name)))
+    kernels = importlib.import_module("seqfuse.kernels.rope")
+    monkeypatch.setattr(kernels, "rope_fwd", functools.partial(seen, kernels.rope_fwd))
     steps = chain._forward_steps
 
     def watched(*args: Any) -> Any:

@@ -19,7 +19,7 @@ PACKAGE = Path(sf.__file__).parent
 MAP = (PACKAGE.parent / "docs" / "architecture.md").read_text()
 MODELS: dict[str, tuple[nn.Module, ...]] = {
     "LinearBias": (ops.Linear(32, 32), ops.Scale(2.0)),  # a Linear by itself runs as calls of torch
-    "LinearBiasActivation": (ops.Linear(32, 32), ops.GeLU()),
+    "LinearBiasPointwise": (ops.Linear(32, 32), ops.GeLU()),
     "NormBackward": (ops.LayerNorm(32),),
     "BlockBoundary": (ops.Residual(ops.Bias(32), ops.Dropout(0.1)), ops.LayerNorm(32)),
     "PointwiseChain": (ops.GeLU(), ops.Scale(2.0), ops.SiLU()),

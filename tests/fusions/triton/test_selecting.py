@@ -21,13 +21,15 @@ Fusions = tuple[type[sf.FusedOperation], ...]
 LISTS: dict[str, tuple[Sequence[sf.FusableOperation], Fusions, Fusions]] = {
     "bias": ((ops.Bias(12), ops.ReLU()), (fusions.PointwiseChain,), (fusions.PointwiseChainBackward,)),
     "gated": ((ops.Bias(12), ops.ReGLU()), (fusions.BiasGated,), (fusions.BiasGatedBackward,)),
-    "product": ((ops.Bias(12), ops.SquaredReLU(), ops.Linear(12, 6)), (), (fusions.ActivationLinearBackward,)),
-    "product of a ReLU": ((ops.Bias(12), ops.ReLU(), ops.Linear(12, 6)), (), (fusions.ActivationLinearBackward,)),
-    "gated product": ((ops.Bias(12), ops.ReGLU(), ops.Linear(6, 6)), (), (fusions.ActivationLinearBackward,)),
-    "two products": (
-        (ops.Linear(12, 8), ops.SquaredReLU(), ops.Linear(8, 6)),
-        (fusions.LinearActivationLinear,),
-        (fusions.LinearActivationLinear,),
+    "product": (
+        (ops.Bias(12), ops.SquaredReLU(), ops.Linear(12, 6)),
+        (fusions.ActivationLinearJoint,),
+        (fusions.ActivationLinearJoint,),
+    ),
+    "gated product": (
+        (ops.Bias(12), ops.ReGLU(), ops.Linear(6, 6)),
+        (fusions.ActivationLinearJoint,),
+        (fusions.ActivationLinearJoint,),
     ),
     "norm": ((ops.LayerNorm(12), ops.ReLU()), (fusions.NormActivationJoint,), (fusions.NormActivationJoint,)),
     "boundary": (
