@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .hardware import CARDS
+from .hardware import CARDS, architecture_of
 from .hardware import COSTS as _COSTS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -278,8 +278,7 @@ WIDENED = _without_instructions()
 def _architecture(kind: str, index: int | None) -> str:
     if kind != "cuda" or not torch.cuda.is_available():
         return kind
-    properties = cast(Any, torch.cuda).get_device_properties(index or 0)
-    return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
+    return architecture_of(cast(Any, torch.cuda).get_device_properties(index or 0))
 
 
 def _kernels(kind: str) -> Kernels | None:

@@ -5,6 +5,8 @@ Tiles and limits of a kernel stand with the kernel.
 
 from __future__ import annotations
 
+from typing import Any
+
 COSTS = {
     "cpu": (5.0, 1.0e4, 1.0e5),
     "sm_90": (4.0, 4.3e6, 7.8e8),
@@ -42,3 +44,9 @@ C_WORTHWHILE = 1024
 
 C_NORM_WORTHWHILE = 32768
 """Elements from which LayerNorm in C is faster than ATen's in float32: 1.1 of its time at half as many, 0.85 here."""
+
+
+def architecture_of(properties: Any) -> str:
+    """`"sm_90"` or `"gfx942"`, of what torch says of a GPU: `gcnArchName` is an NVIDIA card's whole name."""
+    name = getattr(properties, "gcnArchName", "").split(":")[0]
+    return name if name.startswith("gfx") else f"sm_{properties.major}{properties.minor}"

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cost_table": {"compiler", "store", "env", "settings", "operation", "errors"},
     "plan": SINGULAR,
     "run": SINGULAR | {"plan"},
-    "kernels": {"compiler", "generated"},
+    "kernels": {"compiler", "generated", "hardware"},
     "ops": SINGULAR | {"kernels", "run.sequential"},
     "fusions": SINGULAR | {"ops", "kernels"},
     **{room: SINGULAR | COLLECTIONS | set(BUILT_ON[:rank]) for rank, room in enumerate(BUILT_ON)},

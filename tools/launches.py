@@ -105,7 +105,7 @@ def launching(target: str) -> Iterator[list[Launch]]:
     number = target.removeprefix("sm_") if target.startswith("sm_") else "90"
     properties = SimpleNamespace(
         major=int(number[:-1]), minor=int(number[-1]), multi_processor_count=PROCESSORS,
-        gcnArchName="" if target.startswith("sm_") else target,
+        gcnArchName="NVIDIA H200" if target.startswith("sm_") else target,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for patch in (

@@ -31,6 +31,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from ..generated import Source
+from ..hardware import architecture_of
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels of this library are interpreted in this process: Triton asks when a kernel is decorated."""
@@ -318,8 +319,7 @@ def architecture(device: torch.device) -> str:
     """`"sm_90"`, `"gfx942"`, or `"interpreter"` for a CPU tensor."""
     if device.type not in GPU_TYPES:
         return "interpreter"
-    properties: Any = torch.cuda.get_device_properties(device)
-    return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
+    return architecture_of(torch.cuda.get_device_properties(device))
 
 
 def family(architecture: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from seqfuse.hardware import architecture_of
 from seqfuse.kernels import _launch, pointwise
 from seqfuse.kernels._launch import cdiv, launch
 from seqfuse.kernels.activations import ACTIVATIONS
@@ -38,6 +40,15 @@ def _square(x):
 @triton.jit
 def _broken(x):
     return x.no_such_method()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "architecture"),
+    [("NVIDIA H200", (9, 0), "sm_90"), ("", (8, 9), "sm_89"), ("gfx942:sramecc+:xnack-", (9, 4), "gfx942")],
+)
+def test_an_nvidia_card_is_not_called_by_its_name(name: str, version: tuple[int, int], architecture: str) -> None:
+    properties = SimpleNamespace(gcnArchName=name, major=version[0], minor=version[1])
+    assert architecture_of(properties) == architecture
 
 
 def run(x: torch.Tensor, fns=(_square,), others=(None,), scale=2.0) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -259,7 +260,7 @@ def test_tiles_that_were_measured_give_the_same(
 
     monkeypatch.setattr(norm, "processors", lambda device: 1)
     monkeypatch.setattr(norm, "_measured", lambda columns, x, arch: True)
-    monkeypatch.setattr(norm, "plain_backward_tile", tile)
+    monkeypatch.setattr(norm, "hopper_backward_tile", tile)
     for rows, width in ((9, 48), (70, 33)):
         check(CASES[name], drawn(CASES[name], (rows,), width, dtype, "normal"))
 
@@ -268,10 +269,11 @@ def test_tiles_that_were_measured_give_the_same(
 def test_tiles_that_were_measured_hold_their_rows() -> None:
     for columns in (16, 48, 768, 1024, 1600, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 65536):
         n = norm.next_power_of_2(columns)
-        ahead = norm.plain_forward_tile(columns)
-        assert (ahead is None) == (n > 32768)
-        assert ahead is None or (ahead.n, ahead.chunks) == (n, 1)
-        tile = norm.plain_backward_tile(columns)
+        for centered, around in itertools.product((True, False), repeat=2):
+            ahead = norm.hopper_forward_tile(columns, centered, around)
+            assert (ahead is None) == (n > (8192 if around else 32768) or (around and not centered))
+            assert ahead is None or (ahead.n, ahead.chunks) == (n, 1)
+        tile = norm.hopper_backward_tile(columns)
         assert tile.n * tile.chunks >= columns > tile.n * (tile.chunks - 1)
         assert tile.sums == (n <= 8192)
         assert tile.num_warps * tile.per_processor <= 32

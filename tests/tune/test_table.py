@@ -293,7 +293,7 @@ def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda i: SimpleNamespace(name=cards[i][0], gcnArchName="", major=cards[i][1], minor=0),
+        lambda i: SimpleNamespace(name=cards[i][0], gcnArchName=cards[i][0], major=cards[i][1], minor=0),
     )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     caches = env._architecture, env._triton_runs, cost_table._machine
