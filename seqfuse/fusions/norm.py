@@ -98,10 +98,10 @@ class NormBackward(BackwardFusion):
 def _is_faster(norm: LayerNorm | RMSNorm, env: Env) -> bool:
     """Whether the forward takes less time than ATen's although both make one pass."""
     columns = norm.normalized_shape[-1]
-    if env.device == "cuda":
+    if env.kernels == "triton":
         # A LayerNorm of long rows waits for lanes that have no column, of which ATen's kernel has none.
         filled = isinstance(norm, RMSNorm) or columns <= 4096 or 4 * columns > 3 << (columns - 1).bit_length()
-        return env.kernels == "triton" and env.dtype.itemsize <= 4 and filled
+        return env.dtype.itemsize <= 4 and filled
     if env.kernels != "c":
         return False
     few = (env.rows or 0) * columns < C_NORM_WORTHWHILE

@@ -137,11 +137,25 @@ def test_parameters_may_be_wider_than_the_input(device: torch.device):
         assert_fused_close(y, model(x).detach(), model.double()(x.double()).detach())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_aten_does_in_one_pass_is_left_to_it(dtype: torch.dtype):
-    model = sf.Sequential(ops.RMSNorm(8), fusions=(NormForward,)).to(dtype)
-    (refusal,) = model.plan(env=sf.Env.of("cuda:sm_90", dtype=dtype)).refused
-    assert refusal.reason == "ATen's kernel makes one pass as well"
+@pytest.mark.parametrize(
+    ("norm", "dtype", "taken"),
+    [
+        (ops.RMSNorm(8), torch.float32, True),
+        (ops.RMSNorm(8), torch.bfloat16, True),
+        (ops.RMSNorm(5120), torch.bfloat16, True),
+        (ops.LayerNorm(4096), torch.bfloat16, True),
+        (ops.LayerNorm(7168), torch.float32, True),
+        (ops.LayerNorm(5120), torch.bfloat16, False),
+        (ops.LayerNorm(12288), torch.bfloat16, False),
+    ],
+)
+def test_of_rows_that_leave_lanes_empty_a_gpu_leaves_a_layernorm_to_aten(
+    norm: torch.nn.Module, dtype: torch.dtype, taken: bool
+):
+    model = sf.Sequential(norm, fusions=(NormForward,)).to(dtype)
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=dtype, tokens=8192))
+    assert [step.name == "NormForward" for step in plan.forward] == [taken]
+    assert [refusal.reason for refusal in plan.refused] == ["ATen's kernel makes one pass as well"] * (not taken)
 
 
 def test_a_wrong_forward_is_found(
