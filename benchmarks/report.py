@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -425,16 +426,58 @@ def gpu() -> str:
     lines = [f"{where(found['about'])} Peers: {peers}.", ""]
     lines += [f"Measured in the same run: a copy of {ceilings['copy_TB_per_s']:.2f} TB/s; cuBLAS {rates}.", ""]
     good = [row for row in rows.values() if row["status"] == "ok"]
+    earlier = {row["commit"] for row in good if "commit" in row}
+    lines += [
+        f"Rows marked with an asterisk are of an earlier run, of commit {commit}.\n" for commit in sorted(earlier)
+    ]
     for group in dict.fromkeys(row["group"] for row in good):
         lines += [f"**{group[0].upper()}{group[1:]}**", "", *_group([r for r in good if r["group"] == group]), ""]
     bad = [(key, row) for key, row in rows.items() if row["status"] in ("red", "failed")]
     if bad:
         lines += ["Wrong or failed, so without a speed:", ""]
         lines += [*(f"- {key}: {row['status']}, {_one_line(row['why'])}" for key, row in bad), ""]
-    late = [key for key in found.get("planned", ()) if key not in rows]
+    late = Counter(key.partition(":")[0] for key in found.get("planned", ()) if key not in rows)
     if late:
-        lines += [f"Not run for want of time ({len(late)}): {'; '.join(late)}.", ""]
+        told = "; ".join(f"{group}: {count}" for group, count in late.items())
+        lines += [paragraphs(f"Rows for which there was no time, {sum(late.values())}: {told}.").rstrip(), ""]
     return text(lines[:-1])
+
+
+def tiles() -> str | None:
+    """What norms and decoding take by the tile that is launched now, where that was measured, and by the one before."""
+    found = read("gpu_tiles")
+    if found is None:
+        return None
+    cells: list[list[str]] = []
+    for name, swept in sorted(found["tiles"].items()):
+        times, told = swept["us"], _launched_now(name)
+        now = times["default"] if told == "as before" else times.get(told)
+        told = f"{now:,.1f}" if now is not None else "not measured"
+        rows = "" if swept["rows"] is None else f", {swept['rows']:,} rows"
+        cells.append(
+            [name + rows, f"{times['default']:,.1f}", told, f"{times['sdpa']:,.1f}" if "sdpa" in times else ""]
+        )
+    return text(table(("what", "tile before, us", "tile now, us", "SDPA, us"), cells))
+
+
+def _launched_now(name: str) -> str:
+    """The tile of a swept kernel, as the sweep has it; `as before` where it is the same."""
+    from seqfuse.kernels import norm
+
+    kind, width, *what = name.split()
+    if kind == "decode":
+        return f"sp{max(1, 132 // (8 * int(width)))} bn128 st3 w4"
+    ahead = norm.hopper_forward_tile(int(width), kind == "LayerNorm", len(what) > 1)
+    tile = ahead if what[0] == "forward" else norm.hopper_backward_tile(int(width))
+    if tile is None or (int(width) > 8192 and len(what) > 1):
+        return "as before"
+    return _tile(tile) if tile.sums or tile.chunks > 1 else "in registers, its sums apart"
+
+
+def _tile(tile: Any) -> str:
+    limits = f"num_warps={tile.num_warps}, stages={tile.stages}, per_processor={tile.per_processor}"
+    chunks = f"chunks={tile.chunks}, " * (tile.chunks > 1)
+    return f"(m={tile.m}, n={tile.n}, {chunks}{limits})"
 
 
 _STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")
@@ -572,7 +615,10 @@ def _group(rows: list[dict[str, Any]]) -> list[str]:
     cells = []
     for row in rows:
         times, own = row["times"], row["times"]["seqfuse"]
-        line = [row["name"], f"{own['median']:,.1f} ({own['low']:,.1f} to {own['high']:,.1f})"]
+        line = [
+            row["name"] + "*" * ("commit" in row),
+            f"{own['median']:,.1f} ({own['low']:,.1f} to {own['high']:,.1f})",
+        ]
         line += [f"{row['fraction']['seqfuse']:.2f}"]
         line += [f"{times[p]['median'] / own['median']:.2f}" if p in times else "-" for p in peers]
         if called:
@@ -612,6 +658,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "gpu": gpu,
     "speed": speed,
     "steps": steps,
+    "gpu_tiles": tiles,
     "claims": claims,
 }
 

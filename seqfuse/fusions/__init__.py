@@ -89,7 +89,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasQKNormRotaryBackward,  # their gradients in one pass
     BiasQKNormBackward,  # their gradients in one pass
 )
-"""Fusions made of Triton kernels, many of which a CPU runs as C; not applied where none runs, not yet run on a GPU."""
+"""Fusions made of Triton kernels, many of which a CPU runs as C; not applied where none runs."""
 
 lean: tuple[type[FusedOperation], ...] = (
     ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; torch's own GEMMs
