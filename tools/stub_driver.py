@@ -111,8 +111,8 @@ def _stream(device: int) -> int:
 
 def _properties(device: Any = None) -> Any:
     return SimpleNamespace(
-        name="NVIDIA H200", gcnArchName="NVIDIA H200", major=9, minor=0, multi_processor_count=PROCESSORS, L2_cache_size=60 << 20,
-        shared_memory_per_block_optin=SHARED, total_memory=139 << 30, warp_size=32,
+        name="NVIDIA H200", gcnArchName="NVIDIA H200", major=9, minor=0, multi_processor_count=PROCESSORS,
+        L2_cache_size=60 << 20, shared_memory_per_block_optin=SHARED, total_memory=139 << 30, warp_size=32,
     )  # fmt: skip
 
 
