@@ -60,7 +60,8 @@ def session(text: str) -> None:
             kept = found is None
             print(line)
             if found is not None:
-                environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(pair.split("=", 1) for pair in found[1].split())
+                stated = dict(pair.split("=", 1) for pair in found[1].split())
+                environment = os.environ | {"OMP_NUM_THREADS": "1"} | stated
                 command = [sys.executable, "-m", *MODULES[found[2]], *shlex.split(found[3])]
                 done = subprocess.run(command, capture_output=True, text=True, env=environment)
                 print(*(done.stdout + done.stderr).splitlines()[: int(found[4]) if found[4] else None], sep="\n")
