@@ -78,7 +78,7 @@ report: $(VENV)/.has-bench  ## draw the plots and tables of README and docs from
 test-gpu:  ## run what a GPU can run of the tests, at real sizes; needs pytest and hypothesis in GPU_PYTHON
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -q tests/gpu tests/kernels tests/fusions/triton $(ARGS)
 
-first-hour:  ## everything a GPU settles, in three calls of ten minutes; ARGS=1 is the first of them
+first-hour:  ## everything a GPU settles, in three calls of five minutes; ARGS=1 is the first of them
 	PYTHON=$(GPU_PYTHON) benchmarks/on_gpu.sh $(ARGS)
 
 warm-cache: $(VENV)/.has-bench  ## compile the kernels of the GPU's rows for sm_90 and pack them, to travel with the tree

@@ -1,8 +1,8 @@
-"""The first minutes on a GPU: three calls of at most ten minutes, each of which settles something if half of it fails.
+"""The first minutes on a GPU: three calls of at most five minutes, each of which settles something if half of it fails.
 
     python benchmarks/first_hour.py 1     # facts, every kernel and dtype against the reference, tests/gpu
     python benchmarks/first_hour.py 2     # rows beside the peers, then a trace of one layer and counters of six kernels
-    python benchmarks/first_hour.py 3     # tuning, whose table can be shipped, tests of kernels, compute-sanitizer
+    python benchmarks/first_hour.py 3     # tiles of norms and decoding, tuning, tests of kernels, compute-sanitizer
 
 Each stage is a process of its own, or several at a time, killed from outside when it hangs. Results are whole after
 every row; at most eight files come out of a call, in the folder that `OUT` names. `--rehearse` runs all three here:
@@ -219,7 +219,10 @@ def first(call: Call) -> None:
 def second(call: Call) -> None:
     only = "norm forward" if call.rehearsal else ""
     planted = ["--hang", "RMSNorm 17 x 72"] if call.rehearsal else []
-    call.stage("bench", lambda: rows(call, 420, only, "gpu.json", *planted))
+    if not call.rehearsal:  # `torch.compile` takes ten seconds for each row, so blocks alone are beside it
+        call.stage("blocks", lambda: rows(call, call.left(0.45), "^(MLP|attention) block|^layer", "gpu.json"))
+        planted = ["--resume", "--without", "^compile"]
+    call.stage("bench", lambda: rows(call, call.left(0.7), only, "gpu.json", *planted))
     call.stage("profile", lambda: profile(call))
 
 
@@ -237,7 +240,10 @@ def profile(call: Call) -> str:
 
 def third(call: Call) -> None:
     tiny = ["--tiny"] if call.rehearsal else []
-    budget = 20 if call.rehearsal else min(170, call.left(0.4))
+    if not call.rehearsal:
+        sweep = python("tile_sweep.py", "--budget", 40, "--out", call.out / "gpu_tiles.json")
+        call.stage("tiles", lambda: call.run(sweep, 50, "tiles.log"))
+    budget = 20 if call.rehearsal else call.left(0.3)
     command = python("tune_gpu.py", "--budget", budget, *tiny)
     call.stage("tune", lambda: call.run(command, budget + 30, "tune.log"))
     where = ["tests/kernels", "-k", NEED_A_GPU]
@@ -247,7 +253,7 @@ def third(call: Call) -> None:
     call.stage("sanitizer", lambda: sanitizer(call))
 
 
-CALLS: dict[str, tuple[Callable[[Call], None], float]] = {"1": (first, 560), "2": (second, 580), "3": (third, 560)}
+CALLS: dict[str, tuple[Callable[[Call], None], float]] = {"1": (first, 200), "2": (second, 290), "3": (third, 240)}
 MOST_FILES = 8
 
 

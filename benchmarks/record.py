@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
 
 
 def about() -> dict[str, Any]:
-    """Commit, or `BENCH_COMMIT` where there is no git; whether the tree was changed since; device and versions."""
+    """Commit, which `BENCH_COMMIT` may state; whether the tree was changed since; device and versions."""
 
     def git(*arguments: str) -> str:
         try:
@@ -32,14 +32,14 @@ def about() -> dict[str, Any]:
             return ""
         return done.stdout.strip()
 
-    cuda = torch.cuda.is_available()
+    cuda, stated = torch.cuda.is_available(), os.environ.get("BENCH_COMMIT")
     try:
         triton = {"triton": version("triton")}
     except PackageNotFoundError:
         triton = {}
     return {
-        "commit": git("rev-parse", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown"),
-        "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "commit": stated or git("rev-parse", "HEAD") or "unknown",
+        "changed": stated is None and bool(git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if cuda else _cpu(),
         "python": sys.version.split()[0],

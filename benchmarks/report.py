@@ -462,6 +462,8 @@ def tiles() -> str | None:
 
 def _launched_now(name: str) -> str:
     """The tile of a swept kernel, as the sweep has it; `as before` where it is the same."""
+    from tile_sweep import named
+
     from seqfuse.kernels import norm
 
     kind, width, *what = name.split()
@@ -471,13 +473,7 @@ def _launched_now(name: str) -> str:
     tile = ahead if what[0] == "forward" else norm.hopper_backward_tile(int(width))
     if tile is None or (int(width) > 8192 and len(what) > 1):
         return "as before"
-    return _tile(tile) if tile.sums or tile.chunks > 1 else "in registers, its sums apart"
-
-
-def _tile(tile: Any) -> str:
-    limits = f"num_warps={tile.num_warps}, stages={tile.stages}, per_processor={tile.per_processor}"
-    chunks = f"chunks={tile.chunks}, " * (tile.chunks > 1)
-    return f"(m={tile.m}, n={tile.n}, {chunks}{limits})"
+    return named(tile) + ", sums apart" * (tile.chunks == 1 and not tile.sums)
 
 
 _STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")

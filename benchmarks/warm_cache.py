@@ -11,6 +11,7 @@ path of its cache in the files, so it is the same on both sides; where its versi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -24,6 +25,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,7 @@ def fill(only: str, budget: float) -> tuple[int, int]:
     from tools.stub_driver import stub_driver
 
     until, failed, seen = time.time() + budget, 0, set[str]()
-    with stub_driver(checks=False) as stub, tempfile.TemporaryDirectory() as folder:
-        stub.launcher = functools.partial(launcher, _libcuda(Path(folder)))
+    with stub_driver(checks=False) as stub, launchers(stub):
         others = (launches(only, sizes.few(dtype)) for dtype in (torch.float32, torch.float16))
         for key, launch in itertools.chain(launches(only), *others):
             if time.time() > until:
@@ -89,6 +90,14 @@ def fill(only: str, budget: float) -> tuple[int, int]:
                     failed += 1
                     print(f"{case.key} {dtype}: {type(error).__name__}: {error}", flush=True)
         return len(stub.compiled), failed
+
+
+@contextlib.contextmanager
+def launchers(stub: Any) -> Iterator[None]:
+    """A block in which what launches each kernel is compiled as well."""
+    with tempfile.TemporaryDirectory() as folder:
+        stub.launcher = functools.partial(launcher, _libcuda(Path(folder)))
+        yield
 
 
 def launcher(libcuda: Path, source: Any, metadata: Any) -> None:
