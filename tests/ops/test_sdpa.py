@@ -192,12 +192,14 @@ def test_flash_drops_weights_again_by_the_state_that_it_returned(monkeypatch: py
         ({"mask": torch.zeros(1)}, torch.bfloat16, False),
         ({"p": 0.0}, torch.bfloat16, False),
         ({"p": 1.0}, torch.bfloat16, False),
+        ({"size": 256}, torch.bfloat16, False),
     ],
 )
 def test_flash_drops_what_it_can(how: Any, dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sdpa, "has_flash", lambda device: True)
+    size = how.pop("size", D)
     scores = _attention.Scores(**{"scale": 1.0, "p": 0.5, **how})
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(2, H, 20, D))
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(2, H, 20, size))
     assert scores.draws(cast(Tensor, q)) is taken
     torch.use_deterministic_algorithms(True)
     try:
