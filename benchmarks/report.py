@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+import math
 import re
 import sys
 import textwrap
@@ -410,7 +411,8 @@ def goals() -> str:
         cells = ["", ""]
         if verdict.values:
             name, value = verdict.worst
-            cells = [f"{verdict.reached} of {len(verdict.values)}", f"{value:.2f} ({name})"]
+            told = f"{value:.2f} ({name})" if math.isfinite(value) else f"wrong: {name}"
+            cells = [f"{verdict.reached} of {len(verdict.values)}", told]
         rows.append((verdict.target.what, verdict.target.wanted, verdict.status, *cells))
     return text(table(("what", "target", "", "rows", "worst"), rows, left=1))
 

@@ -14,6 +14,18 @@ from .errors import InputError, StateError
 
 # Operators that compilers trace, too; they work out of place.
 _ops: Any = torch.ops._c10d_functional
+_divided = False
+
+
+def divide() -> None:
+    """Say that a model of this process is divided over several, whose random numbers follow from their seeds."""
+    global _divided
+    _divided = True
+
+
+def divided() -> bool:
+    """Whether a model of this process is divided over several: its parameters, its rows or its layers."""
+    return _divided
 
 
 class Group:
@@ -51,6 +63,8 @@ class Group:
             raise InputError(message, code="SF106")
         self.name: str = group.group_name
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        if self.size > 1:
+            divide()
 
     def __deepcopy__(self, memo: Any) -> Group:
         return self

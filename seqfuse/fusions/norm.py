@@ -42,7 +42,7 @@ class NormForward(ForwardFusion):
 
     ATen's kernels take neither a gain of 1 + weight nor parameters in another dtype than a half x: the operation copies
     x to float32 and y back. Nor do they cast y for what comes next, as under autocast; here it is written in that
-    dtype. Otherwise it depends on the machine: on a GPU ATen's take longer; on a CPU it makes an RMSNorm of
+    dtype. Otherwise it depends on the machine: an H200 takes longer by ATen's; on a CPU ATen makes an RMSNorm of
     several operators, and its LayerNorm takes longer than the C kernel's but in float32 and for few numbers.
     x, y: [*, H]. Saves what the operation saves.
     """

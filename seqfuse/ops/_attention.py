@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import env
+from ..group import divided
 from ..kernels import triton_installed
 from . import _sdpa
 from ._philox import drop_mask, drop_spans, masked
@@ -33,12 +34,19 @@ _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 # Whether our kernels run on a CPU, in Triton's interpreter, in place of all others: tests say so.
 interpreting = False
+# Whether the seed decides each mask on every device: the test kit says so.
+seeds_decide = False
 Kernel = Literal["cpu", "triton", "blocks"] | _sdpa.Backend
 QKV = tuple[Tensor, Tensor, Tensor]
 # The largest rounding error of a log-sum-exp that weights may be made of.
 _ROUNDED = 1e-5
 # Scores held at a time in blocks: 16 MiB in float32.
 _HELD = 1 << 22
+
+
+def _recorded() -> bool:
+    modes = torch._C._TorchDispatchModeKey  # pyright: ignore
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FUNCTIONAL))  # pyright: ignore
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,8 +107,12 @@ class Scores:
     def draws(self, q: Tensor) -> bool:
         """Whether FlashAttention drops the weights of q [B, H, S, D], by a mask that torch's generator decides.
 
-        Our kernel, which makes the mask of the seed, takes four times as long on an H200.
+        Our kernel, which makes the mask of the seed, takes four times as long on an H200. The seed decides where
+        algorithms are to be deterministic, in a process whose model is divided over several, and in a graph, where two
+        calls that differ by their seeds alone would be taken for one.
         """
+        if seeds_decide or divided() or torch.compiler.is_compiling() or _recorded():
+            return False
         if not 0 < self.p < 1 or self.softcap is not None or self.mask is not None or q.device.type != "cuda":
             return False
         # Wider heads have no backward with dropout on some of the cards.

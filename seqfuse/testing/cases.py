@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..env import Env
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
+from ..ops import _attention
 from ..plan import Plan, flatten
 from ..plan.flatten import Node, public_channels
 from ..plan.reference import by_reference
@@ -52,14 +53,21 @@ class Case:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """A block in which torch's generators start from a seed, and after which they are as they were before it."""
+    """A block in which torch's generators start from a seed, and after which they are as they were before it.
+
+    In it the seeds that operations get decide their masks on every device.
+    """
     seed += 0x5EED_0000  # which no pass that seeds them itself takes: it would leave them as they were
     on_cuda = device.type == "cuda"
     with cast(Any, torch.random).fork_rng([device] if on_cuda else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback, for devices not yet started
         if on_cuda:
             cast(Any, torch.cuda).manual_seed(seed)
-        yield
+        before, _attention.seeds_decide = _attention.seeds_decide, True
+        try:
+            yield
+        finally:
+            _attention.seeds_decide = before
 
 
 class Bench:

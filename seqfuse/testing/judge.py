@@ -172,12 +172,12 @@ def _on_gpu(tree: Tree) -> bool:
 def _in_another_order(measure: Measure, seed: int, sides: tuple[Tree, Tree, Tree]) -> bool:
     """Whether the fused side is right beside an unfused one whose GEMMs are the other of cuBLAS's two libraries."""
     choose: Any = torch.backends.cuda.preferred_blas_library
-    before = str(choose()).lower()
+    before = str(choose()).rpartition(".")[2].lower()
     choose("cublas" if before.endswith("lt") else "cublaslt")
     try:
         return mismatch_of(sides[0], measure(seed)[1], sides[2]) is None
     finally:
-        choose("cublaslt" if before.endswith("lt") else "default")
+        choose(before)
 
 
 def judge_case(measure: Measure, case: Case, seed: int) -> None:

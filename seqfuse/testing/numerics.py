@@ -26,6 +26,7 @@ PARTS = ("structure", "max", "rms", "tile", "element", "bias")
 _BIAS_ROWS, _BIAS_ELEMENTS = 16, 256
 # Rows and columns from which the errors of one tell how large those of its elements are.
 _LOCAL = 256
+_MEDIAN_OF_NORMAL = 0.6745  # of |e|, in deviations
 # The reference has no more digits than a float64 result: both are off by the conditioning of the sums, so the floor is
 # the scale of the whole tensor and 2**12 units, still far below any fault that is not rounding.
 _FLOAT64_UNITS = 2.0**12
@@ -121,7 +122,8 @@ def assert_fused_close(fused: Tree, unfused: Tree, reference: Tree, *, name: str
     | element | `|e_f| <= 6 max(rms(e_u), local(e_u)) + 4 |e_u| + 2 phi + 0.5 rms(phi)` |
     | bias | from 16 rows, 256 elements: mean of `e_f/phi`, also times sign(r): `|mean_f| <= |mean_u| + 4 se + 0.03` |
 
-    `local(e_u)`, from 256 rows and columns, is `rms` of the element's row times that of its column, over that of all:
+    `local(e_u)`, from 256 rows and columns, is the median of the element's row times that of its column over that of
+    all, as the deviation of a normal distribution:
     errors of a gradient of weights are larger where a head or a channel has larger numbers, and of fifty million of
     them some are beyond 6 rms of all (two orders of torch's own operations in a block of 4,096 channels are).
     `eps` is the dtype's, twice it for float32; `se` is clustered by row, and by column too where sums of columns vary
@@ -284,9 +286,11 @@ class Sample:
         """What the error of an element is compared with: that of all, or more where its row and column have more."""
         if min(self.counted.shape) < _LOCAL:
             return self.rms_u
-        row, column = (_rms(self.e_u, self.counted.sum(dim), dim) for dim in (1, 0))
-        product = row.unsqueeze(1) * column.unsqueeze(0) / self.rms_u
-        return torch.maximum(self.rms_u, product.nan_to_num(0.0))
+        # Of medians, which no single error moves: where an outlier's row crosses another's column nothing is excused.
+        size = self.e_u.abs()
+        row, column = (size.median(dim, keepdim=True).values for dim in (1, 0))
+        product = row * column / (size.median() * _MEDIAN_OF_NORMAL)
+        return torch.maximum(self.rms_u, product.nan_to_num(0.0, 0.0, 0.0))
 
     def bias(self) -> Iterator[Check]:
         """A rounding error has no direction: neither up and down, nor toward and away from zero."""

@@ -13,11 +13,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqfuse import ops
+from seqfuse import group, ops
 from seqfuse.ops import _attention, _sdpa
 from seqfuse.testing import seeded_randn
+from seqfuse.testing.cases import seeded
 
 H, KV, D = 4, 2, 16
 _cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -206,6 +208,28 @@ def test_flash_drops_what_it_can(how: Any, dtype: torch.dtype, taken: bool, monk
         assert not scores.draws(cast(Tensor, q))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("where", ["a test", "a divided model", "a compiler", "a graph that is recorded"])
+def test_the_seed_decides_the_mask_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sdpa, "has_flash", lambda device: True)
+    q = cast(Tensor, SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(2, H, 20, D)))
+    scores, found = _attention.Scores(1.0, p=0.5), list[bool]()
+    assert scores.draws(q)
+    if where == "a test":
+        with seeded(0, torch.device("cpu")):
+            assert not scores.draws(q)
+    elif where == "a divided model":
+        monkeypatch.setattr(group, "_divided", False)
+        group.divide()
+        assert not scores.draws(q)
+    elif where == "a compiler":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert not scores.draws(q)
+    else:
+        make_fx(lambda x: (found.append(scores.draws(q)), x + 1)[1])(torch.ones(2))
+        assert found == [False]
+    monkeypatch.undo()
 
 
 class _Named(TorchDispatchMode):

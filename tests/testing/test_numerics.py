@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqfuse import ops
-from seqfuse.testing import PARTS, FusedMismatch, assert_fused_close, in_regime
+from seqfuse.testing import PARTS, FusedMismatch, assert_fused_close, in_regime, seeded_randn
 from seqfuse.testing.cases import Bench, Case, Specimen
 
 SHAPE = (32, 48)
@@ -313,3 +313,34 @@ def test_pytest_shows_the_test_and_the_message_and_no_frames_of_the_kit(tmp_path
     assert "FusedMismatch: fused differs from unfused" in done.stdout
     assert "numerics.py" not in done.stdout
     assert "test_it.py:7" in done.stdout
+
+
+def _apart(errors: Tensor, wrong: tuple[int, int, float] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Fused, unfused and reference, whose errors have such deviations; one of them may be another."""
+
+    def drawn(seed: int) -> Tensor:
+        return errors * torch.randn(errors.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    r = seeded_randn(tuple(errors.shape), 0, dtype=torch.float32).bfloat16().double()
+    f, u = r + drawn(1), r + drawn(2)
+    if wrong is not None:
+        f[wrong[0], wrong[1]] = r[wrong[0], wrong[1]] + wrong[2]
+    return f.float(), u.float(), r
+
+
+def test_a_head_whose_numbers_are_larger_has_larger_errors() -> None:
+    errors = torch.full((512, 512), 1e-3, dtype=torch.float64)
+    errors[:16] *= 8
+    errors[:, :16] *= 8
+    assert_fused_close(*_apart(errors))
+    with pytest.raises(FusedMismatch, match="element"):
+        assert_fused_close(*_apart(errors, (300, 300, 0.03)))
+
+
+def test_two_large_errors_excuse_none_where_their_row_and_column_cross() -> None:
+    f, u, r = _apart(torch.full((512, 512), 1e-3, dtype=torch.float64))
+    u[3, 5] = r[3, 5] + 0.2
+    u[7, 9] = r[7, 9] + 0.2
+    f[3, 9] = r[3, 9] + 0.1
+    with pytest.raises(FusedMismatch, match="element"):
+        assert_fused_close(f, u, r)
