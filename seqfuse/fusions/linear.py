@@ -211,7 +211,6 @@ class LinearBiasAdd(ForwardFusion):
     bias: Bias | None
     add: Add
 
-    native_below = C_WORTHWHILE
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
@@ -331,7 +330,6 @@ class BackwardLinearAdd(BackwardFusion):
     linear: Linear
     bias: Bias | None
 
-    native_below = C_WORTHWHILE
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:

@@ -98,7 +98,7 @@ def rstd_of(squares, count, EPS: tl.constexpr):
 
 @triton.jit
 def inverse(x):
-    """1 / x, in float32 to 1 unit in the last place, with no bias: as it is compiled, a quotient has one.
+    """1 / x of normal numbers, in float32 to 1 unit in the last place, with no bias: as compiled, a quotient has one.
 
     What is shared by a whole row must have none: the error bound takes it for a wrong divisor.
     """
