@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import bend, inverse, keep_mask, masked
+from ._device import bend, keep_mask, masked
 from ._launch import family, next_power_of_2
-from .activations import is_half, tanh_derivative
+from .activations import tanh_derivative
 
 _LN_2 = tl.constexpr(math.log(2))
 
@@ -197,8 +197,7 @@ def _attention_fwd_kernel(
         acc = _dot(weights.to(value.dtype), value, acc, PRECISION, INTERPRET)
         most = larger
     blind = total == 0.0
-    by = tl.where(blind, 1.0, total)
-    whole = acc / by[:, None] if is_half(q.dtype.element_ty) else acc * inverse(by)[:, None]
+    whole = acc / tl.where(blind, 1.0, total)[:, None]
     stride = tl.cast(heads, tl.int64) * D
     _store(y + (batch * rows * heads + member) * D, whole, block, stride, rows, D, BLOCK_M, BLOCK_D)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -21,7 +21,7 @@ from ._launch import INTERPRETED, cdiv, launch, next_power_of_2
 from .activations import tanh
 
 _HALF_LN_2 = tl.constexpr(math.log(2) / 2)
-_BLOCK_R, _BLOCK_N = 64, 64
+_BLOCK_N = 64
 # The interpreter reduces by any other function than its own element by element.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -94,16 +94,6 @@ def rstd_of(squares, count, EPS: tl.constexpr):
         rstd = tl.rsqrt(mean)
         rstd = _corrected(rstd, tl.fma(-(mean * rstd), rstd, 1.0) * (0.5 * rstd))
     return rstd
-
-
-@triton.jit
-def inverse(x):
-    """1 / x of normal numbers, in float32 to 1 unit in the last place, with no bias: as compiled, a quotient has one.
-
-    What is shared by a whole row must have none: the error bound takes it for a wrong divisor.
-    """
-    by = 1.0 / x
-    return by if x.dtype == tl.float64 else _corrected(by, tl.fma(-by, x, 1.0) * by)
 
 
 @triton.jit
@@ -184,7 +174,7 @@ def column_sums(partials: Tensor, columns: int, *outs: Tensor) -> None:
         (partials, outs, rows, columns, partials.stride(0)),
         {
             "PARTS": tuple(out.numel() // columns for out in outs),
-            "BLOCK_R": min(_BLOCK_R, next_power_of_2(rows)),
+            "BLOCK_R": min(64, next_power_of_2(rows)),
             "BLOCK_N": _BLOCK_N,
         },
     )

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import inverse
 from ._launch import architecture, launch, next_power_of_2, register_limit, stops
 from ._operators import operator
 from .activations import tanh
@@ -109,7 +108,7 @@ def _cross_entropy_kernel(
         if scale is not None:
             g = tl.load(scale + row).to(COMPUTE)
         g = tl.where(counted, g, 0.0)
-        by_softmax = g * inverse(total)
+        by_softmax = g / total
         if Z_LOSS != 0.0:
             of_lse = 2.0 * Z_LOSS * (top + tl.log(total))
         spread = SMOOTHING / classes.to(COMPUTE)

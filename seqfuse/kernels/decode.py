@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._device import bend, inverse
+from ._device import bend
 from ._launch import architecture, cdiv, family, interpreted, launch, next_power_of_2, processors, register_limit, stops
 from ._operators import inner_contiguous, operator
 
@@ -104,7 +104,7 @@ def _decode_kernel(
         else:
             acc = tl.dot(weights, value, acc, input_precision=PRECISION)
         most = larger
-    whole = acc * inverse(tl.where(total == 0.0, 1.0, total))[:, None]
+    whole = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if v_scale is not None:
         whole *= unit
     out = batch * heads + queries
@@ -134,7 +134,7 @@ def _merge_kernel(
     part = tl.load(partials + place[:, None] * D + cols[None, :], mask=mask, other=0.0)
     # A split that saw nothing has a share of zero.
     part = tl.where((logs == float("-inf"))[:, None], 0.0, part * shares[:, None])
-    whole = tl.sum(part, 0) * inverse(tl.where(total == 0.0, 1.0, total))
+    whole = tl.sum(part, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(y + out * D + cols, whole.to(y.dtype.element_ty), mask=cols < D)
 
 

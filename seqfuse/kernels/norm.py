@@ -114,9 +114,10 @@ def sums_tile(itemsize: int, act: Any = None) -> RowTile:
     return RowTile(max(1, rows), 128, 1, 4, 1 if itemsize == 8 else 2)
 
 
-def _measured(columns: int, x: Tensor, arch: str) -> bool:
-    """Whether rows are such as tiles were measured for."""
-    return columns % 16 == 0 and x.element_size() == 2 and family(arch) == "sm_90"
+def _measured(columns: int, arch: str, *tensors: Tensor | None) -> bool:
+    """Whether all of these are such as tiles were measured for: wider numbers take more shared memory."""
+    half = all(t is None or t.element_size() == 2 for t in tensors)
+    return columns % 16 == 0 and half and family(arch) == "sm_90"
 
 
 def _compute(x: Tensor) -> tuple[torch.dtype, Any]:
@@ -206,7 +207,8 @@ def norm_fwd(
     source, other = as_rows("x", x, N), _same("residual", residual, x)
     M = source.shape[0]
     arch = architecture(x.device)
-    measured = hopper_forward_tile(N, centered, prologue) if act is None and _measured(N, x, arch) else None
+    fits = act is None and _measured(N, arch, x, other, pre_bias, weight, bias)
+    measured = hopper_forward_tile(N, centered, prologue) if fits else None
     tile = forward_tile(N, x.element_size()) if measured is None else measured
     launch(
         _norm_fwd_kernel,
@@ -296,7 +298,7 @@ def norm_bwd(
     compute, triton_compute = _compute(x)
     # Rows of more than 8,192 columns were measured without dropout.
     dropped = seed is not None
-    if act is None and not (dropped and N > 8192) and _measured(N, x, architecture(device)):
+    if act is None and not (dropped and N > 8192) and _measured(N, architecture(device), x, d, added, weight):
         tile = hopper_backward_tile(N)
     else:
         tile = backward_tile(N, x.element_size(), act is not None or dropped)

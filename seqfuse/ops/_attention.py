@@ -83,7 +83,7 @@ class Scores:
         shape = q.shape
         if 0 in shape:
             return "blocks"
-        if self.seed is not None and self.seed.ndim:
+        if self.seed is not None and self.seed.numel() == 2:
             return "flash"
         keys = shape[-2] if k is None else k.shape[-2]
         bounded = self.window is not None and self.window < keys
