@@ -177,19 +177,26 @@ def rows(call: Call, seconds: float, only: str, name: str, *arguments: Any) -> s
 
 
 def tests(call: Call, seconds: float, log: str, *where: str) -> str:
-    """Tests, in an order that is drawn, so that a run that is cut off has some of each."""
+    """Tests, in an order that is drawn, so that a run that is cut off has some of each, and says what failed."""
     command = [
-        sys.executable, "-m", "pytest", "-q", "--tb=short", "-rfE", "-p", "no:cacheprovider", "--shuffle", "1",
+        sys.executable, "-m", "pytest", "-v", "--tb=short", "-rfE", "-p", "no:cacheprovider", "--shuffle", "1",
         "-W", "ignore", *where,
     ]  # fmt: skip
     # Where there is no such plug-in, pytest would refuse its options, and run nothing.
     plugins = {name: importlib.util.find_spec(name) is not None for name in ("xdist", "pytest_timeout")}
     if not call.rehearsal:
-        command += ["-n", "14", "--dist", "worksteal"] if plugins["xdist"] else []
+        command += ["-n", str(workers()), "--dist", "worksteal"] if plugins["xdist"] else []
         command += ["--timeout", "120", "--timeout-method", "thread"] if plugins["pytest_timeout"] else []
     why = call.run(command, seconds, log)
     tail = (call.out / log).read_text(errors="replace").strip().splitlines()[-1:]
     return f"{why}; {' '.join(tail)}"
+
+
+def workers() -> int:
+    """Processes that share the GPU, of which each takes up to 8 GiB of its memory."""
+    import torch
+
+    return max(1, min(14, torch.cuda.mem_get_info()[1] // 2**30 // 9))
 
 
 def sanitizer(call: Call) -> str:
@@ -246,7 +253,7 @@ def third(call: Call) -> None:
     budget = 20 if call.rehearsal else call.left(0.3)
     command = python("tune_gpu.py", "--budget", budget, *tiny)
     call.stage("tune", lambda: call.run(command, budget + 30, "tune.log"))
-    where = ["tests/kernels", "-k", NEED_A_GPU]
+    where = ["tests/kernels", "--ignore", "tests/kernels/c", "-k", NEED_A_GPU]
     if call.rehearsal:
         where = ["tests/kernels/test_dropout.py", "-k", "mask"]
     call.stage("tests/kernels", lambda: tests(call, min(200, call.left(0.7)), "tests_kernels.log", *where))

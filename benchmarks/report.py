@@ -462,6 +462,23 @@ def tiles() -> str | None:
     return text(table(("what", "tile before, us", "tile now, us", "SDPA, us"), cells))
 
 
+def tuned() -> str | None:
+    """What `sf.tune` measured on a GPU, by fusion."""
+    found = read("gpu_tune")
+    if found is None:
+        return None
+    rows: dict[str, list[Any]] = {}
+    for row in found["tune"]:
+        rows.setdefault(row["fusion"], []).append(row)
+    cells: list[list[str]] = []
+    for fusion, measured in sorted(rows.items()):
+        shares = [row["fused_us"] / row["unfused_us"] for row in measured]
+        cells.append([fusion, str(len(measured)), f"{min(shares):.2f} to {max(shares):.2f}"])
+    layers = sorted({f"{row['model']} of {row['tokens']:,} tokens" for row in found["tune"]})
+    said = f"{found['about']['device']}, layers of {', '.join(layers)}; training and inference."
+    return text([*table(("fusion", "places", "time fused / unfused"), cells), "", said])
+
+
 def _launched_now(name: str) -> str:
     """The tile of a swept kernel, as the sweep has it; `as before` where it is the same."""
     from tile_sweep import named
@@ -657,6 +674,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "speed": speed,
     "steps": steps,
     "gpu_tiles": tiles,
+    "gpu_tune": tuned,
     "claims": claims,
 }
 

@@ -106,7 +106,9 @@ def check_device_functions(cls: type, takes_numbers: bool) -> None:
         if names is None and callable(function):
             raise definition_error(cls, f"{name} must be a triton.jit function", name)
         selects = name == "derivative" and bool(names) and names[0] == "dy"
-        if names is not None and len(names) != 1 + takes_numbers + selects:
+        # A flag at the end asks for the digits of 16 bits alone.
+        count = 0 if names is None else len(names) - (names[-1:] == ["HALF"])
+        if names is not None and count != 1 + takes_numbers + selects:
             first = "x" if name == "value" else "dy, t" if selects else "t"
             wanted, why = (f"({first}, P)", "a P") if takes_numbers else (f"({first})", "no P")
             said = f"{name} must take {wanted}, as the class states {why}; it takes ({', '.join(names)})"

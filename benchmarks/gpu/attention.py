@@ -91,7 +91,7 @@ def _of_model(sizes: Sizes, model: Model, window: int | None) -> Iterator[Case]:
     flops = 4.0 * batch * H * D * seen
     kind = "causal" if window is None else f"window {window}"
     common: dict[str, Any] = {
-        "dtype": sizes.dtype, "rows": batch, "checked_rows": 1,
+        "dtype": sizes.dtype, "rows": batch, "checked_rows": 1, "anywhere": True,
         "shape": {"B": batch, "S": S, "heads": H, "kv_heads": Hkv, "D": D},
     }  # fmt: skip
     label = f"{model.name} {batch} x {S}, {H}/{Hkv} x {D}, {kind}"

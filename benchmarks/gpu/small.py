@@ -53,7 +53,7 @@ def _decode(sizes: Sizes, model: Model, batch: int, length: int, priority: int) 
     return Case(
         "decode attention", f"{model.name} {batch} x {length}", sizes.dtype, make, batch,
         {"seqfuse": Contender(ours), "eager": Contender(eager)}, checked_rows=min(batch, 2), priority=priority,
-        flops=4.0 * batch * heads * length * size,
+        anywhere=True, flops=4.0 * batch * heads * length * size,
         shape={"model": model.name, "B": batch, "length": length},
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ._device import bend, keep_mask, masked
 from ._launch import family, next_power_of_2
-from .activations import tanh_derivative
+from .activations import exponential, is_half, tanh_derivative
 
 _LN_2 = tl.constexpr(math.log(2))
 
@@ -129,14 +129,14 @@ def _keep(
 
 
 @triton.jit
-def _exp(x, BASE_2: tl.constexpr):
+def _exp(x, BASE_2: tl.constexpr, HALF: tl.constexpr):
     if BASE_2:
         return tl.exp2(x)
-    return tl.exp(x)
+    return exponential(x, HALF)
 
 
 @triton.jit
-def _weights(scores, sums, ADDED: tl.constexpr):
+def _weights(scores, sums, ADDED: tl.constexpr, HALF: tl.constexpr):
     """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents.
 
     Where a mask is added, they add up to one only once they are divided by their sum: beside a large number that all
@@ -146,7 +146,7 @@ def _weights(scores, sums, ADDED: tl.constexpr):
     if ADDED:
         # A score that another order of summation made may be above the greatest.
         t = tl.minimum(t, 0.0)
-    return tl.exp(t)
+    return exponential(t, HALF)
 
 
 @triton.jit
@@ -159,6 +159,7 @@ def _attention_fwd_kernel(
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one head."""
+    HALF: tl.constexpr = is_half(q.dtype.element_ty)  # pyright: ignore[reportAssignmentType]
     blocks = tl.cdiv(rows, BLOCK_M)
     pid = tl.program_id(0)
     # Late rows see most where nothing after them is seen: the longest programs start first.
@@ -187,8 +188,8 @@ def _attention_fwd_kernel(
         larger = tl.maximum(most, tl.max(scores, 1))
         # A row that has seen nothing yet has weights of zero rather than NaN.
         origin = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = _exp(scores - origin[:, None], BASE_2)
-        shrink = _exp(most - origin, BASE_2)
+        weights = _exp(scores - origin[:, None], BASE_2, HALF)
+        shrink = _exp(most - origin, BASE_2, HALF)
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
         if P is not None:
@@ -224,6 +225,7 @@ def _attention_dq_kernel(
 
     Where a mask is added, they read too what makes the weights add up to one.
     """
+    HALF: tl.constexpr = is_half(q.dtype.element_ty)  # pyright: ignore[reportAssignmentType]
     blocks = tl.cdiv(rows, BLOCK_M)
     pid = tl.program_id(0)
     block = blocks - 1 - pid % blocks
@@ -255,7 +257,7 @@ def _attention_dq_kernel(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
             SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
-        weights = _weights(scores, sums[:, None], ADDED)
+        weights = _weights(scores, sums[:, None], ADDED, HALF)
         if ADDED:
             total += tl.sum(weights, 1)
         dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
@@ -283,6 +285,7 @@ def _attention_dkv_kernel(
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head: what all heads that share it add, one after the other."""
+    HALF: tl.constexpr = is_half(q.dtype.element_ty)  # pyright: ignore[reportAssignmentType]
     blocks = tl.cdiv(keys, BLOCK_N)
     kv_heads = heads // GROUP
     pid = tl.program_id(0)
@@ -313,7 +316,7 @@ def _attention_dkv_kernel(
                 key, query, factor, softcap, of_head, mask_col, mask_row, block, at, keys, rows, first, last, full,
                 rest, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
             )  # fmt: skip
-            weights = _weights(scores, sums[None, :], ADDED)
+            weights = _weights(scores, sums[None, :], ADDED, HALF)
             if ADDED:
                 weights *= tl.load(parts + head * rows + place, mask=place < rows, other=1.0)[None, :]
             dweights = _dot(value, tl.trans(grad), None, PRECISION, INTERPRET)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._launch import architecture, launch, next_power_of_2, register_limit, stops
 from ._operators import operator
-from .activations import tanh
+from .activations import exponential, is_half, tanh
 from .c import crossentropy as c_crossentropy
 from .c.crossentropy import check
 
@@ -35,7 +35,7 @@ def _capped(logits, first, classes, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr
     u = z
     if SOFTCAP is not None:
         u = z / SOFTCAP
-        z = tanh(u) * SOFTCAP
+        z = tanh(u, is_half(logits.dtype.element_ty)) * SOFTCAP
     return tl.where(inside, z, float("-inf")), u, cols, inside
 
 
@@ -63,6 +63,7 @@ def _cross_entropy_kernel(
     BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row: an online softmax in one pass, then its gradient in place."""
+    HALF: tl.constexpr = is_half(logits.dtype.element_ty)  # pyright: ignore[reportAssignmentType]
     classes = tl.cast(classes, tl.int32)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -81,16 +82,16 @@ def _cross_entropy_kernel(
             z, _, _, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
             higher = tl.maximum(tops, tl.max(z, 1))
             shift = _finite(higher)
-            totals = totals * tl.exp(tops - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
+            totals = totals * exponential(tops - shift, HALF) + tl.sum(exponential(z - shift[:, None], HALF), 1)
             tops = higher
             if SMOOTHING > 0.0:
                 plains += tl.sum(tl.where(inside, z, 0.0), 1)
         top = tl.max(tops, 0)
-        total = tl.sum(totals * tl.exp(tops - _finite(top)), 0)
+        total = tl.sum(totals * exponential(tops - _finite(top), HALF), 0)
         if SMOOTHING > 0.0:
             plain = tl.sum(plains, 0)
         if SOFTCAP is not None:
-            picked = tanh(picked / SOFTCAP) * SOFTCAP
+            picked = tanh(picked / SOFTCAP, HALF) * SOFTCAP
         log_total = tl.log(total)
         value = log_total - (1.0 - SMOOTHING) * (picked - top)
         if SMOOTHING > 0.0:
@@ -117,14 +118,14 @@ def _cross_entropy_kernel(
         for first in tl.range(0, classes, BLOCK_N, num_stages=STAGES):
             z, u, cols, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
             # A product, not a choice: as in torch, a row that does not count hands on its NaN.
-            p = tl.exp(z - top) * by_softmax
+            p = exponential(z - top, HALF) * by_softmax
             d = p - tl.where(cols == target, at_target, away)
             if Z_LOSS != 0.0:
                 # Added last: where p is near one, the loss's own part would drown the digits of this one.
                 d += p * of_lse
             if SOFTCAP is not None:
                 # 1 - tanh^2 without the cancellation where the cap is near.
-                q = tl.exp(-2.0 * tl.abs(u))
+                q = exponential(-2.0 * tl.abs(u), HALF)
                 d *= 4.0 * q / ((1.0 + q) * (1.0 + q))
             tl.store(logits + cols, d.to(logits.dtype.element_ty), mask=inside)
 

@@ -6,6 +6,7 @@ gradients are [B, S, H, D]. The log-sum-exp is [B, H, S] for all of them, so one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from ..env import constant_under_compile
 
@@ -60,10 +62,11 @@ def backend(q: Tensor, k: Tensor, causal: bool) -> Backend | None:
 def _choice(
     device: torch.device, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, rows: int, size: int, causal: bool
 ) -> Backend | None:
-    """Torch looks at dtype, sizes and settings alone, so it is asked about stand-ins that have no memory.
+    """Torch looks at dtype, sizes and settings alone, so it is asked about small stand-ins.
 
     It pads heads for one kernel and repeats shared heads for another; neither is done here.
     """
+    _settle(device)
     kinds = torch.backends.cuda
     settings = (
         kinds.flash_sdp_enabled(), kinds.mem_efficient_sdp_enabled(), kinds.cudnn_sdp_enabled(),
@@ -72,13 +75,28 @@ def _choice(
     )  # fmt: skip
     key = (device, dtype, batch, heads, kv_heads, rows, size, causal, settings)
     if key not in _choices:
-        with torch.enable_grad():
+        with _real(), torch.enable_grad():
             element = torch.empty(1, 1, 1, size, dtype=dtype, device=device, requires_grad=True)
             q, k = (element.expand(batch, n, rows, size) for n in (heads, kv_heads))
             found = _NUMBERED.get(_sdp_choice(q, k, k, None, 0.0, causal, enable_gqa=heads != kv_heads))
         refused = (found == "flash" and size % 8) or (found == "efficient" and heads != kv_heads)
         _choices[key] = None if refused else found
     return _choices[key]
+
+
+def _real() -> contextlib.AbstractContextManager[Any]:
+    """A block of tensors that have memory, where there is a GPU: a plan, which has none, must find the same kernel."""
+    modes: Any = _disable_current_modes
+    return modes() if torch.cuda.is_available() else contextlib.nullcontext()
+
+
+@functools.cache
+def _settle(device: torch.device) -> None:
+    """Let torch put its kernels in order, as it does when it is first asked: what is chosen depends on that."""
+    if torch.cuda.is_available():
+        with _real():
+            q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=device)
+            _sdp_choice(q, q, q)
 
 
 @functools.cache

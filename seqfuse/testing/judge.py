@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import KernelError, PluginError
 from ..saved import Saved
 from .cases import HUGE, Case, Outcome
-from .numerics import FusedMismatch, assert_fused_close
+from .numerics import Check, FusedMismatch, assert_fused_close
 from .observe import Pass, leaves
 from .structure import Tree, assert_bitwise_equal, assert_distinct_storages, index_of, named_tensors, share_storage
 
@@ -126,27 +126,35 @@ def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree, note: str =
 
 
 Measure = Callable[[int], tuple[Tree, Tree, Tree]]
+Others = Callable[[int], Sequence[Tree]]
 _ANY = (torch.float32,)
-_FEW, _FEW_IN = 64, (torch.float32, torch.bfloat16, torch.float16)
+_FEW, _MANY, _HALF_TOO = 64, 2**24, (torch.float32, torch.bfloat16, torch.float16)
 
 
-def judge(measure: Measure, seed: int, note: str = "") -> None:
+def judge(measure: Measure, seed: int, note: str = "", others: Others | None = None) -> None:
     """Apply the error bound to (fused, unfused, reference), to more than one draw where it may alarm by chance.
 
     Correct kernels do so in about 1 float32 case of 150, under an offset or a heavy tail, where one rounding is shared
     by a whole row. In 16 bits they do where a tensor has few elements, since the error of an unfused one is then no
-    estimate: 1 case in 10 of the gradient of a bias of 4 behind a saturated sigmoid. A fault alarms under every seed.
+    estimate: 1 case in 10 of the gradient of a bias of 4 behind a saturated sigmoid; and in one element of a weight's
+    gradient of 50 million, where a row and a column of large factors cross. A fault alarms under every seed.
     So, where the only failures are parts other than structure in float32, or in 16 bits in tensors of at most 64
-    elements, two more seeds are drawn, and it is an error if the same tensor fails again in either of them; where that,
-    too, is one of few elements, if it fails in as many draws, judged as one tensor, as make 128 elements.
+    elements, or of the element part in those of 2^24 or more, two more seeds are drawn, and it is an error if the same
+    tensor fails again in either of them; where that, too, is one of few elements, if it fails in as many draws, judged
+    as one tensor, as make 128 elements.
 
     On a GPU a GEMM of float32 is summed in the order that the vendor's library chose for it, with a bias in another
     than without, and errors differ by a factor of three. There the unfused side may be summed in either of two.
 
-    Raises FusedMismatch, with `note` behind it where a NaN or an Inf differs.
+    Args:
+        measure: the three results for a seed.
+        seed: the first one.
+        note: stands behind what is raised where a NaN or an Inf differs.
+        others: further unfused results for a seed, as of `assert_fused_close`; called where the bound alarms.
+
+    Raises FusedMismatch.
     """
-    sides = measure(seed)
-    first = mismatch_of(*sides)
+    sides, first = _judged(measure, seed, others)
     if first is None:
         return
     failed = _by_chance(first)
@@ -155,14 +163,22 @@ def judge(measure: Measure, seed: int, note: str = "") -> None:
     if not failed:
         raise FusedMismatch(first.report, note=note) if note and first.report.not_finite else first
     for other in (seed + 1001, seed + 2002):
-        sides = measure(other)
-        again = mismatch_of(*sides)
+        sides, again = _judged(measure, other, others)
         if again is None or (_by_chance(again) and not failed & {c.tensor for c in again.report.failures}):
             continue
         if not _by_chance(again) or any(c.elements > _FEW for c in again.report.failures):
             raise again
         _judge_joined(measure, seed, sides, {c.tensor: c.elements for c in again.report.failures})
         return
+
+
+def _judged(measure: Measure, seed: int, others: Others | None) -> tuple[tuple[Tree, Tree, Tree], FusedMismatch | None]:
+    """What was measured, and what is wrong with it, by the further unfused results as well where there are any."""
+    sides = measure(seed)
+    found = mismatch_of(*sides)
+    if found is not None and others is not None:
+        found = mismatch_of(*sides, others(seed))
+    return sides, found
 
 
 def _on_gpu(tree: Tree) -> bool:
@@ -191,10 +207,10 @@ def judge_case(measure: Measure, case: Case, seed: int) -> None:
         judge(measure, seed, met(case))
 
 
-def mismatch_of(fused: Tree, unfused: Tree, reference: Tree) -> FusedMismatch | None:
+def mismatch_of(fused: Tree, unfused: Tree, reference: Tree, others: Sequence[Tree] = ()) -> FusedMismatch | None:
     """What is wrong by the error bound, if anything is."""
     try:
-        assert_fused_close(fused, unfused, reference)
+        assert_fused_close(fused, unfused, reference, others=others)
     except FusedMismatch as mismatch:
         return mismatch
     return None
@@ -202,8 +218,15 @@ def mismatch_of(fused: Tree, unfused: Tree, reference: Tree) -> FusedMismatch | 
 
 def _by_chance(mismatch: FusedMismatch) -> set[str]:
     failures = mismatch.report.failures
-    chance = all(c.part != "structure" and c.dtype in (_FEW_IN if c.elements <= _FEW else _ANY) for c in failures)
+    chance = all(c.part != "structure" and c.dtype in (_HALF_TOO if _may_be_chance(c) else _ANY) for c in failures)
     return {check.tensor for check in failures} if chance else set()
+
+
+def _may_be_chance(check: Check) -> bool:
+    """Whether chance may alarm in 16 bits as well: an error of few elements is no estimate, and the largest of many
+    millions is beyond what an element is likely to have.
+    """
+    return check.elements <= _FEW or (check.part == "element" and check.elements >= _MANY)
 
 
 def _judge_joined(measure: Measure, seed: int, first: tuple[Tree, Tree, Tree], elements: dict[str, int]) -> None:

@@ -9,7 +9,7 @@ Every figure below was chosen by seeding bugs and correct variants; `tests/testi
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,12 +106,16 @@ class FusedMismatch(AssertionError):
         super().__init__(f"{what}\n" + "\n".join(f"  {check}" for check in report.failures) + hint + note)
 
 
-def assert_fused_close(fused: Tree, unfused: Tree, reference: Tree, *, name: str = "") -> Report:
+def assert_fused_close(
+    fused: Tree, unfused: Tree, reference: Tree, *, name: str = "", others: Sequence[Tree] = ()
+) -> Report:
     """Raises unless a fused result equals the unfused one as well as its dtype allows; returns what was measured.
 
     Each argument is a tensor, or mappings and sequences of tensors with the same names (`out`, `d_x`, `weight.grad`,
     ...); None is a gradient nobody wanted and must be None in all three. `fused` and `unfused` have the working dtype,
-    `reference` float64.
+    `reference` float64. `others` are further results of the unfused operations, which another library or device added
+    up in another order: `e_u` is then the root of the mean square of all their errors, with the sign of the first. Of a
+    gradient whose errors are few numbers times large factors, one result may have a small one where others do not.
 
     | part | condition |
     | --- | --- |
@@ -133,12 +137,19 @@ def assert_fused_close(fused: Tree, unfused: Tree, reference: Tree, *, name: str
     when the reference is not float64.
     """
     trees = [dict(named_tensors(tree, name)) for tree in (fused, unfused, reference)]
+    more = [dict(named_tensors(tree, name)) for tree in others]
     names = trees[1].keys()
     for side, tree in (("fused", trees[0]), ("reference", trees[2])):
         if tree.keys() != names:
             extra, missing = sorted(tree.keys() - names), sorted(names - tree.keys())
             _fail(name or "all", f"{side} has other tensors than unfused: surplus {extra}, missing {missing}")
-    checks = [check for key in names for check in _compare(key, *(tree[key] for tree in trees))]
+    for tree in more:
+        if tree.keys() != names:
+            _fail(name or "all", f"another unfused result has the tensors {sorted(tree)}, not {sorted(names)}")
+    f, u, r = trees
+    checks: list[Check] = []
+    for key in names:
+        checks += _compare(key, f[key], u[key], r[key], [tree[key] for tree in more])
     report = Report(tuple(checks))
     if report.failures:
         raise FusedMismatch(report)
@@ -153,7 +164,9 @@ def _broken(tensor: str, sentence: str, count: int = 1, where: str = "the whole 
     return Check(tensor, "structure", float(count), 0.0, where, sentence)
 
 
-def _compare(name: str, f: Tensor | None, u: Tensor | None, r: Tensor | None) -> Iterator[Check]:
+def _compare(
+    name: str, f: Tensor | None, u: Tensor | None, r: Tensor | None, others: Sequence[Tensor | None] = ()
+) -> Iterator[Check]:
     if f is None or u is None or r is None:
         if not (f is u is r):
             sides = zip(("fused", "unfused", "reference"), (f, u, r), strict=True)
@@ -186,7 +199,7 @@ def _compare(name: str, f: Tensor | None, u: Tensor | None, r: Tensor | None) ->
     if r.dtype != torch.float64:
         raise TypeError(f"{name}: the reference must be float64, got {r.dtype}")
     if u.numel():
-        sample = Sample(name, f, u, r)
+        sample = Sample(name, f, u, r, [t.detach().to(f.device) for t in others if t is not None])
         yield sample.non_finite()
         for part in (sample.maximum, sample.rms, sample.tiles, sample.elements, sample.bias):
             yield from part()
@@ -202,16 +215,21 @@ def _rms(values: Tensor, count: Tensor, dim: int | None = None) -> Tensor:
 class Sample:
     """Errors of one tensor as [rows, columns] in float64; where one of the three is not finite, 0 and not counted."""
 
-    def __init__(self, name: str, f: Tensor, u: Tensor, r: Tensor) -> None:
+    def __init__(self, name: str, f: Tensor, u: Tensor, r: Tensor, others: Sequence[Tensor] = ()) -> None:
         self.name, self.shape = name, tuple(f.shape)
         columns = self.shape[-1] if self.shape else 1
         self.raw = f.reshape(-1, columns), u.reshape(-1, columns)
-        f, u, r = (t.reshape(-1, columns).double() for t in (f, u, r))
+        f, u, r, *more = (t.reshape(-1, columns).double() for t in (f, u, r, *others))
         self.counted = f.isfinite() & u.isfinite() & r.isfinite()
+        for other in more:
+            self.counted &= other.isfinite()
         self.f, self.u, self.r = f, u, r
         clean = torch.where(self.counted, r, 0.0)
         self.e_f = torch.where(self.counted, f - r, 0.0)
         self.e_u = torch.where(self.counted, u - r, 0.0)
+        if more:
+            squares = torch.stack([self.e_u, *(torch.where(self.counted, t - r, 0.0) for t in more)]).square()
+            self.e_u = squares.mean(0).sqrt().copysign(self.e_u)
         self.count = self.counted.sum()
         self.phi = torch.where(self.counted, self._floor(clean, clean), 0.0)
         self.rms_u, self.rms_phi = _rms(self.e_u, self.count), _rms(self.phi, self.count)

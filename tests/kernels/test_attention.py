@@ -546,7 +546,7 @@ MUTANTS = {
     "an infinite score": ("    sums = tl.where(most == float(\"inf\"), most, sums)\n", "", "infinite"),
     "sum is not shrunk": ("total = total * shrink + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", "plain"),
     "result is not shrunk": ("        acc *= shrink[:, None]\n", "", "plain"),
-    "exponents": ("    return tl.exp(x)\n", "    return tl.exp(1.001 * x)\n", "plain"),
+    "exponents": ("    return exponential(x, HALF)\n", "    return exponential(1.001 * x, HALF)\n", "plain"),
     "lse in base 2": ("(most + tl.log2(total)) * _LN_2", "most + tl.log2(total)", "half"),
     "neighbor's queries": ("queries = q + batch * q_batch + member", "queries = q + batch * q_batch + shared", "plain"),
     "soft-cap": ("return tanh(twice * _HALF_LN_2)", "return twice * _HALF_LN_2", "softcap"),

@@ -391,8 +391,8 @@ def test_small_gradients_are_not_lost_in_float16(options: dict[str, Any], device
 
 
 MUTANTS = {
-    "rescaling": ("totals = totals * tl.exp(tops - shift) + ", "totals = totals + ", "plain"),
-    "threads put together as they are": ("totals * tl.exp(tops - _finite(top))", "totals", "plain"),
+    "rescaling": ("totals = totals * exponential(tops - shift, HALF) + ", "totals = totals + ", "plain"),
+    "threads put together as they are": ("totals * exponential(tops - _finite(top), HALF)", "totals", "plain"),
     "nothing but -inf": ('return tl.where(top == float("-inf"), 0.0, top)', "return top", "masked"),
     "padding": ('tl.where(inside, z, float("-inf"))', "z", "plain"),
     "padding in the mean": (
@@ -406,7 +406,7 @@ MUTANTS = {
         "smooth",
     ),
     "largest logit": ("(picked - top)", "picked", "plain"),
-    "soft-cap of the target": ("picked = tanh(picked / SOFTCAP) * SOFTCAP", "picked = picked", "softcap"),
+    "soft-cap of the target": ("picked = tanh(picked / SOFTCAP, HALF) * SOFTCAP", "picked = picked", "softcap"),
     "z-loss": (
         "value += Z_LOSS * (top + log_total) * (top + log_total)",
         "value += Z_LOSS * log_total * log_total",

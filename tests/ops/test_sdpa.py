@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -305,6 +306,26 @@ def test_the_kernel_is_the_one_that_torch_takes_for_both_passes(monkeypatch: pyt
     assert _sdpa.backend(torch.empty(2, H, 256, 20), torch.empty(2, H, 256, 20), False) is None, (
         "heads of 20 are padded"
     )
+
+
+def test_a_plan_finds_the_kernel_that_a_run_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked about tensors without memory, torch need not say what it says of others, and it is asked but once."""
+    fake, orders = FakeTensorMode(), [(1, 2, 0, 3, 4), (3, 1, 2, 0, 4)]
+
+    def choice(q: Tensor, *args: Any, **more: Any) -> int:
+        del orders[:-1]  # as torch does when it is first asked
+        return 2 if isinstance(q, FakeTensor) else 3
+
+    monkeypatch.setattr(_sdpa, "_sdp_choice", choice)
+    monkeypatch.setattr(_sdpa, "_choices", {})
+    monkeypatch.setattr(_sdpa, "_settle", _sdpa._settle.__wrapped__)
+    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: orders[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    q = torch.empty(2, H, 256, D)
+    with fake:
+        assert _sdpa.backend(fake.from_tensor(q), fake.from_tensor(q), True) == "cudnn"
+    assert _sdpa.backend(q, q, True) == "cudnn"
+    assert len(_sdpa._choices) == 1
 
 
 def test_rows_that_begin_between_16_bytes_are_copied() -> None:

@@ -14,6 +14,7 @@ import seqfuse.testing.judge as judging
 from seqfuse.errors import PluginError
 from seqfuse.testing import FusedMismatch, GlobalState, Observer, assert_fused_close, in_regime, seeded_randn
 from seqfuse.testing.judge import assert_stays_finite, judge, saying
+from seqfuse.testing.structure import Tree
 from tests.judging import judge_together
 
 
@@ -100,6 +101,33 @@ def test_one_alarm_in_16_bits_in_few_elements_is_taken_for_chance_and_a_second_c
     assert draws.asked == 3
     with pytest.raises(FusedMismatch, match="y: max"):
         judge(Draws(dtype, {0: "y", 2: "y"}, shape=(4, 16)), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_element_of_many_that_alarms_in_16_bits_is_taken_for_chance_and_a_second_counts(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(wrong: dict[int, str]) -> Callable[[int], tuple[Tree, Tree, Tree]]:
+        draws = Draws(dtype, wrong, spoil=0.0, shape=(300, 260))
+
+        def drawn(seed: int) -> tuple[Tree, Tree, Tree]:
+            alarms = draws.asked in wrong
+            f, u, r = draws(seed)
+            for number, t in enumerate((f["y"], u["y"])):
+                t += 0.01 * seeded_randn((300, 260), number, dtype=dtype)
+                t[0, 0] += 1.0  # so that the error of another is not the largest
+            f["y"][7, 9] = r["y"][7, 9] + 0.15 * alarms
+            return f, u, r
+
+        return drawn
+
+    once = measure({0: "y"})
+    with pytest.raises(FusedMismatch, match=r"^fused differs from unfused\n  y: element: .* at \(7, 9\)$"):
+        judge(once, 0)
+    monkeypatch.setattr(judging, "_MANY", 300 * 260)
+    judge(measure({0: "y"}), 0)
+    with pytest.raises(FusedMismatch, match="y: element"):
+        judge(measure({0: "y", 2: "y"}), 0)
 
 
 def test_few_elements_that_alarm_twice_are_judged_as_one_tensor_of_many_draws():

@@ -344,3 +344,20 @@ def test_two_large_errors_excuse_none_where_their_row_and_column_cross() -> None
     f[3, 9] = r[3, 9] + 0.1
     with pytest.raises(FusedMismatch, match="element"):
         assert_fused_close(f, u, r)
+
+
+def test_errors_of_other_unfused_results_count_with_those_of_the_first() -> None:
+    r = in_regime("normal", (64, 512), 0, dtype=torch.float64)
+    column = 1e-6 * seeded_randn((512,), 1, dtype=torch.float64)
+
+    def off(size: float, seed: int) -> Tensor:
+        """What one number for a row, times another for a column, is off by."""
+        return (r + size * seeded_randn((64, 1), seed, dtype=torch.float64) * column).float()
+
+    fused, unfused, others = off(1.0, 2), off(0.1, 3), [off(1.0, seed) for seed in (4, 5)]
+    assert "tile" in failed_parts(fused, unfused, r)
+    assert_fused_close(fused, unfused, r, others=others)
+    with pytest.raises(FusedMismatch, match="rms: rms"):
+        assert_fused_close(off(3.0, 2), unfused, r, others=others)
+    with pytest.raises(FusedMismatch, match="another unfused result has the tensors"):
+        assert_fused_close({"y": fused}, {"y": unfused}, {"y": r}, others=[{"z": others[0]}])

@@ -309,13 +309,19 @@ def _replaced(value: Any) -> Any:
     return value
 
 
+# Of libdevice, what C has an equal of.
+_LIBDEVICE = ("abs", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt")
+
+
 class _Foreign:
-    """A module of Triton without an equal in C."""
+    """Another module of Triton: functions of libdevice that `triton.language` has as well have an equal in C."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if self._name.endswith("libdevice") and name in _LIBDEVICE:
+            return getattr(_language, name)
         _refuse(f"it calls {self._name}.{name}")
 
 

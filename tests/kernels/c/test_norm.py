@@ -298,3 +298,11 @@ def test_a_truncating_store_is_caught(altered: Callable[[str, str], None]) -> No
     altered("+ 0x7fffu + ((u >> 16) & 1)", "")
     with pytest.raises(AssertionError):
         check(CASES["layernorm"], drawn(CASES["layernorm"], (40,), 64, torch.bfloat16))
+
+
+def test_tensors_on_another_device_are_refused() -> None:
+    x, weight = seeded_randn((8, 64), 0), seeded_randn((64,), 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="norm: expected all tensors on one device, got cpu and meta"):
+            norm_fwd(x, weight.to("meta"), None, 1e-5)
+        norm_fwd(x, weight, None, 1e-5)
