@@ -196,7 +196,8 @@ def workers() -> int:
     """Processes that share the GPU, of which each takes up to 8 GiB of its memory."""
     import torch
 
-    return max(1, min(14, torch.cuda.mem_get_info()[1] // 2**30 // 9))
+    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0
+    return max(1, min(14, memory // (9 * 2**30)))
 
 
 def sanitizer(call: Call) -> str:

@@ -211,6 +211,7 @@ class LinearBiasAdd(ForwardFusion):
     bias: Bias | None
     add: Add
 
+    native_below = C_WORTHWHILE
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
@@ -330,6 +331,7 @@ class BackwardLinearAdd(BackwardFusion):
     linear: Linear
     bias: Bias | None
 
+    native_below = C_WORTHWHILE
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:

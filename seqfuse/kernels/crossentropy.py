@@ -205,8 +205,10 @@ def cross_entropy_(
 
 def block(classes: int, itemsize: int, amd: bool = False) -> int:
     """Logits at a time."""
-    # Of float64 that is not aligned a thread of 32 warps has too few registers; AMD launches no more than 16 warps.
-    long = classes * itemsize > _LONG and itemsize < 8 and not amd
+    # A thread of 32 warps has too few registers for float64 and for float32 that is not aligned; AMD launches no more
+    # than 16 warps.
+    fits = itemsize < 4 or (itemsize == 4 and classes % 4 == 0)
+    long = classes * itemsize > _LONG and fits and not amd
     return min((2 if long else 1) * _WIDEST // itemsize, next_power_of_2(classes))
 
 
@@ -218,6 +220,6 @@ def num_warps(classes: int, itemsize: int, amd: bool = False) -> int:
 def _registers(warps: int, itemsize: int) -> int | None:
     """Of 32 warps each thread may have 64; unasked the compiler makes room for a second program, and spills.
 
-    So it does where float64 has 16 warps, of which each thread may have 128.
+    So it does where wider numbers have 16 warps, of which each thread may have 128, and needs 64 for float32.
     """
-    return 64 if warps == 32 else 128 if itemsize == 8 else None
+    return 64 if warps == 32 or (warps == 16 and itemsize == 4) else 128 if itemsize == 8 else None

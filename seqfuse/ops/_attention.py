@@ -19,7 +19,7 @@ from .. import env
 from ..group import divided
 from ..kernels import triton_installed
 from . import _sdpa
-from ._philox import drop_mask, drop_spans, masked
+from ._philox import drop_mask, drop_spans, has_c, masked, watched
 from ._tensors import stats_dtype, unflatten
 
 # The forward by torch's own binding and the backward without its overload: both cost less than a call of an overload.
@@ -332,14 +332,18 @@ def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
     batch, heads, length, size = q.shape
     y = q.new_empty(batch, length, heads, size)
     lse = q.new_empty(batch, heads, length, dtype=stats_dtype(q))
-    grouped = _grouped(qkv, how)
+    grouped, c = _grouped(qkv, how), _softmax_in_c(qkv, how)
     for rows, keys in _blocks(qkv, how):
-        scores, _, _ = _scores(grouped, rows, keys, how)
-        weights, sums, _ = _weights(scores)
+        scores, _, _ = _scores(grouped, rows, keys, how if c is None else _by_masks(how))
+        if c is None:
+            weights, sums, _ = _weights(scores)
+            drop = _drop(qkv, rows, keys, how)
+            if drop is not None:
+                weights = masked(weights, drop, how.p)
+        else:
+            weights = scores.contiguous()
+            sums = c.weights_(weights, _place(c, qkv, rows, keys, how), how.seed, how.p).unsqueeze(-1)
         lse[:, :, rows] = sums.flatten(1, 2).squeeze(-1)
-        drop = _drop(qkv, rows, keys, how)
-        if drop is not None:
-            weights = masked(weights, drop, how.p)
         y[:, rows] = (weights @ grouped[2][..., keys, :]).flatten(1, 2).transpose(1, 2).to(y.dtype)
     return y, lse
 
@@ -350,17 +354,24 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     dmask = q.new_zeros(how.mask.shape) if needs_mask and how.mask is not None else None
     dy = unflatten(dy.transpose(1, 2), 1, *q.shape[1:3]).to(q.dtype)
+    c = _softmax_in_c(qkv, how)
     for rows, keys in _blocks(qkv, how):
-        scores, bent, hidden = _scores(grouped, rows, keys, how)
-        weights, _, blind = _weights(scores)
+        scores, bent, hidden = _scores(grouped, rows, keys, how if c is None else _by_masks(how))
         d = dy[..., rows, :]
-        dweights, kept = d @ v[..., keys, :].mT, weights
-        drop = _drop(qkv, rows, keys, how)
-        if drop is not None:
-            dweights, kept = masked(dweights, drop, how.p), masked(weights, drop, how.p)
-        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        dweights = d @ v[..., keys, :].mT
         # What is NaN or Inf spoils no gradient of a key that is not seen.
-        dscores = dscores.masked_fill_(blind if hidden is None else blind | hidden, 0)
+        if c is None:
+            weights, _, blind = _weights(scores)
+            kept, drop = weights, _drop(qkv, rows, keys, how)
+            if drop is not None:
+                dweights, kept = masked(dweights, drop, how.p), masked(weights, drop, how.p)
+            dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+            dscores = dscores.masked_fill_(blind if hidden is None else blind | hidden, 0)
+        else:
+            kept, dscores = scores.contiguous(), dweights.to(scores.dtype).contiguous()
+            c.gradients_(kept, dscores, _place(c, qkv, rows, keys, how), how.seed, how.p)
+            if hidden is not None:
+                dscores = dscores.masked_fill_(hidden, 0)
         if dmask is not None:
             _add_to_mask(dmask, dscores.flatten(1, 2), rows, keys)
         if out is None:
@@ -374,6 +385,34 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
         out[1].copy_(dk.squeeze(2))
         out[2].copy_(dv.squeeze(2))
     return dmask
+
+
+def _softmax_in_c(qkv: QKV, how: Scores) -> Any:
+    """The C kernels for the softmax of scores and its dropout, where they run: of plain tensors on a CPU."""
+    q = qkv[0]
+    if stats_dtype(q) is not torch.float32 or not has_c(q) or watched():
+        return None
+    from ..kernels.c import mask, softmax
+
+    drops = how.seed is not None and how.p > 0
+    given = qkv if how.seed is None else (*qkv, how.seed)
+    if how.p >= 1 or not all(map(mask.takes, given)):
+        return None
+    if type(q) is not Tensor:  # a plan, which has no numbers
+        softmax.ask(drops)
+        return None
+    return softmax
+
+
+def _by_masks(how: Scores) -> Scores:
+    """The limits that are not those of the C kernels, which know rows and keys by their places."""
+    if not how.causal and how.window is None:
+        return how
+    return dataclasses.replace(how, causal=False, window=None)
+
+
+def _place(c: Any, qkv: QKV, rows: slice, keys: slice, how: Scores) -> Any:
+    return c.ScoreBlock(rows.start, keys.start, qkv[0].shape[2], qkv[1].shape[2], how.causal, how.window)
 
 
 def _grouped(qkv: QKV, how: Scores) -> QKV:

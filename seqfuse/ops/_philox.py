@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..env import Env
 from ..errors import FallbackWarning, device_is_lost
-from ..hardware import C_WORTHWHILE
 from ..kernels import triton_installed
 
 _LOW = 0xFFFFFFFF
@@ -30,6 +29,11 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _failures: list[str] = []
 
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+
+
+def watched() -> bool:
+    """Whether a compiler or a transform sees what runs, and no kernel of ours must."""
+    return torch.compiler.is_compiling() or _transform() is not None
 
 
 def round_keys(seed: Tensor) -> tuple[Tensor, ...]:
@@ -66,10 +70,10 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     """
     if seed.is_meta:
         return torch.empty(shape, dtype=torch.bool, device="meta")  # nothing but its shape is asked for
-    if torch.compiler.is_compiling() or _transform() is not None:
+    if watched():
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
-    if _in_c(seed, size, p):
+    if _in_c(seed, p):
         return _c_mask().drop_mask(seed, shape, p)
     groups = (size + 3) // 4
     threshold = math.floor(p * 2**32)
@@ -106,9 +110,9 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
     """
     if _failures or x.dtype not in _KERNEL_DTYPES or not triton_installed():
         return None
-    if not (x.is_cuda or interpreting or (_has_c(x, x.numel()) and x.dtype is not torch.float64)):
+    if not (x.is_cuda or interpreting or (x.dtype is not torch.float64 and has_c(x))):
         return None
-    if torch.compiler.is_compiling() or _transform() is not None:
+    if watched():
         return None
     try:
         from ..kernels import pointwise
@@ -125,14 +129,14 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
         return None
 
 
-def _has_c(t: Tensor, size: int) -> bool:
-    """Whether there are C kernels for so many elements on the device of a tensor."""
-    return t.is_cpu and size >= C_WORTHWHILE and not _failures and Env.of("cpu").kernels == "c"
+def has_c(t: Tensor) -> bool:
+    """Whether there are C kernels on the device of a tensor; for a mask of few elements, too, torch makes 90 calls."""
+    return t.is_cpu and not _failures and Env.of("cpu").kernels == "c"
 
 
-def _in_c(seed: Tensor, size: int, p: float) -> bool:
+def _in_c(seed: Tensor, p: float) -> bool:
     """Whether a C kernel makes a mask now: there is one, and nothing records what runs."""
-    if p >= 1 or not _has_c(seed, size) or torch.compiler.is_compiling() or _transform() is not None:
+    if p >= 1 or not has_c(seed) or watched():
         return False
     return _c_mask().takes(seed)
 
@@ -177,7 +181,7 @@ def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
     """Parts of a mask of `drop_mask`: bool [n, length], row j its elements from `starts[j]` on, in contiguous order."""
-    if _in_c(seed, starts.numel() * length, p):
+    if _in_c(seed, p):
         return _c_mask().drop_mask(seed, (starts.shape[0], length), p, starts)
     counters = (starts >> 2).unsqueeze(1) + torch.arange((length + 6) // 4, device=seed.device)
     drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1).flatten(1)

@@ -59,6 +59,7 @@ class Fork(OnChannel):
 
     dy_may_be_none = True
     is_view = True
+    native = True
     autocast = "same"
 
     def reference(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -100,6 +101,7 @@ class Add(OnChannel):
         """Empty: the backward pass reads dy alone."""
 
     autocast = "promote"
+    native = True
 
     def reference(self, x: Tensor, *, other: Tensor) -> Tensor:
         if isinstance(x, Tensor) and x.shape != other.shape:  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -15,7 +15,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..casts import cast_once
 from ..env import any_autocast, autocast_of
-from ..generated import Source
+from ..generated import Source, identifier
 from ..group import summed_gradient
 from ..settings import current_fusing, default_fusing
 from .lower import Segment
@@ -98,9 +98,15 @@ def bind(
     if program.native:
         at = {(id(owner), attribute): name for name, (owner, attribute) in zip(names, slots, strict=True)}
         s.add("at = 0", "try:")
+        kept: dict[str, str] = {}
         for i, call in enumerate(program.native):
-            entering = ", ".join(["x", *[at[id(owner), attribute] for owner, attribute in call.parameters]])
-            s.add(*[f"    at = {i}"] * (i > 0), f"    x = {s.put(call.run)}({entering})")
+            if call.keeps is not None:
+                kept[call.keeps] = f"kept{i}"
+            entering = ["x", *[at[id(owner), attribute] for owner, attribute in call.parameters]]
+            entering += [f"{identifier(name)}={kept[channel]}" for name, channel in call.reads]
+            made_by = "x" if call.run is None else f"{s.put(call.run)}({', '.join(entering)})"
+            target = "x" if call.keeps is None else kept[call.keeps]
+            s.add(*[f"    at = {i}"] * (i > 0), f"    {target} = {made_by}")
         s.add(
             "except Exception as error:",
             f"    error.add_note({s.put([c.place for c in program.native])}[at])",

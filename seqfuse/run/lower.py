@@ -164,11 +164,16 @@ class Segment:
 
 
 class TorchCall(NamedTuple):
-    """A call of torch that is a native operation, or a GEMM with its bias, with the parameters it takes behind x."""
+    """A call of torch that is a native operation, or a GEMM with its bias, with the parameters it takes behind x.
 
-    run: Callable[..., Tensor]
+    Of an operation that hands x on, there is none, and a channel `keeps` it; another `reads` channels, by keyword.
+    """
+
+    run: Callable[..., Tensor] | None
     parameters: tuple[ParameterPlace, ...]
     place: str  # the note of an error
+    keeps: str | None = None
+    reads: tuple[tuple[str, str], ...] = ()
 
 
 def torch_calls(plan: Plan) -> list[TorchCall] | None:
@@ -185,7 +190,8 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
     if any(step.fused and size >= step.operation.native_below for step in steps):
         return None
     calls: list[TorchCall] = []
-    joined = False
+    joined, first = False, plan.forward[0].start
+    kept: set[str] = set()
     for i, (node, operation, needs) in enumerate(zip(nodes, operations, plan.needs, strict=True)):
         own = tuple(node.slots.values())
         if (needs and not needs.issuperset(node.slots)) or any(getattr(*slot).dtype is not env.dtype for slot in own):
@@ -194,11 +200,19 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
             calls[-1] = calls[-1]._replace(parameters=(*calls[-1].parameters, *own))
             joined = False
             continue
-        alone = operation.native and not (node.inputs or node.outputs or node.seed is not None or node.sum_over)
-        run = operation.torch_call() if alone else None
-        if run is None:
+        if not operation.native or node.seed is not None or node.sum_over:
             return None
-        calls.append(TorchCall(run, own, step_note(node.name, plan.forward[0].start + i, node.path)))
+        leaving = [channel for _, channel in node.outputs]
+        # What leaves the region, or enters it, is the engine's to hand on.
+        inside = kept.issuperset(channel for _, channel in node.inputs) and all(
+            node.readers[channel] and max(node.readers[channel]) < first + len(nodes) for channel in leaving
+        )
+        run = None if leaving else operation.torch_call()
+        if not inside or (run is None and not (operation.is_view and len(leaving) == 1)):
+            return None
+        kept.update(leaving)
+        place = step_note(node.name, first + i, node.path)
+        calls.append(TorchCall(run, own, place, leaving[0] if leaving else None, node.inputs))
         joined = i + 1 < len(nodes) and operation.joins(operations[i + 1])
     return calls
 

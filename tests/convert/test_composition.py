@@ -398,14 +398,22 @@ def test_transforms_of_torch_func_see_the_model():
     assert_equal(seen(model), seen(plain))
 
 
-def test_a_second_derivative_is_an_error():
-    model, _, _ = pair()
+def test_a_second_derivative_is_an_error_where_a_node_runs_and_right_where_torch_does():
+    model, plain, _ = pair()
     x = X.clone().requires_grad_()
+    torch.testing.assert_close(_second(model, x), _second(plain, x), rtol=1e-12, atol=1e-12)
+    x = seeded_randn((200, 8), 2).double().requires_grad_()
     (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(
         RuntimeError, match=r"double backward is not supported\nHint: .*or undo\(\) the conversion of the model"
     ):
         dx.sum().backward()
+
+
+def _second(model: nn.Module, x: Tensor) -> Tensor:
+    """The gradient of the square of a gradient."""
+    (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return torch.autograd.grad(dx.square().sum(), x)[0]
 
 
 class Telling(Net):

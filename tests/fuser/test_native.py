@@ -69,6 +69,37 @@ def test_it_is_torch_bit_for_bit_and_has_its_nodes() -> None:
     assert sum(kept) > 0
 
 
+class Block(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def test_so_does_a_residual_block_bit_for_bit() -> None:
+    ours = sf.Sequential(ops.Residual(ops.LayerNorm(5), ops.Linear(5, 7), ops.GeLU(), ops.Linear(7, 5)), ops.Tanh())
+    theirs = nn.Sequential(Block(nn.LayerNorm(5), nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)), nn.Tanh())
+    theirs.load_state_dict(dict(zip(theirs.state_dict(), ours.state_dict().values(), strict=True)))
+    x = tensor(4, 5, dtype=torch.float32)
+    for mine, its in zip(passes(ours, x), passes(theirs, x), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=0)
+    assert "AddBackward0" in nodes(ours(x.requires_grad_()))
+
+
+@pytest.mark.parametrize("public", ["a channel that leaves", "a channel that enters"])
+def test_channels_of_the_caller_run_behind_a_node(public: str) -> None:
+    x, other = (tensor(4, 5, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
+    if public == "a channel that leaves":
+        y, left = sf.Sequential(ops.Fork("left"), ops.Linear(5, 5))(x)
+        assert left is not None
+    else:
+        y = sf.Sequential(ops.Linear(5, 5), ops.Add("right"))(x, right=other)
+    assert "AddmmBackward0" not in nodes(y)
+
+
+def test_a_sum_of_two_shapes_is_refused_as_ever() -> None:
+    with pytest.raises(sf.InputError, match="adds tensors of one shape"):
+        sf.Sequential(ops.Residual(ops.Linear(5, 7)))(tensor(4, 5, dtype=torch.float32))
+
+
 def test_a_second_derivative_is_torchs() -> None:
     ours, theirs = pair()
     x = tensor(4, 5, dtype=torch.float32).requires_grad_()
