@@ -75,7 +75,7 @@ def _choice(
     )  # fmt: skip
     key = (device, dtype, batch, heads, kv_heads, rows, size, causal, settings)
     if key not in _choices:
-        with _real(), torch.enable_grad():
+        with _real(device), torch.enable_grad():
             element = torch.empty(1, 1, 1, size, dtype=dtype, device=device, requires_grad=True)
             q, k = (element.expand(batch, n, rows, size) for n in (heads, kv_heads))
             found = _NUMBERED.get(_sdp_choice(q, k, k, None, 0.0, causal, enable_gqa=heads != kv_heads))
@@ -84,17 +84,22 @@ def _choice(
     return _choices[key]
 
 
-def _real() -> contextlib.AbstractContextManager[Any]:
-    """A block of tensors that have memory, where there is a GPU: a plan, which has none, must find the same kernel."""
+def _is_here(device: torch.device) -> bool:
+    """Whether there is such a GPU: a plan may be for one that is not there."""
+    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
+
+
+def _real(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A block of tensors that have memory, where the GPU is here: a plan, which has none, must find the same kernel."""
     modes: Any = _disable_current_modes
-    return modes() if torch.cuda.is_available() else contextlib.nullcontext()
+    return modes() if _is_here(device) else contextlib.nullcontext()
 
 
 @functools.cache
 def _settle(device: torch.device) -> None:
     """Let torch put its kernels in order, as it does when it is first asked: what is chosen depends on that."""
-    if torch.cuda.is_available():
-        with _real():
+    if _is_here(device):
+        with _real(device):
             q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=device)
             _sdp_choice(q, q, q)
 

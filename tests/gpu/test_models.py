@@ -15,6 +15,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import fusions
+from seqfuse.ops import attention
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.cases import Bench
 
@@ -73,10 +74,25 @@ def test_any_pair_of_covers_gives_the_same(llama: bool, covers: str, dtype: torc
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("llama", [False, True], ids=["gpt", "llama"])
-def test_twice_gives_the_same_bits(llama: bool, device: torch.device) -> None:
+def test_twice_gives_the_same_bits(llama: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     own = model(llama, device, torch.bfloat16, dropout=0.1)
     x, dy = inputs(device, torch.bfloat16)
-    assert_bitwise_equal(*(trained(own, COVERS["joint"], x, dy) for _ in range(2)))
+    taken: list[list[str]] = []
+    attend = attention.attend
+
+    def noted(qkv: Any, how: Any, kernel: str) -> Any:
+        taken[-1].append(kernel)
+        return attend(qkv, how, kernel)
+
+    monkeypatch.setattr(attention, "attend", noted)
+
+    def run() -> list[Tensor]:
+        taken.append([])
+        return trained(own, COVERS["joint"], x, dy)
+
+    one, other = run(), run()
+    assert taken[0] == taken[1], "attention by another kernel"
+    assert_bitwise_equal(one, other)
 
 
 def test_without_gradients(device: torch.device) -> None:

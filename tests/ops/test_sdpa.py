@@ -200,6 +200,7 @@ def test_flash_drops_weights_again_by_the_state_that_it_returned(monkeypatch: py
 )
 def test_flash_drops_what_it_can(how: Any, dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sdpa, "has_flash", lambda device: True)
+    monkeypatch.setattr(group, "_divided", False)  # by another test
     size = how.pop("size", D)
     scores = _attention.Scores(**{"scale": 1.0, "p": 0.5, **how})
     q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(2, H, 20, size))
@@ -214,6 +215,7 @@ def test_flash_drops_what_it_can(how: Any, dtype: torch.dtype, taken: bool, monk
 @pytest.mark.parametrize("where", ["a test", "a divided model", "a compiler", "a graph that is recorded"])
 def test_the_seed_decides_the_mask_in(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sdpa, "has_flash", lambda device: True)
+    monkeypatch.setattr(group, "_divided", False)
     q = cast(Tensor, SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(2, H, 20, D)))
     scores, found = _attention.Scores(1.0, p=0.5), list[bool]()
     assert scores.draws(q)
@@ -221,7 +223,6 @@ def test_the_seed_decides_the_mask_in(where: str, monkeypatch: pytest.MonkeyPatc
         with seeded(0, torch.device("cpu")):
             assert not scores.draws(q)
     elif where == "a divided model":
-        monkeypatch.setattr(group, "_divided", False)
         group.divide()
         assert not scores.draws(q)
     elif where == "a compiler":
@@ -320,7 +321,7 @@ def test_a_plan_finds_the_kernel_that_a_run_finds(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_sdpa, "_choices", {})
     monkeypatch.setattr(_sdpa, "_settle", _sdpa._settle.__wrapped__)
     monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: orders[0])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_sdpa, "_is_here", lambda _: True)
     q = torch.empty(2, H, 256, D)
     with fake:
         assert _sdpa.backend(fake.from_tensor(q), fake.from_tensor(q), True) == "cudnn"
