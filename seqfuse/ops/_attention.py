@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import env
+from ..compiler import CompileError
 from ..group import divided
 from ..kernels import triton_installed
 from . import _sdpa
-from ._philox import drop_mask, drop_spans, has_c, masked, watched
+from ._philox import drop_mask, drop_spans, gave_up, has_c, masked, watched
 from ._tensors import stats_dtype, unflatten
 
 # The forward by torch's own binding and the backward without its overload: both cost less than a call of an overload.
@@ -400,6 +401,11 @@ def _softmax_in_c(qkv: QKV, how: Scores) -> Any:
         return None
     if type(q) is not Tensor:  # a plan, which has no numbers
         softmax.ask(drops)
+        return None
+    try:
+        softmax.compiled(drops)
+    except CompileError as error:
+        gave_up("Attention", error)
         return None
     return softmax
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler import CompileError
 from ..env import Env
 from ..errors import FallbackWarning, device_is_lost
 from ..kernels import triton_installed
@@ -74,7 +75,10 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
     if _in_c(seed, p):
-        return _c_mask().drop_mask(seed, shape, p)
+        try:
+            return _c_mask().drop_mask(seed, shape, p)
+        except CompileError as error:
+            gave_up("Dropout", error)
     groups = (size + 3) // 4
     threshold = math.floor(p * 2**32)
     keys = round_keys(seed)
@@ -123,10 +127,15 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
     except Exception as error:
         if device_is_lost(error) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise
-        _failures.append(f"{type(error).__name__}: {error}")
-        message = f"the kernel of Dropout failed ({_failures[0]}); its mask is made by torch, in many launches"
-        warnings.warn(message, FallbackWarning, stacklevel=2)
+        gave_up("Dropout", error)
         return None
+
+
+def gave_up(what: str, error: Exception) -> None:
+    """Say why a kernel failed; from now on torch takes the place of all."""
+    _failures.append(f"{type(error).__name__}: {error}")
+    message = f"the kernel of {what} failed ({_failures[0]}); its mask is made by torch, in many launches"
+    warnings.warn(message, FallbackWarning, stacklevel=3)
 
 
 def has_c(t: Tensor) -> bool:
@@ -182,7 +191,10 @@ def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
     """Parts of a mask of `drop_mask`: bool [n, length], row j its elements from `starts[j]` on, in contiguous order."""
     if _in_c(seed, p):
-        return _c_mask().drop_mask(seed, (starts.shape[0], length), p, starts)
+        try:
+            return _c_mask().drop_mask(seed, (starts.shape[0], length), p, starts)
+        except CompileError as error:
+            gave_up("Dropout", error)
     counters = (starts >> 2).unsqueeze(1) + torch.arange((length + 6) // 4, device=seed.device)
     drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1).flatten(1)
     return drop.gather(1, (starts & 3).unsqueeze(1) + torch.arange(length, device=seed.device))

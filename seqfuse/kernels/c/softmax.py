@@ -50,6 +50,17 @@ def ask(drops: bool) -> None:
         compiler.ask(_kernel(backward, drops).source)
 
 
+@functools.cache
+def compiled(drops: bool) -> None:
+    """Compile both kernels.
+
+    Raises:
+        CompileError: if they cannot be.
+    """
+    for backward in (False, True):
+        _kernel(backward, drops).function()
+
+
 def weights_(scores: Tensor, place: ScoreBlock, seed: Tensor | None, p: float) -> Tensor:
     """Overwrite scores by weights, of which some are dropped; returns the log-sum-exp.
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqfuse import ops
+from seqfuse import compiler, ops
+from seqfuse.compiler import CompileError
+from seqfuse.errors import FallbackWarning
 from seqfuse.kernels.c import softmax
 from seqfuse.kernels.c.softmax import ScoreBlock
-from seqfuse.ops import _attention
+from seqfuse.ops import _attention, _philox
 from seqfuse.ops._philox import drop_mask, masked
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.judge import judge
@@ -138,6 +140,26 @@ def test_attention_is_what_it_is_without(
     theirs = passes(dtype)
     assert not calls
     assert_fused_close(mine, theirs, exact)
+
+
+def test_torch_takes_its_place_where_it_does_not_compile(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, x = ops.Attention(2, dropout=0.2), seeded_randn((1, 9, 24), 0)
+    wanted = op.fwd(x, seed=SEED)[0]
+
+    def failing(source: str) -> Any:
+        raise CompileError("cc 1.0 failed: no space left on device")
+
+    monkeypatch.setattr(compiler, "function", failing)
+    monkeypatch.setattr(_philox, "_failures", [])
+    monkeypatch.setattr(softmax, "compiled", softmax.compiled.__wrapped__)
+    with pytest.warns(FallbackWarning, match="kernel of Attention failed .*no space left on device"):
+        y, saved = op.fwd(x, seed=SEED)
+    torch.testing.assert_close(y, wanted)
+    op.bwd(y, saved, needs=frozenset({"x"}))
+    monkeypatch.setattr(_philox, "_failures", [])
+    with pytest.warns(FallbackWarning, match="kernel of Dropout failed"):
+        mine = drop_mask(SEED, torch.Size((3, 5)), 0.4)
+    assert mine.shape == (3, 5)
 
 
 MUTANTS = {
