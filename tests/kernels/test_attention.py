@@ -564,6 +564,8 @@ MUTANTS = {
     "dk without the scale": ("sum_k * scale", "sum_k", "plain"),
     "slope of the soft-cap": ("*= tanh_derivative(bent)\n        acc", "*= 1.0 - bent\n        acc", "softcap"),
     "one head of a group": ("member = shared * GROUP + i", "member = shared * GROUP", "plain"),
+    "keys of the heads before": ("            own_k += sum_k\n", "", "wide"),
+    "values of the heads before": ("            own_v += sum_v\n", "", "wide"),
     "read beyond the last row": ("mask=mask, other=0.0)", "mask=mask | (rows == limit)[:, None], other=0.0)", "red"),
     "the last row is not written": ("ty), mask=mask)", "ty), mask=mask & (rows < limit - 1)[:, None])", "plain"),
     "low-precision product": (
@@ -593,10 +595,11 @@ def test_a_wrong_kernel_is_found(
             test_reads_and_writes_within_its_tensors(device)
         return
     halves = {"half": "softcap", "half float": "float"}
+    size, how = (80, "plain") if how == "wide" else (16, how)
     dtype, how = (torch.float16, halves[how]) if how in halves else (torch.float32, how)
     sizes = (2, 4, 2) if how == "large" else (1, 2, 1)
     with pytest.raises(AssertionError):
-        check(functools.partial(drawn, *sizes, 53, 16, dtype, device), limits(how, 53, device), changed)
+        check(functools.partial(drawn, *sizes, 53, size, dtype, device), limits(how, 53, device), changed)
 
 
 def test_operators_are_what_they_say(device: torch.device) -> None:
