@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiler import CompileError
+from ..compiler import CompileError, give_up
 from ..env import Env
 from ..errors import FallbackWarning, device_is_lost
 from ..kernels import triton_installed
@@ -30,11 +30,12 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _failures: list[str] = []
 
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+_tracing: Callable[[], Any] = torch._C._get_tracing_state  # pyright: ignore
 
 
 def watched() -> bool:
-    """Whether a compiler or a transform sees what runs, and no kernel of ours must."""
-    return torch.compiler.is_compiling() or _transform() is not None
+    """Whether a compiler, a tracer or a transform sees what runs, and no kernel of ours must."""
+    return torch.compiler.is_compiling() or _transform() is not None or _tracing() is not None
 
 
 def round_keys(seed: Tensor) -> tuple[Tensor, ...]:
@@ -132,15 +133,18 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
 
 
 def gave_up(what: str, error: Exception) -> None:
-    """Say why a kernel failed; from now on torch takes the place of all."""
-    _failures.append(f"{type(error).__name__}: {error}")
-    message = f"the kernel of {what} failed ({_failures[0]}); its mask is made by torch, in many launches"
-    warnings.warn(message, FallbackWarning, stacklevel=3)
+    """Say why a kernel failed; from now on torch takes the place of all of its kind."""
+    why = f"{type(error).__name__}: {error}"
+    if isinstance(error, CompileError):
+        give_up(error)  # which is of C kernels alone
+    else:
+        _failures.append(why)
+    warnings.warn(f"the kernel of {what} failed ({why}); torch takes its place, in many launches", FallbackWarning, 3)
 
 
 def has_c(t: Tensor) -> bool:
     """Whether there are C kernels on the device of a tensor; for a mask of few elements, too, torch makes 90 calls."""
-    return t.is_cpu and not _failures and Env.of("cpu").kernels == "c"
+    return t.is_cpu and Env.of("cpu").kernels == "c"
 
 
 def _in_c(seed: Tensor, p: float) -> bool:

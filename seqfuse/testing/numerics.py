@@ -184,6 +184,11 @@ def _compare(
         )
         if mine != its
     ]
+    problems += [
+        _broken(name, f"another unfused result of {tuple(t.shape)}, {t.dtype}")
+        for t in others
+        if t is not None and (t.shape, t.dtype) != (u.shape, u.dtype)
+    ]
     if r.shape != u.shape:
         problems.append(_broken(name, f"reference of shape {tuple(r.shape)} for {tuple(u.shape)}"))
     if share_storage(f, u) or share_storage(f, r) or share_storage(u, r):
@@ -221,15 +226,13 @@ class Sample:
         self.raw = f.reshape(-1, columns), u.reshape(-1, columns)
         f, u, r, *more = (t.reshape(-1, columns).double() for t in (f, u, r, *others))
         self.counted = f.isfinite() & u.isfinite() & r.isfinite()
-        for other in more:
-            self.counted &= other.isfinite()
         self.f, self.u, self.r = f, u, r
         clean = torch.where(self.counted, r, 0.0)
         self.e_f = torch.where(self.counted, f - r, 0.0)
         self.e_u = torch.where(self.counted, u - r, 0.0)
         if more:
-            squares = torch.stack([self.e_u, *(torch.where(self.counted, t - r, 0.0) for t in more)]).square()
-            self.e_u = squares.mean(0).sqrt().copysign(self.e_u)
+            errors = [self.e_u, *(torch.where(self.counted & t.isfinite(), t - r, self.e_u) for t in more)]
+            self.e_u = torch.stack(errors).square().mean(0).sqrt().copysign(self.e_u)
         self.count = self.counted.sum()
         self.phi = torch.where(self.counted, self._floor(clean, clean), 0.0)
         self.rms_u, self.rms_phi = _rms(self.e_u, self.count), _rms(self.phi, self.count)

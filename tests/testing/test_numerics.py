@@ -361,3 +361,11 @@ def test_errors_of_other_unfused_results_count_with_those_of_the_first() -> None
         assert_fused_close(off(3.0, 2), unfused, r, others=others)
     with pytest.raises(FusedMismatch, match="another unfused result has the tensors"):
         assert_fused_close({"y": fused}, {"y": unfused}, {"y": r}, others=[{"z": others[0]}])
+    with pytest.raises(FusedMismatch, match=r"another unfused result of \(64, 511\)"):
+        assert_fused_close(fused, unfused, r, others=[others[0][:, 1:]])
+    spoiled = others[0].clone()
+    spoiled[3] = torch.nan
+    fused[3, 5] += 1.0
+    assert "max" in failed_parts(fused, unfused, r)
+    with pytest.raises(FusedMismatch, match=r"max: .* at \(3, 5\)"):
+        assert_fused_close(fused, unfused, r, others=[spoiled, others[1]])

@@ -152,8 +152,8 @@ def copies(which: Sequence[int]) -> Callable[..., Sequence[Tensor]] | None:
 
 
 def _alike(given: Sequence[Tensor]) -> Callable[..., bool]:
-    known = [(t.dtype, t.shape, t.stride()) for t in given]
-    return lambda *others: [(t.dtype, t.shape, t.stride()) for t in others] == known
+    known = [(t.device, t.dtype, t.shape, t.stride()) for t in given]
+    return lambda *others: [(t.device, t.dtype, t.shape, t.stride()) for t in others] == known
 
 
 def rows_of(t: Tensor, columns: int) -> tuple[int, bool]:

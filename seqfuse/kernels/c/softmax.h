@@ -27,6 +27,7 @@ void k(const int64_t *seed, float *restrict scores, float *restrict other, I all
     }
     int blind = most == -__builtin_inff() && !bad;
     if (blind) most = 0.f;
+    if (bad) most = NAN;
 #pragma omp simd reduction(+ : sum)
     for (I i = lo; i < hi; i++) {
       float e = exp_(s[i] - most);

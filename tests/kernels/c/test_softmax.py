@@ -14,7 +14,7 @@ from seqfuse.compiler import CompileError
 from seqfuse.errors import FallbackWarning
 from seqfuse.kernels.c import softmax
 from seqfuse.kernels.c.softmax import ScoreBlock
-from seqfuse.ops import _attention, _philox
+from seqfuse.ops import _attention
 from seqfuse.ops._philox import drop_mask, masked
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.judge import judge
@@ -98,6 +98,7 @@ def test_numbers_that_are_not_finite_spoil_what_they_do_in_torch(name: str, valu
     scores, gradients = drawn(name)
     scores[0, 0, 20, 18] = scores[0, 1, :, 5] = value
     scores[1, 2, 9] = -torch.inf
+    scores[1, 2, 30, 3:5] = torch.tensor([torch.nan, torch.inf])
     gradients[1, 0, 3, 2] = gradients[1, 0, 3, 39] = torch.nan
     mine, theirs = in_c(name, scores, gradients), by_torch(name, scores, gradients)
     for key, t in theirs.items():
@@ -150,13 +151,13 @@ def test_torch_takes_its_place_where_it_does_not_compile(anew: None, monkeypatch
         raise CompileError("cc 1.0 failed: no space left on device")
 
     monkeypatch.setattr(compiler, "function", failing)
-    monkeypatch.setattr(_philox, "_failures", [])
+    monkeypatch.setattr(compiler, "_failures", [])
     monkeypatch.setattr(softmax, "compiled", softmax.compiled.__wrapped__)
     with pytest.warns(FallbackWarning, match="kernel of Attention failed .*no space left on device"):
         y, saved = op.fwd(x, seed=SEED)
     torch.testing.assert_close(y, wanted)
     op.bwd(y, saved, needs=frozenset({"x"}))
-    monkeypatch.setattr(_philox, "_failures", [])
+    monkeypatch.setattr(compiler, "_failures", [])
     with pytest.warns(FallbackWarning, match="kernel of Dropout failed"):
         mine = drop_mask(SEED, torch.Size((3, 5)), 0.4)
     assert mine.shape == (3, 5)
@@ -169,6 +170,7 @@ MUTANTS = {
     "no keys": ("if (hi < 0) hi = 0;", "if (hi < 0) hi = K;", "blind"),
     "greatest": ("int blind =", "most += 1e9f; int blind =", "plain"),
     "blind rows": ("if (blind) most = 0.f;", "", "blind"),
+    "a NaN": ("if (bad) most = NAN;", "", "bad"),
     "sum": ("sum += e;", "sum = e;", "plain"),
     "rows that sum to 0": ("if (total == 0.f || most == __builtin_inff()) total = 1.f;", "", "blind"),
     "position": ("I first = (part / R * S + row) * N + k0;", "I first = (part / R * R + row) * N + k0;", "block"),
@@ -190,5 +192,6 @@ MUTANTS = {
 def test_a_wrong_kernel_is_found(name: str, altered: Callable[[str, str], None]) -> None:
     old, new, case = MUTANTS[name]
     altered(old, new)
+    test = test_numbers_that_are_not_finite_spoil_what_they_do_in_torch
     with pytest.raises(AssertionError):
-        check(case)
+        test("causal", torch.inf) if case == "bad" else check(case)
