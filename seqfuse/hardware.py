@@ -40,7 +40,7 @@ ONEDNN_WORTHWHILE = 2**16
 """Multiplications below which making a oneDNN primitive may cost more than it saves."""
 
 C_WORTHWHILE = 1024
-"""Elements of a tensor below which no C kernel is compiled: the call takes as long as those that it replaces."""
+"""Elements of a tensor below which no fusion is compiled to C: the call takes as long as those that it replaces."""
 
 C_NORM_WORTHWHILE = 32768
 """Elements from which LayerNorm in C is faster than ATen's in float32: 1.1 of its time at half as many, 0.85 here."""

@@ -188,7 +188,7 @@ def _run(
     key = (id(kernel), device, arguments, _identity(values), num_warps, num_stages, *options.items())
     entry = _compiled.get(key)
     if entry is None or hooked() or kernel.pre_run_hooks:
-        _one_device(kernel, args)
+        one_device(kernel.__name__, _tensors(args))
         if entry is None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{kernel.__name__} is launched for the first time while a CUDA graph is captured, where it can be "
@@ -282,10 +282,11 @@ def _direct() -> bool:
     return "metadata_group" in names and "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function" in source
 
 
-def _one_device(kernel: Any, args: tuple[Any, ...]) -> None:
-    devices = {str(t.device) for t in _tensors(args)}
+def one_device(name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise `ValueError` unless all tensors that a kernel is given are on one device."""
+    devices = {str(t.device) for t in tensors}
     if len(devices) > 1:
-        raise ValueError(f"{kernel.__name__}: expected all tensors on one device, got {' and '.join(sorted(devices))}")
+        raise ValueError(f"{name}: expected all tensors on one device, got {' and '.join(sorted(devices))}")
 
 
 def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
@@ -303,7 +304,7 @@ def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
 def _interpret(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: Mapping[str, Any]) -> None:
     from triton.runtime.errors import InterpreterError
 
-    _one_device(kernel, args)
+    one_device(kernel.__name__, _tensors(args))
     with _interpreting:
         try:
             kernel[(grid,)](*args, **constexprs)

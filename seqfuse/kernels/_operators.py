@@ -349,9 +349,7 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
     """Decide a call and do it; keep how, or that it cannot be done again."""
     given = [t for t in tensors if t is not None]
     if operator.in_c is not None and _launch.in_c(given[0]):
-        if not all(t.is_cpu for t in given):
-            devices = " and ".join(sorted({str(t.device) for t in given}))
-            raise ValueError(f"{operator.name}: expected all tensors on one device, got {devices}")
+        _launch.one_device(operator.name, given)
         check, run = operator.call(operator.in_c, args).entry(given, getattr(operator.result, "_make", tuple))
         _keep(key, tensors, check, run, operator.alive(args))
         return run(*given)
