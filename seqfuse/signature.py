@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import numbers
 import operator
 import reprlib
 import types
@@ -213,6 +214,8 @@ def _is_one(value: object, kind: Any) -> bool:
     own = type(value)
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and kind is not int
+    if kind is bool and isinstance(value, numbers.Number) and value not in (0, 1):
+        return False
     return value is not None and hasattr(own, _KINDS[kind][1]) and not (kind is int and own is bool)
 
 

@@ -18,6 +18,7 @@ import torch
 
 import seqfuse.testing.compile as compiling
 from seqfuse.testing.interpreter import corrected
+from tests import interpreter_operators
 from tests.processes import Script
 from tools.compiled import TARGETS, Compiled, compile_variants
 
@@ -69,7 +70,7 @@ def _bfloat16_as_on_a_gpu() -> Iterator[None]:
     if DEVICE.type == "cuda":
         yield
     else:
-        with corrected():
+        with corrected(lambda interpreter: interpreter_operators.operators(interpreter)):
             yield
 
 

@@ -166,7 +166,8 @@ class Operator:
         name: the operator's.
         written: parameters whose tensors it writes.
         out: a parameter of tensors that the results are written to; the operator makes them.
-        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the same arguments.
+        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the same arguments, or `None` where
+            nothing is asked for.
     """
 
     def __init__(
@@ -209,7 +210,9 @@ class Operator:
     def recorded(self, *args: Any) -> Any:
         """Call the operator: a mode watches."""
         if self.in_c is not None and compiler.is_collecting() and _launch.in_c(args[0]):
-            compiler.ask(self.call(self.in_c, args).kernel.source)
+            decided = self.call(self.in_c, args)
+            if decided is not None:
+                compiler.ask(decided.kernel.source)
         given = [one for p, value in zip(self._parameters, args, strict=True) for one in p.encoded(value)]
         named = {a.name: value for a, value in zip(self._arguments[self._first :], given[self._first :], strict=True)}
         made = getattr(torch.ops.seqfuse, self.name)(*given[: self._first], **named)
@@ -350,7 +353,10 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
     given = [t for t in tensors if t is not None]
     if operator.in_c is not None and _launch.in_c(given[0]):
         _launch.one_device(operator.name, given)
-        check, run = operator.call(operator.in_c, args).entry(given, getattr(operator.result, "_make", tuple))
+        decided = operator.call(operator.in_c, args)
+        if decided is None:
+            return operator.make(args)
+        check, run = decided.entry(given, getattr(operator.result, "_make", tuple))
         _keep(key, tensors, check, run, operator.alive(args))
         return run(*given)
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
@@ -403,7 +409,7 @@ def operator(
         written: parameters whose tensors it writes.
         out: a parameter of tensors that the results are written to; the operator has none, and the host function gets
             `None`, for which it makes them.
-        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the same arguments.
+        in_c: as of an `Operator`.
         flops: gives the FLOPs that torch's `FlopCounterMode` counts, as it counts those of ATen's operators.
     """
 

@@ -209,7 +209,7 @@ def rope_bwd(
         for kind, n in ((dbias, width), (dq_weight, size), (dk_weight, size))
     ]
     results = RopeGradients(out, *totals)
-    if stops():
+    if stops() or not any(t is not None for t in results):
         return results
     gradient = as_rows("dy", dy, width)
     source = None if x is None else as_rows("x", x, width)

@@ -82,6 +82,9 @@ class MultiHeadAttention(Sequential):
         parts["qkv"] = _side_by_side(embed_dim, sizes, bias, merged, group, sequence_dim, made)
         if qk_norm:
             make = ops.QKNorm if qk_norm is True else qk_norm
+            if not callable(make):
+                message = f"qk_norm must be True, False, or a function that makes an ops.QKNorm, got {qk_norm!r}"
+                raise InputError(message, code="SF106", operation=type(self).__name__)
             parts["qk_norm"] = norm = make(head_dim, own, own_shared, **made)
             if norm.full_width and own != heads:
                 raise InputError("a QKNorm of all heads cannot be divided", code="SF106", operation="QKNorm")

@@ -28,7 +28,7 @@ import torch
 
 from . import interpreter_bounds
 from .interpreter_bounds import ACCESSES
-from .interpreter_speed import Language, replacements
+from .interpreter_speed import Language, Methods, replacements
 
 # What is replaced, and the arguments it must have after self.
 _METHODS = {
@@ -59,8 +59,11 @@ _blocks: list[Any] = []
 
 
 @contextmanager
-def corrected() -> Generator[None]:
+def corrected(methods: Methods = lambda _: ()) -> Generator[None]:
     """A block in which interpreted kernels compute, and round to, bfloat16 and float8 as a GPU does.
+
+    Args:
+        methods: further methods of `tl.tensor` that are replaced in it.
 
     Raises:
         RuntimeError: for a version of Triton whose interpreter has other parts than the known ones.
@@ -69,7 +72,7 @@ def corrected() -> Generator[None]:
 
     _probe(interpreter)
     replaced: list[tuple[Any, str, Any]] = []
-    language = Language(interpreter)
+    language = Language(interpreter, methods)
     own = *_replacements(interpreter), *replacements(interpreter), *interpreter_bounds.replacements(interpreter)
     parts = *own, (interpreter, "_patch_lang", language.patch)
     _blocks.append(replaced)

@@ -304,6 +304,13 @@ def test_merged_weights_give_what_packed_ones_give():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("wrong", [2.5, "yes", [1]])
+def test_a_norm_of_queries_and_keys_is_asked_for_by_a_flag_or_made_by_a_function(wrong: Any):
+    with pytest.raises(sf.InputError, match=r"SF106 MultiHeadAttention: qk_norm must be True, False, or a function"):
+        MultiHeadAttention(8, 2, qk_norm=wrong)
+    assert "qk_norm" in dict(MultiHeadAttention(8, 2, qk_norm=True).named_children())
+
+
 def test_the_norm_of_queries_and_keys_may_be_made_otherwise():
     make = functools.partial(ops.QKNorm, eps=0.1, zero_centered=True, full_width=True)
     layer: Any = TransformerLayer(8, 2, qk_norm=make)

@@ -265,8 +265,8 @@ def decide_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, *,
     zero_centered: bool, dstream: Tensor | None, seed: Tensor | None, p: float, act: Any, dx: bool, dweight: _Dtype,
     dbias: _Dtype, dbranch: bool, dpre_bias: _Dtype, branch_dtype: _Dtype,
-) -> Decided:  # fmt: skip
-    """`norm.norm_bwd`."""
+) -> Decided | None:  # fmt: skip
+    """`norm.norm_bwd`; `None` where nothing is asked for."""
     W = columns_of(x, weight=weight, bias=bias)
     given = _Reads(x, W)
     given.rows("dy", dy)
@@ -277,6 +277,8 @@ def decide_backward(
     if dstream is not None:
         given.rows("dstream", dstream)
     of_dx, of_branch = x.dtype if dx else None, (branch_dtype or x.dtype) if dbranch else None
+    if all(of is None for of in (of_dx, of_branch, dweight, dbias, dpre_bias)):
+        return None
     kernel, integers, floats = _printed_backward(
         mean is not None, zero_centered, _act_of(act), None if seed is None else p, dy.dtype, x.dtype, _of(mean),
         rstd.dtype, _of(weight), _of(bias), _of(dstream), of_dx, of_branch, (dweight, dbias, dpre_bias),

@@ -354,10 +354,12 @@ def decide_backward(
     sin: Tensor | None, x: Tensor | None, rstd: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
     zero_centered: bool, dx: bool, dbias: torch.dtype | None, dq_weight: torch.dtype | None,
     dk_weight: torch.dtype | None,
-) -> Decided:  # fmt: skip
-    """`rope.rope_bwd`."""
+) -> Decided | None:  # fmt: skip
+    """`rope.rope_bwd`; `None` where nothing is asked for."""
     size, rotary = checked(dy, heads, kv_heads, rotation)
     check_normed(dy, x, rstd)
+    if not dx and dbias is dq_weight is dk_weight is None:
+        return None
     given = _Takes(
         dy=dy, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight
     )  # fmt: skip

@@ -124,6 +124,15 @@ def test_kernels_depend_on_no_number() -> None:
     assert len(found) == 2
 
 
+def test_what_is_asked_for_nothing_compiles_nothing(sources: list[str]) -> None:
+    x = seeded_randn((5, PARTS * 8), 0)
+    assert rope.rope_bwd(x, HEADS, KV, Rotation("half", 8), dx=False) == (None, None, None, None)
+    with compiler.collecting() as wanted, FakeTensorMode(allow_non_fake_inputs=True):
+        assert rope.rope_bwd(x, HEADS, KV, dx=False) == (None, None, None, None)
+    assert not sources
+    assert not wanted
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_known_before_they_run(name: str, sources: list[str]) -> None:
     case = CASES[name]
