@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m tests.run -n 2 --dist worksteal --timeout 300
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-machines test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu first-hour rehearsal warm-cache report kernels clean
+.PHONY: help demo test test-full test-machines test-models test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu first-hour rehearsal warm-cache report kernels clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,13 @@ test-machines: $(VENV)/.has-test  ## run the numeric tests as other processors w
 
 test-seeds: $(VENV)/.has-test  ## run the numeric tests with 20 other seeds and count the alarms
 	$(BIN)/python -m tests.machines --seeds 1-20 $(ARGS)
+
+# torchaudio's compiled library is of another torch; its models need none.
+test-models: $(VENV)/.has-test  ## convert models of other people's packages, installed aside; ARGS='timm --reasons'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--target $(VENV)/foreign -r tests/foreign/packages.txt 2>/dev/null
+	rm -rf $(VENV)/foreign/torchaudio/lib
+	PYTHONPATH=$(CURDIR):$(VENV)/foreign $(BIN)/python -m tests.foreign $(ARGS)
 
 test-versions:  ## run the tests with the oldest and the newest versions, in .venv-floor and .venv-newest
 	@lines=; status=0; for set in floor=$(FLOOR_PYTHON) newest=$(NEWEST_PYTHON); do \

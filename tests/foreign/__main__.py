@@ -1,0 +1,377 @@
+"""`make test-models`: converts models of other people's packages; their outputs and gradients, and what is in chains.
+
+`python -m tests.foreign --reasons timm "litgpt: phi-2"` takes those with one of these words in the package or name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_map
+
+import seqfuse as sf
+from seqfuse.convert import capture
+from seqfuse.convert.graph import example, spelled
+from seqfuse.convert.raising import CHEAP
+from seqfuse.convert.reasons import _kind
+from seqfuse.testing import assert_fused_close
+
+from . import zoo
+
+KINDS = ("GEMM", "norm", "activation")
+
+
+@dataclasses.dataclass
+class Row:
+    """What became of one model."""
+
+    package: str
+    name: str
+    state: str = "right"
+    inside: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    outside: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    kept: dict[str, float] = dataclasses.field(default_factory=dict)
+    graphs: int = 0
+    seconds: float = 0.0
+    reasons: list[str] = dataclasses.field(default_factory=list)
+
+
+class Counted:
+    """Counts the calls of captured graphs that are in chains, and those that are left."""
+
+    def __init__(self, row: Row) -> None:
+        self.row, self.rewrite = row, capture.rewrite
+
+    def __call__(self, gm: GraphModule, options: Any, name: str = "graph") -> Any:
+        reports = self.rewrite(gm, options, name)
+        self.row.graphs += len(reports)
+        for report in reports:
+            for region in report.regions:
+                for node in {n for r in region.order.members for n in r.took}:
+                    kind = _inside_kind(node)
+                    if kind is not None:
+                        self.row.inside[kind] += 1
+            for left in report.left:
+                self.row.reasons.append(f"{left.kind} {left.call} {left.module}: {left.reason}")
+        for graph in (gm, *(m for m in gm.modules() if isinstance(m, GraphModule) and m is not gm)):
+            for node in graph.graph.nodes:
+                if (kind := _outside_kind(node)) is not None:
+                    self.row.outside[kind] += 1
+        return reports
+
+    def __enter__(self) -> None:
+        capture.rewrite = self
+
+    def __exit__(self, *_: object) -> None:
+        capture.rewrite = self.rewrite
+
+
+def _inside_kind(node: Node) -> str | None:
+    """What a call in a chain is; a norm by hand is known by its root, an activation by hand by its function."""
+    name = spelled(node) or ""
+    if name in ("sqrt", "rsqrt", "norm", "linalg_vector_norm") or (name == "pow" and node.args[1] in (0.5, -0.5)):
+        return "norm"
+    if name == "erf":
+        return "activation"
+    kind = _kind(node, False)
+    return kind if kind in KINDS else None
+
+
+def _outside_kind(node: Node) -> str | None:
+    """What a call that is left counts as: norms of images do not, nor activations that stand beside nothing else."""
+    name = spelled(node) or ""
+    kind = "GEMM" if name == "multi_head_attention_forward" else _kind(node, False)
+    if kind is None and name == "sqrt" and any(spelled(u) == "truediv" for u in node.users):
+        kind = "norm" if any(spelled(n) == "add" for n in node.all_input_nodes) else None
+    if kind not in KINDS or (kind == "norm" and _of_images(node)):
+        return None
+    if kind == "activation" and not any(map(_counts, (*_makers(node), *_readers(node)))):
+        return None
+    return kind
+
+
+def _of_images(node: Node) -> bool:
+    e = example(node)
+    return spelled(node) == "batch_norm" and e is not None and e.ndim > 3
+
+
+def _counts(node: Node) -> bool:
+    """Whether a call is a GEMM, a norm that is not of images, or a chain."""
+    if node.op == "call_module":
+        return True
+    kind = _kind(node, False)
+    return kind == "GEMM" or (kind == "norm" and not _of_images(node))
+
+
+def _is_view(node: Node) -> bool:
+    return spelled(node) in CHEAP or spelled(node) == "dropout"
+
+
+def _makers(node: Node) -> Iterator[Node]:
+    for maker in node.all_input_nodes[:1]:
+        yield from _makers(maker) if _is_view(maker) else (maker,)
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    for user in node.users:
+        yield from _readers(user) if _is_view(user) else (user,)
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _leaf(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().clone().to(dtype).requires_grad_()
+
+
+def passes(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
+    """The outputs of a model and the gradients of its parameters and inputs, by name."""
+    model.zero_grad()
+    args, kwargs = tree_map(lambda value: _leaf(value, dtype), (args, kwargs))
+    given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.requires_grad]
+    made = model(*args, **kwargs)
+    outputs = [t for t in _tensors(made) if t.is_floating_point()]
+    weights = torch.Generator().manual_seed(7)
+    loss: Any = sum(
+        (t * torch.randn(t.shape, generator=weights, dtype=torch.float32).to(t.dtype)).sum()
+        for t in outputs
+        if t.requires_grad
+    )
+    loss.backward()
+    found: dict[str, Tensor | None] = {f"output {i}": t.detach().clone() for i, t in enumerate(outputs)}
+    found |= {f"gradient of input {i}": t.grad for i, t in enumerate(given)}
+    return found | {f"gradient of {n}": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def _tensors(made: Any) -> Iterator[Tensor]:
+    if isinstance(made, Tensor):
+        yield made
+    elif isinstance(made, dict) or hasattr(made, "values"):
+        for value in made.values():
+            yield from _tensors(value)
+    elif isinstance(made, list | tuple):
+        for value in made:
+            yield from _tensors(value)
+
+
+def kept(model: nn.Module, args: Any, kwargs: Any) -> int:
+    """The bytes of memory that a call keeps for its backward pass, without parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+    held: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+            held.append(t)  # so that no other tensor is given its memory
+        return t
+
+    args, kwargs = tree_map(lambda value: _leaf(value, torch.float32), (args, kwargs))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        made = model(*args, **kwargs)
+    del made
+    return sum(found.values())
+
+
+def _randomized(model: nn.Module) -> nn.Module:
+    """Parameters that start from zero or one would hide errors."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.add_(torch.randn_like(p), alpha=0.05)
+    return model
+
+
+def examined(foreign: zoo.Foreign) -> Row:
+    """One model, converted and compared.
+
+    The bound holds a thousand numbers of each model, one of which may miss it by chance; an error does from any seed.
+    """
+    first = row = _examined(foreign, 0)
+    for seed in (1, 2):
+        if row.state == "right":
+            break
+        torch._dynamo.reset()
+        row = _examined(foreign, seed)
+    return dataclasses.replace(first, state=row.state)
+
+
+def _examined(foreign: zoo.Foreign, seed: int) -> Row:
+    row = Row(foreign.package, foreign.name)
+    torch.manual_seed(seed)
+    model, args, kwargs = foreign.make()
+    model = _randomized(_without_dropout(model.float().train()))
+    torch.set_default_dtype(torch.float64)
+    try:
+        exact = passes(_in_float64(model), args, kwargs, torch.float64)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    eager = passes(copy.deepcopy(model), args, kwargs)
+    others = [passes(_nudged(copy.deepcopy(model)), args, kwargs) for _ in range(3)]
+    bytes_eager = kept(copy.deepcopy(model), args, kwargs)
+    converted, lean = copy.deepcopy(model), copy.deepcopy(model)
+    conversion = sf.convert(converted)
+    started = time.process_time()
+    with Counted(row):
+        first = passes(converted, args, kwargs)
+    row.seconds = time.process_time() - started
+    converted.load_state_dict(model.state_dict())
+    second = passes(converted, args, kwargs)
+    _ = str(conversion)
+    for missed, count in conversion._backend.missed.items():
+        row.reasons.append(f"calls: {count} {missed}")
+    for left in conversion.left:
+        if left.kind in KINDS and "BatchNorm2d" not in left.call:
+            row.outside[left.kind] += 1
+        row.reasons.append(f"{left.kind} {left.call} {left.module}: {left.reason}")
+    row.kept["save"] = kept(converted, args, kwargs) / max(bytes_eager, 1)
+    conversion.undo()
+    converted.load_state_dict(model.state_dict())
+    undone = passes(converted, args, kwargs)
+    torch._dynamo.reset()
+    sf.convert(lean, memory="lean")
+    leanly = passes(lean, args, kwargs)
+    row.kept["lean"] = kept(lean, args, kwargs) / max(bytes_eager, 1)
+    for what, found in (("first", first), ("second", second), ("undone", undone), ("lean", leanly)):
+        try:
+            compare(found, eager, others, exact)
+        except AssertionError as error:
+            row.state = f"WRONG ({what} call): {error}"
+            break
+    return row
+
+
+def _in_float64(model: nn.Module) -> nn.Module:
+    exact = copy.deepcopy(model).double()
+    for module in exact.modules():
+        if hasattr(config := getattr(module, "config", None), "_experts_implementation"):
+            config._experts_implementation = "eager"  # those that run grouped have no float64
+    return exact
+
+
+def _nudged(model: nn.Module) -> nn.Module:
+    """Half of the parameters are the next larger number, as much as another order of summation makes of a result."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.copy_(torch.where(torch.rand_like(p) < 0.5, torch.nextafter(p, p + 1), p))
+    return model
+
+
+def compare(found: Any, eager: Any, others: Any, exact: Any) -> None:
+    """The project's error bound for each tensor; those of a few elements, whose errors tell nothing alone, are one.
+
+    A gradient that is zero but for rounding, as that of the bias of keys, is compared with the largest one.
+    """
+    few: list[list[Tensor]] = []
+    largest = max((float(t.abs().max()) for n, t in exact.items() if "gradient" in n and t is not None), default=0.0)
+    for name in eager:
+        assert (found[name] is None) == (eager[name] is None), f"{name}: a gradient in one of them alone"
+        if eager[name] is None:
+            continue
+        given = [t[name].float() for t in (found, eager, *others)] + [exact[name].double()]
+        scale = float(given[-1].abs().max()) if given[-1].numel() else 0.0
+        if "gradient" in name and scale < 1e-9 * largest:
+            assert float(given[0].abs().max()) <= 1e-5 * largest, f"{name}: no gradient, and {given[0].abs().max()}"
+        elif given[0].numel() < 16:
+            few.append([t.flatten() / (scale or 1.0) for t in given])
+        else:
+            _close(name, *given)
+    if few:
+        _close("tensors of few elements", *(torch.cat(tensors) for tensors in zip(*few, strict=True)))
+
+
+def _close(name: str, f: Tensor, u: Tensor, *others: Tensor) -> None:
+    *others, r = others
+    assert_fused_close({name: f}, {name: u}, {name: r}, others=[{name: other} for other in others])
+
+
+def main() -> int:
+    """Examine the models that are asked for, print a table, and fail if one is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.foreign")
+    parser.add_argument("words", nargs="*", help="of packages or names")
+    parser.add_argument("--reasons", action="store_true", help="print why calls are left")
+    parser.add_argument("--json", help="a file for the rows")
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for name in ("nms", "qnms"):  # which torchvision wants, though its compiled library is of another torch
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    rows: list[Row] = []
+    print(_line("model", "state", "GEMMs", "norms", "activ.", "save", "lean", "graphs", "s"))
+    for foreign in zoo.chosen(asked.words):
+        torch._dynamo.reset()
+        try:
+            row = examined(foreign)
+        except Exception as error:
+            row = Row(foreign.package, foreign.name, f"CRASH {type(error).__name__}: {str(error)[:300]}")
+            if asked.reasons:
+                traceback.print_exc()
+        rows.append(row)
+        _show(row, asked.reasons)
+    _sum_up(rows)
+    if asked.json:
+        with open(asked.json, "w", encoding="utf-8") as file:
+            json.dump([dataclasses.asdict(row) for row in rows], file)
+    return any(row.state != "right" for row in rows)
+
+
+def _line(label: str, state: str, *columns: str) -> str:
+    widths = (8, 7, 7, 5, 5, 6, 5)
+    return f"{label:52} {state:9} " + " ".join(f"{text:>{w}}" for text, w in zip(columns, widths, strict=True))
+
+
+def _show(row: Row, reasons: bool) -> None:
+    shares = [f"{row.inside[k]}/{row.inside[k] + row.outside[k]}" for k in KINDS]
+    kept = [f"{row.kept.get(name, float('nan')):.2f}" for name in ("save", "lean")]
+    first = row.state.split()[0].rstrip(":")
+    label = f"{row.package}: {row.name}"
+    print(_line(label, first, *shares, *kept, str(row.graphs), f"{row.seconds:.1f}"), flush=True)
+    if first != "right":
+        print(f"    {row.state[:400]}")
+    if reasons:
+        for reason, count in Counter(row.reasons).most_common():
+            print(f"    {count} {reason}")
+
+
+def _sum_up(rows: list[Row]) -> None:
+    done = [row for row in rows if row.kept]
+    states = Counter(row.state.split()[0].rstrip(":") for row in rows)
+    packages = len({row.package for row in rows})
+    print(f"{len(rows)} models of {packages} packages: " + ", ".join(f"{n} {state}" for state, n in states.items()))
+    for kind in KINDS:
+        inside, outside = sum(r.inside[kind] for r in done), sum(r.outside[kind] for r in done)
+        print(f"{kind}s in chains: {inside} of {inside + outside} ({inside / max(inside + outside, 1):.0%})")
+    for name in ("save", "lean"):
+        if done:
+            median = statistics.median(row.kept[name] for row in done)
+            print(f"bytes kept with {name}: {median:.2f} of eager's in the median")
+    if done:
+        print(f"capture: {statistics.median(r.seconds for r in done):.1f} s of CPU time in the median")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
