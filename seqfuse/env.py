@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import platform
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -272,6 +274,25 @@ def _without_instructions() -> frozenset[torch.dtype]:
 
 WIDENED = _without_instructions()
 """The dtypes whose GEMMs are computed in float32 on this CPU, and rounded once."""
+
+
+def _mkl_without_avx512() -> bool:
+    """Whether torch's float32 GEMMs are MKL's, which has AVX-512 kernels for processors of Intel alone, and oneDNN has
+    them for this one, too.
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    try:
+        stated = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        stated = platform.processor()
+    return "AuthenticAMD" in stated
+
+
+ONEDNN_FLOAT32 = _mkl_without_avx512()
+"""Whether float32 GEMMs on this CPU are oneDNN's from some size on: MKL takes twice as long."""
 
 
 @functools.cache

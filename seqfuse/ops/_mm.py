@@ -1,11 +1,13 @@
-"""GEMMs by torch, in float32 where a CPU has no instructions for their dtype: torch's own take many times as long.
+"""GEMMs by torch: on a CPU by the faster of its two libraries, and in float32 for a dtype without instructions.
 
-Factors are exact in float32, sums are of float32 numbers, and what comes out is rounded once.
+Those take many times as long in their own dtype. Factors are exact in float32, sums are of float32 numbers, and what
+comes out is rounded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +15,17 @@ from torch import Tensor
 
 from .. import env
 from ..casts import autocasting
+from ..hardware import ONEDNN_FLOAT32_LEAST, ONEDNN_FLOAT32_WORTHWHILE
+from ._philox import watched
 
 _LOWERED = (torch.float32, torch.bfloat16, torch.float16)  # by autocast
 # Of fewer rows torch's kernel reads the weight as it is, which costs less than its cast.
 _FEW = 8
+
+_mkldnn: Any = torch.ops.mkldnn
+_mkldnn_enabled: Any = torch._C._get_mkldnn_enabled  # pyright: ignore
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,8 +33,48 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if env.WIDENED and (dtype := _widened(x, weight)) is not None and x.numel() >= _FEW * weight.shape[1]:
         with autocasting("cpu", None):
             bias = None if bias is None else _wide(bias, dtype)
-            return F.linear(_wide(x, dtype), _wide(weight, dtype), bias).to(dtype)
+            return _linear(_wide(x, dtype), _wide(weight, dtype), bias).to(dtype)
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if env.ONEDNN_FLOAT32 and x.numel() * weight.shape[0] >= ONEDNN_FLOAT32_WORTHWHILE:
+        rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+        if _fits_onednn(rows, weight, bias):
+            y = _onednn(rows, weight, bias)
+            return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
     return F.linear(x, weight, bias)
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if env.ONEDNN_FLOAT32 and a.numel() * b.shape[1] >= ONEDNN_FLOAT32_WORTHWHILE and _fits_onednn(a, b.mT):
+        return _onednn(a, b.mT)
+    return torch.mm(a, b)
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return a b^T + bias. a: [M, K], b: [N, K], bias: [N]."""
+    return _mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+
+
+def _fits_onednn(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
+    """Whether oneDNN multiplies a by b^T, and whether nothing differentiates, records or counts what runs."""
+    given = [t for t in (a, b, *others) if t is not None]
+    if not all(t.dtype is torch.float32 and t.is_cpu and type(t) in _PLAIN for t in given):
+        return False
+    if min(*a.shape, b.shape[0]) < ONEDNN_FLOAT32_LEAST or not (_lies_plainly(a) and _lies_plainly(b)):
+        return False
+    if not all(t is None or t.is_contiguous() for t in others) or not _mkldnn_enabled():
+        return False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return False
+    return not (env.any_autocast() or _dispatch_modes() or watched())
+
+
+def _lies_plainly(t: Tensor) -> bool:
+    """Whether rows or columns are contiguous, and none lies over another."""
+    (rows, columns), (down, along) = t.shape, t.stride()
+    return (along == 1 and down >= columns) or (down == 1 and along >= rows)
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -35,10 +84,12 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     """
     if out.dtype in env.WIDENED and out.is_cpu:
         with autocasting("cpu", None):
-            out.copy_(F.linear(x.float(), weight.float(), None if bias is None else bias.float()))
+            out.copy_(_linear(x.float(), weight.float(), None if bias is None else bias.float()))
         return
     x = x if x.dtype is weight.dtype else x.to(weight.dtype)
-    if bias is None:
+    if env.ONEDNN_FLOAT32 and x.is_cpu:
+        out.copy_(_linear(x, weight, bias))
+    elif bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
@@ -48,17 +99,29 @@ def mm(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor (a b) from one GEMM, rounded once. a: [M, K], b: [K, N]."""
     if env.WIDENED and (dtype := _widened(a, b)) is not None:
         with autocasting("cpu", None):
-            y = torch.mm(_wide(a, dtype), _wide(b, dtype))
+            y = _mm(_wide(a, dtype), _wide(b, dtype))
             return (y if factor == 1.0 else y.mul_(factor)).to(dtype)
-    return torch.mm(a, b) if factor == 1.0 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
+    return _mm(a, b) if factor == 1.0 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
 
 
 def addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     """Return addend + factor (a b), rounded once. addend: [M, N], a: [M, K], b: [K, N]."""
     if env.WIDENED and (dtype := _widened(a, b)) is not None:
         with autocasting("cpu", None):
-            return torch.addmm(_wide(addend, dtype), _wide(a, dtype), _wide(b, dtype), alpha=factor).to(dtype)
+            return _addmm(_wide(addend, dtype), _wide(a, dtype), _wide(b, dtype), factor).to(dtype)
+    return _addmm(addend, a, b, factor)
+
+
+def _addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
+    large = env.ONEDNN_FLOAT32 and factor == 1.0 and a.numel() * b.shape[1] >= ONEDNN_FLOAT32_WORTHWHILE
+    if large and addend.shape == (a.shape[0], b.shape[1]) and _fits_onednn(a, b.mT, addend):
+        return _mkldnn._linear_pointwise.binary(a, addend, b.mT, None, "add")
     return torch.addmm(addend, a, b, alpha=factor)
+
+
+def _plus(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return total + a b, which may be written over total."""
+    return _addmm(total, a, b) if env.ONEDNN_FLOAT32 and total.is_cpu else total.addmm_(a, b)
 
 
 def sum_of_mm(pairs: Sequence[tuple[Tensor, Tensor]], addend: Tensor | None = None) -> Tensor:
@@ -66,15 +129,15 @@ def sum_of_mm(pairs: Sequence[tuple[Tensor, Tensor]], addend: Tensor | None = No
     dtype = _widened(*pairs[0]) if env.WIDENED else None
     if dtype is None:
         (a, b), *others = pairs
-        total = torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)
+        total = _mm(a, b) if addend is None else _addmm(addend, a, b)
         for a, b in others:
-            total.addmm_(a, b)
+            total = _plus(total, a, b)
         return total
     with autocasting("cpu", None):
         total = None if addend is None else _wide(addend, dtype)
         for a, b in pairs:
             a, b = _wide(a, dtype), _wide(b, dtype)
-            total = torch.mm(a, b) if total is None else total.addmm_(a, b)
+            total = _mm(a, b) if total is None else _plus(total, a, b)
         assert total is not None
         return total.to(dtype)
 
