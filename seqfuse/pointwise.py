@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,9 @@ class SavedPacked(Saved):
     x: Tensor  # [*, 2 F], packed [gate; up]
 
 
+Packing = Literal["gate_up", "up_gate", "interleaved"]
+
+
 class Gated(UnfusedOperation, open=True):
     """y = activation(gate) * up, with the input packed [gate; up] along the last dimension.  x: [*, 2 F], y: [*, F].
 
@@ -125,36 +128,57 @@ class Gated(UnfusedOperation, open=True):
 
     Args:
         activation: a `Pointwise` instance; left out where the class names its own.
+        up: another one, of which `up` is the input: y = activation(gate) * up(up). Its derivative is a factor of dup.
+        packing: where gate and up are in x: `"gate_up"`, the gate in the first half; `"up_gate"`, in the second, as
+            `torch.nn.GLU` has it; `"interleaved"`, [gate_0, up_0, gate_1, up_1, ...].
+
+    Raises:
+        ValueError: for another packing.
     """
 
     Saved = SavedPacked
     narrows = 2
     unit: ClassVar[type[Pointwise] | None] = None
 
-    def __init__(self, activation: Pointwise | None = None) -> None:
+    def __init__(
+        self, activation: Pointwise | None = None, *, up: Pointwise | None = None, packing: Packing = "gate_up"
+    ) -> None:
         super().__init__()
         unit = type(self).unit
         chosen = activation if activation is not None else unit and unit()
         if not isinstance(chosen, Pointwise):
             raise TypeError(f"{type(self).__name__} needs a Pointwise activation, got {activation!r}")
-        own = [name for name, _ in chosen.named_parameters()]
-        if own and type(self).bwd is Gated.bwd:
-            message = f"a Gated computes no gradient of the parameter {own[0]!r} of its activation"
-            hint = "derive from sf.UnfusedOperation and state Saved, fwd and bwd of the gated unit"
-            raise definition_error(type(chosen), message, f"self.{own[0]}", hint)
-        self.activation = chosen
+        if up is not None and not isinstance(up, Pointwise):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{type(self).__name__} needs a Pointwise for up, got {up!r}")
+        if packing not in get_args(Packing):
+            raise ValueError(f"packing must be one of {', '.join(map(repr, get_args(Packing)))}, got {packing!r}")
+        for of in filter(None, (chosen, up)):
+            own = [name for name, _ in of.named_parameters()]
+            if own and type(self).bwd is Gated.bwd:
+                message = f"a Gated computes no gradient of the parameter {own[0]!r} of its activation"
+                hint = "derive from sf.UnfusedOperation and state Saved, fwd and bwd of the gated unit"
+                raise definition_error(type(of), message, f"self.{own[0]}", hint)
+        self.activation, self.packing = chosen, packing
+        self.up = up
 
     @property
     def autocast(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As the activation, whose result is multiplied by what has the dtype of x."""
         return self.activation.autocast if type(self).reference is Gated.reference else None
 
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the gate and of what it is multiplied by."""
+        if self.packing == "interleaved":
+            return x[..., ::2], x[..., 1::2]
+        gate, up = x.chunk(2, -1)
+        return (gate, up) if self.packing == "gate_up" else (up, gate)
+
     def reference(self, x: Tensor) -> Tensor:
         if x.is_complex():
             raise InputError(f"expects x of real numbers, got {x.dtype}", code="SF101", operation=type(self).__name__)
         wide = self._widened(x)
-        gate, up = wide.chunk(2, -1)
-        y = self.activation.reference(gate) * up
+        gate, up = self.halves(wide)
+        y = self.activation.reference(gate) * (up if self.up is None else self.up.reference(up))
         return y if wide is x else y.to(x.dtype)
 
     def record(self, x: Tensor, y: Tensor) -> Saved:
@@ -167,18 +191,31 @@ class Gated(UnfusedOperation, open=True):
 
     def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
         wide = self._widened(saved.x)
-        gate, up = wide.chunk(2, -1)
+        gate, up = self.halves(wide)
         activated, record = self.activation.fwd(gate)
+        if self.up is None:
+            dup = dy * activated
+        else:
+            up, of_up = self.up.fwd(up)
+            dup, _ = self.up.bwd(dy * activated, of_up)
         dgate, _ = self.activation.bwd(dy * up, record)
         assert dgate is not None
+        assert dup is not None
         # With `out`, autocast leaves the dtypes alone: it refuses to join tensors of 16 bits that are not of its own.
-        dx = torch.cat((dgate, dy * activated), -1, out=torch.empty_like(wide))
+        dx = torch.empty_like(wide, memory_format=torch.contiguous_format)
+        if self.packing == "interleaved":
+            torch.stack((dgate, dup), -1, out=dx.view(*dgate.shape, 2))
+        else:
+            torch.cat((dgate, dup) if self.packing == "gate_up" else (dup, dgate), -1, out=dx)
         return dx if wide is saved.x else dx.to(saved.x.dtype), {}
 
     def _widened(self, x: Tensor) -> Tensor:
         """Cast x to float32 if it has 16 bits, unless autocast decides what dtype the activation gives."""
         decided = self.activation.autocast != "same" and autocast_of(x.device.type) is not None
         return x if decided else widened(x)
+
+    def extra_repr(self) -> str:
+        return "" if self.packing == "gate_up" else f"packing={self.packing!r}"
 
     def traffic(self, env: Env, backward: bool) -> Traffic:
         # activation(gate) is a tensor of its own; backward makes it again, dy up, dgate and dup, and joins these two.

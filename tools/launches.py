@@ -33,6 +33,7 @@ from seqfuse.kernels import (
     rope,
 )
 from seqfuse.kernels.activations import ACTIVATIONS, LONGEST, composed
+from seqfuse.kernels.chains import AGAIN, PACKINGS
 from seqfuse.kernels.pointwise import Chain
 from seqfuse.testing.compile import TRITON_DTYPES, Type, Variant, type_of
 
@@ -260,6 +261,7 @@ def _chains(target: str) -> Calls:
         Chain(p.dact(LONGEST), p.column_sum()),
         Chain(p.dact(composed(*(ACTIVATIONS[name] for name in ("tanh", "relu", "gelu")))), p.column_sum()),
         Chain(p.dropout(0.1)),
+        *(Chain(*steps) for packing in PACKINGS for steps in _gated(packing)),
     )
     for chain in chains:
         for dtype in (BF16, F16, F32, F64):
@@ -267,13 +269,26 @@ def _chains(target: str) -> Calls:
                 yield _chain(chain, dtype, width)
         yield _chain(chain, operand=F32)
     yield _chain(Chain(p.column_sum()), result=False)
-    for chain in (*chains[7:11], Chain(p.emit(GELU), p.dact(GELU)), Chain(p.emit_gated(GELU), p.dgated(GELU))):
+    again = [Chain(p.emit(GELU), p.dact(GELU)), Chain(p.emit_gated(GELU), p.dgated(GELU))]
+    again += [chain for packing in PACKINGS for steps in _gated(packing) if (chain := Chain(*steps)).reads_again]
+    for chain in (*chains[7:11], *again):
         for width in (4096, 1001):
             yield _chain(chain, width=width, again=True)
     for chain, rows, width in (
         (chains[1], 1, 4096), (chains[1], 1000, 1), (chains[6], 1, 4096), (chains[6], 50, 4096), (chains[6], 1000, 1),
     ):  # fmt: skip
         yield _chain(chain, width=width, rows=rows)
+
+
+def _gated(packing: str) -> Iterator[tuple[Any, ...]]:
+    """Chains of a gated unit of two functions, each way, and with a factor for each token."""
+    unit = ACTIVATIONS["clamped_silu"], ACTIVATIONS["clamp"], packing
+    p = pointwise
+    yield p.bias(), p.store(), p.gated(*unit)
+    yield p.bias(), p.gated(*unit), p.token_scale()
+    yield p.shift(True), p.emit_gated(*unit), p.dgated(*unit), p.column_sum()
+    yield p.shift(True), p.dot_gated(*unit), p.token_scale(), p.dgated(*unit), p.column_sum()
+    yield p.dot_gated(*unit), p.token_scale(), p.dgated(*unit)
 
 
 def _chain(
@@ -289,17 +304,20 @@ def _chain(
     rows = rows or (1000 if width >= 1000 else 20_000)  # several steps for a program
     operands: list[Tensor] = []
     before: Any = None
+    read = _new(1)
     for step, parts in zip(chain.steps, chain.parts, strict=False):
         columns = parts * width * (2 if step.operand in ("packed", "packed row") else 1)
         if step.operand == "seed":
             operands.append(SEED)
         elif step.operand is not None:
-            if again and (before, step.kind) in pointwise.AGAIN:
-                operands.append(operands[-1])
+            if step.operand == "tokens":
+                operands.append(_new(rows, dtype=F32))
+            elif again and (before, step.kind) in AGAIN:
+                operands.append(read)
             else:
                 shape = (columns,) if "row" in step.operand else (rows, columns)
-                operands.append(_new(*shape, dtype=operand or dtype))
-        before = step.kind
+                operands.append(read := _new(*shape, dtype=operand or dtype))
+        before = before if step.operand == "tokens" else step.kind
     x = _new(rows, chain.parts[0] * width, dtype=dtype)
     kinds = _name(dtype) if operand is None else f"{_name(dtype)}+{_name(operand)}"
     ones = "".join(f" {name}=1" for name, n in (("M", rows), ("width", width)) if n == 1) or " steps=1" * (rows == 50)

@@ -9,14 +9,13 @@ from .boundary import BlockBoundary, BlockBoundaryActivation, BlockBoundaryBackw
 from .chain import (
     BiasDropoutAdd,
     BiasDropoutAddBackward,
-    BiasGated,
-    BiasGatedBackward,
     LinearBiasPointwise,
     PointwiseChain,
     PointwiseChainBackward,
     PointwiseChainJoint,
 )
 from .feedforward import ActivationLinearJoint
+from .gated import BiasGated, BiasGatedBackward, BiasGatedScale
 from .heads import (
     BiasQKNorm,
     BiasQKNormBackward,
@@ -70,6 +69,7 @@ bias before it: those are in `triton`.
 triton: tuple[type[FusedOperation], ...] = (
     LinearBiasPointwise,  # torch's GEMM with the bias in its epilogue, and an activation in one pass behind it
     BiasGated,  # a bias and a gated unit in one pass
+    BiasGatedScale,  # bias, gated unit and a factor for each token in one pass; saves x alone
     BiasDropoutAdd,  # bias, dropout and residual sum in one pass
     BiasGatedBackward,  # gradients of a bias and a gated unit in one pass
     BiasDropoutAddBackward,  # gradients of bias, dropout and residual sum in one pass

@@ -43,6 +43,8 @@ def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
         yield kind.reference is Gated.reference, f"{kind.__name__} states a gated unit of its own"
         yield kind.Saved.fields == ("x",), own_making
         yield from act_fits(act.activation, env)
+        if act.up is not None:
+            yield from act_fits(act.up, env)
         return
     of = type(act)  # what its instances have is read when a kernel runs
     yield of.value is not None and of.derivative is not None, f"{kind.__name__} has no device functions"
@@ -91,6 +93,18 @@ def sum_dtype(*summed: Tensor) -> torch.dtype:
 def device(act: Pointwise) -> Any:
     """The activation as kernels take it; they keep what they were given, and should not keep the operation."""
     return _activation()(act.value, act.derivative, act.reads, act.P)
+
+
+def unit_of(gated: Gated) -> tuple[Any, Any, str]:
+    """A gated unit as kernels take it: the activations of its two parts, and where these are."""
+    return device(gated.activation), None if gated.up is None else device(gated.up), gated.packing
+
+
+def numbers_of(act: Pointwise | Gated) -> tuple[Any, ...]:
+    """The configuration numbers that a kernel of it is compiled with."""
+    if isinstance(act, Gated):
+        return act.activation.P, act.up and act.up.P, act.packing
+    return act.P
 
 
 def functions_fit(parts: Sequence[Pointwise | Scale], env: Env) -> Requirements:

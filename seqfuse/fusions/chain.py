@@ -1,4 +1,4 @@
-"""Point-wise operations in a row, each way in one pass over memory: any chain, gated units, and the end of a block."""
+"""Point-wise operations in a row, each way in one pass over memory: any chain, and the end of a block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..generated import Source
 from ..hardware import STEP
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear, Scale
-from ..pointwise import Gated, Pointwise
+from ..pointwise import Pointwise
 from ..saved import Saved, maker
 from ._shared import (
     act_fits,
@@ -426,67 +426,6 @@ def _recorder(act: Pointwise) -> Callable[[Tensor, Tensor], Saved]:
         return act.record
     save = maker(act.Saved)
     return (lambda x, y: save(x)) if act.reads == "input" else (lambda x, y: save(y))
-
-
-class BiasGated(ForwardFusion):
-    """y = act(gate) up, [gate; up] = x + bias, in one pass; the sum is stored for the gated unit's gradient.
-
-    x, [gate; up]: [*, 2 F], y: [*, F]. Saves what the operations save.
-    """
-
-    bias: Bias | None
-    gated: Gated
-
-    kernels = ("triton", "c")
-
-    def requires(self, env: Env) -> Requirements:
-        return _gated_fits(self.bias, self.gated, env)
-
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        gated, bias = self.gated, self.bias
-        steps = ("gated",) if bias is None else ("bias", "store", "gated")
-        kernel = self.decided(gated.activation.P, _gated_kernel, gated, steps)
-        y: Any
-        packed: Any = x
-        if bias is None:
-            (y,) = kernel(x)
-        else:
-            y, packed = kernel(x, bias.read())
-        return y, {"gated": gated.record(packed, y)}
-
-
-class BiasGatedBackward(BackwardFusion):
-    """dx = [dgate; dup], dgate = dy up act'(gate), dup = dy act(gate), and its sum over all rows, which is dbias.
-
-    One pass; the sum is of float32 numbers and in a fixed order. dy: [*, F], dx: [*, 2 F].
-    """
-
-    bias: Bias | None
-    gated: Gated
-
-    kernels = ("triton", "c")
-
-    def requires(self, env: Env) -> Requirements:
-        return _gated_fits(self.bias, self.gated, env)
-
-    def bwd(self, dy: Tensor, *, gated: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
-        steps = ("dgated", "column_sum") if "bias.bias" in needs else ("dgated",)
-        key = needs, self.gated.activation.P
-        dx, *sums = self.decided(key, _gated_kernel, self.gated, steps, "x" in needs)(dy, gated.x)
-        return dx, {"bias.bias": sums[0]} if sums else {}
-
-
-def _gated_fits(bias: Bias | None, gated: Gated, env: Env) -> Requirements:
-    yield from kernels_run(env)
-    yield from bias_fits(bias, env)
-    yield from act_fits(gated, env)
-    yield env.leaving is env.dtype, "the gated unit gives another dtype"
-
-
-def _gated_kernel(gated: Gated, steps: Sequence[str], result: bool = True) -> Callable[..., tuple[Tensor | None, ...]]:
-    of = device(gated.activation)
-    chain = chain_of([(step, of) if step in ("gated", "dgated") else (step,) for step in steps])
-    return pointwise_of()(chain, result=result)
 
 
 class BiasDropoutAdd(ForwardFusion):

@@ -27,9 +27,11 @@ from ._shared import (
     in_place,
     kernels_run,
     linear_of,
+    numbers_of,
     output_bytes,
     plus_in_place,
     reads_input,
+    unit_of,
 )
 from .chain import chain_of, pointwise_of
 
@@ -106,7 +108,7 @@ class ActivationLinearJoint(JointFusion):
         if before:
             sums = self.bias is not None and "bias.bias" in needs
             asked = sums, again, "x" in needs, d.dtype
-            kernel = self.decided((self._unary.P, *asked), self._backward, *asked)
+            kernel = self.decided((numbers_of(self.act), *asked), self._backward, *asked)
             row = () if bias is None else (bias,)
             dx, *made = kernel(dgrad(d, saved.weight), *row, *(x,) * (1 + again))
             h = made[0] if again else None
@@ -125,21 +127,21 @@ class ActivationLinearJoint(JointFusion):
         return {"act": act, "linear": Linear.Saved(x=h, weight=kept("weight"))}
 
     @property
-    def _unary(self) -> Pointwise:
-        return self.act.activation if isinstance(self.act, Gated) else self.act
+    def _of(self) -> tuple[Any, ...]:
+        return unit_of(self.act) if isinstance(self.act, Gated) else (device(self.act),)
 
     def _activated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        kernel = self.decided(self._unary.P, self._forward)
+        kernel = self.decided(numbers_of(self.act), self._forward)
         return kernel(x)[0] if bias is None else kernel(x, bias)[0]
 
     def _forward(self) -> Callable[..., Any]:
-        act = ("gated" if isinstance(self.act, Gated) else "act", device(self._unary))
+        act = ("gated" if isinstance(self.act, Gated) else "act", *self._of)
         return pointwise_of()(chain_of([*[("bias",)] * (self.bias is not None), act]))
 
     def _backward(self, sums: bool, again: bool, result: bool, dtype: torch.dtype) -> Callable[..., Any]:
-        gated, of, row = isinstance(self.act, Gated), device(self._unary), self.bias
+        gated, of, row = isinstance(self.act, Gated), self._of, self.bias
         emit, dact = ("emit_gated", "dgated") if gated else ("emit", "dact")
         steps: list[tuple[Any, ...]] = [("shift", gated)] if row is not None else []
-        steps += [*[(emit, of)] * again, (dact, of), *[("column_sum",)] * sums]
+        steps += [*[(emit, *of)] * again, (dact, *of), *[("column_sum",)] * sums]
         given = [*[dtype] * again, *[row.dtype for _ in range(sums) if row is not None]]
         return pointwise_of()(chain_of(steps), None, given, result)

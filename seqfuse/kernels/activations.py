@@ -281,6 +281,32 @@ def gelu_tanh_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[repo
 
 
 @triton.jit
+def clamped_silu(x, P, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
+    """SiLU of a number that is at most P[0]: y = c sigmoid(P[1] c), c = min(x, P[0]); NaN stays NaN."""
+    c = tl.where(x > P[0], P[0], x)
+    return c * _sigmoid(P[1] * c, HALF)
+
+
+@triton.jit
+def clamped_silu_derivative(dy, x, P, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
+    """The gradient: dx = dy (s + P[1] x s (1 - s)), s = sigmoid(P[1] x), where x <= P[0], else 0."""
+    s, slope = _sigmoid_and_slope(P[1] * x, HALF)
+    return tl.where(x <= P[0], dy * (s + x * slope * P[1]), 0.0)
+
+
+@triton.jit
+def clamp(x, P):
+    """A number between -P[0] and P[0], shifted: y = min(max(x, -P[0]), P[0]) + P[1]; NaN stays NaN."""
+    return tl.where(x > P[0], P[0], tl.where(x < -P[0], -P[0], x)) + P[1]
+
+
+@triton.jit
+def clamp_derivative(dy, x, P):
+    """The gradient: dx = dy where -P[0] <= x <= P[0], else 0."""
+    return tl.where((x >= -P[0]) & (x <= P[0]), dy, 0.0)
+
+
+@triton.jit
 def scaled(x, P):
     """Constant factor: y = P[0] x."""
     return P[0] * x
@@ -362,6 +388,8 @@ ACTIVATIONS = {
     "quickgelu": Activation(quickgelu, quickgelu_derivative),
     "gelu": Activation(gelu, gelu_derivative),
     "gelu_tanh": Activation(gelu_tanh, gelu_tanh_derivative),
+    "clamped_silu": Activation(clamped_silu, clamped_silu_derivative, P=(7.0, 1.702)),
+    "clamp": Activation(clamp, clamp_derivative, P=(7.0, 1.0)),
 }
 """Our activations by name."""
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from ._device import threshold_and_scale
 from ._launch import next_power_of_2
 from ._operators import as_rows
-from .activations import activation_of, name_of, text_of
+from .activations import ACTIVATIONS, activation_of, name_of, text_of
 
 ACT = 0
 DACT = 1
@@ -37,6 +36,11 @@ SUM = 9
 EMIT = 10
 EMIT_GATED = 11
 SHIFT = 12
+TOKEN_SCALE = 13
+DOT_GATED = 14
+
+PACKINGS = ("gate_up", "up_gate", "interleaved")
+"""How a gated unit finds gate and up in a row: two halves in either order, or in turn, the gate first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +52,11 @@ class ChainStep:
         name: for tables and errors.
         functions: device functions, and for a gated gradient whether the derivative reads the activation's output.
         P: configuration numbers of the functions, or of the step.
-        operand: `"row"` [N], `"packed row"` [2 N], `"matrix"` [*, N], `"packed"` [*, 2 N], `"seed"` [] int64, `None`.
-        output: `"matrix"` or `"row"` where it gives a tensor of its own.
+        operand: `"row"` [N], `"packed row"` [2 N], `"matrix"` [*, N], `"packed"` [*, 2 N], `"tokens"` [*], `"seed"` []
+            int64, `None`.
+        output: `"matrix"`, `"row"` or `"tokens"` where it gives a tensor of its own.
         gate: -1 where two parts become one, 1 where one becomes two.
+        packing: of a gated unit, one of `PACKINGS`.
         text: what `parse` makes the step from again.
     """
 
@@ -61,6 +67,7 @@ class ChainStep:
     operand: str | None = None
     output: str | None = None
     gate: int = 0
+    packing: str = ""
     text: str = ""
 
 
@@ -80,18 +87,31 @@ def dact(activation: Any) -> ChainStep:
     return _unary(DACT, "dact", activation, (activation.derivative,), operand="matrix")
 
 
-def gated(activation: Any) -> ChainStep:
-    """A gated unit, y = f(gate) up for packed [gate; up]: half as many columns come out."""
-    return _unary(GATED, "gated", activation, (activation.value,), gate=-1)
+def _unit(kind: int, prefix: str, activation: Any, up: Any, packing: str, derivatives: bool, **rest: Any) -> ChainStep:
+    """A step of a gated unit f(gate) g(up). Functions: f, g, then the derivative of each and whether it reads y."""
+    up = ACTIVATIONS["identity"] if up is None else up
+    pair = activation, up
+    functions = tuple(of.value for of in pair)
+    if derivatives:
+        functions += tuple(part for of in pair for part in (of.derivative, of.reads == "output"))
+    text = f"{prefix}:{text_of(activation)}:{text_of(up)}:{packing}"
+    label = f"{prefix}_{name_of(activation)}" + (f"_{name_of(up)}" if up is not ACTIVATIONS["identity"] else "")
+    label += f"_{packing}" if packing != PACKINGS[0] else ""
+    numbers = tuple(activation.P), tuple(up.P)
+    return ChainStep(kind, label, functions, numbers, packing=packing, text=text, **rest)
 
 
-def dgated(activation: Any) -> ChainStep:
-    """A gated unit's gradient, dx = [dy up f'(gate); dy f(gate)]: twice as many columns come out.
+def gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
+    """A gated unit, y = f(gate) g(up) for packed [gate; up]: half as many columns come out. Without `up` g is 1."""
+    return _unit(GATED, "gated", activation, up, packing, False, gate=-1)
+
+
+def dgated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
+    """A gated unit's gradient, dx = [dy g(up) f'(gate); dy f(gate) g'(up)]: twice as many columns come out.
 
     The operand is the packed [gate; up], [*, 2 N].
     """
-    functions = (activation.value, activation.derivative, activation.reads == "output")
-    return _unary(DGATED, "dgated", activation, functions, operand="packed", gate=1)
+    return _unit(DGATED, "dgated", activation, up, packing, True, operand="packed", gate=1)
 
 
 def bias() -> ChainStep:
@@ -131,9 +151,22 @@ def emit(activation: Any) -> ChainStep:
     return _unary(EMIT, "emit", activation, (activation.value,), operand="matrix", output="matrix")
 
 
-def emit_gated(activation: Any) -> ChainStep:
-    """Give f(gate) up of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N]."""
-    return _unary(EMIT_GATED, "emit_gated", activation, (activation.value,), operand="packed", output="matrix")
+def emit_gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
+    """Give f(gate) g(up) of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N]."""
+    return _unit(EMIT_GATED, "emit_gated", activation, up, packing, False, operand="packed", output="matrix")
+
+
+def dot_gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
+    """Give the sum over columns of dy f(gate) g(up), [*], of a packed operand [gate; up], [*, 2 N].
+
+    It is the gradient of a factor for each token that the gated unit was multiplied by.
+    """
+    return _unit(DOT_GATED, "dot_gated", activation, up, packing, False, operand="packed", output="tokens")
+
+
+def token_scale() -> ChainStep:
+    """A factor for each token, y = factor x, the factors the operand [*]."""
+    return ChainStep(TOKEN_SCALE, "token_scale", operand="tokens", text="token_scale")
 
 
 def shift(packed: bool = False) -> ChainStep:
@@ -145,12 +178,12 @@ def shift(packed: bool = False) -> ChainStep:
     return ChainStep(SHIFT, "shift", operand="packed row" if packed else "row", text=text)
 
 
-_OF_ACTIVATION = {
-    "act": act, "dact": dact, "gated": gated, "dgated": dgated, "emit": emit, "emit_gated": emit_gated,
-}  # fmt: skip
-# Two steps that may read one operand, of which the second has it from the first.
-AGAIN = frozenset({(EMIT, DACT), (EMIT_GATED, DGATED)})
-_PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum}
+_OF_ACTIVATION = {"act": act, "dact": dact, "emit": emit}
+_OF_UNIT: dict[str, Any] = {"gated": gated, "dgated": dgated, "emit_gated": emit_gated, "dot_gated": dot_gated}
+READERS = (DACT, DGATED, EMIT, EMIT_GATED, DOT_GATED)
+# Two of these steps that may read one operand, of which the second has it from the first.
+AGAIN = frozenset({(EMIT, DACT), (EMIT_GATED, DGATED), (DOT_GATED, DGATED), (EMIT_GATED, DOT_GATED)})
+_PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum, "token_scale": token_scale}
 
 
 @functools.cache
@@ -167,6 +200,8 @@ def parse(text: str) -> Chain:
             steps.append(_PLAIN[kind]())
         elif kind in _OF_ACTIVATION and len(arguments) == 1:
             steps.append(_OF_ACTIVATION[kind](activation_of(arguments[0])))
+        elif kind in _OF_UNIT and len(arguments) == 3 and arguments[2] in PACKINGS:
+            steps.append(_OF_UNIT[kind](*map(activation_of, arguments[:2]), arguments[2]))
         elif kind == "shift" and arguments in (["0"], ["1"]):
             steps.append(shift(arguments == ["1"]))
         elif kind == "scale" and len(arguments) == 1:
@@ -182,7 +217,8 @@ class Chain:
     """Steps made ready for launches: make one where a plan is made and keep it.
 
     Raises:
-        ValueError: for a chain in which parts are split and joined in a way that has no width.
+        ValueError: for a chain in which parts are split and joined in a way that has no width, or where gate and up
+            lie in turn, but not everywhere, or in a chain that also drops or sums twice.
     """
 
     def __init__(self, *steps: ChainStep) -> None:
@@ -190,8 +226,10 @@ class Chain:
         self.kinds = tuple(step.kind for step in steps)
         self.functions = tuple(step.functions for step in steps)
         self.numbers = tuple(step.P for step in steps)
-        self.emits = not {EMIT, EMIT_GATED}.isdisjoint(self.kinds)
-        self.reads_again = not AGAIN.isdisjoint(itertools.pairwise(self.kinds))
+        self.emits = not {EMIT, EMIT_GATED, DOT_GATED}.isdisjoint(self.kinds)
+        # Whether a step may take what an earlier one has read: that reader is the last one, of as many parts.
+        self.again = tuple(_reads_again(steps))
+        self.reads_again = any(self.again)
         depth = lowest = 0
         depths = [0]
         for step in steps:
@@ -202,7 +240,16 @@ class Chain:
         self.parts = tuple(2 ** (d - lowest) for d in depths)
         if max(self.parts) > 4:
             raise ValueError(f"{self}: at most two gated steps in one chain")
-        self.sums = sum(n for n, step in zip(self.parts, steps, strict=False) if step.kind == SUM)
+        sums = [n for n, step in zip(self.parts, steps, strict=False) if step.kind == SUM]
+        self.sums = sum(sums)
+        packings = {step.packing for step in steps if step.packing}
+        # Whether part j of a row of two parts is every second column, from column j.
+        self.interleaved = "interleaved" in packings
+        if self.interleaved:
+            drops = any(step.kind == DROPOUT for step in steps)
+            if len(packings) > 1 or max(self.parts) > 2 or drops or len(sums) > 1:
+                raise ValueError(f"{self}: gate and up lie in turn, which no such chain has a kernel for")
+        self.interleaved_sums = self.interleaved and sums == [2]
         self.outputs = sum(step.output is not None for step in steps)
         self.name = ",".join(step.name for step in steps)
         self.text = ";".join(step.text for step in steps)
@@ -223,9 +270,13 @@ class Chain:
                 "BLOCK_N": block_n,
                 "GROUPED": width % 4 == 0,
                 "COMPUTE": tl.float64 if itemsize == 8 else tl.float32,
+                "IN_TURN": self.interleaved,
+                "SWAPPED": tuple(step.packing == "up_gate" for step in self.steps),
             }
             if self.sums:
-                constexprs |= {"SUMS": self.sums, "STAGES": 1 if itemsize == 8 else 3}
+                # With fewer stages fewer addresses live at once, of which a sum over columns needs the registers.
+                stages = 1 if itemsize == 8 else 2 if DOT_GATED in self.kinds else 3
+                constexprs |= {"SUMS": self.sums, "STAGES": stages, "SUMS_IN_TURN": self.interleaved_sums}
             found = self._tiles[key] = (block_m, block_n, constexprs)
         return found
 
@@ -248,13 +299,23 @@ class Chain:
             raise ValueError(f"{self}: too few operands or dtypes")
         given = [(step.output, parts) for step, parts in zip(self.steps, self.parts, strict=False) if step.output]
         shapes = [
-            (parts * width,) if output == "row" else (*lead, parts * width) if shape else ()
+            (parts * width,) if output == "row" else (*lead, *[parts * width] * (output == "matrix")) if shape else ()
             for output, parts in (*given, ("matrix", self.parts[-1]))
         ]
         return width, [*zip(shapes, (*dtypes[: self.outputs], dtype), strict=True)]
 
     def __repr__(self) -> str:
         return f"Chain({', '.join(step.name for step in self.steps)})"
+
+
+def _reads_again(steps: Sequence[ChainStep]) -> Iterator[bool]:
+    reader: int | None = None
+    for step in steps:
+        yield (reader, step.kind) in AGAIN
+        if step.gate or step.kind == SHIFT:  # it reads other columns from here on, or something is added
+            reader = None
+        elif step.kind in READERS:
+            reader = step.kind
 
 
 def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
@@ -272,11 +333,15 @@ def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
 
 
 def fit(step: ChainStep, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
-    """An operand of a step as kernels read it: rows of one stride, or a row, or a seed; raises `ValueError` else."""
+    """An operand of a step as kernels read it: rows of one stride, a row, factors or a seed; else `ValueError`."""
     if step.operand == "seed":
         if operand.numel() != 1 or operand.dtype is not torch.int64:
             raise ValueError(f"{step.name} takes one int64 seed, got {operand.dtype} {tuple(operand.shape)}")
         return operand.view(1)
+    if step.operand == "tokens":
+        if tuple(operand.shape) != lead:
+            raise ValueError(f"{step.name} takes shape {lead}, got {tuple(operand.shape)}")
+        return operand.contiguous().view(-1)
     columns = 2 * columns if step.operand in ("packed", "packed row") else columns
     if step.operand in ("row", "packed row"):
         if tuple(operand.shape) != (columns,):

@@ -11,8 +11,7 @@ two.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +26,15 @@ from ._operators import TEXTS, Text, as_rows, bound, operator
 from .activations import apply, entry, gradient, is_half
 from .c import chain as c_chain
 from .chains import (
-    AGAIN,
+    READERS,
     Chain,
-    ChainStep,
     act,
     add,
     bias,
     column_sum,
     dact,
     dgated,
+    dot_gated,
     dropout,
     emit,
     emit_gated,
@@ -45,11 +44,12 @@ from .chains import (
     scale,
     shift,
     store,
+    token_scale,
 )
 
 __all__ = [
-    "Chain", "act", "add", "bias", "column_sum", "dact", "dgated", "dropout", "emit", "emit_gated", "gated", "parse",
-    "pointwise", "pointwise_of", "scale", "shift", "store",
+    "Chain", "act", "add", "bias", "column_sum", "dact", "dgated", "dot_gated", "dropout", "emit", "emit_gated",
+    "gated", "parse", "pointwise", "pointwise_of", "scale", "shift", "store", "token_scale",
 ]  # fmt: skip
 
 _ACT = tl.constexpr(chains.ACT)
@@ -65,23 +65,46 @@ _SUM = tl.constexpr(chains.SUM)
 _EMIT = tl.constexpr(chains.EMIT)
 _EMIT_GATED = tl.constexpr(chains.EMIT_GATED)
 _SHIFT = tl.constexpr(chains.SHIFT)
+_TOKEN_SCALE = tl.constexpr(chains.TOKEN_SCALE)
+_DOT_GATED = tl.constexpr(chains.DOT_GATED)
 
 
 @triton.jit
-def _loaded(pointer, rows, cols, stride, width, mask, TILES: tl.constexpr, COMPUTE: tl.constexpr):
+def _placed(rows, col, M, width, BLOCK_N: tl.constexpr):
+    """Where a tile is: its rows, columns and mask, and those of two parts whose columns lie in turn."""
+    cols = col + tl.arange(0, BLOCK_N)
+    pairs = 2 * col + tl.arange(0, 2 * BLOCK_N)
+    inside = (rows < M)[:, None]
+    mask, pair_mask = inside & (cols < width)[None, :], inside & (pairs < 2 * width)[None, :]
+    return rows, cols, mask, pairs, pair_mask, width
+
+
+@triton.jit
+def _loaded(pointer, at, stride, TILES: tl.constexpr, COMPUTE: tl.constexpr, IN_TURN: tl.constexpr):
     """A tile of each of the equal parts that a row consists of."""
-    tiles = ()
-    for j in tl.static_range(TILES):
-        at = rows[:, None] * stride + (cols + j * width)[None, :]
-        tiles = tiles + (tl.load(pointer + at, mask=mask, other=0.0).to(COMPUTE),)
+    rows, cols, mask, pairs, pair_mask, width = at
+    if IN_TURN and TILES == 2:
+        both = tl.load(pointer + rows[:, None] * stride + pairs[None, :], mask=pair_mask, other=0.0).to(COMPUTE)
+        one, two = tl.split(both.reshape(rows.shape[0], cols.shape[0], 2))
+        tiles = (one, two)
+    else:
+        tiles = ()
+        for j in tl.static_range(TILES):
+            at_j = rows[:, None] * stride + (cols + j * width)[None, :]
+            tiles = tiles + (tl.load(pointer + at_j, mask=mask, other=0.0).to(COMPUTE),)
     return tiles
 
 
 @triton.jit
-def _stored(pointer, tiles, rows, cols, width, mask):
-    for j in tl.static_range(len(tiles)):
-        at = rows[:, None] * (width * len(tiles)) + (cols + j * width)[None, :]
-        tl.store(pointer + at, tiles[j].to(pointer.dtype.element_ty), mask=mask)
+def _stored(pointer, tiles, at, IN_TURN: tl.constexpr):
+    rows, cols, mask, pairs, pair_mask, width = at
+    if IN_TURN and len(tiles) == 2:
+        both = tl.interleave(tiles[0], tiles[1]).to(pointer.dtype.element_ty)
+        tl.store(pointer + rows[:, None] * (width * 2) + pairs[None, :], both, mask=pair_mask)
+    else:
+        for j in tl.static_range(len(tiles)):
+            at_j = rows[:, None] * (width * len(tiles)) + (cols + j * width)[None, :]
+            tl.store(pointer + at_j, tiles[j].to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -101,47 +124,79 @@ def _dact(tiles, saved, DERIVATIVE: tl.constexpr, P: tl.constexpr, HALF: tl.cons
 
 
 @triton.jit
-def _gated(tiles, VALUE: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr):
+def _gate_and_up(tiles, j: tl.constexpr, SWAPPED: tl.constexpr):
+    """Tile j of the gate and of what it is multiplied by."""
+    if SWAPPED:
+        return tiles[j + len(tiles) // 2], tiles[j]
+    else:
+        return tiles[j], tiles[j + len(tiles) // 2]
+
+
+@triton.jit
+def _gated(tiles, FNS: tl.constexpr, P: tl.constexpr, SWAPPED: tl.constexpr, HALF: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles) // 2):
-        results = results + (apply(VALUE, tiles[j], P, HALF) * tiles[j + len(tiles) // 2],)
+        gate, up = _gate_and_up(tiles, j, SWAPPED)
+        results = results + (apply(FNS[0], gate, entry(P, 0), HALF) * apply(FNS[1], up, entry(P, 1), HALF),)
     return results
 
 
 @triton.jit
-def _dgated(
-    tiles, saved, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr, OF_OUTPUT: tl.constexpr, P: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
+def _dgated(tiles, saved, FNS: tl.constexpr, P: tl.constexpr, SWAPPED: tl.constexpr, HALF: tl.constexpr):
     gates, ups = (), ()
     for j in tl.static_range(len(tiles)):
-        gate, up = saved[j], saved[j + len(tiles)]
-        activated = apply(VALUE, gate, P, HALF)
-        if OF_OUTPUT:
+        gate, up = _gate_and_up(saved, j, SWAPPED)
+        activated, shifted = apply(FNS[0], gate, entry(P, 0), HALF), apply(FNS[1], up, entry(P, 1), HALF)
+        if FNS[3]:  # its derivative reads its output
             gate = activated
-        gates = gates + (gradient(DERIVATIVE, tiles[j] * up, gate, P, HALF),)
-        ups = ups + (tiles[j] * activated,)
-    return gates + ups
+        if FNS[5]:
+            up = shifted
+        gates = gates + (gradient(FNS[2], tiles[j] * shifted, gate, entry(P, 0), HALF),)
+        ups = ups + (gradient(FNS[4], tiles[j] * activated, up, entry(P, 1), HALF),)
+    if SWAPPED:
+        return ups + gates
+    else:
+        return gates + ups
 
 
 @triton.jit
-def _bias(tiles, bias, cols, width, columns, COMPUTE: tl.constexpr):
-    results = ()
-    for j in tl.static_range(len(tiles)):
-        row = tl.load(bias + cols + j * width, mask=columns, other=0.0).to(COMPUTE)
-        results = results + (tiles[j] + row[None, :],)
+def _bias(tiles, bias, at, COMPUTE: tl.constexpr, IN_TURN: tl.constexpr):
+    _, cols, _, pairs, _, width = at
+    if IN_TURN and len(tiles) == 2:
+        both = tl.load(bias + pairs, mask=pairs < 2 * width, other=0.0).to(COMPUTE)
+        one, two = tl.split(both.reshape(cols.shape[0], 2))
+        results = (tiles[0] + one[None, :], tiles[1] + two[None, :])
+    else:
+        results = ()
+        for j in tl.static_range(len(tiles)):
+            row = tl.load(bias + cols + j * width, mask=cols < width, other=0.0).to(COMPUTE)
+            results = results + (tiles[j] + row[None, :],)
     return results
 
 
 @triton.jit
-def _shifted(
-    pointer, bias, rows, cols, stride, width, mask, columns, TILES: tl.constexpr, COMPUTE: tl.constexpr
-):  # fmt: skip
+def _shifted(pointer, bias, at, stride, TILES: tl.constexpr, COMPUTE: tl.constexpr, IN_TURN: tl.constexpr):
     """What was saved before a bias was added, with the bias."""
-    tiles = _loaded(pointer, rows, cols, stride, width, mask, TILES, COMPUTE)
+    tiles = _loaded(pointer, at, stride, TILES, COMPUTE, IN_TURN)
     if bias is not None:
-        tiles = _bias(tiles, bias, cols, width, columns, COMPUTE)
+        tiles = _bias(tiles, bias, at, COMPUTE, IN_TURN)
     return tiles
+
+
+@triton.jit
+def _dotted(pointer, tiles, others, at, BLOCK_N: tl.constexpr):
+    """Store the part of a sum over columns that this tile has: [*, tiles across]."""
+    rows, cols, mask, _, _, width = at
+    total = tl.zeros((rows.shape[0],), tiles[0].dtype)
+    for j in tl.static_range(len(tiles)):
+        total += tl.sum(tl.where(mask, tiles[j] * others[j], 0.0), 1)
+    first = tl.min(cols, 0)
+    # A row whose first column is within the tile is one that there is.
+    tl.store(
+        pointer + rows * tl.cdiv(width, BLOCK_N) + first // BLOCK_N,
+        total.to(pointer.dtype.element_ty),
+        mask=tl.max(mask.to(tl.int32), 1) > 0,
+    )
 
 
 @triton.jit
@@ -196,14 +251,14 @@ def _walk(
     BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    IN_TURN: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):
     """One tile through all steps; returns what the sums over rows get from it."""
     # Where both ends have 16 bits: what is stored or summed on the way was made of numbers of 16 bits.
     HALF: tl.constexpr = is_half(x.dtype.element_ty) and (y is None or is_half(y.dtype.element_ty))  # pyright: ignore[reportAssignmentType]
-    cols = col + tl.arange(0, BLOCK_N)
-    columns = cols < width
-    mask = (rows < M)[:, None] & columns[None, :]
-    tiles = _loaded(x, rows, cols, x_stride, width, mask, TILES, COMPUTE)
+    at = _placed(rows, col, M, width, BLOCK_N)
+    tiles = _loaded(x, at, x_stride, TILES, COMPUTE, IN_TURN)
     summed = ()
     shift = None
     for s in tl.static_range(len(KINDS)):
@@ -211,45 +266,45 @@ def _walk(
             tiles = _act(tiles, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _DACT:
             if operands[s] is not None:  # else what the step before has read
-                saved = _shifted(
-                    operands[s], shift, rows, cols, strides[s], width, mask, columns, len(tiles), COMPUTE
-                )  # fmt: skip
+                saved = _shifted(operands[s], shift, at, strides[s], len(tiles), COMPUTE, IN_TURN)
             tiles = _dact(tiles, saved, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _GATED:
-            tiles = _gated(tiles, FNS[s][0], entry(PS, s), HALF)
+            tiles = _gated(tiles, entry(FNS, s), entry(PS, s), SWAPPED[s], HALF)
         elif KINDS[s] == _DGATED:
             if operands[s] is not None:
-                saved = _shifted(
-                    operands[s], shift, rows, cols, strides[s], width, mask, columns, 2 * len(tiles), COMPUTE
-                )  # fmt: skip
-            tiles = _dgated(tiles, saved, FNS[s][0], FNS[s][1], FNS[s][2], entry(PS, s), HALF)
+                saved = _shifted(operands[s], shift, at, strides[s], 2 * len(tiles), COMPUTE, IN_TURN)
+            tiles = _dgated(tiles, saved, entry(FNS, s), entry(PS, s), SWAPPED[s], HALF)
         elif KINDS[s] == _BIAS:
-            tiles = _bias(tiles, operands[s], cols, width, columns, COMPUTE)
+            tiles = _bias(tiles, operands[s], at, COMPUTE, IN_TURN)
         elif KINDS[s] == _ADD:
-            tiles = _plus(tiles, _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE))
+            tiles = _plus(tiles, _loaded(operands[s], at, strides[s], len(tiles), COMPUTE, IN_TURN))
         elif KINDS[s] == _SCALE:
             tiles = _times(tiles, PS[s][0])
+        elif KINDS[s] == _TOKEN_SCALE:
+            factors = tl.load(operands[s] + rows, mask=rows < M, other=0.0).to(COMPUTE)
+            tiles = _times(tiles, factors[:, None])
         elif KINDS[s] == _DROPOUT:
             tiles = _dropout(tiles, operands[s], rows, col, width, entry(PS, s), BLOCK_N, GROUPED)
         elif KINDS[s] == _STORE:
-            _stored(outputs[s], tiles, rows, cols, width, mask)
+            _stored(outputs[s], tiles, at, IN_TURN)
         elif KINDS[s] == _EMIT:
-            saved = _shifted(
-                operands[s], shift, rows, cols, strides[s], width, mask, columns, len(tiles), COMPUTE
-            )  # fmt: skip
-            _stored(outputs[s], _act(saved, FNS[s][0], entry(PS, s), HALF), rows, cols, width, mask)
-        elif KINDS[s] == _EMIT_GATED:
-            saved = _shifted(
-                operands[s], shift, rows, cols, strides[s], width, mask, columns, 2 * len(tiles), COMPUTE
-            )  # fmt: skip
-            _stored(outputs[s], _gated(saved, FNS[s][0], entry(PS, s), HALF), rows, cols, width, mask)
+            saved = _shifted(operands[s], shift, at, strides[s], len(tiles), COMPUTE, IN_TURN)
+            _stored(outputs[s], _act(saved, FNS[s][0], entry(PS, s), HALF), at, IN_TURN)
+        elif KINDS[s] == _EMIT_GATED or KINDS[s] == _DOT_GATED:
+            if operands[s] is not None:
+                saved = _shifted(operands[s], shift, at, strides[s], 2 * len(tiles), COMPUTE, IN_TURN)
+            made = _gated(saved, entry(FNS, s), entry(PS, s), SWAPPED[s], HALF)
+            if KINDS[s] == _EMIT_GATED:
+                _stored(outputs[s], made, at, IN_TURN)
+            else:
+                _dotted(outputs[s], tiles, made, at, BLOCK_N)
         elif KINDS[s] == _SHIFT:
             shift = operands[s]
         elif KINDS[s] == _SUM:
             # Rows beyond the last hold what a step made of zeros.
-            summed = summed + _masked(tiles, mask)
+            summed = summed + _masked(tiles, at[2])
     if y is not None:
-        _stored(y, tiles, rows, cols, width, mask)
+        _stored(y, tiles, at, IN_TURN)
     return summed
 
 
@@ -279,6 +334,8 @@ def _chain_kernel(
     BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    IN_TURN: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):
     """One tile per program."""
     width = tl.cast(width, tl.int64)
@@ -288,7 +345,7 @@ def _chain_kernel(
     col = (pid % across) * BLOCK_N
     _walk(
         x, y, operands, outputs, x_stride, strides, M, width, rows, col,
-        KINDS, FNS, PS, TILES, BLOCK_N, GROUPED, COMPUTE,
+        KINDS, FNS, PS, TILES, BLOCK_N, GROUPED, COMPUTE, IN_TURN, SWAPPED,
     )  # fmt: skip
 
 
@@ -312,8 +369,11 @@ def _chain_sums_kernel(
     BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr,
     COMPUTE: tl.constexpr,
+    IN_TURN: tl.constexpr,
+    SWAPPED: tl.constexpr,
     SUMS: tl.constexpr,
     STAGES: tl.constexpr,
+    SUMS_IN_TURN: tl.constexpr,
 ):
     """A column of tiles per program, and its sums over rows: partials[program down, sum, column]."""
     width = tl.cast(width, tl.int64)
@@ -328,12 +388,16 @@ def _chain_sums_kernel(
         rows = first + tl.cast(step, tl.int64) * BLOCK_M
         summed = _walk(
             x, y, operands, outputs, x_stride, strides, M, width, rows, col,
-            KINDS, FNS, PS, TILES, BLOCK_N, GROUPED, COMPUTE,
+            KINDS, FNS, PS, TILES, BLOCK_N, GROUPED, COMPUTE, IN_TURN, SWAPPED,
         )  # fmt: skip
         sums = _plus(sums, summed)
     cols = col + tl.arange(0, BLOCK_N)
     for j in tl.static_range(SUMS):
-        tl.store(partials + (down * SUMS + j) * width + cols, tl.sum(sums[j], 0), mask=cols < width)
+        if SUMS_IN_TURN:
+            place = down * SUMS * width + 2 * cols + j
+        else:
+            place = (down * SUMS + j) * width + cols
+        tl.store(partials + place, tl.sum(sums[j], 0), mask=cols < width)
 
 
 _NUM_WARPS = 4
@@ -368,8 +432,14 @@ def pointwise(
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
     given: Sequence[Tensor | None] = operands
-    if chain.reads_again:  # `None` stands for the operand before it
-        given = [None if i and t is operands[i - 1] else t for i, t in enumerate(operands)]
+    if chain.reads_again:  # `None` stands for what an earlier step has read
+        left, given, read = iter(operands), [], None
+        for step, again in zip(chain.steps, chain.again, strict=True):
+            operand = next(left, None) if step.operand else None
+            if operand is not None:
+                given.append(None if again and operand is read else operand)
+                read = operand if step.kind in READERS else read
+        given += left
     made = _run(x, chain, given, dtype=dtype, dtypes=dtypes, result=result)
     return made if len(made) > chain.outputs else (None, *made)  # an operator's results are all tensors
 
@@ -402,7 +472,7 @@ def _run(
     dtypes: Sequence[torch.dtype] | None = None,
     result: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """`pointwise`, where `None` stands for the operand before it."""
+    """`pointwise`, where `None` stands for the operand that a step has read before."""
     dtype = dtype or x.dtype
     width, made = chain.results(x.shape, dtype, dtypes)
     made = made if result else made[:-1]
@@ -412,50 +482,57 @@ def _run(
         return (y, *results)
     lead, source = tuple(x.shape[:-1]), as_rows("x", x, x.shape[-1] if x.ndim else 1)
     M = source.shape[0]
-    given: Iterator[Tensor | None] = itertools.accumulate(operands, lambda before, t: before if t is None else t)
+    given = iter(operands)
     left = iter(results)
     taken: list[Tensor | None] = []
     outputs: list[Tensor | None] = []
     sums: list[Tensor] = []
+    dots: list[tuple[Tensor, Tensor]] = []  # sums over columns, and the parts of them that tiles have
+    block_m, block_n, constexprs = chain.tile(width, x.element_size())
+    across = cdiv(width, block_n)
+    compute = torch.float64 if x.dtype is torch.float64 else torch.float32
     strides: list[int] = []
-    before: ChainStep | None = None
-    operand: Tensor | None = None
+    read: Tensor | None = None
     try:
-        for step, parts in zip(chain.steps, chain.parts, strict=False):
-            read, operand = operand, next(given) if step.operand else None
+        for step, parts, again in zip(chain.steps, chain.parts, chain.again, strict=False):
+            operand = next(given) if step.operand else None
             if operand is not None:
                 operand = fit(step, operand, lead, parts * width)
-            taken.append(None if _read_again(step, operand, before, read) else operand)
-            before = step
+            elif again:
+                operand = read
+            taken.append(None if again and _alike(operand, read) else operand)
+            read = operand if step.kind in READERS else read
             strides.append(operand.stride(0) if operand is not None and operand.ndim == 2 else 0)
-            outputs.append(next(left) if step.output == "matrix" else None)
-            sums += [next(left)] if step.output == "row" else []
+            made_here = next(left) if step.output else None
+            if step.output == "tokens" and made_here is not None:
+                dots.append((made_here, torch.empty((M, across), dtype=compute, device=x.device)))
+            sums += [made_here] if step.output == "row" and made_here is not None else []
+            outputs.append(dots[-1][1] if step.output == "tokens" else made_here if step.output == "matrix" else None)
     except StopIteration:
         raise ValueError(f"{chain}: too few operands or dtypes") from None
     if next(given, None) is not None:
         raise ValueError(f"{chain}: more operands than steps that take one")
-    block_m, block_n, constexprs = chain.tile(width, x.element_size())
     head = (source, y, tuple(taken), tuple(outputs))
     sizes = (source.stride(0), tuple(strides), M, width)
     if M == 0 or width == 0:
         for total in sums:
             total.zero_()
     elif sums:
-        across = cdiv(width, block_n)
         down = max(1, min(cdiv(M, block_m), _PROGRAMS * processors(x.device) // across))
         steps = cdiv(cdiv(M, block_m), down)
         down = cdiv(cdiv(M, block_m), steps)
-        compute = torch.float64 if x.dtype is torch.float64 else torch.float32
         partials = torch.empty(down * chain.sums * width, dtype=compute, device=x.device)
         launch(_chain_sums_kernel, down * across, (*head, partials, *sizes, steps), constexprs, _NUM_WARPS)
         column_sums(partials[: down * chain.sums * width].view(down, chain.sums * width), width, *sums)
     elif results or result:
-        launch(_chain_kernel, cdiv(M, block_m) * cdiv(width, block_n), head + sizes, constexprs, _NUM_WARPS)
+        launch(_chain_kernel, cdiv(M, block_m) * across, head + sizes, constexprs, _NUM_WARPS)
+    for total, parts in dots:
+        total.copy_(parts.sum(1).view(total.shape))
     return (y, *results)
 
 
-def _read_again(step: ChainStep, operand: Tensor | None, before: ChainStep | None, read: Tensor | None) -> bool:
-    """Whether a gradient takes just what the step before it, which gives the value, has read."""
-    if before is None or (before.kind, step.kind) not in AGAIN or operand is None or read is None:
+def _alike(operand: Tensor | None, read: Tensor | None) -> bool:
+    """Whether a step takes just what another one has read."""
+    if operand is None or read is None:
         return False
     return operand.data_ptr() == read.data_ptr() and operand.dtype is read.dtype and operand.stride() == read.stride()

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING
 
 from ..errors import no_such_name as _no_such_name
-from .activations import GELU, GeLU, QuickGeLU, ReLU, Sigmoid, SiLU, SquaredReLU, Tanh
+from .activations import GELU, Clamp, ClampedSiLU, GeLU, QuickGeLU, ReLU, Sigmoid, SiLU, SquaredReLU, Tanh
 from .attention import Attention, CrossAttention
-from .channels import Add, Fork, Multiply, Residual, Take
+from .channels import Add, Fork, Multiply, Residual, Take, TokenScale
 from .collectives import AllGather, AllReduce, CopyToTensorParallel, ReduceScatter
 from .dropout import Dropout, DropPath
 from .embedding import Embedding, PositionEmbedding
-from .gated import GEGLU, GLU, ReGLU, SwiGLU
+from .gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, ScaledSwiGLU, SReGLU, SwiGLU
+from .l2norm import L2Norm
 from .linear import Bias, Linear
 from .mergedlinear import MergedLinear
 from .norm import LayerNorm, RMSNorm
@@ -25,11 +26,15 @@ __all__ = [
     "GEGLU",
     "GELU",
     "GLU",
+    "QGEGLU",
     "Add",
     "AllGather",
     "AllReduce",
     "Attention",
     "Bias",
+    "Clamp",
+    "ClampedSiLU",
+    "ClampedSwiGLU",
     "CopyToTensorParallel",
     "CrossAttention",
     "DropPath",
@@ -38,6 +43,7 @@ __all__ = [
     "Fork",
     "GeLU",
     "Identity",
+    "L2Norm",
     "LayerNorm",
     "LayerScale",
     "Linear",
@@ -53,13 +59,16 @@ __all__ = [
     "Reshape",
     "Residual",
     "RotaryEmbedding",
+    "SReGLU",
     "Scale",
+    "ScaledSwiGLU",
     "SiLU",
     "Sigmoid",
     "SquaredReLU",
     "SwiGLU",
     "Take",
     "Tanh",
+    "TokenScale",
     "Transpose",
 ]
 

@@ -51,6 +51,82 @@ def device_functions(name: str | None = None) -> tuple[Any, Any]:
     return DeviceFunction("value", name), DeviceFunction("derivative", name)
 
 
+class Clamp(sf.Pointwise):
+    """y = min(max(x, -limit), limit) + offset; NaN stays NaN.
+
+    Backward: dx = dy where -limit <= x <= limit, else 0.
+
+    x, y: [*, H].  Saved: x.
+    Source: `torch.clamp`; with an offset it is what GPT-OSS multiplies its gate by.
+
+    Args:
+        limit: the largest absolute value.
+        offset: added afterwards.
+    """
+
+    autocast = "same"
+    value, derivative = device_functions("clamp")
+
+    def __init__(self, limit: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.limit, self.offset = float(limit), float(offset)
+
+    @property
+    def P(self) -> tuple[float, float]:
+        return self.limit, self.offset
+
+    def reference(self, x: Tensor) -> Tensor:
+        real(x, "Clamp")
+        return (sf.widened(x).clamp(-self.limit, self.limit) + self.offset).to(x.dtype)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return torch.where(saved.x.abs() <= self.limit, dy, 0.0), {}
+
+    @classmethod
+    def example(cls, x: Tensor) -> Clamp:
+        return cls(0.75, 0.5)
+
+
+class ClampedSiLU(sf.Pointwise):
+    """y = c sigmoid(alpha c), c = min(x, limit); NaN stays NaN.
+
+    Backward: with s = sigmoid(alpha x), dx = dy s (1 + alpha x (1 - s)) where x <= limit, else 0.
+
+    x, y: [*, H].  Saved: x.
+    Source: OpenAI 2025, arXiv:2508.10925, and the model's reference code.
+
+    Args:
+        limit: the largest x that is not clamped.
+        alpha: a factor within the sigmoid.
+    """
+
+    autocast = "same"
+    value, derivative = device_functions("clamped_silu")
+
+    def __init__(self, limit: float = 7.0, alpha: float = 1.702) -> None:
+        super().__init__()
+        self.limit, self.alpha = float(limit), float(alpha)
+
+    @property
+    def P(self) -> tuple[float, float]:
+        return self.limit, self.alpha
+
+    def reference(self, x: Tensor) -> Tensor:
+        real(x, "ClampedSiLU")
+        c = sf.widened(x).clamp(max=self.limit)
+        return (c * torch.sigmoid(self.alpha * c)).to(x.dtype)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        x = sf.widened(saved.x)
+        s = torch.sigmoid(self.alpha * x)
+        slope = torch.add(s, sigmoid_backward(x, s), alpha=self.alpha)
+        return torch.where(x <= self.limit, dy * slope, 0.0).to(saved.x.dtype), {}
+
+    @classmethod
+    def example(cls, x: Tensor) -> ClampedSiLU:
+        return cls(0.75, 1.25)
+
+
 class GeLU(sf.Pointwise):
     """y = x Phi(x), Phi the distribution function of N(0, 1).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from .. import operation as sf
 from ..env import Env
 from ..errors import InputError
 from ..run.sequential import Fusions, Sequential
-from ._tensors import broadcasts
+from ._tensors import broadcasts, floating, stats_dtype
 
 
 class OnChannel(sf.UnfusedOperation, open=True):
@@ -166,6 +166,56 @@ class Multiply(OnChannel):
         if "other" in needs:
             dother = (dy * saved.x.conj()).sum_to_size(saved.shape)
         return dx, {"other": dother}
+
+
+class TokenScale(OnChannel):
+    """y = scales x, one factor for each token, the tensor of a channel: as the probabilities of experts.
+
+    Backward: dx = scales dy;  dscales = sum of dy x over the features of each token.
+
+    x, y: [*, H], scales: [*] or [*, 1]. y has the dtype of x whatever that of scales is; it is computed in
+    float32 (float64 for float64) and rounded once.  Saved: x for dscales, scales.
+
+    Args:
+        name: the channel. Without one, it takes what the nearest open `Fork` let out. A named one that nobody feeds is
+            a public extra input of the `Sequential`, passed by that keyword.
+
+    Raises:
+        InputError: (SF101) for scales of another shape, or an x that is not of real numbers.
+    """
+
+    end = "scales"
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="scales")  # [*, H]
+        scales: Tensor  # [*] or [*, 1]
+
+    autocast = "same"
+
+    def check(self, shape: Sequence[int], scales: Tensor) -> None:
+        """Raise InputError unless there is one factor for each token of an x of this shape."""
+        lead = tuple(shape[:-1])
+        if tuple(scales.shape) not in (lead, (*lead, 1)):
+            sentence = f"expects one factor for each token, {lead} or {(*lead, 1)}, got {tuple(scales.shape)}"
+            raise InputError(sentence, code="SF101", operation="TokenScale")
+
+    def reference(self, x: Tensor, *, scales: Tensor) -> Tensor:
+        floating(x, "TokenScale")
+        self.check(x.shape, scales)
+        wide = stats_dtype(x)
+        return (x.to(wide) * scales.to(wide).reshape(*x.shape[:-1], 1)).to(x.dtype)
+
+    def fwd(self, x: Tensor, *, scales: Tensor) -> tuple[Tensor, Saved]:
+        return self.reference(x, scales=scales), self.Saved(x=x, scales=scales)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        scales, dx, dscales = saved.scales, None, None
+        wide = stats_dtype(dy)
+        if "x" in needs:
+            dx = (dy.to(wide) * scales.to(wide).reshape(*dy.shape[:-1], 1)).to(dy.dtype)
+        if "scales" in needs:
+            dscales = (dy.to(wide) * saved.x.to(wide)).sum(-1).view(scales.shape).to(scales.dtype)
+        return dx, {"scales": dscales}
 
 
 class Take(sf.UnfusedOperation):

@@ -167,7 +167,7 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
         for name, m in found[places[0] + 1 : places[1]]:
             if isinstance(m, of_heads):
                 changes.append(_Division(f"{path}.{name}", m, {}, _with_heads(m, own, group)))
-    elif any(isinstance(m, Gated) for m in between):
+    elif any(isinstance(m, Gated) and m.packing != "interleaved" for m in between):
         parts = first.out_features // 2, first.out_features // 2
     ends = (into, first, "column", parts), (out, last, "row", None)
     return [_linear(f"{path}.{name}".lstrip("."), m, s, group, p, dim) for name, m, s, p in ends] + changes
@@ -192,7 +192,7 @@ def _halves(model: nn.Module, linear: ops.Linear) -> tuple[int, int] | None:
         hint = 'give the container of both Linears and the attention the style "heads"'
         raise InputError(message, code="SF106", operation="Linear", hint=hint)
     half = linear.out_features // 2
-    return (half, half) if isinstance(follows, Gated) else None
+    return (half, half) if isinstance(follows, Gated) and follows.packing != "interleaved" else None
 
 
 def _sequences(module: nn.Module) -> Iterator[list[nn.Module]]:

@@ -110,7 +110,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("seqfuse.nn."):
+        if cls.__module__.startswith(("seqfuse.nn.", "seqfuse.ops.")):
             checks_arguments(cls)
         # Here, since compilers trace what a call does, and no signature.
         _, *parameters = inspect.signature(cls.__init__).parameters.values()

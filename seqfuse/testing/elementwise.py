@@ -79,9 +79,10 @@ def _of_its_functions(note: str, digits: str) -> Generator[None]:
 def activations(specimen: Specimen) -> Iterator[Pointwise]:
     """The element-wise operations of a sequence, and those inside its gated units."""
     for node in specimen.nodes:
-        found = node.operation.activation if isinstance(node.operation, Gated) else node.operation
-        if isinstance(found, Pointwise):
-            yield found
+        of = node.operation
+        for found in (of.activation, of.up) if isinstance(of, Gated) else (of,):
+            if isinstance(found, Pointwise):
+                yield found
 
 
 def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequence[torch.dtype]) -> str | None:

@@ -308,8 +308,13 @@ _ACTIVATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "SiLU": lambda _, x: F.silu(x),
     "QuickGeLU": lambda _, x: x * F.sigmoid(1.702 * x),
     "GeLU": lambda op, x: F.gelu(x, approximate=op.approximate),
+    "Clamp": lambda op, x: x.clamp(-op.limit, op.limit) + op.offset,
+    "ClampedSiLU": lambda op, x: (lambda c: c * F.sigmoid(op.alpha * c))(x.clamp(max=op.limit)),
 }
-_UNITS = {"SwiGLU": "SiLU", "GEGLU": "GeLU", "ReGLU": "ReLU", "GLU": "Sigmoid"}
+_UNITS = {
+    "SwiGLU": "SiLU", "GEGLU": "GeLU", "ReGLU": "ReLU", "GLU": "Sigmoid", "QGEGLU": "QuickGeLU",
+    "SReGLU": "SquaredReLU", "ClampedSwiGLU": "ClampedSiLU",
+}  # fmt: skip
 
 
 def plain(op: Any, x: Tensor, seed: Tensor | None, mask: Tensor | None, stats: torch.dtype) -> Tensor:
@@ -324,6 +329,8 @@ def plain(op: Any, x: Tensor, seed: Tensor | None, mask: Tensor | None, stats: t
     if kind in _UNITS:
         half = x.shape[-1] // 2
         gate, up = x[..., :half], x[..., half:]
+        if kind == "ClampedSwiGLU":
+            up = up.clamp(-op.limit, op.limit) + op.offset
         return _ACTIVATIONS[_UNITS[kind]](op, gate) * up
     return _OTHERS[kind](op, x, seed, mask, stats)
 

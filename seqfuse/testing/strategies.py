@@ -89,8 +89,8 @@ def tensors(
 
 
 WIDTHS = (8, 6, 9, 4)
-_POINTWISE = ("GeLU", "ReLU", "SiLU", "QuickGeLU", "SquaredReLU", "Sigmoid", "Tanh", "Identity")
-_GATED = ("SwiGLU", "GEGLU", "ReGLU", "GLU")
+_POINTWISE = ("GeLU", "ReLU", "SiLU", "QuickGeLU", "SquaredReLU", "Sigmoid", "Tanh", "ClampedSiLU", "Identity")
+_GATED = ("SwiGLU", "GEGLU", "ReGLU", "GLU", "QGEGLU", "SReGLU", "ClampedSwiGLU")
 _DRAWN = {"act": _POINTWISE, "barrier": ("nn.Softplus", "nn.Hardtanh")}
 _NUMBERS = {"Scale": (-0.75, 1.0, 0.5), "Dropout": (0.3, 0.0, 0.5)}
 _SIZED = ("LayerNorm", "RMSNorm", "Bias")

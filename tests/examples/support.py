@@ -54,7 +54,9 @@ def runs(operation: type[sf.UnfusedOperation], dtype: torch.dtype) -> bool:
     between = isinstance(made, ops.Take)  # which needs a fork before it
     model = sf.Sequential(*([ops.Fork(), made, ops.Add()] if between else [made])).to(dtype)
     x = x.to(dtype) if x.is_floating_point() else x
-    given: dict[str, Any] = {name: x.clone() for name in model.channels.inputs}
+    # Of a channel of factors for tokens one for each, of others a tensor like x.
+    wide = slice(1) if isinstance(made, ops.TokenScale) else slice(None)
+    given: dict[str, Any] = {name: x[..., wide].clone() for name in model.channels.inputs}
     x = x.requires_grad_() if x.is_floating_point() else x
     try:
         with torch.random.fork_rng(devices=[]):

@@ -18,5 +18,7 @@ ACTIVATIONS_IN_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "quickgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "clamped_silu": lambda x: x.clamp(max=7) * torch.sigmoid(1.702 * x.clamp(max=7)),
+    "clamp": lambda x: x.clamp(-7, 7) + 1,
 }
 """Those of `seqfuse.kernels.activations`, by their names there."""

@@ -47,6 +47,8 @@ EXACT: dict[str, Callable[[Any], Any]] = {
     "quickgelu": lambda x: x * _sigmoid(1.702 * x),
     "gelu": lambda x: x * mpmath.ncdf(x),
     "gelu_tanh": lambda x: x * _sigmoid(mpmath.sqrt(8 / mpmath.pi) * (x + 0.044715 * x**3)),
+    "clamped_silu": lambda x: min(x, mpmath.mpf(7)) * _sigmoid(1.702 * min(x, mpmath.mpf(7))),
+    "clamp": lambda x: max(min(x, mpmath.mpf(7)), mpmath.mpf(-7)) + 1,
     "scaled": lambda x: -0.7 * x,
     "composed": lambda x: EXACT["gelu"](mpmath.tanh(1.5 * EXACT["silu"](x))),
 }
@@ -251,6 +253,14 @@ MUTANTS = {
     "quickgelu's inner factor": ("quickgelu", "return s + x * slope * 1.702", "return s + x * slope"),
     "gelu_tanh's cube": ("gelu_tanh", "(1.0 + 0.134145 * x * x)", "(1.0 + 0.044715 * x * x)"),
     "identity's derivative": ("identity", "return tl.zeros_like(x) + 1.0", "return x"),
+    "a gate that is clamped after its sigmoid": (
+        "clamped_silu",
+        "return c * _sigmoid(P[1] * c, HALF)",
+        "return c * _sigmoid(P[1] * x, HALF)",
+    ),
+    "a gradient beyond the limit": ("clamped_silu", "tl.where(x <= P[0], dy * (s", "tl.where(x <= 2 * P[0], dy * (s"),
+    "clamped from above alone": ("clamp", "P[0], tl.where(x < -P[0], -P[0], x))", "P[0], x)"),
+    "a gradient below the limit": ("clamp", "(x >= -P[0]) & (x <= P[0])", "x <= P[0]"),
     "a factor for a term": ("scaled", "return P[0] * x", "return P[0] + x"),
     "a factor's derivative": ("scaled", "return tl.zeros_like(x) + P[0]", "return tl.zeros_like(x) + 1.0"),
     "the last not composed": (

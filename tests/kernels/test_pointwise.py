@@ -36,6 +36,14 @@ from .mutants import in_dtypes
 SEED = torch.tensor(-6148914691236517205)
 P = 0.3
 GELU, SILU, RELU, TANH = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu", "tanh"))
+CAPPED = ACTIVATIONS["clamped_silu"]._replace(P=(0.75, 1.25))
+CLAMP = ACTIVATIONS["clamp"]._replace(P=(1.5, 0.5))
+
+
+def capped(x: Tensor) -> Tensor:
+    """A gated unit of two functions whose gate is every second number, from the first."""
+    gate, up = x[..., ::2].clamp(max=0.75), x[..., 1::2].clamp(-1.5, 1.5) + 0.5
+    return gate * torch.sigmoid(1.25 * gate) * up
 
 
 def dropped(x: Tensor, p: float = P) -> Tensor:
@@ -61,6 +69,7 @@ class Case:
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     matrices: Mapping[str, int] = dataclasses.field(default_factory=dict)
     seed: int | None = None  # its place among the operands
+    tokens: bool = False  # whether the last operand has one number for each row
 
 
 def gradient(function: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
@@ -171,6 +180,42 @@ CASES = {
         rows={"b": 2},
         matrices={"t": 2, "u": 2},
     ),
+    "gated_of_two": Case(
+        lambda k: k.Chain(k.bias(), k.store(), k.gated(CAPPED, CLAMP, "interleaved")),
+        lambda x, b: (capped(x + b), x + b),
+        x=2,
+        rows={"b": 2},
+    ),
+    "d_gated_of_two": Case(
+        lambda k: k.Chain(k.dgated(CAPPED, CLAMP, "interleaved"), k.column_sum()),
+        gradient(lambda z: capped(z)),
+        matrices={"z": 2},
+    ),
+    "d_gated_of_second_half": Case(
+        lambda k: k.Chain(k.dgated(TANH, SILU, "up_gate"), k.column_sum()),
+        gradient(lambda z: torch.tanh(halves(z)[1]) * F.silu(halves(z)[0])),
+        matrices={"z": 2},
+    ),
+    "gated_scaled": Case(
+        lambda k: k.Chain(k.gated(SILU, packing="up_gate"), k.token_scale()),
+        lambda x, f: (F.silu(halves(x)[1]) * halves(x)[0] * f.unsqueeze(-1),),
+        x=2,
+        tokens=True,
+    ),
+    "d_gated_scaled_in_turn": Case(
+        lambda k: k.Chain(k.shift(True), k.dot_gated(CAPPED, CLAMP, "interleaved"), k.column_sum()),
+        lambda dy, b, z: (dy.clone(), (dy * capped(z + b)).sum(-1), summed(dy)),
+        rows={"b": 2},
+        matrices={"z": 2},
+    ),
+    "d_gated_scaled": Case(
+        lambda k: k.Chain(k.dot_gated(SILU), k.token_scale(), k.dgated(SILU), k.column_sum()),
+        lambda dy, z, u, f: (lambda d: (d[0], (dy * F.silu(halves(z)[0]) * halves(z)[1]).sum(-1), d[1]))(
+            gradient(lambda z: F.silu(halves(z)[0]) * halves(z)[1])(dy * f.unsqueeze(-1), u)
+        ),
+        matrices={"z": 2, "u": 2},
+        tokens=True,
+    ),
     "emit_gated": Case(
         lambda k: k.Chain(k.emit_gated(SILU), k.scale(0.5), k.column_sum()),
         lambda dy, z: (dy * 0.5, F.silu(halves(z)[0]) * halves(z)[1], summed(dy * 0.5)),
@@ -184,17 +229,25 @@ def drawn(
 ) -> list[Tensor]:
     """x and the operands other than the seed."""
     shapes = [(*lead, case.x * width), *((n * width,) for n in case.rows.values())]
-    shapes += [(*lead, n * width) for n in case.matrices.values()]
+    shapes += [(*lead, n * width) for n in case.matrices.values()] + [lead] * case.tokens
     draw = (
         seeded_randn if regime == "normal" else lambda shape, seed, dtype: in_regime(regime, shape, seed, dtype=dtype)
     )
     return [draw(shape, at, dtype=dtype) for at, shape in enumerate(shapes, start=seed)]
 
 
-def run(case: Case, tensors: list[Tensor], k: ModuleType = pointwise) -> list[Tensor]:
-    x, *operands = tensors
+def operands_of(case: Case, x: Tensor, *operands: Tensor) -> list[Tensor]:
+    """In the order of the steps."""
+    given = list(operands)
+    if case.tokens and len(case.matrices) == 2:  # between the two that read the packed one
+        given[1:] = given[:0:-1]
     if case.seed is not None:
-        operands.insert(case.seed, SEED.to(x.device))
+        given.insert(case.seed, SEED.to(x.device))
+    return given
+
+
+def run(case: Case, tensors: list[Tensor], k: ModuleType = pointwise) -> list[Tensor]:
+    x, operands = tensors[0], operands_of(case, *tensors)
     return [t for t in k.pointwise(x, case.chain(k), operands) if t is not None]
 
 
@@ -557,10 +610,8 @@ def test_what_is_given_again_reads_its_input_once(dtype: torch.dtype, gated: boo
 @pytest.mark.parametrize("name", CASES)
 def test_the_operator_passes_the_checks_of_torch(name: str, device: torch.device) -> None:
     case = CASES[name]
-    x, *operands = (t.to(device) for t in drawn(case, (3,), 8, torch.float32))
-    if case.seed is not None:
-        operands.insert(case.seed, SEED.to(device))
-    chain = case.chain(pointwise).text
+    x, *others = (t.to(device) for t in drawn(case, (3,), 8, torch.float32))
+    operands, chain = operands_of(case, x, *others), case.chain(pointwise).text
     torch.library.opcheck(torch.ops.seqfuse.pointwise.default, (x, chain, operands), {})
     expected = [t for t in pointwise.pointwise(x, pointwise.parse(chain), operands) if t is not None]
     assert_bitwise_equal(torch.ops.seqfuse.pointwise(x, chain, operands), expected)
@@ -630,24 +681,24 @@ def test_what_does_not_fit_is_refused_with_a_sentence(name: str, device: torch.d
 # Module, what is replaced, by what, and a chain that the fault is in.
 MUTANTS = {
     # Off by one only: the writes of a kernel without a mask would end the process, not the test.
-    "column mask": (pointwise, "columns = cols < width\n", "columns = cols < width + 1\n", "bias_gelu"),
-    "row mask": (pointwise, "mask = (rows < M)[:, None] &", "mask = (rows < M - 1)[:, None] &", "bias_gelu"),
+    "column mask": (pointwise, "inside & (cols < width)[None", "inside & (cols < width + 1)[None", "bias_gelu"),
+    "row mask": (pointwise, "inside = (rows < M)[:", "inside = (rows < M - 1)[:", "bias_gelu"),
     "first tile": (pointwise, "first = down * steps * BLOCK_M", "first = down * (steps + 1) * BLOCK_M", "sum"),
     "swapped halves": (
         pointwise,
-        "gate, up = saved[j], saved[j + len(tiles)]",
-        "up, gate = saved[j], saved[j + len(tiles)]",
+        "gate, up = _gate_and_up(saved, j, SWAPPED)",
+        "up, gate = _gate_and_up(saved, j, SWAPPED)",
         "d_gated_sum",
     ),
     "gate's derivative": (
         pointwise,
-        "gradient(DERIVATIVE, tiles[j] * up, gate, P, HALF)",
-        "gradient(DERIVATIVE, tiles[j], gate, P, HALF)",
+        "gradient(FNS[2], tiles[j] * shifted, gate,",
+        "gradient(FNS[2], tiles[j], gate,",
         "d_gated_sum",
     ),
     "derivative of the wrong thing": (
         chains,
-        'activation.reads == "output")',
+        'of.reads == "output")',
         "False)",
         "d_gated_of_output",
     ),
@@ -659,14 +710,14 @@ MUTANTS = {
     ),
     "operand's stride": (
         pointwise,
-        "tiles = _plus(tiles, _loaded(operands[s], rows, cols, strides[s],",
-        "tiles = _plus(tiles, _loaded(operands[s], rows, cols, x_stride,",
+        "tiles = _plus(tiles, _loaded(operands[s], at, strides[s],",
+        "tiles = _plus(tiles, _loaded(operands[s], at, x_stride,",
         "d_residual",
     ),
     "store after the next step": (
         pointwise,
-        "_stored(outputs[s], tiles, rows, cols, width, mask)",
-        "_stored(outputs[s], _times(tiles, 1.01), rows, cols, width, mask)",
+        "_stored(outputs[s], tiles, at, IN_TURN)",
+        "_stored(outputs[s], _times(tiles, 1.01), at, IN_TURN)",
         "bias_gelu",
     ),
     "rows of a tile overlap": (
@@ -684,8 +735,8 @@ MUTANTS = {
     "sum of rows beyond the last": (pointwise, "tl.where(mask, tiles[j], 0.0),)", "tiles[j],)", "bias_sum"),
     "partial sums of one program": (
         pointwise,
-        "tl.store(partials + (down * SUMS + j) * width",
-        "tl.store(partials + (0 * down * SUMS + j) * width",
+        "place = (down * SUMS + j) * width",
+        "place = (0 * down * SUMS + j) * width",
         "d_gated_sum",
     ),
     "sums rounded on the way": (
@@ -696,8 +747,8 @@ MUTANTS = {
     ),
     "one part read for all": (
         pointwise,
-        "at = rows[:, None] * stride + (cols + j * width)[None, :]",
-        "at = rows[:, None] * stride + cols[None, :]",
+        "at_j = rows[:, None] * stride + (cols + j * width)[None, :]",
+        "at_j = rows[:, None] * stride + cols[None, :]",
         "d_gated_sum",
     ),
     "a function of something else": (
@@ -727,8 +778,8 @@ MUTANTS = {
     "dropout without its scale": (_device, "tl.where(keep, value * P[1],", "tl.where(keep, value,", "long"),
     "gate without its function": (
         pointwise,
-        "(apply(VALUE, tiles[j], P, HALF) * tiles[j + len(tiles) // 2],)",
-        "(tiles[j] * tiles[j + len(tiles) // 2],)",
+        "(apply(FNS[0], gate, entry(P, 0), HALF) *",
+        "(gate *",
         "bias_gated_dropout",
     ),
     "value for derivative": (
@@ -751,8 +802,8 @@ MUTANTS = {
     ),
     "halves stored in one place": (
         pointwise,
-        "at = rows[:, None] * (width * len(tiles)) + (cols + j * width)[None, :]",
-        "at = rows[:, None] * (width * len(tiles)) + cols[None, :]",
+        "at_j = rows[:, None] * (width * len(tiles)) + (cols + j * width)[None, :]",
+        "at_j = rows[:, None] * (width * len(tiles)) + cols[None, :]",
         "d_gated_sum",
     ),
     "what is given again": (
@@ -769,10 +820,61 @@ MUTANTS = {
     ),
     "what a gated unit gives again": (
         pointwise,
-        "_stored(outputs[s], _gated(saved, FNS",
-        "_stored(outputs[s], _gated(saved[::-1], FNS",
+        "made = _gated(saved, entry(FNS",
+        "made = _gated(saved[::-1], entry(FNS",
         "emit_gated",
     ),
+    "gate for up, in turn": (
+        pointwise,
+        "one, two = tl.split(both.reshape(rows",
+        "two, one = tl.split(both.reshape(rows",
+        "gated_of_two",
+    ),
+    "bias of up for the gate's": (
+        pointwise,
+        "one, two = tl.split(both.reshape(cols",
+        "two, one = tl.split(both.reshape(cols",
+        "gated_of_two",
+    ),
+    "gradients in each other's columns": (
+        pointwise,
+        "tl.interleave(tiles[0], tiles[1])",
+        "tl.interleave(tiles[1], tiles[0])",
+        "d_gated_of_two",
+    ),
+    "sums in turn, side by side": (pointwise, "+ 2 * cols + j\n", "+ cols + j * width\n", "d_gated_of_two"),
+    "up without its derivative": (
+        pointwise,
+        "gradient(FNS[4], tiles[j] * activated, up,",
+        "gradient(FNS[4], tiles[j], up,",
+        "d_gated_of_two",
+    ),
+    "the gate in the first half": (
+        pointwise,
+        "return tiles[j + len(tiles) // 2], tiles[j]",
+        "return tiles[j], tiles[j + len(tiles) // 2]",
+        "d_gated_of_second_half",
+    ),
+    "its gradient in the first half": (pointwise, "return ups + gates", "return gates + ups", "d_gated_of_second_half"),
+    "the factor of the first token": (
+        pointwise,
+        "operands[s] + rows, mask",
+        "operands[s] + rows * 0, mask",
+        "gated_scaled",
+    ),
+    "a sum over columns of dy alone": (
+        pointwise,
+        "tl.where(mask, tiles[j] * others[j], 0.0), 1)",
+        "tl.where(mask, tiles[j], 0.0), 1)",
+        "d_gated_scaled",
+    ),
+    "columns beyond the last in a sum": (
+        pointwise,
+        "tl.where(mask, tiles[j] * others[j], 0.0), 1)",
+        "tl.where(mask, tiles[j] * others[j], 1.0), 1)",
+        "d_gated_scaled",
+    ),
+    "one place for the sums of all tiles": (pointwise, "+ first // BLOCK_N,", "+ 0 * first,", "d_gated_scaled"),
     "dropout that starts at each tile": (
         pointwise,
         "rows, col + j * width, width * len(tiles), P,",

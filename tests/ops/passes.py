@@ -28,8 +28,11 @@ _PICKY = (
     "GELU",
     "PositionEmbedding",
     "QKNorm",
+    "L2Norm",
     "Residual",
     "RotaryEmbedding",
+    "ScaledSwiGLU",
+    "TokenScale",
 )
 NAMES = tuple(name for name in ops.__all__ if name not in _PICKY)
 

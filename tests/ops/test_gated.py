@@ -1,4 +1,6 @@
-"""The gated units: SwiGLU, GEGLU, ReGLU, GLU."""
+"""The gated units: SwiGLU, GEGLU, ReGLU, GLU, and those of two functions or another packing."""
+
+from typing import Any, cast
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ import torch.nn.functional as F
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.testing import assert_bitwise_equal, seeded_randn
+from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
 
 from .passes import by_passes, check_passes, gradient
 
@@ -16,6 +18,8 @@ UNITS = {
     "GEGLU tanh": (ops.GEGLU("tanh"), ops.GeLU("tanh")),
     "ReGLU": (ops.ReGLU(), ops.ReLU()),
     "GLU": (ops.GLU(), ops.Sigmoid()),
+    "QGEGLU": (ops.QGEGLU(), ops.QuickGeLU()),
+    "SReGLU": (ops.SReGLU(), ops.SquaredReLU()),
 }
 
 
@@ -47,6 +51,93 @@ def test_is_the_gated_unit_of_its_activation(unit: str):
 def test_torch_gates_with_the_other_half():
     x = seeded_randn((5, 8), 0)
     torch.testing.assert_close(ops.GLU().fwd(x)[0], F.glu(torch.cat(x.chunk(2, -1)[::-1], -1)))
+    torch.testing.assert_close(ops.GLU(packing="up_gate").fwd(x)[0], F.glu(x))
+
+
+def clamped(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
+    """The gated unit of GPT-OSS, as its reference code has it."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + offset)
+
+
+@pytest.mark.parametrize("packing", ["gate_up", "up_gate", "interleaved"])
+def test_a_unit_of_two_functions_clamps_both(packing: Any):
+    op = ops.ClampedSwiGLU(0.75, 1.25, 0.5, packing=packing)
+    x = seeded_randn((7, 10), 0, dtype=torch.float64).requires_grad_()
+    gate, up = {"gate_up": x.chunk(2, -1), "up_gate": x.chunk(2, -1)[::-1], "interleaved": (x[:, ::2], x[:, 1::2])}[
+        packing
+    ]
+    y = clamped(gate, up, 0.75, 1.25, 0.5)
+    (expected,) = torch.autograd.grad(y, x, gradient(y, 5))
+    found = by_passes(op, x.detach(), {})
+    torch.testing.assert_close((found["y"], found["dx"]), (y.detach(), expected))
+    assert 0 < (expected == 0).sum() < expected.numel() / 2  # some are clamped
+
+
+def test_gpt_oss_clamps_at_seven():
+    x = 8 * seeded_randn((5, 8), 0)
+    torch.testing.assert_close(ops.ClampedSwiGLU().fwd(x)[0], clamped(*x.chunk(2, -1), 7.0, 1.702, 1.0))
+
+
+@pytest.mark.parametrize(
+    "op", [ops.ClampedSwiGLU(0.75, 1.25, packing="interleaved"), ops.GEGLU(packing="up_gate"), ops.Clamp(1.0)], ids=str
+)
+def test_keeps_its_contract(op: sf.UnfusedOperation):
+    check_op(op, seeded_randn((5, 6), 0))
+
+
+def test_refuses_an_unknown_packing():
+    with pytest.raises(ValueError, match="packing must be one of 'gate_up', 'up_gate', 'interleaved', got 'halves'"):
+        ops.SwiGLU(packing=cast(Any, "halves"))
+
+
+def test_refuses_what_is_no_activation():
+    with pytest.raises(TypeError, match="needs a Pointwise for up"):
+        sf.Gated(ops.SiLU(), up=cast(Any, torch.nn.SiLU()))
+
+
+def test_columns_of_a_packing_in_turn_are_divided_as_they_are():
+    """A process has whole pairs of gate and up, where halves have to be divided each."""
+    from seqfuse.parallel.tensor import _halves
+
+    for packing, halves in (("gate_up", (8, 8)), ("interleaved", None)):
+        model = sf.Sequential(ops.Linear(6, 16), ops.SwiGLU(packing=cast(Any, packing)), ops.Linear(8, 6))
+        assert _halves(model, cast(ops.Linear, model[0])) == halves
+
+
+def test_a_factor_for_each_token_is_that_of_the_channel():
+    x, factors = seeded_randn((2, 5, 8), 0), seeded_randn((2, 5), 1)
+    gate, up = x.chunk(2, -1)
+    expected = F.silu(gate) * up * factors.unsqueeze(-1)
+    torch.testing.assert_close(ops.ScaledSwiGLU("by")(x, by=factors), expected)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 1)], ids=str)
+def test_token_scale_keeps_its_contract(shape: tuple[int, ...]):
+    check_op(ops.TokenScale("by"), seeded_randn((5, 6), 0), by=seeded_randn(shape, 1))
+
+
+def test_token_scale_refuses_factors_of_features():
+    with pytest.raises(sf.InputError, match=r"SF101 position 0 \(TokenScale\): .* \(5,\) or \(5, 1\), got \(6,\)"):
+        sf.Sequential(ops.TokenScale("by"))(torch.zeros(5, 6), by=torch.zeros(6))
+
+
+def test_token_scale_keeps_dtypes_apart():
+    x, by = seeded_randn((5, 6), 0, dtype=torch.bfloat16).requires_grad_(), seeded_randn((5,), 1).requires_grad_()
+    y = sf.Sequential(ops.TokenScale("by"))(x, by=by)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, by.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    torch.testing.assert_close(by.grad, x.detach().float().sum(-1))
+
+
+def test_l2norm_makes_rows_of_length_one():
+    x = seeded_randn((5, 12), 0, dtype=torch.float64).requires_grad_()
+    op = ops.L2Norm(12, eps=0.25)
+    y, expected = op(x), x / (x.square().sum(-1, keepdim=True) + 0.25).sqrt()
+    torch.testing.assert_close(y, expected)
+    dy = seeded_randn((5, 12), 1, dtype=torch.float64)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy))
+    assert not op.state_dict()
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -343,9 +343,11 @@ def test_an_optional_slot_is_filled_and_empty():
 @FEW
 def test_an_open_slot_takes_every_operation_of_the_library():
     assert lists_for(BiasAct) == [
-        f"[Bias, {act}]" for act in ("GeLU", "QuickGeLU", "ReLU", "SiLU", "Sigmoid", "SquaredReLU", "Tanh")
+        f"[Bias, {act}]"
+        for act in ("Clamp", "ClampedSiLU", "GeLU", "QuickGeLU", "ReLU", "SiLU", "Sigmoid", "SquaredReLU", "Tanh")
     ]
-    assert known_finals(sf.Gated) == [ops.GEGLU, ops.GLU, ops.ReGLU, ops.SwiGLU]
+    units = [ops.ClampedSwiGLU, ops.GEGLU, ops.GLU, ops.QGEGLU, ops.ReGLU, ops.SReGLU, ops.SwiGLU]
+    assert known_finals(sf.Gated) == units
 
 
 @FEW
@@ -376,8 +378,8 @@ def test_x_gets_columns_where_the_examples_do_not_fit_together():
     assert x.shape == (3, 12)  # query, key and value heads of an even size
     (linear, gated), x = next(example_lists(GemmGated, X))
     assert (linear.in_features, linear.out_features, x.shape) == (7, 10, (4, 7))
-    assert isinstance(gated, ops.GEGLU)
-    assert check_fusion(GemmGated, X).lists[0] == "[Linear, GEGLU]"
+    assert isinstance(gated, ops.ClampedSwiGLU)
+    assert check_fusion(GemmGated, X).lists[0] == "[Linear, ClampedSwiGLU]"
 
 
 def test_examples_that_cannot_be_made_ask_for_the_operations():

@@ -74,7 +74,7 @@ def printed(
     Args:
         chain: the steps.
         of_x: dtype of the input.
-        of_operands: dtypes of the operands; `None` for what is the operand before it.
+        of_operands: dtypes of the operands; `None` for what a step has read before.
         dtypes: of what steps give.
         of_y: dtype of the last value, `None` where it is not wanted.
     """
@@ -82,46 +82,62 @@ def printed(
     numbers = Numbers(lines)
     operands, left, wanted = -1, iter(of_operands), iter(dtypes)
     of_operand: Any = None
+    reader: tuple[int, Any] = -1, None  # the operand that was read last, and its dtype
     before: list[str] = []
     outputs: list[str] = []
     totals: list[tuple[torch.dtype, int]] = []
     sums = 0
     shift: tuple[str, torch.dtype] | None = None
-    tiles = [lines.number(load(of_x, "x", f"row * sx + c + {j} * W")) for j in range(chain.parts[0])]
+    dots: list[tuple[torch.dtype, int]] = []
+
+    def columns(count: int) -> list[str]:
+        """Of each of so many parts of a row, the column that the loop is at."""
+        return [f"2 * c + {j}" if chain.interleaved and count == 2 else f"c + {j} * W" for j in range(count)]
+
+    def matrix(of: torch.dtype, pointer: str, stride: str, count: int) -> list[Number]:
+        return [lines.number(load(of, pointer, f"row * {stride} + {column}")) for column in columns(count)]
+
+    def row(values: Sequence[Number], of: torch.dtype, pointer: str) -> list[Number]:
+        return [
+            v + lines.number(load(of, pointer, column)) for v, column in zip(values, columns(len(values)), strict=True)
+        ]
 
     def read(count: int) -> list[Number]:
-        found = [
-            lines.number(load(of_operand, f"p{operands}", f"row * s{operands} + c + {j} * W")) for j in range(count)
-        ]
-        if shift is not None:
-            found = [v + lines.number(load(shift[1], shift[0], f"c + {j} * W")) for j, v in enumerate(found)]
-        return found
+        at, of = reader
+        found = matrix(of, f"p{at}", f"s{at}", count)
+        return found if shift is None else row(found, shift[1], shift[0])
 
     def give(values: Sequence[Number], of: torch.dtype, pointer: str) -> None:
-        for j, value in enumerate(values):
-            lines.add(store(of, pointer, f"row * {len(values)} * W + c + {j} * W", value.name))
+        for value, column in zip(values, columns(len(values)), strict=True):
+            lines.add(store(of, pointer, f"row * {len(values)} * W + {column}", value.name))
+
+    tiles = matrix(of_x, "x", "sx", chain.parts[0])
 
     for s, step in enumerate(chain.steps):
         if step.operand:
             given = next(left)
             if given is not None:
                 operands, of_operand = operands + 1, given
+                reader = (operands, given) if step.kind in chains.READERS else reader
         functions = step.functions
-        P = numbers.of(functions[0], step.P) if functions else step.P
+        if step.packing:
+            P: Any = tuple(numbers.of(f, p) for f, p in zip(functions, step.P, strict=False))
+        else:
+            P = numbers.of(functions[0], step.P) if functions else step.P
         of = next(wanted) if step.output else torch.float32
         if step.kind == chains.ACT:
             tiles = [apply(functions[0], t, P) for t in tiles]
         elif step.kind == chains.DACT:
             tiles = [gradient(functions[0], t, v, P) for t, v in zip(tiles, read(len(tiles)), strict=True)]
         elif step.kind == chains.GATED:
-            half = len(tiles) // 2
-            tiles = [apply(functions[0], tiles[j], P) * tiles[j + half] for j in range(half)]
+            tiles = _gated(step, tiles, P)
         elif step.kind == chains.DGATED:
             tiles = _dgated(step, tiles, read(2 * len(tiles)), P)
         elif step.kind == chains.BIAS:
-            tiles = [t + lines.number(load(of_operand, f"p{operands}", f"c + {j} * W")) for j, t in enumerate(tiles)]
+            tiles = row(tiles, of_operand, f"p{operands}")
         elif step.kind == chains.ADD:
-            tiles = [t + v for t, v in zip(tiles, _matrix(lines, of_operand, operands, len(tiles)), strict=True)]
+            others = matrix(of_operand, f"p{operands}", f"s{operands}", len(tiles))
+            tiles = [t + v for t, v in zip(tiles, others, strict=True)]
         elif step.kind == chains.SCALE:
             factor = numbers.number(step.P[0])
             tiles = [t * factor for t in tiles]
@@ -136,45 +152,58 @@ def printed(
             give([apply(functions[0], v, P) for v in read(len(tiles))], of, f"o{len(outputs)}")
             outputs.append("matrix")
         elif step.kind == chains.EMIT_GATED:
-            v, n = read(2 * len(tiles)), len(tiles)
-            give([apply(functions[0], v[j], P) * v[j + n] for j in range(n)], of, f"o{len(outputs)}")
+            give(_gated(step, read(2 * len(tiles)), P), of, f"o{len(outputs)}")
             outputs.append("matrix")
+        elif step.kind == chains.DOT_GATED:
+            for t, v in zip(tiles, _gated(step, read(2 * len(tiles)), P), strict=True):
+                lines.add(f"d{len(dots)} += {(t * v).name};")
+            dots.append((of, len(outputs)))
+            outputs.append("tokens")
+        elif step.kind == chains.TOKEN_SCALE:
+            factor = lines.number(load(of_operand, f"p{operands}", "row"))
+            tiles = [t * factor for t in tiles]
         elif step.kind == chains.SHIFT:
             shift = f"p{operands}", of_operand
         elif step.kind == chains.SUM:
-            for j, t in enumerate(tiles):
-                lines.add(f"s[{sums + j} * W + c] += {t.name};")
+            for t, column in zip(tiles, columns(len(tiles)), strict=True):
+                lines.add(f"s[{sums} * W + {column}] += {t.name};")
             totals.append((of, len(tiles)))
             outputs.append("row")
             sums += len(tiles)
     if of_y is not None:
         give(tiles, of_y, "y")
     return Printed(
-        _kernel(chain, lines, numbers, operands + 1, outputs, totals, sums, before, of_y is not None),
+        _kernel(chain, lines, numbers, operands + 1, outputs, totals, sums, before, of_y is not None, dots),
         tuple(numbers.integers),
         tuple(numbers.floats),
     )
 
 
-def _matrix(lines: Lines, of: Any, operand: int, count: int) -> list[Number]:
-    return [lines.number(load(of, f"p{operand}", f"row * s{operand} + c + {j} * W")) for j in range(count)]
+def _halves(step: Any, packed: list[Number]) -> Iterator[tuple[Number, Number]]:
+    """Each tile of the gate, and of what it is multiplied by."""
+    n = len(packed) // 2
+    pairs = zip(packed[:n], packed[n:], strict=True)
+    return ((b, a) for a, b in pairs) if step.packing == "up_gate" else pairs
 
 
-def _dgated(step: Any, tiles: list[Number], saved: list[Number], P: Any) -> list[Number]:
-    value, derivative, of_output = step.functions
-    n = len(tiles)
+def _gated(step: Any, packed: list[Number], P: Any) -> list[Number]:
+    f, g = step.functions[:2]
+    return [apply(f, gate, P[0]) * apply(g, up, P[1]) for gate, up in _halves(step, packed)]
+
+
+def _dgated(step: Any, tiles: list[Number], packed: list[Number], P: Any) -> list[Number]:
+    f, g, df, of_output, dg, up_of_output = step.functions
     gates, ups = [], []
-    for j in range(n):
-        gate, up = saved[j], saved[j + n]
-        activated = apply(value, gate, P)
-        gates.append(gradient(derivative, tiles[j] * up, activated if of_output else gate, P))
-        ups.append(tiles[j] * activated)
-    return gates + ups
+    for t, (gate, up) in zip(tiles, _halves(step, packed), strict=True):
+        activated, shifted = apply(f, gate, P[0]), apply(g, up, P[1])
+        gates.append(gradient(df, t * shifted, activated if of_output else gate, P[0]))
+        ups.append(gradient(dg, t * activated, shifted if up_of_output else up, P[1]))
+    return ups + gates if step.packing == "up_gate" else gates + ups
 
 
 def _kernel(
     chain: Any, lines: Lines, numbers: Numbers, operands: int, outputs: list[str], totals: Any, sums: int,
-    before: list[str], result: bool,
+    before: list[str], result: bool, dots: list[tuple[torch.dtype, int]],
 ) -> CKernel:  # fmt: skip
     pointers = ["const void *restrict x", *(f"const void *restrict p{i}" for i in range(operands))]
     pointers += [f"void *restrict o{i}" for i in range(len(outputs))]
@@ -196,12 +225,17 @@ def _kernel(
         f"uint32_t w{s}_{j}[NB]; words(&k{s}, row * {n} * W + {j} * W + c0, n, w{s}_{j});"
         for s, n in drops for j in range(n)
     )  # fmt: skip
-    inner = f"#pragma omp simd\nfor (I c = 0; c < W; c++) {{\n{body}\n}}"
+    names = ", ".join(f"d{i}" for i in range(len(dots)))
+    simd = "#pragma omp simd" + (f" reduction(+ : {names})" if dots else "")
+    inner = f"{simd}\nfor (I c = 0; c < W; c++) {{\n{body}\n}}"
     if drops:
         inner = (
             f"for (I c0 = 0; c0 < W; c0 += NB) {{\nI n = W - c0 < NB ? W - c0 : NB;\n{words}\n"
-            f"#pragma omp simd\nfor (I c = c0; c < c0 + n; c++) {{\n{body}\n}}\n}}"
+            f"{simd}\nfor (I c = c0; c < c0 + n; c++) {{\n{body}\n}}\n}}"
         )
+    if dots:
+        kept = "\n".join(store(of, f"o{at}", "row", f"(float)d{i}") for i, (of, at) in enumerate(dots))
+        inner = f"double {', '.join(f'd{i} = 0' for i in range(len(dots)))};\n{inner}\n{kept}"
     start = f"float *restrict s = scratch + part * {sums} * W;\nmemset(s, 0, 4 * {sums} * W);\n" if sums else ""
     text = (
         f"{header('head.h')}\n{header('philox.h') if drops else ''}\nvoid k({arguments}) {{\n"
@@ -238,7 +272,7 @@ def decide(
     dtypes: Sequence[torch.dtype] | None,
     result: bool,
 ) -> Decided:
-    """`pointwise.pointwise`; an operand that is the one before it may be `None`."""
+    """`pointwise.pointwise`; an operand that a step has read before may be `None`."""
     dtype = dtype or x.dtype
     width, made = chain.results(x.shape, dtype, dtypes)
     lead, columns = tuple(x.shape[:-1]), width * chain.parts[0]
@@ -253,7 +287,7 @@ def decide(
             if given is None:
                 continue
             at += 1
-            if step.operand == "seed" or step.operand in ("row", "packed row"):
+            if step.operand in ("seed", "row", "packed row", "tokens"):
                 chains.fit(step, given, lead, parts * width)
                 stride, copy = 0, not given.is_contiguous()
             else:

@@ -11,8 +11,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import BiasGated, BiasGatedBackward
-from seqfuse.fusions import chain as module
+from seqfuse.fusions import ActivationLinearJoint, BiasGated, BiasGatedBackward, BiasGatedScale
+from seqfuse.fusions import gated as module
 from seqfuse.fusions.chain import chain_of, pointwise_of
 from seqfuse.kernels import activations
 from seqfuse.testing import check_fusion, seeded_randn
@@ -52,8 +52,64 @@ def test_an_activation_with_other_numbers_is_another_one(device: torch.device):
     assert torch.equal(two, 2 * one)
 
 
+PACKINGS = pytest.mark.parametrize("packing", ["interleaved", "up_gate"])
+OTHERS = pytest.mark.parametrize("unit", [ops.QGEGLU(), ops.SReGLU(), ops.ClampedSwiGLU(0.75, 1.25, 0.5)], ids=str)
+
+
+@BOTH
+@PACKINGS
+def test_gate_and_up_lie_anywhere(fusion: type[sf.FusedOperation], packing: Any, device: torch.device):
+    x = seeded_randn((5, 10), 0).to(device)
+    check_fusion(fusion, x, bias(10).to(device), ops.GEGLU(packing=packing), dtypes=[torch.float32, torch.bfloat16])
+
+
+@BOTH
+@OTHERS
+def test_other_units(fusion: type[sf.FusedOperation], unit: sf.Gated, device: torch.device):
+    x = seeded_randn((5, 10), 0).to(device)
+    check_fusion(fusion, x, bias(10).to(device), unit, dtypes=[torch.float32, torch.float16])
+
+
+@PACKINGS
+def test_a_unit_of_two_functions_is_made_again_from_its_input(packing: Any, device: torch.device):
+    x, unit = seeded_randn((5, 12), 0).to(device), ops.ClampedSwiGLU(0.75, 1.25, packing=packing)
+    after = ops.Linear(6, 9, bias=False).to(device)
+    check_fusion(ActivationLinearJoint, x, bias(12).to(device), unit, after, dtypes=[torch.float32, torch.bfloat16])
+
+
+@pytest.mark.parametrize("packing", ["gate_up", "interleaved", "up_gate"])
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+def test_a_factor_for_each_token(packing: Any, biased: bool, device: torch.device):
+    x, factors = seeded_randn((5, 10), 0).to(device), seeded_randn((5, 1), 1).to(device)
+    before = [bias(10).to(device)] * biased
+    listed = [*before, ops.SwiGLU(packing=packing), ops.TokenScale("by")]
+    check_fusion(BiasGatedScale, x, *listed, by=factors, dtypes=[torch.float32, torch.bfloat16])
+
+
+def test_a_factor_for_each_token_of_a_unit_of_two_functions(device: torch.device):
+    x, factors = seeded_randn((5, 10), 0).to(device), seeded_randn((5, 1), 1).to(device)
+    listed = bias(10).to(device), ops.ClampedSwiGLU(0.75, 1.25), ops.TokenScale("by")
+    check_fusion(BiasGatedScale, x, *listed, by=factors, dtypes=[torch.float32, torch.float16])
+
+
+def test_rows_that_several_tiles_sum(device: torch.device):
+    x, factors = seeded_randn((9, 2600), 0).to(device), seeded_randn((9,), 1).to(device)
+    listed = bias(2600).to(device), ops.SwiGLU(), ops.TokenScale("by")
+    four_ways(sf.Sequential(*listed, fusions=(BiasGatedScale,)).to(device), x, BiasGatedScale, by=factors)
+
+
 MUTANTS = {
     "stored without the bias": ("BiasGated", '"bias", "store", "gated"', '"store", "bias", "gated"'),
+    "not shifted": (
+        "BiasGatedScale",
+        '*["shift"] * (bias is not None), *["dot',
+        '*["bias"] * (bias is not None), *["dot',
+    ),
+    "the sum of scaled gradients": (
+        "BiasGatedScale",
+        '*["dot_gated"] * dots]\n',
+        '*["token_scale"] * dots, *["dot_gated"] * dots]\n',
+    ),
     "the sum of dy": ("BiasGatedBackward", '("dgated", "column_sum") if', '("column_sum", "dgated") if'),
 }
 
@@ -63,5 +119,8 @@ def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callab
     fusion, old, new = MUTANTS[name]
     changed = mutant(module, old, new)
     x = seeded_randn((5, 8), 0).to(device)
-    with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(getattr(changed, fusion), x, bias(8).to(device), ops.SwiGLU(), dtypes=[torch.float32])
+    listed: list[sf.UnfusedOperation] = [bias(8).to(device), ops.SwiGLU()]
+    factors = {"by": seeded_randn((5, 1), 1).to(device)} if fusion == "BiasGatedScale" else {}
+    listed += [ops.TokenScale("by")] * len(factors)
+    with pytest.raises((AssertionError, sf.PluginError, sf.KernelError)):
+        check_fusion(getattr(changed, fusion), x, *listed, dtypes=[torch.float32], **factors)

@@ -148,6 +148,8 @@ def test_nan_and_infinities_are_those_of_torch(name: str) -> None:
         "quickgelu": lambda t: t * torch.sigmoid(1.702 * t),
         "gelu": lambda t: t * (0.5 * (1 + torch.erf(t * 0.7071067811865476))),
         "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+        "clamped_silu": lambda t: t.clamp(max=7) * torch.sigmoid(1.702 * t.clamp(max=7)),
+        "clamp": lambda t: t.clamp(-7, 7) + 1,
     }  # fmt: skip
     expected = torch_of[name](x)
     assert y is not None
@@ -325,7 +327,7 @@ PRINTED = [
     ("c0 < W; c0 += NB", "c0 + NB < W; c0 += NB"),
     ("row * 1 * W + 0 * W + c0", "row * 1 * W + 0 * W"),
     (">= (uint32_t)n0", "< (uint32_t)n0"),
-    ("s[0 * W + c] +=", "s[0 * W + c] ="),
+    ("s[0 * W + c + 0 * W] +=", "s[0 * W + c + 0 * W] ="),
     ("part < parts; part++) {\nconst float", "part < parts - 1; part++) {\nconst float"),
     ("memset(s, 0, 4 * 1 * W);", ""),
     ("row * s1 + c", "c"),

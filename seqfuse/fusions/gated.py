@@ -1,0 +1,141 @@
+"""Gated units, each way in one pass over memory: with the bias before them, and a factor for each token behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import saved as context
+from ..env import Env
+from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
+from ..operation import Grads
+from ..ops import Bias, TokenScale
+from ..pointwise import Gated
+from ._shared import act_fits, bias_fits, kernels_run, numbers_of, unit_of
+from .chain import chain_of, pointwise_of
+
+
+class BiasGated(ForwardFusion):
+    """y = act(gate) up, [gate; up] = x + bias, in one pass; the sum is stored for the gated unit's gradient.
+
+    x, [gate; up]: [*, 2 F], y: [*, F]. Saves what the operations save.
+    """
+
+    bias: Bias | None
+    gated: Gated
+
+    kernels = ("triton", "c")
+
+    def requires(self, env: Env) -> Requirements:
+        return _gated_fits(self.bias, self.gated, env)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        gated, bias = self.gated, self.bias
+        steps = ("gated",) if bias is None else ("bias", "store", "gated")
+        kernel = self.decided(numbers_of(gated), _gated_kernel, gated, steps)
+        y: Any
+        packed: Any = x
+        if bias is None:
+            (y,) = kernel(x)
+        else:
+            y, packed = kernel(x, bias.read())
+        return y, {"gated": gated.record(packed, y)}
+
+
+class BiasGatedBackward(BackwardFusion):
+    """dx = [dgate; dup], dgate = dy up act'(gate), dup = dy act(gate), and its sum over all rows, which is dbias.
+
+    One pass; the sum is of float32 numbers and in a fixed order. dy: [*, F], dx: [*, 2 F].
+    """
+
+    bias: Bias | None
+    gated: Gated
+
+    kernels = ("triton", "c")
+
+    def requires(self, env: Env) -> Requirements:
+        return _gated_fits(self.bias, self.gated, env)
+
+    def bwd(self, dy: Tensor, *, gated: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        steps = ("dgated", "column_sum") if "bias.bias" in needs else ("dgated",)
+        key = needs, numbers_of(self.gated)
+        dx, *sums = self.decided(key, _gated_kernel, self.gated, steps, "x" in needs)(dy, gated.x)
+        return dx, {"bias.bias": sums[0]} if sums else {}
+
+
+class BiasGatedScale(JointFusion):
+    """y = act(gate) up scales, [gate; up] = x + bias, and all gradients, each way in one pass; x alone is saved.
+
+    With h = act(gate) up, dscales = sum of dy h over each token's features, and [dgate; dup] is that of the gated unit
+    for scales dy; h is made again from x, in registers. The sum over all rows of [dgate; dup] is dbias.
+    x, [gate; up]: [*, 2 F], scales: [*] or [*, 1], y: [*, F].
+    """
+
+    bias: Bias | None
+    gated: Gated
+    scale: TokenScale
+
+    kernels = ("triton", "c")
+
+    class Saved(context.Saved):
+        x: Tensor  # [*, 2 F]
+        bias: Tensor | None  # the parameter itself
+        scales: Tensor  # [*] or [*, 1]
+
+    def requires(self, env: Env) -> Requirements:
+        return _gated_fits(self.bias, self.gated, env)
+
+    def saved_at(self) -> tuple[int, ...]:
+        return (0,)
+
+    def fwd(self, x: Tensor, *, scale_scales: Tensor) -> tuple[Tensor, Saved]:
+        bias = None if self.bias is None else self.bias.read()
+        self.scale.check((*x.shape[:-1], 1), scale_scales)
+        steps = (*["bias"] * (bias is not None), "gated", "token_scale")
+        kernel = self.decided(numbers_of(self.gated), _gated_kernel, self.gated, steps)
+        y: Any
+        (y,) = kernel(x, *[] if bias is None else [bias], scale_scales.reshape(x.shape[:-1]))
+        return y, self.Saved(x=x, bias=bias, scales=scale_scales)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        bias, scales = saved.bias, saved.scales
+        dots, sums, before = "scale.scales" in needs, "bias.bias" in needs, "x" in needs or "bias.bias" in needs
+        steps = [*["shift"] * (bias is not None), *["dot_gated"] * dots]
+        steps += [*["token_scale", "dgated"] * before, *["column_sum"] * sums]
+        dtypes = [*[scales.dtype] * dots, *[bias.dtype for _ in range(sums) if bias is not None]]
+        key = "backward", needs, numbers_of(self.gated), *dtypes
+        kernel = self.decided(key, _gated_kernel, self.gated, tuple(steps), "x" in needs, dtypes)
+        behind = [scales.reshape(dy.shape[:-1]), saved.x] * before
+        dx, *made = kernel(dy, *[] if bias is None else [bias], *[saved.x] * dots, *behind)
+        grads: dict[str, Tensor | None] = {}
+        if dots:
+            grads["scale.scales"] = made[0].view(scales.shape) if made[0] is not None else None
+        if sums:
+            grads["bias.bias"] = made[-1]
+        return dx, grads
+
+    def unfused(self, saved: Saved) -> dict[str, Any]:
+        """What the operations themselves would have saved."""
+        h, gated = self.gated.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
+        return {"gated": gated, "scale": TokenScale.Saved(x=h, scales=saved.scales)}
+
+
+def _gated_fits(bias: Bias | None, gated: Gated, env: Env) -> Requirements:
+    yield from kernels_run(env)
+    yield from bias_fits(bias, env)
+    yield from act_fits(gated, env)
+    yield env.leaving is env.dtype, "the gated unit gives another dtype"
+
+
+def _gated_kernel(
+    gated: Gated, steps: Sequence[str], result: bool = True, dtypes: Sequence[torch.dtype] = ()
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The chain of these steps; `dtypes` are of what they give, by default that of x."""
+    of = unit_of(gated)
+    chain = chain_of(
+        [(s, *of) if "gated" in s else (s, True) if s == "shift" else (s,) for s in steps]  # a packed bias
+    )
+    return pointwise_of()(chain, None, dtypes, result)

@@ -1,0 +1,35 @@
+"""L2Norm: a row divided by its length."""
+
+from __future__ import annotations
+
+from ..run.sequential import Fusions, Sequential
+from .norm import RMSNorm
+from .scale import Scale
+
+
+class L2Norm(Sequential):
+    """y = x / sqrt(sum of x^2 + eps), over the last dimension: `RMSNorm(size, eps / size), Scale(size^-1/2)`.
+
+    Backward: with r = 1 / sqrt(sum of x^2 + eps), dx = r (dy - y (y . dy)).
+
+    x, y: [*, size]. It has no parameters. The norm and the factor fuse as any norm and factor do.
+    Source: Wang et al. 2017, arXiv:1704.06369, of features of length 1.
+
+    Args:
+        size: length of the last dimension.
+        eps: added to the sum of squares.
+        fusions: the fusion set for when it runs on its own; the default one if left out.
+
+    Raises:
+        ValueError: for a size below 1.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-6, *, fusions: Fusions | None = None) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        norm = RMSNorm(size, eps=eps / size, elementwise_affine=False)
+        super().__init__(norm, Scale(size**-0.5), fusions=fusions)
+        self.size, self.eps = size, eps
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, eps={self.eps:g}"
