@@ -3,8 +3,8 @@
 `convert(model)` runs a model that you have by fused forward and backward plans; print what it returns after a call.
 `Sequential(*operations)` is the same for a model that you build of `ops`; print its `plan(x)`. Layers are in `nn`,
 losses in `losses`. `memory="lean"` saves less for the backward pass, `fusing(False)` switches fusions off, and `tune`
-measures them. `Pointwise`, `UnfusedOperation` and the classes named `...Fusion` are for operations and fusions of your
-own, and `testing` tests them.
+measures them. `recipes` quantize GEMMs to 8 bits. `Pointwise`, `UnfusedOperation` and the classes named `...Fusion` are
+for operations and fusions of your own, and `testing` tests them.
 """
 
 import importlib
@@ -20,7 +20,7 @@ except ModuleNotFoundError as _missing:
         name="torch",
     ) from None
 
-from . import errors, fusions, ops, plugins
+from . import errors, fusions, ops, plugins, recipes
 from .convert import conversion, convert
 from .env import Env, Savings
 from .errors import (
@@ -40,6 +40,7 @@ from .maingrad import accumulated
 from .operation import FusableOperation, Grads, Traffic, UnfusedOperation
 from .plan import Budget, Plan
 from .pointwise import Gated, Pointwise
+from .recipes import low_precision
 from .run import Fuser, Sequential, remap_keys
 from .saved import Recompute, Saved, field
 from .settings import fusing
@@ -88,9 +89,11 @@ __all__ = [
     "fusions",
     "inference",
     "losses",
+    "low_precision",
     "nn",
     "ops",
     "plugins",
+    "recipes",
     "remap_keys",
     "testing",
     "tune",

@@ -18,6 +18,8 @@ from torch import Tensor
 from .errors import InputError
 from .hardware import CARDS, architecture_of
 from .hardware import COSTS as _COSTS
+from .recipes import Recipe, check_recipe
+from .recipes import current as _current_recipes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -72,6 +74,8 @@ class Env:
         rows: tokens of the input, rounded up to a power of two, or `None` where unknown.
         along: where dtypes differ along the sequence, as under autocast, the one that each operation of a fusion takes,
             and last that of its result: `requires` and `saves` are asked with it, and with the `dtype` that enters.
+        recipe: the low-precision recipe of operations that have none of their own, as `sf.low_precision` gives it;
+            `None` for none, `False` where recipes are switched off.
         width: for `saves`, the last dimension of what enters a fusion, as the operations around it state it; 0 where
             none does.
     """
@@ -86,6 +90,7 @@ class Env:
     rows: int | None = None
     along: tuple[torch.dtype | None, ...] = ()
     width: int = 0
+    recipe: Recipe | Literal[False] | None = None
 
     @classmethod
     def of(
@@ -98,11 +103,13 @@ class Env:
         deterministic: bool = False,
         rows: int | None = None,
         tokens: int | None = None,
+        recipe: Recipe | None = None,
     ) -> Env:
         """An environment by name: `"cpu"`, `"cuda:sm_90"`, `"cuda:gfx942"`, `"h100"`, or a device of this machine.
 
         Naming an architecture describes a machine that need not be here; Triton is taken to be there. `tokens` is how
         many tokens the input has, of which `rows` is the earlier name. `dtype` is that of x: `int64` for token ids.
+        `recipe` is for operations that have none, as that of `sf.low_precision`.
 
         Raises:
             InputError: (SF106) for a device or a dtype that is none, or that operations do not take, or a CUDA device
@@ -122,6 +129,7 @@ class Env:
             raise InputError(message, code="SF106")
         if autocast is not None and not autocast.is_floating_point:
             raise InputError(f"autocast must be a floating dtype, not {autocast}", code="SF106")
+        check_recipe(recipe, "Env.of")
         named = bool(arch) and not arch.isdigit()
         if isinstance(device, str) and kind == "cuda" and not named and int(arch or 0) >= torch.cuda.device_count():
             hint = "name an architecture, such as cuda:sm_90, for a machine that is not here"
@@ -135,7 +143,7 @@ class Env:
             arch = _architecture(kind, int(arch) if arch else None)
         kernels = ("triton" if kind == "cuda" else None) if named else _kernels(kind)
         rows = None if rows is None else bucket(rows)
-        return cls(kind, arch, dtype, autocast, grad, deterministic, kernels, rows)
+        return cls(kind, arch, dtype, autocast, grad, deterministic, kernels, rows, recipe=recipe)
 
     @classmethod
     def like(cls, x: Tensor) -> Env:
@@ -147,7 +155,7 @@ class Env:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rows=_counted(x.shape),
         )
-        return dataclasses.replace(env, dtype=x.dtype)
+        return dataclasses.replace(env, dtype=x.dtype, recipe=_current_recipes.get().default)
 
     @property
     def triton(self) -> bool:
@@ -197,6 +205,7 @@ class Env:
         """Text that a plan prints; with the number of tokens where it is known, not only the next power of two."""
         text = f"{self.arch if self.arch == self.device else f'{self.device}:{self.arch}'} {short(self.dtype)}"
         text += f" autocast {short(self.autocast)}" if self.autocast else ""
+        text += f", {self.recipe}" if self.recipe else ", low precision off" if self.recipe is False else ""
         count = self.rows if tokens is None else tokens
         if count is not None:
             exact = "" if tokens is not None or count < 2 else "up to "

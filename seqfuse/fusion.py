@@ -45,6 +45,7 @@ class FusedOperation:
         native_below: of how many numbers a tensor has to be for it to gain anything beside torch's own differentiable
             calls.
         casts: whether it takes account of a cast between its operations, as autocast has them; else refused there.
+        quantized: whether it takes operations that a recipe quantizes; else refused there.
         any_dy: whether `bwd` takes dy in another dtype than that of y, as `UnfusedOperation.any_dy`.
         saves_memory: whether it saves less for the backward pass and takes longer: a candidate where a `Sequential` is
             to save memory, and nowhere else.
@@ -58,6 +59,7 @@ class FusedOperation:
     kernels: ClassVar[tuple[Kernels, ...]] = ()
     native_below: ClassVar[float] = 0
     casts: ClassVar[bool] = False
+    quantized: ClassVar[bool] = False
     any_dy: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()

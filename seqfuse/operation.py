@@ -174,6 +174,9 @@ class UnfusedOperation(FusableOperation):
             `None` states none of these: what the reference gives is looked at.
         any_dy: whether `bwd` takes dy in another dtype than that of y. Else a gradient is cast before it is given.
         redistribution: where this operation is a collective, how tensors are sharded before and after it.
+        SavedQuantized: what `fwd` returns where it is given a `recipe`, of an operation whose GEMMs can be quantized:
+            `fwd`, `bwd` and `reference` name `recipe` then, and `gemms` says their sizes. `operation.recipe = r` gives
+            a recipe to this operation alone, and `None` keeps it out of that of its container.
         sum_over: processes that each use the parameters for a part of the rows or heads: their gradients are summed.
         shards: how parameters are sharded over processes, by name; those that are replicated are left out.
 
@@ -192,6 +195,7 @@ class UnfusedOperation(FusableOperation):
     native: ClassVar[bool] = False
     autocast: Literal["lower", "float32", "promote", "same", "exchange"] | None = None
     any_dy: ClassVar[bool] = False
+    SavedQuantized: ClassVar[type[Saved]] = Saved
     redistribution: Redistribution | None = None
     sum_over: Group | None = None
     shards: Mapping[str, ParameterShard] = MappingProxyType({})
@@ -283,6 +287,11 @@ class UnfusedOperation(FusableOperation):
     def features(self) -> tuple[int, int] | None:
         """The last dimensions of x and y, where the configuration says them: costs are estimated for these."""
         return None
+
+    @property
+    def gemms(self) -> tuple[tuple[int, int], ...]:
+        """`in_features` and `out_features` of each GEMM that a recipe quantizes."""
+        return ()
 
     def traffic(self, env: Env, backward: bool) -> Traffic:
         """What a pass launches, reads and writes unfused; the estimated gain of a fusion follows from it.

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
     "operation", "pointwise", "slots", "traffic", "fusion", "store", "cost_table", "pictures", "hardware", "compiler",
+    "recipes",
 }  # fmt: skip
 COLLECTIONS = {"plan", "run", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -27,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved": {"errors", "generated"},
     "signature": {"errors"},
     "compiler": {"errors", "settings", "store"},
-    "env": {"compiler", "errors", "hardware"},
+    "env": {"compiler", "errors", "hardware", "recipes"},
+    "recipes": {"errors"},
     "hardware": set(),
     "casts": {"env"},
     "settings": {"errors"},

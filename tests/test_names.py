@@ -59,10 +59,10 @@ PACKAGE = Path(sf.__file__).parent
 
 
 def defined(body: Iterable[ast.stmt], outermost: bool = True) -> Iterator[str]:
-    """The classes of a file, also within others, and its type aliases; but for `Saved`, which operations define."""
+    """The classes of a file, also within others, and its type aliases; but for `Saved...`, which operations define."""
     for node in body:
         if isinstance(node, ast.ClassDef):
-            if outermost or node.name != "Saved":
+            if outermost or node.name not in ("Saved", "SavedQuantized"):
                 yield node.name
             yield from defined(node.body, outermost=False)
         elif outermost and isinstance(node, ast.Assign | ast.AnnAssign):

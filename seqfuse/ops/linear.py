@@ -18,7 +18,9 @@ from ..errors import InputError
 from ..group import Group, ParameterShard
 from ..hardware import FLOAT32_SLOWER
 from ..maingrad import Accumulated, accumulated
+from ..recipes import Recipe
 from ..saved import maker
+from . import _lowprecision as low
 from ._mm import linear, mm
 from ._parameters import divide, initial, required
 from ._tensors import check_last, rows_summed
@@ -181,6 +183,9 @@ class _Part(torch.autograd.Function):
         return douts[0], None
 
 
+_EVERY = frozenset({"x", "weight"})
+
+
 class Linear(sf.UnfusedOperation):
     """y = x weight^T, followed by `Bias` where there is a bias.
 
@@ -191,7 +196,8 @@ class Linear(sf.UnfusedOperation):
     added to that in float32.
 
     x: [*, in_features], y: [*, out_features], weight: [out_features, in_features], bias: [out_features].
-    Saved: x for dweight, weight for dx; each is dropped when that gradient is not needed.
+    Saved: x for dweight, weight for dx; each is dropped when that gradient is not needed. Under a recipe each GEMM
+    multiplies operands as `recipes.quantize` gives them; x and weight are saved in 8 bits, down their columns.
     Keys, arguments and initial values are those of `torch.nn.Linear`.
 
     With `parallel` each process of a group holds a shard of the weight. `"column"`: of its rows, and of the bias; x is
@@ -222,6 +228,12 @@ class Linear(sf.UnfusedOperation):
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")  # [*, in_features]
         weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter, or its cast under autocast
+
+    class SavedQuantized(sf.Saved):
+        x: Tensor | None = sf.field(for_="weight")  # [M, in_features], 8 bits, quantized down its columns
+        x_inverse: Tensor | None = sf.field(for_="weight")  # the inverse of its scales
+        weight: Tensor | None = sf.field(for_="x")  # [out_features, in_features], 8 bits, down its columns
+        weight_inverse: Tensor | None = sf.field(for_="x")
 
     native = True
     same_dtype = True
@@ -333,8 +345,12 @@ class Linear(sf.UnfusedOperation):
             return (*self._meets, self, *member)
         return (self, *self._meets, *member) if self.bias_last else (self, *member, *self._meets)
 
-    def reference(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+    def reference(self, x: Tensor, recipe: Recipe | None = None) -> Tensor:
+        if recipe is None:
+            return F.linear(x, self.weight)
+        from ._lowprecision_reference import linear_by_reference
+
+        return linear_by_reference(x, self.weight, recipe)
 
     def joins(self, following: nn.Module) -> bool:
         return isinstance(following, Bias) and following.belongs_to(self)
@@ -345,9 +361,21 @@ class Linear(sf.UnfusedOperation):
     def reference_with(self, x: Tensor, following: nn.Module) -> Tensor | None:
         return F.linear(x, self.weight, cast(Bias, following).read()) if self.joins(following) else None
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+    def fwd(
+        self, x: Tensor, *, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
+    ) -> tuple[Tensor, Saved | SavedQuantized]:
+        if recipe is not None:
+            return self._quantized(x, recipe, needs)
         weight = self.weight_for(x)
         return linear(x, weight), self._saved(x, weight)
+
+    def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
+        rows, weight = _rows(x), lowered(required(self, "weight"), always=True)
+        qx, qweight = low.along(rows, recipe, "x"), low.along(weight, recipe, "weight")
+        y = low.linear(qx, qweight, recipe, x.dtype)
+        x_down = low.down(rows, recipe, "x", qx) if "weight" in needs else (None, None)
+        weight_down = low.down(weight, recipe, "weight", qweight) if "x" in needs else (None, None)
+        return y.view(*x.shape[:-1], y.shape[1]), _saved_quantized(*x_down, *weight_down)
 
     def weight_for(self, x: Tensor) -> Tensor:
         """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""
@@ -356,8 +384,17 @@ class Linear(sf.UnfusedOperation):
         return weight if weight.dtype is x.dtype else lowered(weight)
 
     def bwd(
-        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
+        self,
+        dy: Tensor,
+        saved: Saved | SavedQuantized,
+        *,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor] | None = None,
+        recipe: Recipe | None = None,
     ) -> tuple[Tensor | None, sf.Grads]:
+        if recipe is not None:
+            return self._quantized_grads(dy, cast(Linear.SavedQuantized, saved), recipe, needs, main_grads)
+        assert isinstance(saved, Linear.Saved)
         flat, conjugate = dy.ndim == 2, dy.dtype.is_complex
         rows = dy if flat else _rows(dy)
         dx = dweight = None
@@ -371,9 +408,32 @@ class Linear(sf.UnfusedOperation):
             dweight = mm(rows.mT, x if flat else _rows(x)) if buffer is None else weight_grad(rows, x, buffer)
         return dx, {"weight": dweight}
 
+    def _quantized_grads(
+        self,
+        dy: Tensor,
+        saved: SavedQuantized,
+        recipe: Recipe,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor] | None,
+    ) -> tuple[Tensor | None, sf.Grads]:
+        rows, dx, dweight, along = _rows(dy), None, None, None
+        if "x" in needs:
+            along = low.along(rows, recipe, "dy")
+            weight = low.operand(saved.weight, saved.weight_inverse)
+            dx = low.dgrad(along, weight, recipe, dy.dtype)
+            dx = dx.view(*dy.shape[:-1], dx.shape[1])
+        if "weight" in needs:
+            down, x = low.down(rows, recipe, "dy", along), low.operand(saved.x, saved.x_inverse)
+            dweight = low.weight_grad(down, x, recipe, dy.dtype, main_grads.pop("weight", None) if main_grads else None)
+        return dx, {"weight": dweight}
+
     @property
     def features(self) -> tuple[int, int]:
         return self.in_features, self.out_features
+
+    @property
+    def gemms(self) -> tuple[tuple[int, int], ...]:
+        return ((self.in_features, self.out_features),)
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
         return gemm_traffic(env, *self.features, backward)
@@ -392,6 +452,7 @@ class Linear(sf.UnfusedOperation):
         return text + (f", parallel={self.parallel!r}" if self.parallel else "")
 
 
+_saved_quantized = maker(Linear.SavedQuantized)
 saved_linear = maker(Linear.Saved)
 """`saved_linear(x, weight)`: what a `Linear` saves."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,9 @@ from .. import operation as sf
 from ..casts import lowered
 from ..env import Env, autocast_of
 from ..maingrad import Accumulated
+from ..recipes import Recipe
 from ..saved import maker
+from . import _lowprecision as low
 from ._mm import linear, linear_into, sum_of_mm
 from ._parameters import joined, one_gemm, parameter, required
 from ._tensors import check_last
@@ -23,6 +25,7 @@ from .linear import gemm_traffic, weight_grad
 MAX_PARTS = 8
 _WEIGHTS = tuple(f"weight_{i}" for i in range(MAX_PARTS))
 _BIASES = tuple(f"bias_{i}" for i in range(MAX_PARTS))
+_EVERY = frozenset({"x", *_WEIGHTS})
 
 
 class MergedLinear(sf.UnfusedOperation):
@@ -37,7 +40,8 @@ class MergedLinear(sf.UnfusedOperation):
 
     x: [*, in_features], y: [*, sum of out_features], weight_i: [out_features[i], in_features],
     bias_i: [out_features[i]].
-    Saved: x for the gradients of the weights, the weights themselves for dx, under autocast their casts.
+    Saved: x for the gradients of the weights, the weights themselves for dx, under autocast their casts. Under a recipe
+    they are saved in 8 bits, down their columns: x is quantized once, weights and the parts of dy each by itself.
     Initial values are those of a `torch.nn.Linear` for each part. A new one, and what `.to()` makes of it, has its
     weights in one storage.
 
@@ -60,6 +64,12 @@ class MergedLinear(sf.UnfusedOperation):
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_=_WEIGHTS)  # [*, in_features]
         weights: tuple[Tensor, ...] = sf.field(for_="x")  # the parameters themselves
+
+    class SavedQuantized(sf.Saved):
+        x: Tensor | None = sf.field(for_=_WEIGHTS)  # [M, in_features], 8 bits, quantized down its columns
+        x_inverse: Tensor | None = sf.field(for_=_WEIGHTS)  # the inverse of its scales
+        weights: tuple[Tensor, ...] = sf.field(for_="x")  # 8 bits, down their columns
+        weight_inverses: tuple[Tensor, ...] = sf.field(for_="x")
 
     same_dtype = True
     autocast = "lower"
@@ -180,12 +190,32 @@ class MergedLinear(sf.UnfusedOperation):
     def _own(self, names: Iterable[str]) -> list[nn.Parameter]:
         return [p for name in names if (p := self._parameters.get(name)) is not None]
 
-    def reference(self, x: Tensor) -> Tensor:
-        return torch.cat([F.linear(x, *pair) for pair in zip(self.weights(), self.biases(), strict=True)], -1)
+    def reference(self, x: Tensor, recipe: Recipe | None = None) -> Tensor:
+        pairs = zip(self.weights(), self.biases(), strict=True)
+        if recipe is None:
+            return torch.cat([F.linear(x, *pair) for pair in pairs], -1)
+        from ._lowprecision_reference import linear_by_reference
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        parts = [(linear_by_reference(x, weight, recipe), bias) for weight, bias in pairs]
+        return torch.cat([y if bias is None else y + bias.to(y.dtype) for y, bias in parts], -1)
+
+    def fwd(
+        self, x: Tensor, *, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
+    ) -> tuple[Tensor, Saved | SavedQuantized]:
+        if recipe is not None:
+            return self._quantized(x, recipe, needs)
         weights = self.weights_for(x)
         return self.gemm(x, weights, self.biases()), self._saved(x, weights)
+
+    def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
+        rows, weights = x.reshape(-1, self.in_features), [lowered(weight, always=True) for weight in self.weights()]
+        qx, along = low.along(rows, recipe, "x"), [low.along(weight, recipe, "weight") for weight in weights]
+        pairs = zip(along, self.biases(), strict=True)
+        y = torch.cat([low.linear(qx, weight, recipe, x.dtype, bias) for weight, bias in pairs], 1)
+        x_down = (None, None) if needs.isdisjoint(_WEIGHTS) else low.down(rows, recipe, "x", qx)
+        each = [low.down(w, recipe, "weight", q) for w, q in zip(weights, along, strict=True)] if "x" in needs else []
+        data, inverses = tuple([one.data for one in each]), tuple([one.inverse for one in each])
+        return y.view(*x.shape[:-1], self.out_features), _saved_quantized(*x_down, data, inverses)
 
     def gemm(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
         """Return y from one GEMM, or one for each part into its slice."""
@@ -205,14 +235,48 @@ class MergedLinear(sf.UnfusedOperation):
         return y
 
     def bwd(
-        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
+        self,
+        dy: Tensor,
+        saved: Saved | SavedQuantized,
+        *,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor] | None = None,
+        recipe: Recipe | None = None,
     ) -> tuple[Tensor | None, sf.Grads]:
+        if recipe is not None:
+            return self._quantized_grads(dy, cast(MergedLinear.SavedQuantized, saved), recipe, needs, main_grads)
+        assert isinstance(saved, MergedLinear.Saved)
         rows = dy if dy.ndim == 2 else dy.reshape(-1, self.out_features)
         dx = None
         if "x" in needs:
             dx = self.dgrad(rows, saved.weights)
             dx = dx if rows is dy else dx.view(*dy.shape[:-1], self.in_features)
         return dx, self.grads(rows, saved, needs, main_grads)
+
+    def _quantized_grads(
+        self,
+        dy: Tensor,
+        saved: SavedQuantized,
+        recipe: Recipe,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor] | None,
+    ) -> tuple[Tensor | None, sf.Grads]:
+        parts = dy.reshape(-1, self.out_features).split_with_sizes(self.parts, 1)
+        grads: dict[str, Tensor | Accumulated | None] = {}
+        for d, bias in zip(parts, _BIASES, strict=False):
+            if bias in needs:
+                grads[bias] = d.sum(0)
+        dx, along = None, [low.along(d, recipe, "dy") if "x" in needs else None for d in parts]
+        for i, d in enumerate(along):
+            if d is not None:  # summed in float32, and rounded once
+                weight, last = low.operand(saved.weights[i], saved.weight_inverses[i]), i == len(parts) - 1
+                dx = low.dgrad(d, weight, recipe, dy.dtype if last else low.wide(dy.dtype), dx)
+        for d, rows, weight in zip(parts, along, _WEIGHTS, strict=False):
+            if weight in needs:
+                down, x = low.down(d, recipe, "dy", rows), low.operand(saved.x, saved.x_inverse)
+                buffer = main_grads.pop(weight, None) if main_grads else None
+                grads[weight] = low.weight_grad(down, x, recipe, dy.dtype, buffer)
+        return None if dx is None else dx.view(*dy.shape[:-1], self.in_features), grads
 
     def dgrad(self, dy: Tensor, weights: tuple[Tensor, ...], addend: Tensor | None = None) -> Tensor:
         """Return addend + sum of dy_i weight_i."""
@@ -254,6 +318,10 @@ class MergedLinear(sf.UnfusedOperation):
     def features(self) -> tuple[int, int]:
         return self.in_features, self.out_features
 
+    @property
+    def gemms(self) -> tuple[tuple[int, int], ...]:
+        return tuple([(self.in_features, size) for size in self.parts])
+
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
         return gemm_traffic(env, *self.features, backward)
 
@@ -278,5 +346,6 @@ class MergedLinear(sf.UnfusedOperation):
         return f"{self.in_features}, {self.parts}, bias={owned[0] if len(set(owned)) == 1 else tuple(owned)}"
 
 
+_saved_quantized = maker(MergedLinear.SavedQuantized)
 saved_merged = maker(MergedLinear.Saved)
 """`saved_merged(x, weights)`: what a `MergedLinear` saves."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-FORMAT = 6
+FORMAT = 7
 Kind = Literal["unfused", "eager", "forward", "backward", "joint", "inference"]
 
 
 class EnvData(TypedDict):
-    """The environment; `text` is how it prints."""
+    """The environment; `text` is how it prints, `recipe` is that of operations without one, or `"off"`."""
 
     device: str
     arch: str
@@ -19,6 +19,7 @@ class EnvData(TypedDict):
     deterministic: bool
     kernels: str | None
     rows: int | None
+    recipe: str | None
     text: str
 
 
@@ -75,6 +76,19 @@ class CastData(TypedDict):
     dtype: str
 
 
+class QuantizationData(TypedDict):
+    """An operand of an operation's GEMMs that is quantized: its format, and what shares a scale.
+
+    `inside` names the step whose kernel does it; `None` where it is a pass of its own.
+    """
+
+    at: int
+    role: str
+    format: str
+    scaling: str
+    inside: str | None
+
+
 class MemoryData(TypedDict):
     """Bytes kept for backward, and FLOPs of the forward pass."""
 
@@ -109,6 +123,7 @@ class PlanData(TypedDict):
     unmatched: list[str]
     eager: list[EagerData]
     casts: list[CastData]
+    quantizations: list[QuantizationData]
     gemms: str | None
     compiler: str | None
     memory: MemoryData | None

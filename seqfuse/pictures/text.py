@@ -7,7 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
-from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, RefusalData
+from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, QuantizationData, RefusalData
 from .markup import printable
 from .score import Mark, columns_of, fold
 
@@ -73,6 +73,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
         lines += _wrap(f"runs eagerly: {one['name']} at {one['at']}: {one['reason']}", "    ", width)
     for line in _casts(plan["casts"]):
         lines += _wrap(line, "    ", width)
+    for line in _quantizations(plan["quantizations"]):
+        lines += _wrap(line, "    ", width)
     if plan["compiler"] is not None:
         lines.append(f"kernels: C, compiled by {plan['compiler']}")
     if plan["gemms"] is not None:
@@ -130,6 +132,17 @@ def _casts(casts: Sequence[CastData]) -> list[str]:
     return [f"cast to {dtype}: {'; '.join(places)}" for dtype, places in named.items()]
 
 
+def _quantizations(quantizations: Sequence[QuantizationData]) -> list[str]:
+    """A line for each format and scaling: which operands, and where, and the fused steps that quantize on the way."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for one in quantizations:
+        inside = f" (in {one['inside']})" if one["inside"] else ""
+        operands = found.setdefault(f"{one['format']} {one['scaling']}", {})
+        operands.setdefault(one["role"], []).append(f"{one['at']}{inside}")
+    named = {how: (f"{role} at {_listed(at)}" for role, at in operands.items()) for how, operands in found.items()}
+    return [f"quantize {how}: {'; '.join(places)}" for how, places in named.items()]
+
+
 def _refusals(refused: Sequence[RefusalData]) -> Iterator[str]:
     """A line for each reason, one for many fusions that were superseded; what could not be otherwise is no news."""
     reasons: dict[str, dict[str, list[int]]] = {}
@@ -167,7 +180,11 @@ def _named(fusions: Mapping[str, Sequence[int]]) -> str:
 
 
 def _places(at: Sequence[int]) -> str:
-    return ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else "")
+    return _listed([*map(str, at)])
+
+
+def _listed(at: Sequence[str]) -> str:
+    return ", ".join(at[:6]) + (f" and {len(at) - 6} more" if len(at) > 6 else "")
 
 
 def counted(n: int, word: str) -> str:

@@ -291,7 +291,8 @@ class _Tried:
     ) -> tuple[Tensor, dict[str, Tensor], frozenset[int]]:
         """y, the channels it makes and the numbers of what it saves; `same` are y and channels of its operations."""
         alone = self._shares and not any(node.inputs or node.outputs for node in step.nodes)
-        about = (*map(self._about, step.nodes, step.covers), x.shape, x.dtype, x.stride(), step.needs, step.borders)
+        planned = step.needs, step.borders, step.recipes
+        about = (*map(self._about, step.nodes, step.covers), x.shape, x.dtype, x.stride(), *planned)
         key: Any = (type(step.operation), about) if alone else None
         if key in self._known:
             like, found = self._known[key]

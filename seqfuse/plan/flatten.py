@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from ..errors import PlanError, PluginError
 from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation, config_version
+from ..recipes import check_recipe
 
 # Of the attributes of a module, those that hold the engine.
 OWN = ("_fuser", "_engine")
@@ -103,13 +104,21 @@ class Fingerprint:
         """Whether nothing has changed, attributes included that nobody said they set."""
         return self.holds() and self._same(self._attributes_then)
 
-    def differs_in_training_only(self) -> bool:
-        """Whether what changed is training flags and nothing else, so that it may come back."""
+    def differs_in_switches_only(self) -> bool:
+        """Whether what changed is training flags and recipes and nothing else, so that it may come back."""
         if self._measured is not config_version.measured:
             return False
         pairs = zip(self._now(), self._attributes_then, strict=True)
-        rest = self._same([{**then, "training": now.__dict__.get("training")} for now, then in pairs])
+        rest = self._same([{**_without_switches(then), **_switches(now.__dict__)} for now, then in pairs])
         return rest and self._children == self._children_then and not any(self._empty) and all(self._full)
+
+
+def _switches(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: held[name] for name in ("training", "recipe") if name in held}
+
+
+def _without_switches(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in held.items() if name not in ("training", "recipe")}
 
 
 # The operation that does what a module of torch does, by name: the engine imports no operations.
@@ -150,6 +159,7 @@ class Node:
     seed: int | None = None  # index into the seeds of a call, where it reads one now
     rank: int = 0  # of this process where others have something else to draw a mask for
     sum_over: Group | None = None  # the processes whose gradients of its parameters are summed
+    recipe: Any = ...  # its own low-precision recipe, or that of the innermost container with one; `None` keeps it out
 
     @property
     def fusable(self) -> bool:
@@ -242,8 +252,9 @@ def _visit(
     if isinstance(module, FusableOperation):
         looked_at.append(module)
     eager = None if top else _why_eager(module, kind, hidden)
+    recipe = _recipe_of((*within, module), kind, path)
     if eager is not None:
-        nodes.append(Node(module, path, kind.__name__, eager=eager))
+        nodes.append(Node(module, path, kind.__name__, eager=eager, recipe=recipe))
         return
     assert isinstance(module, FusableOperation)
     if isinstance(module, UnfusedOperation) and len(module._modules):  # pyright: ignore[reportPrivateUsage]
@@ -259,7 +270,9 @@ def _visit(
             exact = bool(getattr(kind, "is_final", False)) or module.is_open
             derives = None if exact else next((b for b in kind.__mro__ if getattr(b, "is_final", False)), None)
             slots = _own_slots(module, members)
-            nodes.append(Node(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots))
+            nodes.append(
+                Node(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots, recipe=recipe)
+            )
         else:
             if at < len(children) and children[at][1] is member:  # as a container has them
                 named, at = children[at][0], at + 1
@@ -269,6 +282,16 @@ def _visit(
             _visit(into, member, f"{path}.{key}".lstrip("."), (*within, module), named is None)
     if not top and len(members) > 1:
         nested.append(range(start, len(nodes)))
+
+
+def _recipe_of(modules: tuple[nn.Module, ...], kind: type, path: str) -> Any:
+    """The recipe of the last of these modules, each of which holds the next: that of the innermost one that has one."""
+    for module in modules[::-1]:
+        if isinstance(module, FusableOperation) and "recipe" in vars(module):
+            recipe: Any = vars(module)["recipe"]
+            check_recipe(recipe, kind.__name__, path or None)
+            return recipe
+    return ...
 
 
 def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict[str, tuple[nn.Module, str]]:

@@ -15,10 +15,12 @@ from ..errors import InputError, meant
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..hardware import C_WORTHWHILE
 from ..operation import UnfusedOperation
+from ..recipes import Recipe
 from ..settings import Fusing
 from ..traffic import entering
 from .flatten import Node
 from .inputs import Border, along_of
+from .quantized import Unquantized
 from .schedule import Candidate
 from .step import Stretch
 
@@ -144,12 +146,13 @@ class Matcher:
         of time are candidates only where `lean` is set.
         """
         nodes, start, env, fusing = stretch.nodes, stretch.start, stretch.env, stretch.fusing
-        live_from = stretch.wants.live_from
+        live_from, recipes = stretch.wants.live_from, stretch.recipes
         if fusing.all_costs:
             known, lean = None, True
         _check_named(fusing)
         found: list[Candidate] = []
-        refused: list[Refusal] = []
+        unquantized = [(p, one) for p, one in recipes.items() if isinstance(one, Unquantized)]
+        refused = [Refusal(str(one.recipe), p, f"{one.reason}, so it is not quantized") for p, one in unquantized]
         widths = entering([cast(UnfusedOperation, node.operation) for node in stretch.inside])
         entered = stretch.shapes or [()] * len(widths)
         width_at = [width or (shape[-1] if shape else 0) for width, shape in zip(widths, entered, strict=False)]
@@ -175,6 +178,11 @@ class Matcher:
                 if inexact is not None:
                     base = inexact.derives.__name__ if inexact.derives else ""
                     reason = f"{inexact.name} derives from {base}, and only exact types match"
+                    refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
+                    continue
+                quantized = next((p for p in range(a, b) if recipes and isinstance(recipes.get(p), Recipe)), None)
+                if quantized is not None and not cls.quantized:
+                    reason = f"{recipes[quantized]} quantizes {nodes[quantized].name} here, which this fusion does not"
                     refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
                     continue
                 around = stretch.around(a, b)

@@ -16,11 +16,13 @@ from ..casts import dtype_of
 from ..compiler import compiler
 from ..env import Env, short
 from ..fusion import FusedOperation
-from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, RefusalData, StepData
+from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, QuantizationData, RefusalData, StepData
+from ..recipes import Role
 from .cost_lookup import Known
 from .facts import Memory, look
 from .flatten import Node
 from .match import Matcher, Refusal, is_own
+from .quantized import Quantization
 from .schedule import Candidate, Choice, MemoryChoice, cheapest, chosen_for, exceeded
 from .step import Step, Stretch
 
@@ -151,6 +153,22 @@ class Plan:
         return tuple(found)
 
     @cached_property
+    def quantizations(self) -> tuple[Quantization, ...]:
+        """Operands that are quantized: x and weight in the forward pass and dy in the backward pass, by position."""
+        found: list[Quantization] = []
+        for step in self.forward:
+            for position, recipe, needs in zip(step.covers, step.recipes, step.needs, strict=False):
+                if recipe is None:
+                    continue
+                roles: list[Role] = ["x", "weight"]
+                if any(name == "x" or name.startswith("weight") for name in needs):
+                    roles.append("dy")
+                for role in roles:
+                    dtype = short(recipe.dtype(role)).removeprefix("float8_").removesuffix("fn")
+                    found.append(Quantization(position, role, dtype, recipe.scaling(role)))
+        return tuple(found)
+
+    @cached_property
     def widens(self) -> bool:
         """Whether GEMMs are computed in float32 and rounded once, for want of instructions for their dtype."""
         return self.env.widens and not {"Linear", "MergedLinear"}.isdisjoint(self.names)
@@ -197,6 +215,7 @@ class Plan:
         """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""
         stated = [f.name for f in dataclasses.fields(self.env) if f.name not in ("along", "width")]
         env = {name: getattr(self.env, name) for name in stated}
+        env["recipe"] = "off" if self.env.recipe is False else self.env.recipe and str(self.env.recipe)
         env |= {name: short(value) for name, value in env.items() if isinstance(value, torch.dtype)}
         data = PlanData(
             format=FORMAT,
@@ -209,6 +228,7 @@ class Plan:
             unmatched=[*self.unmatched],
             eager=[dataclasses.asdict(e) for e in self.eager],  # pyright: ignore[reportArgumentType]
             casts=[CastData(at=c.at, name=c.name, dtype=short(c.dtype)) for c in self.casts],
+            quantizations=[QuantizationData(**one._asdict()) for one in self.quantizations],
             gemms="float32" if self.widens else None,
             compiler=self.compiler,
             memory=None if self.memory is None else dataclasses.asdict(self.memory),  # pyright: ignore[reportArgumentType]
@@ -258,7 +278,9 @@ def _operations(step: Step) -> Iterator[OperationData]:
     for at, node, needs in zip(step.covers, step.nodes, step.needs, strict=True):
         operation: Any = node.operation
         by_itself = node.eager is not None or (step.joint and any(step.needs))
-        saves = [] if by_itself else [*operation.Saved.kept(needs)]
+        saves: list[str] = []
+        if not by_itself:
+            saves += (operation.Saved if step.recipe is None else step.saved_class).kept(needs)
         yield OperationData(at=at, name=node.name, path=node.path, saves=saves, needs=sorted(needs))
 
 

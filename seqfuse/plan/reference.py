@@ -15,8 +15,10 @@ from torch.overrides import handle_torch_function, is_tensor_like  # pyright: ig
 
 from ..errors import InputError, meant, step_note
 from ..group import summed_gradient
-from ..operation import UnfusedOperation, configured
+from ..operation import FusableOperation, UnfusedOperation, configured
+from ..recipes import within
 from .flatten import Node, located
+from .quantized import reference_recipe
 
 
 def transformed() -> bool:
@@ -121,8 +123,15 @@ def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[
     """Call a module through its own `__call__`, with the channels it reads and makes; an error is told its place."""
     node, operation = nodes[position], nodes[position].operation
     named: Mapping[str, Any] = operation.channels if isinstance(operation, UnfusedOperation) else {}
+    given = {named.get(name) or name: channels[channel] for name, channel in node.inputs}
+    # A module of another kind may be run again in the backward pass, outside of this.
+    inherits = node.recipe is not ... and isinstance(operation, FusableOperation) and "recipe" not in vars(operation)
+    if inherits and node.recipe is not None and torch.compiler.is_compiling():
+        message = "it runs by itself, where a compiler does not see the recipe of its container"
+        raise InputError(message, code="SF108", hint="set its own recipe", **located(nodes, position))
     try:
-        out: Any = operation(x, **{named.get(name) or name: channels[channel] for name, channel in node.inputs})
+        with within(node.recipe) if inherits else contextlib.nullcontext():
+            out: Any = operation(x, **given)
         if not node.inputs and not node.outputs and not is_tensor_like(out):
             message = f"it must return a tensor, not {type(out).__name__}"
             raise InputError(message, code="SF105", **located(nodes, position))
@@ -154,14 +163,18 @@ def walk_reference(
             x = run_eagerly(nodes, position, x, channels)
             continue
         operation: Any = node.operation
-        if done in positions and nodes[done].fusable and not node.sum_over and not nodes[done].sum_over:
+        extras: dict[str, Any] = {name: channels[channel] for name, channel in node.inputs}
+        if operation.forward_signature.seed:
+            extras["seed"] = None if seeds is None or node.seed is None else seeds[node.seed]
+        if operation.forward_signature.recipe:
+            recipe = reference_recipe(nodes, position, x.dtype)
+            extras |= {} if recipe is None else {"recipe": recipe}
+        joins = done in positions and nodes[done].fusable and not node.sum_over and not nodes[done].sum_over
+        if joins and "recipe" not in extras:
             both = operation.reference_with(x, nodes[done].operation)
             if both is not None:
                 x, done = both, done + 1
                 continue
-        extras: dict[str, Any] = {name: channels[channel] for name, channel in node.inputs}
-        if operation.forward_signature.seed:
-            extras["seed"] = None if seeds is None or node.seed is None else seeds[node.seed]
         try:
             with _summing(node):
                 out = operation.reference(x, **extras)

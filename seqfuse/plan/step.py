@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from ..casts import held
 from ..env import Env
 from ..fusion import ForwardFusion, FusedOperation, InferenceFusion
+from ..recipes import Recipe
 from ..saved import Layout, Saved
 from ..settings import Fusing, fusing_now
 from ..signature import Signature
 from .flatten import Node
 from .inputs import Border, along_of, borders_of, recast, validate
+from .quantized import Unquantized, recipe_at
 
 # Index into the seeds of a call; for a fusion that takes all of them, one for each of its operations.
 Drawn = int | None | tuple[int | None, ...]
@@ -56,6 +58,7 @@ class Step:
         nodes: the operations at those positions, as the sequence was read.
         needs: the gradients that are needed at those positions.
         borders: the dtypes before each of those positions and behind the last, where dtypes differ along the sequence.
+        recipes: the recipe by which each of those operations is quantized, or `None`; empty where none is.
         start: the first position.
         stop: the position after the last.
         key: tells it from the other steps of its pass.
@@ -68,6 +71,7 @@ class Step:
     nodes: Sequence[Node] = dataclasses.field(default=(), compare=False, repr=False)
     needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
     borders: tuple[Border, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    recipes: tuple[Recipe | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
     start: int = dataclasses.field(init=False, compare=False, repr=False)
     stop: int = dataclasses.field(init=False, compare=False, repr=False)
     # Compilers do not trace a hash of the step itself.
@@ -81,6 +85,16 @@ class Step:
     def located(self) -> dict[str, Any]:
         """The place of an error in it: its name, its first position, and the path of the module there."""
         return {"operation": self.name, "position": self.start, "path": self.nodes[0].path if self.nodes else None}
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe by which an operation that is not fused is quantized."""
+        return self.recipes[0] if self.recipes and not self.fused else None
+
+    @property
+    def saved_class(self) -> type[Saved]:
+        """The `Saved` of an operation that is not fused, or of a joint fusion."""
+        return self.operation.Saved if self.recipe is None else self.operation.SavedQuantized
 
     @property
     def joint(self) -> bool:
@@ -168,11 +182,11 @@ class Step:
     def records(self) -> tuple[Record, ...]:
         """The records of the operations, in order; of a joint fusion its own."""
         if self.joint:
-            own: type[Saved] = self.operation.Saved
+            own = self.saved_class
             return (Record((), ~self.start, own, own.kept(self.needed)),)
         found: list[Record] = []
         for place, _, position, node, needs in self.members:
-            cls: type[Saved] = node.operation.Saved  # pyright: ignore[reportAssignmentType]
+            cls: type[Saved] = node.operation.Saved if self.recipe is None else self.saved_class  # pyright: ignore[reportAssignmentType]
             slot, _, number = place.partition(".")
             path = () if not slot else (slot, int(number)) if number else (slot,)
             operation: Any = node.operation
@@ -244,6 +258,8 @@ class Step:
             fixed["needs"] = self.needed
         if signature.env:
             fixed["env"] = env.between(along_of(self.borders, self.operation.forward_signature.dtype))
+        if self.recipe is not None:
+            fixed["recipe"] = self.recipe
         if signature.dtype:
             fixed["dtype"] = None if not self.borders else self.borders[0 if backward else -1].taken
         return fixed
@@ -270,10 +286,10 @@ class Step:
     def unfused(self, backward: bool = False) -> tuple[Step, ...]:
         """The steps of its operations by themselves, in the order in which they run."""
         each = zip(self.nodes, self.covers, self.needs, strict=True)
-        around = [self.borders[i : i + 2] for i in range(len(self.nodes))]
+        around = [(self.borders[i : i + 2], self.recipes[i : i + 1]) for i in range(len(self.nodes))]
         parts = [
-            Step(n.operation, range(p, p + 1), n.name, False, (n,), (needs,), borders)
-            for (n, p, needs), borders in zip(each, around, strict=True)
+            Step(n.operation, range(p, p + 1), n.name, False, (n,), (needs,), *beside)
+            for (n, p, needs), beside in zip(each, around, strict=True)
         ]
         return tuple(s for s in reversed(parts) if s.needs[0]) if backward else tuple(parts)
 
@@ -393,6 +409,13 @@ class Stretch:
         """The first position."""
         return self.positions.start
 
+    @cached_property
+    def recipes(self) -> Mapping[int, Recipe | Unquantized]:
+        """The recipes of its operations by position, and why some of these are not quantized."""
+        known = [border.taken for border in self.borders] or [self.env.dtype] * len(self.positions)
+        each = [(p, recipe_at(self.nodes, p, dtype, self.env)) for p, dtype in zip(self.positions, known, strict=False)]
+        return {position: found for position, found in each if found is not None}
+
     @property
     def is_entered(self) -> bool:
         """Whether something is known of what enters it."""
@@ -412,5 +435,6 @@ class Stretch:
         """The step at positions `a..b` of a schedule: a fusion, or the operation there."""
         node, needs = self.nodes[a], tuple(self.wants.needs[p] for p in range(a, b))
         operation, name = (node.operation, node.name) if fusion is None else (fusion, type(fusion).__name__)
-        nodes = tuple(self.nodes[a:b])
-        return Step(operation, range(a, b), name, fusion is not None, nodes, needs, self.around(a, b))
+        nodes, found = tuple(self.nodes[a:b]), [self.recipes.get(p) for p in range(a, b)]
+        recipes = tuple([one if isinstance(one, Recipe) else None for one in found]) if any(found) else ()
+        return Step(operation, range(a, b), name, fusion is not None, nodes, needs, self.around(a, b), recipes)

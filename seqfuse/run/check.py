@@ -84,8 +84,8 @@ def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
     """What a forward returned, if it has the form that its class declares: y, extra outputs, and what is saved."""
     operation: Any = step.operation
     names: tuple[str, ...] = operation.outputs
-    own: type[Saved] | None = None if step.inference or (step.fused and not step.joint) else operation.Saved
-    last = f"{type(operation).__name__}.Saved" if own else "{slot: Saved}"
+    own: type[Saved] | None = None if step.inference or (step.fused and not step.joint) else step.saved_class
+    last = f"{type(operation).__name__}.{own.__name__}" if own else "{slot: Saved}"
     form = ["y", *[f"{{{', '.join(names)}}}"] * bool(names), *[last] * (not step.inference)]
     wanted = f"({', '.join(form)})" if len(form) > 1 else "y"
     right = len(form) == 1 or _is_tuple(out, len(form))

@@ -28,6 +28,7 @@ from ..plan.plan import Plan, plan_region
 from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
 from ..plan.schedule import Budget, Choice, choice_of
 from ..plan.step import Stretch
+from ..recipes import current as quantizing
 from ..settings import fusing_now, settings
 from .ahead import choice_in, plan_ahead
 from .guard import bind as bind_call
@@ -184,7 +185,8 @@ class Fuser:
         if not plain:
             return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
         autocast = autocast_of(x.device.type) if any_autocast() else None
-        state = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast, fusing_now()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        state = torch.is_grad_enabled(), deterministic, autocast, fusing_now(), quantizing.get()
         about = x.dtype, x.device, x.requires_grad, *state, signature, _signature(given), (*map(device, given),)
         about = *about, saved_hooks(False) is None
         with _planning:
@@ -208,7 +210,7 @@ class Fuser:
     def _planned(
         self, op_list: OpList, region: Region, about: Any, x: Tensor, channels: dict[str, Tensor], own: list[Tensor]
     ) -> tuple[CompiledRegion, Call | None]:
-        state, given = about[3:7], [channels[c] for c in region.channels]
+        state, given = about[3:8], [channels[c] for c in region.channels]
         validate(op_list.nodes, region.positions, x.shape)
         exact = isinstance(self.memory, Budget) and self.memory.bytes is not None  # bytes of so many rows
         bucket = Env.like(x).rows, x.shape if exact else x.shape[-1:], *about
@@ -308,7 +310,7 @@ class Fuser:
             for op_list in self._op_lists:
                 if op_list.fingerprint.holds():
                     return op_list
-            kept = [known for known in self._op_lists if known.fingerprint.differs_in_training_only()]
+            kept = [known for known in self._op_lists if known.fingerprint.differs_in_switches_only()]
             with collecting_later():
                 op_list = OpList(self.root)
             self._matcher.failures.clear()  # they are known by their positions

@@ -17,6 +17,7 @@ from ..casts import cast_once
 from ..env import any_autocast, autocast_of
 from ..generated import Source, identifier
 from ..group import summed_gradient
+from ..recipes import current as quantizing
 from ..settings import current_fusing, default_fusing
 from .lower import Segment
 from .node import apply_node, run_plain, saved_hooks, taken
@@ -52,6 +53,7 @@ _FIXED: Mapping[str, Any] = {
     "saved_hooks": saved_hooks,
     "fusing": current_fusing.get,
     "default_fusing": default_fusing,
+    "quantizing": quantizing.get,
 }
 
 
@@ -65,10 +67,10 @@ def bind(
 ) -> Call:
     """`call(x, channels, seeds)`, which gives `None` where the state is another one.
 
-    The state is grad mode, determinism, dtype of autocast and `sf.fusing`; of x the shape, dtype, device and
-    `requires_grad`; of the parameters and of the channels that are `given` dtype, class and `requires_grad`, of these
-    the device as well. Without a state, for tensors without data, nothing is asked and processes exchange nothing. An
-    error of a call of torch gets the place of its operation as a note.
+    The state is grad mode, determinism, dtype of autocast, `sf.fusing` and `sf.low_precision`; of x the shape, dtype,
+    device and `requires_grad`; of the parameters and of the channels that are `given` dtype, class and `requires_grad`,
+    of these the device as well. Without a state, for tensors without data, nothing is asked and processes exchange
+    nothing. An error of a call of torch gets the place of its operation as a note.
     """
     slots, channels, autocast = region.slots, region.channels, program.plan.env.autocast
     s = Source("call", "x, channels, seeds")
@@ -126,7 +128,7 @@ def bind(
 def _tests(
     s: Source, state: Sequence[Any], x: Tensor, parameters: Sequence[_Named], given: Sequence[_Named]
 ) -> list[str]:
-    grad, deterministic, autocast, fusing = state
+    grad, deterministic, autocast, fusing, recipes = state
     tests = [
         f"kind(x) is not {s.put(x.__class__)}",
         f"x.shape != {s.put(x.shape)}",
@@ -136,6 +138,7 @@ def _tests(
         f"grad() is not {grad}",
         *(["inference()"] if grad else []),
         f"(fusing() or default_fusing()) is not {s.put(fusing)}",
+        f"quantizing() is not {s.put(recipes)}",
         f"deterministic() is not {deterministic}",
         f"(autocast_of({s.put(x.device.type)}) if any_autocast() else None) is not {s.put(autocast)}",
         "tracing() is not None",

@@ -187,7 +187,11 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
     nodes = [node for step in plan.forward for node in step.nodes]
     operations: list[Any] = [node.operation for node in nodes]
     size = (env.rows or 0) * max(max(operation.features or (1,)) for operation in operations)
-    if env.autocast is not None or env.dtype not in (torch.float32, torch.float64) or any(s.borders for s in steps):
+    if (
+        env.autocast is not None
+        or env.dtype not in (torch.float32, torch.float64)
+        or any(s.borders or s.recipes for s in steps)
+    ):
         return None
     if any(step.fused and size >= step.operation.native_below for step in steps):
         return None

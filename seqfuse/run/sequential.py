@@ -18,6 +18,7 @@ from ..fusion import FusedOperation
 from ..operation import NOT_GIVEN, FusableOperation, named_input, takes_input
 from ..plan.plan import Plan
 from ..plan.schedule import Choice, choice_of
+from ..recipes import Recipe, check_recipe
 from ..signature import checks_arguments
 from .fuser import Fuser, default_fusions
 
@@ -98,10 +99,12 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         memory: what to save for the backward pass, at the price of time: `"save"`, what makes it fastest;
             `"balanced"`, less where that takes little time; `"lean"`, the least; or the most bytes, a number or an
             `sf.Budget`. `model.memory = "lean"` sets it later.
+        recipe: how the operands of its GEMMs are quantized, such as `sf.recipes.Float8BlockScaling()`; also in the
+            containers in it that have none of their own. `model.recipe = None` keeps all of them out.
 
     Raises:
-        InputError: for another `memory`; for an input or channel that does not fit, naming the operation and its
-            position.
+        InputError: for another `memory` or `recipe`; for an input or channel that does not fit, naming the operation
+            and its position.
         PlanError: for channels of the sequence that do not fit together.
     """
 
@@ -122,6 +125,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         *operations: nn.Module | OrderedDict[str, nn.Module],
         fusions: Fusions | None = None,
         memory: Choice | int = "save",
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         if len(operations) == 1 and isinstance(operations[0], OrderedDict):
@@ -134,9 +138,12 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
                 self.add_module(str(index), module)  # pyright: ignore[reportArgumentType]
         if memory != "save":
             self.memory = memory
+        if recipe is not None:
+            self.recipe = recipe
         self.fusions = default_fusions() if fusions is None else fusions
 
     memory: Choice | int = "save"
+    recipe: Recipe | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fusions":
@@ -146,6 +153,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
             value = choice_of(value)
             if "fusions" in vars(self):
                 self._fuser = Fuser(self, self.fusions, owned=True, memory=value)
+        elif name == "recipe":
+            check_recipe(value, type(self).__name__)
         elif (hint := self._misspelt(name, value)) is not None:
             message = f"{type(self).__name__} has no attribute {name!r}, and nothing reads it{hinted(hint)}"
             warnings.warn(message, UserWarning, stacklevel=2)
@@ -153,7 +162,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     def _misspelt(self, name: str, value: Any) -> str | None:
         given = name.startswith("_") or isinstance(value, Tensor | nn.Module) or hasattr(self, name)
-        return None if given or torch.compiler.is_compiling() else meant(name, ("memory", "fusions"), 0.8)
+        return None if given or torch.compiler.is_compiling() else meant(name, ("memory", "fusions", "recipe"), 0.8)
 
     def expand(self) -> tuple[nn.Module, ...]:
         return tuple(self._modules.values())  # pyright: ignore[reportReturnType] # at once: another thread may append
@@ -203,7 +212,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     def _like(self, modules: Iterable[nn.Module]) -> Sequential:
         named = OrderedDict((str(i), m) for i, m in enumerate(modules))
-        return Sequential(named, fusions=self.fusions, memory=self.memory)
+        return Sequential(named, fusions=self.fusions, memory=self.memory, recipe=self.recipe)
 
     def __getitem__(self, idx: slice | int) -> Any:
         if not isinstance(idx, slice):
@@ -211,6 +220,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         # The class itself, as in torch, where it is made from modules; what makes its modules from numbers cannot be.
         new = (type(self) if self.is_made_of_modules else Sequential)(OrderedDict(list(self._modules.items())[idx]))
         new.memory, new.fusions = self.memory, self.fusions
+        if "recipe" in vars(self):
+            new.recipe = self.recipe
         return new
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:

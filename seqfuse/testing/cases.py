@@ -19,6 +19,7 @@ from ..ops import _attention
 from ..plan import Plan, flatten
 from ..plan.flatten import Node, public_channels
 from ..plan.reference import by_reference
+from ..recipes import within
 from ..run import Fuser, Sequential
 from ..run.lower import OnStep
 from ..settings import at_all_costs
@@ -260,7 +261,9 @@ class Specimen:
         for p in parameters.values() if seed != self.seed else ():
             p.data.copy_(varied(p.data.to(case.dtype), seed))
         watch = Untouched({**inputs, **parameters})
-        with seeded(self.seed + seed, self.x.device), torch.set_grad_enabled(case.grad), watch:
+        # What results are compared with is quantized as they are, from numbers that float32 holds.
+        quantized = within(wide=reference and wide)
+        with seeded(self.seed + seed, self.x.device), torch.set_grad_enabled(case.grad), watch, quantized:
             out: Any = (bench.references if reference else bench)(**inputs)
             values: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else out
             outputs = dict(zip(("y", *self.outputs), values, strict=True))

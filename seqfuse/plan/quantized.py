@@ -1,0 +1,93 @@
+"""Which operations of a sequence are quantized, by which recipe, and why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..env import Env, constant_under_compile, short
+from ..errors import InputError
+from ..recipes import Recipe, current
+from .flatten import Node, located
+
+_QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
+MULTIPLE = 16
+"""Sizes of quantized GEMMs are multiples of it, on every device, so that a model has the same numbers on each."""
+
+
+class Unquantized(NamedTuple):
+    """An operation that stays in the dtype of its input although it has a recipe: its position, and the reason."""
+
+    at: int
+    recipe: Recipe
+    reason: str
+
+
+class Quantization(NamedTuple):
+    """An operand that is quantized: of the operation at a position its `"x"`, `"weight"` or `"dy"`, and how.
+
+    `inside` names the step whose kernel does it beside its own work; `None` where it is a pass of its own.
+    """
+
+    at: int
+    role: str
+    format: str
+    scaling: str
+    inside: str | None = None
+
+
+def recipe_at(
+    nodes: Sequence[Node], position: int, dtype: torch.dtype | None, env: Env | None, wide: bool = False
+) -> Recipe | Unquantized | None:
+    """The recipe by which an operation is quantized for an x of a dtype; `None` where it has none.
+
+    Without an `env` it is for a call of its reference. With `wide` float64 is quantized, too.
+
+    Raises:
+        InputError: (SF108) where a strict recipe does not fit, or the device has no kernels for it.
+    """
+    node = nodes[position]
+    operation: Any = node.operation
+    if node.eager is not None or not (operation.forward_signature.recipe and operation.backward_signature.recipe):
+        return None
+    default = _now()[0] if env is None else env.recipe
+    recipe: Any = None if default is False else default if node.recipe is ... else node.recipe
+    if recipe is None:
+        return None
+    reason = f"{node.name} derives from {node.derives.__name__}" if node.derives else _why_not(operation, dtype, wide)
+    if reason is not None:
+        if recipe.strict:
+            raise InputError(f"{recipe} is strict, and {reason}", code="SF108", **located(nodes, position))
+        return Unquantized(position, recipe, reason)
+    if env is not None and env.device not in ("cpu", "meta") and not recipe.emulate:
+        hint = f"sf.recipes.{recipe}(emulate=True) computes the same numbers, by GEMMs in float32"
+        message = f"{recipe} has no kernels yet for {env.arch}"
+        raise InputError(message, code="SF108", hint=hint, **located(nodes, position))
+    return recipe
+
+
+def _why_not(operation: Any, dtype: torch.dtype | None, wide: bool) -> str | None:
+    if dtype is not None and dtype not in _QUANTIZED and not (wide and dtype is torch.float64):
+        return f"{short(dtype)} is not quantized"
+    for sizes in operation.gemms:
+        for name, size in zip(("in_features", "out_features"), sizes, strict=True):
+            if size % MULTIPLE or not size:
+                return f"{name} {size} is not a multiple of {MULTIPLE}"
+    if len(operation.shards):  # whose truth Dynamo does not trace
+        return "its weight is sharded over processes"
+    return None
+
+
+def reference_recipe(nodes: Sequence[Node], position: int, dtype: torch.dtype) -> Recipe | None:
+    """The recipe that the reference of an operation is given, for an x of a dtype."""
+    found = recipe_at(nodes, position, dtype, None, _now()[1])
+    return found if isinstance(found, Recipe) else None
+
+
+@constant_under_compile
+def _now() -> tuple[Any, bool]:
+    """The recipe of operations that have none, and whether float64 is quantized; no compiler traces a `ContextVar`."""
+    now = current.get()
+    return now.default, now.wide

@@ -1,0 +1,319 @@
+"""Recipes of low precision: which operands of GEMMs are quantized to 8 bits and how, and `quantize`, which does it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Generator
+from contextvars import ContextVar
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import InputError
+
+__all__ = [
+    "MXFP8",
+    "Direction",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowScaling",
+    "Recipe",
+    "Role",
+    "dequantize",
+    "quantize",
+]
+
+Role = Literal["x", "weight", "dy"]
+"""An operand of the GEMMs of a `Linear`: its input, its weight, or the gradient of its output."""
+Direction = Literal["rows", "columns"]
+"""What a GEMM sums over: along each row of a matrix, or down its columns."""
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+# The largest number of a format is 1.75 times this power of two.
+_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+_Block = tuple[int | None, int | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the operands of GEMMs are quantized; base of all recipes. Frozen, hashable and comparable.
+
+    A GEMM sums along the rows of one operand and down the columns of the other. Forward: x rows, weight rows. dx: dy
+    rows, weight columns. dweight: dy columns, x columns.
+
+    Args:
+        format: `"e4m3"` for every operand, or `"hybrid"`: e5m2 for dy, which has a wider range, and e4m3 for the rest.
+        strict: whether an operation of the recipe that cannot be quantized is an error; else it runs in the dtype of
+            its input, and the plan says why.
+        emulate: whether a device without kernels for the recipe computes the same numbers by GEMMs in float32. A CPU
+            always does. Without it such a device is an error.
+
+    Raises:
+        InputError: (SF106) for another format.
+    """
+
+    format: Literal["hybrid", "e4m3"] = "e4m3"
+    strict: bool = False
+    emulate: bool = False
+
+    power_of_two: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.format not in ("hybrid", "e4m3"):
+            name = type(self).__name__
+            raise InputError(f'{name} takes format "hybrid" or "e4m3", got {self.format!r}', code="SF106")
+
+    def dtype(self, role: Role) -> torch.dtype:
+        """The format of an operand."""
+        return torch.float8_e5m2 if role == "dy" and self.format == "hybrid" else torch.float8_e4m3fn
+
+    def block(self, role: Role, direction: Direction) -> _Block:
+        """Rows and columns of a matrix that share a scale; `None` for all of them."""
+        raise NotImplementedError
+
+    def scaling(self, role: Role) -> str:
+        """What shares a scale, in the words of a plan."""
+        rows, columns = self.block(role, "rows")
+        return "per tensor" if rows is None else "per row" if columns is None else f"{rows}x{columns}"
+
+    @property
+    def data(self) -> tuple[str, str, bool]:
+        """By which `recipe_of` makes a recipe of the same numbers."""
+        return type(self).__name__, self.format, self.power_of_two
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """One scale for a tensor, of the numbers that it has now: scale = largest / max |x|.
+
+    Args:
+        format: as in `Recipe`; e5m2 for dy by default.
+        power_of_two: whether scales are rounded down to powers of two.
+    """
+
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    power_of_two: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def block(self, role: Role, direction: Direction) -> _Block:
+        return None, None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8RowScaling(Recipe):
+    """One scale for each row of x, weight and dy, or for each column, whichever the GEMM sums along.
+
+    Args:
+        power_of_two: whether scales are rounded down to powers of two.
+    """
+
+    power_of_two: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def block(self, role: Role, direction: Direction) -> _Block:
+        return (1, None) if direction == "rows" else (None, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """One scale for 128 numbers of x and dy along the sum, and for 128 x 128 of the weight.
+
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.
+
+    Args:
+        power_of_two: whether scales are rounded down to powers of two.
+    """
+
+    power_of_two: bool = True  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def block(self, role: Role, direction: Direction) -> _Block:
+        if role == "weight":
+            return 128, 128
+        return (1, 128) if direction == "rows" else (128, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MXFP8(Recipe):
+    """One scale for 32 numbers along the sum, a power of two in 8 bits (E8M0): the smallest that overflows nothing.
+
+    Source: OCP Microscaling Formats (MX) v1.0; the exponent is rounded up, as NVIDIA's kernels for training do.
+    """
+
+    power_of_two: ClassVar[bool] = True
+
+    def block(self, role: Role, direction: Direction) -> _Block:
+        return (1, 32) if direction == "rows" else (32, 1)
+
+
+def recipe_of(kind: str, format: Any, power_of_two: bool) -> Recipe:
+    """The recipe that has this `data`."""
+    known = {cls.__name__: cls for cls in (Float8CurrentScaling, Float8RowScaling, Float8BlockScaling)}
+    return known[kind](format=format, power_of_two=power_of_two) if kind in known else MXFP8(format=format)
+
+
+def quantize(x: Tensor, recipe: Recipe, role: Role, direction: Direction) -> tuple[Tensor, Tensor]:
+    """The 8-bit numbers of a GEMM operand, and the inverse of their scales: x ~ data * inverse_scale.
+
+    data = x * scale, multiplied in float32, then rounded to nearest even and saturated. For max |x| over the numbers
+    that share a scale, and `largest` = 448 (e4m3) or 57344 (e5m2):
+    scale = largest / max |x| in one division; 1 where max |x| is 0 or not finite; the largest float32 where it
+    overflows. With `power_of_two` it is rounded down to a power of two. inverse_scale = 1 / scale.
+    `MXFP8`: inverse_scale = 2^e with the smallest e >= -127 for which max |x| <= largest * 2^e; 1 where max |x| is not
+    finite. NaN and Inf in x are NaN in data, so that a loss scaler sees them.
+
+    Args:
+        x: [*, N], of floating dtype; its M rows are those of all leading dimensions together. Of float64 the nearest
+            float32 is taken.
+        recipe: a recipe, such as `Float8BlockScaling()`.
+        role: `"x"`, `"weight"` or `"dy"`, by which the format and the blocks are chosen.
+        direction: `"rows"` where the GEMM sums along N, `"columns"` where it sums along M.
+
+    Returns:
+        data: [*, N], `torch.float8_e4m3fn` or `torch.float8_e5m2`; in the layout of x, not transposed, for both
+            directions.
+        inverse_scale: float32, of `MXFP8` `torch.float8_e8m0fnu`. By what shares a scale: a tensor []; a row [M, 1]; a
+            column [1, N]; 1 x B numbers [M, ceil(N / B)]; B x 1 [ceil(M / B), N]; 128 x 128
+            [ceil(M / 128), ceil(N / 128)]. The last block of a row or column may be shorter.
+
+    Raises:
+        InputError: (SF102) for an x that is not floating or has no dimension, (SF106) for another role, direction or
+            recipe.
+    """
+    if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"quantize takes a recipe, such as sf.recipes.MXFP8(), not {recipe!r}", code="SF106")
+    for name, given, known in (("role", role, get_args(Role)), ("direction", direction, get_args(Direction))):
+        if given not in known:
+            raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}", code="SF106")
+    if not x.is_floating_point() or x.dim() == 0 or x.dtype.itemsize < 2:
+        message = f"quantize takes a floating tensor of 16 bits or more, [*, N], not {x.dtype} {list(x.shape)}"
+        raise InputError(message, code="SF102")
+    dtype, size = recipe.dtype(role), recipe.block(role, direction)
+    wide = x.detach().to(torch.float32)
+    rows = wide.reshape(-1, wide.shape[-1]) if wide.shape[-1] else wide.new_empty(wide.shape[:-1].numel(), 0)
+    blocks = _blocks(rows, size)
+    largest = torch.finfo(dtype).max
+    most = blocks.abs().amax((1, 3)) if blocks.numel() else wide.new_zeros(blocks.shape[0], blocks.shape[2])
+    if isinstance(recipe, MXFP8):
+        inverse, scale = _scales_mx(most, _EXPONENT[dtype])
+    else:
+        scale = _scales(most, largest, recipe.power_of_two)
+        inverse = torch.ones_like(scale) / scale
+        inverse = inverse.reshape(()) if size == (None, None) else inverse
+    # Torch casts of different versions make 448, Inf or NaN of what is beyond the range.
+    codes = (blocks * scale[:, None, :, None]).clamp(-largest, largest)
+    codes = torch.where(blocks.isfinite(), codes, torch.nan)
+    m, n = rows.shape
+    data = codes.reshape(codes.shape[0] * codes.shape[1], -1)[:m, :n] if codes.numel() else rows
+    return data.to(dtype).reshape(x.shape), inverse
+
+
+def dequantize(data: Tensor, inverse_scale: Tensor, recipe: Recipe, role: Role, direction: Direction) -> Tensor:
+    """The numbers that a GEMM multiplies, data * inverse_scale in float32; arguments and results of `quantize`."""
+    rows = data.to(torch.float32)
+    rows = rows.reshape(-1, rows.shape[-1]) if rows.shape[-1] else rows.new_empty(rows.shape[:-1].numel(), 0)
+    if not rows.numel():
+        return rows.reshape(data.shape)
+    blocks = _blocks(rows, recipe.block(role, direction))
+    inverse = inverse_scale.to(torch.float32).reshape(blocks.shape[0], 1, blocks.shape[2], 1)
+    m, n = rows.shape
+    return (blocks * inverse).reshape(blocks.shape[0] * blocks.shape[1], -1)[:m, :n].reshape(data.shape)
+
+
+def _blocks(rows: Tensor, size: _Block) -> Tensor:
+    """A matrix as [blocks, rows of a block, blocks, columns of a block]; zeros fill the last ones."""
+    (m, n), (high, wide) = rows.shape, size
+    high, wide = max(m, 1) if high is None else high, max(n, 1) if wide is None else wide
+    up, across = (max(1, -(-m // high)) if size[0] is None else -(-m // high)), -(-n // wide)
+    across = max(1, across) if size[1] is None else across
+    if not m or not n:
+        return rows.new_empty(up, 0, across, 0)
+    padded = F.pad(rows, (0, across * wide - n, 0, up * high - m)) if m % high or n % wide else rows
+    return padded.view(up, high, across, wide)
+
+
+def _scales(most: Tensor, largest: float, power_of_two: bool) -> Tensor:
+    # A number divided by a tensor is the reciprocal times that number in torch: rounded twice.
+    scale = torch.full_like(most, largest) / most
+    scale = scale.clamp(max=_FLOAT32_MAX)  # of the smallest numbers it overflows
+    scale = torch.where((most > 0) & most.isfinite(), scale, 1.0)
+    return (scale.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else scale
+
+
+def _scales_mx(most: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
+    """2^e in E8M0, and 2^-e in float32, which is exact."""
+    bits = most.view(torch.int32)
+    above = (bits & 0x7FFFFF) > 0x600000  # beyond 1.75 times its own power of two
+    stored = ((bits >> 23) - exponent + above.to(torch.int32)).clamp(0, 254)
+    stored = torch.where(most.isfinite(), stored, 127)
+    scale = ((254 - stored) << 23).view(torch.float32)
+    return stored.to(torch.uint8).view(torch.float8_e8m0fnu), scale
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quantizing:
+    """What `low_precision` regions say; equal ones are the same object."""
+
+    recipe: Recipe | None = None  # of operations that state none
+    enabled: bool = True
+    wide: bool = False  # whether float64 is quantized, too, as for results that others are compared with
+
+    @property
+    def default(self) -> Recipe | Literal[False] | None:
+        """The recipe of operations that state none, `None`, or `False` where recipes are switched off."""
+        return self.recipe if self.enabled else False
+
+
+_quantizing_of = functools.lru_cache(maxsize=256)(Quantizing)
+_DEFAULT = _quantizing_of(None, True, False)
+current: ContextVar[Quantizing] = ContextVar("seqfuse_quantizing", default=_DEFAULT)
+
+
+@contextlib.contextmanager
+def low_precision(recipe: Recipe | None = None, *, enabled: bool = True) -> Generator[None]:
+    """Within the block, switch the recipes of models on or off, or give a recipe to operations that have none.
+
+    A recipe that a model needs in training belongs to the model, `Sequential(..., recipe=recipe)`: a forward pass that
+    is computed again in the backward pass, as `torch.utils.checkpoint` does, runs outside of this block.
+
+    Args:
+        recipe: for operations without a recipe of their own or of a container; that of the surrounding block if left
+            out.
+        enabled: `False` runs every operation as without recipes, bit for bit; `True` switches them on again.
+
+    Raises:
+        InputError: (SF106) for what is no recipe, or neither True nor False.
+    """
+    check_recipe(recipe, "low_precision")
+    if enabled not in (True, False):
+        raise InputError(f"enabled must be True or False, got {enabled!r}", code="SF106", operation="low_precision")
+    outer = current.get()
+    token = current.set(_quantizing_of(outer.recipe if recipe is None else recipe, bool(enabled), outer.wide))
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+@contextlib.contextmanager
+def within(recipe: Recipe | Any | None = ..., *, wide: bool = False) -> Generator[None]:
+    """Within the block operations without a recipe have this one, if it is given; `wide` quantizes float64, too."""
+    outer = current.get()
+    default = outer.recipe if recipe is ... else recipe
+    token = current.set(_quantizing_of(default, outer.enabled, wide or outer.wide))
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+def check_recipe(recipe: Any, operation: str, path: str | None = None) -> None:
+    """Raise InputError (SF106) for what is neither a recipe nor `None`."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        hint = f"sf.recipes.{recipe.__name__}()" if isinstance(recipe, type) else "such as sf.recipes.MXFP8()"
+        message = f"recipe must be one of sf.recipes or None, not {recipe!r}"
+        raise InputError(message, code="SF106", operation=operation, path=path, hint=hint)
