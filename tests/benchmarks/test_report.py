@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gpu_report
 import plots
 import pytest
 import report
+import tables
 import targets
 
 ABOUT = {
@@ -49,7 +51,7 @@ def found() -> dict[str, Any]:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     return tmp_path
 
 
@@ -107,7 +109,7 @@ def test_what_a_page_shows_of_a_gpu_follows_from_what_ran(results: Path) -> None
     assert "old" not in shown
     assert "](figures/peers.svg)" in shown
     assert "](figures/roofline.svg)" in shown
-    counted = [v.status for v in report.verdicts() if v.values]
+    counted = [v.status for v in gpu_report.verdicts() if v.values]
     assert f"{counted.count('met')} of {len(counted)} targets that were measured are met." in shown
     assert 0 < counted.count("met") < len(counted)
 
