@@ -72,23 +72,51 @@ class CKernel(NamedTuple):
         return found
 
 
+def written(
+    pointers: Sequence[str], integers: Sequence[str], floats: Sequence[str], body: str, *headers: str, before: str = ""
+) -> CKernel:
+    """A kernel of these arguments.
+
+    Args:
+        pointers: declarations.
+        integers: names.
+        floats: names.
+        body: what it does.
+        headers: files beside this one, behind `head.h`.
+        before: functions that it calls.
+    """
+    arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
+    text = [*map(header, ("head.h", *headers)), before, f"void k({arguments}) {{\n{body}}}\n"]
+    return CKernel("\n".join(text), len(pointers), len(integers), len(floats))
+
+
+def by_parts(rows: str, part: str, row: str, thread: str = "") -> str:
+    """Loops over the rows of `parts`, which threads take: C of each part and row; `memory` of a thread is freed."""
+    return (
+        f"#pragma omp parallel num_threads(threads) if (threads > 1)\n{{\n{thread}"
+        f"#pragma omp for schedule(static)\nfor (I part = 0; part < parts; part++) {{\n{part}"
+        f"for (I row = {rows} * part / parts; row < {rows} * (part + 1) / parts; row++) {{\n{row}}}\n}}\n"
+        f"{'free(memory);' if 'memory' in thread else ''}\n}}\n"
+    )
+
+
 class Decided(NamedTuple):
     """How a host function runs for tensors like some.
 
     Args:
         kernel: takes the tensors that are given, those that are made, the numbers and how many threads there are.
-        made: shape and dtype of each tensor that it makes, scratch memory included.
+        made: shape and dtype of each result; without a dtype it is `None`.
         numbers: integers, then floats.
         work: elements that are read.
-        result: gives the results, of what was made.
+        scratch: how many floats of memory the kernel takes behind its results, if it takes any.
         fit: gives what the kernel takes for the tensors given, where that is not these: see `copies`.
     """
 
     kernel: CKernel
-    made: Sequence[tuple[Sequence[int], torch.dtype]]
+    made: Sequence[tuple[Sequence[int], torch.dtype | None]]
     numbers: tuple[float, ...]
     work: int
-    result: Callable[[list[Tensor]], Any]
+    scratch: int | None = None
     fit: Callable[..., Any] | None = None
 
     def entry(
@@ -112,21 +140,28 @@ class Decided(NamedTuple):
 
     def bound(self, kind: Callable[[Any], Any] = tuple) -> Callable[..., Any]:
         """The same as a function of the tensors, which gives results of a `kind`."""
-        kernel, made, numbers, work, finish, fit = self
+        kernel, made, numbers, work, scratch, fit = self
         function = kernel.function()
         parallel, threads = work >= PARALLEL, torch.get_num_threads
-        outlines = [(shape, _strides(shape), of) for shape, of in made]
+        absent = [i for i, (_, of) in enumerate(made) if of is None]
+        outlines = [(shape, _strides(shape), of) for shape, of in made if of is not None]
+        if scratch is not None:
+            outlines.append(((scratch,), (1,), torch.float32))
 
         def run(*given: Tensor) -> Any:
             if fit is not None:
                 given = fit(*given)  # which keeps copies until the kernel has run
             empty = _watched_empty if _function_modes() else _empty
-            outputs = [empty(*outline) for outline in outlines]
+            outputs: list[Tensor | None] = [empty(*outline) for outline in outlines]
             function(
                 *[t.data_ptr() for t in given], *[t.data_ptr() for t in outputs], *numbers,
                 threads() if parallel else 1,
             )  # fmt: skip
-            return kind(finish(outputs))
+            if scratch is not None:
+                outputs.pop()
+            for i in absent:
+                outputs.insert(i, None)
+            return kind(outputs)
 
         return run
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import activations, chains
-from .call import CKernel, Decided, copies, header, load, parts_of, rows_of, store
+from .call import CKernel, Decided, by_parts, copies, load, parts_of, rows_of, store, written
 from .trace import Lines, Number, apply, gradient
 
 
@@ -34,6 +34,10 @@ class Numbers:
         self._lines = lines
         self.integers: list[int] = []
         self.floats: list[float] = []
+
+    def names(self, kind: str) -> list[str]:
+        """Of all integer arguments, `"n"`, or of all floats, `"f"`."""
+        return [f"{kind}{i}" for i in range(len(self.integers if kind == "n" else self.floats))]
 
     def integer(self, value: int) -> str:
         """The name of an integer argument."""
@@ -206,18 +210,9 @@ def _kernel(
     before: list[str], result: bool, dots: list[tuple[torch.dtype, int]],
 ) -> CKernel:  # fmt: skip
     pointers = ["const void *restrict x", *(f"const void *restrict p{i}" for i in range(operands))]
-    pointers += [f"void *restrict o{i}" for i in range(len(outputs))]
-    pointers += ["void *restrict y"] * result + ["float *restrict scratch"] * bool(sums)
-    integers = [
-        "M",
-        "W",
-        "parts",
-        "sx",
-        *(f"s{i}" for i in range(operands)),
-        *(f"n{i}" for i in range(len(numbers.integers))),
-    ]
-    floats = [f"f{i}" for i in range(len(numbers.floats))]
-    arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
+    pointers += ["void *restrict y"] * result + [f"void *restrict o{i}" for i in range(len(outputs))]
+    pointers += ["float *restrict scratch"] * bool(sums)
+    integers = ["M", "W", "parts", "sx", *(f"s{i}" for i in range(operands)), *numbers.names("n")]
     body = "\n".join(lines.lines)
     drops = [(s, chain.parts[s]) for s, step in enumerate(chain.steps) if step.kind == chains.DROPOUT]
     keys = "".join(f"Keys k{s};\n" for s, _ in drops) + "\n".join(before)
@@ -237,19 +232,14 @@ def _kernel(
         kept = "\n".join(store(of, f"o{at}", "row", f"(float)d{i}") for i, (of, at) in enumerate(dots))
         inner = f"double {', '.join(f'd{i} = 0' for i in range(len(dots)))};\n{inner}\n{kept}"
     start = f"float *restrict s = scratch + part * {sums} * W;\nmemset(s, 0, 4 * {sums} * W);\n" if sums else ""
-    text = (
-        f"{header('head.h')}\n{header('philox.h') if drops else ''}\nvoid k({arguments}) {{\n"
-        "#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)\n"
-        f"for (I part = 0; part < parts; part++) {{\n{start}{keys}\n"
-        f"for (I row = M * part / parts; row < M * (part + 1) / parts; row++) {{\n{inner}\n}}\n}}\n"
-    )
+    text = by_parts("M", f"{start}{keys}\n", f"{inner}\n")
     at = 0
     for i, (of, count) in zip((i for i, kind in enumerate(outputs) if kind == "row"), totals, strict=True):
         text += (
             f"{{\nI from = {at} * W, N = {count} * W;\n{total(sums, store(of, f'o{i}', 'c', '(float)sum[c - c0]'))}}}\n"
         )
         at += count
-    return CKernel(text + "}\n", len(pointers), len(integers), len(floats))
+    return written(pointers, integers, numbers.names("f"), text, *["philox.h"] * bool(drops))
 
 
 def total(sums: int, keep: str) -> str:
@@ -304,12 +294,8 @@ def decide(
     of_operands = tuple(None if t is None else t.dtype for t in operands)
     of_steps = tuple(of for _, of in made[:-1])
     kernel, integers, floats = printed(chain, x.dtype, of_operands, of_steps, dtype if result else None)
-    count = chain.outputs
     parts = parts_of(rows, columns, bool(chain.sums))
-    made = [*made[: count + result], *[((parts * chain.sums * width,), torch.float32)] * bool(chain.sums)]
-
-    def finish(outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
-        return (outputs[count] if result else None, *outputs[:count])
-
     numbers = (rows, width, parts, *strides, *integers, *floats)
-    return Decided(kernel, made, numbers, x.numel(), finish, copies(copied))
+    results = [(made[-1][0], dtype if result else None), *made[:-1]]
+    scratch = parts * chain.sums * width if chain.sums else None
+    return Decided(kernel, results, numbers, x.numel(), scratch, copies(copied))

@@ -7,14 +7,13 @@ A row is read three times: for its largest logit, for the sum of exponentials, a
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import activations
 from .._operators import inner_contiguous
-from .call import CKernel, Decided, header, load, parts_of, store
+from .call import CKernel, Decided, by_parts, load, parts_of, store, written
 from .trace import Lines, Number, _language, apply
 
 MAX_CLASSES = 2**30
@@ -126,14 +125,7 @@ def kernel_of(
     pointers += ["const float *restrict softmax"] if given else ["float *restrict loss", "float *restrict made"]
     integers = ["R", "V", "parts", "ignore", "stride", "softmax_stride"]
     floats = ["smoothing", "z_loss", "softcap"]
-    arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
-    text = (
-        f"{header('head.h')}\nvoid k({arguments}) {{\n"
-        "#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)\n"
-        "for (I part = 0; part < parts; part++) {\n"
-        f"for (I row = R * part / parts; row < R * (part + 1) / parts; row++) {{\n{row}}}\n}}\n}}\n"
-    )
-    return CKernel(text, len(pointers), len(integers), len(floats))
+    return written(pointers, integers, floats, by_parts("R", "", row))
 
 
 def check(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:
@@ -170,8 +162,8 @@ def decide(
         logits.dtype, None if scale is None else scale.dtype, softmax is not None, label_smoothing > 0, z_loss != 0,
         softcap is not None, gradient,
     )  # fmt: skip
-    made: list[Any] = [] if softmax is not None else [((R,), torch.float32), ((2, R), torch.float32)]
+    of = torch.float32 if softmax is None else None
     stride = 0 if softmax is None else softmax.stride(0)
     numbers = (R, V, parts_of(R, V, False), ignore_index, logits.stride(0), stride)
     floats = (float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    return Decided(kernel, made, (*numbers, *floats), logits.numel(), lambda outputs: tuple(outputs) or (None, None))
+    return Decided(kernel, [((R,), of), ((2, R), of)], (*numbers, *floats), logits.numel())

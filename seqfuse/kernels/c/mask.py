@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import compiler
 from .._device import threshold_and_scale
 from .._launch import faking, recording, traced
-from .call import PARALLEL, CKernel, header
+from .call import PARALLEL, CKernel, written
 
 _PIECE = 4096
 
@@ -20,10 +20,7 @@ _PIECE = 4096
 @functools.cache
 def _kernel() -> CKernel:
     """Spans of a mask: element i of span j is that of position `starts[j] + i`; without starts, from 0 on."""
-    text = (
-        f"{header('head.h')}\n{header('philox.h')}\n"
-        "void k(const int64_t *seed, const int64_t *starts, uint8_t *drop, "
-        "I spans, I length, I threshold, int threads) {\n"
+    body = (
         f"I pieces = (length + {_PIECE - 1}) / {_PIECE};\n"
         "#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)\n"
         "for (I part = 0; part < spans * pieces; part++) {\nKeys keys;\nkeys_of(*seed, &keys);\n"
@@ -33,9 +30,10 @@ def _kernel() -> CKernel:
         "for (; at < last; at += NB) {\n"
         "uint32_t w[NB];\nI n = last - at < NB ? last - at : NB;\nwords(&keys, first + at, n, w);\n"
         "uint8_t *to = drop + span * length + at;\n"
-        "#pragma omp simd\nfor (I i = 0; i < n; i++) to[i] = w[i] < (uint32_t)threshold;\n}\n}\n}\n"
+        "#pragma omp simd\nfor (I i = 0; i < n; i++) to[i] = w[i] < (uint32_t)threshold;\n}\n}\n"
     )
-    return CKernel(text, 3, 3, 0)
+    pointers = ["const int64_t *seed", "const int64_t *starts", "uint8_t *drop"]
+    return written(pointers, ["spans", "length", "threshold"], [], body, "philox.h")
 
 
 def takes(seed: Tensor) -> bool:

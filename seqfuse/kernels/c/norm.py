@@ -8,7 +8,7 @@ rows are made part by part, `call.ROWS` rows each, and the parts are added in or
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._device import threshold_and_scale
 from .._operators import columns_of
-from .call import CKernel, Decided, copies, header, load, parts_of, rows_of, store
+from .call import CKernel, Decided, by_parts, copies, load, parts_of, rows_of, store, written
 from .chain import Numbers, Printed, dropped, total
 from .trace import Lines, Number, apply, gradient
 
@@ -65,19 +65,10 @@ def _kernel(
         after: C behind all parts.
         words: whether random words are needed.
     """
-    pointers = [*given, *made]
-    integers = ["M", "W", "parts", *strides, *(f"n{i}" for i in range(len(numbers.integers)))]
-    real = [*floats, *(f"f{i}" for i in range(len(numbers.floats)))]
-    arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in real), "int threads"])
     keys = "Keys keys;\nkeys_of(*(const int64_t *)seed, &keys);\n" if words else ""
-    text = (
-        f"{header('head.h')}\n{header('norm.h')}\n{header('philox.h') if words else ''}\nvoid k({arguments}) {{\n"
-        f"#pragma omp parallel num_threads(threads) if (threads > 1)\n{{\n{thread}{keys}"
-        f"#pragma omp for schedule(static)\nfor (I part = 0; part < parts; part++) {{\n{part}"
-        f"for (I row = M * part / parts; row < M * (part + 1) / parts; row++) {{\n{row}}}\n}}\n"
-        f"{'free(memory);' if thread else ''}\n}}\n{after}}}\n"
-    )
-    return CKernel(text, len(pointers), len(integers), len(real))
+    integers = ["M", "W", "parts", *strides, *numbers.names("n")]
+    body = by_parts("M", part, row, thread + keys) + after
+    return written([*given, *made], integers, [*floats, *numbers.names("f")], body, "norm.h", *["philox.h"] * words)
 
 
 @functools.lru_cache(512)
@@ -258,7 +249,7 @@ def decide_forward(
     shape, rows, of_mean = tuple(x.shape), x.numel() // W, torch.float32 if centered else None
     made = [(shape, of_y), (shape, of_stream), (shape[:-1], of_mean), (shape[:-1], torch.float32)]
     numbers = (rows, W, parts_of(rows, W, False), *given.strides, *integers, eps, *floats)
-    return _decided(kernel, made, 0, numbers, x.numel(), given)
+    return Decided(kernel, made, numbers, x.numel(), None, copies(given.copied))
 
 
 def decide_backward(
@@ -288,23 +279,4 @@ def decide_backward(
     sums = sum(of is not None for of in (dweight, dbias, dpre_bias))
     parts = parts_of(rows, W, sums > 0)
     numbers = (rows, W, parts, *given.strides, *integers, *floats)
-    return _decided(kernel, made, parts * sums * W, numbers, x.numel(), given)
-
-
-def _decided(
-    kernel: CKernel, made: Sequence[tuple[tuple[int, ...], _Dtype]], scratch: int, numbers: tuple[float, ...],
-    work: int, given: _Reads,
-) -> Decided:  # fmt: skip
-    """Results without a dtype are `None`; `scratch` floats are made beside them."""
-    absent = [i for i, (_, of) in enumerate(made) if of is None]
-    outputs = [(shape, of) for shape, of in made if of is not None]
-
-    def finish(results: list[Any]) -> Any:
-        if scratch:
-            results.pop()
-        for i in absent:
-            results.insert(i, None)
-        return results
-
-    memory = [((scratch,), torch.float32)] if scratch else []
-    return Decided(kernel, [*outputs, *memory], numbers, work, finish, copies(given.copied))
+    return Decided(kernel, made, numbers, x.numel(), parts * sums * W if sums else None, copies(given.copied))

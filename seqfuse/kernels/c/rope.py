@@ -25,7 +25,7 @@ from .._heads import (
     rows_of_angles,
     spread,
 )
-from .call import CKernel, Decided, header, load, parts_of, rows_of, store
+from .call import CKernel, Decided, by_parts, load, parts_of, rows_of, store, written
 from .chain import total
 
 # Of float32 angles of any size, as in `_rope_kernel._sine_cosine`: reduced to a quarter turn in float64, where adding
@@ -111,19 +111,12 @@ def _source(
 ) -> CKernel:  # fmt: skip
     """A kernel whose threads take parts of the rows; each part has a row of sums of this width."""
     integers = ["M", "Q", "K", "D", "R", "period", "parts", "sx", "sdy"]
-    floats = ["eps"] * eps
-    arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
     half = MAX_HEAD // 2
     buffers = f"float c1[{half}], s1[{half}], c2[{half}], s2[{half}];\n" if angles else ""
     turn = f"I place = row % period;\n{angles.read()}" if angles else ""
     before = _TURN if angles and not angles.cos else ""
-    text = (
-        f"{header('head.h')}\n{before}\nvoid k({arguments}) {{\nI C = (Q + K + K) * D, W = {width};\n"
-        "#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)\n"
-        f"for (I part = 0; part < parts; part++) {{\n{buffers}{start}"
-        f"for (I row = M * part / parts; row < M * (part + 1) / parts; row++) {{\n{turn}{row}}}\n}}\n{end}}}\n"
-    )
-    return CKernel(text, len(pointers), len(integers), len(floats))
+    body = f"I C = (Q + K + K) * D, W = {width};\n{by_parts('M', buffers + start, turn + row)}{end}"
+    return written(pointers, integers, ["eps"] * eps, body, before=before)
 
 
 @functools.lru_cache(512)
@@ -339,14 +332,10 @@ def decide_forward(
     of_bias = None if bias is None else bias.dtype
     kernel = forward_kernel(x.dtype, of_bias, angles, norm, weights, zero_centered, store)
     rows = x.numel() // columns
-    made: list[Any] = [(tuple(x.shape), x.dtype)] * (1 + store)
-    made += [((*x.shape[:-1], heads + kv_heads), torch.float32)] * norm
+    of_z, of_rstd = x.dtype if store else None, torch.float32 if norm else None
+    made = [(tuple(x.shape), x.dtype), (tuple(x.shape), of_z), ((*x.shape[:-1], heads + kv_heads), of_rstd)]
     numbers = (rows, heads, kv_heads, size, rotary, period, parts_of(rows, columns, False), stride, 0)
-
-    def finish(outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
-        return outputs[0], outputs[1] if store else None, outputs[-1] if norm else None
-
-    return Decided(kernel, made, (*numbers, float(norm_eps or 0.0)), x.numel(), finish, given.fit())
+    return Decided(kernel, made, (*numbers, float(norm_eps or 0.0)), x.numel(), None, given.fit())
 
 
 def decide_backward(
@@ -378,17 +367,10 @@ def decide_backward(
     kernel = backward_kernel(
         dy.dtype, None if x is None else x.dtype, angles, weights, zero_centered, dx, sums
     )  # fmt: skip
-    widths = [(n, kind) for n, kind in zip((columns, size, size), sums, strict=True) if kind is not None]
+    totals = [((n,), kind) for n, kind in zip((columns, size, size), sums, strict=True)]
+    width = sum(n for (n,), kind in totals if kind is not None)
     rows = dy.numel() // columns
-    parts = parts_of(rows, columns, bool(widths))
-    made: list[Any] = [(tuple(dy.shape), dy.dtype)] * dx + [((n,), kind) for n, kind in widths]
-    if widths:
-        made.append(((parts * sum(n for n, _ in widths),), torch.float32))
+    parts = parts_of(rows, columns, width > 0)
     numbers = (rows, heads, kv_heads, size, rotary, period, parts, of_x, of_dy)
-    wanted = (dx, *(kind is not None for kind in sums))
-
-    def finish(outputs: list[Tensor]) -> list[Tensor | None]:
-        left = iter(outputs)
-        return [next(left) if there else None for there in wanted]
-
-    return Decided(kernel, made, numbers, dy.numel() * (1 + (x is not None)), finish, given.fit())
+    made, work = [(tuple(dy.shape), dy.dtype if dx else None), *totals], dy.numel() * (1 + (x is not None))
+    return Decided(kernel, made, numbers, work, parts * width if width else None, given.fit())
