@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, hinted
+from ..plan import flatten
 from ..plan.fake import is_fake
-from ..plan.flatten import flatten, public_channels
+from ..plan.flatten import public_channels
 from ..plan.reference import draw, number_seeds, run_eagerly, walk_reference
 from ..run import Fuser, Sequential
 from ..settings import fusing

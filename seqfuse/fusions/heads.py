@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..casts import dtype_of
 from ..env import Env
 from ..errors import InputError
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
@@ -13,7 +14,7 @@ from ..operation import Grads
 from ..ops import Attention, Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
 from ..ops._parameters import parameter
-from ._shared import bias_fits, kernels_run
+from ._shared import bias_fits, kernels_read, kernels_run
 
 if TYPE_CHECKING:
     from ..kernels.rope import Roped, Rotation
@@ -44,6 +45,8 @@ class BeforeAttention:
         yield from bias_fits(self.bias, env)
         each = norm is None or (norm.kind == "rms" and not norm.full_width)
         yield each, "its kernel makes an RMSNorm of each head"
+        for name in ("q_weight", "k_weight") if norm is not None else ():
+            yield from kernels_read(name, dtype_of(norm, name), env)
         if rotary is not None:
             same = self.heads == (rotary.heads, rotary.kv_heads)
             yield same, "the norm and the rotation must be of the same heads"

@@ -59,6 +59,20 @@ def check_weights(size: int, *weights: Tensor | None) -> None:
             inner_contiguous("weight", weight)
 
 
+def check_scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """Raise `ValueError` unless an int8 cache with these keys, and no other, has float32 scales in one layout."""
+    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scales is not None) != (k.dtype is torch.int8):
+            raise ValueError(f"{name} is given with an int8 cache, and only then")
+        if scales is not None and (tuple(scales.shape) != tuple(k.shape[:3]) or scales.dtype is not torch.float32):
+            got = f"{scales.dtype} {tuple(scales.shape)}"
+            raise ValueError(f"{name} must be float32 {tuple(k.shape[:3])}, got {got}")
+    if k_scale is not None and v_scale is not None:
+        inner_contiguous("k_scale", k_scale)
+        if k_scale.stride() != v_scale.stride():
+            raise ValueError(f"k_scale and v_scale must have one layout, got {k_scale.stride()}, {v_scale.stride()}")
+
+
 def check_normed(dy: Tensor, x: Tensor | None, rstd: Tensor | None) -> None:
     """Check what the forward of a norm of heads kept, for the gradient `dy` of its output."""
     if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):

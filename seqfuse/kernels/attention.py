@@ -138,24 +138,14 @@ def attention_bwd(
     """The gradients of q, k and v, written into `out`, in two launches without atomics: the same bits each time.
 
     With w = exp(s - lse), dw = keep (dy . v) / (1 - p) and delta = dy . y: ds = w (dw - delta), dq = scale ds k,
-    dk = scale ds^T q, dv = (keep w / (1 - p))^T dy. There is no gradient of a mask.
+    dk = scale ds^T q, dv = (keep w / (1 - p))^T dy. There is no gradient of a mask. Arguments that are not named here
+    are those of `attention_fwd`.
 
     Args:
         dy: gradient of y, [B, S, H, D], any strides but the last.
-        q: as in `attention_fwd`, and so are all arguments not named here.
-        k: keys.
-        v: values.
         y: what it gave, contiguous.
         lse: the log-sum-exp that it gave.
         out: where the gradients go, shaped as q, k and v, any strides but the last; made if `None`.
-        scale: D^-1/2 by default.
-        causal: as there.
-        window: as there.
-        softcap: as there.
-        mask: as there.
-        cu_seqlens: as there.
-        seed: as there.
-        p: as there.
 
     Raises:
         ValueError: as in `attention_fwd`.

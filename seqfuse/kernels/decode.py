@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import bend
+from ._heads import check_scales
 from ._launch import architecture, cdiv, family, interpreted, launch, next_power_of_2, processors, register_limit, stops
 from ._operators import inner_contiguous, operator
 
@@ -356,16 +357,7 @@ def _checked(
     quantized = k.dtype is torch.int8
     if k.dtype is not v.dtype or (not quantized and k.dtype is not q.dtype):
         raise ValueError(f"caches must be {q.dtype} or int8, got {k.dtype} and {v.dtype}")
-    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if (scales is not None) != quantized:
-            raise ValueError(f"{name} is given with an int8 cache, and only then")
-        if scales is not None and (tuple(scales.shape) != tuple(k.shape[:3]) or scales.dtype is not torch.float32):
-            got = f"{scales.dtype} {tuple(scales.shape)}"
-            raise ValueError(f"{name} must be float32 {tuple(k.shape[:3])}, got {got}")
-    if k_scale is not None and v_scale is not None:
-        inner_contiguous("k_scale", k_scale)
-        if k_scale.stride() != v_scale.stride():
-            raise ValueError(f"k_scale and v_scale must have one layout, got {k_scale.stride()}, {v_scale.stride()}")
+    check_scales(k, k_scale, v_scale)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         inner_contiguous(name, tensor)
     return batch, heads, size, kv_heads, rows

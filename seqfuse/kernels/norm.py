@@ -254,7 +254,7 @@ def norm_bwd(
 
     g = dy act' gain, xhat the normalized row. Sums over rows are made in a fixed order: the same bits each time.
     Beyond 8,192 columns they take a second pass over dy and x; half of that with an activation or dropout, and half
-    again for rows that are not aligned.
+    again for rows that are not aligned. Arguments that are not named here are those of the forward.
 
     Args:
         dy: gradient of the result.
@@ -263,11 +263,8 @@ def norm_bwd(
         rstd: as saved.
         weight: gain, `None` for one.
         bias: read where there is an activation.
-        zero_centered: as in the forward.
         dstream: gradient of the stream itself, added to dx.
         seed: of the prologue's dropout.
-        p: as in the forward.
-        act: as in the forward.
         dx: whether dx is wanted.
         dweight: dtype of the weight's gradient, `None` where it is not wanted.
         dbias: dtype of the bias's gradient, `None` where it is not wanted.

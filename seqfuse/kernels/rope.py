@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from ._device import column_sums
-from ._heads import Rotation, check_normed, check_weights, checked, frequencies_of, rows_of_angles, spread
+from ._heads import (
+    Rotation,
+    check_normed,
+    check_scales,
+    check_weights,
+    checked,
+    frequencies_of,
+    rows_of_angles,
+    spread,
+)
 from ._launch import architecture, cdiv, launch, next_power_of_2, processors, stops
 from ._operators import as_rows, inner_contiguous, operator
 from ._rope_kernel import _rope_bwd_kernel, _rope_fwd_kernel, _rope_write_kernel
@@ -176,21 +185,15 @@ def rope_bwd(
     """Gradients of `rope_fwd`, in one pass over dy, and over x where there was a norm.
 
     RoPE is undone on dy, then dx = rstd (g - xhat E[g xhat]) with g = dy weight; the gradients of bias and weights are
-    sums over rows in float32, in a fixed order, rounded once.
+    sums over rows in float32, in a fixed order, rounded once. Arguments that are not named here are those of the
+    forward.
 
     Args:
         dy: gradient of y.
-        heads: H.
-        kv_heads: Hkv.
-        rotation: as in the forward.
-        positions: as in the forward.
-        cos: as in the forward.
-        sin: as in the forward.
         x: what was normalized, where there was a norm: x + bias of the forward.
         rstd: as the forward gave it.
         q_weight: gain of queries, for dx.
         k_weight: gain of keys, for dx.
-        zero_centered: as in the forward.
         dx: whether dx is wanted.
         dbias: dtype of the bias gradient, `None` where it is not wanted.
         dq_weight: dtype of the gradient of q_weight, as well.
@@ -272,21 +275,14 @@ def rope_write(
     """`rope_fwd` of a new token of each sequence, at the position that is its length: keys and values go into a cache.
 
     x: packed [B, (H + 2 Hkv) D]; k, v: [B, Hkv, max, D] of its dtype, or int8 with float32 scales [B, Hkv, max];
-    lengths: [B] int64, before the new token. Written where there is room. Returns the queries, [B, H, D].
+    lengths: [B] int64, before the new token. Written where there is room. Returns the queries, [B, H, D]. Arguments
+    that are not named here are those of `rope_fwd`.
 
     Args:
         x: packed [q; k; v] of the new tokens.
-        heads: H.
-        kv_heads: Hkv.
-        rotation: RoPE of the heads, if any.
         k: cache of keys.
         v: cache of values.
         lengths: rows that each sequence has.
-        bias: as in `rope_fwd`, and so are norm_eps and weights.
-        norm_eps: as there.
-        q_weight: as there.
-        k_weight: as there.
-        zero_centered: as there.
         k_scale: where the scales of int8 keys go.
         v_scale: where those of values go.
 
@@ -307,13 +303,7 @@ def rope_write(
     if tuple(lengths.shape) != (batch,) or lengths.dtype is not torch.int64:
         raise ValueError(f"lengths must be int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}")
     inner_contiguous("lengths", lengths)
-    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if (scales is not None) != (k.dtype is torch.int8):
-            raise ValueError(f"{name} is given with an int8 cache, and only then")
-        if scales is not None and (scales.shape != k.shape[:3] or scales.dtype is not torch.float32):
-            raise ValueError(f"{name} must be float32 {tuple(k.shape[:3])}, got {scales.dtype} {tuple(scales.shape)}")
-    if k_scale is not None and v_scale is not None and (k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1):
-        raise ValueError(f"k_scale and v_scale must have one layout, got {k_scale.stride()}, {v_scale.stride()}")
+    check_scales(k, k_scale, v_scale)
     for name, tensor in (("x", x), ("k", k), ("v", v)):
         inner_contiguous(name, tensor)
     norm = norm_eps is not None

@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import ops
 from ..operation import UnfusedOperation
-from ..run.sequential import Sequential
+from ..run import Sequential
 from ._unaltered import check_unaltered
 from .transformer import MultiHeadAttention, TransformerLayer
 

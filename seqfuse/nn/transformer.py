@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..group import Group
 from ..operation import UnfusedOperation
 from ..pointwise import Gated
-from ..run.sequential import Sequential
+from ..run import Sequential
 
 
 class MultiHeadAttention(Sequential):

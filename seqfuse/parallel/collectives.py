@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..group import ParameterShard
-from ..run.sequential import Sequential
+from ..run import Sequential
 from .staged import StagedFuser
 
 

@@ -17,9 +17,8 @@ from ..group import divide
 from ..ops._cache import current
 from ..plan.inputs import validate
 from ..plan.reference import check_channels, draw, run_eagerly, transformed, walk_reference
-from ..run.fuser import Fuser
+from ..run import Fuser, Sequential
 from ..run.regions import KEPT_PROGRAMS, OpList, Region
-from ..run.sequential import Sequential
 from .remote_tensor import Elsewhere, blank
 from .transfer import Boundary, Placement, sources, stand_in, through, together
 

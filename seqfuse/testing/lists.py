@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from .. import ops
 from ..operation import UnfusedOperation
 from ..ops import Residual
-from ..ops._philox import drop_mask
 from ..plan.reference import random_seeds
 from ..run import Sequential
 from ..run.sequential import Fusions
@@ -112,6 +110,16 @@ class MemberSpec:
         return module
 
 
+Computed = Callable[[Any, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+def _referred(operation: Any, x: Tensor, seed: Tensor | None, mask: Tensor | None) -> Tensor:
+    given = {name: t for name, t in (("seed", seed), ("attn_mask", mask)) if t is not None}
+    for member in operation.expand():  # a Linear, and its Bias
+        x = member.reference(x, **given)
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class ListSpec:
     """A random list; `str` shows it in one line, `build` makes it, `reference` says what it computes.
@@ -175,14 +183,14 @@ class ListSpec:
         return found
 
     def reference(
-        self, model: nn.Module, x: Tensor, *, stats: torch.dtype = torch.float64, **channels: Tensor
+        self, model: nn.Module, x: Tensor, *, by: Computed | None = None, **channels: Tensor
     ) -> dict[str, Tensor]:
         """`y` and the public outputs in plain torch, with the dropout seeds that the engine would draw.
 
-        `stats` is the dtype in which `model` computes attention scores, where x is wider: see `plain`.
+        `by(operation, x, seed, mask)` says what an operation computes: its `reference`, if left out.
         """
         made = dict(channels)
-        y = _call(MemberSpec("Sequential", members=self.members), model, x, made, stats)
+        y = _call(MemberSpec("Sequential", members=self.members), model, x, made, by or _referred)
         return {"y": y, **{name: made[name] for name in self.outputs}}
 
 
@@ -192,15 +200,15 @@ def _nodes(node: MemberSpec, module: nn.Module) -> Iterator[tuple[MemberSpec, nn
         yield from _nodes(*pair)
 
 
-def _call(node: MemberSpec, module: nn.Module, x: Tensor, channels: dict[str, Tensor], stats: torch.dtype) -> Tensor:
+def _call(node: MemberSpec, module: nn.Module, x: Tensor, channels: dict[str, Tensor], by: Computed) -> Tensor:
     """A module that runs through its own `__call__`: it draws seeds of its own, and its hooks run."""
     if node.hook == "forward pre":
         x = 0.5 * x
     if node.kind == "Checkpointed":
-        y = _call(MemberSpec("Sequential", members=node.members), _inner(module), x, {}, stats)
+        y = _call(MemberSpec("Sequential", members=node.members), _inner(module), x, {}, by)
     else:
         count = _active(node, module)
-        y = _walk(node, module, x, channels, iter(random_seeds(count, x) if count else ()), stats)
+        y = _walk(node, module, x, channels, iter(random_seeds(count, x) if count else ()), by)
     return 0.5 * y if node.hook == "forward" else y
 
 
@@ -225,15 +233,15 @@ def _active(node: MemberSpec, module: nn.Module) -> int:
 
 
 def _walk(
-    node: MemberSpec, module: Any, x: Tensor, channels: dict[str, Tensor], seeds: Iterator[Tensor], stats: torch.dtype
+    node: MemberSpec, module: Any, x: Tensor, channels: dict[str, Tensor], seeds: Iterator[Tensor], by: Computed
 ) -> Tensor:
     if node.kind in CONTAINERS:
         shortcut = x
         for member, child in _pairs(node, module):
             if _apart(member):
-                x = _call(member, child, x, channels, stats)
+                x = _call(member, child, x, channels, by)
             else:
-                x = _walk(member, child, x, channels, seeds, stats)
+                x = _walk(member, child, x, channels, seeds, by)
         return x + shortcut if node.kind == "Residual" else x
     if node.kind == "Fork":
         channels[module.name] = x
@@ -243,7 +251,7 @@ def _walk(
     if not isinstance(module, UnfusedOperation):
         return module.forward(x)  # without its hooks
     mask = channels.get(dict(node.named).get("mask", ""))
-    return plain(module, x, next(seeds) if module.random else None, mask, stats)
+    return by(module, x, next(seeds) if module.random else None, mask)
 
 
 class Routing:
@@ -297,119 +305,3 @@ class Routing:
     @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(name for name in self._homes if name not in self._shared)
-
-
-_ACTIVATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "Identity": lambda _, x: x,
-    "ReLU": lambda _, x: F.relu(x),
-    "SquaredReLU": lambda _, x: F.relu(x) ** 2,
-    "Sigmoid": lambda _, x: F.sigmoid(x),
-    "Tanh": lambda _, x: F.tanh(x),
-    "SiLU": lambda _, x: F.silu(x),
-    "QuickGeLU": lambda _, x: x * F.sigmoid(1.702 * x),
-    "GeLU": lambda op, x: F.gelu(x, approximate=op.approximate),
-    "Clamp": lambda op, x: x.clamp(-op.limit, op.limit) + op.offset,
-    "ClampedSiLU": lambda op, x: (lambda c: c * F.sigmoid(op.alpha * c))(x.clamp(max=op.limit)),
-}
-_UNITS = {
-    "SwiGLU": "SiLU", "GEGLU": "GeLU", "ReGLU": "ReLU", "GLU": "Sigmoid", "QGEGLU": "QuickGeLU",
-    "SReGLU": "SquaredReLU", "ClampedSwiGLU": "ClampedSiLU",
-}  # fmt: skip
-
-
-def plain(op: Any, x: Tensor, seed: Tensor | None, mask: Tensor | None, stats: torch.dtype) -> Tensor:
-    """The output of an operation for `x`, `[*, H]`.
-
-    `stats` is the dtype in which the operation computes statistics and attention scores; `x` may be wider. Raises
-    KeyError for an operation without a plain counterpart.
-    """
-    kind = type(op).__name__
-    if kind in _ACTIVATIONS:
-        return _ACTIVATIONS[kind](op, x)
-    if kind in _UNITS:
-        half = x.shape[-1] // 2
-        gate, up = x[..., :half], x[..., half:]
-        if kind == "ClampedSwiGLU":
-            up = up.clamp(-op.limit, op.limit) + op.offset
-        return _ACTIVATIONS[_UNITS[kind]](op, gate) * up
-    return _OTHERS[kind](op, x, seed, mask, stats)
-
-
-def _kept(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
-    """Dropout by the mask of `Dropout` itself, whose bits have tests of their own against published Philox numbers."""
-    return x if seed is None else torch.where(drop_mask(seed, x.shape, p), 0.0 * x, x / (1 - p))
-
-
-def _heads(op: Any, x: Tensor, known: int) -> tuple[Tensor, Tensor]:
-    """The first `known` heads of x, [*, known, D], and the remaining columns."""
-    size = x.shape[-1] // (op.heads + 2 * op.kv_heads)
-    return x[..., : known * size].reshape(*x.shape[:-1], known, size), x[..., known * size :]
-
-
-def _qk_norm(op: Any, x: Tensor, *_: Any) -> Tensor:
-    heads, values = _heads(op, x, op.heads + op.kv_heads)
-    size = (heads.shape[-1],)
-    gained = [F.rms_norm(t, size, w, op.eps) for t, w in (
-        (heads[..., : op.heads, :], op.q_weight), (heads[..., op.heads :, :], op.k_weight),
-    )]  # fmt: skip
-    return torch.cat((torch.cat(gained, -2).flatten(-2), values), -1)
-
-
-def _turned(op: Any, x: Tensor, *_: Any) -> Tensor:
-    """RoPE: pairs of columns as complex numbers, multiplied by e^(i angle)."""
-    if not x.numel():
-        return 1 * x
-    heads, values = _heads(op, x, op.heads + op.kv_heads)
-    size = op.rotary_dim or heads.shape[-1]
-    pairs = torch.stack(
-        heads[..., :size].chunk(2, -1) if op.style == "half" else (heads[..., :size:2], heads[..., 1:size:2]), -1
-    )
-    positions = torch.arange(x.shape[-2], dtype=x.dtype, device=x.device)
-    angle = positions[:, None, None] * op.base ** (-torch.arange(0, size, 2, dtype=x.dtype, device=x.device) / size)
-    spun = torch.view_as_real(torch.view_as_complex(pairs) * torch.polar(torch.ones_like(angle), angle))
-    spun = (spun.transpose(-1, -2) if op.style == "half" else spun).flatten(-2)
-    return torch.cat((torch.cat((spun, heads[..., size:]), -1).flatten(-2), values), -1)
-
-
-def _attention(op: Any, x: Tensor, seed: Tensor | None, mask: Tensor | None, stats: torch.dtype) -> Tensor:
-    """Softmax attention. The sum of a score and a float mask is rounded to `stats`, since -1e9 leaves no digit of a
-    float32 score; all else is computed in the dtype of x.
-    """
-    heads = _heads(op, x, op.heads + 2 * op.kv_heads)[0].transpose(-2, -3)
-    q, values = heads[..., : op.heads, :, :], op.heads + op.kv_heads
-    k, v = (
-        t.repeat_interleave(op.heads // op.kv_heads, -3)
-        for t in (heads[..., op.heads : values, :, :], heads[..., values:, :, :])
-    )
-    scores = torch.einsum("...id,...jd->...ij", q, k) * (q.shape[-1] ** -0.5 if op.scale is None else op.scale)
-    if op.softcap is not None:
-        scores = op.softcap * torch.tanh(scores / op.softcap)
-    i = torch.arange(x.shape[-2], device=x.device)
-    hidden = torch.zeros_like(scores, dtype=torch.bool)
-    if op.causal:
-        hidden = hidden | (i[None, :] > i[:, None])
-    if op.window is not None:
-        hidden = hidden | ((i[None, :] - i[:, None]).abs() >= op.window)
-    if mask is not None and mask.is_floating_point():
-        scores = (scores.to(stats) + mask.to(stats)).to(x.dtype)
-    elif mask is not None:
-        hidden = hidden | (mask == 0)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    return torch.einsum("...ij,...jd->...id", _kept(weights, seed, op.dropout), v).movedim(-3, -2).flatten(-2)
-
-
-_OTHERS: dict[str, Callable[[Any, Tensor, Tensor | None, Tensor | None, torch.dtype], Tensor]] = {
-    "Scale": lambda op, x, seed, mask, stats: x * op.factor,
-    "Bias": lambda op, x, seed, mask, stats: x + op.bias,
-    "Linear": lambda op, x, seed, mask, stats: F.linear(x, op.weight, op.bias),
-    "LayerNorm": lambda op, x, seed, mask, stats: F.layer_norm(x, op.normalized_shape, op.weight, op.bias, op.eps),
-    "RMSNorm": lambda op, x, seed, mask, stats: F.rms_norm(
-        x, op.normalized_shape, op.weight, torch.finfo(stats).eps if op.eps is None else op.eps
-    ),
-    "Dropout": lambda op, x, seed, mask, stats: _kept(x, seed, op.p),
-    "QKNorm": _qk_norm,
-    "RotaryEmbedding": _turned,
-    "Attention": _attention,
-}

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..env import Savings
 from ..errors import FallbackWarning, KernelError
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, records_of
+from ..plan import Plan, Step
 from ..plan.flatten import Node
-from ..plan.plan import Plan, Step
 from ..run.lower import OnStep
 from ..saved import Recompute, Saved
 from ..settings import fusing

@@ -16,7 +16,7 @@ from ..errors import InputError, SeqfuseError
 from ..plan.fake import faking
 from ..plan.inputs import validate
 from ..plan.reference import check_channels, draw, walk_reference
-from ..run.fuser import Fuser
+from ..run import Fuser
 from ..run.regions import OpList, Region
 from ..run.sequential import Sequential, install
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import seqfuse as sf
 from seqfuse.testing import LAYOUTS, ListSpec, assert_bitwise_equal, seeded_randn
 from seqfuse.testing import strategies as sfst
-from seqfuse.testing.lists import plain
 from tests.judging import judge_together
 
 from .kinds import KINDS
 from .listed import DISTINCT, Results, results
+from .plain_lists import plain as plainly
 
 FUSIONS = (*KINDS, *sf.fusions.default)
 AMPLIFIED = 1e4
@@ -47,7 +47,8 @@ def assert_agreement(
             fused = results(model, model, spec, seed, dtype=dtype, checkpointed=checkpointed, **how)
         with sf.fusing(False):
             unfused = results(plain, plain, spec, seed, dtype=dtype, checkpointed=checkpointed, **how)
-        by_plain_torch = functools.partial(spec.reference, wide, stats=torch.promote_types(dtype, torch.float32))
+        by = functools.partial(plainly, stats=torch.promote_types(dtype, torch.float32))
+        by_plain_torch = functools.partial(spec.reference, wide, by=by)
         return fused, unfused, results(by_plain_torch, wide, spec, seed, wide=True, dtype=dtype, **how)
 
     judge_together(measure, seed)
@@ -114,6 +115,18 @@ def test_they_agree_with_attention_in_them(spec: ListSpec, rows: tuple[int, ...]
 
 
 @FEWER
+@given(spec=sfst.lists(), rows=st.sampled_from([(3,), (2, 5)]), seed=st.integers(0, 99))
+def test_references_compute_what_plain_torch_does(spec: ListSpec, rows: tuple[int, ...], seed: int):
+    hypothesis.note(str(spec))
+    model = spec.build(seed=seed, dtype=torch.float64)
+    again = functools.partial(spec.reference, model, by=functools.partial(plainly, stats=torch.float64))
+    ours, theirs = (results(run, model, spec, seed, rows=rows, dtype=torch.float64) for run in (
+        functools.partial(spec.reference, model), again,
+    ))  # fmt: skip
+    assert_right(ours, theirs, spec, torch.finfo(torch.float64).eps)
+
+
+@FEWER
 @given(spec=sfst.lists(), seed=st.integers(0, 99))
 def test_a_run_is_repeated_bit_for_bit(spec: ListSpec, seed: int):
     hypothesis.note(str(spec))
@@ -138,7 +151,7 @@ def test_the_plain_attention_reads_a_mask_as_the_operation_does(kind: torch.dtyp
     op, x = sf.ops.Attention(2, 1, mask="m"), seeded_randn((2, 5, 16), 0, dtype=torch.float64)
     mask = seeded_randn((5, 5), 1, dtype=torch.float64)
     mask = mask if kind.is_floating_point else (mask > -0.5).to(kind)
-    torch.testing.assert_close(plain(op, x, None, mask, torch.float64), sf.Sequential(op)(x, m=mask))
+    torch.testing.assert_close(plainly(op, x, None, mask, torch.float64), sf.Sequential(op)(x, m=mask))
 
 
 @pytest.mark.parametrize("options", [{}, {"channels": False, "hooks": False, "dropout": False}], ids=["all", "plain"])

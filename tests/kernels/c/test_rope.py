@@ -216,6 +216,18 @@ def test_fusions_of_part_of_a_head(kind: str) -> None:
     check_fusion(getattr(fusions, kind), seeded_randn((2, 5, 24), 0), norm, rotary)
 
 
+@pytest.mark.parametrize("name", ["q_weight", "k_weight"])
+def test_gains_that_c_does_not_read_are_refused(name: str) -> None:
+    norm: Any = ops.QKNorm(8, HEADS, KV)
+    setattr(norm, name, torch.nn.Parameter(getattr(norm, name).double()))
+    model = sf.Sequential(ops.Bias(PARTS * 8), norm, fusions=(fusions.BiasQKNorm, fusions.BiasQKNormBackward))
+    x = seeded_randn((64, PARTS * 8), 0).requires_grad_()
+    with sf.fusing(on_error="raise", unmeasured=True):
+        model(x).sum().backward()
+        refused = model.plan(x).refused
+    assert {r.reason for r in refused} == {f"C kernels read no {name} in float64"}
+
+
 def test_angles_by_channel_and_fusing_off() -> None:
     """As a converted model has them; without fusing each bit is that of the operation."""
     both = (fusions.BiasQKNormRotary, fusions.BiasQKNormRotaryBackward)
