@@ -45,8 +45,9 @@ class BeforeAttention:
         yield from bias_fits(self.bias, env)
         each = norm is None or (norm.kind == "rms" and not norm.full_width)
         yield each, "its kernel makes an RMSNorm of each head"
-        for name in ("q_weight", "k_weight") if norm is not None else ():
-            yield from kernels_read(name, dtype_of(norm, name), env)
+        if norm is not None:
+            for name in ("q_weight", "k_weight"):
+                yield from kernels_read(name, dtype_of(norm, name), env)
         if rotary is not None:
             same = self.heads == (rotary.heads, rotary.kv_heads)
             yield same, "the norm and the rotation must be of the same heads"

@@ -135,9 +135,9 @@ def launch(
 ) -> None:
     """Run `grid` programs of a kernel on the device and the current stream of its first tensor.
 
-    `args` are the kernel's leading parameters in order (tensors, numbers, `None`, tuples of these, tensor descriptors);
-    `constexprs` are the rest, in the order of the kernel's parameters. Nothing is launched for an empty grid or on fake
-    tensors. Whatever compiling or launching raises comes out as it is, that of an interpreted kernel included.
+    `args` are the kernel's leading parameters in order (tensors, numbers, `None`, tuples of these); `constexprs` are
+    the rest, in the order of the kernel's parameters. Nothing is launched for an empty grid or on fake tensors.
+    Whatever compiling or launching raises comes out as it is, that of an interpreted kernel included.
 
     Args:
         kernel: a `triton.jit` function whose constexpr parameters stand last.
@@ -235,15 +235,10 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
             key.append(1 if arg == 1 else (arg & 15 == 0, -(2**31) <= arg < 2**31, arg < 2**63))
         elif isinstance(arg, float):
             key.append(float)
-        elif isinstance(arg, tuple):
+        else:
             where, inner = _key_of(arg)
             device = where if device is None else device
             key.append(inner)
-        else:  # a tensor descriptor: its strides are arguments, so their classes are not part of the type
-            base = arg.base
-            where = base.get_device()
-            device = where if device is None else device
-            key.append((base.dtype, where, tuple(arg.block_shape), getattr(arg, "padding", None)))
     return device, tuple(key)
 
 
@@ -296,8 +291,6 @@ def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
             found.append(arg)
         elif isinstance(arg, tuple):
             found.extend(_tensors(arg))
-        elif hasattr(arg, "base"):
-            found.append(arg.base)
     return found
 
 

@@ -152,7 +152,7 @@ class Decided(NamedTuple):
             if fit is not None:
                 given = fit(*given)  # which keeps copies until the kernel has run
             empty = _watched_empty if _function_modes() else _empty
-            outputs: list[Tensor | None] = [empty(*outline) for outline in outlines]
+            outputs: list[Any] = [empty(*outline) for outline in outlines]
             function(
                 *[t.data_ptr() for t in given], *[t.data_ptr() for t in outputs], *numbers,
                 threads() if parallel else 1,

@@ -66,6 +66,16 @@ def _refuse(why: str) -> NoReturn:
     raise Untraceable(why)
 
 
+def _infix(operator: str, kind: str = "float", swapped: bool = False, bits: bool = False) -> Callable[[Any, Any], Any]:
+    def method(self: Number, other: Any) -> Number:
+        for value in (self, other) if bits else ():
+            if not isinstance(value, bool) and getattr(value, "kind", None) != "int":
+                _refuse("it takes bits of a number")
+        return self._with(other, operator, kind, swapped)
+
+    return method
+
+
 class Number:
     """A number that a device function computes with: operators write down what they do."""
 
@@ -79,23 +89,12 @@ class Number:
         a, b = self.name, literal(other)
         return self.of.number(f"{b} {operator} {a}" if swapped else f"{a} {operator} {b}", kind)
 
-    def __add__(self, other: Any) -> Number:
-        return self._with(other, "+")
-
-    def __radd__(self, other: Any) -> Number:
-        return self._with(other, "+", swapped=True)
-
-    def __sub__(self, other: Any) -> Number:
-        return self._with(other, "-")
-
-    def __rsub__(self, other: Any) -> Number:
-        return self._with(other, "-", swapped=True)
-
-    def __mul__(self, other: Any) -> Number:
-        return self._with(other, "*")
-
-    def __rmul__(self, other: Any) -> Number:
-        return self._with(other, "*", swapped=True)
+    __add__, __radd__ = _infix("+"), _infix("+", swapped=True)
+    __sub__, __rsub__ = _infix("-"), _infix("-", swapped=True)
+    __mul__, __rmul__ = _infix("*"), _infix("*", swapped=True)
+    __lt__, __le__, __gt__, __ge__ = _infix("<", "int"), _infix("<=", "int"), _infix(">", "int"), _infix(">=", "int")
+    __eq__, __ne__ = _infix("==", "int"), _infix("!=", "int")
+    __and__, __or__, __xor__ = (_infix(sign, "int", bits=True) for sign in "&|^")
 
     def __truediv__(self, other: Any) -> Number:
         return self.to(tl.float32)._with(other, "/")  # two comparisons would be divided as integers
@@ -105,39 +104,6 @@ class Number:
 
     def __neg__(self) -> Number:
         return self.of.number(f"-{self.name}")
-
-    def __lt__(self, other: Any) -> Number:
-        return self._with(other, "<", "int")
-
-    def __le__(self, other: Any) -> Number:
-        return self._with(other, "<=", "int")
-
-    def __gt__(self, other: Any) -> Number:
-        return self._with(other, ">", "int")
-
-    def __ge__(self, other: Any) -> Number:
-        return self._with(other, ">=", "int")
-
-    def __eq__(self, other: object) -> Number:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._with(other, "==", "int")
-
-    def __ne__(self, other: object) -> Number:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._with(other, "!=", "int")
-
-    def _bits(self, other: Any, operator: str) -> Number:
-        for value in (self, other):
-            if not isinstance(value, bool) and getattr(value, "kind", None) != "int":
-                _refuse("it takes bits of a number")
-        return self._with(other, operator, "int")
-
-    def __and__(self, other: Any) -> Number:
-        return self._bits(other, "&")
-
-    def __or__(self, other: Any) -> Number:
-        return self._bits(other, "|")
-
-    def __xor__(self, other: Any) -> Number:
-        return self._bits(other, "^")
 
     def __invert__(self) -> Number:
         return self.of.number(f"!{self.name}", "int") if self.kind == "int" else _refuse("it takes bits of a number")
