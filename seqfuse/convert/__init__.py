@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from ..plan.schedule import Choice
+from ..recipes import Recipe
 from ..run.sequential import Fusions
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from .report import GraphReport
 
 __all__ = ["Conversion", "GraphReport", "Left", "backend", "conversion", "convert"]
+
+UNQUANTIZED = ("lm_head", "router", "gate", "shared_expert_gate")
+"""Names of modules that a recipe leaves as they are by default."""
 
 _LATE = {"Conversion": "capture", "backend": "capture", "GraphReport": "report", "Left": "reasons"}
 
@@ -29,6 +33,8 @@ def convert(
     fusions: Fusions | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     memory: Choice = "save",
+    recipe: Recipe | None = None,
+    exclude: Sequence[str] = UNQUANTIZED,
 ) -> Conversion:
     """Run a model's chains of known operations through fused plans, in place.
 
@@ -49,16 +55,23 @@ def convert(
         memory: what the chains save for the backward pass, at the price of time, as of a `Sequential`: `"save"`, what
             makes it fastest, `"balanced"`, `"lean"`, or `sf.Budget(part=0.65)`, at most this part of what each chain
             saves unfused.
+        recipe: how the operands of GEMMs in chains are quantized, such as `sf.recipes.Float8BlockScaling()`. GEMMs that
+            no chain has, which the report names as left, are not quantized.
+        exclude: modules that are not quantized: their paths, or names in these, such as `"lm_head"` or `"layers.0"`. By
+            default the output layer and what routes tokens to experts. Where Linears are merged into one GEMM, one
+            of them excludes all. `regions="layers"` has one graph for layers that are alike, and names of the first.
 
     Returns:
         The conversion: `print` it after a call, `undo()` ends it. `conversion(model)` returns it again.
 
     Raises:
-        InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert.
+        InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert, and for
+            another recipe; (SF108) where a strict recipe does not fit a Linear of the model, or its device has no
+            kernels for the recipe.
     """
     from .capture import start  # here, because what it needs of torch takes long to import
 
-    return start(model, regions, filter_fn, fusions=fusions, memory=memory, then=then)
+    return start(model, regions, filter_fn, fusions=fusions, memory=memory, then=then, recipe=recipe, exclude=exclude)
 
 
 def conversion(model: nn.Module) -> Conversion:

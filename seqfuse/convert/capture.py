@@ -14,24 +14,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule  # pyright: ignore[reportPrivateUsage]
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
+from .. import ops
+from ..env import Env
 from ..errors import InputError
 from ..fusion import checked
 from ..operation import UnfusedOperation
 from ..pictures.text import counted
+from ..plan.flatten import flatten
+from ..plan.quantized import recipe_at
 from ..plan.schedule import MODES, Budget, Choice
+from ..recipes import Recipe, check_recipe
 from ..run.sequential import Fusions, Sequential
-from . import dynamo
+from . import UNQUANTIZED, dynamo
 from .buffers import Buffers
 from .calls import Calls, Captured, ModelCall, name_owners, named_modules, paths_of
 from .effects import is_state
 from .reasons import Left, kind_of
-from .region import CapturedRegion
+from .region import CapturedRegion, excluded
 from .report import GraphReport, text_of
 from .rewrite import RewriteOptions, rewrite
 
@@ -52,17 +57,19 @@ def backend(
     Args:
         gm: a graph that Dynamo captured.
         example_inputs: its inputs.
-        options: `fusions`, `memory` and `then`, as those of `convert`.
+        options: `fusions`, `memory`, `then`, `recipe` and `exclude`, as those of `convert`.
         mode: none is known.
 
     Raises:
         InputError: (SF106) for another option, a value that an option does not take, or a mode.
     """
     where, given = 'backend="seqfuse"', options or {}
-    unknown = ", ".join(repr(name) for name in given if name not in ("fusions", "memory", "then"))
+    unknown = ", ".join(repr(name) for name in given if name not in ("fusions", "memory", "then", "recipe", "exclude"))
     if unknown or mode is not None:
         hint = "regions and filter_fn are those of sf.convert" if {"regions", "filter_fn"} & given.keys() else None
-        message = f"takes the options 'fusions', 'memory', 'then', got {unknown or f'mode={mode!r}'}"
+        message = (
+            f"takes the options 'fusions', 'memory', 'then', 'recipe', 'exclude', got {unknown or f'mode={mode!r}'}"
+        )
         raise _wrong(message, hint, where)
     return _backend(where, **given)(gm, example_inputs)
 
@@ -92,6 +99,7 @@ def start(
     if filter_fn is not None:
         _check_filter(filter_fn)
     _check_not_converted(model)
+    _check_recipe_fits(model, made.options)
     places = [model] if regions == "model" else _layers(model)
     if not places:
         none = "no ModuleList or Sequential in it has a member with submodules"
@@ -123,6 +131,8 @@ def _backend(
     fusions: Fusions | None = None,
     memory: Choice = "save",
     then: Literal["inductor"] | None = None,
+    recipe: Recipe | None = None,
+    exclude: Sequence[str] = UNQUANTIZED,
 ) -> ChainBackend:
     if then not in (None, "inductor"):
         raise _wrong(f'then must be None or "inductor", got {then!r}', where=where)
@@ -130,7 +140,27 @@ def _backend(
     if memory not in MODES and not (isinstance(memory, Budget) and memory.part is not None):
         hint = "a model is captured graph by graph, so bytes are for a Sequential alone: try sf.Budget(part=0.65)"
         raise _wrong(f"memory must be one of {', '.join(MODES)} or sf.Budget(part=...), got {memory!r}", hint, where)
-    return ChainBackend(RewriteOptions(fusions, allowed, memory), then)
+    check_recipe(recipe, where)
+    named = () if isinstance(exclude, str) else tuple(exclude)
+    if isinstance(exclude, str) or not all(isinstance(name, str) for name in named):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _wrong(f"exclude takes names of modules, got {exclude!r}", 'such as exclude=("lm_head",)', where)
+    return ChainBackend(RewriteOptions(fusions, allowed, memory, recipe, named), then)
+
+
+def _check_recipe_fits(model: nn.Module, options: RewriteOptions) -> None:
+    """Raise where a strict recipe cannot quantize a Linear that is not excluded, or a device has no kernels for it."""
+    recipe = options.recipe
+    for path, module in named_modules(model) if recipe is not None else ():
+        weight = getattr(module, "weight", None)
+        if type(module) is nn.Linear and isinstance(weight, Tensor) and not excluded(options.exclude, path):
+            assert recipe is not None
+            stands_for = ops.Linear(module.in_features, module.out_features, False, "meta", weight.dtype)
+            env = dataclasses.replace(Env.of(weight.device), dtype=weight.dtype, recipe=recipe)
+            try:
+                recipe_at(flatten(stands_for), 0, weight.dtype, env)
+            except InputError as error:
+                error.position, error.path = None, path
+                raise
 
 
 def _check_filter(filter_fn: Any) -> None:

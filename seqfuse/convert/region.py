@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -21,14 +21,15 @@ from ..plan.facts import Memory
 from ..plan.plan import Plan
 from ..plan.reference import draw
 from ..plan.schedule import Choice, MemoryChoice
+from ..recipes import Recipe
 from ..run.fuser import Fuser, default_fusions
 from ..run.guard import bind
 from ..run.regions import Region
 from ..run.sequential import Fusions, Sequential, install
 from .chains import Order
-from .graph import example, fake, numbers, owner
+from .graph import example, fake, numbers, owner, spelled
 from .launches import Before, Launches, Unconverted
-from .raising import Given, Transposed, node_of
+from .raising import Given, Raised, Transposed, node_of
 
 SEGMENT_BYTES = 1 << 20
 """What an autograd node is for, at least: in a small model there is little to free, or to send, before the rest."""
@@ -42,7 +43,14 @@ class CapturedRegion(nn.Module):
     gathered). They are let go after the call.
     """
 
-    def __init__(self, order: Order, fusions: Fusions | None, memory: Choice) -> None:
+    def __init__(
+        self,
+        order: Order,
+        fusions: Fusions | None,
+        memory: Choice,
+        recipe: Recipe | None = None,
+        kept_out: Container[int] = (),
+    ) -> None:
         super().__init__()
         self.order = order
         self.before: Before | None = None
@@ -50,7 +58,11 @@ class CapturedRegion(nn.Module):
         e = example(order.x)
         self.device = "cpu" if e is None else e.device.type
         # In a tuple, so that it is no submodule: its parameters are on `meta`.
-        self._model = (Sequential(*order.operations),)
+        self._model = (Sequential(*order.operations, recipe=recipe),)
+        self.recipe = recipe
+        for r in order.members if recipe is not None else ():
+            if id(r.operation) in kept_out and isinstance(r.operation, ops.Linear | ops.MergedLinear):
+                r.operation.recipe = None
         self._fuser = Fuser(self.model, default_fusions() if fusions is None else fusions, memory=memory)
         self._fuser.segment_bytes = SEGMENT_BYTES
         install(self.model, self._fuser)
@@ -95,6 +107,31 @@ class CapturedRegion(nn.Module):
             shown = self._fuser.plan_of(region.program)
             self._ran = plan, dataclasses.replace(shown, measure=memory, compare=choices)
         return self._ran[1]
+
+    @property
+    def quantized(self) -> dict[str, str | None]:
+        """The modules whose GEMMs have a recipe, by path, each with the reason where it is not quantized."""
+        plan = self.plan
+        if plan is None or self.recipe is None:
+            return {}
+        at = {q.at for q in plan.quantizations}
+        reasons = {
+            r.at: r.reason.removesuffix(", so it is not quantized")
+            for r in plan.refused
+            if r.fusion == str(self.recipe)
+        }
+        found: dict[str, str | None] = {}
+        members = {id(r.operation): r for r in self.order.members}
+        for position, node in enumerate(self._fuser.op_list().nodes):
+            raised = members.get(id(node.operation))
+            if raised is not None and isinstance(node.operation, ops.Linear | ops.MergedLinear):
+                why = (
+                    None
+                    if position in at
+                    else reasons.get(position, "excluded" if node.recipe is None else "switched off")
+                )
+                found.update(dict.fromkeys(gemms_of(raised), why))
+        return found
 
     @property
     def hooked(self) -> bool:
@@ -237,6 +274,17 @@ class CapturedRegion(nn.Module):
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")
             if module:
                 error.path = module  # that within the chain is of operations that the user did not make
+
+
+def gemms_of(raised: Raised) -> tuple[str, ...]:
+    """The paths of the modules whose GEMMs an operation stands for."""
+    nodes = [node for node in raised.took if spelled(node) in ("linear", "addmm", "matmul")] or [raised.node]
+    return tuple(sorted({owner(node) for node in nodes}))
+
+
+def excluded(names: Iterable[str], path: str) -> bool:
+    """Whether a path is among these names, or has one of them between two dots."""
+    return any(f".{name}." in f".{path}." for name in names)
 
 
 def _as_rows(x: Tensor) -> Tensor:

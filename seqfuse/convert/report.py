@@ -62,6 +62,7 @@ class GraphReport:
             none = "no operation stands for its calls" if not self.left else "the reasons are below"
             text.append(f"  nothing converted: {none}")
         text += [f"  {line}" for line in _choices(self.regions)]
+        text += [f"  {line}" for line in _quantized(self.regions)]
         count = sum(self.beside.values())
         beside = f"{counted(count, 'kernel call')} as before: {_named(self.beside)}" if count else "no kernel calls"
         text.append(f"  outside the chains: {beside}")
@@ -147,6 +148,20 @@ def _choices(regions: Sequence[CapturedRegion]) -> list[str]:
     said = [f"{name} {saved:,}\xa0B{longer(time)}" + " (used)" * used for name, (saved, time, used) in sums.items()]
     lines = textwrap.wrap(f"choices of memory: {'; '.join(said)}", 100, subsequent_indent="    ") if said else []
     return [line.replace("\xa0", " ") for line in lines]
+
+
+def _quantized(regions: Sequence[CapturedRegion]) -> list[str]:
+    """Which modules are quantized, and which are not, by the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for region in regions:
+        for path, reason in region.quantized.items():
+            said = f"quantized by {region.recipe}" if reason is None else f"not quantized, {reason}"
+            by_reason.setdefault(said, []).append(path)
+    few = {
+        said: f"{', '.join(paths[:3])}" + (f" and {len(paths) - 3} more" if paths[3:] else "")
+        for said, paths in by_reason.items()
+    }
+    return [f"{said}: {paths}" for said, paths in few.items()]
 
 
 def _folded(names: Sequence[str]) -> str:

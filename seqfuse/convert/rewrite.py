@@ -17,9 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
+from .. import ops
 from ..env import autocast_of
 from ..errors import one_line
 from ..plan.schedule import Choice
+from ..recipes import Recipe
 from ..run.sequential import Fusions
 from .chains import RaisedChain, chains_of, needed, order_of
 from .effects import CannotOrder, Effects, in_place, sort, states
@@ -32,7 +34,7 @@ from .patterns.linear import beside
 from .patterns.rope import ADDED, PURE
 from .raising import Raised, Transposed, node_of, raised
 from .reasons import ALONE, alone, left_in
-from .region import CapturedRegion
+from .region import CapturedRegion, excluded, gemms_of
 from .report import GraphReport
 
 
@@ -44,11 +46,20 @@ class RewriteOptions:
         fusions: the fusion set of the regions; the default one if `None`.
         allowed: says by the path of a module whether its calls may be converted.
         memory: what chains save for the backward pass.
+        recipe: how operands of GEMMs are quantized.
+        exclude: names of modules that are not quantized.
     """
 
     fusions: Fusions | None = None
     allowed: Callable[[str], bool] = lambda path: True
     memory: Choice = "save"
+    recipe: Recipe | None = None
+    exclude: tuple[str, ...] = ()
+
+    def quantizes(self, raised: Raised) -> bool:
+        """Whether the recipe is for an operation."""
+        has_gemms = isinstance(raised.operation, ops.Linear | ops.MergedLinear)
+        return self.recipe is not None and has_gemms and not any(excluded(self.exclude, p) for p in gemms_of(raised))
 
 
 def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> list[GraphReport]:
@@ -124,7 +135,8 @@ def _regions(
         left: list[tuple[Raised, str]] = []
         begins = set[Raised]()
         for chain in chains:
-            if len(chain.members) == 1 or not any(r.counts for r in chain.members):
+            lonely = len(chain.members) == 1 or not any(r.counts for r in chain.members)
+            if lonely and not any(map(options.quantizes, chain.members)):
                 left += [(r, ALONE) for r in chain.members]
                 lone.append(chain)
                 continue
@@ -133,7 +145,8 @@ def _regions(
             begins.update(order.apart)
             if order.apart or left:
                 continue
-            region = CapturedRegion(order, options.fusions, options.memory)
+            kept_out = {id(r.operation) for r in chain.members if not options.quantizes(r)}
+            region = CapturedRegion(order, options.fusions, options.memory, options.recipe, kept_out)
             reason = _why_not(region, chain)
             left += [(r, reason) for r in chain.members if reason is not None]
             found.append((chain, region))

@@ -135,7 +135,10 @@ def test_the_backend_takes_the_choice_of_memory():
             {"regions": "layers"},
             r"takes the options .* got 'regions'\nHint: regions and filter_fn are those of sf.convert",
         ),
-        ({"max_autotune": True}, r"takes the options 'fusions', 'memory', 'then', got 'max_autotune'$"),
+        (
+            {"max_autotune": True},
+            r"takes the options 'fusions', 'memory', 'then', 'recipe', 'exclude', got 'max_autotune'$",
+        ),
     ],
 )
 def test_the_backend_refuses_other_options(given: dict[str, Any], said: str):
