@@ -32,7 +32,7 @@ from seqfuse.kernels import (
     pointwise,
     rope,
 )
-from seqfuse.kernels.activations import ACTIVATIONS, LONGEST, composed
+from seqfuse.kernels.activations import ACTIVATIONS, composed
 from seqfuse.kernels.chains import AGAIN, PACKINGS
 from seqfuse.kernels.pointwise import Chain
 from seqfuse.testing.compile import TRITON_DTYPES, Type, Variant, type_of
@@ -42,6 +42,10 @@ PROCESSORS = 32
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 GELU = ACTIVATIONS["gelu"]
+# As many as a fusion composes, which need the most registers.
+LONGEST = composed(
+    *(ACTIVATIONS[n] for n in ("gelu", "tanh", "silu", "gelu_tanh", "quickgelu", "sigmoid", "gelu", "silu"))
+)
 Calls = Iterator[tuple[str, Callable[[], Any]]]
 
 

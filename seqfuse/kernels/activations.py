@@ -120,11 +120,6 @@ def exponential(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x, HALF: tl.constexpr):
-    return 1.0 / (1.0 + exponential(-x, HALF))
-
-
-@triton.jit
 def _sigmoid_and_slope(z, HALF: tl.constexpr):
     """Both s = sigmoid(z) and s (1 - s), which is exp(-|z|) / (1 + exp(-|z|))^2 without the cancellation of 1 - s."""
     q = exponential(-tl.abs(z), HALF)
@@ -172,7 +167,7 @@ def squared_relu_derivative(dy, x):
 @triton.jit
 def sigmoid(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """Sigmoid: y = 1 / (1 + exp(-x))."""
-    return _sigmoid(x, HALF)
+    return 1.0 / (1.0 + exponential(-x, HALF))
 
 
 @triton.jit
@@ -206,7 +201,7 @@ def tanh_derivative(y):
 @triton.jit
 def silu(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """SiLU: y = x sigmoid(x)."""
-    return x * _sigmoid(x, HALF)
+    return x * sigmoid(x, HALF)
 
 
 @triton.jit
@@ -219,7 +214,7 @@ def silu_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArg
 @triton.jit
 def quickgelu(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """QuickGeLU: y = x sigmoid(1.702 x)."""
-    return x * _sigmoid(1.702 * x, HALF)
+    return x * sigmoid(1.702 * x, HALF)
 
 
 @triton.jit
@@ -270,7 +265,7 @@ def gelu_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArg
 @triton.jit
 def gelu_tanh(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """GeLU by tanh: y = x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
-    return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), HALF)
+    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), HALF)
 
 
 @triton.jit
@@ -284,7 +279,7 @@ def gelu_tanh_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[repo
 def clamped_silu(x, P, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """SiLU of a number that is at most P[0]: y = c sigmoid(P[1] c), c = min(x, P[0]); NaN stays NaN."""
     c = tl.where(x > P[0], P[0], x)
-    return c * _sigmoid(P[1] * c, HALF)
+    return c * sigmoid(P[1] * c, HALF)
 
 
 @triton.jit
@@ -392,11 +387,6 @@ ACTIVATIONS = {
     "clamp": Activation(clamp, clamp_derivative, P=(7.0, 1.0)),
 }
 """Our activations by name."""
-
-LONGEST = composed(
-    *(ACTIVATIONS[n] for n in ("gelu", "tanh", "silu", "gelu_tanh", "quickgelu", "sigmoid", "gelu", "silu"))
-)
-"""As many as a fusion composes, which need the most registers."""
 
 _TEXTS: dict[str, Any] = dict(ACTIVATIONS)
 

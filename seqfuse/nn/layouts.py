@@ -44,16 +44,15 @@ def pack_qkv(weight: Tensor | Sequence[Tensor], layout: QKVLayout, heads: int, k
     bias = one.ndim == wanted[0]
     if one.ndim not in wanted:
         raise ValueError(f"layout {layout!r} has {wanted[1]} dimensions, {wanted[0]} for a bias, got {one.ndim}")
+    first = one if bias or layout in ("packed", "3hde") else one.movedim(0, -1)  # with E last
     if layout == "3hde":
-        _expect(one.shape[0] == 3 and one.shape[1] == heads, one, layout)
-        return one.reshape(-1) if bias else one.reshape(-1, one.shape[-1])
+        _expect(first.shape[:2] == (3, heads), one, layout)
+        return first.flatten(0, 2)
     if layout == "eh3d":
-        head, three = one.shape[-3], one.shape[-2]
-        _expect(head == heads and three == 3, one, layout)
-        return one.transpose(0, 1).reshape(-1) if bias else one.permute(2, 1, 3, 0).reshape(-1, one.shape[0])
-    features = one.shape[0] if layout == "packed" or bias else one.shape[1]
-    _expect(features % (heads + 2 * shared) == 0, one, layout)
-    return one.t().contiguous() if layout == "e3hd" and not bias else one
+        _expect(first.shape[:2] == (heads, 3), one, layout)
+        return first.transpose(0, 1).flatten(0, 2)
+    _expect(first.shape[0] % (heads + 2 * shared) == 0, one, layout)
+    return one if first is one else first.contiguous()
 
 
 def unpack_qkv(
@@ -72,10 +71,10 @@ def unpack_qkv(
     if layout == "separate":
         q, k, v = weight.split([heads * size, shared * size, shared * size])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return q, k, v  # pyright: ignore[reportUnknownVariableType]
-    if layout == "3hde":
-        return weight.reshape(3, heads, size, *weight.shape[1:])
-    if layout == "eh3d":
+    if layout in ("3hde", "eh3d"):
         whole = weight.reshape(3, heads, size, *weight.shape[1:])
+        if layout == "3hde":
+            return whole
         return whole.transpose(0, 1).contiguous() if weight.ndim == 1 else whole.permute(3, 1, 0, 2).contiguous()
     return weight.t().contiguous() if layout == "e3hd" and weight.ndim == 2 else weight
 

@@ -112,19 +112,15 @@ class _Allocations(TorchFunctionMode):
         if not set(kwargs) <= {"size", "dtype", "device", "requires_grad"}:
             return None
         grad = bool(kwargs.get("requires_grad", False))
-        if func is torch.empty_like:
-            like: Tensor = args[0]
-            if not like.is_contiguous():
-                return None  # keeps the strides of its model
-            return tuple(like.shape), kwargs.get("dtype") or like.dtype, kwargs.get("device") or like.device, grad
         if func is torch.empty:
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            return _shape(args, kwargs), dtype, kwargs.get("device"), grad
-        if func is Tensor.new_empty:
-            model: Tensor = args[0]
-            dtype = kwargs.get("dtype") or model.dtype
-            return _shape(args[1:], kwargs), dtype, kwargs.get("device") or model.device, grad
-        return None
+            return _shape(args, kwargs), kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device"), grad
+        if func is not Tensor.new_empty and func is not torch.empty_like:
+            return None
+        like: Tensor = args[0]
+        if func is torch.empty_like and not like.is_contiguous():
+            return None  # keeps the strides of its model
+        shape = tuple(like.shape) if func is torch.empty_like else _shape(args[1:], kwargs)
+        return shape, kwargs.get("dtype") or like.dtype, kwargs.get("device") or like.device, grad
 
 
 def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape:

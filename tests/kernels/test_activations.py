@@ -213,14 +213,14 @@ def test_what_selects_in_a_composition_drops_all_that_is_behind_it(device: torch
         torch.testing.assert_close(dx(*parts), torch.tensor([numbers], device=device), equal_nan=True)
 
 
-TANH_GELU = "return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), HALF)"
+TANH_GELU = "return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x), HALF)"
 RELU = "return tl.where(x <= 0.0, 0.0, x)\n\n\n@triton.jit\ndef relu_derivative"
 MUTANTS = {
     "erf for tanh": ("gelu_tanh", TANH_GELU, "return gelu(x)"),
     "tanh that cancels": ("tanh", "tl.abs(x) < 0.625, near", "tl.abs(x) < 0.0, near"),
     "gelu without its density": ("gelu", "x * 0.7071067811865476)) + x * phi", "x * 0.7071067811865476))"),
     "silu's factor": ("silu", "return s + x * slope\n", "return s - x * slope\n"),
-    "quickgelu's constant": ("quickgelu", "return x * _sigmoid(1.702 * x, HALF)", "return x * _sigmoid(1.7 * x, HALF)"),
+    "quickgelu's constant": ("quickgelu", "return x * sigmoid(1.702 * x, HALF)", "return x * sigmoid(1.7 * x, HALF)"),
     "relu that loses NaN": ("relu", RELU, RELU.replace("x <= 0.0, 0.0, x", "x > 0.0, x, 0.0")),
     "leaking derivative": ("relu", "tl.where(y <= 0.0, 0.0, dy)", "tl.where(y < 0.0, 0.0, dy)"),
     "squared relu's two": ("squared_relu", "dy * (2.0 * x)", "dy * x"),
@@ -241,10 +241,10 @@ MUTANTS = {
     "squared relu's square": ("squared_relu", "return r * r", "return r"),
     "sigmoid of the other side": (
         "sigmoid",
-        'Sigmoid: y = 1 / (1 + exp(-x))."""\n    return _sigmoid(x, HALF)',
-        '"""\n    return _sigmoid(-x, HALF)',
+        'Sigmoid: y = 1 / (1 + exp(-x))."""\n    return 1.0 / (1.0 + exponential(-x, HALF))',
+        '"""\n    return 1.0 / (1.0 + exponential(x, HALF))',
     ),
-    "silu without x": ("silu", "return x * _sigmoid(x, HALF)\n", "return _sigmoid(x, HALF)\n"),
+    "silu without x": ("silu", "return x * sigmoid(x, HALF)\n", "return sigmoid(x, HALF)\n"),
     "gelu's root of two": (
         "gelu",
         "return x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))",
@@ -255,8 +255,8 @@ MUTANTS = {
     "identity's derivative": ("identity", "return tl.zeros_like(x) + 1.0", "return x"),
     "a gate that is clamped after its sigmoid": (
         "clamped_silu",
-        "return c * _sigmoid(P[1] * c, HALF)",
-        "return c * _sigmoid(P[1] * x, HALF)",
+        "return c * sigmoid(P[1] * c, HALF)",
+        "return c * sigmoid(P[1] * x, HALF)",
     ),
     "a gradient beyond the limit": ("clamped_silu", "tl.where(x <= P[0], dy * (s", "tl.where(x <= 2 * P[0], dy * (s"),
     "clamped from above alone": ("clamp", "P[0], tl.where(x < -P[0], -P[0], x))", "P[0], x)"),
