@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated
 
 import torch
+from cyclopts import Parameter
 from torch import Tensor
 
 from ..env import Env
@@ -16,9 +17,10 @@ from ..operation import UnfusedOperation
 from ..plan import flatten
 from ..run import Sequential
 from ..testing import NotRun, check_fusion, check_op
-from . import inputs
+from . import FOUND, NOT_RUN, inputs
 from .compare import ModelRun, compare
-from .inputs import On, Spec
+from .inputs import Json, Named, On, Spec
+from .output import tell, tell_json
 from .target import Target, Unable, container, load, said
 
 _BOTH = (torch.float32, torch.bfloat16)
@@ -41,18 +43,32 @@ class CheckResult:
         return "\n    skipped: ".join((f"passed  {self.check}", *self.skipped))
 
 
-def data(found: Sequence[CheckResult]) -> dict[str, Any]:
-    """Checks as plain data."""
-    ok = all(one.failure is None and one.not_run is None for one in found)
-    return {"ok": ok, "checks": [dataclasses.asdict(one) for one in found]}
+def check(
+    target: Named,
+    /,
+    *,
+    input: Annotated[str | None, Parameter(help="What enters, such as 8x64; a model needs it.")] = None,
+    seed: int = 0,
+    json: Json = False,
+    on: Annotated[On | None, Parameter(name="*")] = None,
+) -> int:
+    """Run the test kit on an operation, a fusion or a model.
 
-
-def checked(name: str, given: str | None, on: On, seed: int) -> Iterator[CheckResult]:
-    """Make the checks that fit what is named, one after the other.
-
-    Raises:
-        Unable: if it cannot be loaded or built, cannot run here, or what is said of it does not fit.
+    Exits with 1 if it finds something; with 3 if nothing failed and a check could not run here.
     """
+    found: list[CheckResult] = []
+    for one in _checked(target, input, on or On(), seed):
+        found.append(one)
+        if not json:
+            tell(str(one), "bold" if one.failure is not None else "")
+    failed, not_run = any(one.failure is not None for one in found), any(one.not_run is not None for one in found)
+    if json:
+        tell_json({"ok": not (failed or not_run), "checks": [dataclasses.asdict(one) for one in found]})
+    return FOUND if failed else NOT_RUN if not_run else 0
+
+
+def _checked(name: str, given: str | None, on: On, seed: int) -> Iterator[CheckResult]:
+    """Make the checks that fit what is named, one after the other."""
     torch.default_generator.manual_seed(0)
     here, seed = inputs.device(on.device), inputs.seed(seed)
     dtypes = _BOTH if on.dtype is None else (inputs.floating(on.dtype),)

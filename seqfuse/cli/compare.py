@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from cyclopts import Parameter
 from torch import Tensor, nn
 
 from ..errors import InputError, hinted
@@ -22,7 +23,8 @@ from ..testing.numerics import FusedMismatch, assert_fused_close
 from ..testing.observe import name_of
 from ..testing.structure import copied
 from . import inputs
-from .inputs import Spec, Under
+from .inputs import Given, Json, Named, Spec, Under
+from .output import tell, tell_json
 from .target import Unable, container, said
 
 DRAWS = 3
@@ -81,20 +83,19 @@ class Comparison:
         lines += [f"  {failure}" for failure in found.failures]
         return "\n".join([*lines, f"  {agreed} places before it agree; {len(self.places)} were compared"])
 
-
-def data(found: Comparison) -> dict[str, Any]:
-    """A comparison as plain data."""
-    places = [
-        {
-            "pass": "forward" if seen.tensor == "y" else "backward",
-            **{name: getattr(seen, name) for name in ("at", "tensor", "operation", "path")},
-            "fusion": seen.step or seen.saver or None,
-            "failures": [*seen.failures],
-        }
-        for seen in found.places
-    ]
-    index = None if found.difference is None else found.places.index(found.difference)
-    return {"first": found.first, "second": found.second, "input": found.given, "difference": index, "places": places}
+    def data(self) -> dict[str, Any]:
+        """The same as plain data."""
+        places = [
+            {
+                "pass": "forward" if seen.tensor == "y" else "backward",
+                **{name: getattr(seen, name) for name in ("at", "tensor", "operation", "path")},
+                "fusion": seen.step or seen.saver or None,
+                "failures": [*seen.failures],
+            }
+            for seen in self.places
+        ]
+        index = None if self.difference is None else self.places.index(self.difference)
+        return {"first": self.first, "second": self.second, "input": self.given, "difference": index, "places": places}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,14 +309,26 @@ def _failures(name: str, fused: Tensor, plain: Tensor, exact: Tensor, autocast: 
     return ()
 
 
-def compared(name: str, given: str, on: Under, grad: bool, against: str, seed: int) -> Comparison:
-    """Compare what is named.
-
-    Raises:
-        Unable: if it cannot be loaded or built, or what is said of it does not fit.
-    """
-    here, x = inputs.device(on.device), on.spec(given)
+def compare_model(
+    target: Named,
+    /,
+    *,
+    input: Given,
+    against: Annotated[str, Parameter(help="unfused, or a dtype with more digits.")] = "unfused",
+    no_grad: Annotated[bool, Parameter(negative="", show_default=False, help="Compare the forward pass.")] = False,
+    seed: int = 0,
+    json: Json = False,
+    on: Annotated[Under | None, Parameter(name="*")] = None,
+) -> int:
+    """Find the first operation at which two runs differ by more than the error bound; exit 1 if there is one."""
+    on = on or Under()
+    here, x = inputs.device(on.device), on.spec(input)
     torch.default_generator.manual_seed(inputs.seed(seed))
-    model = container(on.build(name, x), name, on.part).to(here)
-    options: dict[str, Any] = {"grad": grad, "against": against, "autocast": on.autocast, "seed": seed}
-    return compare(model, x, on.channels(), here, **options)
+    model = container(on.build(target, x), target, on.part).to(here)
+    options: dict[str, Any] = {"grad": not no_grad, "against": against, "autocast": on.autocast, "seed": seed}
+    found = compare(model, x, on.channels(), here, **options)
+    if json:
+        tell_json(found.data())
+    else:
+        tell(str(found), "" if found.difference is None else "bold")
+    return int(found.difference is not None)

@@ -26,7 +26,8 @@ from ..settings import settings
 from ..testing.cases import Case, Specimen
 from ..testing.patterns import example_lists
 from ..testing.tensors import seeded_randn
-from .output import tell
+from .inputs import Json
+from .output import tell, tell_json
 
 _PACKAGES = ("seqfuse", "torch", "triton", "numpy", "cyclopts", "rich", "transformers")
 
@@ -58,6 +59,16 @@ class Examination:
     kernels: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
     can_run: dict[str, list[str]] = dataclasses.field(default_factory=dict[str, list[str]])
     cannot_run: dict[str, dict[str, list[str]]] = dataclasses.field(default_factory=dict[str, dict[str, list[str]]])
+
+
+def doctor(*, json: Json = False) -> int:
+    """Show devices, versions, caches, plug-ins, and which fusions can run here; exit 1 if there is a warning."""
+    report = examine()
+    if json:
+        tell_json({**dataclasses.asdict(report), "executable": sys.executable})
+    else:
+        show(report)
+    return int(bool(report.warnings))
 
 
 def examine() -> Examination:
@@ -232,11 +243,6 @@ def show(report: Examination) -> None:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-
-
-def data(report: Examination) -> dict[str, Any]:
-    """A report as plain data."""
-    return {**dataclasses.asdict(report), "executable": sys.executable}
 
 
 def _setting(value: Any) -> str:

@@ -18,6 +18,10 @@ from ..env import Env
 from ..hardware import CARDS
 from .target import Unable, load
 
+Named = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
+Given = Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")]
+Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print JSON.")]
+
 _DTYPES = {
     torch.float32: ("float32", "fp32", "f32", "float"),
     torch.bfloat16: ("bfloat16", "bf16"),

@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+from cyclopts import Parameter
 
 from ..env import Env, rows_of
 from ..plan import Plan
 from . import inputs
-from .inputs import Under
+from .inputs import Json, Named, Under
+from .output import write
 from .target import Unable, container
 
 Form = Callable[[Plan], str]
 FORMS: dict[str, Form] = {".svg": Plan.svg, ".json": lambda plan: plan.json(indent=2), ".txt": str}
 
 
-def planned(name: str, given: str | None, on: Under, memory: str | None, grad: bool) -> Plan:
-    """The plan of what is named.
+def plan(
+    target: Named,
+    /,
+    *,
+    input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
+    memory: Annotated[str | None, Parameter(help="save, balanced, lean, or a number of bytes.")] = None,
+    no_grad: Annotated[bool, Parameter(negative="", show_default=False, help="Plan for inference.")] = False,
+    json: Json = False,
+    output: Annotated[
+        Path | None, Parameter(help="Write to this file, whose ending says the form: .svg, .json or .txt.")
+    ] = None,
+    on: Annotated[Under | None, Parameter(name="*")] = None,
+) -> None:
+    """Show what is fused and why not more, here or for --device cuda:sm_90, a machine that is not here."""
+    form = form_of(json, output)
+    write(form(_planned(target, input, on or Under(), memory, not no_grad)), output)
 
-    Raises:
-        Unable: if it cannot be loaded or built, or what is said of it does not fit.
-    """
+
+def _planned(name: str, given: str | None, on: Under, memory: str | None, grad: bool) -> Plan:
     spec = None if given is None else on.spec(given)
     if on.channel and spec is None:
         raise Unable("--channel says what enters beside the input: give --input, too")

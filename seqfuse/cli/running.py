@@ -4,63 +4,67 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from cyclopts import Parameter
 
 from .. import compiler
 from ..convert import convert
 from ..env import why_no_c
 from ..operation import FusableOperation
-from ..tune import TuneReport, tune
+from ..tune import tune
 from ..tune.shadow import MODES
 from . import inputs
-from .inputs import Under
+from .inputs import Given, Json, Named, Under
+from .output import tell, tell_json
 from .target import Unable, part_of
 
 
-def tuned(name: str, given: str, on: Under, modes: str, budget: float | None, file: Path | None) -> TuneReport:
-    """Tune what is named for an input.
-
-    Raises:
-        Unable: if it cannot be loaded or built, or what is said of it does not fit.
-    """
-    here, spec = inputs.device(on.device), on.spec(given)
-    model = part_of(on.build(name, spec).to(here), name, on.part)
+def tune_model(
+    target: Named,
+    /,
+    *,
+    input: Given,
+    modes: Literal["train", "eval", "both"] = "both",
+    budget: Annotated[float | None, Parameter(help="Seconds after which no measurement is begun.")] = None,
+    file: Annotated[Path | None, Parameter(help="Keep measurements in this file.")] = None,
+    json: Json = False,
+    on: Annotated[Under | None, Parameter(name="*")] = None,
+) -> None:
+    """Measure every candidate fusion here, so that plans use those that are faster."""
+    on = on or Under()
+    here, spec = inputs.device(on.device), on.spec(input)
+    model = part_of(on.build(target, spec).to(here), target, on.part)
     x, extra = on.drawn(model, spec, here)
     with on.surroundings(here.type, True):
-        return tune(model, x, modes=MODES if modes == "both" else modes, budget=budget, file=file, **extra)
+        report = tune(model, x, modes=MODES if modes == "both" else modes, budget=budget, file=file, **extra)
+    if json:
+        tell_json({**dataclasses.asdict(report), "file": None if report.file is None else str(report.file)})
+    else:
+        tell(str(report))
 
 
-def data(report: TuneReport) -> dict[str, Any]:
-    """A report as plain data."""
-    return {**dataclasses.asdict(report), "file": None if report.file is None else str(report.file)}
-
-
-def warmed(name: str, given: str, on: Under) -> str:
-    """Compile the C kernels of a model on this CPU by one step with random numbers; says how many were compiled.
-
-    A model without operations of this library is converted for that.
-
-    Raises:
-        Unable: if it cannot be loaded or run, or nothing compiles here.
-    """
+def warm(target: Named, /, *, input: Given, on: Annotated[Under | None, Parameter(name="*")] = None) -> None:
+    """Compile the C kernels that a model calls on this CPU, so that its first step does not wait for them."""
     if reason := why_no_c():
         raise Unable(reason)
-    here, spec, grad = torch.device("cpu"), on.spec(given), not on.evaluate
-    model = on.build(name, spec).train(grad)
+    on = on or Under()
+    here, spec, grad = torch.device("cpu"), on.spec(input), not on.evaluate
+    model = on.build(target, spec).train(grad)
     if not any(isinstance(module, FusableOperation) for module in model.modules()):
         convert(model)
-    chosen = cast(Any, part_of(model, name, on.part))
+    chosen = cast(Any, part_of(model, target, on.part))
     x, extra = on.drawn(model, spec, here)
     before = _kernels()
+    # One step with random numbers.
     with on.surroundings("cpu", grad):
         out: Any = chosen(x.requires_grad_(grad and x.is_floating_point()), **extra)
         several: list[Any] = [*out] if isinstance(out, tuple) else [out, *getattr(out, "__dict__", {}).values()]
         made = [t for t in several if isinstance(t, torch.Tensor) and t.requires_grad]
         torch.autograd.backward(made, [torch.ones_like(t) for t in made])
     now = _kernels()
-    return f"{len(now - before)} kernels compiled, {len(now)} kept in {compiler.folder()}"
+    tell(f"{len(now - before)} kernels compiled, {len(now)} kept in {compiler.folder()}")
 
 
 def _kernels() -> set[Path]:
