@@ -9,6 +9,7 @@ import torch
 
 from ..env import Env, constant_under_compile, short
 from ..errors import InputError
+from ..group import ParameterShard
 from ..recipes import Recipe, current
 from .flatten import Node, located
 
@@ -56,7 +57,8 @@ def recipe_at(
     recipe: Any = None if default is False else default if node.recipe is ... else node.recipe
     if recipe is None:
         return None
-    reason = f"{node.name} derives from {node.derives.__name__}" if node.derives else _why_not(operation, dtype, wide)
+    reason = f"{node.name} derives from {node.derives.__name__}" if node.derives else None
+    reason = reason or _why_not(operation, recipe, dtype, wide)
     if reason is not None:
         if recipe.strict:
             raise InputError(f"{recipe} is strict, and {reason}", code="SF108", **located(nodes, position))
@@ -68,7 +70,7 @@ def recipe_at(
     return recipe
 
 
-def _why_not(operation: Any, dtype: torch.dtype | None, wide: bool) -> str | None:
+def _why_not(operation: Any, recipe: Recipe, dtype: torch.dtype | None, wide: bool) -> str | None:
     if dtype is not None and dtype not in _QUANTIZED and not (wide and dtype is torch.float64):
         return f"{short(dtype)} is not quantized"
     for sizes in operation.gemms:
@@ -76,7 +78,20 @@ def _why_not(operation: Any, dtype: torch.dtype | None, wide: bool) -> str | Non
             if size % MULTIPLE or not size:
                 return f"{name} {size} is not a multiple of {MULTIPLE}"
     if len(operation.shards):  # whose truth Dynamo does not trace
-        return "its weight is sharded over processes"
+        return _straddles(operation.shards["weight"], recipe)
+    return None
+
+
+def _straddles(shard: ParameterShard, recipe: Recipe) -> str | None:
+    """Why a shard of a weight would have other scales than the whole: blocks along it have to end where it ends."""
+    high, wide = recipe.block("weight", "columns" if shard.dim == 0 else "rows")
+    block = high if shard.dim == 0 else wide
+    if block is None:
+        return "its weight is sharded over processes, which would have scales of their own"
+    for size in shard.parts:
+        own = size // shard.group.size
+        if own % block:
+            return f"its weight is sharded over processes, and {own} of {size} is not a multiple of {block}"
     return None
 
 

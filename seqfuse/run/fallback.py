@@ -69,7 +69,7 @@ def recovered(
     return found
 
 
-def instead(step: Step, run: Callable[..., Any], segment: Segment, seeds: Any, x: Tensor, **given: Any) -> Any:
+def instead(step: Step, run: Callable[..., Any], segment: Segment, seeds: Any, x: Tensor, /, **given: Any) -> Any:
     """Run a forward fusion, or its operations where it fails: for one behind a step that cannot run again with it."""
     try:
         return run(x, **given)

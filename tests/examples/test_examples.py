@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import sys
@@ -94,6 +95,20 @@ def test_a_hugging_face_model_is_converted_trained_and_generates(tmp_path: Path)
     assert sum(line.startswith("graph ") for line in lines) == 1
     assert "MergedLinear, SwiGLU, Linear" in " ".join(" ".join(lines).split())  # the chain, over several lines
     assert lines[-1].endswith("; the same tokens after undo: True")
+
+
+def test_low_precision_trains_each_recipe_beside_seeds_of_bfloat16(tmp_path: Path) -> None:
+    data = tmp_path / "text.txt"
+    data.write_text("".join(f"{n} and {n + 1} make {2 * n + 1};\n" for n in range(2000)))
+    options = ["--data", str(data), "--steps", "20", "--dim", "32", "--layers", "1", "--seeds", "2"]
+    lines = run(str(EXAMPLES / "low_precision.py"), *options, folder=tmp_path)
+    losses = [float(line.split("validation loss ")[1].split(",")[0]) for line in lines[:-1]]
+    assert len(losses) == 6
+    assert max(losses) < 4.5 < math.log(256)
+    assert 0 < max(abs(loss - losses[0]) for loss in losses[2:]) < 0.05
+    assert losses[0] != losses[1]
+    assert all(line.endswith("; 4 GEMMs") for line in lines[2:-1])
+    assert re.fullmatch(r"\d of 4 recipes end within the spread of 2 seeds of bfloat16", lines[-1])
 
 
 @pytest.mark.full  # test_language_model_trains_on_a_file runs by default

@@ -1,0 +1,132 @@
+"""Recipes over several processes, by DDP, FSDP2, tensor and sequence parallel: numbers are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops, recipes
+from seqfuse.recipes import Recipe
+from seqfuse.testing import assert_bitwise_equal, seeded_randn
+from tests.parallel.sharded import copy_shares, results, share_of
+from tests.processes import Facts
+
+from .named import RECIPES
+from .test_engine import X, model_of
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+
+
+def trained(model: nn.Module, inner: sf.Sequential, steps: int = 3) -> list[Tensor]:
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(X * (1 + step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def like_one_process(make: Any) -> None:
+    """With the same tokens in each process the mean of gradients is that of one, but for what a sum of three rounds."""
+    for recipe in RECIPES:
+        alone = model_of(recipe)
+        expected = trained(alone, alone)
+        inner = model_of(recipe)
+        model = make(inner)
+        losses = trained(model, inner)
+        assert torch.equal(losses[0], expected[0]), f"{recipe}: {losses} {expected}"
+        torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0, msg=lambda m, r=recipe: f"{r}: {m}")
+        plain = model_of()
+        assert not torch.equal(trained(plain, plain)[0], expected[0])
+
+
+def ddp() -> None:
+    like_one_process(nn.parallel.DistributedDataParallel)
+
+
+def fsdp() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def make(model: sf.Sequential) -> nn.Module:
+        fully_shard(model[3])
+        fully_shard(model)
+        whole = {p.shape[0] for p in model.parameters()}
+        assert all(size % 3 for size in whole)  # uneven shards
+        return model
+
+    like_one_process(make)
+
+
+def gathered_weights_have_the_codes_of_one_process() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for recipe in RECIPES:
+        alone, model = model_of(recipe), model_of(recipe)
+        fully_shard(model)
+        with torch.no_grad():
+            assert_bitwise_equal([model(X)], [alone(X)])
+
+
+def parallel(recipe: Recipe | None, hidden: int, sequence: bool, group: Any = None) -> sf.Sequential:
+    """A column and a row, whole or divided, with weights that are small whole numbers: their sums are exact."""
+    column: dict[str, Any] = {} if group is None else {"parallel": "column", "group": group}
+    row: dict[str, Any] = {} if group is None else {"parallel": "row", "group": group}
+    for way in (column, row) if sequence and group is not None else ():
+        way["sequence_dim"] = 0
+    model = sf.Sequential(ops.Linear(64, hidden, **column), ops.ReLU(), ops.Linear(hidden, 32, **row), recipe=recipe)
+    if group is None:
+        for i, p in enumerate(model.parameters()):
+            p.data = (seeded_randn(tuple(p.shape), i) * 3).round()
+    else:
+        copy_shares(model, parallel(None, hidden, sequence))
+    return model
+
+
+def tensor_parallel() -> None:
+    x, dy = (seeded_randn((64, 64), 5) * 4).round(), (seeded_randn((64, 32), 6) * 2).round()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for recipe, hidden in ((recipes.MXFP8(strict=True), 64), (recipes.Float8BlockScaling(strict=True), 256)):
+        for sequence in (False, True):
+            whole, model = parallel(recipe, hidden, sequence), parallel(recipe, hidden, sequence, dist.group.WORLD)
+            given, d = (t.chunk(world)[rank] if sequence else t for t in (x, dy))
+            y, grads = results(model, given, d)
+            expected_y, expected = results(whole, x, dy)
+            plain_y, plain = results(parallel(None, hidden, sequence), x, dy)
+            shares = {name: share_of(model, name, t) for name, t in expected.items() if name != "x"}
+            dx = expected["x"].chunk(world)[rank] if sequence else expected["x"]
+            want = {"y": expected_y.chunk(world)[rank] if sequence else expected_y, "x": dx, **shares}
+            for name, t in want.items():
+                torch.testing.assert_close({"y": y, **grads}[name], t, rtol=1e-5, atol=1e-5 * float(t.abs().max()))
+            assert float((plain_y - expected_y).abs().max()) > 1e-3 * float(plain_y.abs().max())
+            assert any(not torch.equal(plain[name], expected[name]) for name in plain)
+
+
+def shards_that_blocks_do_not_end_with() -> None:
+    x = seeded_randn((64, 64), 5)
+    for recipe, hidden, reason in [
+        (recipes.MXFP8(), 32, "16 of 32 is not a multiple of 32"),
+        (recipes.Float8BlockScaling(), 128, "64 of 128 is not a multiple of 128"),
+        (recipes.Float8CurrentScaling(), 256, "would have scales of their own"),
+    ]:
+        model, plain = (parallel(r, hidden, False, dist.group.WORLD) for r in (recipe, None))
+        assert_bitwise_equal([model(x)], [plain(x)])
+        assert reason in " ".join(str(model.plan(x)).split())
+
+
+FACTS = Facts({
+    2: [tensor_parallel, shards_that_blocks_do_not_end_with],
+    3: [ddp, fsdp, gathered_weights_have_the_codes_of_one_process],
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "work"), FACTS.cases)
+def test_in_processes(world: int, work: str):
+    FACTS.check(world, work)
