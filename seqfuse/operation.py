@@ -159,6 +159,7 @@ class UnfusedOperation(FusableOperation):
 
     Attributes:
         outputs: names of extra tensors `fwd` returns as `(y, {name: tensor}, Saved)`.
+        integers: those of the outputs that are of integers, which have no gradient.
         dy_may_be_none: whether `bwd` takes `None` for a `dy` nobody used, where an extra output was used; else zeros.
         layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
         is_view: whether y and the outputs are x itself, or views of it. Where nothing else stands between two barriers
@@ -187,6 +188,7 @@ class UnfusedOperation(FusableOperation):
 
     Saved: ClassVar[type[Saved]] = Saved
     outputs: ClassVar[tuple[str, ...]] = ()
+    integers: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "any"
     dy_may_be_none: ClassVar[bool] = False
     is_view: bool = False

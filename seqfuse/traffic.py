@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from .env import Env, Savings
 from .hardware import STEP
 from .operation import Traffic, UnfusedOperation
+
+FLOPS: dict[Any, Callable[..., int]] = {}
+"""FLOPs of operators of this library, of the shapes of their arguments; the modules that define them fill it."""
 
 _Kinds = tuple[type[UnfusedOperation], ...]
 _Features = tuple[tuple[int, int] | None, ...]

@@ -275,7 +275,7 @@ class Chain:
             }
             if self.sums:
                 # With fewer stages fewer addresses live at once, of which a sum over columns needs the registers.
-                stages = 1 if itemsize == 8 else 2 if DOT_GATED in self.kinds else 3
+                stages = 1 if itemsize == 8 or DOT_GATED in self.kinds else 3
                 constexprs |= {"SUMS": self.sums, "STAGES": stages, "SUMS_IN_TURN": self.interleaved_sums}
             found = self._tiles[key] = (block_m, block_n, constexprs)
         return found

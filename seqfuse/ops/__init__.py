@@ -9,7 +9,9 @@ from .channels import Add, Fork, Multiply, Residual, Take, TokenScale
 from .collectives import AllGather, AllReduce, CopyToTensorParallel, ReduceScatter
 from .dropout import Dropout, DropPath
 from .embedding import Embedding, PositionEmbedding
+from .experts import Permute, Route, Unpermute
 from .gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, ScaledSwiGLU, SReGLU, SwiGLU
+from .grouped import GroupedLinear
 from .l2norm import L2Norm
 from .linear import Bias, Linear
 from .mergedlinear import MergedLinear
@@ -42,6 +44,7 @@ __all__ = [
     "Embedding",
     "Fork",
     "GeLU",
+    "GroupedLinear",
     "Identity",
     "L2Norm",
     "LayerNorm",
@@ -49,6 +52,7 @@ __all__ = [
     "Linear",
     "MergedLinear",
     "Multiply",
+    "Permute",
     "PositionEmbedding",
     "QKNorm",
     "QuickGeLU",
@@ -59,6 +63,7 @@ __all__ = [
     "Reshape",
     "Residual",
     "RotaryEmbedding",
+    "Route",
     "SReGLU",
     "Scale",
     "ScaledSwiGLU",
@@ -70,6 +75,7 @@ __all__ = [
     "Tanh",
     "TokenScale",
     "Transpose",
+    "Unpermute",
 ]
 
 if not TYPE_CHECKING:  # type checkers know what is here

@@ -18,6 +18,7 @@ from ..env import Env
 from ..errors import one_line
 from ..operation import FusableOperation, UnfusedOperation
 from ..saved import Recompute, Saved
+from ..traffic import FLOPS
 from .cost_lookup import describe
 from .fake import faking, is_fake, laid_like
 from .flatten import HOOKS, Node, global_hooks
@@ -188,7 +189,8 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entering: 
 
     # Torch has no formula for the CPU's kernel, and before torch 2.13 none for fewer heads of keys than of queries.
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    extra = {getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): attention for kernel in kernels}
+    extra: dict[Any, Any] = {**FLOPS}
+    extra |= {getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): attention for kernel in kernels}
     flops = list[int]()
 
     @contextlib.contextmanager

@@ -358,7 +358,8 @@ class Wants:
             x = bool(wanted)
             if wanted and live_from == stop:
                 live_from = position
-            carries.update((channel, x) for _, channel in node.outputs)
+            whole = getattr(node.operation, "integers", ())
+            carries.update((channel, x and name not in whole) for name, channel in node.outputs)
         return cls(live_from, needs)
 
 

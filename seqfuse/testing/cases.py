@@ -184,7 +184,13 @@ class Specimen:
 
     def names(self) -> tuple[str, ...]:
         """Everything a gradient can be wanted of: `x`, channels, parameters."""
-        return ("x", *self.inputs, *self.named(self.nodes))
+        given = [name for name in self.inputs if not self._is_whole(name)]
+        return ("x", *given, *self.named(self.nodes))
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether a channel was given integers, such as ends of groups: none are drawn, and they have no gradient."""
+        like = self.channels.get(name)
+        return like is not None and not (like.is_floating_point() or like.is_complex())
 
     def shape_at(self, shape: Shape) -> list[Shape]:
         """Shape of what enters each operation, and of what leaves the last; raises `ValueError` where one refuses."""
@@ -219,6 +225,9 @@ class Specimen:
         shapes = None
         for i, name in enumerate(self.inputs):
             like = self.channels.get(name)
+            if like is not None and self._is_whole(name):
+                inputs[name] = like.detach().clone()
+                continue
             if like is None:
                 shapes = shapes or self.shape_at(case.shape)
                 at = next(p for p, node in enumerate(self.nodes) if any(c == name for _, c in node.inputs))
@@ -254,10 +263,10 @@ class Specimen:
         """
         inputs = self.inputs_for(case, seed)
         if wide:
-            inputs = {name: t.double().contiguous() for name, t in inputs.items()}
+            inputs = {n: t.double().contiguous() if t.is_floating_point() else t for n, t in inputs.items()}
         parameters = self.named(flatten(bench.root))
         for name, t in (*inputs.items(), *parameters.items()):
-            t.requires_grad_(name not in case.frozen)
+            t.requires_grad_(name not in case.frozen and t.is_floating_point())
         for p in parameters.values() if seed != self.seed else ():
             p.data.copy_(varied(p.data.to(case.dtype), seed))
         watch = Untouched({**inputs, **parameters})

@@ -161,7 +161,7 @@ def _check_declarations(specimen: Specimen) -> None:
         if node.eager is not None or not isinstance(operation, UnfusedOperation):
             raise AssertionError(f"{node.name} cannot be fused or checked: {node.eager}")
         absent: dict[str, Any] = vars(operation)["_parameters"]
-        known = {"x", *node.slots, *absent, *(name for name, _ in node.inputs)}
+        known = {"x", *node.slots, *absent, *operation.forward_signature.extras}
         for field, names in operation.Saved._for.items():  # pyright: ignore[reportPrivateUsage]
             if names - known:
                 unknown = ", ".join(map(repr, sorted(names - known)))
@@ -289,11 +289,12 @@ def _fields_read(back: Pass) -> set[str]:
 def _check_gradients_numerically(specimen: Specimen, shape: Shape) -> None:
     bench, case = specimen.bench(torch.float64), Case(shape, torch.float64)
     inputs = specimen.inputs_for(case, specimen.seed)
-    tensors = (*inputs.values(), *specimen.named(bench.nodes).values())
+    given = {name: t for name, t in inputs.items() if t.is_floating_point()}
+    tensors = (*given.values(), *specimen.named(bench.nodes).values())
 
     def call(*perturbed: Tensor) -> Any:  # parameters are perturbed in place
         with seeded(specimen.seed, specimen.x.device):
-            return bench(**dict(zip(inputs, perturbed, strict=False)))
+            return bench(**{**inputs, **dict(zip(given, perturbed, strict=False))})
 
     if any(t.numel() for t in tensors):
         leaves = tuple(t.requires_grad_() for t in tensors)

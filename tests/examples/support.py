@@ -48,15 +48,25 @@ def example(operation: type[sf.UnfusedOperation]) -> tuple[sf.UnfusedOperation, 
     raise ValueError(f"no input here is one of {operation.__name__}")
 
 
+def channel(name: str, x: torch.Tensor, made: sf.UnfusedOperation) -> torch.Tensor:
+    """A tensor for an extra input: of those with names of their own what they hold, of others one like x."""
+    if isinstance(made, ops.TokenScale):
+        return x[..., :1].clone()
+    lead = x.shape[:-1]
+    known = {
+        "offsets": torch.arange(1, 4, dtype=torch.int32), "experts": torch.zeros(*lead, 2, dtype=torch.int64),
+        "rows": torch.arange(lead.numel()).view(lead), "probs": torch.ones(lead, dtype=x.dtype),
+    }  # fmt: skip
+    return known[name] if name in known else x.clone()
+
+
 def runs(operation: type[sf.UnfusedOperation], dtype: torch.dtype) -> bool:
     """Whether both passes run on a CPU."""
     made, x = example(operation)
     between = isinstance(made, ops.Take)  # which needs a fork before it
     model = sf.Sequential(*([ops.Fork(), made, ops.Add()] if between else [made])).to(dtype)
     x = x.to(dtype) if x.is_floating_point() else x
-    # Of a channel of factors for tokens one for each, of others a tensor like x.
-    wide = slice(1) if isinstance(made, ops.TokenScale) else slice(None)
-    given: dict[str, Any] = {name: x[..., wide].clone() for name in model.channels.inputs}
+    given: dict[str, Any] = {name: channel(name, x, made) for name in model.channels.inputs}
     x = x.requires_grad_() if x.is_floating_point() else x
     try:
         with torch.random.fork_rng(devices=[]):

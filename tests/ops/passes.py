@@ -26,6 +26,8 @@ _PICKY = (
     "CrossAttention",
     "Embedding",
     "GELU",
+    "GroupedLinear",
+    "Permute",
     "PositionEmbedding",
     "QKNorm",
     "L2Norm",
@@ -33,6 +35,7 @@ _PICKY = (
     "RotaryEmbedding",
     "ScaledSwiGLU",
     "TokenScale",
+    "Unpermute",
 )
 NAMES = tuple(name for name in ops.__all__ if name not in _PICKY)
 

@@ -25,7 +25,7 @@ ALL = [
 GIVEN: dict[str, Any] = {
     "in_features": 4, "out_features": 4, "num_classes": 4, "normalized_shape": 4, "heads": 2, "head_dim": 4, "size": 4,
     "style": "half", "max_positions": 4, "embedding_dim": 4, "num_embeddings": 4, "embed_dim": 4, "dim": 4, "layers": 1,
-    "dim0": 0, "dim1": 1, "factor": 2.0, "limit": 1.0, "name": "by",
+    "dim0": 0, "dim1": 1, "factor": 2.0, "limit": 1.0, "name": "by", "groups": 2, "experts": 4, "top_k": 2,
 }  # fmt: skip
 # torch names these, or anything may be given.
 FREE = ("group", "device", "args", "kwargs", "layer", "attention", "shape")

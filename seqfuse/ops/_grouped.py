@@ -1,0 +1,179 @@
+"""GEMMs of groups of rows with a weight each, whose ends are on the device: as operators, and as plain torch.
+
+On a CPU the ends are read and each group is one GEMM of torch, which takes any dtype and strides, and no more time than
+`torch.nn.functional.grouped_mm`. On other devices nothing is read, and it is that function where it takes the tensors;
+it leaves rows beyond the last end as they were, so that these are set to zero behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..traffic import FLOPS
+from ._mm import linear_into, mm
+from ._philox import watched
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# torch gives what it registers no types.
+_library: Any = torch.library.Library("seqfuse", "FRAGMENT")
+_torch_library: Any = torch.library
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+
+
+def is_watched(x: Tensor) -> bool:
+    """Whether what runs is recorded, or x has no numbers to read."""
+    return watched() or _dispatch_modes() > 0 or x.is_meta
+
+
+def spans(offsets: Tensor, rows: int) -> Iterator[tuple[int, int]]:
+    """First and last row of each group, within those that there are; `offsets` is read."""
+    start, ends = 0, cast(list[int], offsets.tolist())  # pyright: ignore[reportUnknownMemberType]
+    for end in ends:
+        end = min(max(end, start), rows)
+        yield start, end
+        start = end
+
+
+def inside(offsets: Tensor, rows: int) -> Tensor:
+    """Whether each row is of a group, bool [rows, 1]; nothing is read."""
+    return (torch.arange(rows, device=offsets.device) < last(offsets)).unsqueeze(-1)
+
+
+def last(offsets: Tensor) -> Tensor:
+    """The last end, [1]."""
+    return offsets.narrow(0, offsets.shape[0] - 1, 1)
+
+
+def of_group(offsets: Tensor, rows: int) -> list[Tensor]:
+    """For each group which rows are its own, bool [rows, 1]; nothing is read."""
+    at = torch.arange(rows, device=offsets.device)
+    ends = offsets.to(torch.int64)
+    starts = F.pad(ends.narrow(0, 0, ends.shape[0] - 1), (1, 0))
+    return [
+        ((at >= start) & (at < end)).unsqueeze(-1) for start, end in zip(starts.unbind(), ends.unbind(), strict=True)
+    ]
+
+
+def plain(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y by differentiable calls of torch: each row with every weight, of which one is kept."""
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    for g, own in enumerate(of_group(offsets, x.shape[0])):
+        made = F.linear(torch.where(own, x, 0), weight.select(0, g), None if bias is None else bias.select(0, g))
+        y = torch.where(own, made, y.to(made.dtype))
+    return y
+
+
+def _takes(*operands: Tensor) -> bool:
+    """Whether torch's GEMM of groups takes operands of these dtypes and strides."""
+    dtype = operands[0].dtype
+    return dtype in _DTYPES and all(
+        t.dtype is dtype and all(stride == 1 or stride * t.element_size() % 16 == 0 for stride in t.stride())
+        for t in operands
+    )
+
+
+def _forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    if not x.is_cpu:
+        return forward_unread(x, weight, offsets, bias)
+    y, end = x.new_empty(x.shape[0], weight.shape[1]), 0
+    for g, (start, end) in enumerate(spans(offsets, x.shape[0])):
+        if end > start:
+            linear_into(y[start:end], x[start:end], weight[g], None if bias is None else bias[g])
+    y[end:].zero_()
+    return y
+
+
+def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    """`grouped_linear` by calls that run on any device and read no offsets on the host."""
+    rows = x.shape[0]
+    if not _takes(x, weight):
+        return plain(x, weight, offsets, bias)
+    y = F.grouped_mm(x, weight.mT, offs=offsets.to(torch.int32).clamp(max=rows))
+    if bias is not None:
+        group = torch.searchsorted(offsets, torch.arange(rows, device=x.device, dtype=offsets.dtype), right=True)
+        y = y + bias.index_select(0, group.clamp(max=bias.shape[0] - 1))
+    return torch.where(inside(offsets, rows), y, 0)
+
+
+def _weight_grad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    if not x.is_cpu:
+        return weight_grad_unread(dy, x, offsets)
+    made = x.new_empty(len(offsets), dy.shape[1], x.shape[1])
+    for g, (start, end) in enumerate(spans(offsets, x.shape[0])):
+        if end > start:
+            made[g].copy_(mm(dy[start:end].t(), x[start:end]))
+        else:
+            made[g].zero_()
+    return made
+
+
+def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """`grouped_weight_grad` by calls that run on any device and read no offsets on the host."""
+    rows = x.shape[0]
+    if _takes(dy, x):
+        return F.grouped_mm(dy.mT, x, offs=offsets.to(torch.int32).clamp(max=rows))
+    return torch.stack([mm(torch.where(own, dy, 0).mT, torch.where(own, x, 0)) for own in of_group(offsets, rows)])
+
+
+def _bias_grad(dy: Tensor, offsets: Tensor) -> Tensor:
+    if not dy.is_cpu:
+        return torch.stack([torch.where(own, dy, 0).sum(0) for own in of_group(offsets, dy.shape[0])])
+    return torch.stack([dy[start:end].sum(0) for start, end in spans(offsets, dy.shape[0])])
+
+
+def _operator(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], schema: str) -> Any:
+    """A function as an operator, which is called where a compiler, a mode or a counter of FLOPs watches."""
+    _library.define(f"{name}{schema} -> Tensor")
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    _torch_library.register_fake(f"seqfuse::{name}", fake, lib=_library)
+    recorded = getattr(torch.ops.seqfuse, name)
+
+    def call(first: Tensor, *others: Any) -> Tensor:
+        if is_watched(first):
+            return recorded(first, *others)
+        return function(first, *others)
+
+    return call
+
+
+def _forward_like(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _weight_grad_like(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
+
+
+def _bias_grad_like(dy: Tensor, offsets: Tensor) -> Tensor:
+    return dy.new_empty(offsets.shape[0], dy.shape[1])
+
+
+grouped_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _operator(
+    "grouped_linear", _forward, _forward_like, "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias)"
+)
+"""y of rows x [R, K], weights [G, N, K], ends of groups [G] and biases [G, N]; zeros beyond the last end."""
+grouped_weight_grad: Callable[[Tensor, Tensor, Tensor], Tensor] = _operator(
+    "grouped_weight_grad", _weight_grad, _weight_grad_like, "(Tensor dy, Tensor x, Tensor offsets)"
+)
+"""The gradient of each weight, dy_g^T x_g, [G, N, K]; zeros for a group without rows."""
+grouped_bias_grad: Callable[[Tensor, Tensor], Tensor] = _operator(
+    "grouped_bias_grad", _bias_grad, _bias_grad_like, "(Tensor dy, Tensor offsets)"
+)
+"""The sum of the rows of dy of each group, [G, N]."""
+
+
+def _forward_flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * x[0] * weight[1] * weight[2]
+
+
+def _weight_grad_flops(dy: Sequence[int], x: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * x[0] * dy[1] * x[1]
+
+
+FLOPS[torch.ops.seqfuse.grouped_linear] = _forward_flops
+FLOPS[torch.ops.seqfuse.grouped_weight_grad] = _weight_grad_flops

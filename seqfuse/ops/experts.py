@@ -1,0 +1,427 @@
+"""Experts: the router of a mixture, and the ways of tokens to their experts and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .. import operation as sf
+from ..casts import dtype_of
+from ..env import Env
+from ..errors import InputError
+from ._grouped import inside, is_watched, last
+from ._mm import linear, mm
+from ._parameters import parameter, required
+from ._tensors import check_last, floating, stats_dtype
+
+
+class Route(sf.UnfusedOperation):
+    """y = x; experts, probs: which experts each token goes to, and the factor of what each of them makes of it.
+
+    Forward: logits = x weight^T + bias; scores = softmax(logits) or sigmoid(logits); experts = the `top_k` greatest of
+    scores + correction, of ties any; probs = scale scores[experts], divided by their sum where they are normalized.
+    With groups = (n, m) the experts are cut into n equal groups, and only those of the m best groups are taken: the
+    score of a group is that of its best expert, with a correction the sum of its two best.
+
+    Backward: through probs alone, as the choice has no gradient. dscores has the gradient of each factor at its expert
+    and zeros elsewhere; dlogits = scores (dscores - sum of dscores scores), of a sigmoid
+    dscores scores (1 - scores); dx = dy + dlogits weight; dweight = dlogits^T x; dbias = sum of dlogits over tokens.
+
+    x, y: [*, in_features], experts: [*, top_k] int64, probs: [*, top_k] float32 (float64 for float64),
+    weight: [experts, in_features], bias: [experts]. Scores and all that follows are in the dtype of probs.
+    Saved: x for dweight, weight for dx, logits [*, experts] in their dtype, experts.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; sigmoid, correction and groups: DeepSeek-AI 2024, arXiv:2412.19437.
+
+    Args:
+        in_features: last dimension of x.
+        experts: how many there are.
+        top_k: how many each token goes to.
+        score: `"softmax"` or `"sigmoid"`.
+        normalize: whether the factors of a token are divided by their sum.
+        bias: whether the logits have a bias.
+        correction: whether a buffer `correction` [experts] is added to scores for the choice alone. It starts from
+            zeros; whoever balances the experts changes it.
+        groups: how many groups, and how many of them a token may go to.
+        scale: a factor of all probs.
+        to: names of the channels of experts and probs.
+
+    Raises:
+        ValueError: for numbers that do not fit together.
+        InputError: (SF101) for an x that is not of real numbers.
+    """
+
+    outputs = ("experts", "probs")
+    integers = ("experts",)
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="weight")  # [*, in_features]
+        weight: Tensor = sf.field(for_="x")  # [experts, in_features], the parameter itself
+        logits: Tensor  # [*, experts]
+        experts: Tensor  # [*, top_k] int64
+
+    is_view = True
+
+    def __init__(
+        self,
+        in_features: int,
+        experts: int,
+        top_k: int,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        bias: bool = False,
+        correction: bool = False,
+        groups: Sequence[int] | None = None,
+        scale: float = 1.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        to: Sequence[str] = ("experts", "probs"),
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k must be between 1 and the {experts} experts, got {top_k}")
+        if groups is not None:
+            cut, taken = groups
+            if not (0 < taken <= cut and experts % cut == 0 and top_k <= taken * (experts // cut)):
+                message = f"groups must cut {experts} experts equally and leave {top_k} of them, got {tuple(groups)}"
+                raise ValueError(message)
+        self.in_features, self.experts, self.top_k, self.score = in_features, experts, top_k, score
+        self.normalize, self.scale = normalize, float(scale)
+        self.groups = None if groups is None else (groups[0], groups[1])
+        self.to_channels = tuple(to)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty((experts, in_features), **made))
+        self.register_parameter("bias", nn.Parameter(torch.empty(experts, **made)) if bias else None)
+        self.register_buffer("correction", torch.zeros(experts, device=device) if correction else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+        for p in self.parameters():
+            nn.init.uniform_(p, -bound, bound)
+
+    @property
+    def channels(self) -> Mapping[str, str | None]:
+        return dict(zip(self.outputs, self.to_channels, strict=True))
+
+    def reference(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        floating(x, "Route")
+        logits = self._logits(x, self.weight, parameter(self, "bias"))
+        scores = self._scores(logits)
+        experts = self.chosen(scores.detach())
+        return x, {"experts": experts, "probs": self._factors(scores.gather(-1, experts))}
+
+    def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(x, weight, bias).to(stats_dtype(x))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+
+    def chosen(self, scores: Tensor) -> Tensor:
+        """The experts of each token."""
+        correction = self._buffers.get("correction")
+        scores = scores if correction is None else scores + correction
+        if self.groups is not None:
+            cut, taken = self.groups
+            grouped = scores.reshape(*scores.shape[:-1], cut, -1)
+            best = grouped.topk(min(2, grouped.shape[-1]), -1).values if correction is not None else grouped
+            best = best.sum(-1) if correction is not None else best.amax(-1)
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(taken, -1).indices, True)
+            scores = grouped.masked_fill(~kept.unsqueeze(-1), -math.inf).reshape(scores.shape)
+        return scores.topk(self.top_k, -1).indices
+
+    def _factors(self, scores: Tensor) -> Tensor:
+        if self.normalize:
+            scores = scores / self._total(scores)
+        return scores if self.scale == 1.0 else scores * self.scale
+
+    def _total(self, scores: Tensor) -> Tensor:
+        total = scores.sum(-1, keepdim=True)
+        return total if self.score == "softmax" else total + 1e-20  # each of them may be 0
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
+        floating(x, "Route")
+        weight, bias = required(self, "weight"), parameter(self, "bias")
+        logits = self._logits(x, weight, bias)
+        scores = self._scores(logits)
+        experts = self.chosen(scores)
+        probs = self._factors(scores.gather(-1, experts))
+        return x, {"experts": experts, "probs": probs}, self.Saved(x=x, weight=weight, logits=logits, experts=experts)
+
+    def bwd(
+        self,
+        dy: Tensor | None,
+        saved: Saved,
+        *,
+        d_experts: Tensor | None,
+        d_probs: Tensor | None,
+        needs: frozenset[str],
+    ) -> tuple[Tensor | None, sf.Grads]:
+        if d_probs is None:
+            grads: dict[str, Tensor | None] = {
+                name: torch.zeros_like(required(self, name)) for name in ("weight", "bias") if name in needs
+            }
+            return dy, grads
+        dlogits = self._dlogits(d_probs, saved.logits, saved.experts)
+        wide, dx = dlogits.reshape(-1, self.experts), None
+        grads = {"bias": wide.sum(0).to(dtype_of(self, "bias"))} if "bias" in needs else {}
+        if "x" in needs:
+            rows = wide if wide.dtype is saved.weight.dtype else wide.to(saved.weight.dtype)
+            dx = mm(rows, saved.weight).view(*dlogits.shape[:-1], self.in_features)
+            dx = dx if dy is None else dx.to(dy.dtype) + dy
+        if "weight" in needs:
+            rows = wide if wide.dtype is saved.x.dtype else wide.to(saved.x.dtype)
+            grads["weight"] = mm(rows.t(), saved.x.reshape(-1, self.in_features))
+        return dx, grads
+
+    def _dlogits(self, d_probs: Tensor, logits: Tensor, experts: Tensor) -> Tensor:
+        scores = self._scores(logits)
+        taken = scores.gather(-1, experts)
+        d = d_probs.to(scores.dtype) * self.scale
+        if self.normalize:
+            total = self._total(taken)
+            d = (d - (d * taken).sum(-1, keepdim=True) / total) / total
+        dscores = torch.zeros_like(scores).scatter_(-1, experts, d)
+        if self.score == "sigmoid":
+            return dscores * scores * (1 - scores)
+        return scores * (dscores - (dscores * scores).sum(-1, keepdim=True))
+
+    dy_may_be_none = True
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        return sf.Traffic(8, 2, 1) if backward else sf.Traffic(5, 1, 0)
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        check_last(shape, self.in_features)
+        return shape
+
+    @classmethod
+    def example(cls, x: Tensor) -> Route:
+        return cls(x.shape[-1], 6, 2, device=x.device, dtype=x.dtype)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_features}, {self.experts}, {self.top_k}, {self.score!r}, normalize={self.normalize}"
+        named = {
+            "bias": self._parameters.get("bias") is not None,
+            "correction": self._buffers.get("correction") is not None,
+        }
+        text += "".join(f", {name}=True" for name, given in named.items() if given)
+        text += "" if self.groups is None else f", groups={self.groups}"
+        return text + ("" if self.scale == 1.0 else f", scale={self.scale:g}")
+
+
+def _kept(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Whether each pair of a token and an expert was not dropped: its row is of a group."""
+    return rows < last(offsets)
+
+
+class Permute(sf.UnfusedOperation):
+    """y: each token once for each of its experts, sorted by expert; offsets: where each expert's rows end.
+
+    Rows of y, taken in order, are those of expert 0, then of expert 1, and so on, each in the order of the tokens. A
+    token whose expert is not one of 0 to experts - 1, such as -1, is dropped there: its row comes last, behind all
+    offsets, and is zeros, as what `GroupedLinear` gives for it.
+
+    Backward: dx = sum of dy over the rows of each token that was not dropped, in float32 (float64 for float64), rounded
+    once, and in the order of its experts.
+
+    x: [*, H], experts: [*, top_k] integers, y: [*, top_k, H], offsets: [experts] int32, rows: [*, top_k] int64, the row
+    of y that each token has for each expert.
+    Saved: rows and offsets.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; Gale et al. 2022, arXiv:2211.15841, of dropping none.
+
+    Args:
+        experts: how many there are.
+        top_k: how many each token goes to.
+        name: channel of the experts of each token, as `Route` makes it.
+        to: names of the channels of offsets and rows.
+
+    Raises:
+        ValueError: for numbers below 1.
+        InputError: (SF101) for experts of another shape, or that are not integers.
+    """
+
+    outputs = ("offsets", "rows")
+    integers = ("offsets", "rows")
+    autocast = "same"
+
+    class Saved(sf.Saved):
+        rows: Tensor  # [*, top_k] int64
+        offsets: Tensor  # [experts] int32
+
+    def __init__(
+        self, experts: int, top_k: int, *, name: str = "experts", to: Sequence[str] = ("offsets", "rows")
+    ) -> None:
+        super().__init__()
+        if experts < 1 or top_k < 1:
+            raise ValueError(f"experts and top_k must be at least 1, got {experts} and {top_k}")
+        self.experts, self.top_k, self.name, self.to_channels = experts, top_k, name, tuple(to)
+
+    @property
+    def channels(self) -> Mapping[str, str | None]:
+        return {"experts": self.name, **dict(zip(self.outputs, self.to_channels, strict=True))}
+
+    def check(self, shape: Sequence[int], experts: Tensor) -> None:
+        """Raise InputError unless each token of an x of this shape has its experts."""
+        wanted = (*shape[:-1], self.top_k)
+        if tuple(experts.shape) != wanted or experts.is_floating_point() or experts.is_complex():
+            got = f"{tuple(experts.shape)} {experts.dtype}"
+            message = f"expects the experts of each token, integers {wanted}, got {got}"
+            raise InputError(message, code="SF101", operation="Permute")
+
+    def sorted(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which pair of a token and an expert each row of y is, where each pair's row is, and the ends of experts."""
+        flat = experts.reshape(-1).to(torch.int64)
+        flat = torch.where((flat < 0) | (flat >= self.experts), self.experts, flat)
+        order = flat.argsort(stable=True)
+        rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        return order, rows.view(experts.shape), counts.narrow(0, 0, self.experts).cumsum(0).to(torch.int32)
+
+    def reference(self, x: Tensor, *, experts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        self.check(x.shape, experts)
+        order, rows, offsets = self.sorted(experts)
+        y = x.reshape(-1, x.shape[-1]).index_select(0, order // self.top_k)
+        y = torch.where(inside(offsets, len(y)), y, 0)
+        return y.view(*x.shape[:-1], self.top_k, x.shape[-1]), {"offsets": offsets, "rows": rows}
+
+    def fwd(self, x: Tensor, *, experts: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
+        self.check(x.shape, experts)
+        order, rows, offsets = self.sorted(experts)
+        y = x.reshape(-1, x.shape[-1]).index_select(0, order // self.top_k)
+        if y.is_cpu and not is_watched(y):
+            y[int(offsets[-1]) :].zero_()
+        else:
+            y = torch.where(inside(offsets, len(y)), y, 0)
+        y = y.view(*x.shape[:-1], self.top_k, x.shape[-1])
+        return y, {"offsets": offsets, "rows": rows}, self._saved(rows, offsets)
+
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, d_offsets: Tensor | None, d_rows: Tensor | None
+    ) -> tuple[Tensor, sf.Grads]:
+        return gathered(dy, saved.rows, saved.offsets, None), {"experts": None}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape:
+            raise ValueError("expects at least one dimension")
+        return (*shape[:-1], self.top_k, shape[-1])
+
+    @classmethod
+    def example(cls, x: Tensor) -> Permute:
+        return cls(4, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.experts}, {self.top_k}"
+
+
+def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
+    """The sum over the rows of each token that was not dropped, each times its factor, in float32, rounded once.
+
+    x: [*, top_k, H], rows, probs: [*, top_k], offsets: [G].
+    """
+    wide, size = stats_dtype(x), x.shape[-1]
+    flat, at = x.reshape(-1, size), rows.reshape(-1, rows.shape[-1])
+    kept = _kept(at, offsets)
+    factors = None if probs is None else torch.where(kept, probs.reshape(at.shape).to(wide), 0)
+    total = torch.zeros(len(at), size, dtype=wide, device=x.device)
+    for j in range(at.shape[1]):  # in this order, whatever the number of threads or of tokens is
+        part = flat.index_select(0, at.select(1, j)).to(wide)
+        part = torch.where(kept.narrow(1, j, 1), part, 0)
+        total = total + (part if factors is None else part * factors.narrow(1, j, 1))
+    return total.to(x.dtype).view(*rows.shape[:-1], size)
+
+
+class Unpermute(sf.UnfusedOperation):
+    """y = sum over experts of probs x: what experts made of each token, summed with its factors. It undoes `Permute`.
+
+    Forward: with r = rows_tj the row of token t for its expert j, y_t = sum over j of probs_tj x_r, without those that
+    were dropped, in float32 (float64 for float64), in the order of j, rounded once.
+
+    Backward: dx_r = probs_tj dy_t, zeros for those that were dropped;  dprobs_tj = sum over features of dy_t x_r, 0 for
+    those.
+
+    x: [*, top_k, H], rows, probs: [*, top_k], offsets: [experts], y: [*, H]. y has the dtype of x.
+    Saved: x for dprobs, probs for dx, rows, offsets.
+    Source: Shazeer et al. 2017, arXiv:1701.06538.
+
+    Args:
+        probs: channel of the factors, as `Route` makes it. `None` for factors of 1.
+        rows: channel of the rows of each token, as `Permute` makes it.
+        offsets: channel of the ends of the experts.
+
+    Raises:
+        InputError: (SF101) for an x or factors of another shape than that of the rows.
+    """
+
+    class Saved(sf.Saved):
+        x: Tensor | None = sf.field(for_="probs")  # [*, top_k, H]; `None` without factors
+        probs: Tensor | None = sf.field(for_="x")  # [*, top_k]
+        rows: Tensor  # [*, top_k] int64
+        offsets: Tensor  # [experts] int32
+
+    autocast = "same"
+
+    def __init__(self, probs: str | None = "probs", *, rows: str = "rows", offsets: str = "offsets") -> None:
+        super().__init__()
+        self.probs, self.rows, self.offsets = probs, rows, offsets
+
+    @property
+    def channels(self) -> Mapping[str, str | None]:
+        given = {"rows": self.rows, "offsets": self.offsets}
+        return given if self.probs is None else {**given, "probs": self.probs}
+
+    def check(self, x: Tensor, rows: Tensor, probs: Tensor | None) -> None:
+        """Raise InputError unless there is a row of x for each token and expert, and a factor."""
+        floating(x, "Unpermute")
+        if tuple(rows.shape) != tuple(x.shape[:-1]):
+            message = f"expects x [*, top_k, H] with the rows {tuple(rows.shape)}, got {tuple(x.shape)}"
+            raise InputError(message, code="SF101", operation="Unpermute")
+        if probs is not None and probs.shape != rows.shape:
+            message = f"expects probs of the shape of the rows, {tuple(rows.shape)}, got {tuple(probs.shape)}"
+            raise InputError(message, code="SF101", operation="Unpermute")
+
+    def reference(self, x: Tensor, *, rows: Tensor, offsets: Tensor, probs: Tensor | None = None) -> Tensor:
+        self.check(x, rows, probs)
+        return gathered(x, rows, offsets, probs)
+
+    def fwd(self, x: Tensor, *, rows: Tensor, offsets: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Saved]:
+        self.check(x, rows, probs)
+        kept = None if probs is None else x
+        return gathered(x, rows, offsets, probs), self.Saved(x=kept, probs=probs, rows=rows, offsets=offsets)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        rows, size = saved.rows, dy.shape[-1]
+        wide, at, flat = stats_dtype(dy), rows.reshape(-1, rows.shape[-1]), dy.reshape(-1, size)
+        kept = _kept(at, saved.offsets)
+        dx = dprobs = None
+        if "x" in needs:
+            factors = kept.to(wide)
+            if saved.probs is not None:
+                factors = torch.where(kept, saved.probs.reshape(at.shape).to(wide), 0)
+            scaled = torch.where(kept.unsqueeze(-1), flat.to(wide).unsqueeze(1) * factors.unsqueeze(-1), 0)
+            scaled = scaled.to(dy.dtype).view(-1, size)
+            dx = torch.empty_like(scaled).index_copy_(0, at.view(-1), scaled).view(*rows.shape, size)
+        if "probs" in needs:
+            assert saved.x is not None
+            x = saved.x.reshape(-1, size)
+            parts = [(flat.to(wide) * x.index_select(0, at.select(1, j)).to(wide)).sum(-1) for j in range(at.shape[1])]
+            dprobs = torch.where(kept, torch.stack(parts, -1), 0).view(rows.shape)
+        return dx, {"probs": dprobs, "rows": None, "offsets": None}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if len(shape) < 2:
+            raise ValueError(f"expects [*, top_k, H], got shape {tuple(shape)}")
+        return (*shape[:-2], shape[-1])
+
+    @classmethod
+    def example(cls, x: Tensor) -> Unpermute:
+        return cls()
+
+    def extra_repr(self) -> str:
+        return "" if self.probs == "probs" else f"probs={self.probs!r}"

@@ -1,0 +1,163 @@
+"""GroupedLinear: a Linear for each group of rows, as the experts of a router are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import operation as sf
+from ..casts import lowered
+from ..env import Env, autocast_of
+from ..errors import InputError
+from ..maingrad import Accumulated, accumulated
+from ._grouped import grouped_bias_grad, grouped_linear, grouped_weight_grad, plain, spans
+from ._parameters import parameter, required
+from ._tensors import check_last
+from .linear import gemm_traffic
+
+
+class GroupedLinear(sf.UnfusedOperation):
+    """y_i = x_i weight_g^T + bias_g for row i of group g: a `Linear` for each group of rows, which lie in order.
+
+    Rows are those of x with all leading dimensions taken as one. Group g has the rows from offsets[g - 1] (0 for the
+    first) up to offsets[g]; it may have none. Rows at offsets[groups - 1] and beyond are of no group: their y and dx
+    are zeros. Offsets stay on the device: the host does not read them on a GPU.
+
+    Backward: dx_i = dy_i weight_g;  dweight_g = sum of dy_i^T x_i,  dbias_g = sum of dy_i over the rows of group g,
+    exact zeros for a group without rows.
+
+    x: [*, in_features], y: [*, out_features], weight: [groups, out_features, in_features],
+    bias: [groups, out_features], offsets: [groups] int32 or int64, not falling; ends beyond the last row are that row.
+    Saved: x for dweight, weight for dx, under autocast its cast, offsets.
+    Initial values are those of a `torch.nn.Linear` for each group.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; Gale et al. 2022, arXiv:2211.15841, of groups of any size.
+
+    Args:
+        groups: how many weights.
+        in_features: last dimension of x.
+        out_features: last dimension of y.
+        bias: whether each group has a bias.
+        offsets: channel of the ends of the groups, as `Permute` makes it.
+
+    Raises:
+        ValueError: for no group.
+        InputError: (SF101) for offsets that are not one integer for each group; (SF106) where the weight is `None`.
+    """
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="weight")  # [*, in_features]
+        weight: Tensor = sf.field(for_="x")  # [groups, out_features, in_features], the parameter, or its cast
+        offsets: Tensor  # [groups]
+
+    same_dtype = True
+    autocast = "lower"
+
+    def __init__(
+        self,
+        groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        offsets: str = "offsets",
+    ) -> None:
+        super().__init__()
+        if groups < 1:
+            raise ValueError(f"expects at least one group, got {groups}")
+        self.groups, self.in_features, self.out_features, self.offsets = groups, in_features, out_features, offsets
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty((groups, out_features, in_features), **made))
+        self.register_parameter("bias", nn.Parameter(torch.empty((groups, out_features), **made)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start each group from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+        for p in self.parameters():
+            nn.init.uniform_(p, -bound, bound)
+
+    @property
+    def channels(self) -> dict[str, str | None]:
+        return {"offsets": self.offsets}
+
+    def check(self, offsets: Tensor) -> None:
+        """Raise InputError unless there is one whole number for each group."""
+        whole = not (offsets.is_floating_point() or offsets.is_complex() or offsets.dtype is torch.bool)
+        if not whole or tuple(offsets.shape) != (self.groups,):
+            got = f"{tuple(offsets.shape)} {offsets.dtype}"
+            message = f"expects the ends of {self.groups} groups, integers {(self.groups,)}, got {got}"
+            raise InputError(message, code="SF101", operation="GroupedLinear")
+
+    def reference(self, x: Tensor, *, offsets: Tensor) -> Tensor:
+        self.check(offsets)
+        y = plain(x.reshape(-1, self.in_features), self.weight, offsets, parameter(self, "bias"))
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def fwd(self, x: Tensor, *, offsets: Tensor) -> tuple[Tensor, Saved]:
+        self.check(offsets)
+        weight, bias = required(self, "weight"), parameter(self, "bias")
+        given, dtype = x, autocast_of(x.device.type)
+        if dtype is not None and x.dtype is not torch.float64:
+            given, weight = x.to(dtype), lowered(weight, always=True)
+            bias = None if bias is None else bias.to(dtype)
+        y = grouped_linear(given.reshape(-1, self.in_features), weight, offsets, bias)
+        return y.view(*x.shape[:-1], self.out_features), self._saved(given, weight, offsets)
+
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor | None, sf.Grads]:
+        rows, dx = dy.reshape(-1, self.out_features), None
+        if "x" in needs:
+            weight = saved.weight.conj() if dy.is_complex() else saved.weight
+            rows = rows if rows.dtype is weight.dtype else rows.to(weight.dtype)
+            dx = grouped_linear(rows, weight.mT, saved.offsets, None).view(*dy.shape[:-1], self.in_features)
+        grads: dict[str, Tensor | Accumulated | None] = {"offsets": None}
+        if "bias" in needs:
+            grads["bias"] = grouped_bias_grad(rows, saved.offsets)
+        if "weight" in needs:  # last: what fails before it may fall back
+            x = saved.x.reshape(-1, self.in_features)
+            x = x.conj() if dy.is_complex() else x
+            rows = rows if rows.dtype is x.dtype else rows.to(x.dtype)
+            buffer = main_grads.pop("weight", None) if main_grads else None
+            grads["weight"] = self._weight_grad(rows, x, saved.offsets, buffer)
+        return dx, grads
+
+    def _weight_grad(self, dy: Tensor, x: Tensor, offsets: Tensor, buffer: Tensor | None) -> Tensor | Accumulated:
+        if buffer is None:
+            return grouped_weight_grad(dy, x, offsets)
+        if x.is_cpu:  # not rounded to the dtype of dy before it is added
+            for g, (start, end) in enumerate(spans(offsets, len(x))):
+                buffer[g].addmm_(dy[start:end].to(buffer.dtype).t(), x[start:end].to(buffer.dtype))
+        else:
+            buffer.add_(grouped_weight_grad(dy, x, offsets))
+        return accumulated
+
+    @property
+    def features(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        return gemm_traffic(env, *self.features, backward)
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        check_last(shape, self.in_features)
+        return (*shape[:-1], self.out_features)
+
+    @classmethod
+    def example(cls, x: Tensor) -> GroupedLinear:
+        return cls(3, x.shape[-1], x.shape[-1] + 3, device=x.device, dtype=x.dtype)
+
+    @classmethod
+    def examples(cls, x: Tensor) -> tuple[GroupedLinear, ...]:
+        return (cls.example(x), cls(2, x.shape[-1], 4, bias=False, device=x.device, dtype=x.dtype))
+
+    def extra_repr(self) -> str:
+        text = (
+            f"{self.groups}, {self.in_features}, {self.out_features}, bias={self._parameters.get('bias') is not None}"
+        )
+        return text + (f", offsets={self.offsets!r}" if self.offsets != "offsets" else "")
