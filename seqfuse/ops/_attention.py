@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import env
 from ..compiler import CompileError
 from ..group import divided
+from ..hardware import C_ATTENTION_WORTHWHILE
 from ..kernels import triton_installed
 from . import _sdpa
 from ._philox import drop_mask, drop_spans, gave_up, has_c, masked, watched
@@ -37,7 +38,7 @@ _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 interpreting = False
 # Whether the seed decides each mask on every device: the test kit says so.
 seeds_decide = False
-Kernel = Literal["cpu", "triton", "blocks"] | _sdpa.Backend
+Kernel = Literal["cpu", "c", "triton", "blocks"] | _sdpa.Backend
 QKV = tuple[Tensor, Tensor, Tensor]
 # The largest rounding error of a log-sum-exp that weights may be made of.
 _ROUNDED = 1e-5
@@ -87,8 +88,7 @@ class Scores:
         if self.seed is not None and self.seed.numel() == 2:
             return "flash"
         keys = shape[-2] if k is None else k.shape[-2]
-        bounded = self.window is not None and self.window < keys
-        plain = not self.p and self.softcap is None
+        bounded, plain = self._bounded(keys), not self.p and self.softcap is None
         if q.device.type == "meta" and self.cu_seqlens is None and q.is_floating_point():
             return "cpu"  # which has no numbers to limit, and makes the shapes at once
         cpu = q.device.type == "cpu"
@@ -96,6 +96,8 @@ class Scores:
         if cpu:
             if ours:
                 return "triton"
+            if self._in_c(q, keys):
+                return "c"
             return "cpu" if plain and not bounded and q.is_floating_point() else "blocks"
         if plain and self.mask is None and q.device.type == "cuda" and torch.version.hip is None:
             if bounded or self.cu_seqlens is not None or keys != q.shape[-2]:
@@ -104,6 +106,41 @@ class Scores:
             elif (found := _sdpa.backend(q, q if k is None else k, self.causal)) is not None:
                 return found
         return "triton" if ours else "blocks"
+
+    def _bounded(self, keys: int) -> bool:
+        return self.window is not None and self.window < keys
+
+    def beyond_torch(self, keys: int) -> bool:
+        """Whether torch has no kernel for a CPU that does this."""
+        return self.p > 0 or self.softcap is not None or self._bounded(keys)
+
+    def _in_c(self, q: Tensor, keys: int) -> bool:
+        """Whether a C kernel does this, of plain tensors on a CPU."""
+        drops = self.seed is not None and self.p > 0
+        if torch.compiler.is_compiling() or stats_dtype(q) is not torch.float32 or self.p >= 1 or not has_c(q):
+            return False
+        small = q.dtype is not torch.float32 or q.numel() * keys < C_ATTENTION_WORTHWHILE
+        if self.cu_seqlens is not None or (small and not self.beyond_torch(keys)):
+            return False
+        from ..kernels.c import attention, mask
+
+        if watched() or not all(mask.takes(t) for t in (q, self.seed, self.mask) if t is not None):
+            return False
+        if type(q) is not Tensor:  # a plan, which has no numbers
+            attention.ask(drops, q.dtype)
+            return True
+        try:
+            attention.compiled(drops, q.dtype)
+        except CompileError as error:
+            gave_up("Attention", error)
+            return False
+        return True
+
+    def limits(self) -> Any:
+        """All but the tensors, as the C kernels take it."""
+        from ..kernels.c.attention import Limits
+
+        return Limits(self.scale, self.causal, self.window, self.softcap, 0.0 if self.seed is None else self.p)
 
     def draws(self, q: Tensor) -> bool:
         """Whether FlashAttention drops the weights of q [B, H, S, D], by a mask that torch's generator decides.
@@ -247,6 +284,11 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
         y, lse, state = _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens, how.p)
         how.seed = state if how.p else how.seed
         return y, lse
+    if kernel == "c":
+        from ..kernels.c.attention import attention_fwd as run_in_c
+
+        mask = None if how.mask is None else additive(how.mask, torch.float32)
+        return run_in_c(q, k, v, how.limits(), mask, how.seed)
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
         y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
@@ -262,7 +304,7 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
 
 
 def attend_grads(
-    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, apart: bool = False
+    dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Scores, kernel: Kernel, apart: bool = False
 ) -> tuple[Tensor, ...] | None:
     """The gradients of q, k and v, [B, S, heads, D], by a kernel of torch in one call; `None` where none does it.
 
@@ -270,10 +312,12 @@ def attend_grads(
     dy and y: [B, S, H, D].
     """
     if kernel in _sdpa.BACKENDS:
+        assert y is not None
         limits = how.scale, how.causal, how.window, how.cu_seqlens
         return _sdpa.backward(dy, *qkv, y, lse, kernel, *limits, how.p, how.seed)
-    if kernel == "triton" or how.cu_seqlens is not None:
+    if kernel in ("triton", "c") or how.cu_seqlens is not None:
         return None
+    assert y is not None
     q, k, v = qkv
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     shared = q.shape[1] // k.shape[1] if apart else 1
@@ -284,16 +328,24 @@ def attend_grads(
     return tuple([d.transpose(1, 2) for d in (dq, *others)])
 
 
-def attend_backward(dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, out: QKV) -> None:
+def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Scores, kernel: Kernel, out: QKV) -> None:
     """Write dq, dk and dv into `out`, shaped as q, k and v, where `attend_grads` does not make them.
 
-    dy and y: [B, S, H, D].
+    dy and y, which a C kernel does not read: [B, S, H, D].
     """
     if kernel == "triton":
         from ..kernels.attention import attention_bwd
 
+        assert y is not None
         attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
         return
+    if kernel == "c":
+        from ..kernels.c.attention import attention_bwd as run_in_c
+
+        mask = None if how.mask is None else additive(how.mask, torch.float32)
+        run_in_c(dy, *qkv, out, how.limits(), mask, how.seed)
+        return
+    assert y is not None
     assert how.cu_seqlens is not None
     mask = None if how.mask is None else additive(how.mask, qkv[0].dtype)
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
@@ -333,17 +385,12 @@ def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
     batch, heads, length, size = q.shape
     y = q.new_empty(batch, length, heads, size)
     lse = q.new_empty(batch, heads, length, dtype=stats_dtype(q))
-    grouped, c = _grouped(qkv, how), _softmax_in_c(qkv, how)
+    grouped = _grouped(qkv, how)
     for rows, keys in _blocks(qkv, how):
-        scores, _, _ = _scores(grouped, rows, keys, how if c is None else _by_masks(how))
-        if c is None:
-            weights, sums, _ = _weights(scores)
-            drop = _drop(qkv, rows, keys, how)
-            if drop is not None:
-                weights = masked(weights, drop, how.p)
-        else:
-            weights = scores.contiguous()
-            sums = c.weights_(weights, _place(c, qkv, rows, keys, how), how.seed, how.p).unsqueeze(-1)
+        weights, sums, _ = _weights(_scores(grouped, rows, keys, how)[0])
+        drop = _drop(qkv, rows, keys, how)
+        if drop is not None:
+            weights = masked(weights, drop, how.p)
         lse[:, :, rows] = sums.flatten(1, 2).squeeze(-1)
         y[:, rows] = (weights @ grouped[2][..., keys, :]).flatten(1, 2).transpose(1, 2).to(y.dtype)
     return y, lse
@@ -355,24 +402,17 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     dmask = q.new_zeros(how.mask.shape) if needs_mask and how.mask is not None else None
     dy = unflatten(dy.transpose(1, 2), 1, *q.shape[1:3]).to(q.dtype)
-    c = _softmax_in_c(qkv, how)
     for rows, keys in _blocks(qkv, how):
-        scores, bent, hidden = _scores(grouped, rows, keys, how if c is None else _by_masks(how))
+        scores, bent, hidden = _scores(grouped, rows, keys, how)
         d = dy[..., rows, :]
         dweights = d @ v[..., keys, :].mT
         # What is NaN or Inf spoils no gradient of a key that is not seen.
-        if c is None:
-            weights, _, blind = _weights(scores)
-            kept, drop = weights, _drop(qkv, rows, keys, how)
-            if drop is not None:
-                dweights, kept = masked(dweights, drop, how.p), masked(weights, drop, how.p)
-            dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
-            dscores = dscores.masked_fill_(blind if hidden is None else blind | hidden, 0)
-        else:
-            kept, dscores = scores.contiguous(), dweights.to(scores.dtype).contiguous()
-            c.gradients_(kept, dscores, _place(c, qkv, rows, keys, how), how.seed, how.p)
-            if hidden is not None:
-                dscores = dscores.masked_fill_(hidden, 0)
+        weights, _, blind = _weights(scores)
+        kept, drop = weights, _drop(qkv, rows, keys, how)
+        if drop is not None:
+            dweights, kept = masked(dweights, drop, how.p), masked(weights, drop, how.p)
+        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        dscores = dscores.masked_fill_(blind if hidden is None else blind | hidden, 0)
         if dmask is not None:
             _add_to_mask(dmask, dscores.flatten(1, 2), rows, keys)
         if out is None:
@@ -386,39 +426,6 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
         out[1].copy_(dk.squeeze(2))
         out[2].copy_(dv.squeeze(2))
     return dmask
-
-
-def _softmax_in_c(qkv: QKV, how: Scores) -> Any:
-    """The C kernels for the softmax of scores and its dropout, where they run: of plain tensors on a CPU."""
-    q = qkv[0]
-    if stats_dtype(q) is not torch.float32 or not has_c(q) or watched():
-        return None
-    from ..kernels.c import mask, softmax
-
-    drops = how.seed is not None and how.p > 0
-    given = qkv if how.seed is None else (*qkv, how.seed)
-    if how.p >= 1 or not all(map(mask.takes, given)):
-        return None
-    if type(q) is not Tensor:  # a plan, which has no numbers
-        softmax.ask(drops)
-        return None
-    try:
-        softmax.compiled(drops)
-    except CompileError as error:
-        gave_up("Attention", error)
-        return None
-    return softmax
-
-
-def _by_masks(how: Scores) -> Scores:
-    """The limits that are not those of the C kernels, which know rows and keys by their places."""
-    if not how.causal and how.window is None:
-        return how
-    return dataclasses.replace(how, causal=False, window=None)
-
-
-def _place(c: Any, qkv: QKV, rows: slice, keys: slice, how: Scores) -> Any:
-    return c.ScoreBlock(rows.start, keys.start, qkv[0].shape[2], qkv[1].shape[2], how.causal, how.window)
 
 
 def _grouped(qkv: QKV, how: Scores) -> QKV:

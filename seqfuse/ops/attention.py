@@ -117,12 +117,16 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
         seed = None if seed is None or not self.random else seed
         q, k, _ = qkv = self.split([*map(self._fit, inputs)])
         how = self._scores(x, q.shape[-1], mask, cu_seqlens, seed, 0.0 if seed is None else self.dropout)
-        kernel = "blocks" if "attn_mask" in needs else "flash" if how.draws(q) else how.kernel(q, k)
+        kernel = "flash" if how.draws(q) else how.kernel(q, k)
+        if "attn_mask" in needs and kernel != "c":  # its gradient is made in blocks
+            kernel = "blocks"
         y, lse = attend(qkv, how, kernel)
         y = y.flatten(2)
         if x.ndim != 3:
             y, lse = y.reshape(self.infer(x.shape)), lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
-        return y, None if kernel == "blocks" else y, lse, how
+        # Where torch has no kernel that would read it, y is not kept.
+        made_again = kernel == "blocks" or (kernel == "c" and ("attn_mask" in needs or how.beyond_torch(k.shape[-2])))
+        return y, None if made_again else y, lse, how
 
     def _gradients(
         self, dy: Tensor, inputs: Sequence[Tensor], saved: Any, cu_seqlens: Tensor | None, needs: frozenset[str]
@@ -136,22 +140,29 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
         dy = (dy if dy.dtype is q.dtype else dy.to(q.dtype)).reshape(batch, length, heads, size)
         lse = saved.lse if x.ndim == 3 else saved.lse.reshape(batch, heads, length)
         y, kernel, dmask, made = saved.y, how.kernel(q, k), None, list[Tensor]()
-        if y is None or needs_mask or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse)):
-            made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fit] if needed else made
-            dmask = attend_blocks_backward(dy, qkv, how, self.split(made) if needed else None, needs_mask)
-        elif needed:
-            given = dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel
+        in_blocks = kernel != "c" and (
+            needs_mask or y is None or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse))
+        )
+        if needs_mask or in_blocks:
+            made = self._new(fit) if needed and in_blocks else made
+            dmask = attend_blocks_backward(dy, qkv, how, self.split(made) if made else None, needs_mask)
+        if needed and not in_blocks:
+            given = dy.contiguous(), qkv, None if y is None else y.reshape(dy.shape), lse, how, kernel
             grads = attend_grads(*given, self.apart)
             if grads is not None:
                 made = self.joined(grads, fit)
             else:
-                made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fit]
+                made = self._new(fit)
                 attend_backward(*given, self.split(made))
         if dmask is not None and saved.mask is not None:
             dmask = dmask.view(*(x.shape[:-2] if x.ndim > 3 else dmask.shape[:1]), *dmask.shape[1:])
             dmask = dmask.sum_to_size(saved.mask.shape).to(saved.mask.dtype)
         grads = [d if d.dtype is t.dtype else d.to(t.dtype) for d, t in zip(made, inputs, strict=False)]
         return grads or [None] * len(inputs), dmask
+
+    @staticmethod
+    def _new(inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs]
 
     def extra_repr(self) -> str:
         text = f"{self.heads}" + (f", {self.kv_heads}" if self.kv_heads != self.heads else "")

@@ -1,0 +1,258 @@
+"""Attention in C, beside the same in torch and in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqfuse import compiler, ops
+from seqfuse.compiler import CompileError
+from seqfuse.errors import FallbackWarning
+from seqfuse.kernels.c import attention
+from seqfuse.kernels.c.attention import Limits
+from seqfuse.ops import _attention
+from seqfuse.ops._philox import drop_mask, masked
+from seqfuse.testing import assert_bitwise_equal, seeded_randn
+from seqfuse.testing.judge import judge
+
+SEED = torch.tensor(2**40 + 5)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Batch, heads, heads of keys, queries, keys, elements of a head; limits, and the mask, if any.
+CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], str | None]] = {
+    "plain": ((2, 3, 3, 37, 41, 16), {}, None),
+    "causal": ((2, 4, 2, 70, 70, 64), {"causal": True}, None),
+    "long": ((1, 2, 1, 150, 150, 20), {"causal": True, "p": 0.2}, None),
+    "fewer keys": ((1, 2, 1, 75, 9, 80), {"causal": True}, None),
+    "more keys": ((1, 3, 1, 5, 523, 32), {"p": 0.3}, None),
+    "one": ((3, 1, 1, 1, 1, 1), {"p": 0.5}, None),
+    "window": ((2, 2, 2, 90, 90, 48), {"window": 5, "p": 0.3}, None),
+    "causal window": ((1, 4, 1, 200, 200, 16), {"window": 30, "causal": True}, None),
+    "soft-cap": ((2, 2, 1, 33, 33, 12), {"softcap": 2.0, "causal": True, "p": 0.1}, None),
+    "bool mask": ((2, 3, 1, 37, 41, 16), {"p": 0.3}, "bool"),
+    "mask of keys": ((2, 3, 3, 37, 41, 16), {}, "keys"),
+    "bias": ((2, 2, 2, 37, 70, 24), {"softcap": 3.0, "window": 20}, "bias"),
+}
+
+
+def drawn(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor | None]:
+    """q, k, v and dy, as heads of packed tensors are, and the mask."""
+    (B, H, Hkv, S, N, D), _, kind = CASES[name]
+    sizes = ((S, H), (N, Hkv), (N, Hkv), (S, H))
+    packed = [seeded_randn((B, s, 2, h, D), 5 * seed + i, dtype=dtype)[:, :, 1] for i, (s, h) in enumerate(sizes)]
+    mask = None
+    if kind is not None:
+        shape = {"bool": (1, 1, S, N), "keys": (B, 1, 1, N), "bias": (1, H, N, S)}[kind]
+        mask = seeded_randn(shape, 5 * seed + 4)
+        mask = mask.mT if kind == "bias" else torch.where(mask > -1, 0.0, -torch.inf)
+        if kind == "bool":
+            mask[:, :, 7] = -torch.inf  # a row that sees no key
+    return [*(t.transpose(1, 2) for t in packed[:3]), packed[3]], mask
+
+
+def by_torch(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
+    (B, H, Hkv, S, N, _), limits, _ = CASES[name]
+    how = Limits(given[0].shape[-1] ** -0.5, **limits)
+    q, k, v = (t.detach().clone().requires_grad_() for t in given[:3])
+    stats = torch.promote_types(q.dtype, torch.float32)
+    wide = [t.to(stats) for t in (q, k.repeat_interleave(H // Hkv, 1), v.repeat_interleave(H // Hkv, 1))]
+    scores = wide[0] @ wide[1].mT * how.scale
+    if how.softcap is not None:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    rows, keys = torch.arange(S).unsqueeze(1), torch.arange(N)
+    hidden = (keys > rows) if how.causal else torch.zeros(S, N, dtype=torch.bool)
+    if how.window is not None:
+        hidden = hidden | (rows - keys >= how.window) | (keys - rows >= how.window)
+    scores = (scores if mask is None else scores + mask.to(stats)).masked_fill(hidden, -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    lse = scores.masked_fill(blind, 0).logsumexp(-1).masked_fill(blind.squeeze(-1), 0)
+    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    if how.p:
+        weights = masked(weights, drop_mask(SEED, torch.Size((B, H, S, N)), how.p), how.p)
+    y = (weights @ wide[2]).transpose(1, 2).to(q.dtype)
+    dq, dk, dv = torch.autograd.grad(y, (q, k, v), given[3].to(q.dtype))
+    return {"y": y.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def in_c(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
+    q, k, v, dy = given
+    how = Limits(q.shape[-1] ** -0.5, **CASES[name][1])
+    seed = SEED if how.p else None
+    y, lse = attention.attention_fwd(q, k, v, how, mask, seed)
+    grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
+    attention.attention_bwd(dy, q, k, v, grads, how, mask, seed)
+    return {"y": y, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def check(name: str, dtype: torch.dtype = torch.float32) -> None:
+    def measure(seed: int) -> tuple[Any, Any, Any]:
+        given, mask = drawn(name, seed, dtype)
+        exact = by_torch(name, [t.double() for t in given], mask)
+        return in_c(name, given, mask), by_torch(name, given, mask), exact
+
+    judge(measure, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_what_torch_makes(name: str, dtype: torch.dtype) -> None:
+    check(name, dtype)
+
+
+@pytest.mark.parametrize("name", ["causal", "more keys", "window", "bias"])
+def test_threads_change_no_bit(name: str, by_threads: Callable[[Callable[[], Any]], list[Any]]) -> None:
+    first, *others = by_threads(lambda: in_c(name, *drawn(name)))
+    for other in others:
+        assert_bitwise_equal(other, first)
+
+
+@pytest.mark.parametrize("lanes", [8, 4])
+def test_processors_with_shorter_vectors(lanes: int, altered: Callable[[str, str], None]) -> None:
+    if lanes == 8:
+        altered("#if defined(__AVX512F__)", "#if 0")
+    else:
+        altered(
+            "#if defined(__AVX512F__)\n#define LANES 16\n#define VECTORS 4\n#elif defined(__AVX__)", "#if 0\n#elif 0"
+        )
+    for name in ("causal", "more keys", "bias", "long"):
+        check(name)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite(value: float) -> None:
+    """A NaN spoils the row of its query, and every value's gradient; an infinite score its own key alone."""
+    given, mask = drawn("causal")
+    given[0][0, 1, 20, 3] = value
+    given[1][0, 0, 20] = given[1][0, 0, 20].abs()  # which make a score of infinite terms of one sign, or NaN
+    mine, theirs = in_c("causal", given, mask), by_torch("causal", given, mask)
+    for name in ("y", "lse", "dv"):
+        mine_nan, theirs_nan = mine[name].isnan(), theirs[name].isnan()
+        assert bool(mine_nan.any()) == bool(theirs_nan.any()), name
+        assert bool(torch.equal(mine_nan, theirs_nan) or name == "dv"), name
+    finite = torch.ones(70, dtype=torch.bool)
+    finite[20] = False
+    for name in ("y", "dq"):
+        rows = {"y": 1, "dq": 2}[name]
+        got, wanted = mine[name].movedim(rows, 0)[finite], theirs[name].movedim(rows, 0)[finite]
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+SHAPES = {"heads": (4, 4, None), "shared heads": (4, 2, None), "soft-cap": (4, 4, 5.0)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_what_it_is_without(
+    shape: str, dropout: float, mask: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, kv_heads, softcap = SHAPES[shape]
+    op = ops.Attention(heads, kv_heads, causal=True, dropout=dropout, softcap=softcap, mask=mask and "mask")
+    calls: list[str] = []
+    plain = attention._call
+    monkeypatch.setattr(attention, "_call", lambda *args: (calls.append("c"), plain(*args))[1])
+    monkeypatch.setattr(_attention, "C_ATTENTION_WORTHWHILE", 0)
+
+    def passes(of: torch.dtype, seed: int) -> dict[str, Tensor | None]:
+        x, dy = (seeded_randn((2, 83, n * 8), n + 100 * seed).to(dtype).to(of) for n in (heads + 2 * kv_heads, heads))
+        m, inputs = seeded_randn((2, 1, 83, 83), 7 + seed), dict[str, Tensor]()
+        if mask is not None:
+            inputs["attn_mask"] = m > -1 if mask == "bool" else m.to(of)
+        needs = frozenset({"x", "attn_mask"}) if mask == "float" else frozenset({"x"})
+        y, saved = op.fwd(x, seed=SEED, **inputs)
+        dx, other = op.bwd(dy, saved, needs=needs)
+        return {"y": y, "dx": dx, **{name: t for name, t in other.items() if isinstance(t, Tensor)}}
+
+    def measure(seed: int) -> tuple[Any, Any, Any]:
+        calls.clear()
+        mine, exact = passes(dtype, seed), passes(torch.float64, seed)
+        assert len(calls) == (0 if dtype is torch.bfloat16 and not dropout and softcap is None else 2)
+        calls.clear()
+        with monkeypatch.context() as within:
+            within.setattr(_attention.Scores, "_in_c", lambda *_: False)
+            theirs = passes(dtype, seed)
+        assert not calls
+        return mine, theirs, exact
+
+    judge(measure, 0)
+
+
+def test_torch_may_make_the_gradients_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention, "C_ATTENTION_WORTHWHILE", 0)
+    op, x, dy = ops.Attention(2, causal=True), seeded_randn((2, 40, 96), 0), seeded_randn((2, 40, 32), 1)
+    y, saved = op.fwd(x)
+    mine = op.bwd(dy, saved, needs=frozenset({"x"}))[0]
+    monkeypatch.setattr(_attention.Scores, "_in_c", lambda *_: False)
+    theirs = op.bwd(dy, saved, needs=frozenset({"x"}))[0]
+    torch_y, torch_saved = op.fwd(x)
+    torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(y, torch_y)
+    monkeypatch.undo()
+    torch.testing.assert_close(op.bwd(dy, torch_saved, needs=frozenset({"x"}))[0], theirs)
+
+
+def test_torch_takes_its_place_where_it_does_not_compile(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, x = ops.Attention(2, dropout=0.2), seeded_randn((1, 9, 24), 0)
+    wanted = op.fwd(x, seed=SEED)[0]
+
+    def failing(source: str) -> Any:
+        raise CompileError("cc 1.0 failed: no space left on device")
+
+    monkeypatch.setattr(compiler, "function", failing)
+    monkeypatch.setattr(compiler, "_failures", [])
+    monkeypatch.setattr(attention, "compiled", attention.compiled.__wrapped__)
+    with pytest.warns(FallbackWarning, match="kernel of Attention failed .*no space left on device"):
+        y, saved = op.fwd(x, seed=SEED)
+    torch.testing.assert_close(y, wanted)
+    op.bwd(y, saved, needs=frozenset({"x"}))
+    monkeypatch.setattr(compiler, "_failures", [])
+    with pytest.warns(FallbackWarning, match="kernel of Dropout failed"):
+        mine = drop_mask(SEED, torch.Size((3, 5)), 0.4)
+    assert mine.shape == (3, 5)
+
+
+MUTANTS = {
+    "causal": ("end = row + 1;", "end = row + 2;", "causal"),
+    "window behind": ("end = row + n->window;", "end = row + n->window + 1;", "window"),
+    "window before": ("first = row - n->window + 1;", "first = row - n->window;", "causal window"),
+    "soft-cap": ("s[i] = cap * t;", "s[i] = t;", "soft-cap"),
+    "its derivative": ("bent[i] = 1.f - t * t;", "bent[i] = 1.f;", "soft-cap"),
+    "tanh": ("near = near * u - 3.3333333333333333e-1f;", "near = near * u - 3.3e-1f;", "soft-cap"),
+    "mask": ("s[i] += mask[i * step];", "s[i] += mask[i];", "bias"),
+    "rows of a mask": ("(r) * n->mask[2]", "(r) * n->mask[3]", "bias"),
+    "hidden scores": ("for (I i = to; i < b; i++) s[i] = -__builtin_inff();", "", "causal"),
+    "hidden scores before": ("for (I i = a; i < from; i++) s[i] = -__builtin_inff();", "", "window"),
+    "greatest": ("*greatest = most;", "*greatest = most + 1.f;", "plain"),
+    "blind rows": ("if (*blind) most = 0.f;", "", "bool mask"),
+    "sum": ("sum += some;\n  }\n  for", "sum = some;\n  }\n  for", "more keys"),
+    "hidden weights": ("for (I i = to; i < hi; i++) x[i] = 0.f;", "", "causal"),
+    "log-sum-exp": ("most + logf(total)", "most", "plain"),
+    "place in the mask": ("((b * n->H + h) * n->S + row) * n->N", "(h * n->S + row) * n->N", "window"),
+    "place in the mask backward": ("((b * n->H + h) * S + row) * N", "(h * S + row) * N", "window"),
+    "dropped": ("factor[r] = keep / total;", "factor[r] = 1.f / total;", "window"),
+    "dropped backward": ("KEPT(!(raw(x[i]) >> 31), keep * p)", "KEPT(!(raw(x[i]) >> 31), p)", "window"),
+    "the sign": ("(uint32_t)(w[i - at] < t) << 31", "0u", "window"),
+    "along": ("some += p * d;", "some += p;", "plain"),
+    "its sum": ("sum += some;\n        }", "sum = some;\n        }", "more keys"),
+    "scale": ("(e[i] - along) * scale;", "(e[i] - along);", "plain"),
+    "hidden gradients": ("for (I i = to; i < hi; i++) e[i] = 0.f;", "", "causal"),
+    "hidden gradients before": ("for (I i = lo; i < from; i++) e[i] = 0.f;", "", "causal window"),
+    "heads that share keys": ("AT(v, b, h / n->G, 0)", "AT(v, b, h % (n->H / n->G), 0)", "causal"),
+    "the second part of the keys": (", out, P, k > lo);", ", out, P, 0);", "more keys"),
+    "its gradient": (", dqs, P, i > lo);", ", dqs, P, 0);", "more keys"),
+    "the last rows": ("for (; i < M; i++) tile(1", "for (; i < M - 1; i++) tile(1", "plain"),
+    "added": ("if (add) s[i][j] += *to;", "", "causal"),
+}  # fmt: skip
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_found(name: str, altered: Callable[[str, str], None]) -> None:
+    old, new, case = MUTANTS[name]
+    altered(old, new)
+    with pytest.raises(AssertionError):
+        check(case)
