@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from .. import ops
 from ..operation import FusableOperation
 from .effects import State, returned, states
-from .graph import channel, example, same_shape
+from .graph import alike, channel, example, same_shape
 from .raising import Inner, Raised, Value
 
 
@@ -159,10 +159,9 @@ def order_of(chain: RaisedChain, outside: set[Value]) -> Order:
         able = [r for r in left if all(n in ready or n not in inside for n in (r.x, *r.channels.values()))]
         chosen = next((r for r in able if r.x is current), None)
         if chosen is None:
-            sums = (r for r in able if isinstance(r.operation, ops.Add))
-            chosen = next((r for r in sums if current in r.channels.values()), able[0])
+            chosen = next((r for r in able if current in r.channels.values() and _commutes(r)), able[0])
         left.remove(chosen)
-        if isinstance(chosen.operation, ops.Add) and chosen.x is not current and current in chosen.channels.values():
+        if chosen.x is not current and current in chosen.channels.values() and _commutes(chosen):
             chosen = _swapped(chosen)
         members.append(chosen)
         current = chosen.out
@@ -170,11 +169,20 @@ def order_of(chain: RaisedChain, outside: set[Value]) -> Order:
     return _routed(members, inside, outside)
 
 
-def _swapped(add: Raised) -> Raised:
-    """A sum that goes on from its other term."""
-    (other,) = add.channels.values()
-    assert isinstance(add.x, Node)
-    return dataclasses.replace(add, operation=ops.Add(channel(add.x)), x=other, channels={channel(add.x): add.x})
+def _commutes(r: Raised) -> bool:
+    """Whether an operation is the sum or the product of two tensors that may change places."""
+    if not isinstance(r.operation, ops.Add | ops.Multiply) or not isinstance(r.x, Node):
+        return False
+    (other,) = r.channels.values()
+    return isinstance(r.operation, ops.Add) or alike(r.x, other)
+
+
+def _swapped(r: Raised) -> Raised:
+    """A sum or product that goes on from its other operand."""
+    (other,) = r.channels.values()
+    assert isinstance(r.x, Node)
+    operation = ops.Add(channel(r.x)) if isinstance(r.operation, ops.Add) else ops.Multiply(channel(r.x))
+    return dataclasses.replace(r, operation=operation, x=other, channels={channel(r.x): r.x})
 
 
 def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> Order:

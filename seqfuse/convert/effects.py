@@ -169,7 +169,9 @@ class Effects:
     def allow(self, nodes: Iterable[Node]) -> bool:
         """Whether nodes run in one mode, and what they read and make is not changed between them."""
         taken = {node for node in nodes if node.op not in ("placeholder", "get_attr")}
-        if len({dataclasses.replace(self._states[node], changes=0) for node in taken}) > 1:
+        states = [self._states[node] for node in taken]
+        computing = {self._states[node].autocast for node in taken if is_same(node) is None}
+        if len({state.grad for state in states}) > 1 or len(computing) > 1:
             return False
         if any(in_place(node) and spelled(node) != "iadd" for node in taken):
             return False

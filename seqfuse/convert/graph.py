@@ -235,7 +235,8 @@ def _widened(node: Node) -> Node | None:
 def _joined_alone(node: Node) -> Node | None:
     """The one tensor that a `cat` joins with nothing but empty ones, as a cache that held nothing yet does."""
     parts: Any = argument(node, 0, "tensors")
-    full = [p for p in parts if (e := example(p)) is None or e.ndim != 1 or e.shape[0] != 0]
+    dim = argument(node, 1, "dim", 0)
+    full = [p for p in parts if (e := example(p)) is None or not same_size(e.shape[0 if e.ndim == 1 else dim], 0)]
     return full[0] if len(full) == 1 else None
 
 
@@ -296,6 +297,9 @@ def ahead(node: Node, names: set[str]) -> Node | None:
     found = users[0] if len(users) == 1 else None
     return found if spelled(found) in names and found is not None and found.args[:1] == (node,) else None
 
+
+WRITTEN = "seqfuse_written"
+"""What notes of a node that a matcher wrote it, for what it raises; it need not run if nobody reads it."""
 
 PATH = "seqfuse_path"
 """Where a node notes the path of the module that it was called in, if that is known."""

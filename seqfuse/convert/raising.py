@@ -13,7 +13,7 @@ from .. import ops
 from ..errors import one_line
 from ..operation import FusableOperation
 from .effects import Effects
-from .graph import back, example, is_same, narrow_of, read_by, spelled
+from .graph import WRITTEN, back, example, is_same, narrow_of, read_by, spelled
 
 META = torch.device("meta")
 
@@ -67,6 +67,7 @@ class Raised:
         channels: the nodes that are its extra inputs, by channel.
         reached: whether a gradient may come back to it.
         took: the nodes that need not run any more, if nobody else reads them: those of all that was raised with it.
+        why: why it is not more, which a report says where it is left.
     """
 
     operation: FusableOperation
@@ -77,11 +78,17 @@ class Raised:
     channels: Mapping[str, Node] = dataclasses.field(default_factory=dict[str, Node])
     reached: bool = True
     took: frozenset[Node] = frozenset()
+    why: str | None = None
 
     @property
     def counts(self) -> bool:
         """Whether it makes a chain worth a call: it has a parameter, or is attention."""
         return bool(self.parameters) or isinstance(self.operation, ops.Attention | ops.CrossAttention)
+
+    @property
+    def ends(self) -> list[Node]:
+        """The nodes that its result is, or that are views of it."""
+        return [self.out] if isinstance(self.out, Node) else [view.node for view in self.out.views]
 
     @property
     def inputs(self) -> list[Node]:
@@ -122,7 +129,7 @@ def raised(
     taken: set[Node] = set()
     for match, calls in matchers:
         for node in list(graph.nodes):
-            if node in taken or spelled(node) not in calls or not allowed(node):
+            if node in taken or spelled(node) not in calls or WRITTEN in node.meta or not allowed(node):
                 continue
             try:
                 found = match(node)
@@ -134,12 +141,13 @@ def raised(
                 took = _between(found)
                 if any(t in taken for t in took if not _is_cheap(t)):
                     continue
+                last = found[-1].ends[0]
                 if _inner(found, took) & effects.returned:
                     reasons.setdefault(node, "a value between its calls leaves the model")
-                elif found[-1].out not in effects.unread and effects.allow(took):
+                elif last not in effects.unread and effects.allow(took):
                     taken |= took
                     for r in found:
-                        r.reached, r.took = found[-1].out in effects.reached, took
+                        r.reached, r.took = last in effects.reached, took
                     yield from found
                 else:
                     reasons.setdefault(node, "between its calls a mode or a tensor changes, or nobody reads it")
@@ -147,8 +155,8 @@ def raised(
 
 def _between(found: list[Raised]) -> frozenset[Node]:
     """The nodes that operations stand for: those by way of which the last one's result is made of what they read."""
-    inputs, behind = {n for r in found for n in r.inputs}, set[Node]()
-    stack: list[Any] = [found[-1].out]
+    inputs, behind = {n for r in found for given in r.inputs for n in _written_of(given)}, set[Node]()
+    stack: list[Any] = [*found[-1].ends]
     while stack:
         node = stack.pop()
         if node not in inputs and node not in behind:
@@ -162,6 +170,14 @@ def _between(found: list[Raised]) -> frozenset[Node]:
         stack += ahead
     parts = (user for node in took for user in node.users if spelled(user) == "getitem" and not user.users)
     return frozenset(took | {part for part in parts if isinstance(part.args[1], int)})  # results that nobody reads
+
+
+def _written_of(given: Node) -> Iterator[Node]:
+    """A value that operations read and, where a matcher wrote it for them, what it is written of."""
+    yield given
+    if WRITTEN in given.meta:
+        for node in given.all_input_nodes:
+            yield from _written_of(node)
 
 
 def _inner(found: list[Raised], took: frozenset[Node]) -> set[Node]:

@@ -155,7 +155,7 @@ def alone(
         return f"{type(r.operation).__name__} (in another chain{path})"
 
     given = [n for r in chain.members for n in (r.x, *r.channels.values()) if isinstance(n, Node)]
-    outs = [r.out for r in chain.members if isinstance(r.out, Node)]
+    outs = [out for r in chain.members for out in r.ends]
     before, behind = list(map(_maker, given)), [found for out in outs for found in _readers(out)]
     entered = any(node.op in ("placeholder", "get_attr") for node, _ in before)
     left = any(node.op == "output" for node, _ in behind)

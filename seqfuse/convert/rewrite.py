@@ -25,13 +25,14 @@ from ..recipes import Recipe
 from ..run.sequential import Fusions
 from .chains import RaisedChain, chains_of, needed, order_of
 from .effects import CannotOrder, Effects, in_place, sort, states
-from .graph import example, fold_sizes, numbers, owner, positional, same_shape, spelled
+from .graph import WRITTEN, example, fold_sizes, numbers, owner, positional, same_shape, spelled
 from .launches import Before, launching
 from .masks import OUTER, is_known, nan_in_rows_of_nothing
+from .normal import normalize
 from .patterns import MATCHERS
-from .patterns.attention import around
 from .patterns.linear import beside
 from .patterns.rope import ADDED, PURE
+from .patterns.scores import around
 from .raising import Raised, Transposed, node_of, raised
 from .reasons import ALONE, alone, left_in
 from .region import CapturedRegion, excluded, gemms_of
@@ -86,6 +87,7 @@ def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> li
 
     positional(graph)
     fold_sizes(graph)
+    normalize(graph, allowed)
     effects = Effects(graph)
     operations = beside(list(raised(graph, MATCHERS, allowed, effects, reasons)), effects)
     for node in [node for node in reasons if spelled(node) == "softmax"]:
@@ -112,7 +114,7 @@ def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> li
 def _erase_unread(graph: Graph) -> None:
     """Take calls that make masks or angles which nobody reads, or reads any more, out of a graph."""
     for node in reversed(list(graph.nodes)):
-        added = node.target in (nan_in_rows_of_nothing, *ADDED) or spelled(node) in PURE
+        added = node.target in (nan_in_rows_of_nothing, *ADDED) or spelled(node) in PURE or WRITTEN in node.meta
         if not node.users and (added or is_known(node)):
             graph.erase_node(node)
 
@@ -153,7 +155,7 @@ def _regions(
         if not left and not begins:
             for chain in lone:
                 reason = alone(chain, operations, reasons, allowed)
-                reasons.update((t, reason) for r in chain.members for t in r.took)
+                reasons.update((t, r.why or reason) for r in chain.members for t in r.took)
             return found, dead
         apart |= begins
         for r, reason in left:

@@ -13,7 +13,6 @@ from seqfuse import ops
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
-from .recording import Replayed
 from .test_altered import operations
 
 S = F.scaled_dot_product_attention
@@ -163,9 +162,3 @@ NEARLY = {
 def test_heads_that_are_nearly_those_of_one_gemm_keep_their_numbers(name: str):
     replayed = assert_same_recorded(NEARLY[name].double(), X)
     assert "Attention" not in operations(replayed)
-
-
-def test_the_report_says_what_to_do_where_values_are_scaled():
-    (graph,) = Replayed(NEARLY["values scaled"].double(), X).graphs
-    (said,) = [left.reason for left in graph.left if left.kind == "attention"]
-    assert said == "values are multiplied by a number: multiply the result instead"

@@ -25,15 +25,6 @@ X = seeded_randn((2, 4, 8), 2).double()
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.einsum("bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v)
-
-
-def bmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-    return (torch.bmm(q, k.transpose(1, 2)).softmax(-1) @ v).unflatten(0, (2, 2))
-
-
 def scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2) / 2
 
@@ -41,8 +32,6 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
 CALL = "call F.scaled_dot_product_attention"
 PAST = X[:, None, None, :, 0] > 9
 ATTENTION: dict[str, tuple[Weigh, str]] = {
-    "einsum": (einsum, f"its scores are made by einsum, not by q @ k.transpose(-2, -1): {CALL}"),
-    "bmm": (bmm, f"its scores are made by bmm, not by q @ k.transpose(-2, -1): {CALL}"),
     "a mask of data": (
         lambda q, k, v: scores(q, k).masked_fill(PAST, -1e9).softmax(-1) @ v,
         f"its scores are masked by masked_fill with a mask that is data: {CALL}, with attn_mask=",
@@ -54,9 +43,6 @@ ATTENTION: dict[str, tuple[Weigh, str]] = {
     "bent by tanh": (
         lambda q, k, v: (torch.tanh(scores(q, k)) * 3).softmax(-1) @ v,
         "its scores are bent by tanh, which is no soft cap: that is cap * tanh(scores / cap)",
-    ),
-    "heads not put side by side": (
-        lambda q, k, v: (scores(q, k).softmax(-1) @ v).transpose(2, 3), "its heads are not laid side by side"
     ),
 }  # fmt: skip
 
@@ -86,7 +72,9 @@ STAYS: dict[str, tuple[Spelling, str, str]] = {
     "softplus": (lambda m, x: F.softplus(m.a(x)), "activation", "no operation stands for softplus"),
     "layer_norm": (lambda m, x: F.layer_norm(m.a(x), (4, 8)), "norm", "it normalizes more than the last dimension"),
     "matmul": (lambda m, x: m.a(x) @ m.b(x).mT, "GEMM", "neither is a parameter of two dimensions on the right"),
-    "einsum": (lambda m, x: torch.einsum("bsh,oh->bso", x, m.a.weight), "GEMM", "no operation stands for einsum"),
+    "einsum": (
+        lambda m, x: torch.einsum("bsh,h,oh->bso", x, m.w, m.a.weight), "GEMM", "no operation stands for einsum"
+    ),
     "lerp": (lambda m, x: torch.lerp(m.a(x), x, 0.5), "interpolation", "no operation stands for lerp"),
     "fft_rfft": (lambda m, x: torch.fft.rfft(m.a(x)).abs(), "FFT", "no operation stands for fft_rfft"),
     "lstm": (lambda m, x: m.lstm(x)[0], "recurrent layer", "no operation stands for lstm"),
@@ -145,13 +133,6 @@ ALONE: dict[str, tuple[Spelling, str]] = {
     "behind a view of a chain": (
         lambda m, x: m.c(m.b(F.gelu(m.a(x))).transpose(1, 2).reshape(2, -1, 8)),
         "its input is made by Linear (in another chain, by way of transpose and reshape); its result is returned",
-    ),
-    "the second half": (
-        lambda m, x: (lambda a, b: a * F.silu(b))(*m.up(x).chunk(2, -1)),
-        (
-            "its input is given to the graph; its result is read by mul (it gates with the second half of its input) "
-            "and silu (left)"
-        ),
     ),
     "several readers": (
         lambda m, x: (lambda y: y.cumsum(0) + y.cumprod(0) + y.sort().values + y.flip(0))(m.a(x)),

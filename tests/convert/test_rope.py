@@ -262,10 +262,3 @@ def test_angles_that_change_between_queries_and_keys_are_not_the_same():
     for _ in range(2):
         torch.testing.assert_close(model(X), plain(X), rtol=1e-9, atol=1e-9)
     assert "RotaryEmbedding" not in str(conversion)
-
-
-def test_the_report_says_where_queries_are_turned_in_another_way():
-    (graph,) = Replayed(NEARLY["the other way"].double(), X).graphs
-    (said,) = [left.reason for left in graph.left if left.kind == "attention"]
-    assert said.startswith("its queries: ")
-    assert "RoPE" in said

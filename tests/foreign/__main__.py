@@ -244,6 +244,8 @@ def _examined(foreign: zoo.Foreign, seed: int) -> Row:
     _ = str(conversion)
     for missed, count in conversion._backend.missed.items():
         row.reasons.append(f"calls: {count} {missed}")
+        if not row.graphs:
+            row.state = f"CRASH in the capture: {missed}"
     for left in conversion.left:
         if left.kind in KINDS and "BatchNorm2d" not in left.call:
             row.outside[left.kind] += 1
@@ -295,7 +297,7 @@ def compare(found: Any, eager: Any, others: Any, exact: Any) -> None:
             continue
         given = [t[name].float() for t in (found, eager, *others)] + [exact[name].double()]
         scale = float(given[-1].abs().max()) if given[-1].numel() else 0.0
-        if "gradient" in name and scale < 1e-9 * largest:
+        if "gradient" in name and scale < 1e-6 * largest:
             assert float(given[0].abs().max()) <= 1e-5 * largest, f"{name}: no gradient, and {given[0].abs().max()}"
         elif given[0].numel() < 16:
             few.append([t.flatten() / (scale or 1.0) for t in given])

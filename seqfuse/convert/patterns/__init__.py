@@ -8,8 +8,10 @@ MATCHERS = (
     *attention.MATCHERS,
     *pointwise.SPELLED_OUT,
     *linear.GATED,
+    *norm.LENGTHS,
     *pointwise.MATCHERS,
     *norm.MATCHERS,
     *linear.MATCHERS,
+    *pointwise.PRODUCTS,
 )
 """What raises operations: large spellings before those that are parts of them."""

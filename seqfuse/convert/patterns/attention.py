@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from ... import ops
 from ..graph import (
+    CASTS,
     ahead,
     argument,
     arguments,
@@ -19,18 +20,19 @@ from ..graph import (
     is_fixed,
     is_same,
     narrow_of,
-    operands,
     part_of,
     same_shape,
     same_size,
     spelled,
 )
-from ..masks import FILLING, limited, scores_of
+from ..masks import limited
+from ..normal import Writer
 from ..raising import META, Found, Inner, Raised, Value, View, matcher
-from .linear import linear, linear_ending_at, merged
+from .linear import linear_ending_at, merged
 from .norm import FoundNorm, norm_ending_at
 from .pointwise import scaled
 from .rope import FoundRope, rope_at
+from .scores import CALL, scores_behind, weighs
 
 
 def raise_attention(node: Node) -> Found:
@@ -44,22 +46,58 @@ def raise_attention(node: Node) -> Found:
     return _attention_of((q, k, v), argument(node, 3, "attn_mask"), how, node)
 
 
-CALL = "call F.scaled_dot_product_attention"
-"""What to do instead of another spelling."""
-
-
 def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node) -> Found:
-    """Products, norms of heads, RoPE and attention, up to heads that lie side by side again."""
+    """Products, norms of heads, RoPE and attention, up to heads that lie side by side again.
+
+    Queries, keys and values that are not made by one `Linear`, or by several of one tensor, are read as they are.
+    """
     if any(isinstance(number, Node) for number in how.values()):
         return "its scale or dropout is no fixed number"
-    parts: list[Heads] = []
-    for name, part in zip(("queries", "keys", "values"), qkv, strict=True):
-        found = _heads_of(part)
-        if isinstance(found, str):
-            return f"its {name}: {found}"
-        parts.append(found)
-    q, k, v = parts
-    if v.rope is not None or v.norm is not None or k.heads != v.heads or len({h.size for h in parts}) != 1:
+    parts = [_heads_of(part) for part in qkv]
+    out = _joined(node) or Inner()
+    if isinstance(out, Inner):
+        e = example(node)
+        if e is None or e.ndim != 4 or not is_fixed(e.shape[1], e.shape[3]):
+            return "its heads are no dimension of a fixed size"
+        out.views.append(View(node, 0, e.shape[1], e.shape[3]))
+    first = _from_one(parts, how, node)
+    mask = limited(mask, how, qkv, by_hand=spelled(node) == "matmul", window=not isinstance(first, str))
+    if isinstance(first, str):
+        across = _across(qkv, parts, mask, how, node, out)
+        if across is None:
+            return first
+        across[0].why = first
+        return across
+    q, k, v = cast("list[Heads]", parts)
+    if (factor := q.factor * k.factor) != 1:
+        how["scale"] = factor * (q.size**-0.5 if how.get("scale") is None else how["scale"])
+    raised = first
+    last = raised[-1].out if raised else q.source
+    if isinstance(last, Inner):
+        place = q.heads * q.size
+        for heads in (k, v):
+            if heads.factor == 1:  # another factor is part of the scale
+                last.views.append(View(heads.seen, place, heads.heads, heads.size))
+            place += heads.heads * heads.size
+    attention = ops.Attention(q.heads, k.heads, mask=None if mask is None else channel(mask), **how)
+    given = {} if mask is None else {channel(mask): mask}
+    raised.append(Raised(attention, last, out, node, {}, given))
+    for r in raised:
+        r.node = _last_of(out, node)
+    return raised
+
+
+def _last_of(out: Node | Inner, node: Node) -> Node:
+    return out if isinstance(out, Node) else node
+
+
+def _from_one(parts: Sequence[Heads | str], how: dict[str, Any], node: Node) -> list[Raised] | str:
+    """What makes queries, keys and values side by side, with norms of heads and RoPE, or why they are not made so."""
+    for name, part in zip(("queries", "keys", "values"), parts, strict=True):
+        if isinstance(part, str):
+            return f"its {name}: {part}"
+    q, k, v = cast("list[Heads]", parts)
+    if v.rope is not None or v.norm is not None or k.heads != v.heads or len({h.size for h in (q, k, v)}) != 1:
         return "keys and values differ in heads, or values are normalized or have RoPE"
     if (q.rope is None) != (k.rope is None) or (q.norm is None) != (k.norm is None):
         return "queries and keys are not treated alike"
@@ -67,20 +105,13 @@ def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], nod
         return "queries and keys have RoPE by different angles"
     if v.factor != 1:
         return "values are multiplied by a number: multiply the result instead"
-    if (factor := q.factor * k.factor) != 1:
-        how["scale"] = factor * (q.size**-0.5 if how.get("scale") is None else how["scale"])
-    dtypes = {e.dtype for t in (node, *(h.source for h in parts)) if (e := example(t)) is not None}
+    dtypes = {e.dtype for t in (node, q.source, k.source, v.source) if (e := example(t)) is not None}
     if len(dtypes) != 1:
         return "it computes in another dtype than the GEMMs before it"
-    out = _joined(node)
-    if out is None:
-        return "its heads are not laid side by side"
-    first = _packed(parts, Inner())
-    mask = limited(mask, how, qkv, by_hand=spelled(node) == "matmul", window=not isinstance(first, str))
-    if isinstance(first, str):
-        across = _across(parts, mask, how, out)
-        return first if across is None else across
-    raised, packed = first, first[-1].out if first else q.source
+    raised = _packed([q, k, v], Inner())
+    if isinstance(raised, str):
+        return raised
+    packed = raised[-1].out if raised else q.source
     if q.norm is not None and k.norm is not None:
         normed = _normed(q, k, q.norm, k.norm, packed, node)
         if isinstance(normed, str):
@@ -92,40 +123,58 @@ def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], nod
         angles = {channel(cos): cos, channel(sin): sin}
         rope = ops.RotaryEmbedding(q.heads, k.heads, style=style, rotary_dim=turned, cos=channel(cos), sin=channel(sin))
         raised.append(Raised(rope, packed, Inner(), node, {}, angles))
-        packed = raised[-1].out
-    last = packed
-    if isinstance(last, Inner):
-        place = q.heads * q.size
-        for heads in (k, v):
-            if heads.factor == 1:  # another factor is part of the scale
-                last.views.append(View(heads.seen, place, heads.heads, heads.size))
-            place += heads.heads * heads.size
-    attention = ops.Attention(q.heads, k.heads, mask=None if mask is None else channel(mask), **how)
-    given = {} if mask is None else {channel(mask): mask}
-    raised.append(Raised(attention, last, out, node, {}, given))
-    for r in raised:
-        r.node = out
     return raised
 
 
-def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node) -> list[Raised] | None:
-    """Attention to keys and values that are made of another tensor."""
-    if any(h.rope is not None or h.norm is not None or h.start != 0 for h in parts) or how.get("window") is not None:
+def _across(
+    qkv: Sequence[Any], parts: Sequence[Heads | str], mask: Any, how: dict[str, Any], node: Node, out: Node | Inner
+) -> list[Raised] | None:
+    """Attention to keys and values that are tensors of their own, whatever makes these and the queries."""
+    if how.get("window") is not None:
         return None
-    widths = [(example(h.source), h.heads * h.size) for h in parts]
-    if any(e is None or e.ndim != 3 or not same_size(e.shape[-1], width) for e, width in widths):
+    factor, rows = 1.0, list[Node]()
+    plain = [isinstance(h, Heads) and _is_plain(h) for h in parts]
+    whole = [_ungrouped(narrow_of(t)) if isinstance(t, Node) else t for t in qkv]
+    examples = [e for t in whole if (e := example(t)) is not None and e.ndim == 4 and e.is_floating_point()]
+    if len(examples) != 3 or len({e.dtype for e in (*examples, example(node)) if e is not None}) != 1:
         return None
-    q, k, v = parts
-    lengths = [t.shape[-2] for h in (q, k) if (t := example(h.source)) is not None]
-    if how.get("causal") and not same_size(*lengths):
+    heads, sizes = [e.shape[1] for e in examples], [e.shape[3] for e in examples]
+    if not is_fixed(*heads, *sizes) or heads[1] != heads[2] or heads[0] % heads[1] or len(set(sizes)) != 1:
         return None
-    given = {channel(k.source): k.source, channel(v.source): v.source}
+    if how.get("causal") and not same_size(examples[0].shape[2], examples[1].shape[2]):
+        return None
+    if any(not same_size(e.shape[0], examples[0].shape[0]) for e in examples):
+        return None
+    for t, h, is_whole, name in zip(whole, parts, plain, "qkv", strict=True):
+        if isinstance(h, Heads) and is_whole and (h.factor == 1 or name != "v"):
+            rows.append(h.source)
+            factor *= h.factor
+        else:
+            rows.append(_side_by_side(t, node))
+    if factor != 1:
+        how["scale"] = factor * (sizes[0] ** -0.5 if how.get("scale") is None else how["scale"])
+    q, k, v = rows
+    given = {channel(k): k, channel(v): v}
     if mask is not None:
         given[channel(mask)] = mask
+    how = {name: value for name, value in how.items() if name != "window"}
     operation = ops.CrossAttention(
-        q.heads, k.heads, k=channel(k.source), v=channel(v.source), mask=None if mask is None else channel(mask), **how
+        heads[0], heads[1], k=channel(k), v=channel(v), mask=None if mask is None else channel(mask), **how
     )
-    return [Raised(operation, q.source, out, out, {}, given)]
+    return [Raised(operation, q, out, _last_of(out, node), {}, given)]
+
+
+def _is_plain(h: Heads) -> bool:
+    """Whether heads are all of a tensor [B, S, H D]."""
+    e = example(h.source)
+    whole = e is not None and e.ndim == 3 and same_size(e.shape[-1], h.heads * h.size)
+    return whole and h.rope is None and h.norm is None and (h.start, h.part, h.of) == (0, 0, 1)
+
+
+def _side_by_side(heads: Node, before: Node) -> Node:
+    """[B, S, H D] of heads [B, H, S, D]."""
+    write = Writer(before)
+    return write("flatten", write("transpose", heads, 1, 2), 2)
 
 
 def _packed(parts: list[Heads], out: Inner) -> list[Raised] | str:
@@ -201,36 +250,20 @@ def _joined(node: Node) -> Node | None:
 
 
 def raise_attention_by_hand(node: Node) -> Found:
-    """softmax(scale q k^T, capped, plus a mask) v, as models have it that do not call torch's function."""
-    if not _weighs(node):
+    """softmax(scale q k^T, capped, plus biases and a mask) v, as models have it that do not call torch's function."""
+    if not weighs(node):
         return None
     if argument(node, 1, "dim") not in (-1, 3):
         return "its softmax is not over the last dimension of scores [B, H, S, S]"
     how: dict[str, Any] = {}
-    scores, mask, softcap, scale = narrow_of(node.args[0]), None, None, 1.0
-    total = operands(scores, "add")
-    if total is not None:
-        scores, mask = back(total[0]), total[1]
-        if (m := example(mask)) is None or not m.is_floating_point():
-            return "what is added to its scores is no tensor of floating-point numbers"
-    elif (unmasked := scores_of(scores, how)) is not None:
-        scores = back(unmasked)
-    if (capped := scaled(scores)) is not None and spelled(capped[0]) == "tanh":
-        divided = scaled(capped[0].args[0])
-        if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6:
-            return "its scores are bent by tanh, which is no soft cap: that is cap * tanh(scores / cap)"
-        scores, softcap = back(divided[0]), capped[1]
-    if (factor := scaled(scores)) is not None:
-        scores, scale = back(factor[0]), factor[1]
-    if spelled(scores) in FILLING:
-        return f"its scores are masked by {spelled(scores)} with a mask that is data: {CALL}, with attn_mask="
-    if spelled(scores) != "matmul":
-        return f"its scores are made by {spelled(scores) or 'the model'}, not by q @ k.transpose(-2, -1): {CALL}"
-    q, keys = scores.args[:2]
-    if spelled(keys) != "transpose" or set(keys.args[1:]) not in ({2, 3}, {-1, -2}, {2, -1}):
-        return f"its keys are not transposed where queries meet them: {CALL}"
+    found = scores_behind(narrow_of(argument(node, 0, "input")), how)
+    if isinstance(found, str):
+        return found
+    q, k, masks = found.q, found.k, found.masks
+    if any((m := example(t)) is None or not m.is_floating_point() for t, _ in masks):
+        return "what is added to its scores is no tensor of floating-point numbers"
     weights, dropout = node, 0.0
-    while (following := ahead(weights, {"to", "type_as", "float", "half", "bfloat16", "dropout"})) is not None:
+    while (following := ahead(weights, {*CASTS, "dropout"})) is not None:
         if spelled(following) == "dropout" and is_same(following) is None:
             if dropout:
                 return "its weights are dropped twice"
@@ -239,83 +272,15 @@ def raise_attention_by_hand(node: Node) -> Found:
     out = ahead(weights, {"matmul"})
     if out is None:
         return f"its weights are read by more, or by something else, than weights @ v: {CALL}"
-    how |= {"dropout": dropout, "scale": scale, "softcap": softcap}
-    return _attention_of((q, keys.args[0], out.args[1]), mask, how, out)
-
-
-def _weighs(softmax: Node) -> bool:
-    """Whether something is multiplied by what a softmax makes, as values are by the weights of attention."""
-    node = softmax
-    while (following := ahead(node, _BETWEEN)) is not None:
-        node = following
-    return any(spelled(user) in _GEMMS for user in node.users)
-
-
-_GEMMS = ("matmul", "bmm", "einsum", "baddbmm")
-_BETWEEN = {"to", "type_as", "float", "half", "bfloat16", "dropout", "mul", "view", "reshape", "contiguous"}
-
-
-def around(softmax: Node) -> list[Node]:
-    """The GEMMs of attention by hand: that of its scores, and that of its weights and values."""
-    found, stack, seen = list[Node](), [(softmax, True), (softmax, False)], set[Node]()
-    for _ in range(_FAR):
-        if not stack:
-            break
-        node, forward = stack.pop(0)
-        for near in node.users if forward else node.all_input_nodes:
-            if spelled(near) in _GEMMS:
-                found.append(near)
-            elif near not in seen and spelled(near) in _BETWEEN | {"add", "sub", "truediv", "tanh", *FILLING}:
-                seen.add(near)
-                stack.append((near, forward))
-    return found
-
-
-_FAR = 24
-"""Calls that are looked at, at most."""
-
-
-def raise_multi_head_attention(node: Node) -> Found:
-    """torch.nn.MultiheadAttention of one tensor."""
-    q, k, v = arguments(node, "query", "key", "value")
-    if not (q is k is v):
-        return f"queries, keys and values of several tensors: make them by Linears, and {CALL}"
-    names = (
-        "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k",
-        "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask",
-        "need_weights", "attn_mask", "use_separate_proj_weight",
-    )  # fmt: skip
-    given = dict(zip(names, arguments(node, *names), strict=True))
-    rare = ("bias_k", "bias_v", "add_zero_attn", "use_separate_proj_weight")
-    users = {u.args[1]: u for u in node.users if spelled(u) == "getitem"}
-    if any(given[name] not in (None, False) for name in rare) or (users.get(1) is not None and users[1].users):
-        return "its weights are read (need_weights=True), or it has an option that no operation has"
-    if given["key_padding_mask"] is not None or given["attn_mask"] is not None:
-        return f"a mask in the form of torch.nn.MultiheadAttention: make q, k and v by a Linear, and {CALL}"
-    result = users.get(0)
-    out = None if result is None else ahead(result, {"transpose"})
-    if spelled(q) != "transpose" or out is None or set(q.args[1:]) != {0, 1} or set(out.args[1:]) != {0, 1}:
-        return "its tensors are not batch first"
-    x = q.args[0]
-    first = linear(x, given["in_proj_weight"], given["in_proj_bias"], node)
-    if not isinstance(first, list):
-        return "its sizes are not fixed"
-    packed, heads = Inner(), Inner()
-    first[0].out = packed
-    attention = ops.Attention(
-        given["num_heads"], causal=bool(node.kwargs.get("is_causal")) and given["attn_mask"] is None,
-        dropout=given["dropout_p"] if given["training"] else 0.0,
-    )  # fmt: skip
-    weight, bias = given["out_proj_weight"], given["out_proj_bias"]
-    w = example(weight)
-    if w is None:
-        return "its sizes are not fixed"
-    last = ops.Linear(w.shape[1], w.shape[0], bias is not None, device=META, dtype=w.dtype)
-    params = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    found = [first[0], Raised(attention, packed, heads, node), Raised(last, heads, out, node, params)]
-    for r in found:
-        r.node = out
-    return found
+    how |= {"dropout": dropout, "scale": found.scale, "softcap": found.softcap}
+    write = Writer(node)
+    for factor in found.factors:  # of heads
+        q = write("mul", q, factor)
+    terms = [t if number == 1 else write("mul", t, number) for t, number in masks]
+    mask = terms[0] if terms else None
+    for term in terms[1:]:
+        mask = write("add", mask, term)
+    return _attention_of((q, k, out.args[1]), mask, how, out)
 
 
 _TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
@@ -520,6 +485,5 @@ def _splits_heads(node: Node, size: int) -> bool:
 
 MATCHERS = (
     matcher(raise_attention, "scaled_dot_product_attention"),
-    matcher(raise_multi_head_attention, "multi_head_attention_forward"),
     matcher(raise_attention_by_hand, "softmax"),
 )

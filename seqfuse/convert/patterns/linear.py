@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..graph import (
     either,
     example,
     is_fixed,
+    is_last,
     numbers,
     operands,
     part_of,
@@ -112,19 +114,22 @@ def raise_gated(node: Node) -> Found:
         name = spelled(activation)
         if name not in _UNITS or len(activation.users) != 1 or argument(activation, 1, "inplace", False) is True:
             continue
-        unit = _UNITS[name](argument(activation, 1, "approximate", "none")) if name == "gelu" else _UNITS[name]()
+        how = {"approximate": argument(activation, 1, "approximate", "none")} if name == "gelu" else {}
+        unit = functools.partial(_UNITS[name], **how)
         gate, up = back(activation.args[0]), back(up)
-        found = _of_linears(unit, gate, up, node) or _of_halves(unit, gate, up, node)
+        found = _of_linears(unit(), gate, up, node) or _of_halves(unit(), gate, up, node)
+        found = found or _of_halves(unit(packing="up_gate"), up, gate, node)
         if found is not None:
             return found
-        if _of_halves(unit, up, gate, node) is not None:
-            return "it gates with the second half of its input"
     return None
 
 
 def raise_glu(node: Node) -> Found:
-    """F.glu(x): the second half is the gate, so its halves must be of two GEMMs, or it stays."""
-    return "torch's GLU gates with its second half"
+    """F.glu(x), whose second half is the gate."""
+    x = argument(node, 0, "input")
+    if not is_last(argument(node, 1, "dim", -1), x):
+        return "it gates along another dimension than the last"
+    return one(ops.GLU(packing="up_gate"), x, node)
 
 
 def merged(linears: list[Node], out: Inner) -> Raised | None:
@@ -165,8 +170,8 @@ def _of_linears(unit: FusableOperation, gate: Any, up: Any, node: Node) -> list[
     return [first, Raised(unit, inner, node, node)]
 
 
-def _of_halves(unit: FusableOperation, gate: Any, up: Any, node: Node) -> Found:
-    first, second = part_of(gate), part_of(up)
+def _of_halves(unit: FusableOperation, one_half: Any, other_half: Any, node: Node) -> Found:
+    first, second = part_of(one_half), part_of(other_half)
     if first is None or second is None or first[0] is not second[0]:
         return None
     (x, start, size), (_, middle, other) = first, second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,6 +18,7 @@ from ..graph import (
     back,
     either,
     example,
+    is_fixed,
     is_last,
     is_same,
     narrow_of,
@@ -25,7 +27,8 @@ from ..graph import (
     same_size,
     spelled,
 )
-from ..raising import META, Found, matcher, one
+from ..raising import META, Found, Inner, Raised, matcher, one
+from .pointwise import scaled
 
 
 class FoundNorm(NamedTuple):
@@ -63,6 +66,31 @@ def _operation(norm: FoundNorm) -> Found:
         )
     )
     return one(made, norm.x, norm.out, weight=norm.weight, bias=norm.bias)
+
+
+def raise_normalize(node: Node) -> Found:
+    """F.normalize(x, dim=-1), also times a number and a weight: RMSNorm gives sqrt(D) times that.
+
+    Torch divides by the larger of the length and eps, RMSNorm by the root of the sum of their squares: these are the
+    same for all vectors but those of a length near eps, 1e-12.
+    """
+    x, eps = argument(node, 0, "input"), argument(node, 3, "eps", 1e-12)
+    e = example(x)
+    if e is None or argument(node, 1, "p", 2.0) != 2 or not isinstance(eps, float) or argument(node, 4, "out"):
+        return None
+    if not is_last(argument(node, 2, "dim", 1), x) or not is_fixed(e.shape[-1]):
+        return "it divides by the length along another dimension than the last"
+    size: int = e.shape[-1]
+    norm, root = FoundNorm(x, node, size, eps * eps / size), math.sqrt(size)
+    product = next(iter(node.users)) if len(node.users) == 1 else node
+    found = scaled(product)
+    if found is not None and found[0] is node and abs(found[1] / root - 1) < 1e-6:
+        return _operation(_gained(norm._replace(out=product)))
+    raised = _operation(norm)
+    if isinstance(raised, list):
+        raised[0].out = Inner()
+        raised.append(Raised(ops.Scale(1 / root), raised[0].out, node, node))
+    return raised
 
 
 def raise_norm(node: Node) -> Found:
@@ -305,7 +333,7 @@ def raise_length(node: Node) -> Found:
         return "it divides by a standard deviation, LayerNorm by the root of variance and eps: use nn.LayerNorm"
     if not is_last(argument(node, 2, "dim", 1), argument(node, 0, "input")):
         return None
-    if spelled(node) != "normalize" and not _divides(node):
+    if not _divides(node):
         return None
     return "it divides by the length of a vector, RMSNorm by its root mean square: use nn.RMSNorm, with an eps"
 
@@ -323,5 +351,8 @@ def _divides(node: Node, depth: int = 3) -> bool:
 MATCHERS = (
     matcher(raise_norm_by_hand, "rsqrt", "sqrt", "pow"),
     matcher(raise_norm, "layer_norm", "rms_norm"),
-    matcher(raise_length, "norm", "linalg_vector_norm", "normalize", "std"),
+    matcher(raise_length, "norm", "linalg_vector_norm", "std"),
 )
+
+LENGTHS = (matcher(raise_normalize, "normalize"),)
+"""Divisions by lengths, which are found before the factors behind them."""

@@ -11,37 +11,75 @@ from torch.fx import Node
 from ... import ops
 from ...operation import FusableOperation
 from ..effects import in_place
-from ..graph import alike, argument, back, channel, example, is_same, operands, same_shape, spelled
-from ..raising import Found, matcher, one
+from ..graph import (
+    alike,
+    argument,
+    back,
+    channel,
+    either,
+    example,
+    is_fixed,
+    is_same,
+    operands,
+    same_shape,
+    same_size,
+    spelled,
+)
+from ..normal import Writer
+from ..raising import META, Found, matcher, one
 
 _ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
     "gelu": ops.GeLU, "silu": ops.SiLU, "relu": ops.ReLU, "tanh": ops.Tanh, "sigmoid": ops.Sigmoid,
 }  # fmt: skip
 
 
-def raise_tanh_gelu(node: Node) -> Found:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 writes it."""
+def raise_gelu_by_hand(node: Node) -> Found:
+    """0.5 x (1 + t), t = tanh(sqrt(2 / pi) (x + 0.044715 x^3)), as GPT-2 writes it, or t = erf(x / sqrt(2))."""
+    tanh = spelled(node) == "tanh"
     inner = scaled(node.args[0])
-    if inner is None or abs(inner[1] - math.sqrt(2 / math.pi)) > 1e-6:
+    if inner is None or abs(inner[1] - (math.sqrt(2 / math.pi) if tanh else math.sqrt(0.5))) > 1e-6:
         return None
-    total = operands(inner[0], "add")
+    x = _cubic(inner[0]) if tanh else inner[0]
+    plus = next((u for u in node.users if (p := operands(u, "add")) is not None and 1.0 in p), None)
+    if x is None or plus is None or len(node.users) != 1:
+        return None
+    out = plus
+    while (found := ahead_of_product(out)) is not None:
+        out = found
+        number, factors = _factors(out, plus)
+        if number == 0.5 and len(factors) == 2 and {*map(back, factors)} == {back(x), plus}:
+            return one(ops.GeLU("tanh" if tanh else "none"), x, out)
+    return None
+
+
+def _cubic(node: Any) -> Any:
+    """X of x + 0.044715 x^3."""
+    total = operands(node, "add")
     if total is None:
         return None
     x, cubed = total if scaled(total[1]) is not None else (total[1], total[0])
     cube = scaled(cubed)
     if cube is None or abs(cube[1] - 0.044715) > 1e-9 or spelled(cube[0]) != "pow":
         return None
-    if cube[0].args[0] is not x or argument(cube[0], 1, "exponent") != 3.0:
-        return None
-    plus = next((u for u in node.users if (p := operands(u, "add")) is not None and 1.0 in p), None)
-    out = next((u for u in plus.users if spelled(u) == "mul"), None) if plus is not None else None
-    if plus is None or out is None or len(node.users) != 1 or len(plus.users) != 1:
-        return None
-    half: Any = out.args[0] if out.args[1] is plus else out.args[1]
-    found = scaled(half)
-    if found is None or found[0] is not x or found[1] != 0.5:
-        return None
-    return one(ops.GeLU("tanh"), x, out)
+    return x if cube[0].args[0] is x and argument(cube[0], 1, "exponent") == 3.0 else None
+
+
+def ahead_of_product(node: Node) -> Node | None:
+    """The product that a node is a factor of, if that is all that reads it."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    return user if spelled(user) in ("mul", "truediv") else None
+
+
+def _factors(node: Any, stop: Node) -> tuple[float, list[Any]]:
+    """The number and the tensors that a product is made of, as far as a node."""
+    if node is not stop and (found := scaled(node)) is not None:
+        number, factors = _factors(found[0], stop)
+        return number * found[1], factors
+    pair = operands(node, "mul")
+    if node is stop or pair is None:
+        return 1.0, [node]
+    (a, first), (b, second) = (_factors(part, stop) for part in pair)
+    return a * b, first + second
 
 
 def scaled(node: Any) -> tuple[Any, float] | None:
@@ -103,11 +141,7 @@ def raise_add(node: Node) -> Found:
         return None
     if in_place(node) and not (spelled(node) == "iadd" and alike(*pair) and _is_fresh(pair[0], node)):
         return None
-    a, b = back(pair[0]), back(pair[1])
-    found = one(ops.Add(channel(b)), a, node)
-    if isinstance(found, list):
-        found[0].channels = {channel(b): b}
-    return found
+    return _beside(ops.Add(channel(back(pair[1]))), pair[0], pair[1], node)
 
 
 def _fits(term: Any, total: Node) -> bool:
@@ -135,8 +169,44 @@ def raise_scale(node: Node) -> Found:
     return one(ops.Scale(found[1]), found[0], node)
 
 
+def raise_product(node: Node) -> Found:
+    """A tensor times a vector of its last dimension, or times another tensor, such as a gate."""
+    for x, other in either(operands(node, "mul")):
+        given, factor = example(x), example(other)
+        if given is None or factor is None or not alike(x, node) or not factor.is_floating_point() or given.ndim < 2:
+            continue
+        if factor.ndim == 1 and is_fixed(size := given.shape[-1]) and same_size(factor.shape[0], size):
+            return one(ops.LayerScale(size, device=META, dtype=factor.dtype), x, node, gamma=other)
+        return _beside(ops.Multiply(channel(back(other))), x, other, node)
+    return None
+
+
+def raise_shift(node: Node) -> Found:
+    """A tensor plus a vector of its last dimension, or plus another tensor that is repeated for it."""
+    for x, other in either(operands(node, "add")):
+        given, term = example(x), example(other)
+        if given is None or term is None or not alike(x, node) or term.dtype is not given.dtype or given.ndim < 2:
+            continue
+        if term.ndim == 1 and is_fixed(size := given.shape[-1]) and same_size(term.shape[0], size):
+            return one(ops.Bias(size, device=META, dtype=term.dtype), x, node, bias=other)
+        if not is_fixed(*given.shape) or given.device != term.device:
+            continue
+        repeated = Writer(node)("expand", other, *given.shape)
+        return _beside(ops.Add(channel(repeated)), x, repeated, node)
+    return None
+
+
+def _beside(operation: FusableOperation, x: Any, other: Any, node: Node) -> Found:
+    """An operation with another tensor as its channel."""
+    other = back(other)
+    found = one(operation, x, node)
+    if isinstance(found, list):
+        found[0].channels = {channel(other): other}
+    return found
+
+
 SPELLED_OUT = (
-    matcher(raise_tanh_gelu, "tanh"),
+    matcher(raise_gelu_by_hand, "tanh", "erf"),
     matcher(raise_quick_gelu, "sigmoid"),
     matcher(raise_squared_relu, "relu"),
 )
@@ -148,3 +218,6 @@ MATCHERS = (
     matcher(raise_add, "add", "iadd"),
     matcher(raise_scale, "mul", "truediv"),
 )
+
+PRODUCTS = (matcher(raise_product, "mul"), matcher(raise_shift, "add"))
+"""Products and sums that norms by hand and `Linear`s may also end with."""

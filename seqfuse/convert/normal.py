@@ -1,0 +1,433 @@
+"""Normal forms: calls of a captured graph that say one thing in several ways, written in the way that matchers know."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from .effects import State, are_changed, in_place, states
+from .graph import WRITTEN, argument, back, example, is_fixed, same_shape, spelled
+
+
+class Writer:
+    """Writes calls before a node, in its module and modes, each with its example.
+
+    Args:
+        node: the call in whose place others are written, or which may read them.
+        modes: the nodes that switched autocast for it.
+    """
+
+    def __init__(self, node: Node, modes: Sequence[Node] = ()) -> None:
+        self.node, self.added = node, list[Node]()
+        self._modes = [mode.args for mode in modes]
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        """A method of a tensor, or one of the functions below."""
+        if name in _FUNCTIONS:
+            return self._write("call_function", _FUNCTIONS[name], args, kwargs)
+        return self._write("call_method", name, args, kwargs)
+
+    def again(self, x: Node) -> Node:
+        """The same call of another tensor."""
+        return self._write(self.node.op, self.node.target, (x, *self.node.args[1:]), dict(self.node.kwargs))
+
+    def _write(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        with self.node.graph.inserting_before(self.node):
+            made = self.node.graph.create_node(kind, target, args, kwargs)
+        self.added.append(made)
+        made.meta = {key: value for key, value in self.node.meta.items() if key not in ("example_value", "val")}
+        made.meta[WRITTEN] = True
+        given: Any = map_arg((args, kwargs), _value)
+        run: Any = target if kind == "call_function" else getattr(torch.Tensor, target)
+        with contextlib.ExitStack() as stack:
+            mode = next((m for t in made.all_input_nodes if (m := getattr(example(t), "fake_mode", None))), None)
+            stack.enter_context(mode or cast("Any", torch.random).fork_rng(devices=()))
+            for modes in self._modes:
+                stack.enter_context(torch.autocast(*modes))  # pyright: ignore[reportArgumentType]
+            made.meta["example_value"] = run(*given[0], **given[1])
+        return made
+
+    def undo(self) -> None:
+        """Take the calls out again."""
+        for made in reversed(self.added):
+            self.node.graph.erase_node(made)
+
+
+_FUNCTIONS: dict[str, Any] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "getitem": operator.getitem,
+    "F.linear": torch.nn.functional.linear,
+    "F.softmax": torch.nn.functional.softmax,
+    "F.dropout": torch.nn.functional.dropout,
+    "F.attention": torch.nn.functional.scaled_dot_product_attention,
+    "torch.zeros_like": torch.zeros_like,
+}
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+Rule = Callable[[Node, Writer], Node | None]
+"""Writes a call anew: the node whose value is that of the call, or `None` for a form that is left as it is."""
+
+
+def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
+    """Write the calls of a graph anew that have a normal form; a call that comes out differently stays."""
+    modes = states(graph.nodes)
+    for node in list(graph.nodes):
+        rule = _RULES.get(spelled(node) or "")
+        if rule is None or not node.users or not allowed(node):
+            continue
+        write = Writer(node, modes[node].autocast)
+        wanted = example(node) if spelled(node) not in _PAIRS else example(_first(node))
+        try:
+            with torch.set_grad_enabled(wanted is not None and wanted.requires_grad):
+                found = None if wanted is None else rule(node, write)
+        except Exception:  # a form that nobody thought of
+            found = None
+        made = example(found)
+        if found is None or made is None or wanted is None or not _is_like(made, wanted):
+            write.undo()
+            continue
+        for made in write.added:
+            del made.meta[WRITTEN]
+        old = node if spelled(node) not in _PAIRS else _first(node)
+        assert old is not None
+        old.replace_all_uses_with(found)
+        for gone in (old, node) if old is not node else (node,):
+            if not gone.users:
+                graph.erase_node(gone)
+    _made_once(graph, allowed, modes)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and spelled(node) in _PURE and not in_place(node) and allowed(node):
+            graph.erase_node(node)
+
+
+def _is_like(made: torch.Tensor, wanted: torch.Tensor) -> bool:
+    same = made.dtype is wanted.dtype and made.device == wanted.device and made.requires_grad is wanted.requires_grad
+    return same and same_shape(made.shape, wanted.shape)
+
+
+def _first(node: Node) -> Node | None:
+    """The first of the results of a call, if nobody reads another."""
+    read = [user for user in node.users if user.users]
+    one = len(read) == 1 and spelled(read[0]) == "getitem" and read[0].args[1] == 0
+    return read[0] if one else None
+
+
+def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Node, State]) -> None:
+    """Let equal calls that only compute be one: models make angles and masks for queries, and again for keys."""
+    made: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if spelled(node) not in _PURE - {"clone"} or in_place(node) or not allowed(node):
+            continue
+        try:
+            state = modes.get(node)  # of calls that were written here it is not known
+            mode = (state.autocast, state.grad) if state is not None else node
+            key = (node.op, node.target, _key(node.args), _key(node.kwargs), mode)
+            first = made.setdefault(key, node)
+        except TypeError:  # an argument that has no hash
+            continue
+        if first is not node and not are_changed([first, node]):
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _key(given: Any) -> Any:
+    if isinstance(given, list | tuple):
+        return (type(cast("Any", given)), *map(_key, cast("Sequence[Any]", given)))
+    if isinstance(given, dict):
+        return tuple((name, _key(value)) for name, value in cast("dict[str, Any]", given).items())
+    if isinstance(given, slice):
+        part = cast("slice[Any, Any, Any]", given)
+        return (slice, _key(part.start), _key(part.stop), _key(part.step))
+    return (type(given), given)
+
+
+_PURE = {
+    "getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "expand", "transpose", "permute",
+    "contiguous", "cos", "sin", "conj", "to", "type_as", "float", "double", "half", "bfloat16", "neg", "cat", "stack",
+    "repeat_interleave", "mul", "add", "sub", "truediv", "pow", "chunk", "split", "unbind", "t",
+    "clone", "detach",
+}  # fmt: skip
+
+
+def _einsum(node: Node, write: Writer) -> Node | None:
+    """A contraction of two tensors as a GEMM, and a permutation of one as that."""
+    equation, *given = node.args
+    operands = cast("Sequence[Any]", given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given)
+    shapes = [e.shape for t in operands if (e := example(t)) is not None]
+    if not isinstance(equation, str) or "->" not in equation or len(shapes) != len(operands):
+        return None
+    terms, made = _terms(equation.replace(" ", ""), [len(shape) for shape in shapes])
+    if len(terms) == 1 and sorted(terms[0]) == sorted(made) and len(set(made)) == len(made):
+        return _permuted(write, operands[0], [terms[0].index(letter) for letter in made])
+    if len(terms) != 2 or any(len(set(term)) != len(term) for term in (*terms, made)):
+        return None
+    (a, b), (x, y) = terms, operands
+    if _is_parameter(x) and not _is_parameter(y):
+        a, b, x, y = b, a, y, x
+    summed = [letter for letter in a if letter in b and letter not in made]
+    batch = [letter for letter in made if letter in a and letter in b]
+    left, right = ([letter for letter in made if letter in term and letter not in batch] for term in (a, b))
+    if not summed or {*a, *b} != {*summed, *batch, *left, *right}:
+        return None
+    size = dict(zip(a, shapes[0] if x is operands[0] else shapes[1], strict=True))
+    size |= dict(zip(b, shapes[1] if x is operands[0] else shapes[0], strict=True))
+    if not batch:
+        return _with_matrix(write, (x, a, left), (y, b, right), summed, size, made)
+    if not left or not right or len(summed) != 1:
+        return None
+    # Of several letters of one operand all but the last are batches that the other one is repeated for.
+    whole = [letter for letter in made if letter in (*batch, *left[:-1], *right[:-1])]
+    rows, columns, (k,) = left[-1], right[-1], summed
+    first = _aligned(write, x, a, [*whole, rows, k])
+    second = _aligned(write, y, b, [*whole, k, columns])
+    product = write("matmul", first, second)
+    return _permuted(write, product, [[*whole, rows, columns].index(letter) for letter in made])
+
+
+def _terms(equation: str, dims: list[int]) -> tuple[list[str], str]:
+    """The letters of operands and of the result, dots by capitals that are counted from the last."""
+    given, _, made = equation.partition("->")
+    terms, dots = given.split(","), ""
+    for i, term in enumerate(terms):
+        if "..." in term:
+            letters = "ZYXWVUT"[: dims[i] - len(term) + 3][::-1]
+            terms[i], dots = term.replace("...", letters), max(dots, letters, key=len)
+    return terms, made.replace("...", dots)
+
+
+def _aligned(write: Writer, t: Node, letters: str, wanted: list[str]) -> Node:
+    """A tensor with its dimensions in this order, and one of size 1 for each that it has not."""
+    own = [letter for letter in wanted if letter in letters]
+    t = _permuted(write, t, [letters.index(letter) for letter in own])
+    for place, letter in enumerate(wanted):
+        if letter not in letters:
+            t = write("unsqueeze", t, place)
+    return t
+
+
+def _with_matrix(
+    write: Writer, one: tuple[Node, str, list[str]], other: tuple[Node, str, list[str]], summed: list[str], size: Any,
+    made: str,
+) -> Node | None:  # fmt: skip
+    """A GEMM with a matrix, [*, K] and [N, K]."""
+    (x, a, left), (w, b, right) = one, other
+    if not right or not left or not is_fixed(*(size[letter] for letter in right)):
+        return None
+    x = _permuted(write, x, [a.index(letter) for letter in (*left, *summed)])
+    w = _permuted(write, w, [b.index(letter) for letter in (*right, *summed)])
+    if len(summed) > 1:
+        x = write("flatten", x, -len(summed))
+        w = write("flatten", w, -len(summed))
+    if len(right) > 1:
+        w = write("flatten", w, 0, len(right) - 1)
+    product = write("F.linear", x, w) if _is_parameter(w) else write("matmul", x, write("transpose", w, 0, 1))
+    if len(right) > 1:
+        product = write("unflatten", product, -1, [size[letter] for letter in right])
+    return _permuted(write, product, [[*left, *right].index(letter) for letter in made])
+
+
+def _permuted(write: Writer, t: Node, order: list[int]) -> Node:
+    n = len(order)
+    if order == list(range(n)):
+        return t
+    if n > 1 and order == [*range(n - 2), n - 1, n - 2]:
+        return write("transpose", t, -2, -1)
+    moved = [i for i, place in enumerate(order) if place != i]
+    return write("transpose", t, *moved) if len(moved) == 2 else write("permute", t, *order)
+
+
+def _is_parameter(node: Any) -> bool:
+    """Whether a node is a parameter, or a view of one."""
+    while isinstance(node, Node) and spelled(node) in _VIEWS and node.args:
+        node = node.args[0]
+    e = example(node)
+    return e is not None and node.op in ("placeholder", "get_attr") and isinstance(e, torch.nn.Parameter)
+
+
+_VIEWS = {"view", "reshape", "transpose", "permute", "t", "flatten", "unflatten", "getitem", "contiguous"}
+
+
+def _multi_head_attention(node: Node, write: Writer) -> Node | None:
+    """`F.multi_head_attention_forward` as `Linear`s and attention; its weights leave it nowhere."""
+    names = (
+        "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k",
+        "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask",
+        "need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight",
+        "static_k", "static_v", "average_attn_weights", "is_causal",
+    )  # fmt: skip
+    default = {"training": True, "need_weights": True, "average_attn_weights": True}
+    given = {name: argument(node, i, name, default.get(name)) for i, name in enumerate(names)}
+    rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
+    q, k, v = given["query"], given["key"], given["value"]
+    e, heads = example(q), given["num_heads"]
+    if any(given[name] not in (None, False) for name in rare) or e is None or e.ndim != 3:
+        return None
+    width = given["embed_dim_to_check"]
+    if not isinstance(heads, int) or not isinstance(width, int):
+        return None
+    weight, bias, apart = given["in_proj_weight"], given["in_proj_bias"], given["use_separate_proj_weight"]
+
+    def rows(t: Node | None, first: int, last: int) -> Node | None:
+        return t if t is None or last - first == 3 else write("getitem", t, slice(first * width, last * width))
+
+    def batch_first(t: Node) -> Node:
+        swapped = spelled(t) == "transpose" and set(t.args[1:]) == {0, 1}
+        return cast("Node", t.args[0]) if swapped else write("transpose", t, 0, 1)
+
+    inputs = {t: batch_first(t) for t in (q, k, v)}
+    made: list[Node] = []
+    if q is k is v and not apart:
+        whole = write("F.linear", inputs[q], weight, bias)
+        made = [write("getitem", whole, (Ellipsis, slice(i * width, (i + 1) * width))) for i in range(3)]
+    else:
+        for i, (name, t) in enumerate(zip(("q", "k", "v"), (q, k, v), strict=True)):
+            own = given[f"{name}_proj_weight"] if apart else rows(weight, i, i + 1)
+            made.append(write("F.linear", inputs[t], own, rows(bias, i, i + 1)))
+    split = [write("transpose", write("unflatten", t, -1, [heads, width // heads]), 1, 2) for t in made]
+    mask, padding, weighs = given["attn_mask"], given["key_padding_mask"], given["need_weights"]
+    causal = bool(given["is_causal"]) and padding is None and not weighs
+    mask = None if causal else _added(write, mask, split[0], heads)
+    if padding is not None:
+        padding = write("unsqueeze", write("unsqueeze", _as_floats(write, padding, split[0]), 1), 1)
+        mask = padding if mask is None else write("add", mask, padding)
+    dropout = given["dropout_p"] if given["training"] else 0.0
+    if weighs:
+        scale = 1 / math.sqrt(width // heads)
+        scores = write("matmul", write("mul", split[0], scale), write("transpose", split[1], -2, -1))
+        scores = scores if mask is None else write("add", scores, mask)
+        shares = write("F.softmax", scores, dim=-1)
+        shares = write("F.dropout", shares, p=dropout) if dropout else shares
+        out = write("matmul", shares, split[2])
+    else:
+        out = write("F.attention", *split, mask, dropout, causal)
+    joined = write("flatten", write("transpose", out, 1, 2), 2)
+    joined = write("F.linear", joined, given["out_proj_weight"], given["out_proj_bias"])
+    return write("transpose", joined, 0, 1)
+
+
+def _as_floats(write: Writer, mask: Node, like: Node) -> Node:
+    """A mask that is added to scores, of one that is `True` where nothing is seen."""
+    e, q = example(mask), example(like)
+    if e is None or q is None or e.dtype is not torch.bool:
+        return mask
+    return write("masked_fill", write("torch.zeros_like", mask, dtype=q.dtype), mask, -math.inf)
+
+
+def _added(write: Writer, mask: Node | None, q: Node, heads: int) -> Node | None:
+    """A mask [S, T] or [B * H, S, T] in the dimensions of scores."""
+    if mask is None:
+        return None
+    e, mask = example(mask), _as_floats(write, mask, q)
+    assert e is not None
+    if e.ndim == 3:
+        return write("unflatten", mask, 0, [-1, heads])
+    return write("unsqueeze", write("unsqueeze", mask, 0), 0)
+
+
+def _baddbmm(node: Node, write: Writer) -> Node | None:
+    """A bias times beta, plus a @ b times alpha."""
+    bias, a, b = (argument(node, i, name) for i, name in enumerate(("input", "batch1", "batch2")))
+    alpha, beta = (node.kwargs.get(name, 1) for name in ("alpha", "beta"))
+    product: Any = _bmm_of(write, a, b)
+    e = example(bias)
+    merged = spelled(product) == "flatten" and e is not None and e.ndim == 3
+    if merged:
+        product = product.args[0]
+        bias = write("unflatten", bias, 0, [-1, _value(product).shape[1]])
+    product = product if alpha == 1 else write("mul", product, alpha)
+    if beta != 0:
+        product = write("add", product, bias if beta == 1 else write("mul", bias, beta))
+    return write("flatten", product, 0, 1) if merged else product
+
+
+def _of_merged(node: Node, write: Writer) -> Node | None:
+    """A call for each element, or a softmax over the last dimension, before heads are merged and not behind that."""
+    merged: Any = node.args[0]
+    e = example(merged)
+    if spelled(merged) != "flatten" or merged.args[1:] != (0, 1) or e is None or e.ndim != 3:
+        return None
+    if any(isinstance(given, Node) for given in (*node.args[1:], *node.kwargs.values())):
+        return None
+    if spelled(node) == "softmax" and argument(node, 1, "dim") != -1:
+        return None
+    return write("flatten", write.again(merged.args[0]), 0, 1)
+
+
+def _bmm(node: Node, write: Writer) -> Node | None:
+    return _bmm_of(write, *node.args, *node.kwargs.values()) if len(node.args) + len(node.kwargs) == 2 else None
+
+
+def _matmul(node: Node, write: Writer) -> Node | None:
+    a, b = node.args
+    return None if _unmerged(write, a) is None or _unmerged(write, b) is None else _bmm_of(write, a, b)
+
+
+def _bmm_of(write: Writer, a: Any, b: Any) -> Node:
+    """A product of batches, of heads [B, H] where both operands were merged of them."""
+    first, second = _unmerged(write, a), _unmerged(write, b)
+    if first is None or second is None:
+        return write("matmul", a, b)
+    return write("flatten", write("matmul", first, second), 0, 1)
+
+
+def _unmerged(write: Writer, t: Any) -> Node | None:
+    """[B, H, S, D] of [B * H, S, D], also where that is transposed."""
+    if spelled(t) == "transpose" and set(t.args[1:]) in ({1, 2}, {-1, -2}, {1, -1}, {2, -2}):
+        inner = _unmerged(write, t.args[0])
+        return None if inner is None else write("transpose", inner, -2, -1)
+    source = back(t)
+    whole = source.args[0] if spelled(source) in ("view", "reshape", "flatten") else None
+    before, after = example(whole), example(t)
+    if before is None or after is None or before.ndim != 4 or after.ndim != 3:
+        return None
+    if same_shape(before.shape[2:], after.shape[1:]):
+        return whole
+    return None
+
+
+def _view(node: Node, write: Writer) -> Node | None:
+    """A view of a view that is as what it began with."""
+    source: Any = node.args[0]
+    while spelled(source) in ("view", "reshape", "flatten", "unflatten") and source.args:
+        source = source.args[0]
+        e, w = example(source), example(node)
+        if e is not None and w is not None and same_shape(e.shape, w.shape):
+            return source if same_shape(e.stride(), w.stride()) and not are_changed([source, node]) else None
+    return None
+
+
+def _transpose(node: Node, write: Writer) -> Node | None:
+    """What is transposed twice."""
+    source, twice = cast("Any", node.args[0]), cast("Any", node)
+    if spelled(source) != "transpose" or (e := example(node)) is None or are_changed([source, node]):
+        return None
+    dims = [{d % e.ndim for d in t.args[1:]} for t in (twice, source)]
+    return source.args[0] if dims[0] == dims[1] else None
+
+
+_PAIRS = {"multi_head_attention_forward"}
+"""Calls with two results."""
+
+_RULES: dict[str, Rule] = {
+    "einsum": _einsum,
+    "multi_head_attention_forward": _multi_head_attention,
+    "baddbmm": _baddbmm,
+    "bmm": _bmm,
+    "matmul": _matmul,
+    **dict.fromkeys(("softmax", "dropout", "mul", "truediv", "to", "float", "type"), _of_merged),
+    "view": _view,
+    "reshape": _view,
+    "transpose": _transpose,
+}

@@ -1,0 +1,204 @@
+"""Normal forms of calls: einsum, bmm and torch.nn.MultiheadAttention are the GEMMs and the attention that they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from seqfuse.testing import seeded_randn
+
+from .comparing import assert_same, assert_same_recorded
+from .test_altered import Layers, Spelling, joined, operations, qkv
+
+X = seeded_randn((2, 4, 8), 2).double()
+Weigh = Callable[[Layers, Tensor, Tensor, Tensor], Tensor]
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) / 2
+
+
+def by_einsum(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.einsum("b h i j, b h j d -> b h i d", torch.einsum("...id,...jd->...ij", q, k).softmax(-1), v)
+
+
+def by_bmm(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    return torch.bmm(F.dropout(torch.bmm(q, k.transpose(1, 2)).div(2).softmax(-1), 0.5, False), v).unflatten(0, (2, 2))
+
+
+def by_baddbmm(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    bias = m.w[:4].view(1, 1, 4).expand(4, 4, 4)
+    made = torch.baddbmm(bias, q, k.transpose(1, 2), beta=0.5, alpha=0.25).view(2, 2, 4, 4)
+    return torch.bmm(made.softmax(-1).view(4, 4, 4), v).view(2, 2, 4, 4)
+
+
+def of_cosines(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    made = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+    return (made * m.w[:2].view(2, 1, 1).exp() + m.w[:4]).softmax(-1) @ v
+
+
+ATTENTION: dict[str, Weigh] = {
+    "einsum": by_einsum,
+    "bmm": by_bmm,
+    "baddbmm": by_baddbmm,
+    "cosines, a factor for each head and a bias": of_cosines,
+    "biases that are learned": lambda m, q, k, v: (scores(q, k) + m.w[:4] + m.w[4:, None]).softmax(-1) @ v,
+    "a bias within the scale": lambda m, q, k, v: ((scores(q, k) + m.w[:4]) * 3).softmax(-1) @ v,
+    "a sum in place": lambda m, q, k, v: scores(q, k).add_(m.w[:4].detach()).softmax(-1) @ v,
+    "keys turned before": lambda m, q, k, v: (q @ k.permute(0, 1, 3, 2)).softmax(-1) @ v,
+    "weights of the same type": lambda m, q, k, v: scores(q, k).softmax(-1).type(torch.float64) @ v,
+    "values scaled": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v * 0.5),
+    "queries normalized alone": lambda m, q, k, v: F.scaled_dot_product_attention(F.rms_norm(q, (4,)), k, v),
+    "values of other rows": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v.flip(2)),
+    "keys for values": lambda m, q, k, v: F.scaled_dot_product_attention(q, v, k),
+}
+LEFT = {"a sum in place"}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_in_another_form_is_attention(name: str):
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        return x + m.c(joined(ATTENTION[name](m, *qkv(m, x))))
+
+    replayed = assert_same_recorded(Layers(spelling).double(), X)
+    assert bool({"Attention", "CrossAttention"} & {*operations(replayed)}) is (name not in LEFT)
+
+
+def test_heads_that_nobody_puts_side_by_side_are_views_of_attention():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(*qkv(m, x))
+        return joined(y * y.sigmoid())
+
+    assert "Attention" in operations(assert_same_recorded(Layers(spelling).double(), X))
+
+
+PRODUCTS: dict[str, tuple[Spelling, str]] = {
+    "a linear": (lambda m, x: torch.einsum("bsh,oh->bso", m.a(x), m.b.weight), "Linear"),
+    "the weight first": (lambda m, x: torch.einsum("oh, b s h -> b s o", m.b.weight, m.a(x)), "Linear"),
+    "a weight of heads": (
+        lambda m, x: torch.einsum("bhnd,hde->bne", m.a(x).view(2, 4, 2, 4).transpose(1, 2), m.b.weight.view(2, 4, 8)),
+        "Linear",
+    ),
+    "heads of a weight": (
+        lambda m, x: torch.einsum("...d,hde->...he", m.a(x), m.b.weight.view(2, 8, 4)).flatten(-2), "Linear"
+    ),
+    "a gain": (lambda m, x: m.a(x) * m.w, "LayerScale"),
+    "a gain made of a parameter": (lambda m, x: F.layer_norm(m.a(x), (8,)) * (m.w + 1), "LayerNorm"),
+    "a gate": (lambda m, x: x + m.a(x) * m.b(x).tanh(), "Multiply"),
+    "a modulated norm": (
+        lambda m, x: F.layer_norm(m.a(x), (8,)) * (1 + x.mean(1, keepdim=True)) + x[:, :1], "Multiply"
+    ),
+    "a vector that is added": (lambda m, x: m.a(x) + m.w, "Bias"),
+    "a repeated sum": (lambda m, x: m.a(x) + x[:1], "Add"),
+    "normalize": (lambda m, x: F.normalize(m.a(x), dim=-1) * 8**0.5 * (m.w + 1), "RMSNorm"),
+    "normalize alone": (lambda m, x: m.b(F.normalize(m.a(x), dim=-1)), "Scale"),
+    "gelu by erf": (lambda m, x: m.b((h := m.a(x)) * 0.5 * (1.0 + torch.erf(h / math.sqrt(2.0)))), "GeLU"),
+    "gelu by erf, otherwise": (lambda m, x: m.b(0.5 * ((h := m.a(x)) * (torch.erf(h * 0.5**0.5) + 1.0))), "GeLU"),
+    "a gate in the second half": (
+        lambda m, x: m.b((lambda a, b: a * F.gelu(b))(*m.up(x).chunk(2, -1))), "GEGLU"
+    ),
+    "glu": (lambda m, x: m.b(F.glu(m.up(x))), "GLU"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_the_operation_that_it_is(name: str):
+    spelling, operation = PRODUCTS[name]
+    replayed = assert_same_recorded(Layers(lambda m, x: m.c(spelling(m, x)) + x).double(), X)
+    assert operation in operations(replayed)
+    assert not [left for graph in replayed.graphs for left in graph.left if "einsum" in left.call]
+
+
+NEARLY: dict[str, Spelling] = {
+    "an einsum of a diagonal": lambda m, x: torch.einsum("bss,oh->bsoh", x[:, :, :4], m.b.weight).sum(-1),
+    "an einsum with a size of one": lambda m, x: torch.einsum("bsh,oh->bso", m.a(x)[:, :, :1], m.b.weight),
+    "erf of another factor": lambda m, x: 0.5 * (h := m.a(x)) * (1 + torch.erf(h / 2)),
+    "erf, not halved": lambda m, x: 0.25 * (h := m.a(x)) * (1 + torch.erf(h / 2**0.5)),
+    "erf of another tensor": lambda m, x: 0.5 * m.a(x) * (1 + torch.erf(m.b(x) / 2**0.5)),
+    "normalize by another norm": lambda m, x: F.normalize(m.a(x), p=1.0, dim=-1),
+    "normalize of zeros": lambda m, x: F.normalize(m.a(x) * 0, dim=-1) * 8**0.5 * m.w,
+    "a clone that is changed": lambda m, x: (lambda h: h.clone().mul_(2) + h.clone())(m.a(x)),
+    "equal calls of what changes": lambda m, x: (lambda h: (h * 2) + h.add_(1) * 2 + h * 2)(m.a(x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_what_is_nearly_of_a_known_form_keeps_its_numbers(name: str):
+    assert_same_recorded(Layers(lambda m, x: m.c(NEARLY[name](m, x))).double(), X)
+
+
+class Attending(nn.Module):
+    """`torch.nn.MultiheadAttention` between a norm and a Linear.
+
+    Args:
+        attend: what it is called with, for the layer, a normalized tensor and another one.
+        how: its options.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor], **how: bool | int) -> None:
+        super().__init__()
+        self.norm, self.last, self.attend = nn.LayerNorm(8), nn.Linear(8, 8), attend
+        self.layer = nn.MultiheadAttention(8, 2, **how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.attend(self.layer, self.norm(x), x.flip(0).tanh()))
+
+
+def causal(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).triu(1)
+
+
+PADDING = torch.tensor([[False, False, False, True], [False, False, True, True]])
+MULTI_HEAD: dict[str, tuple[Callable[..., Tensor], dict[str, bool | int]]] = {
+    "batch first": (lambda m, h, y: m(h, h, h, need_weights=False)[0], {"batch_first": True}),
+    "with weights that nobody reads": (lambda m, h, y: m(h, h, h)[0], {"batch_first": True}),
+    "sequence first": (lambda m, h, y: m(h, h, h, need_weights=False)[0], {}),
+    "without biases": (lambda m, h, y: m(h, h, h)[0], {"batch_first": True, "bias": False}),
+    "causal": (
+        lambda m, h, y: m(h, h, h, attn_mask=causal(4), is_causal=True, need_weights=False)[0], {"batch_first": True}
+    ),
+    "causal, with weights": (lambda m, h, y: m(h, h, h, attn_mask=causal(4))[0], {"batch_first": True}),
+    "padded": (
+        lambda m, h, y: m(h, h, h, key_padding_mask=PADDING, need_weights=False)[0], {"batch_first": True}
+    ),
+    "padded and causal, with weights": (
+        lambda m, h, y: m(h, h, h, key_padding_mask=PADDING, attn_mask=causal(4))[0], {"batch_first": True}
+    ),
+    "a mask for each head": (
+        lambda m, h, y: m(h, h, h, attn_mask=h.new_ones(4, 4, 4).cumsum(0), need_weights=False)[0],
+        {"batch_first": True},
+    ),
+    "keys of another": (lambda m, h, y: m(h, y, y, need_weights=False)[0], {"batch_first": True}),
+    "keys and values of others": (lambda m, h, y: m(h, y, h + y)[0], {"batch_first": True}),
+    "keys of another width": (
+        lambda m, h, y: m(h, y[..., :6], y[..., 2:], need_weights=False)[0],
+        {"batch_first": True, "kdim": 6, "vdim": 6},
+    ),
+}  # fmt: skip
+RARE: dict[str, tuple[Callable[..., Tensor], dict[str, bool | int]]] = {
+    "weights that are read": (lambda m, h, y: (lambda a, w: a * w.sum())(*m(h, h, h)), {"batch_first": True}),
+    "a bias of keys": (lambda m, h, y: m(h, h, h)[0], {"batch_first": True, "add_bias_kv": True}),
+    "a zero": (lambda m, h, y: m(h, h, h)[0], {"batch_first": True, "add_zero_attn": True}),
+}
+CAPTURED = ("padded and causal, with weights", "keys of another width")
+
+
+@pytest.mark.parametrize("name", [*MULTI_HEAD, *RARE])
+def test_multi_head_attention_of_torch_is_linears_and_attention(name: str):
+    attend, how = {**MULTI_HEAD, **RARE}[name]
+    replayed = assert_same_recorded(Attending(attend, **how).double(), X)
+    assert bool({"Attention", "CrossAttention"} & {*operations(replayed)}) is (name in MULTI_HEAD)
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_multi_head_attention_of_torch_is_captured(name: str):
+    attend, how = MULTI_HEAD[name]
+    conversion = assert_same(Attending(attend, **how).double(), X)
+    assert not [left for graph in conversion.graphs for left in graph.left if left.kind == "attention"]
