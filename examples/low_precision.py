@@ -19,7 +19,13 @@ from seqfuse import recipes
 sys.path.insert(0, str(Path(__file__).parent))
 from train_lm import BATCH, CONTEXT, HERE, Built, Run, read_bytes, windows_at
 
-RECIPES = recipes.Float8CurrentScaling(), recipes.Float8RowScaling(), recipes.Float8BlockScaling(), recipes.MXFP8()
+RECIPES = (
+    recipes.Float8CurrentScaling(),
+    recipes.Float8RowScaling(),
+    recipes.Float8BlockScaling(),
+    recipes.MXFP8(),
+    recipes.Float8DelayedScaling(),
+)
 
 
 def trained(recipe: recipes.Recipe | None, seed: int, args: argparse.Namespace, text: torch.Tensor) -> Run:

@@ -43,6 +43,7 @@ from .pointwise import Gated, Pointwise
 from .recipes import low_precision
 from .run import Fuser, Sequential, remap_keys
 from .saved import Recompute, Saved, field
+from .scaling import update_scales
 from .settings import fusing
 from .tune import tune
 
@@ -97,6 +98,7 @@ __all__ = [
     "remap_keys",
     "testing",
     "tune",
+    "update_scales",
 ]
 
 _LATE = ("inference", "losses", "nn", "testing")  # imported when first asked for: not everybody needs them

@@ -20,6 +20,7 @@ __all__ = [
     "Direction",
     "Float8BlockScaling",
     "Float8CurrentScaling",
+    "Float8DelayedScaling",
     "Float8RowScaling",
     "Recipe",
     "Role",
@@ -31,6 +32,9 @@ Role = Literal["x", "weight", "dy"]
 """An operand of the GEMMs of a `Linear`: its input, its weight, or the gradient of its output."""
 Direction = Literal["rows", "columns"]
 """What a GEMM sums over: along each row of a matrix, or down its columns."""
+
+MULTIPLE = 16
+"""Sizes of quantized GEMMs are multiples of it, on every device, so that a model has the same numbers on each."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # The largest number of a format is 1.75 times this power of two.
@@ -61,6 +65,7 @@ class Recipe:
     emulate: bool = False
 
     power_of_two: ClassVar[bool] = False
+    keeps_state: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.format not in ("hybrid", "e4m3"):
@@ -103,6 +108,49 @@ class Float8CurrentScaling(Recipe):
 
     def block(self, role: Role, direction: Direction) -> _Block:
         return None, None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8DelayedScaling(Recipe):
+    """One scale for a tensor, of what it was in earlier steps: scale = (largest / max |x| in the history) / 2^margin.
+
+    Operations keep scales and histories as buffers, `x_scale` [] and `x_amax_history` [history], and so of weight and
+    dy. In a step max |x| goes into the first entry of the history, whatever number of forward and backward passes it
+    has. After a step of the optimizer that owns the weight, or by `sf.update_scales(model)`, scales are made anew and
+    the history moves on. Scales start at 1, and stay where the maximum is 0 or not finite.
+
+    Args:
+        format: as in `Recipe`; e5m2 for dy by default.
+        history: steps that the maximum is taken over.
+        margin: powers of two that scales stay below.
+        algorithm: `"max"` over the history, or `"most_recent"`, its newest entry.
+        reduce: whether maxima are those of all processes of the default group, each of which has the same model.
+
+    Raises:
+        InputError: (SF106) for a history below 1, a margin that is not an integer, or another algorithm.
+    """
+
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    history: int = 1024
+    margin: int = 0
+    algorithm: Literal["max", "most_recent"] = "max"
+    reduce: bool = True
+    keeps_state: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.history) is not int or self.history < 1 or type(self.margin) is not int:
+            message = f"history must be a whole number from 1 on and margin one, got {self.history!r}, {self.margin!r}"
+            raise InputError(message, code="SF106", operation="Float8DelayedScaling")
+        if self.algorithm not in ("max", "most_recent"):
+            message = f'algorithm must be "max" or "most_recent", got {self.algorithm!r}'
+            raise InputError(message, code="SF106", operation="Float8DelayedScaling")
+
+    def block(self, role: Role, direction: Direction) -> _Block:
+        return None, None
+
+    def scaling(self, role: Role) -> str:
+        return "per tensor, delayed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +204,9 @@ def recipe_of(kind: str, format: Any, power_of_two: bool) -> Recipe:
     return known[kind](format=format, power_of_two=power_of_two) if kind in known else MXFP8(format=format)
 
 
-def quantize(x: Tensor, recipe: Recipe, role: Role, direction: Direction) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, recipe: Recipe, role: Role, direction: Direction, *, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The 8-bit numbers of a GEMM operand, and the inverse of their scales: x ~ data * inverse_scale.
 
     data = x * scale, multiplied in float32, then rounded to nearest even and saturated. For max |x| over the numbers
@@ -172,6 +222,7 @@ def quantize(x: Tensor, recipe: Recipe, role: Role, direction: Direction) -> tup
         recipe: a recipe, such as `Float8BlockScaling()`.
         role: `"x"`, `"weight"` or `"dy"`, by which the format and the blocks are chosen.
         direction: `"rows"` where the GEMM sums along N, `"columns"` where it sums along M.
+        scale: of `Float8DelayedScaling` the scale, float32 []; 1 if left out.
 
     Returns:
         data: [*, N], `torch.float8_e4m3fn` or `torch.float8_e5m2`; in the layout of x, not transposed, for both
@@ -197,8 +248,13 @@ def quantize(x: Tensor, recipe: Recipe, role: Role, direction: Direction) -> tup
     rows = wide.reshape(-1, wide.shape[-1]) if wide.shape[-1] else wide.new_empty(wide.shape[:-1].numel(), 0)
     blocks = _blocks(rows, size)
     largest = torch.finfo(dtype).max
-    most = blocks.abs().amax((1, 3)) if blocks.numel() else wide.new_zeros(blocks.shape[0], blocks.shape[2])
-    if isinstance(recipe, MXFP8):
+    most = wide.new_zeros(blocks.shape[0], blocks.shape[2])
+    if blocks.numel() and not recipe.keeps_state:
+        most = blocks.abs().amax((1, 3))
+    if isinstance(recipe, Float8DelayedScaling):
+        scale = torch.ones_like(most) if scale is None else scale.to(torch.float32).reshape(1, 1)
+        inverse = (torch.ones_like(scale) / scale).reshape(())
+    elif isinstance(recipe, MXFP8):
         inverse, scale = _scales_mx(most, _EXPONENT[dtype])
     else:
         scale = _scales(most, largest, recipe.power_of_two)
@@ -242,6 +298,14 @@ def _scales(most: Tensor, largest: float, power_of_two: bool) -> Tensor:
     scale = scale.clamp(max=_FLOAT32_MAX)  # of the smallest numbers it overflows
     scale = torch.where((most > 0) & most.isfinite(), scale, 1.0)
     return (scale.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else scale
+
+
+def next_scale(recipe: Float8DelayedScaling, role: Role, history: Tensor, scale: Tensor) -> Tensor:
+    """The scale of the next step, of a history with the newest maximum first, and of the scale up to now."""
+    most = history.amax() if recipe.algorithm == "max" else history[0]
+    new = torch.full_like(most, torch.finfo(recipe.dtype(role)).max) / most
+    new = (new / 2.0**recipe.margin).clamp(max=_FLOAT32_MAX)
+    return torch.where((most > 0) & most.isfinite(), new, scale)
 
 
 def _scales_mx(most: Tensor, exponent: int) -> tuple[Tensor, Tensor]:

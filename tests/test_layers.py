@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
     "operation", "pointwise", "slots", "traffic", "fusion", "store", "cost_table", "pictures", "hardware", "compiler",
-    "recipes",
+    "recipes", "scaling",
 }  # fmt: skip
 COLLECTIONS = {"plan", "run", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compiler": {"errors", "settings", "store"},
     "env": {"compiler", "errors", "hardware", "recipes"},
     "recipes": {"errors"},
+    "scaling": {"errors", "operation", "recipes"},
     "hardware": set(),
     "casts": {"env"},
     "settings": {"errors"},

@@ -141,6 +141,10 @@ def _backend(
         hint = "a model is captured graph by graph, so bytes are for a Sequential alone: try sf.Budget(part=0.65)"
         raise _wrong(f"memory must be one of {', '.join(MODES)} or sf.Budget(part=...), got {memory!r}", hint, where)
     check_recipe(recipe, where)
+    if recipe is not None and recipe.keeps_state:
+        hint = "Float8CurrentScaling has one scale for a tensor, too"
+        message = f"{recipe} keeps scales in operations, and those of a converted model are its graphs'"
+        raise InputError(message, code="SF108", operation=where, hint=hint)
     named = () if isinstance(exclude, str) else tuple(exclude)
     if isinstance(exclude, str) or not all(isinstance(name, str) for name in named):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _wrong(f"exclude takes names of modules, got {exclude!r}", 'such as exclude=("lm_head",)', where)

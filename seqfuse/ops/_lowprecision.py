@@ -31,16 +31,16 @@ def operand(data: Tensor | None, inverse: Tensor | None) -> Operand:
     return Operand(data, inverse)
 
 
-def along(x: Tensor, recipe: Recipe, role: Role) -> Operand:
-    """An operand quantized along its rows. x: [M, N]."""
-    return Operand(*quantize(x, recipe, role, "rows"))
+def along(x: Tensor, recipe: Recipe, role: Role, scale: Tensor | None = None) -> Operand:
+    """An operand quantized along its rows; a delayed recipe is given the `scale`. x: [M, N]."""
+    return Operand(*quantize(x, recipe, role, "rows", scale=scale))
 
 
-def down(x: Tensor, recipe: Recipe, role: Role, rows: Operand | None = None) -> Operand:
+def down(x: Tensor, recipe: Recipe, role: Role, rows: Operand | None = None, scale: Tensor | None = None) -> Operand:
     """An operand quantized down its columns: `rows` itself where both share their scales. x: [M, N]."""
     if rows is not None and recipe.block(role, "rows") == recipe.block(role, "columns"):
         return rows
-    return Operand(*quantize(x, recipe, role, "columns"))
+    return Operand(*quantize(x, recipe, role, "columns", scale=scale))
 
 
 def linear(x: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from ..hardware import FLOAT32_SLOWER
 from ..maingrad import Accumulated, accumulated
 from ..recipes import Recipe
 from ..saved import maker
+from ..scaling import Scaled
 from . import _lowprecision as low
 from ._mm import linear, mm
 from ._parameters import divide, initial, required
@@ -186,7 +187,7 @@ class _Part(torch.autograd.Function):
 _EVERY = frozenset({"x", "weight"})
 
 
-class Linear(sf.UnfusedOperation):
+class Linear(Scaled, sf.UnfusedOperation):
     """y = x weight^T, followed by `Bias` where there is a bias.
 
     Forward: y = x weight^T. Called as a module it adds `bias`; in a sequence it expands to this GEMM and a `Bias` that
@@ -371,7 +372,8 @@ class Linear(sf.UnfusedOperation):
 
     def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
         rows, weight = _rows(x), lowered(required(self, "weight"), always=True)
-        qx, qweight = low.along(rows, recipe, "x"), low.along(weight, recipe, "weight")
+        scales = [self.scale_for(name, t, recipe, bool(needs)) for name, t in (("x", rows), ("weight", weight))]
+        qx, qweight = low.along(rows, recipe, "x", scales[0]), low.along(weight, recipe, "weight", scales[1])
         y = low.linear(qx, qweight, recipe, x.dtype)
         x_down = low.down(rows, recipe, "x", qx) if "weight" in needs else (None, None)
         weight_down = low.down(weight, recipe, "weight", qweight) if "x" in needs else (None, None)
@@ -417,19 +419,23 @@ class Linear(sf.UnfusedOperation):
         main_grads: dict[str, Tensor] | None,
     ) -> tuple[Tensor | None, sf.Grads]:
         rows, dx, dweight, along = _rows(dy), None, None, None
+        scale = None if needs.isdisjoint(_EVERY) else self.scale_for("dy", rows, recipe, True)
         if "x" in needs:
-            along = low.along(rows, recipe, "dy")
+            along = low.along(rows, recipe, "dy", scale)
             weight = low.operand(saved.weight, saved.weight_inverse)
             dx = low.dgrad(along, weight, recipe, dy.dtype)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         if "weight" in needs:
-            down, x = low.down(rows, recipe, "dy", along), low.operand(saved.x, saved.x_inverse)
+            down, x = low.down(rows, recipe, "dy", along, scale), low.operand(saved.x, saved.x_inverse)
             dweight = low.weight_grad(down, x, recipe, dy.dtype, main_grads.pop("weight", None) if main_grads else None)
         return dx, {"weight": dweight}
 
     @property
     def features(self) -> tuple[int, int]:
         return self.in_features, self.out_features
+
+    def scaled(self) -> tuple[str, ...]:
+        return "x", "weight", "dy"
 
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,7 @@ from ..env import Env, autocast_of
 from ..maingrad import Accumulated
 from ..recipes import Recipe
 from ..saved import maker
+from ..scaling import Scaled
 from . import _lowprecision as low
 from ._mm import linear, linear_into, sum_of_mm
 from ._parameters import joined, one_gemm, parameter, required
@@ -28,7 +29,7 @@ _BIASES = tuple(f"bias_{i}" for i in range(MAX_PARTS))
 _EVERY = frozenset({"x", *_WEIGHTS})
 
 
-class MergedLinear(sf.UnfusedOperation):
+class MergedLinear(Scaled, sf.UnfusedOperation):
     """y = [x weight_0^T + bias_0; x weight_1^T + bias_1; ...]: several `Linear`s of one x, as q, k, v or gate, up.
 
     Forward: the parts lie side by side along the last dimension of y. Where the weights lie one behind the other in one
@@ -209,7 +210,10 @@ class MergedLinear(sf.UnfusedOperation):
 
     def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
         rows, weights = x.reshape(-1, self.in_features), [lowered(weight, always=True) for weight in self.weights()]
-        qx, along = low.along(rows, recipe, "x"), [low.along(weight, recipe, "weight") for weight in weights]
+        record, scale = bool(needs), self.scale_for
+        qx = low.along(rows, recipe, "x", scale("x", rows, recipe, record))
+        of_weights = [scale(name, w, recipe, record) for name, w in zip(_WEIGHTS, weights, strict=False)]
+        along = [low.along(w, recipe, "weight", own) for w, own in zip(weights, of_weights, strict=True)]
         pairs = zip(along, self.biases(), strict=True)
         y = torch.cat([low.linear(qx, weight, recipe, x.dtype, bias) for weight, bias in pairs], 1)
         x_down = (None, None) if needs.isdisjoint(_WEIGHTS) else low.down(rows, recipe, "x", qx)
@@ -266,14 +270,17 @@ class MergedLinear(sf.UnfusedOperation):
         for d, bias in zip(parts, _BIASES, strict=False):
             if bias in needs:
                 grads[bias] = d.sum(0)
-        dx, along = None, [low.along(d, recipe, "dy") if "x" in needs else None for d in parts]
+        quantized = not needs.isdisjoint(_EVERY)
+        scales = [self.scale_for(f"dy_{i}", d, recipe, True) if quantized else None for i, d in enumerate(parts)]
+        both = zip(parts, scales, strict=True)
+        dx, along = None, [low.along(d, recipe, "dy", scale) if "x" in needs else None for d, scale in both]
         for i, d in enumerate(along):
             if d is not None:  # summed in float32, and rounded once
                 weight, last = low.operand(saved.weights[i], saved.weight_inverses[i]), i == len(parts) - 1
                 dx = low.dgrad(d, weight, recipe, dy.dtype if last else low.wide(dy.dtype), dx)
-        for d, rows, weight in zip(parts, along, _WEIGHTS, strict=False):
+        for d, rows, scale, weight in zip(parts, along, scales, _WEIGHTS, strict=False):
             if weight in needs:
-                down, x = low.down(d, recipe, "dy", rows), low.operand(saved.x, saved.x_inverse)
+                down, x = low.down(d, recipe, "dy", rows, scale), low.operand(saved.x, saved.x_inverse)
                 buffer = main_grads.pop(weight, None) if main_grads else None
                 grads[weight] = low.weight_grad(down, x, recipe, dy.dtype, buffer)
         return None if dx is None else dx.view(*dy.shape[:-1], self.in_features), grads
@@ -317,6 +324,10 @@ class MergedLinear(sf.UnfusedOperation):
     @property
     def features(self) -> tuple[int, int]:
         return self.in_features, self.out_features
+
+    def scaled(self) -> tuple[str, ...]:
+        numbers = range(len(self.parts))
+        return ("x", *_WEIGHTS[: len(self.parts)], *(f"dy_{i}" for i in numbers))
 
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..env import Env, constant_under_compile, short
 from ..errors import InputError
 from ..group import ParameterShard
-from ..recipes import Recipe, current
+from ..recipes import MULTIPLE, Float8CurrentScaling, Recipe, current
+from .fake import is_fake
 from .flatten import Node, located
 
 _QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)
-MULTIPLE = 16
-"""Sizes of quantized GEMMs are multiples of it, on every device, so that a model has the same numbers on each."""
 
 
 class Unquantized(NamedTuple):
@@ -95,10 +95,36 @@ def _straddles(shard: ParameterShard, recipe: Recipe) -> str | None:
     return None
 
 
-def reference_recipe(nodes: Sequence[Node], position: int, dtype: torch.dtype) -> Recipe | None:
-    """The recipe that the reference of an operation is given, for an x of a dtype."""
-    found = recipe_at(nodes, position, dtype, None, _now()[1])
-    return found if isinstance(found, Recipe) else None
+def reference_recipe(nodes: Sequence[Node], position: int, x: Tensor) -> Recipe | None:
+    """The recipe that the reference of an operation is given.
+
+    Raises:
+        InputError: (SF108) for a recipe that keeps state, which references do not; on tensors without data that
+            nobody records another one stands for it.
+    """
+    found = recipe_at(nodes, position, x.dtype, None, _now()[1])
+    if not isinstance(found, Recipe):
+        return None
+    if found.keeps_state:
+        if torch.compiler.is_compiling() or not (is_fake(x) or x.is_meta) or _recorded():
+            message = f"{found} keeps scales between steps, which compilers and transforms of torch do not see"
+            raise InputError(message, code="SF108", **located(nodes, position))
+        return Float8CurrentScaling()
+    return found
+
+
+def check_stateless(nodes: Sequence[Node]) -> None:
+    """Raise InputError (SF108) where a compiler would trace a recipe that keeps state."""
+    for position, node in enumerate(nodes):
+        if node.eager is None:
+            found = recipe_at(nodes, position, None, None)
+            if isinstance(found, Recipe) and found.keeps_state:
+                message = f"{found} keeps scales between steps, which compilers do not see"
+                raise InputError(message, code="SF108", hint="compile with another recipe", **located(nodes, position))
+
+
+def _recorded() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # pyright: ignore
 
 
 @constant_under_compile

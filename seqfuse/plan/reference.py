@@ -167,7 +167,7 @@ def walk_reference(
         if operation.forward_signature.seed:
             extras["seed"] = None if seeds is None or node.seed is None else seeds[node.seed]
         if operation.forward_signature.recipe:
-            recipe = reference_recipe(nodes, position, x.dtype)
+            recipe = reference_recipe(nodes, position, x)
             extras |= {} if recipe is None else {"recipe": recipe}
         joins = done in positions and nodes[done].fusable and not node.sum_over and not nodes[done].sum_over
         if joins and "recipe" not in extras:

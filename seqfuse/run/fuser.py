@@ -25,6 +25,7 @@ from ..plan.flatten import flatten, has_own_graph, public_channels
 from ..plan.inputs import check_devices, expect_tensor, validate
 from ..plan.match import NEAR, Matcher
 from ..plan.plan import Plan, plan_region
+from ..plan.quantized import check_stateless
 from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
 from ..plan.schedule import Budget, Choice, choice_of
 from ..plan.step import Stretch
@@ -353,6 +354,7 @@ class Fuser:
         from .dynamo import has_graph_inside, plannable, run_planned
 
         nodes = flatten(self.root)
+        check_stateless(nodes)
         mark_shards(nodes)
         number_seeds(nodes)
         inputs, outputs = public_channels(nodes)

@@ -18,7 +18,8 @@ from ..fusion import FusedOperation
 from ..operation import NOT_GIVEN, FusableOperation, named_input, takes_input
 from ..plan.plan import Plan
 from ..plan.schedule import Choice, choice_of
-from ..recipes import Recipe, check_recipe
+from ..recipes import Float8DelayedScaling, Recipe, check_recipe
+from ..scaling import keep_scales
 from ..signature import checks_arguments
 from .fuser import Fuser, default_fusions
 
@@ -159,6 +160,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
             message = f"{type(self).__name__} has no attribute {name!r}, and nothing reads it{hinted(hint)}"
             warnings.warn(message, UserWarning, stacklevel=2)
         super().__setattr__(name, value)
+        if name == "recipe" and isinstance(value, Float8DelayedScaling):
+            keep_scales(self, value)
 
     def _misspelt(self, name: str, value: Any) -> str | None:
         given = name.startswith("_") or isinstance(value, Tensor | nn.Module) or hasattr(self, name)

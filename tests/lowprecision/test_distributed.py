@@ -121,8 +121,32 @@ def shards_that_blocks_do_not_end_with() -> None:
         assert reason in " ".join(str(model.plan(x)).split())
 
 
+def delayed_scales_are_those_of_all_processes() -> None:
+    recipe = recipes.Float8DelayedScaling(history=3)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inner, alone = model_of(recipe), model_of(recipe)
+    model = nn.parallel.DistributedDataParallel(inner)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (inner, alone)]
+    for step in range(4):
+        x = seeded_randn((16, 32), step) * (1 + step)
+        for m, given, optimizer in ((model, x.chunk(world)[rank], optimizers[0]), (alone, x, optimizers[1])):
+            optimizer.zero_grad()
+            m(given).square().mean().backward()
+        if rank == 0:  # the other processes wait for it within the step
+            assert inner[1].get_buffer("x_amax_history")[0] <= alone[1].get_buffer("x_amax_history")[0] * 1.01
+        for optimizer in optimizers:
+            optimizer.step()
+        for name in ("x_scale", "weight_scale"):
+            torch.testing.assert_close(inner[1].get_buffer(name), alone[1].get_buffer(name), rtol=1e-2, atol=0)
+        scales = torch.stack([t for n, t in inner.named_buffers() if n.endswith("_scale")])
+        every = [torch.empty_like(scales) for _ in range(world)]
+        dist.all_gather(every, scales)
+        assert all(torch.equal(one, scales) for one in every)
+    assert float(scales.min()) > 1
+
+
 FACTS = Facts({
-    2: [tensor_parallel, shards_that_blocks_do_not_end_with],
+    2: [delayed_scales_are_those_of_all_processes, tensor_parallel, shards_that_blocks_do_not_end_with],
     3: [ddp, fsdp, gathered_weights_have_the_codes_of_one_process],
 })  # fmt: skip
 

@@ -142,7 +142,9 @@ def test_only_what_gradients_read_is_quantized_and_saved(recipe: Recipe, monkeyp
     calls: list[tuple[str, str]] = []
     low: Any = ops.linear.low
     quantize = low.quantize
-    monkeypatch.setattr(low, "quantize", lambda x, r, role, d: (calls.append((role, d)), quantize(x, r, role, d))[1])
+    monkeypatch.setattr(
+        low, "quantize", lambda x, r, role, d, **s: (calls.append((role, d)), quantize(x, r, role, d, **s))[1]
+    )
     shared = isinstance(recipe, recipes.Float8CurrentScaling)
     of_weight = shared or isinstance(recipe, recipes.Float8BlockScaling)
     for frozen, given, wanted in [

@@ -1,0 +1,184 @@
+"""Scales and histories of maxima that operations keep as buffers under delayed scaling, and their update."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .errors import InputError
+from .operation import FusableOperation
+from .recipes import MULTIPLE, Float8DelayedScaling, Recipe, Role, next_scale
+
+# Operations that took a maximum, by their `id`, in the order of their first forward pass: that of all processes.
+_recording: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_hooked: list[Any] = []
+_get_mode: Callable[..., Any] = torch._C._get_dispatch_mode  # pyright: ignore
+_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
+
+
+class Scaled(nn.Module):
+    """Mixed into operations that quantize several tensors: buffers under delayed scaling, kept in float32.
+
+    A `state_dict` has them, as plain tensors, where a delayed recipe was set, and no other keys otherwise.
+    """
+
+    _delayed: Float8DelayedScaling | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "recipe" and isinstance(value, Float8DelayedScaling):
+            self.keep_scales(value)
+
+    def scaled(self) -> tuple[str, ...]:
+        """The names of the tensors that are quantized, each its role, or a role with a number behind it."""
+        raise NotImplementedError
+
+    def keep_scales(self, recipe: Float8DelayedScaling) -> None:
+        """Register the buffers of a recipe; those that are there stay, a history with its newest entries."""
+        if self._delayed != recipe:
+            self._delayed = recipe
+        device = next((p.device for p in self.parameters()), None)
+        for name in self.scaled():
+            old = self._buffers.get(f"{name}_amax_history")
+            if old is None:
+                self.register_buffer(f"{name}_amax_history", torch.zeros(recipe.history, device=device))
+                self.register_buffer(f"{name}_scale", torch.ones((), device=device))
+            elif len(old) != recipe.history:
+                self._buffers[f"{name}_amax_history"] = _resized(old, recipe.history)
+
+    def scale_for(self, name: str, x: Tensor, recipe: Recipe, record: bool) -> Tensor | None:
+        """The scale of a tensor under a delayed recipe, whose maximum is noted if it is to be; else `None`."""
+        if not isinstance(recipe, Float8DelayedScaling):
+            return None
+        if type(x) not in (Tensor, nn.Parameter) or x.is_meta or _get_mode(_FAKE) is not None:  # without data
+            return x.new_ones((), dtype=torch.float32)
+        if self._delayed != recipe or f"{name}_scale" not in self._buffers:
+            self.keep_scales(recipe)
+        history, scale = (cast(Tensor, self._buffers[f"{name}_{what}"]) for what in ("amax_history", "scale"))
+        if record and self.training and x.numel():
+            if name == "x":  # in a forward pass: a backward pass runs on a copy
+                self._follow_optimizer()
+            with torch.no_grad():
+                most = x.detach().abs().amax().to(torch.float32)
+                torch.maximum(history[0], most, out=history[0])
+        return scale
+
+    def _follow_optimizer(self) -> None:
+        """Update the scales after each step of the optimizer that owns the first parameter that is trained."""
+        _recording[id(self)] = self
+        if not _hooked:
+            _hooked.append(register_optimizer_step_post_hook(_stepped))
+
+    def _names(self) -> list[str]:
+        return [f"{name}_{what}" for name in self.scaled() for what in ("amax_history", "scale")]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As in torch; scales stay float32, and those that had no memory start anew."""
+        kept = {name: t for name in self._names() if (t := self._buffers.pop(name, None)) is not None}
+        super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+        for name, t in kept.items():
+            moved = fn(t)
+            moved = moved if moved.dtype is torch.float32 else t.to(moved.device)
+            if t.is_meta and not moved.is_meta:
+                moved = moved.fill_(1.0 if name.endswith("_scale") else 0.0)
+            self._buffers[name] = moved
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
+        given = {name for name in self._names() if prefix + name in state_dict}
+        own = {name: t for name in self._names() if (t := self._buffers.get(name)) is not None}
+        if given and not own:
+            message = f"ignored scales of {prefix}: no delayed recipe is set"
+            warnings.warn(message, UserWarning, stacklevel=2)
+            for name in given:
+                del state_dict[prefix + name]
+        if own and not given:
+            warnings.warn("scales start at 1: the state dict has none", UserWarning, stacklevel=2)
+        for name, t in own.items():
+            if name not in given:
+                state_dict[prefix + name] = torch.ones_like(t) if name.endswith("_scale") else torch.zeros_like(t)
+            elif name.endswith("_amax_history"):
+                state_dict[prefix + name] = _resized(state_dict[prefix + name], len(t))
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # pyright: ignore[reportUnknownMemberType]
+
+
+def keep_scales(container: nn.Module, recipe: Float8DelayedScaling) -> None:
+    """Register the buffers of a container's recipe in its operations, but for those with a recipe of their own."""
+    for child in container.children():
+        if "recipe" in vars(child):
+            continue
+        if isinstance(child, Scaled):
+            sizes: Any = [size for gemm in cast(Any, child).gemms for size in gemm]
+            if not any(size % MULTIPLE for size in sizes):
+                child.keep_scales(recipe)
+        elif isinstance(child, FusableOperation):
+            keep_scales(child, recipe)
+
+
+def _resized(history: Tensor, length: int) -> Tensor:
+    """The newest entries, and zeros where there are no more."""
+    new = history.new_zeros(length)
+    kept = min(length, len(history))
+    new[:kept] = history[:kept]
+    return new
+
+
+def update_scales(model: nn.Module, group: Any = None) -> None:
+    """Make the scales of a model with delayed scaling anew from its histories, which move on: once in a step.
+
+    It is done after `optimizer.step()` of each optimizer by itself; by hand it is for parameters that no optimizer
+    owns. A recipe that is to `reduce` takes maxima over the processes of a group first, in one call for all operations:
+    each process has to call this.
+
+    Args:
+        model: a model, or an operation.
+        group: a process group; the default one if left out.
+
+    Raises:
+        InputError: (SF106) for a model without scales.
+    """
+    operations = [m for m in model.modules() if isinstance(m, Scaled) and m._delayed is not None]  # pyright: ignore[reportPrivateUsage]
+    if not operations:
+        raise InputError("no operation of the model keeps scales", code="SF106", operation="update_scales")
+    _update(operations, group)
+
+
+@torch.no_grad()
+def _update(operations: Iterable[Scaled], group: Any = None) -> None:
+    found: list[tuple[Float8DelayedScaling, Role, Tensor, Tensor]] = []
+    for operation in operations:
+        recipe, buffers = operation._delayed, operation._buffers  # pyright: ignore[reportPrivateUsage]
+        assert recipe is not None
+        for name in operation.scaled():
+            history, scale = buffers.get(f"{name}_amax_history"), buffers.get(f"{name}_scale")
+            if history is not None and scale is not None:
+                role: Any = name.partition("_")[0]
+                found.append((recipe, role, history, scale))
+    reduced = [history for recipe, _, history, _ in found if recipe.reduce]
+    if reduced and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        newest = torch.stack([history[0] for history in reduced])
+        dist.all_reduce(newest, dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
+        for history, most in zip(reduced, newest, strict=True):
+            history[0] = most
+    for recipe, role, history, scale in found:
+        scale.copy_(next_scale(recipe, role, history, scale))
+        history.copy_(history.roll(1))
+        history[0] = 0
+
+
+def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    operations: list[Scaled] = []
+    for operation in [*_recording.values()]:
+        first = next((p for p in operation.parameters() if p.requires_grad), None)
+        if first is not None and id(first) in owned:
+            operations.append(cast(Scaled, operation))
+    if operations:
+        _update(operations)
