@@ -11,9 +11,21 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
+
+import torch
 
 
 @functools.cache
 def triton_installed() -> bool:
     """Whether Triton can be imported; it is not imported to find out."""
     return importlib.util.find_spec("triton") is not None
+
+
+_keys: Any = torch._C._TorchDispatchModeKey  # pyright: ignore[reportPrivateUsage]
+_mode: Any = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
+
+
+def recording() -> bool:
+    """Whether a compiler records what runs."""
+    return _mode(_keys.PROXY) is not None or _mode(_keys.FUNCTIONAL) is not None

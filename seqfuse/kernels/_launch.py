@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from ..generated import Source
 from ..hardware import architecture_of
+from . import recording
 
 INTERPRETED = bool(knobs.runtime.interpret)
 """Whether the kernels of this library are interpreted in this process: Triton asks when a kernel is decorated."""
@@ -92,16 +93,10 @@ def interpreted() -> bool:
 
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_RECORDERS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
 traced: Any = torch._C._len_torch_dispatch_stack
 """How many dispatch modes watch, such as one that counts FLOPs or records a graph: with any, operators are called."""
-
-
-def recording() -> bool:
-    """Whether a compiler records what runs."""
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDERS)
 
 
 def faking() -> bool:

@@ -19,7 +19,7 @@ from .. import env
 from ..compiler import CompileError
 from ..group import divided
 from ..hardware import C_ATTENTION_WORTHWHILE
-from ..kernels import triton_installed
+from ..kernels import recording, triton_installed
 from . import _sdpa
 from ._philox import drop_mask, drop_spans, gave_up, has_c, masked, watched
 from ._tensors import stats_dtype, unflatten
@@ -44,11 +44,6 @@ QKV = tuple[Tensor, Tensor, Tensor]
 _ROUNDED = 1e-5
 # Scores held at a time in blocks: 16 MiB in float32.
 _HELD = 1 << 22
-
-
-def _recorded() -> bool:
-    modes = torch._C._TorchDispatchModeKey  # pyright: ignore
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (modes.PROXY, modes.FUNCTIONAL))  # pyright: ignore
 
 
 @dataclasses.dataclass(eq=False)
@@ -149,7 +144,7 @@ class Scores:
         algorithms are to be deterministic, in a process whose model is divided over several, and in a graph, where two
         calls that differ by their seeds alone would be taken for one.
         """
-        if seeds_decide or divided() or torch.compiler.is_compiling() or _recorded():
+        if seeds_decide or divided() or torch.compiler.is_compiling() or recording():
             return False
         if not 0 < self.p < 1 or self.softcap is not None or self.mask is not None or q.device.type != "cuda":
             return False

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ... import compiler
+from .. import recording
 from .._device import threshold_and_scale
-from .._launch import faking, recording, traced
+from .._launch import faking, traced
 from .call import PARALLEL, CKernel, written
 
 _PIECE = 4096
