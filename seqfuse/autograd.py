@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -105,3 +105,25 @@ _remove: Callable[[Tensor, int, int, int], Tensor] = _torch._remove_batch_dim
 def _twice() -> StateError:
     hint = "differentiate under torch.func, run the operations' reference, or undo() the conversion of the model"
     return StateError("double backward is not supported", code="SF501", hint=hint)
+
+
+class _Stated(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(run: Callable[..., Tensor], run_backward: Callable[..., Any], *tensors: Tensor) -> Tensor:
+        return run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.run_backward, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *ctx.run_backward(*grads, *ctx.saved_tensors, needs=ctx.needs_input_grad[2:])
+
+
+def with_gradients(run: Callable[..., Tensor], run_backward: Callable[..., Any], *tensors: Tensor) -> Tensor:
+    """`run(*tensors)`, whose gradients are `run_backward(dy, *tensors, needs=...)`, one for each tensor, or `None`."""
+    return cast(Tensor, _Stated.apply(run, run_backward, *tensors))  # pyright: ignore[reportUnknownMemberType]

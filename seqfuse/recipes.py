@@ -86,6 +86,11 @@ class Recipe:
         return "per tensor" if rows is None else "per row" if columns is None else f"{rows}x{columns}"
 
     @property
+    def whole_rows(self) -> bool:
+        """Whether a scale is that of a tensor, or of a row and column, which torch's GEMMs take."""
+        return self.block("x", "rows")[1] is None
+
+    @property
     def data(self) -> tuple[str, str, bool]:
         """By which `recipe_of` makes a recipe of the same numbers."""
         return type(self).__name__, self.format, self.power_of_two

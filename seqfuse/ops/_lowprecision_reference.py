@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..autograd import with_gradients
 from ..casts import lowered
 from ..recipes import Recipe, recipe_of
 from . import _lowprecision as low
@@ -22,27 +25,18 @@ def linear_by_reference(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
 # A compiler takes strings and numbers for constants, and torch 2.11 makes other gradients of the function inside.
 @torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _differentiable(x: Tensor, weight: Tensor, kind: str, *numbers: Any) -> Tensor:
-    return cast(Tensor, _Linear.apply(x, weight, recipe_of(kind, *numbers)))  # pyright: ignore[reportUnknownMemberType]
+    recipe = recipe_of(kind, *numbers)
+    return with_gradients(partial(_linear, recipe), partial(_gradients, recipe), x, weight)
 
 
-class _Linear(torch.autograd.Function):
-    generate_vmap_rule = True
+def _linear(recipe: Recipe, x: Tensor, weight: Tensor) -> Tensor:
+    return low.linear(low.along(x, recipe, "x"), low.along(weight, recipe, "weight"), recipe, x.dtype)
 
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-        return low.linear(low.along(x, recipe, "x"), low.along(weight, recipe, "weight"), recipe, x.dtype)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, weight, ctx.recipe = inputs
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (x, weight), (dy,), recipe = ctx.saved_tensors, grads, ctx.recipe
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = low.dgrad(low.along(dy, recipe, "dy"), low.down(weight, recipe, "weight"), recipe, dy.dtype)
-        if ctx.needs_input_grad[1]:
-            dweight = low.weight_grad(low.down(dy, recipe, "dy"), low.down(x, recipe, "x"), recipe, dy.dtype)
-        return dx, dweight, None
+def _gradients(recipe: Recipe, dy: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Any, Any]:
+    dx = dweight = None
+    if needs[0]:
+        dx = low.dgrad(low.along(dy, recipe, "dy"), low.down(weight, recipe, "weight"), recipe, dy.dtype)
+    if needs[1]:
+        dweight = low.weight_grad(low.down(dy, recipe, "dy"), low.down(x, recipe, "x"), recipe, dy.dtype)
+    return dx, dweight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -63,11 +64,17 @@ def recipe_at(
         if recipe.strict:
             raise InputError(f"{recipe} is strict, and {reason}", code="SF108", **located(nodes, position))
         return Unquantized(position, recipe, reason)
-    if env is not None and env.device not in ("cpu", "meta") and not recipe.emulate:
+    if env is not None and env.device not in ("cpu", "meta") and not recipe.emulate and not _has_gemms(recipe, env):
         hint = f"sf.recipes.{recipe}(emulate=True) computes the same numbers, by GEMMs in float32"
-        message = f"{recipe} has no kernels yet for {env.arch}"
+        message = f"{recipe} has no kernels for {env.arch}" + " yet" * (not recipe.whole_rows)
         raise InputError(message, code="SF108", hint=hint, **located(nodes, position))
     return recipe
+
+
+def _has_gemms(recipe: Recipe, env: Env) -> bool:
+    """Whether torch has GEMMs for a recipe there: instructions for e4m3 and e5m2 begin with sm_89."""
+    number = re.fullmatch(r"sm_(\d+)a?", env.arch)
+    return recipe.whole_rows and env.device == "cuda" and number is not None and int(number[1]) >= 89
 
 
 def _why_not(operation: Any, recipe: Recipe, dtype: torch.dtype | None, wide: bool) -> str | None:
@@ -102,7 +109,7 @@ def reference_recipe(nodes: Sequence[Node], position: int, x: Tensor) -> Recipe 
         InputError: (SF108) for a recipe that keeps state, which references do not; on tensors without data that
             nobody records another one stands for it.
     """
-    found = recipe_at(nodes, position, x.dtype, None, _now()[1])
+    found = recipe_at(nodes, position, getattr(x, "dtype", None), None, _now()[1])  # what records a graph may have none
     if not isinstance(found, Recipe):
         return None
     if found.keeps_state:
