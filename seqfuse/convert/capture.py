@@ -35,6 +35,7 @@ from . import UNQUANTIZED, dynamo
 from .buffers import Buffers
 from .calls import Calls, Captured, ModelCall, name_owners, named_modules, paths_of
 from .effects import is_state
+from .experts import take_over
 from .reasons import Left, kind_of
 from .region import CapturedRegion, excluded
 from .report import GraphReport, text_of
@@ -274,6 +275,7 @@ class Conversion:
             return conversion._capture(gm, inputs)
 
         compiled = dynamo.not_warning(torch.compile(_frame_of(self._calls), backend=capture))  # pyright: ignore
+        self._experts, self._kept = take_over(model)
         self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
             call = functools.partial(_guarded, self._calls, compiled, place)
@@ -292,6 +294,9 @@ class Conversion:
             if before is None:  # as it was: the class says so
                 del place._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
         self._before = []
+        for module, config in self._experts:
+            module.config = config
+        self._experts = []
 
     @property
     def left(self) -> tuple[Left, ...]:

@@ -22,6 +22,7 @@ _MODULES = {
     "torch.functional",
     "_operator",
     "torch._tensor",
+    "seqfuse.convert.experts",
 }
 _ALIKE = {
     "multiply": "mul", "concat": "cat", "concatenate": "cat", "divide": "truediv", "div": "truediv",

@@ -18,7 +18,7 @@ _KINDS = {
     "GEMM": (
         "linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "tensordot", "bilinear",
         "inner", "chain_matmul", "linalg_multi_dot", "_grouped_mm", "grouped_mm", "grouped_mm_fallback", "_scaled_mm",
-        "scaled_mm",
+        "scaled_mm", "mixture",
     ),
     "attention": (
         "scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention",

@@ -30,6 +30,7 @@ from .launches import Before, launching
 from .masks import OUTER, is_known, nan_in_rows_of_nothing
 from .normal import normalize
 from .patterns import MATCHERS
+from .patterns.experts import functional
 from .patterns.linear import beside
 from .patterns.rope import ADDED, PURE
 from .patterns.scores import around
@@ -88,6 +89,7 @@ def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> li
     positional(graph)
     fold_sizes(graph)
     normalize(graph, allowed)
+    functional(graph)
     effects = Effects(graph)
     operations = beside(list(raised(graph, MATCHERS, allowed, effects, reasons)), effects)
     for node in [node for node in reasons if spelled(node) == "softmax"]:
@@ -105,17 +107,21 @@ def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> li
             continue
     else:
         regions = []
-    _erase_unread(graph)
+    _erase_unread(graph, {t for chain, _ in regions for r in chain.members for t in r.took})
     gm.recompile()
     left = left_in(graph, reasons, allowed)
     return [GraphReport(name, tuple(region for _, region in regions), left, launching(graph.nodes)), *reports]
 
 
-def _erase_unread(graph: Graph) -> None:
-    """Take calls that make masks or angles which nobody reads, or reads any more, out of a graph."""
+def _erase_unread(graph: Graph, took: set[Node]) -> None:
+    """Take calls which nobody reads any more out of a graph: those that make masks or angles, or that chains stand for.
+
+    Of these one may have been read for its shape alone, by `zeros_like`.
+    """
     for node in reversed(list(graph.nodes)):
         added = node.target in (nan_in_rows_of_nothing, *ADDED) or spelled(node) in PURE or WRITTEN in node.meta
-        if not node.users and (added or is_known(node)):
+        stood_for = (node in took and not in_place(node)) or spelled(node) == "zeros_like"
+        if not node.users and (added or stood_for or is_known(node)):
             graph.erase_node(node)
 
 

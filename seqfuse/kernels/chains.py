@@ -327,7 +327,7 @@ def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
     live = max(chain.parts) * (2 if chain.emits else 1)
     elements = 2048 // itemsize // max(1, live // 2) if chain.sums else 8192 // itemsize // live
     if width % 16:
-        elements = max(elements // 4, 256)
+        elements = max(elements // 4, 128 if DOT_GATED in chain.kinds else 256)
     block_n = max(4, min(next_power_of_2(width), 128 if chain.sums else 1024, elements))
     return elements // block_n, block_n
 

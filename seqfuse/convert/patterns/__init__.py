@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from . import attention, linear, norm, pointwise
+from . import attention, experts, linear, norm, pointwise
 
 MATCHERS = (
+    *experts.MATCHERS,
     *attention.MATCHERS,
     *pointwise.SPELLED_OUT,
     *linear.GATED,

@@ -1,0 +1,197 @@
+"""Experts of Hugging Face: modules with one interface, which get an implementation whose call a graph has as one node.
+
+The implementation is set on a copy of a module's configuration, so that a model that shares the configuration keeps its
+own, and the module keeps its class, parameters and forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..operation import UnfusedOperation
+from ..plan.fake import is_fake
+from ..run.sequential import Sequential
+
+NAME = "seqfuse"
+_INTERFACE = "transformers.integrations.moe"
+_REPLACED = (None, "eager", "grouped_mm", "batched_mm")
+
+Unit = tuple[str, tuple[float | str, ...], str]
+"""An activation or a gated unit: its class in `ops`, what it is made with, and where gate and up are."""
+
+_UNITS: tuple[Unit, ...] = tuple(
+    (name, numbers, packing)
+    for name, numbers in (
+        ("SwiGLU", ()),
+        ("GEGLU", ()),
+        ("GEGLU", ("tanh",)),
+        ("ReGLU", ()),
+        ("GLU", ()),
+        ("QGEGLU", ()),
+    )
+    for packing in ("gate_up", "up_gate", "interleaved")
+)
+_ACTS: tuple[Unit, ...] = (
+    *((name, (), "") for name in ("SiLU", "GeLU", "ReLU", "SquaredReLU", "QuickGeLU", "Sigmoid", "Tanh")),
+    ("GeLU", ("tanh",), ""),
+)
+
+
+def made(unit: Unit) -> UnfusedOperation:
+    """The operation that stands for an activation or a gated unit."""
+    name, numbers, packing = unit
+    return getattr(ops, name)(*numbers, **{"packing": packing} if packing else {})
+
+
+def mixture(
+    x: Tensor,
+    experts: Tensor,
+    probs: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    unit: Unit,
+) -> Tensor:
+    """What experts make of tokens, each times its factor and summed: one node of a graph that Dynamo captures.
+
+    x: [T, H], experts, probs: [T, top_k], up: [experts, N, H], down: [experts, H, F], biases: [experts, N] and
+    [experts, H].
+    """
+    parts = [t for t in (up, up_bias, down, down_bias) if t is not None]
+    if is_fake(x):  # while it is captured, and where launches and saved tensors of eager torch are counted
+        return _before(x, experts, probs, up, up_bias, down, down_bias, unit)
+    model = operations(up.shape, down.shape, experts.shape[-1], up_bias is not None, unit, x.dtype)
+    keys = [name for name, _ in model.named_parameters()]
+    given = dict(zip(keys, parts, strict=True))
+    return torch.func.functional_call(model, given, (x,), {"experts": experts, "probs": probs})
+
+
+def _before(
+    x: Tensor,
+    experts: Tensor,
+    probs: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    unit: Unit,
+) -> Tensor:
+    """The calls by which Hugging Face does it with grouped GEMMs; in place of each of these one GEMM, of one weight."""
+    order = experts.reshape(-1).sort().indices
+    token, group = order // experts.shape[-1], experts.reshape(-1).index_select(0, order)
+    torch.cumsum(torch.histc(group.float(), up.shape[0]), 0, dtype=torch.int32)
+    h = F.linear(x.index_select(0, token), up.select(0, 0))
+    h = h if up_bias is None else h + up_bias.index_select(0, group)
+    y = F.linear(made(unit).reference(h), down.select(0, 0))
+    y = y if down_bias is None else y + down_bias.index_select(0, group)
+    y = y * probs.reshape(-1).index_select(0, order).unsqueeze(-1)
+    back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    return y.index_select(0, back).view(*experts.shape, -1).sum(1).to(x.dtype)
+
+
+@functools.lru_cache(64)
+def operations(
+    up: torch.Size, down: torch.Size, top_k: int, bias: bool, unit: Unit, dtype: torch.dtype, **names: str
+) -> Sequential:
+    """Permute, GroupedLinear, activation, GroupedLinear and Unpermute with parameters on `meta`.
+
+    `names` are of the channels experts, probs, offsets and rows, where they are others.
+    """
+    count, meta = up[0], torch.device("meta")
+    channels = {name: names.get(name, name) for name in ("experts", "probs", "offsets", "rows")}
+    offsets, rows = channels["offsets"], channels["rows"]
+    return Sequential(
+        ops.Permute(count, top_k, name=channels["experts"], to=(offsets, rows)),
+        ops.GroupedLinear(count, up[2], up[1], bias, meta, dtype, offsets=offsets),
+        made(unit),
+        ops.GroupedLinear(count, down[2], down[1], bias, meta, dtype, offsets=offsets),
+        ops.Unpermute(channels["probs"], rows=rows, offsets=offsets),
+    )
+
+
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The implementation: the module's parameters, as they are now, in the layout of `GroupedLinear`."""
+    up, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
+    if self.is_transposed:
+        up, down = up.transpose(-2, -1), down.transpose(-2, -1)
+    up_bias = down_bias = None
+    if self.has_bias:
+        up_bias, down_bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, self.down_proj_bias
+    unit = self.config.seqfuse_unit
+    return mixture(hidden_states, top_k_index, top_k_weights, up, up_bias, down, down_bias, unit)
+
+
+torch.compiler.allow_in_graph(mixture)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _interface() -> Any:
+    """The table of implementations of Hugging Face, if a model of it can be here."""
+    return getattr(sys.modules.get(_INTERFACE), "ALL_EXPERTS_FUNCTIONS", None)
+
+
+def take_over(model: nn.Module) -> tuple[list[tuple[nn.Module, Any]], dict[str, str]]:
+    """Give modules of experts the implementation: these with their configurations, and why others keep theirs."""
+    interface = _interface()
+    changed: list[tuple[nn.Module, Any]] = []
+    kept: dict[str, str] = {}
+    for path, module in cast("Iterable[tuple[str, Any]]", model.named_modules()) if interface is not None else ():
+        if not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "_is_expert_parallel")):
+            continue
+        config: Any = module.config
+        found = _unit_of(module)
+        if isinstance(found, str):
+            kept[path] = found
+            continue
+        assert interface is not None
+        interface.register(NAME, _forward)
+        own = copy.copy(config)
+        own._experts_implementation, own.seqfuse_unit = NAME, found
+        module.config = own
+        changed.append((module, config))
+    return changed, kept
+
+
+def _unit_of(module: Any) -> Unit | str:
+    """What stands between the two GEMMs of experts, by its values, or why the module keeps its implementation."""
+    used = getattr(module.config, "_experts_implementation", None)
+    if used not in _REPLACED:
+        return f"its experts have the implementation {used!r}"
+    if getattr(module, "has_post_expert_norm", False):
+        return "its experts have a norm behind them"
+    names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+    parameters = [getattr(module, name, None) for name in names]
+    if any(not isinstance(p, Tensor) or p.ndim != 3 for p in parameters):
+        return f"its {' and '.join(names)} are not one tensor for all experts"
+    apply: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
+    drawn = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * 4
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            expected = apply(drawn.clone())
+            for unit in _candidates(module):
+                y = made(unit).reference(drawn)
+                if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-5, atol=1e-6):
+                    return unit
+    except Exception as error:
+        return f"its activation cannot be tried: {type(error).__name__}: {error}"
+    return "its activation is none that this library knows"
+
+
+def _candidates(module: Any) -> Iterator[Unit]:
+    if not module.has_gate:
+        yield from _ACTS
+        return
+    yield from _UNITS
+    numbers = [float(getattr(module, name, default)) for name, default in (("limit", 7.0), ("alpha", 1.702))]
+    for packing in ("interleaved", "gate_up", "up_gate"):
+        for offset in (1.0, 0.0):
+            yield "ClampedSwiGLU", (*numbers, offset), packing

@@ -1,0 +1,198 @@
+"""Models of Hugging Face with experts, converted: one graph, the block of experts one chain, the numbers of eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse.convert import experts
+from seqfuse.testing import seeded_randn
+
+from .families import VOCABULARY, randomized
+
+transformers: Any = pytest.importorskip("transformers")
+pytest.importorskip("transformers.integrations.moe")
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+MLA = {
+    **SIZES, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1,
+}  # fmt: skip
+FOUR = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}
+LOCAL = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+BLOCK = "Route, Permute, GroupedLinear, SwiGLU, GroupedLinear, Unpermute"
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mixtral": ("Mixtral", LOCAL, BLOCK),
+    "qwen2-moe": ("Qwen2Moe", {**FOUR, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}, BLOCK),
+    "qwen3-moe": ("Qwen3Moe", {**FOUR, "moe_intermediate_size": 24, "head_dim": 8}, BLOCK),
+    "olmoe": ("Olmoe", FOUR, BLOCK),
+    "granite-moe": ("GraniteMoe", LOCAL, BLOCK),
+    "gpt-oss": (
+        "GptOss", {**LOCAL, "head_dim": 8, "sliding_window": 4, "attn_implementation": "eager"},
+        BLOCK.replace("SwiGLU", "ClampedSwiGLU"),
+    ),
+    "deepseek-v2": ("DeepseekV2", {**MLA, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5}, BLOCK),
+    "deepseek-v3": ("DeepseekV3", MLA, BLOCK.removeprefix("Route, ")),
+}  # fmt: skip
+
+
+def built(name: str) -> nn.Module:
+    kind, sizes, _ = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    return randomized(getattr(transformers, f"{kind}ForCausalLM")(config)).train()
+
+
+def passes(model: nn.Module) -> dict[str, Tensor | None]:
+    ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    y = model(input_ids=ids).logits
+    (y * seeded_randn(tuple(y.shape), 9)).sum().backward()
+    return {"y": y.detach(), **{n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}}
+
+
+def assert_alike(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
+    """Within what float32 loses: a gradient may be a sum that cancels, so its scale is that of all gradients, too."""
+    whole = max(float(t.abs().max()) for t in wanted.values() if t is not None)
+    for name, want in wanted.items():
+        got = found[name]
+        assert (got is None) == (want is None), name
+        if got is not None and want is not None:
+            assert float((got - want).abs().max()) <= 1e-5 * float(want.abs().max()) + 1e-6 * whole, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_block_of_experts_is_one_chain(name: str):
+    model = built(name)
+    before = copy.deepcopy(model)
+    before.set_experts_implementation("eager")  # pyright: ignore
+    wanted = passes(before)
+    conversion = sf.convert(model)
+    for _ in range(2):  # the first call is interpreted, the second runs generated code
+        assert_alike(passes(model), wanted)
+    assert len(conversion.graphs) == 1
+    chains = [", ".join(type(r.operation).__name__ for r in g.order.members) for g in conversion.graphs[0].regions]
+    assert sum(MODELS[name][2] in chain for chain in chains) >= 1, chains
+    assert not [left for left in conversion.graphs[0].left if left.call == "mixture" or ".gate" in left.module]
+    conversion.undo()
+    assert_alike(passes(model), wanted)
+
+
+def test_undo_gives_configurations_back_and_others_keep_theirs():
+    model = built("mixtral")
+    config: Any = model.config
+    twin = type(model)(config)
+    conversion = sf.convert(model)
+    modules = [m for m in model.modules() if hasattr(m, "has_gate")]
+    assert all(m.config._experts_implementation == experts.NAME for m in modules)
+    assert config._experts_implementation != experts.NAME
+    assert all(m.config is config for m in twin.modules() if hasattr(m, "has_gate"))
+    conversion.undo()
+    assert all(m.config is config for m in modules)
+
+
+@pytest.mark.parametrize("used", ["eager", "grouped_mm", "batched_mm"])
+def test_every_spelling_of_hugging_face_is_taken_over(used: str):
+    model = built("mixtral")
+    model.set_experts_implementation(used)  # pyright: ignore
+    wanted = passes(model)
+    conversion = sf.convert(model)
+    assert_alike(passes(model), wanted)
+    assert "Route, Permute" in str(conversion)
+
+
+def test_what_is_not_allowed_to_be_converted_runs_by_the_same_operations():
+    model = built("mixtral")
+    wanted = passes(model)
+    conversion = sf.convert(model, filter_fn=lambda module, path: "mlp" not in path)
+    assert_alike(passes(model), wanted)
+    assert "Permute" not in str(conversion)
+
+
+class Experts(nn.Module):
+    """The attributes of a module of experts; one of them is changed."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = torch.nn.functional.silu, **changed: Any) -> None:
+        super().__init__()
+        self.config: Any = type("Config", (), {"_experts_implementation": "eager"})()
+        self.has_gate, self.is_transposed, self.has_bias, self._is_expert_parallel = True, False, False, False
+        self.has_post_expert_norm, self.act_fn = False, act
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.ones(3, 8, 4)), nn.Parameter(torch.ones(3, 4, 4))
+        for name, value in changed.items():
+            setattr(self, name, value)
+
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+
+def test_what_stands_between_the_gemms_is_found_by_its_values():
+    found = {
+        "SwiGLU": Experts(), "GEGLU": Experts(nn.GELU()), "ReGLU": Experts(torch.relu), "QGEGLU":
+        Experts(lambda x: x * torch.sigmoid(1.702 * x)),
+    }  # fmt: skip
+    for name, module in found.items():
+        assert experts._unit_of(module) == (name, (), "gate_up")
+    assert experts._unit_of(Experts(nn.GELU("tanh"))) == ("GEGLU", ("tanh",), "gate_up")
+    plain = Experts(lambda x: torch.relu(x) ** 2, has_gate=False, up_proj=nn.Parameter(torch.ones(3, 4, 4)))
+    assert experts._unit_of(plain) == ("SquaredReLU", (), "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"has_post_expert_norm": True}, "a norm behind"),
+        ({"act": torch.sin}, "its activation is none"),
+        ({"gate_up_proj": nn.Parameter(torch.ones(3, 8))}, "are not one tensor for all experts"),
+        ({"act": lambda x: x[5:, 99]}, "its activation cannot be tried"),
+    ],
+)
+def test_others_keep_their_implementation(changed: dict[str, Any], reason: str):
+    found = experts._unit_of(Experts(**changed))
+    assert isinstance(found, str)
+    assert reason in found
+
+
+def test_another_implementation_is_kept():
+    module = Experts()
+    module.config._experts_implementation = "sonicmoe"
+    assert experts._unit_of(module) == "its experts have the implementation 'sonicmoe'"
+
+
+def test_experts_of_other_processes_are_dropped():
+    """Of expert parallelism: indices beyond the experts that are here, whose factors are zeros."""
+    x, chosen = seeded_randn((5, 4), 0).requires_grad_(), torch.tensor([[0, 3], [3, 3], [1, 2], [2, 0], [3, 1]])
+    probs = torch.where(chosen == 3, 0.0, seeded_randn((5, 2), 1)).requires_grad_()
+    up, down = seeded_randn((3, 8, 4), 2), seeded_randn((3, 4, 4), 3)
+    y = experts.mixture(x, chosen, probs, up, None, down, None, ("SwiGLU", (), "gate_up"))
+    expected = torch.zeros(5, 4)
+    for t, (row, factors) in enumerate(zip(chosen, probs, strict=True)):
+        for e, p in zip(row.tolist(), factors, strict=True):
+            if e < 3:
+                gate, value = (up[e] @ x[t]).chunk(2)
+                expected[t] += (p * (down[e] @ (torch.nn.functional.silu(gate) * value))).detach()
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert probs.grad is not None
+    assert not probs.grad[chosen == 3].any()
+
+
+def test_llama4_stays_as_it_was_and_says_so():
+    config = transformers.Llama4TextConfig(
+        **{**SIZES, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1, "head_dim": 8}
+    )
+    model = randomized(transformers.Llama4ForCausalLM(config)).train()
+    wanted = passes(model)
+    conversion = sf.convert(model)
+    assert_alike(passes(model), wanted)
+    assert "no operation stands for bmm" in str(conversion)
