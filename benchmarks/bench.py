@@ -27,6 +27,7 @@ PARTS = {
     "aten": ("bench_aten.py",),
     "convert": ("bench_convert.py",),
     "peak": ("bench_peak.py",),
+    "front": ("bench_front.py",),
     "traffic": ("traffic.py",),
 }
 

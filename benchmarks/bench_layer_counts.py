@@ -110,7 +110,9 @@ def planned(model: Model) -> dict[str, Any]:
     there = sf.Env.of("cuda:sm_90", dtype=DTYPE, rows=model.x[0] * model.x[1])
     x = torch.empty(model.x, dtype=DTYPE, device="meta", requires_grad=True)
     plan = layer.plan(x, env=there)
-    saved = {choice.memory: choice.saved for choice in plan.choices} or {"save": plan.memory.saved}
+    known = {"fast": "save", "balanced": "balanced", "lean": "lean"}
+    saved = {known[choice.memory]: choice.saved for choice in plan.choices if choice.memory in known}
+    saved = saved or {"save": plan.memory.saved}
     layer = layer.to_empty(device="cpu")
     for module in layer.modules():  # weights of their own, as those of a checkpoint are
         for name, parameter in [*module.named_parameters(recurse=False)]:

@@ -100,12 +100,12 @@ def times() -> dict[str, dict[str, float]]:
     return rows
 
 
-def alone(*arguments: str) -> Any:
-    """What this script measures with these arguments, in a process of its own."""
+def alone(*arguments: str, script: str = __file__) -> Any:
+    """What a script measures with these arguments, in a process of its own."""
     # Freed tensors go back to the system at once where memory is measured, so that what is resident is what is in use.
-    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if arguments != ("times",) else {}
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if arguments[0] != "times" else {}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SEQFUSE_TUNE": "0", **returned}
-    command = [sys.executable, __file__, *arguments]
+    command = [sys.executable, script, *arguments]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -190,10 +190,10 @@ def memory() -> str:
     rows = json.loads((RESULTS / "memory.json").read_text())["memory"]
     shown = {"llama3-8b": "Llama 3 8B", "gpt2-xl": "GPT-2 XL"}
     names = {"eager": ("PyTorch, eager", "torch")}
-    for name, choice in (("", "save"), (" balanced", "balanced"), (" lean", "lean")):
-        names[f"seqfuse{name}"] = f'memory="{choice}"', choice
+    for name, choice, kind in (("", "fast", "save"), (" balanced", "balanced", "balanced"), (" lean", "lean", "lean")):
+        names[f"seqfuse{name}"] = f'memory="{choice}"', kind
     least = {row["model"]: row["kept"]["seqfuse lean"] / row["kept"]["eager"] for row in rows}
-    p = Picture(840, 336, "Bytes that a feed-forward block saves for backward: PyTorch and the three choices of memory")
+    p = Picture(840, 336, "Bytes that a feed-forward block saves for backward: PyTorch and three choices of memory")
     low, high = (f"{f(least[model] for model in shown):.0%}" for f in (min, max))
     p.text(20, 34, f'memory="lean" keeps {low} to {high} of the bytes that eager PyTorch keeps', "big")
     about = "A feed-forward block in bfloat16, 8,192 tokens, dropout 0.1. Counted from plans for an H100, not measured."

@@ -140,7 +140,10 @@ class Traffic(NamedTuple):
     flops: float = 0
 
 
-_METHODS = ("reference", "fwd", "bwd", "infer", "traffic", "example", "examples", "own_record", "derivative_reference")
+_METHODS = (
+    "reference", "fwd", "bwd", "infer", "traffic", "example", "examples", "own_record", "input_record",
+    "derivative_reference",
+)  # fmt: skip
 
 
 def _unstated(name: str) -> Callable[..., Any]:
@@ -173,6 +176,8 @@ class UnfusedOperation(FusableOperation):
             gives y in float32 on an accelerator, whatever x is; `"promote"` in the widest dtype among x, extra inputs
             and parameters; `"same"` in that of x; `"exchange"` in that of its extra input, and its output in that of x.
             `None` states none of these: what the reference gives is looked at.
+        costly: whether y takes GEMMs, so that it is worth saving where what is around it runs again. A field x that
+            `Saved` may have is then x itself.
         any_dy: whether `bwd` takes dy in another dtype than that of y. Else a gradient is cast before it is given.
         redistribution: where this operation is a collective, how tensors are sharded before and after it.
         SavedQuantized: what `fwd` returns where it is given a `recipe`, of an operation whose GEMMs can be quantized:
@@ -198,6 +203,7 @@ class UnfusedOperation(FusableOperation):
     autocast: Literal["lower", "float32", "promote", "same", "exchange"] | None = None
     any_dy: ClassVar[bool] = False
     SavedQuantized: ClassVar[type[Saved]] = Saved
+    costly: ClassVar[bool] = False
     redistribution: Redistribution | None = None
     sum_over: Group | None = None
     shards: Mapping[str, ParameterShard] = MappingProxyType({})
@@ -262,6 +268,13 @@ class UnfusedOperation(FusableOperation):
         By default that is so where `Saved` has no fields. Else `None`.
         """
         return None if self.Saved.fields else self._saved()
+
+    def input_record(self, x: Tensor) -> Saved | None:
+        """What `fwd` saves, where that is x and parameters: a pass that runs again for it alone needs no y then.
+
+        By default `None`, which says that `fwd` has to run.
+        """
+        return None
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The output's shape for an input of this shape; raises `ValueError` saying what was expected."""

@@ -45,7 +45,7 @@ from torch import nn
 import seqfuse as sf
 from seqfuse import ops
 
-MEMORY = ("save", "balanced", "lean")
+MEMORY = ("fast", "balanced", "lean")
 H100, HALF = "cuda:sm_90", torch.bfloat16
 Record = dict[str, list[str]]
 
@@ -126,7 +126,7 @@ def converted(name: str, memory: Any) -> Record:
             launches = [f"launches {region.launched}; eager torch {eager and tuple(eager)}"]
             found[f"{place}, chain {r}, here"] = [*lines_of(plan), *launches]
             found[f"{place}, chain {r}, H100"] = lines_of(region.plan_for(H100, dtype=HALF))
-            if memory == "save":
+            if memory == "fast":
                 found[f"{place}, chain {r}, H100 without gradients"] = lines_of(
                     region.plan_for(H100, dtype=HALF, grad=False)
                 )
@@ -176,7 +176,7 @@ def layered(name: str, memory: Any) -> Record:
 
     found[f"{place}, here"] = plan("cpu", torch.float32)
     found[f"{place}, H100"] = plan(H100, HALF)
-    if memory == "save":
+    if memory == "fast":
         model.eval()
         found[f"{place}, H100 without gradients"] = plan(H100, HALF, grad=False)
         found[f"{place}, without gradients, here"] = plan("cpu", torch.float32, grad=False)

@@ -10,6 +10,7 @@ import torch
 from cyclopts import Parameter
 
 from ..env import Env, rows_of
+from ..pictures.text import curve
 from ..plan import Plan
 from . import inputs
 from .inputs import Json, Named, Under
@@ -20,12 +21,21 @@ Form = Callable[[Plan], str]
 FORMS: dict[str, Form] = {".svg": Plan.svg, ".json": lambda plan: plan.json(indent=2), ".txt": str}
 
 
+FRONT = "front"
+"""`--memory front` shows the peak and the time of budgets, rather than a plan."""
+
+
+def front(plan: Plan) -> str:
+    """The choices of a plan as a curve."""
+    return curve(plan.as_dict()["choices"])
+
+
 def plan(
     target: Named,
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
-    memory: Annotated[str | None, Parameter(help="save, balanced, lean, or a number of bytes.")] = None,
+    memory: Annotated[str | None, Parameter(help="fast, balanced, lean, least, bytes, or front: all of them.")] = None,
     no_grad: Annotated[bool, Parameter(negative="", show_default=False, help="Plan for inference.")] = False,
     json: Json = False,
     output: Annotated[
@@ -34,7 +44,7 @@ def plan(
     on: Annotated[Under | None, Parameter(name="*")] = None,
 ) -> None:
     """Show what is fused and why not more, here or for --device cuda:sm_90, a machine that is not here."""
-    form = form_of(json, output)
+    form = front if memory == FRONT else form_of(json, output)
     write(form(_planned(target, input, on or Under(), memory, not no_grad)), output)
 
 
@@ -46,7 +56,7 @@ def _planned(name: str, given: str | None, on: Under, memory: str | None, grad: 
     elsewhere = on.device is not None and inputs.is_elsewhere(on.device)
     device = on.device if elsewhere and on.device else inputs.device(on.device)
     chosen = container(model if isinstance(device, str) else model.to(device), name, on.part)
-    if memory is not None:
+    if memory is not None and memory != FRONT:
         chosen.memory = cast(Any, int(memory) if memory.isdecimal() else memory)
     dtype = next((p.dtype for p in chosen.parameters() if p.is_floating_point()), torch.float32)
     if spec is not None and not isinstance(device, str):

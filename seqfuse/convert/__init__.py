@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from ..plan.schedule import Choice
+from ..plan.schedule import AnyChoice
 from ..recipes import Recipe
 from ..run.sequential import Fusions
 
@@ -32,7 +32,7 @@ def convert(
     then: Literal["inductor"] | None = None,
     fusions: Fusions | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    memory: Choice = "save",
+    memory: AnyChoice = "fast",
     recipe: Recipe | None = None,
     exclude: Sequence[str] = UNQUANTIZED,
 ) -> Conversion:
@@ -52,9 +52,9 @@ def convert(
         then: what runs the rest: `None`, as before, or `"inductor"`.
         fusions: the fusion set; the default one if left out.
         filter_fn: says of a module and its path, as `named_modules` has them, whether its own calls may be converted.
-        memory: what the chains save for the backward pass, at the price of time, as of a `Sequential`: `"save"`, what
-            makes it fastest, `"balanced"`, `"lean"`, or `sf.Budget(part=0.65)`, at most this part of what each chain
-            saves unfused.
+        memory: what the chains save for the backward pass, at the price of time, as of a `Sequential`: `"fast"`, what
+            makes it fastest, `"balanced"`, `"lean"`, `"least"`, or `sf.Budget(part=0.3)`: each chain holds at most this
+            part of what it saves unfused.
         recipe: how the operands of GEMMs in chains are quantized, such as `sf.recipes.Float8BlockScaling()`. GEMMs that
             no chain has, which the report names as left, are not quantized.
         exclude: modules that are not quantized: their paths, or names in these, such as `"lm_head"` or `"layers.0"`. By

@@ -28,7 +28,7 @@ from ..operation import UnfusedOperation
 from ..pictures.text import counted
 from ..plan.flatten import flatten
 from ..plan.quantized import recipe_at
-from ..plan.schedule import MODES, Budget, Choice
+from ..plan.schedule import MODES, AnyChoice, Budget
 from ..recipes import Recipe, check_recipe
 from ..run.sequential import Fusions, Sequential
 from . import UNQUANTIZED, dynamo
@@ -130,7 +130,7 @@ def _backend(
     allowed: Callable[[str], bool] = lambda path: True,
     *,
     fusions: Fusions | None = None,
-    memory: Choice = "save",
+    memory: AnyChoice = "fast",
     then: Literal["inductor"] | None = None,
     recipe: Recipe | None = None,
     exclude: Sequence[str] = UNQUANTIZED,
@@ -138,6 +138,7 @@ def _backend(
     if then not in (None, "inductor"):
         raise _wrong(f'then must be None or "inductor", got {then!r}', where=where)
     checked(() if fusions is None else fusions)
+    memory = "fast" if memory == "save" else memory
     if memory not in MODES and not (isinstance(memory, Budget) and memory.part is not None):
         hint = "a model is captured graph by graph, so bytes are for a Sequential alone: try sf.Budget(part=0.65)"
         raise _wrong(f"memory must be one of {', '.join(MODES)} or sf.Budget(part=...), got {memory!r}", hint, where)

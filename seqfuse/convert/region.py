@@ -68,7 +68,7 @@ class CapturedRegion(nn.Module):
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
         self._multiplies = isinstance(order.members[0].operation, ops.Linear | ops.MergedLinear)
-        self._lock = threading.RLock()
+        self._lock = self._fuser.lock = threading.RLock()
         self._ran: tuple[Plan, Plan] | None = None  # the plan of the last call, and the same with its bytes
         self._counted: tuple[Plan | None, dict[str, Any]] = None, {}  # that plan, and what was counted for it
         self.given: list[Given] = []

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from ..env import why_no_c
 from ..ops import Fork
-from ..pictures.text import counted, longer
+from ..pictures.data import ChoiceData
+from ..pictures.text import choices_table, counted
+from ..plan.plan import Plan
 from ..plan.step import Step
 from .calls import Calls, Captured
 from .reasons import Left
@@ -135,19 +137,26 @@ def _chain(region: CapturedRegion) -> list[str]:
 
 
 def _choices(regions: Sequence[CapturedRegion]) -> list[str]:
-    """What all chains together would save with each choice of memory, where choices differ."""
-    sums: dict[str, tuple[int, float, bool]] = {}
+    """What all chains together would save and hold with each choice of memory, where choices differ."""
+    sums: list[ChoiceData] = []
     plans = [plan for region in regions if (plan := region.plan) is not None and plan.env.grad]
     for name in dict.fromkeys(choice.memory for plan in plans for choice in plan.choices):
         found = [next((c for c in plan.choices if c.memory == name), None) for plan in plans]
         # In a chain without choices each is the plan that it has.
-        own = [plan.memory.saved if plan.memory is not None else 0 for plan in plans]
-        saved = sum(kept if c is None else c.saved for c, kept in zip(found, own, strict=True))
+        kept = peak = 0
+        for plan, c in zip(plans, found, strict=True):
+            saved, own = (c.saved, c.peak) if c is not None else _held(plan)
+            kept, peak = kept + saved, max(peak, kept + own)
         time = sum(c.microseconds for c in found if c is not None)
-        sums[name] = saved, time, any(c.used for c in found if c is not None)
-    said = [f"{name} {saved:,}\xa0B{longer(time)}" + " (used)" * used for name, (saved, time, used) in sums.items()]
-    lines = textwrap.wrap(f"choices of memory: {'; '.join(said)}", 100, subsequent_indent="    ") if said else []
-    return [line.replace("\xa0", " ") for line in lines]
+        used = any(c.used for c in found if c is not None)
+        sums.append(ChoiceData(memory=name, saved=kept, peak=peak, microseconds=time, used=used))
+    return choices_table(sums, "(used)", "{:,} B".format)
+
+
+def _held(plan: Plan) -> tuple[int, int]:
+    """The bytes that a plan saves, and the most that it holds, as far as they are known."""
+    memory = plan.memory
+    return (0, 0) if memory is None else (memory.saved, memory.peak or memory.saved)
 
 
 def _quantized(regions: Sequence[CapturedRegion]) -> list[str]:

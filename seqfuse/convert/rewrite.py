@@ -54,7 +54,7 @@ class RewriteOptions:
 
     fusions: Fusions | None = None
     allowed: Callable[[str], bool] = lambda path: True
-    memory: Choice = "save"
+    memory: Choice = "fast"
     recipe: Recipe | None = None
     exclude: tuple[str, ...] = ()
 

@@ -33,6 +33,7 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
     """What `Attention` and `CrossAttention` share; they differ in the inputs that hold queries, keys and values."""
 
     autocast = "lower"
+    costly = True
     window: int | None = None
     apart: ClassVar[bool] = False  # as an argument of `attend_grads`
 

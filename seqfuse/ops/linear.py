@@ -237,6 +237,7 @@ class Linear(Scaled, sf.UnfusedOperation):
         weight_inverse: Tensor | None = sf.field(for_="x")
 
     native = True
+    costly = True
     same_dtype = True
     autocast = "lower"
     bias: nn.Parameter | None
@@ -378,6 +379,9 @@ class Linear(Scaled, sf.UnfusedOperation):
         x_down = low.down(rows, recipe, "x", qx) if "weight" in needs else (None, None)
         weight_down = low.down(weight, recipe, "weight", qweight) if "x" in needs else (None, None)
         return y.view(*x.shape[:-1], y.shape[1]), _saved_quantized(*x_down, *weight_down)
+
+    def input_record(self, x: Tensor) -> Saved:
+        return self._saved(x, self.weight_for(x))
 
     def weight_for(self, x: Tensor) -> Tensor:
         """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""

@@ -72,6 +72,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         weights: tuple[Tensor, ...] = sf.field(for_="x")  # 8 bits, down their columns
         weight_inverses: tuple[Tensor, ...] = sf.field(for_="x")
 
+    costly = True
     same_dtype = True
     autocast = "lower"
 
@@ -220,6 +221,9 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         each = [low.down(w, recipe, "weight", q) for w, q in zip(weights, along, strict=True)] if "x" in needs else []
         data, inverses = tuple([one.data for one in each]), tuple([one.inverse for one in each])
         return y.view(*x.shape[:-1], self.out_features), _saved_quantized(*x_down, data, inverses)
+
+    def input_record(self, x: Tensor) -> Saved:
+        return self._saved(x, self.weights_for(x))
 
     def gemm(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
         """Return y from one GEMM, or one for each part into its slice."""

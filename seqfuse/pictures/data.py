@@ -90,20 +90,32 @@ class QuantizationData(TypedDict):
 
 
 class MemoryData(TypedDict):
-    """Bytes kept for backward, and FLOPs of the forward pass."""
+    """Bytes kept for backward, FLOPs of the forward pass, and the most bytes held at once, where that is known."""
 
     saved: int
     saved_unfused: int
     flops: int
+    peak: int | None
 
 
 class ChoiceData(TypedDict):
-    """A choice of memory: bytes kept for backward, estimated microseconds beyond the fastest, whether it was made."""
+    """A choice of memory: bytes kept for backward, the most held at once, estimated microseconds beyond the fastest,
+    and whether it was made.
+    """
 
     memory: str
     saved: int
+    peak: int
     microseconds: float
     used: bool
+
+
+class RecomputedData(TypedDict):
+    """A segment that runs again in the backward pass, but for the steps at these positions."""
+
+    start: int
+    stop: int
+    keeps: list[int]
 
 
 class PlanData(TypedDict):
@@ -119,6 +131,7 @@ class PlanData(TypedDict):
     forward: list[StepData]
     backward: list[StepData]
     segments: list[tuple[int, int]]
+    recomputed: list[RecomputedData]
     refused: list[RefusalData]
     unmatched: list[str]
     eager: list[EagerData]

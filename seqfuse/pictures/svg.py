@@ -36,7 +36,8 @@ def headline(plan: PlanData) -> tuple[str, ...]:
         less = 1 - memory["saved"] / memory["saved_unfused"]
         than = f", {less:.0%} less than unfused" if less >= 0.005 else ""
         lines.append(f"{sized(memory['saved'])} saved for backward{than}")
-        least = min(plan["choices"], key=lambda choice: choice["saved"], default=None)
+        plain = [choice for choice in plan["choices"] if choice["memory"] in ("balanced", "lean")]
+        least = min(plain, key=lambda choice: choice["saved"], default=None)
         if least is not None and least["saved"] < memory["saved"]:
             lines[-1] += f"; {sized(least['saved'])} with memory={least['memory']}"
     return tuple(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, QuantizationData, RefusalData
 from .markup import printable
@@ -31,22 +31,46 @@ def summary(plan: PlanData) -> list[str]:
 
 def _memory(memory: MemoryData, partly: bool) -> str:
     text = f"saved for backward: {sized(memory['saved'])} (unfused {sized(memory['saved_unfused'])}); "
+    text += "" if memory["peak"] is None else f"peak {sized(memory['peak'])}; "
     return f"{text}{_number(memory['flops'])}FLOP forward" + ("; without what runs eagerly" if partly else "")
 
 
-def _choices(choices: Sequence[ChoiceData]) -> Iterator[str]:
-    said: list[str] = []
+def choices_table(choices: Sequence[ChoiceData], used: str, size: Callable[[int], str]) -> list[str]:
+    """A line for each choice of memory: what is saved, the peak, and how much longer it is estimated to take."""
+    rows = [("memory=", "saved", "peak", "estimated time")] * bool(choices)
     for choice in choices:
-        time = longer(choice["microseconds"])
-        said.append(f"{choice['memory']} {sized(choice['saved'])}{time}" + (" (this plan)" if choice["used"] else ""))
+        time = f"{choice['microseconds']:+,.0f} us" if choice["microseconds"] else ""
+        said = f"{time} {used}".strip() if choice["used"] else time
+        rows.append((choice["memory"], size(choice["saved"]), size(choice["peak"]), said))
+    name, saved, peak = (max((len(row[i]) for row in rows), default=0) for i in range(3))
+    return [f"{a:<{name}}  {b:>{saved}}  {c:>{peak}}  {d}".rstrip() for a, b, c, d in rows]
+
+
+def curve(choices: Sequence[ChoiceData], width: int | None = None) -> str:
+    """The front: a line for each choice of memory, its peak, and a mark as far to the right as it takes longer."""
+    ordered = sorted(choices, key=lambda choice: (-choice["peak"], choice["microseconds"]))
+    if not ordered:
+        return "there is nothing to choose: no gradient is needed, or what would be saved is not known"
+    low, high = (f(choice["microseconds"] for choice in ordered) for f in (min, max))
+    peaks = [sized(choice["peak"]) for choice in ordered]
+    wide, name = max(map(len, peaks)), max(len(choice["memory"]) for choice in ordered)
+    room = (width or terminal_width()) - wide - name - 18
+    lines = [f"{'peak':>{wide}}  estimated time, from {low:+,.0f} to {high:+,.0f} us beyond the fastest plan"]
+    for choice, peak in zip(ordered, peaks, strict=True):
+        at = round((room - 1) * (choice["microseconds"] - low) / ((high - low) or 1))
+        lines.append(f"{peak:>{wide}}  |{' ' * at}o {choice['memory']}, {choice['microseconds']:+,.0f} us")
+    return "\n".join(lines)
+
+
+def _recomputed(plan: PlanData) -> Iterator[str]:
+    """The segments that run again, and what of them does not."""
+    names = [operation["name"] for operation in plan["operations"]]
+    said: list[str] = []
+    for one in plan["recomputed"]:
+        kept = [f"{names[at]} at {at}" for at in one["keeps"]]
+        said.append(f"{one['start']} to {one['stop'] - 1}" + (f" without {', '.join(kept)}" if kept else ""))
     if said:
-        yield f"choices of memory: {'; '.join(said)}"
-
-
-def longer(microseconds: float) -> str:
-    """How much longer a choice of memory is estimated to take, or how much less long; nothing where it is the same."""
-    said = f"{abs(microseconds):,.1f} us {'more' if microseconds > 0 else 'less'}"
-    return f", an estimated {said}" if microseconds else ""
+        yield f"run again in the backward pass: {'; '.join(said)}"
 
 
 def render(plan: PlanData, width: int | None = None) -> str:
@@ -85,8 +109,9 @@ def render(plan: PlanData, width: int | None = None) -> str:
         known = "" if plan["memory_unknown"].startswith("unknown ") else "not known: "
         memory = [f"saved for backward: {known}{plan['memory_unknown']}"]
     unmatched = [f"matches nowhere: {fusion}" for fusion in plan["unmatched"]]
-    for line in (*_refusals(plan["refused"]), *unmatched, *memory, *_choices(plan["choices"])):
+    for line in (*_refusals(plan["refused"]), *unmatched, *_recomputed(plan), *memory):
         lines += _wrap(line, "    ", width)
+    lines += choices_table(plan["choices"], "(this plan)", sized)
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -145,12 +146,15 @@ class Arriving:
 class Memory:
     """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass.
 
-    Of what is planned: what a module saves that runs through its own `__call__` is not counted.
+    Of what is planned: what a module saves that runs through its own `__call__` is not counted. `peak` is the most that
+    is held at once in either pass: what is saved, and what a pass makes while it runs; without parameters and their
+    gradients. `None` where that is not known.
     """
 
     saved: int
     saved_unfused: int
     flops: int
+    peak: int | None = None
 
 
 def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
@@ -182,7 +186,26 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entering: 
     env, place = entering.env, entering.place
     if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
         return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
+    flops = list[int]()
+
+    @contextlib.contextmanager
+    def counting() -> Generator[None]:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False, custom_mapping=_formulas()[1]) as counter:
+            yield
+        flops.append(counter.get_total_flops())
+
+    kept = footprint(parts, forward, entering, counting)
+    return kept if isinstance(kept, str) else Memory(kept.saved_by(forward), kept.unfused, sum(flops))
+
+
+@functools.cache
+def _formulas() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Functions that count FLOPs, by the calls of ATen: of tensors, and those that torch lacks, of shapes."""
     from torch.utils import flop_counter
+
+    of_shapes = cast(Any, flop_counter.shape_wrapper)  # pyright: ignore[reportUnknownMemberType]
 
     def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * math.prod(q) * k[-2] + 2 * math.prod(q[:-1]) * k[-2] * v[-1]
@@ -191,16 +214,21 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entering: 
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     extra: dict[Any, Any] = {**FLOPS}
     extra |= {getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): attention for kernel in kernels}
-    flops = list[int]()
+    ahead = {name: of_shapes(formula) for name, formula in extra.items()}
 
-    @contextlib.contextmanager
-    def counting() -> Generator[None]:
-        with flop_counter.FlopCounterMode(display=False, custom_mapping=extra) as counter:
-            yield
-        flops.append(counter.get_total_flops())
+    def backward(_: Sequence[int], *forward: Any, **__: Any) -> int:  # five GEMMs where the forward pass has two
+        return attention(*forward[:3]) * 5 // 2
 
-    kept = footprint(parts, forward, entering, counting)
-    return kept if isinstance(kept, str) else Memory(kept.saved_by(forward), kept.unfused, sum(flops))
+    back = {
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): of_shapes(backward) for kernel in kernels
+    }
+    return {**flop_counter.flop_registry, **ahead, **back}, extra
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """The FLOPs of a call of ATen."""
+    formula = _formulas()[0].get(func.overloadpacket)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
 def footprint(
@@ -247,7 +275,7 @@ def _footprint(
     channels = {name: like(t, t.dtype) for name, t in entering.channels.items()}
     own, before = list[frozenset[int]](), [(x, dict(channels))]
     seeds = torch.empty(len([n for n in nodes if n.seed is not None]), dtype=torch.int64, device=place)
-    tried = _Tried(_owned(nodes), seeds, counting is None)
+    tried = _Tried(owned(nodes), seeds, counting is None)
     first = at = entered.start - parts.index(entered)
     for part in parts:
         last = part.positions.stop if isinstance(part, Stretch) else at + 1
@@ -312,20 +340,20 @@ class _Tried:
         if same is not None:
             # What it gives is what its operations give: another step that saves it saves the same tensor.
             for mine, theirs in ((y, same[0]), *((t, same[1][channel]) for channel, t in made.items())):
-                self._numbers[_storage(mine)] = self._number(theirs)
+                self._numbers[storage_of(mine)] = self._number(theirs)
                 self._held.append(mine)
         records = ((record, record.among(saved, self._seeds)) for record in step.saves)
         tensors = [t for record, value in records for t in _tensors(value, record.kept) if is_fake(t)]
-        tensors = [t for t in tensors if _storage(t) not in self._owned]
-        if key is not None and (y is x or _storage(y) != _storage(x)):
-            names: dict[int, str | int] = {_storage(self._seeds): "seeds", _storage(y): "y", _storage(x): "x"}
-            several = {_storage(t): names.get(_storage(t), t.untyped_storage().nbytes()) for t in tensors}
+        tensors = [t for t in tensors if storage_of(t) not in self._owned]
+        if key is not None and (y is x or storage_of(y) != storage_of(x)):
+            names: dict[int, str | int] = {storage_of(self._seeds): "seeds", storage_of(y): "y", storage_of(x): "x"}
+            several = {storage_of(t): names.get(storage_of(t), t.untyped_storage().nbytes()) for t in tensors}
             self._known[key] = None if y is x else (y.shape, y.stride(), y.dtype), tuple(several.values())
         return y, made, frozenset(map(self._number, tensors))
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
         """Do not count these: they are parameters."""
-        self._owned.update(map(_storage, tensors))
+        self._owned.update(map(storage_of, tensors))
         self._held += tensors
 
     def _about(self, node: Node, at: int) -> str:
@@ -335,9 +363,9 @@ class _Tried:
 
     def _number(self, t: Tensor) -> int:
         self._held.append(t)
-        at = self._numbers.get(_storage(t))
+        at = self._numbers.get(storage_of(t))
         if at is None:
-            at = self._numbers[_storage(t)] = self._fresh(t.untyped_storage().nbytes())
+            at = self._numbers[storage_of(t)] = self._fresh(t.untyped_storage().nbytes())
         return at
 
     def _fresh(self, size: int) -> int:
@@ -345,7 +373,8 @@ class _Tried:
         return len(self.sizes) - 1
 
 
-def _storage(t: Tensor) -> int:
+def storage_of(t: Tensor) -> int:
+    """What tells the storage of a tensor from all others that are alive."""
     return t.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
@@ -357,11 +386,11 @@ def _tensors(record: Saved, kept: Sequence[str]) -> Iterator[Tensor]:
         yield from (t for t in several if isinstance(t, Tensor))
 
 
-def _owned(nodes: Sequence[Node]) -> set[int]:
+def owned(nodes: Sequence[Node]) -> set[int]:
     """The storages of parameters, which are fake, too, where nothing has data."""
     slots = [slot for node in nodes for slot in node.slots.values()]
     parameters: list[Any] = [owner._parameters.get(name) for owner, name in slots]  # pyright: ignore[reportPrivateUsage]
-    return {_storage(p) for p in parameters if is_fake(p)}
+    return {storage_of(p) for p in parameters if is_fake(p)}
 
 
 def entering_width(nodes: Sequence[Node]) -> tuple[int, ...] | None:

@@ -16,14 +16,25 @@ from ..casts import dtype_of
 from ..compiler import compiler
 from ..env import Env, short
 from ..fusion import FusedOperation
-from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, QuantizationData, RefusalData, StepData
+from ..pictures.data import (
+    FORMAT,
+    CastData,
+    Kind,
+    OperationData,
+    PlanData,
+    QuantizationData,
+    RecomputedData,
+    RefusalData,
+    StepData,
+)
 from ..recipes import Role
 from .cost_lookup import Known
-from .facts import Memory, look
+from .facts import Memory, Unknown, look
 from .flatten import Node
+from .front import Front, Scales, held, steps_of
 from .match import Matcher, Refusal, is_own
 from .quantized import Quantization
-from .schedule import Candidate, Choice, MemoryChoice, cheapest, chosen_for, exceeded
+from .schedule import Budget, Candidate, Choice, Kept, MemoryChoice, best, cheapest, chosen_for, graph, passes_of
 from .step import Step, Stretch
 
 SEGMENT = 8
@@ -93,6 +104,8 @@ class Plan:
         forward: steps of the forward schedule, in order.
         backward: steps of the backward schedule, in list order; only where a gradient is needed.
         segments: ranges of positions that run behind one autograd node each, unless torch runs all by itself.
+        recomputed: those of them that run again in the backward pass, but for the steps at the positions beside each,
+            whose results are saved with what enters.
         refused: fusions whose pattern matched and that were not used, with reasons.
         env: what it was made for.
         unmatched: fusions of other authors in the fusion set whose pattern stands nowhere, with their patterns.
@@ -104,6 +117,7 @@ class Plan:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     segments: tuple[range, ...]
+    recomputed: tuple[tuple[range, tuple[int, ...]], ...] = ()
     refused: tuple[Refusal, ...] = ()
     unmatched: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
     tokens: int | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -224,6 +238,7 @@ class Plan:
             forward=[_step(s) for s in self.forward],
             backward=[_step(s, backward=True) for s in self.backward],
             segments=[(piece.start, piece.stop) for piece in self.segments],
+            recomputed=[RecomputedData(start=s.start, stop=s.stop, keeps=[*keeps]) for s, keeps in self.recomputed],
             refused=_reasons(self.refused),
             unmatched=[*self.unmatched],
             eager=[dataclasses.asdict(e) for e in self.eager],  # pyright: ignore[reportArgumentType]
@@ -299,8 +314,9 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
     forward = [*beside, *(s for p in plans for s in p.forward)]
     backward = [*(beside if env.grad else ()), *(s for p in plans for s in p.backward)]
     ahead, back = (tuple(sorted(steps, key=lambda s: s.start)) for steps in (forward, backward))
-    segments, refused = (s for p in plans for s in p.segments), (r for p in plans for r in p.refused)
-    return Plan(env, ahead, back, tuple(segments), tuple(refused), cost=sum(plan.cost for plan in plans))
+    segments, again = (tuple(s for p in plans for s in getattr(p, name)) for name in ("segments", "recomputed"))
+    refused = tuple(r for p in plans for r in p.refused)
+    return Plan(env, ahead, back, segments, again, refused, cost=sum(plan.cost for plan in plans))
 
 
 ONLY_MEMORY = (
@@ -309,44 +325,122 @@ ONLY_MEMORY = (
 )
 
 
-def plan_region(
-    stretch: Stretch, matcher: Matcher, memory: Choice = "save", segment_bytes: int = 0, near: bool = False
-) -> Plan:
-    """Plan a stretch; with `near` it says which patterns are nearly there."""
+@dataclasses.dataclass
+class _Chosen:
+    """The fusions of each pass, where a region is cut, what runs again, and the time that this takes."""
+
+    forward: Sequence[Candidate]
+    backward: Sequence[Candidate]
+    segments: tuple[range, ...] | None = None
+    recomputed: tuple[tuple[range, tuple[int, ...]], ...] = ()
+    extra: int = 0  # in nanoseconds
+    why: str | None = None  # why it is not what was asked
+    unknown: bool = False  # whether that is because bytes are not known
+    once: tuple[int, ...] = ()  # positions of operations that may not run again
+
+
+ONCE = "{} does not run again in the backward pass: processes exchange tensors in it, or it fills a cache"
+
+
+def _chosen(
+    stretch: Stretch,
+    found: Sequence[Candidate],
+    memory: Choice,
+    weighing: Callable[[Stretch], Scales] | None,
+    segment_bytes: int,
+) -> _Chosen:
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
-    found, refused = matcher.find(stretch, Known(stretch), memory != "save" and stretch.is_entered, near)
-    kept = None if memory == "save" else look(stretch, found)
-    if kept is None or isinstance(kept, str):
-        found = found if kept is None else [c for c in found if not c.fusion.saves_memory]
-        forward, backward = cheapest(start, stop, found, live) if found else ([], [])
-    else:
-        forward, backward = chosen_for(memory, start, stop, found, live, kept, stretch.env)
+    kept = None if memory == "fast" else look(stretch, found)
+    if kept is not None and not isinstance(kept, str):
+        if memory in ("balanced", "lean"):
+            return _Chosen(*chosen_for(memory, start, stop, found, live, kept, stretch.env))
+        try:
+            return _within(stretch, found, memory, kept, weighing, segment_bytes)
+        except Unknown as error:
+            kept = str(error)
+    why = None if kept is None else f"what would be saved is not known: {kept}"
+    found = found if kept is None else [c for c in found if not c.fusion.saves_memory]
+    return _Chosen(*cheapest(start, stop, found, live) if found else ([], []), why=why, unknown=why is not None)
+
+
+def _within(
+    stretch: Stretch,
+    found: Sequence[Candidate],
+    memory: Choice,
+    kept: Kept,
+    weighing: Callable[[Stretch], Scales] | None,
+    segment_bytes: int,
+) -> _Chosen:
+    """What is fastest within a budget, or for `"least"` within the least that is enough."""
+    assert weighing is not None
+    start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
+    plainly, weigh = [c for c in found if not c.fusion.saves_memory], weighing(stretch)
+    fast = best([*graph(start, stop, plainly, live)], lambda time, _: time)
+    limit = None
+    if isinstance(memory, Budget):
+        limit = int((memory.part or 0) * kept.unfused) if memory.bytes is None else memory.bytes
+        chosen = passes_of(fast, live)
+        steps = steps_of(stretch, chosen[0], start, stop), steps_of(stretch, chosen[1], max(start, live), stop)
+        cuts = segments_of(stretch, *steps, segment_bytes)
+        if held(weigh, cuts, steps)[1] <= limit:
+            return _Chosen(*chosen, cuts)
+    front, why = Front(stretch, found, fast, kept, weigh), None
+    options = None if limit is None else front.within(limit)
+    if options is None:
+        options = front.within(least := front.least()) or []
+        if limit is not None:
+            said = f"the leanest plan was taken, whose peak is {least:,} bytes, and {limit:,} are allowed here"
+            why = f"does not fit: {said}"
+    chosen = [c for o in options for c in o.forward], [c for o in options for c in o.backward]
+    spans = [(range(o.start, o.stop), o.again) for o in options]
+    again = tuple((span, keeps) for span, keeps in spans if keeps is not None)
+    cuts, extra = tuple(span for span, _ in spans), sum(o.extra for o in options)
+    return _Chosen(*chosen, cuts, again, extra, why, once=front.once)
+
+
+def plan_region(
+    stretch: Stretch,
+    matcher: Matcher,
+    memory: Choice = "fast",
+    segment_bytes: int = 0,
+    near: bool = False,
+    weighing: Callable[[Stretch], Scales] | None = None,
+) -> Plan:
+    """Plan a stretch; with `near` it says which patterns are nearly there. `weighing` is needed for a budget."""
+    start, live = stretch.start, stretch.wants.live_from
+    found, refused = matcher.find(stretch, Known(stretch), memory != "fast" and stretch.is_entered, near)
+    chosen = _chosen(stretch, found, memory, weighing, segment_bytes)
+    forward, backward = chosen.forward, chosen.backward
     used = {id(c): c for c in (*forward, *backward)}
     applied = {(c.name, c.start) for c in used.values()}  # of several matches there, one
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
-    for covered, chosen in zip(winners, (forward, backward), strict=True):
-        for c in chosen:
+    for covered, taken in zip(winners, (forward, backward), strict=True):
+        for c in taken:
             covered.update(dict.fromkeys(range(c.start, c.stop), c))
     for c in found:
         if id(c) not in used and (c.name, c.start) not in applied:
             passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
-            asked = "save" if kept is None or isinstance(kept, str) else memory
+            asked = memory if not chosen.unknown else "fast"
             reason = _why_not(c, [*rivals.values()], asked)
             refused.append(Refusal(c.name, c.start, reason, True, own=is_own(type(c.fusion))))
-    ahead, back = _steps(stretch, forward), _steps(stretch, backward, live)
-    if kept is not None and (said := exceeded(memory, kept, ahead)) is not None:
-        refused.append(Refusal(f"memory={memory}", start, said))
-    if memory == "save" and live < stop and matcher.only_memory and not stretch.fusing.all_costs:
-        refused.append(Refusal("memory=save", start, ONLY_MEMORY))
+    stop = stretch.positions.stop
+    ahead, back = steps_of(stretch, forward, start, stop), steps_of(stretch, backward, max(start, live), stop)
+    for p in chosen.once:
+        refused.append(Refusal("recomputation", p, ONCE.format(stretch.nodes[p].name)))
+    if chosen.why is not None:
+        refused.append(Refusal(f"memory={memory}", start, chosen.why))
+    if memory == "fast" and live < stop and matcher.only_memory and not stretch.fusing.all_costs:
+        refused.append(Refusal("memory=fast", start, ONLY_MEMORY))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
-    segments = segments_of(stretch, ahead, back, segment_bytes)
-    return Plan(stretch.env, ahead, back, segments, tuple(refused), cost=sum(c.cost for c in used.values()))
+    segments = chosen.segments or segments_of(stretch, ahead, back, segment_bytes)
+    cost = sum(c.cost for c in used.values()) + chosen.extra
+    return Plan(stretch.env, ahead, back, segments, chosen.recomputed, tuple(refused), cost=cost)
 
 
 def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) -> str:
     names = ", ".join(sorted({r.name for r in rivals} - {candidate.name}))
-    if names and memory != "save":
+    if names and memory != "fast":
         return f"superseded by {names}, as memory={memory} asks"
     theirs, own = -sum(r.cost for r in rivals), -candidate.cost
     if names and theirs == own:
@@ -364,14 +458,3 @@ def _advice(candidate: Candidate) -> str:
     """To an author whose fusion is judged by the traffic of its operations."""
     kind = type(candidate.fusion)
     return "; state saves() if it gains more" if is_own(kind) and kind.saves is FusedOperation.saves else ""
-
-
-def _steps(stretch: Stretch, chosen: Sequence[Candidate], live: int = 0) -> tuple[Step, ...]:
-    steps: list[Step] = []
-    at = max(stretch.start, live)
-    for c in chosen:
-        if c.stop > live:
-            steps += [stretch.step(i, i + 1) for i in range(at, c.start)]
-            steps.append(stretch.step(c.start, c.stop, c.fusion))
-            at = c.stop
-    return (*steps, *(stretch.step(i, i + 1) for i in range(at, stretch.positions.stop)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from ..env import Env, Savings
 from ..errors import InputError
@@ -160,12 +160,13 @@ BALANCED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The most that a `Sequential` may save for its backward pass: the fastest plan within it is used.
+    """The most that a `Sequential` may hold for its backward pass and in it: the fastest plan within it is used.
 
-    If eager modules divide the `Sequential`, each region has its share of `bytes`, by its number of operations.
+    That is the peak: what is saved, and beside it what a pass makes while it runs, such as the tensors that it computes
+    again. If eager modules divide the `Sequential`, each region has its share of `bytes`, by its number of operations.
 
     Args:
-        bytes: storages counted once, parameters left out, as `plan.memory.saved` counts them.
+        bytes: storages counted once, without parameters and their gradients, as `plan.memory.peak` counts them.
         part: instead, a part of what the operations would save unfused, from 0 to 1.
 
     Raises:
@@ -198,30 +199,36 @@ class Share(Budget):
         return str(self.whole)
 
 
-Mode = Literal["save", "balanced", "lean"]
+Mode = Literal["fast", "balanced", "lean", "least"]
 Choice = Mode | Budget
-MODES: tuple[Mode, ...] = ("save", "balanced", "lean")
+AnyChoice = Choice | Literal["save"] | int
+"""What `memory=` takes: a choice, a number of bytes, or `"save"`, an earlier name of `"fast"`."""
+MODES: tuple[Mode, ...] = ("fast", "balanced", "lean", "least")
 
 
-def choice_of(given: Choice | int) -> Choice:
+def choice_of(given: AnyChoice) -> Choice:
     """A choice of memory, of which a number of bytes is one."""
-    if given in MODES or isinstance(given, Budget):
+    if isinstance(given, Budget):
         return given
     if type(given) is int:
         return Budget(given)
-    hint = 'memory is "save", "balanced", "lean", a number of bytes, or an sf.Budget'
+    for mode in ("fast" if given == "save" else given,):
+        if mode in MODES:
+            return mode
+    hint = 'memory is "fast", "balanced", "lean", "least", a number of bytes, or an sf.Budget'
     raise InputError(f"memory must not be {given!r}", code="SF106", hint=hint)
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryChoice:
-    """A choice of `memory`, the bytes that its plan saves for backward, and its estimated time beyond `"save"`.
+    """A choice of `memory`: the bytes that its plan saves for backward, the peak, and its time beyond `"fast"`.
 
-    `used` is whether the plan that was asked is the one of this choice.
+    The time is estimated. `used` is whether the plan that was asked is the one of this choice.
     """
 
     memory: str
     saved: int
+    peak: int
     microseconds: float
     used: bool
 
@@ -231,96 +238,21 @@ def chosen_for(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """The fusions of the best pair of schedules of positions `start..stop`: forward, backward.
 
-    Of all pairs, `"lean"` takes the one that saves the fewest bytes, `"balanced"` the least sum of time and bytes, and
-    a `Budget` the fastest that fits, or the leanest where none does. Each is exact; `"save"` is what `cheapest` finds.
+    Of all pairs, `"lean"` takes the one that saves the fewest bytes, and `"balanced"` the least sum of time and bytes.
+    Each is exact; `"fast"` is what `cheapest` finds.
     """
     states = [*graph(start, stop, candidates, live_from, kept)]
-    if isinstance(memory, Budget):
-        path = _within(states, _limit(memory, kept))
-    elif memory == "balanced":
-        rate, per = (env.microseconds(Savings(bytes=BALANCED)) * 1000).as_integer_ratio()
-        path = best(states, _weigher(per, rate << TIES))
-    else:
-        path = best(states, _fewest)
-    return passes_of(path, live_from)
+    if memory != "balanced":
+        return passes_of(best(states, fewest), live_from)
+    rate, per = (env.microseconds(Savings(bytes=BALANCED)) * 1000).as_integer_ratio()
+    return passes_of(best(states, weigher(per, rate << TIES)), live_from)
 
 
-def exceeded(memory: Choice, kept: Kept | str, forward: Sequence[Step]) -> str | None:
-    """Why a forward schedule does not keep to a choice: it saves too much, or the bytes are not known; else `None`."""
-    if isinstance(kept, str):
-        return f"what would be saved is not known: {kept}"
-    if not isinstance(memory, Budget) or (saved := kept.saved_by(forward)) <= (limit := _limit(memory, kept)):
-        return None
-    return f"does not fit: the leanest plan was taken, which saves {saved:,} bytes, and {limit:,} are allowed here"
-
-
-def _limit(memory: Budget, kept: Kept) -> int:
-    return int(cast(float, memory.part) * kept.unfused) if memory.bytes is None else memory.bytes
-
-
-def _fewest(t: int, m: int) -> int:
+def fewest(t: int, m: int) -> int:
+    """The weight of a path by its bytes, and of equal ones by its time."""
     return (m << 128) + t
 
 
-def _weigher(time: int, size: int) -> Weigh:
+def weigher(time: int, size: int) -> Weigh:
+    """The weight of a path whose time and bytes are worth so much."""
     return lambda t, m: t * time + m * size
-
-
-def _to_end(graph: Sequence[list[Edge]], weigh: Weigh) -> list[int]:
-    """The least weight from each state to the end."""
-    values: list[int | None] = [None] * len(graph)
-    values[-1] = 0
-    for at in range(len(graph) - 1, 0, -1):
-        here = values[at]
-        if here is not None:
-            for before, t, m, _ in graph[at]:
-                value, known = here + weigh(t, m), values[before]
-                values[before] = value if known is None or value < known else known
-    return cast(list[int], values)
-
-
-def _within(graph: Sequence[list[Edge]], limit: int) -> Path:
-    """The fastest path that saves at most `limit` bytes, or the one that saves the fewest.
-
-    Weights of a byte, each the slope between two paths, one of which fits, lead to two neighbors on the convex hull of
-    all paths. Between them lies the answer: paths from the start are followed side by side, but those that another one
-    beats in both, and those that by the last weight cannot become faster than what is known, or cannot fit.
-    """
-    fast = best(graph, lambda t, m: (t << 64) + m)
-    if fast[1] <= limit:
-        return fast
-    known = best(graph, _fewest)
-    if known[1] > limit:
-        return known
-    while True:
-        slope, rise = fast[1] - known[1], known[0] - fast[0]
-        weigh = _weigher(slope, rise)
-        new = best(graph, weigh)
-        if weigh(*new[:2]) >= weigh(*known[:2]):
-            break
-        fast, known = (fast, new) if new[1] <= limit else (new, known)
-    left, fewest = _to_end(graph, weigh), _to_end(graph, _weigher(0, 1))
-    most = known[0] * slope + limit * rise  # the weight that a faster path stays below
-    fronts: list[list[tuple[int, int, Any, Candidate | None]]] = [[(0, 0, None, None)]]
-    for at, edges in enumerate(graph[1:], 1):
-        found = [
-            (t + more, m + size, label, c)
-            for before, more, size, c in edges
-            for label in fronts[before]
-            for t, m in (label[:2],)
-            if m + size + fewest[at] <= limit and weigh(t + more, m + size) + left[at] < most
-        ]
-        front: list[tuple[int, int, Any, Candidate | None]] = []
-        for label in sorted(found, key=lambda label: label[:2]):
-            if not front or label[1] < front[-1][1]:
-                front.append(label)
-        fronts.append(front)
-    if not fronts[-1]:
-        return known
-    label = fronts[-1][0]
-    time, size, path = label[0], label[1], list[Candidate]()
-    while label[2] is not None:
-        c = label[3]
-        path += [] if c is None else [c]
-        label = label[2]
-    return time, size, path[::-1]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ..casts import held
 from ..env import Env
 from ..fusion import ForwardFusion, FusedOperation, InferenceFusion
+from ..operation import UnfusedOperation
 from ..recipes import Recipe
-from ..saved import Layout, Saved
+from ..saved import Layout, Saved, always_saved, kind_of
 from ..settings import Fusing, fusing_now
 from ..signature import Signature
 from .flatten import Node
@@ -178,6 +179,40 @@ class Step:
             return ()
         return tuple(record for record in self.records if record.kept)
 
+    @property
+    def costly(self) -> bool:
+        """Whether it takes GEMMs."""
+        return any(getattr(node.operation, "costly", False) for node in self.nodes)
+
+    @cached_property
+    def restored(self) -> tuple[str, ...] | None:
+        """The fields that are saved beside y, so that its record is known without it: all that is not x or parameters.
+
+        `None` where it has to run again for its record.
+        """
+        if self.writes or self.joint or self.recipe is not None:
+            return None
+        needing = [record for record in self.saves if self._operation_of(record).own_record(None) is None]
+        if not needing:
+            return ()
+        if [record.position for record in needing] != [self.start]:
+            return None
+        kind: type[Any] = self._operation_of(needing[0]).__class__
+        if kind.input_record is not UnfusedOperation.input_record:
+            return ()
+        cls, kept = needing[0].cls, needing[0].kept
+        known = not self.fused and "x" in always_saved(cls) and all(kind_of(cls, name) != "tuple" for name in kept)
+        return tuple(name for name in kept if name != "x") if known else None
+
+    def _operation_of(self, record: Record) -> Any:
+        return self.nodes[record.position - self.start].operation
+
+    def record_of(self, record: Record) -> tuple[Callable[..., Saved], bool]:
+        """What makes a record of its operations without a pass, and whether of the seed alone, or else of x."""
+        operation = self._operation_of(record)
+        own = operation.own_record(None) is not None
+        return (operation.own_record if own else operation.input_record), own
+
     @cached_property
     def records(self) -> tuple[Record, ...]:
         """The records of the operations, in order; of a joint fusion its own."""
@@ -304,6 +339,16 @@ class Step:
             channels.update((c, made[n]) for n, c in one.writes)
             outputs.update((prefix + n, made[n]) for n, _ in one.writes)
         return recast(x, self.y_dtype), outputs, records
+
+
+def ending(forward: Sequence[Step]) -> int:
+    """The first of the last steps that need not run again for what all of them save."""
+    for i, step in reversed([*enumerate(forward)]):
+        if step.restored != ():
+            return i + 1
+        if any(not step.record_of(record)[1] for record in step.saves):
+            return i
+    return 0
 
 
 def _drawn(seeds: Tensor | None, index: Drawn) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..operation import FusableOperation
-from ..plan.facts import Arriving, Entering, Memory, entering_width, footprint, measure
+from ..plan.facts import Arriving, Entering, Memory, entering_width, measure
 from ..plan.fake import recorded
 from ..plan.flatten import Node
 from ..plan.inputs import borders_of, clearer, expect_tensor, validate
@@ -22,7 +22,11 @@ from ..plan.reference import check_channels, check_surplus, walk_reference
 from ..plan.schedule import MODES, Budget, Choice, MemoryChoice, Share
 from ..plan.step import Stretch, Wants
 from ..settings import Fusing, fusing_now
+from .peak import held_by, weighing
 from .regions import OpList, Region
+
+HALF = Budget(part=0.5)
+"""A plan says what this choice would hold, beside those that have names."""
 
 
 def plan_ahead(
@@ -32,7 +36,7 @@ def plan_ahead(
     x: Tensor | None,
     env: Env | None,
     channels: dict[str, Tensor],
-    memory: Choice = "save",
+    memory: Choice = "fast",
 ) -> Plan:
     """The plan of a whole sequence, for an input or for an environment."""
     if x is not None:
@@ -51,7 +55,7 @@ def plan_ahead(
     stretches: list[tuple[Region, Stretch]] = []
     parts: list[Stretch | Node] = []
     eager: list[tuple[int, Node]] = []
-    unread = op_list.parametrized and memory == "save"  # a parametrization is the user's code: printing does not run it
+    unread = op_list.parametrized and memory == "fast"  # a parametrization is the user's code: printing does not run it
     several = len(op_list.parts) > 1 and not unread
     arriving = Arriving(x, channels, env, places[0]) if x is not None and several else None
     counts = x is not None and env.rows in (Env.like(x).rows, bucket(tokens_of(x) or 0))  # the tokens of this input
@@ -101,9 +105,10 @@ def plan_ahead(
                 )
 
     def planned(choice: Choice) -> Plan:
-        plans = [
-            plan_region(stretch, matcher, choice_in(choice, op_list, part), near=True) for part, stretch in stretches
+        asked: list[tuple[Stretch, Choice]] = [
+            (stretch, choice_in(choice, op_list, part)) for part, stretch in stretches
         ]
+        plans = [plan_region(stretch, matcher, own, near=True, weighing=weighing) for stretch, own in asked]
         return merge(plans, eager, env if largest is None else largest.env)
 
     largest = max((stretch for _, stretch in stretches), key=lambda stretch: len(stretch.positions), default=None)
@@ -121,23 +126,27 @@ def plan_ahead(
             return "the parameters are on several devices"
         for stretch in (stretch for _, stretch in stretches if stretch.fusing.off != Fusing.off):
             return f"{stretch.fusing.off}, so that autograd chooses what is saved"
-        return measure(parts, plan.forward, Entering(x, channels, env, places[0]))
+        counted = measure(parts, plan.forward, Entering(x, channels, env, places[0]))
+        if isinstance(counted, str):
+            return counted
+        held = held_by(plan, [stretch for _, stretch in stretches])
+        kept = counted.saved if held is None or not plan.recomputed else held[0]
+        return dataclasses.replace(counted, saved=kept, peak=None if held is None else held[1])
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
-        every = {choice: planned(choice) for choice in dict.fromkeys((*MODES, memory))}
-        if len({(plan.forward, plan.backward) for plan in every.values()}) == 1:
+        every = {choice: planned(choice) for choice in dict.fromkeys((*MODES[:-1], HALF, MODES[-1], memory))}
+        if len({(plan.forward, plan.backward, plan.recomputed) for plan in every.values()}) == 1:
             return ()
-        found, least = list[MemoryChoice](), every["save"].cost
+        found, least = list[MemoryChoice](), every["fast"].cost
         for choice, plan in every.items():
-            kept = footprint(parts, plan.forward, Entering(x, channels, env, places[0]))
-            if isinstance(kept, str):
+            held = held_by(plan, [stretch for _, stretch in stretches])
+            if held is None:
                 return ()
-            more = (plan.cost - least) / 1000
-            found.append(MemoryChoice(str(choice), kept.saved_by(plan.forward), more, choice == memory))
+            found.append(MemoryChoice(str(choice), *held, (plan.cost - least) / 1000, choice == memory))
         return tuple(found)
 
     main = x if largest is None or largest.x is None else largest.x
-    has_choice = env.grad and any(fusion.saves_memory for fusion in matcher.fusions)
+    has_choice = any(stretch.wants.live_from < stretch.positions.stop for _, stretch in stretches)
     compare = compared if has_choice else None
     return dataclasses.replace(plan, tokens=tokens_of(main), measure=measured, compare=compare)
 

@@ -20,11 +20,11 @@ from ..fusion import BackwardFusion
 from ..generated import Source, identifier
 from ..maingrad import MainGrads, accumulated
 from ..plan.inputs import Like
-from ..plan.step import Drawn, Record, Step, fit
+from ..plan.step import Drawn, Record, Step, ending, fit
 from ..saved import Layout, Recompute, Saved
 from .check import check_backward, check_forward
 from .fallback import instead
-from .lower import NeededGrads, Saves, Segment
+from .lower import NeededGrads, ParameterPlace, Saves, Segment
 
 
 class Asked(NamedTuple):
@@ -55,32 +55,36 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
     """`forward(ctx, segment, seeds, x, *channels)`, or `forward(segment, seeds, x, *channels)` where nothing is saved.
 
     `run` holds the functions of the node that it calls: `failed`, `pack`, `leave`, `own`, `hooks`. With `leaves` the
-    node holds the parameters, which it keeps alive in any case.
+    node holds the parameters, which it keeps alive in any case. The code of a segment that runs again ends where all
+    that it saves is there.
     """
     keep, saves = segment.live, segment.saves
+    records = keep and segment.again is None
+    stop = ending(segment.forward) if segment.replays else len(segment.forward)
     c = {name: f"c{i}" for i, name in enumerate(segment.inputs)}
     names = "".join(f", {c[name]}" for name in segment.inputs)
     s = Source("forward", f"{'ctx, ' if keep else ''}segment, seeds, x{names}{', *_' if keep else ''}")
     s.constants.update(run, fit=fit, tensor=(Tensor, type(None)))
     s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))))
-    s.add("try:")
+    s.add(*["kept, data = ctx.given"] * segment.replays, "try:")
     entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
     s.depth += 1
     likes = list[str]()
+    saving = {at for at, _ in saves.records}
     for i, step in enumerate(segment.forward):
         if i:
             s.add(f"at = {i}")
+        if i >= stop or (segment.replays and step.start in segment.keeps):
+            _restore(s, segment, i)
+            continue
         layout = step.operation.layout
-        if step.cast is not None:
-            s.add(_recast(s, "x", step.cast))
-        if layout != "any":
-            s.add(f"x = {_fitted(s, 'x', layout)}")
+        _enter(s, step)
         given = [f"{identifier(k)}={_fitted(s, c[channel], layout)}" for k, channel in step.reads]
         given += [f"{identifier(k)}={_seed(index)}" for k, index in step.seeds]
         given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env).items()]
         results = ["x", *["made"] * bool(step.operation.outputs)]
         if not step.inference:
-            results.append(f"s{i}" if keep and step.saves else "_s")
+            results.append(f"s{i}" if i in saving else "_s")
         called, first = segment.context.called(step, "fwd"), "x"
         if step.fused and not step.joint and not all(before.repeatable for before in segment.forward[:i]):
             called, first = functools.partial(instead, step, called), "segment, seeds, x"
@@ -92,10 +96,11 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         else:
             s.add(f"{', '.join(results)} = {fwd}({', '.join([first, *given])})")
         s.add(*(f"{_local(c, 'c', channel)} = made[{s.put(name)}]" for name, channel in step.writes))
-        if keep and step.writes and step.zeros:
+        if records and step.writes and step.zeros:
             made = ", ".join(f"{s.put(channel)}: {c[channel]}" for _, channel in step.writes)
             likes.append(f"{step.stop}: l{step.stop}")
             s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
+        s.add(*[f"y{step.start} = x"] * (step.start in segment.keeps))
         for j, (at, record) in enumerate(saves.records):
             if at == i:
                 value = f"s{i}{''.join(f'[{s.put(key)}]' for key in record.path)}"
@@ -114,12 +119,54 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         s.add(f"return x{out}")
         return _defined(s, segment.forward if checked else (), False)
     s.add("ctx.materialize_grads = False")
-    _save(s, saves, f"{{{', '.join(likes)}}}" if likes else "None", "_" if leaves else "None", entered)
-    if segment.outputs:
+    if not records:
+        names, held = s.put(saves.records[0][1].kept), s.put(functools.partial(_held, segment.slots))
+        kept = "".join(f"y{at}, " for at in sorted(segment.keeps))
+        drawn = "seeds" if any(segment.context.nodes[p].seed is not None for p in segment.span) else "None"
+        s.add(f"f0 = dict(zip({names}, (x0, {drawn}, {entered}*{held}(), {kept})))")
+    stated = f"{{{', '.join(likes)}}}" if likes else "None", "_" if leaves else "None"
+    _save(s, saves, *stated, entered, not segment.replays)
+    if segment.replays:
+        s.add("return None")
+    elif segment.outputs:
         s.add(f"return leave(ctx, segment, [x{out}], (x0, {entered}*_))")
     else:
         s.add(f"return x if not x.requires_grad and not x._is_view() else own(x, (x0, {entered}*_))")
     return _defined(s, segment.forward if checked else (), False)
+
+
+def _held(slots: Sequence[ParameterPlace]) -> list[Any]:
+    """The parameters that stand there now."""
+    return [own if (own := owner._parameters.get(name)) is not None else getattr(owner, name) for owner, name in slots]  # pyright: ignore[reportPrivateUsage]
+
+
+def _restore(s: Source, segment: Segment, i: int) -> None:
+    """The records of a step that does not run again, and its result where that was saved."""
+    step, given = segment.forward[i], segment.given or segment.saves
+    for j, record in [(j, record) for j, (at, record) in enumerate(segment.saves.records) if at == i]:
+        run, own = step.record_of(record)
+        if own:
+            seed = step.nodes[record.position - step.start].seed
+            s.add(f"f{j} = {s.put(run)}({_seed(seed)}).__dict__")
+            continue
+        _enter(s, step)
+        if not step.restored:
+            s.add(f"f{j} = {s.put(run)}(x).__dict__")
+            continue
+        places = [(f.name, f"kept[{k}]") for k, f in enumerate(given.tensors) if given.records[f.record][0] == i]
+        places += [(f.name, f"data[{k}]") for k, f in enumerate(given.data) if given.records[f.record][0] == i]
+        s.add(f"f{j} = {{'x': x, {', '.join(f'{s.put(name)}: {place}' for name, place in places)}}}")
+    if step.start in segment.keeps:
+        at = next(k for k, f in enumerate(given.tensors) if f.name == f"y{step.start}")
+        s.add(f"x = kept[{at}]")
+
+
+def _enter(s: Source, step: Step) -> None:
+    """Give x the dtype and the layout that a step takes."""
+    if step.cast is not None:
+        s.add(_recast(s, "x", step.cast))
+    if step.operation.layout != "any":
+        s.add(f"x = {_fitted(s, 'x', step.operation.layout)}")
 
 
 def _defined(s: Source, checked: Sequence[Step], backward: bool) -> Any:
@@ -129,8 +176,8 @@ def _defined(s: Source, checked: Sequence[Step], backward: bool) -> Any:
     return function
 
 
-def _save(s: Source, saves: Saves, likes: str, leaves: str, entered: str) -> None:
-    """Save the fields in their order; what is unusual is left to `pack`."""
+def _save(s: Source, saves: Saves, likes: str, leaves: str, entered: str, hooked: bool) -> None:
+    """Save the fields in their order; what is unusual is left to `pack`, as are hooks, where they see what is saved."""
     data = [f"f{f.record}[{s.put(f.name)}]" for f in saves.data]
     data += [f"len(u{i})" for i in range(len(saves.several))]
     kept = f"ctx.kept = segment, ({''.join(f'{d}, ' for d in data)}), {likes}, {leaves}"
@@ -140,6 +187,7 @@ def _save(s: Source, saves: Saves, likes: str, leaves: str, entered: str) -> Non
     s.add(*(f"u{i} = f{f.record}.get({s.put(f.name)})" for i, f in enumerate(saves.several)))
     usual = [f"'_late' not in f{j}" for j in dict.fromkeys(f.record for f in (*saves.tensors, *saves.several))]
     usual += [f"u{i}.__class__ is tuple" for i in range(len(saves.several))]
+    usual += ["hooks(False) is None"] * hooked
     # Torch would say so once the forward has returned, of an argument and of no operation.
     foreign = [f for f in saves.tensors if not saves.records[f.record][1].cls.__module__.startswith("seqfuse.")]
     usual += [f"isinstance(f{f.record}[{s.put(f.name)}], tensor)" for f in foreign]
@@ -147,7 +195,7 @@ def _save(s: Source, saves: Saves, likes: str, leaves: str, entered: str) -> Non
     tensors += [f"*u{i}" for i in range(len(saves.several))]
     records = "".join(f"f{j}, " for j in range(len(saves.records)))
     s.add("try:")
-    s.add(f"    usual = {' and '.join([*usual, 'hooks(False) is None'])}")
+    s.add(f"    usual = {' and '.join(usual)}")
     s.add("    if usual:", f"        ctx.save_for_backward({', '.join(tensors)})", f"        {kept}, None")
     s.add("except KeyError:", "    usual = False")  # `pack` finds out which field it was
     s.add("if not usual:", f"    wrong = pack(ctx, segment, ({records}), {likes}, {leaves})")
@@ -273,8 +321,8 @@ class _Backward:
             s.add(f"{s.put(check)}(segment, before, out, given)", "d, grads = out", "out = given = before = None")
         else:
             s.add(f"d, grads = {bwd}({', '.join([*positional, *keywords])})")
-        if own and self.asked.packed:  # tensors that were made again: let them go
-            s.add(f"{' = '.join(dict.fromkeys(own))} = None")
+        if own and (self.asked.packed or self.segment.replays):  # tensors that were made again: let them go
+            s.add(f"{' = '.join(dict.fromkeys(own))} = f = None")
         self._grads(step)
         self.steps.append(step)
         self.known = "x" in step.needs[0]
@@ -322,6 +370,13 @@ class _Backward:
             elif layout != "any":
                 value = f"None if {value} is None else {_fitted(s, value, layout)}"
             s.add(f"f[{s.put(f.name)}] = {value}")
+        for i, f in enumerate((*saves.tensors, *saves.several)) if self.segment.replays else ():
+            at = i - len(saves.tensors)
+            if f.record == j and at >= 0 and not self.asked.packed:
+                first = f"b{at - 1}" if at else f"{i}"
+                s.add(f"tensors[{first}:b{at}] = (None,) * (b{at} - {first})")
+            elif f.record == j:
+                s.add(f"tensors[{i}] = None")
         if layout != "any" and (self.asked.packed or any(f.record == j for f in saves.several)):
             s.add(f"{s.put(fit_record)}({name}, {s.put(layout)})")
         return name

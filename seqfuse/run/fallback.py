@@ -35,23 +35,26 @@ def recovered(
     segment: Segment,
     at: int,
     error: Exception,
-    record: Callable[[], Saved],
+    record: Callable[[], Saved] | None,
     buffers: MainGrads | None,
 ) -> dict[int, Saved]:
-    """Check that a backward step may fall back; a joint fusion's `record` as the records of its operations."""
+    """Check that a backward step may fall back; a joint fusion's `record` as the records of its operations.
+
+    Without a `record` the forward pass runs again, too, and makes these.
+    """
     step = segment.backward[at]
     where: dict[str, Any] = {"code": "SF401", "operation": step.name, "position": step.start}
     if step.fused and step.operation.backward_signature.main_grads and buffers and (taken := buffers.taken()):
         message = f"it failed after it took the main_grad of {', '.join(taken)}: {type(error).__name__}: {error}"
         raise KernelError(message, **where) from error
-    convertible = step.joint and hasattr(step.operation, "unfused")
-    if step.joint and not convertible and not isinstance(error, SeqfuseError):
+    convertible = step.joint and record is not None and hasattr(step.operation, "unfused")
+    if step.joint and record is not None and not convertible and not isinstance(error, SeqfuseError):
         message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
         raise KernelError(
             message, hint="define unfused(saved) -> {slot: Saved} to let it fall back", **where
         ) from error
     may_fall_back(segment, step, error, again=segment.backward[:at])
-    if not convertible:
+    if not convertible or record is None:
         return {}
     try:
         saved = dict(records_of(step.operation, step.operation.unfused(record())))

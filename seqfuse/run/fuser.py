@@ -27,7 +27,7 @@ from ..plan.match import NEAR, Matcher
 from ..plan.plan import Plan, plan_region
 from ..plan.quantized import check_stateless
 from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
-from ..plan.schedule import Budget, Choice, choice_of
+from ..plan.schedule import AnyChoice, Budget, Choice, choice_of
 from ..plan.step import Stretch
 from ..recipes import current as quantizing
 from ..settings import fusing_now, settings
@@ -36,6 +36,7 @@ from .guard import bind as bind_call
 from .guard import device, dtype, has_main_grad, requires
 from .lower import Context, OnStep, lower, torch_calls
 from .node import saved_hooks
+from .peak import weighing
 from .regions import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
 from .rehearse import calls_c, kernels_of
 
@@ -76,13 +77,14 @@ class Fuser:
 
     segment_bytes = 0  # of parameters and activations, that a segment should have at least
     plain_autograd = True  # runs stretches of nothing but views, and lone native operations
+    lock: Any = None  # of a root whose parameters are lent to it in each call: held while they are
 
     def __init__(
         self,
         root: FusableOperation,
         fusions: Sequence[type[FusedOperation]] = (),
         owned: bool = False,
-        memory: Choice | int = "save",
+        memory: AnyChoice = "fast",
         on_step: OnStep | None = None,
     ) -> None:
         if not isinstance(root, FusableOperation):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -243,14 +245,14 @@ class Fuser:
         check_devices(op_list.nodes, region.positions, x, given)
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
         # A compiler that follows the call decides what is saved.
-        memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
-        plan = plan_region(stretch, self._matcher, memory, self.segment_bytes)
+        memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "fast"
+        plan = plan_region(stretch, self._matcher, memory, self.segment_bytes, weighing=weighing)
         asked = dataclasses.replace(stretch, x=None, channels={})
-        if isinstance(memory, Budget) or memory == "save":
+        if isinstance(memory, Budget) or memory == "fast":
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 warnings.warn(f"{refusal.fusion} at {refusal.at}: {refusal.reason}", UserWarning, stacklevel=2)
         note = weakref.WeakMethod(self._note_failure)
-        context = Context.of(stretch, region.slots, parameters, stretch.fusing.on_error, note, self.on_step)
+        context = Context.of(stretch, region.slots, parameters, stretch.fusing.on_error, note, self.on_step, self.lock)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = lower(plan, context, op_list.configured) if exact else []
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]
@@ -260,7 +262,7 @@ class Fuser:
         views = all(operation.is_view for operation in inside) and not any(plan.fused)
         adds = any(map(has_main_grad, parameters))
         # Hooks on what is saved see each tensor once, and those of a checkpoint which plan it was.
-        plainly = not adds and memory == "save" and saved_hooks(False) is None
+        plainly = not adds and memory == "fast" and saved_hooks(False) is None
         native = torch_calls(plan) if plainly else None
         return CompiledRegion(plan, asked, segments, views, native or ())
 
@@ -344,7 +346,7 @@ class Fuser:
 
     def plan_of(self, program: CompiledRegion) -> Plan:
         """The plan of a region that ran, and which patterns are nearly there."""
-        plan, lean = program.plan, self.memory != "save"
+        plan, lean = program.plan, self.memory != "fast"
         _, refused = self._matcher.find(program.asked, None, lean, near=True)
         near = [refusal for refusal in refused if refusal.reason.startswith(NEAR)]
         return dataclasses.replace(plan, refused=tuple(sorted((*near, *plan.refused), key=lambda refusal: refusal.at)))

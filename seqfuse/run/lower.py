@@ -19,7 +19,7 @@ from ..plan.flatten import Node, public_channels
 from ..plan.inputs import Like, check_dtypes
 from ..plan.plan import Plan
 from ..plan.step import Record, Step, Stretch, Wants
-from ..saved import kind_of
+from ..saved import Saved, kind_of
 
 ParameterPlace = tuple[nn.Module, str]
 # The parameters (by their index), whether x, and the channels, whose gradients a backward pass needs.
@@ -42,6 +42,7 @@ class Context:
     can_fall_back: bool  # whether a fusion that fails gives way to its operations
     note: Callable[[], Callable[[str, int, str], None] | None]  # returns the function to tell of a failure, or `None`
     on_step: OnStep | None = None
+    lock: Any = None  # of a model whose parameters are lent to it in each call: held while they are lent
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
 
     @classmethod
@@ -53,6 +54,7 @@ class Context:
         on_error: str,
         note: Callable[[], Callable[[str, int, str], None] | None],
         on_step: OnStep | None = None,
+        lock: Any = None,
     ) -> Context:
         """The context of a stretch for the tensors that enter it, without a hold on them."""
         nodes, positions, env, x = stretch.nodes, stretch.positions, stretch.env, stretch.x
@@ -64,7 +66,8 @@ class Context:
         shapes = enumerate(stretch.shapes, positions.start)
         entering = {at: Like(torch.Size(shape), x.dtype, x.device) for at, shape in shapes}
         falls_back = on_error == "fallback"
-        return cls(nodes, stretch.wants, env, bool(stretch.borders), likes, entering, {}, falls_back, note, on_step)
+        mixed = bool(stretch.borders)
+        return cls(nodes, stretch.wants, env, mixed, likes, entering, {}, falls_back, note, on_step, lock)
 
     def called(self, step: Step, name: str) -> Callable[..., Any]:
         """The `fwd` or `bwd` of a step, as `on_step` has it called."""
@@ -91,10 +94,18 @@ class Saves(NamedTuple):
     @classmethod
     def of(cls, forward: Sequence[Step]) -> Saves:
         """What forward steps save."""
-        records = tuple((i, r) for i, step in enumerate(forward) for r in step.saves)
+        return cls.holding([(i, r) for i, step in enumerate(forward) for r in step.saves])
+
+    @classmethod
+    def holding(cls, records: Sequence[tuple[int, Record]]) -> Saves:
+        """These records, each with the index of its step."""
         fields = [SavedAt(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
         of_kind = [tuple(f for f in fields if f.kind == kind) for kind in ("tensor", "tuple", "data")]
-        return cls(records, *of_kind)
+        return cls((*records,), *of_kind)
+
+
+class Inputs(Saved):
+    """What a segment saves whose forward runs again: what entered it, seeds, and all of its parameters."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -114,6 +125,12 @@ class Segment:
     followed: bool  # by an operation of this library, which changes no tensor in place
     live: bool  # whether any gradient is needed
     signature: int  # of the plan
+    # The same steps as the backward pass runs them again, to save what they save; `None` where they save it at once.
+    again: Segment | None = None
+    replays: bool = False  # whether it is that of another one: nothing leaves it, and it saves each tensor for one step
+    keeps: frozenset[int] = frozenset()  # first positions of steps that do not run again, as their results are saved
+    given: Saves | None = None  # of one that runs again: what had been saved for that
+    slots: Sequence[ParameterPlace] = dataclasses.field(default=(), init=False)  # of one that runs again: all of them
     index: dict[tuple[int, str], int] = dataclasses.field(init=False)
     autocast: torch.dtype | None = dataclasses.field(init=False)
     saves: Saves = dataclasses.field(init=False)
@@ -129,12 +146,29 @@ class Segment:
     def __post_init__(self) -> None:
         self.autocast = self.context.env.autocast
         self.saves = Saves.of(self.forward if self.live else ())
+        if self.replays or self.again is not None:
+            every = [slot for p in self.span for slot in self.context.nodes[p].slots.values()]
+            self.slots = [*{(id(owner), attribute): (owner, attribute) for owner, attribute in every}.values()]
+            self.given = self._given()
+            self.saves = self.given if self.again is not None else self.saves
         self.index = {(id(owner), attribute): i for i, (owner, attribute) in enumerate(self.parameters)}
+
+    def _given(self) -> Saves:
+        """What is saved so that its forward can run again."""
+        names = ("x", "seeds", *(f"c{i}" for i in range(len(self.inputs))), *(f"p{i}" for i in range(len(self.slots))))
+        names += tuple(f"y{at}" for at in sorted(self.keeps))
+        records = [(-1, Record((), ~self.span.start, Inputs, names))]
+        for i, step in enumerate(self.forward):
+            if step.start in self.keeps and step.restored:
+                records.append((i, dataclasses.replace(step.saves[0], kept=step.restored)))
+        return Saves.holding(records)
 
     def without(self, at: int, backward: bool = False) -> Segment:
         """This segment with operations in place of a fusion among its forward, or backward, steps that failed."""
         if (at, backward) not in self.others:
             step = (self.backward if backward else self.forward)[at]
+            if backward and step.joint and self.replays:  # its forward runs again, too
+                return self.without(next(i for i, ahead in enumerate(self.forward) if ahead.key == step.key))
             new: dict[str, Any] = {"signature": hash((self.signature, step.start))}
             if not backward:
                 new["forward"] = (*self.forward[:at], *step.unfused(), *self.forward[at + 1 :])
@@ -143,6 +177,8 @@ class Segment:
                     new["backward"] = (*self.backward[:i], *back.unfused(backward=True), *self.backward[i + 1 :])
             if backward and step.joint:
                 new["divided"] = self.divided | {*step.covers}
+            if self.again is not None:
+                new["again"] = self.again.without(at)
             self.others[at, backward] = dataclasses.replace(self, **new)
         return self.others[at, backward]
 
@@ -256,6 +292,10 @@ def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[S
             live=live,
             signature=whole,
         )
+        for keeps in [frozenset(keeps) for again, keeps in plan.recomputed if again == span]:
+            own = tuple(_as_configured(s, configured_at) for s in forward)
+            again = dataclasses.replace(segment, forward=own, replays=True, keeps=keeps)
+            segment = dataclasses.replace(segment, again=again, keeps=keeps)
         segments.append(segment)
     return segments
 

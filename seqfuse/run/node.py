@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: igno
 from torch.utils.checkpoint import CheckpointError
 
 from ..autograd import Batched, Once, executes
-from ..casts import autocasting
+from ..casts import autocasting, cast_once
 from ..env import any_autocast
 from ..errors import PluginError, StateError
 from ..maingrad import MainGrads, main_grads
@@ -48,13 +49,15 @@ class Seqfuse(torch.autograd.Function):
     def backward(ctx: Any, *douts: Any) -> Any:
         kept: _Kept = ctx.kept
         segment, packed = kept[0], kept[4]
+        if segment.again is not None:
+            return _run_again(ctx, kept, douts)
         code = segment.codes.get((tuple([d is None for d in douts]), None, packed is not None, False))
         if code is None or code.checks or _grad_enabled() or not _is_usual(ctx, kept, douts):
             if not torch.compiler.is_dynamo_compiling() and Batched.given(douts):
                 tensors = functools.cache(lambda: _saved_tensors(ctx, packed))  # a checkpoint hands them out once
                 return tuple(Batched.run(lambda *one: _backward(ctx, kept, one, tensors()), douts))
             return _backward(ctx, kept, douts, _saved_tensors(ctx, packed))
-        tensors = ctx.saved_tensors if packed is None else packed.values(_saved_tensors(ctx, packed))
+        tensors = _saved_tensors(ctx, packed) if packed is None else packed.values(_saved_tensors(ctx, packed))
         if segment.autocast is None and not any_autocast():
             return code(segment, kept, tensors, None, None, *douts)
         with autocasting(segment.context.env.device, segment.autocast):
@@ -69,7 +72,8 @@ _node.apply = Seqfuse.backward
 class Alone:
     """Stands for the context of a node: `Seqfuse.forward` and `backward` run with it without autograd."""
 
-    next_functions = saved_tensors = ()
+    next_functions: Sequence[Any] = ()
+    saved_tensors: Sequence[Any] = ()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
         """Keep what a forward saves."""
@@ -77,6 +81,73 @@ class Alone:
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         """Nothing here is differentiated."""
+
+
+class _Replayed(Alone):
+    """Stands for the node of a segment that runs again, whose saved tensors go one after the other: a list of them."""
+
+    def __init__(self, next_functions: Sequence[Any], given: tuple[Sequence[Any], Sequence[Any]]) -> None:
+        self.next_functions, self.given = next_functions, given  # what had been saved for it: tensors, and other data
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = [*tensors]
+
+    def take(self) -> list[Any]:
+        """The saved tensors, which it no longer holds."""
+        taken, self.saved_tensors = cast(list[Any], self.saved_tensors), ()
+        return taken
+
+
+class _FailedAgain(Exception):
+    """A fusion failed in the backward pass of what ran again: all of it runs once more as another segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+
+def _run_again(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> tuple[Any, ...]:
+    """Run the forward of a segment again, and then its backward."""
+    packed = kept[4]
+    tensors = _saved_tensors(ctx, packed)
+    values = tensors if packed is None else packed.values(tensors)
+    if Batched.given(douts):
+        return tuple(Batched.run(lambda *one: _again(ctx, kept, values, one), douts))
+    grads = _again(ctx, kept, values, douts)
+    return Once.guard(ctx, grads, (*douts, *tensors)) if torch.is_grad_enabled() else grads
+
+
+def _again(ctx: Any, kept: _Kept, values: Sequence[Any], douts: Sequence[Any]) -> tuple[Any, ...]:
+    segment: Any = kept[0].again
+    x, seeds, *rest = values
+    first = len(segment.inputs)
+    channels, parameters = rest[:first], rest[first : first + len(segment.slots)]
+    leaves = kept[3] if kept[3] is not None else [None] * len(segment.parameters)
+    while True:
+        node = _Replayed(ctx.next_functions, (values, kept[1]))
+        with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
+            with _lent(segment, parameters), cast_once():
+                Seqfuse.forward(node, segment, seeds, x, *channels, *leaves)  # pyright: ignore[reportArgumentType]
+            try:
+                return Seqfuse.backward(node, *douts)
+            except _FailedAgain as again:
+                segment = again.segment
+
+
+@contextlib.contextmanager
+def _lent(segment: Segment, parameters: Sequence[Any]) -> Generator[None]:
+    """Within the block each module has the parameters that a call had: those of a captured graph are given to it."""
+    with segment.context.lock or contextlib.nullcontext():
+        changed: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for (owner, name), parameter in zip(segment.slots, parameters, strict=True):
+                held: dict[str, Any] = owner._parameters  # pyright: ignore[reportPrivateUsage]
+                if held.get(name) is not parameter:
+                    changed.append((held, name, held.get(name)))
+                    held[name] = parameter
+            yield
+        finally:
+            for held, name, before in changed:
+                held[name] = before
 
 
 def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]) -> Any:
@@ -168,7 +239,7 @@ def _pack(
             error = PluginError(f"{message}, not a {type(held[field.name]).__name__}", code="SF302")
             return saves.records[field.record][0], error
     data = tuple([fields[field.record][field.name] for field in saves.data])
-    hooks: Any = saved_hooks(False)
+    hooks: Any = None if segment.replays else saved_hooks(False)
     mark = None
     if tensors and hooks is not None and getattr(hooks[1], "__module__", None) == "torch.utils.checkpoint":
         # An empty tensor whose shape, which torch compares, says what ran.
@@ -182,7 +253,7 @@ def _pack(
 def _saved_tensors(ctx: Any, packed: _Packed | None) -> Sequence[Any]:
     """The saved tensors of a node; an error where a checkpointed forward ran another plan the second time."""
     if packed is None or packed.mark is None:
-        return ctx.saved_tensors
+        return ctx.saved_tensors if ctx.__class__ is not _Replayed else ctx.take()
     tensors, cause = list[Any](), None
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
     try:
@@ -204,9 +275,11 @@ def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: Sequence[Any
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
     asked = Asked(tuple([d is None for d in douts]), needed, packed is not None, buffers is not None)
     values = tensors if packed is None else packed.values(tensors)
+    read = (*douts, *tensors) if torch.is_grad_enabled() else ()
+    del tensors
     with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
         grads = _run_back(segment, kept, asked, values, buffers, None, douts)
-    return Once.guard(ctx, grads, (*douts, *tensors)) if torch.is_grad_enabled() else grads
+    return Once.guard(ctx, grads, read) if torch.is_grad_enabled() else grads
 
 
 def _run_back(
@@ -256,6 +329,10 @@ def _failed_back(
         may_fall_back(segment, segment.backward[at[0]].unfused(backward=True)[at[1]], error)
         raise error
     step = segment.backward[at]
+    if segment.replays:
+        recovered(segment, at, error, None, buffers)
+        warn(segment, step, reason_of(error), douts[0])
+        raise _FailedAgain(segment.without(at, backward=True)) from None
     found = recovered(segment, at, error, lambda: joint_record(segment, asked, step)(kept, values), buffers)
     reason, other = reason_of(error), segment.without(at, backward=True)
     del error

@@ -52,7 +52,7 @@ def kernels_of(
         seeds = torch.empty(random, dtype=torch.int64, device=x.device)
         for segment in segments:
             given = [here[c] for c in segment.inputs]
-            key = _described(segment, (y, *given))
+            key = described(segment, (y, *given))
             known = _known.get(key)
             if known is None:
                 if len(_known) >= KEPT:
@@ -75,10 +75,17 @@ KEPT = 256  # by names and sizes: no class or tensor of a model is held
 _known: dict[Any, _Rehearsed] = {}
 
 
-def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
+def described(segment: Segment, entering: Sequence[Tensor]) -> Any:
     """What the kernels of a segment depend on."""
     steps: list[Any] = [
-        (identity(s.operation.__class__), s.start - segment.span.start, *map(describe, s.nodes), s.needs, s.borders)
+        (
+            identity(s.operation.__class__),
+            s.start - segment.span.start,
+            *map(describe, s.nodes),
+            s.needs,
+            s.borders,
+            s.recipes,
+        )
         for s in (*segment.forward, *segment.backward)
     ]
     env = dataclasses.replace(segment.context.env, rows=None)

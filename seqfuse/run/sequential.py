@@ -17,7 +17,7 @@ from ..errors import InputError, hinted, meant
 from ..fusion import FusedOperation
 from ..operation import NOT_GIVEN, FusableOperation, named_input, takes_input
 from ..plan.plan import Plan
-from ..plan.schedule import Choice, choice_of
+from ..plan.schedule import AnyChoice, choice_of
 from ..recipes import Float8DelayedScaling, Recipe, check_recipe
 from ..scaling import keep_scales
 from ..signature import checks_arguments
@@ -97,9 +97,10 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
     Args:
         operations: modules in order, or one `OrderedDict` of them.
         fusions: the fusion set; the default one if left out.
-        memory: what to save for the backward pass, at the price of time: `"save"`, what makes it fastest;
-            `"balanced"`, less where that takes little time; `"lean"`, the least; or the most bytes, a number or an
-            `sf.Budget`. `model.memory = "lean"` sets it later.
+        memory: what to save for the backward pass, at the price of time: `"fast"`, what makes it fastest (`"save"` is
+            an earlier name); `"balanced"`, less where that takes little time; `"lean"`, the least without running a
+            part of it twice; `"least"`, the lowest peak; or the most bytes to hold at once, a number or an `sf.Budget`.
+            `model.memory = "lean"` sets it later.
         recipe: how the operands of its GEMMs are quantized, such as `sf.recipes.Float8BlockScaling()`; also in the
             containers in it that have none of their own. `model.recipe = None` keeps all of them out.
 
@@ -125,7 +126,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         self,
         *operations: nn.Module | OrderedDict[str, nn.Module],
         fusions: Fusions | None = None,
-        memory: Choice | int = "save",
+        memory: AnyChoice = "fast",
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
@@ -137,13 +138,13 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
                 if module is not None and not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryComparison, reportUnnecessaryIsInstance]
                     raise TypeError(f"Sequential takes modules, {_not_a_module(module)}")
                 self.add_module(str(index), module)  # pyright: ignore[reportArgumentType]
-        if memory != "save":
+        if memory != "fast":
             self.memory = memory
         if recipe is not None:
             self.recipe = recipe
         self.fusions = default_fusions() if fusions is None else fusions
 
-    memory: Choice | int = "save"
+    memory: AnyChoice = "fast"
     recipe: Recipe | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from ..plan.step import Stretch
 from ..run.ahead import choice_in
 from ..run.lower import Context, Segment, lower
 from ..run.node import Alone, back_alone, run_alone
+from ..run.peak import weighing
 from ..run.regions import Region
 from ..settings import fusing_now
 from .shadow import Site
@@ -51,7 +52,7 @@ class CalledRegion:
         about = {"x": x, "channels": named, "place": x.device, "fusing": fusing_now()}
         entered = dataclasses.replace(self.entered, **about)
         choice = choice_in(fuser.memory, self.site.op_list, self.region)
-        return plan_region(entered, Matcher(fuser.fusions), choice)
+        return plan_region(entered, Matcher(fuser.fusions), choice, weighing=weighing)
 
 
 def stretches(site: Site) -> Generator[CalledRegion | str]:
@@ -83,7 +84,7 @@ def _stretch(
     context = Context.of(entered, region.slots, parameters, "raise", lambda: None)
     fusing = dataclasses.replace(fusing_now(), unmeasured=True)
     unmeasured = dataclasses.replace(entered, fusing=fusing)
-    found, _ = Matcher(site.fuser.fusions).find(unmeasured, lean=site.fuser.memory != "save")
+    found, _ = Matcher(site.fuser.fusions).find(unmeasured, lean=site.fuser.memory != "fast")
     return CalledRegion(site, region, entered, context, found)
 
 

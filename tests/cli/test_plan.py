@@ -89,13 +89,23 @@ def test_a_dtype_reaches_an_input_that_says_none(cli: Cli) -> None:
 
 @pytest.mark.parametrize("there", [(), ("--device", "cuda:sm_90")], ids=["here", "elsewhere"])
 def test_a_choice_of_memory_is_planned(there: tuple[str, ...], cli: Cli) -> None:
-    def saved(*memory: str) -> int:
-        return json.loads(cli("plan", "M:build", "--input", "64x16", "--json", *there, *memory).out)["memory"]["saved"]
+    def peak(*memory: str) -> int:
+        return json.loads(cli("plan", "M:build", "--input", "64x16", "--json", *there, *memory).out)["memory"]["peak"]
 
-    most, least = saved(), saved("--memory", "lean")
-    assert least < most
-    assert saved("--memory", "save") == saved("--memory", "1000000") == most
-    assert least <= saved("--memory", str(most - 1)) < most
+    most, least = peak(), peak("--memory", "least")
+    assert least < peak("--memory", "lean") <= most
+    assert peak("--memory", "fast") == peak("--memory", "1000000") == most
+    assert least <= peak("--memory", str(most - 1)) < most
+
+
+def test_the_front_of_memory_is_drawn(cli: Cli) -> None:
+    first, *lines = cli("plan", "M:build", "--input", "64x16", "--memory", "front").out.splitlines()
+    assert "estimated time, from +0 to +" in first
+    names = [line.partition("o ")[2].partition(",")[0] for line in lines]
+    assert {*names} == {"fast", "balanced", "lean", "Budget(part=0.5)", "least"}
+    marks = {name: line.index("o ") for name, line in zip(names, lines, strict=True)}
+    assert marks["fast"] <= marks["balanced"] <= marks["lean"] < marks["least"]
+    assert "nothing to choose" in cli("plan", "M:build", "--input", "64x16", "--no-grad", "--memory", "front").out
 
 
 def test_parts_of_other_modules(cli: Cli) -> None:

@@ -75,7 +75,7 @@ def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone()
 def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 8))
     model[3].requires_grad_(False)
-    conversion, kept = sf.convert(model, memory="save" if lowered else "lean"), dict[int, int]()
+    conversion, kept = sf.convert(model, memory="fast" if lowered else "lean"), dict[int, int]()
 
     def pack(t: Tensor) -> Tensor:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()

@@ -106,7 +106,7 @@ def test_a_list_with_a_forward_of_its_own_is_a_layer():
 def test_the_backend_takes_the_choice_of_memory():
     model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), up=nn.Linear(8, 32), act=nn.GELU(), down=nn.Linear(32, 8)))
     x, saved = torch.randn(16, 8), list[int]()
-    for memory in ("save", "lean"):
+    for memory in ("fast", "lean"):
         gm, _ = recorded(model, x, renames=True, tensors=lambda y: (y,))
         backend(gm, [], options={"memory": memory})
         (region,) = gm.children()

@@ -102,7 +102,7 @@ MODELS: dict[str, tuple[Any, Tensor]] = {
 }
 
 
-def built(name: str, memory: Any = "save") -> tuple[sf.Sequential, Tensor]:
+def built(name: str, memory: Any = "fast") -> tuple[sf.Sequential, Tensor]:
     make, x = MODELS[name]
     torch.manual_seed(1)
     model = sf.Sequential(*make(), memory=memory)
@@ -146,7 +146,7 @@ def planned(model: sf.Sequential) -> list[Any]:
     return [part.program.plan for part in model._fuser.op_list().parts if not isinstance(part, int)]
 
 
-@pytest.mark.parametrize("memory", ["save", "lean"])
+@pytest.mark.parametrize("memory", ["fast", "lean"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_says_what_is_saved(name: str, memory: Any) -> None:
     model, x = built(name, memory)
@@ -156,7 +156,7 @@ def test_a_plan_says_what_is_saved(name: str, memory: Any) -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("memory", ["save", "lean"])
+@pytest.mark.parametrize("memory", ["fast", "lean"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_is_that_of_the_call(name: str, memory: Any, autocast: bool) -> None:
     model, x = built(name, memory)

@@ -101,25 +101,6 @@ def test_each_choice_is_the_best_of_all_pairs_of_schedules(seed: int):
     rate = ENV.microseconds(sf.Savings(bytes=BALANCED)) * 1000
     t, m = case.of("balanced")
     assert t + rate * m == pytest.approx(min(t + rate * m for t, m in every))
-    for limit in range(least - 1, max(m for _, m in every) + 1):
-        fits = [(t, m) for t, m in every if m <= limit]
-        t, m = case.of(sf.Budget(limit)) if limit >= 0 else (0, 0)
-        if fits:
-            assert (t, m <= limit) == (min(fits)[0], True), (limit, every)
-        elif limit >= 0:
-            assert m == least
-
-
-def test_a_budget_of_equal_layers_is_used_up():
-    """The case in which very many schedules are equally good: n layers, of which k give up a tensor."""
-    n = 60
-    fusion = type("Lean", (sf.ForwardFusion,), {}, contract=True)
-    candidates = [Candidate(fusion(), i, i + 1, 7) for i in range(n)]
-    own, fused = [frozenset({i}) for i in range(n)], {(c.start, c.fusion): frozenset[int]() for c in candidates}
-    kept = Kept(own, fused, dict.fromkeys(range(n), 10))
-    for fit in (0, 13, 59, 60):
-        ahead, _ = chosen_for(sf.Budget(10 * fit + 3), 0, n, candidates, 0, kept, ENV)
-        assert len(ahead) == n - fit
 
 
 def block(width: int = 16) -> sf.Sequential:
@@ -141,7 +122,7 @@ def kept_by(model: nn.Module, x: Tensor) -> int:
     return sum(s.nbytes() for at, s in storages.items() if at not in own)
 
 
-@pytest.mark.parametrize("memory", ["save", "balanced", "lean", sf.Budget(part=0.8), 40_000])
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean", sf.Budget(part=0.8), 40_000])
 def test_what_was_planned_is_what_is_saved_and_gradients_are_the_same_bits(memory: Any):
     torch.manual_seed(0)
     model, x = block(), tensor(8, 16)
@@ -162,37 +143,37 @@ def test_what_was_planned_is_what_is_saved_and_gradients_are_the_same_bits(memor
 
 
 def test_less_is_saved_the_leaner_the_choice():
-    x, saved = tensor(2048, 16), {}
-    for memory in ("save", "balanced", "lean"):
+    x, saved, peaks = tensor(2048, 16), {}, {}
+    for memory in ("fast", "balanced", "lean"):
         model = block()
         model.memory = memory
-        saved[memory] = model.plan(x).memory.saved
-    assert saved["save"] > saved["balanced"] >= saved["lean"]
-    for limit in (saved["lean"], saved["balanced"] + 5, (saved["lean"] + saved["save"]) // 2, saved["save"] - 1):
+        saved[memory], peaks[memory] = model.plan(x).memory.saved, model.plan(x).memory.peak
+    assert saved["fast"] > saved["balanced"] >= saved["lean"]
+    for limit in (peaks["lean"], peaks["balanced"] + 5, (peaks["lean"] + peaks["fast"]) // 2, peaks["fast"] - 1):
         model.memory = limit
-        assert model.plan(x).memory.saved <= limit
+        assert model.plan(x).memory.saved < model.plan(x).memory.peak <= limit
     model.memory = sf.Budget(part=0.9)
-    assert model.plan(x).memory.saved <= 0.9 * saved["save"]
+    assert model.plan(x).memory.peak <= 0.9 * saved["fast"]
 
 
 def test_the_plan_tells_bytes_and_estimated_time_of_each_choice():
     model, x = block(), tensor(64, 16)
-    names = ["save", "balanced", "lean"]
-    for memory in (*names, sf.Budget(part=0.7)):
+    names = ["fast", "balanced", "lean", "Budget(part=0.5)", "least"]
+    for memory in ("save", *names[:3], "least", sf.Budget(part=0.7)):
         model.memory = memory
+        memory = model.memory
         plan = model.plan(x)
-        assert [choice.memory for choice in plan.choices][:3] == names
+        assert [choice.memory for choice in plan.choices][:5] == names
         (used,) = [choice for choice in plan.choices if choice.used]
         assert used.memory == str(memory)
-        assert used.saved == plan.memory.saved
+        assert (used.saved, used.peak) == (plan.memory.saved, plan.memory.peak)
         assert plan.choices[0].microseconds == 0 < plan.choices[2].microseconds
         text = " ".join(str(plan).split())
-        assert "choices of memory: save" in text
-        assert f"{memory} {used.saved / 1024:.1f} KiB" in text
+        assert "memory= saved peak estimated time fast" in text
+        assert f"{memory} {used.saved / 1024:.1f} KiB {used.peak / 1024:.1f} KiB" in text
         assert pickle.loads(pickle.dumps(plan.choices)) == plan.choices
-        assert plan.as_dict()["choices"][0]["memory"] == "save"
-    lean = [refusal.reason for refusal in plan.refused if refusal.fusion == "LinearBias"]
-    assert "as memory=Budget(part=0.7) asks" in " ".join(lean)
+        assert plan.as_dict()["choices"][0]["memory"] == "fast"
+    assert "as memory=Budget(part=0.7) asks" in " ".join(refusal.reason for refusal in plan.refused)
 
 
 def test_what_a_frozen_operation_does_not_save_is_not_counted_nor_left_out_of_another_like_it():
@@ -279,11 +260,12 @@ def test_a_measured_time_counts_also_where_it_is_longer(monkeypatch: pytest.Monk
     model, x = sf.Sequential(ops.LayerNorm(16), ops.Linear(16, 8, bias=False), memory="lean"), tensor(64, 16)
     plan = model.plan(x)
     assert plan.count("RecomputeNorm") == 1
-    assert plan.choices[-1].microseconds == 4
+    (used,) = [choice for choice in plan.choices if choice.used]
+    assert used.microseconds == 4
 
 
 def test_where_there_is_nothing_to_choose_nothing_is_said():
-    model = sf.Sequential(ops.Linear(8, 8), ops.ReLU(), memory="lean")
+    model = sf.Sequential(ops.Scale(2.0), memory="lean")
     assert model.plan(tensor(4, 8)).choices == ()
     with torch.no_grad():
         assert block().plan(tensor(4, 16, grad=False)).choices == ()
@@ -302,7 +284,7 @@ def test_it_can_be_set_before_and_after_and_stays_with_slices_sums_and_copies():
     assert copy.copy(model).memory == (2 * model).memory == pickle.loads(pickle.dumps(model)).memory == "lean"
     x = tensor(64, 16)
     before = kept_by(model, x)
-    model.memory = "save"
+    model.memory = "fast"
     assert kept_by(model, x) > before
     model.fusions = sf.fusions.aten
     model.memory = 4096
@@ -327,10 +309,10 @@ def test_a_part_is_from_0_to_1(part: float):
 
 def test_bytes_are_of_the_rows_of_each_call():
     model = block()
-    model.memory = kept_by(block(), tensor(33, 16))
+    model.memory = block().plan(tensor(33, 16)).memory.peak
     for rows, fits in ((33, True), (40, False), (33, True)):  # in one bucket
         plan = model.plan(tensor(rows, 16))
-        assert plan.memory.saved <= model.memory.bytes
+        assert plan.memory.peak <= model.memory.bytes
         assert (plan.memory.saved == plan.memory.saved_unfused) == fits
         assert kept_by(model, tensor(rows, 16)) == plan.memory.saved
 
@@ -338,12 +320,12 @@ def test_bytes_are_of_the_rows_of_each_call():
 @pytest.mark.parametrize("memory", [1, sf.Budget(part=0.01)])
 def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan_and_says_so(memory: Any):
     x, model = tensor(64, 16), block()
-    model.memory = "lean"
-    least = model.plan(x).memory.saved
+    model.memory = "least"
+    least = model.plan(x).memory.peak
     model.memory = memory
     plan = model.plan(x)
-    assert plan.memory.saved == least
-    said = f"does not fit: the leanest plan was taken, which saves {least:,} bytes, and "
+    assert plan.memory.peak == least
+    said = f"does not fit: the leanest plan was taken, whose peak is {least:,} bytes, and "
     (refusal,) = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
     assert refusal.fusion == f"memory={model.memory}"
     assert refusal.reason.startswith(said)
@@ -354,8 +336,8 @@ def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan_and_says_so(memory:
 
 def test_a_budget_that_several_regions_share_is_named_as_it_was_given():
     model = sf.Sequential(*block()[:1], nn.Identity(), *block()[:1])
-    whole = model.plan(tensor(64, 16)).memory.saved
-    model.memory = int(0.9 * whole)
+    whole = model.plan(tensor(64, 16)).memory.peak
+    model.memory = int(1.5 * whole)
     plan = model.plan(tensor(64, 16))
     asked = f"as memory=Budget({model.memory.bytes}) asks"
     assert {asked in refusal.reason for refusal in plan.refused if "as memory=" in refusal.reason} == {True}
@@ -367,19 +349,21 @@ def test_each_of_several_regions_says_that_a_budget_does_not_fit_it():
     model.memory = 1
     plan = model.plan(x)
     found = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
-    said = [re.search(r"which saves ([\d,]+) bytes", refusal.reason) for refusal in found]
-    saved = [int(match[1].replace(",", "")) for match in said if match is not None]
-    assert saved[0] == saved[1] == pytest.approx(plan.memory.saved / 2, abs=16)  # seeds of both are drawn as one tensor
+    said = [re.search(r"whose peak is ([\d,]+) bytes", refusal.reason) for refusal in found]
+    peaks = [int(match[1].replace(",", "")) for match in said if match is not None]
+    assert len(peaks) == 2
+    assert peaks[0] == peaks[1] < plan.memory.peak
     assert found[0].at == 0 < found[1].at
 
 
 def test_modules_in_between_divide_a_budget():
     model = sf.Sequential(*block()[:1], nn.Identity(), *block()[:1])
     x = tensor(64, 16)
-    whole = model.plan(x).memory.saved
-    for part in (0.9, 0.7):
+    whole = model.plan(x).memory.peak
+    for part in (1.8, 1.5):
         model.memory = int(part * whole)
-        assert kept_by(model, x) <= part * whole
+        assert model.plan(x).memory.peak <= part * whole
+        assert kept_by(model, x) == model.plan(x).memory.saved
     model.memory = "lean"
     assert kept_by(model, x) == model.plan(x).memory.saved
 
@@ -408,7 +392,7 @@ def test_a_machine_that_is_not_here_has_the_choices_too():
     assert {step.name for step in plan.forward if step.fused} >= {"RecomputeNorm", "ActivationLinearJoint"}
     x = torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
     choices = {choice.memory: choice.saved for choice in model.plan(x, env=env).choices}
-    assert choices["lean"] < 0.65 * choices["save"]
+    assert choices["lean"] < 0.65 * choices["fast"]
 
 
 def test_what_cannot_be_tried_on_fake_tensors_is_planned_as_ever_and_says_so():
@@ -432,8 +416,10 @@ def test_what_cannot_be_tried_on_fake_tensors_is_planned_as_ever_and_says_so():
     assert "what would be saved is not known" in said.reason
 
 
-def test_checkpoints_and_offloading_go_with_it():
-    model = sf.Sequential(*block(), memory="lean")
+@pytest.mark.parametrize("memory", ["lean", "least", sf.Budget(part=0.9)])
+@pytest.mark.filterwarnings("ignore:memory=")
+def test_checkpoints_and_offloading_go_with_it(memory: Any):
+    model = sf.Sequential(*block(), memory=memory)
 
     def gradient(run: Any) -> Tensor:
         torch.manual_seed(0)

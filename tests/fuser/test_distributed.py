@@ -107,6 +107,20 @@ def ddp() -> None:
     )
 
 
+def recomputing() -> sf.Sequential:
+    """A model of which a part runs again in the backward pass."""
+    model = model_of()
+    model.memory = "least"
+    assert model.plan(share(0)).recomputed
+    return model
+
+
+def ddp_recomputing() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    train(DistributedDataParallel(recomputing()), "module.")
+
+
 def ddp_buckets_overlap() -> None:
     """Small buckets are reduced while the backward goes on."""
     from torch.nn.parallel import DistributedDataParallel
@@ -226,6 +240,21 @@ def fsdp_checkpointed() -> None:
     train(model)
 
 
+def fsdp_recomputing() -> None:
+    """Parameters are gathered anew for the backward pass."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = recomputing()
+    fully_shard(model)
+    train(model)
+    model = model_of()
+    for block in model[:-1]:
+        block.memory = "least"
+        fully_shard(block)
+    fully_shard(model)
+    train(model)
+
+
 def fsdp_in_mixed_precision() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -290,7 +319,7 @@ def plans_are_equal_on_every_rank() -> None:
 
 
 GROUPS: dict[str, list[Callable[[], None]]] = {
-    "DDP": [ddp, ddp_buckets_overlap, ddp_unused_and_accumulated, plans_are_equal_on_every_rank],
+    "DDP": [ddp, ddp_recomputing, ddp_buckets_overlap, ddp_unused_and_accumulated, plans_are_equal_on_every_rank],
     "FSDP2": [
         fsdp_on_blocks_and_root,
         fsdp_on_root_only,
@@ -298,6 +327,7 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
         fsdp_on_operations,
         fsdp_plans_once,
         fsdp_checkpointed,
+        fsdp_recomputing,
         fsdp_in_mixed_precision,
         fsdp_frees_what_it_gathered,
         dropout_differs_per_rank_and_is_replayed,

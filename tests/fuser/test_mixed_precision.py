@@ -148,7 +148,7 @@ def test_what_is_made_again_is_made_of_the_same_casts(make: Any, monkeypatch: py
     model, half = make(), make().to(HALF)
     x = draw(2, 16, 64, dtype=torch.float32)
     found: list[list[Tensor]] = []
-    for memory in ("save", "balanced", "lean"):
+    for memory in ("fast", "balanced", "lean"):
         model.memory = half.memory = memory
         leaf = x.clone().requires_grad_()
         model.zero_grad(set_to_none=True)

@@ -64,7 +64,7 @@ def test_before_several_weights(fusion: type[sf.FusedOperation], list_: tuple[nn
 @pytest.mark.parametrize("merged", [parts(6, 8, 4, 4), ops.MergedLinear(6, (8, 4, 4))], ids=["apart", "one"])
 def test_what_several_weights_made_has_the_same_bits_where_saved_tensors_are_moved(merged: ops.MergedLinear):
     x, found = seeded_randn((2, 6), 0), []
-    for memory in ("save", "lean"):
+    for memory in ("fast", "lean"):
         list_ = ops.RMSNorm(6), merged, ops.Attention(2, 1)
         model = sf.Sequential(*list_, fusions=RecomputeHeads, memory=memory)
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
@@ -163,7 +163,7 @@ def test_autocast_is_that_of_the_forward(first: nn.Module):
     list_ = ops.LayerNorm(6), first, ops.GeLU(), ops.Linear(8, 6)
     model = sf.Sequential(*list_, fusions=(RecomputeNorm, RecomputeActivation, LinearBias))
     found = []
-    for memory in ("save", "lean"):
+    for memory in ("fast", "lean"):
         model.memory = memory
         x = seeded_randn((4, 6), 1).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):

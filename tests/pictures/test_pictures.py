@@ -206,7 +206,7 @@ def test_a_plan_without_gradients_has_no_backward_row() -> None:
 
 def test_a_picture_is_headed_by_what_the_plan_gains() -> None:
     model = sf.Sequential(block(64))
-    for memory in ("save", "lean"):
+    for memory in ("fast", "lean"):
         model.memory = memory
         plan = model.plan(torch.randn(512, 64, requires_grad=True))
         assert plan.memory is not None
@@ -217,7 +217,7 @@ def test_a_picture_is_headed_by_what_the_plan_gains() -> None:
         assert words[:2] == [head, saved]
         less = f", {1 - plan.memory.saved / plan.memory.saved_unfused:.0%} less than unfused"
         assert (less in saved) is (memory == "lean")
-        assert ("with memory=" in saved) is (memory == "save")
+        assert ("with memory=" in saved) is (memory == "fast")
 
 
 def test_a_name_takes_two_lines_before_it_is_cut() -> None:

@@ -50,7 +50,7 @@ class Tuned(ScaleScale):
         raise AssertionError("the kernel was launched")
 
 
-def scales(*fusions: type[sf.FusedOperation], memory: Any = "save") -> sf.Sequential:
+def scales(*fusions: type[sf.FusedOperation], memory: Any = "fast") -> sf.Sequential:
     """What a fusion of these would run on, before what has more to save."""
     return sf.Sequential(ops.Scale(2.0), ops.Scale(0.5), ops.Tanh(), fusions=fusions, memory=memory)
 

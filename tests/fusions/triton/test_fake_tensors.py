@@ -27,7 +27,7 @@ def test_a_kernel_that_would_be_tuned_is_not_launched(device: torch.device) -> N
     assert plan.memory_unknown
 
 
-@pytest.mark.parametrize("memory", ["save", "balanced", "lean", 1000])
+@pytest.mark.parametrize("memory", ["fast", "balanced", "lean", 1000])
 def test_a_model_runs_whatever_is_to_be_saved(memory: Any, device: torch.device) -> None:
     x = torch.randn(3, 8, device=device, requires_grad=True)
     scales(ScaleScale, memory=memory)(x).sum().backward()

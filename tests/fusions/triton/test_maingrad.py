@@ -58,7 +58,7 @@ def run(model: sf.Sequential, x: Tensor, dy: Tensor, only: tuple[Any, ...], time
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LISTS)
 def test_two_backwards_add_up(name: str, dtype: torch.dtype, device: torch.device):
-    model = sf.Sequential(*copy.deepcopy(LISTS[name]), fusions=RULES[name], memory=MEMORY.get(name, "save")).to(
+    model = sf.Sequential(*copy.deepcopy(LISTS[name]), fusions=RULES[name], memory=MEMORY.get(name, "fast")).to(
         device, dtype
     )
 
@@ -84,7 +84,7 @@ def test_two_backwards_add_up(name: str, dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.parametrize("name", ["BackwardMergedLinearAdd", "BackwardLinearScale"])
 def test_every_subset_of_weights_has_a_buffer(name: str, device: torch.device):
-    model = sf.Sequential(*copy.deepcopy(LISTS[name]), fusions=RULES[name], memory=MEMORY.get(name, "save")).to(device)
+    model = sf.Sequential(*copy.deepcopy(LISTS[name]), fusions=RULES[name], memory=MEMORY.get(name, "fast")).to(device)
     x = seeded_randn((9, 6), 0).to(device)
     dy = seeded_randn(tuple(model(x).shape), 1).to(device)
     full = run(model, x, dy, (RULES[name],))

@@ -1,0 +1,254 @@
+"""The fastest plan within a number of bytes: each part of a sequence saves, saves less, or runs again in the backward.
+
+A part is what lies between two cuts. For each there are a few options: schedules from the fastest to the one that saves
+the fewest bytes, and, of one or several parts, to save what enters alone. Options are weighed by running them without
+data, and of all ways through the sequence the fastest is taken that never holds more than it may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from .schedule import TIES, Candidate, Kept, Path, best, fewest, graph, passes_of, weigher
+from .step import Step, Stretch, ending
+
+SHORTEST, LONGEST = 4, 12
+"""Positions of a part, at least and at most, where there is a choice."""
+
+TOGETHER = (2, 4)
+"""So many parts that follow each other may run again as one."""
+
+SCHEDULES = 4
+"""Schedules of a part from which to choose, at most."""
+
+FEW = 3
+"""Results of GEMMs in a part of which each set is tried, at most."""
+
+LABELS = 256
+"""Beginnings of plans that are followed side by side: of more, those that save nearly as much as another one go."""
+
+
+class Weight(NamedTuple):
+    """What a segment holds: bytes that it keeps itself, tensors at its borders that it keeps, and those that enter it,
+    by numbers; the most bytes that are alive beside kept ones while its forward and its backward run; and the estimated
+    time of both.
+    """
+
+    own: int
+    shared: frozenset[int]
+    entering: frozenset[int]
+    forward: int
+    backward: int
+    nanoseconds: int
+
+
+class Scales(Protocol):
+    """Weighs steps as one segment, from the first to the last.
+
+    It runs again in the backward pass unless `again` is `None`, but for the steps at these positions.
+    """
+
+    sizes: dict[int, int]
+
+    def __call__(
+        self, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None = None
+    ) -> Weight: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Option:
+    """One way to run positions `start..stop`, where all runs again but for the steps at the positions `again`.
+
+    `extra` is the estimated time of that, in nanoseconds; `again` is `None` where nothing runs again.
+    """
+
+    start: int
+    stop: int
+    time: int
+    weight: Weight
+    forward: Sequence[Candidate]
+    backward: Sequence[Candidate]
+    again: tuple[int, ...] | None = None
+    extra: int = 0
+
+
+_Passes = tuple[Sequence[Candidate], Sequence[Candidate]]
+# The time and the bytes kept so far, the label before and its option.
+_Label = tuple[int, int, Any, Option | None]
+
+
+class Front:
+    """The options of a stretch, of which `within` takes the fastest that fit."""
+
+    def __init__(self, stretch: Stretch, found: Sequence[Candidate], fast: Path, kept: Kept, weigh: Scales) -> None:
+        self._stretch, self._found, self._kept, self._weigh = stretch, found, kept, weigh
+        self._live, self.sizes = stretch.wants.live_from, weigh.sizes
+        self.once = tuple(p for p in stretch.positions if not stretch.step(p, p + 1).repeatable)
+        cuts = [*_cuts(stretch, [range(c.start, c.stop) for c in fast[2]], self.once), stretch.positions.stop]
+        self.starting: dict[int, list[Option]] = {a: [*self._options(a, b)] for a, b in itertools.pairwise(cuts)}
+        for i, a in enumerate(cuts):
+            for b in (cuts[i + n] for n in TOGETHER if i + n < len(cuts)):
+                self.starting[a] += self._again(a, b, self._graph(a, b))
+        options = [option for several in self.starting.values() for option in several]
+        self._last: dict[int, int] = {}
+        for option in options:
+            for number in option.weight.shared | option.weight.entering:
+                self._last[number] = max(option.start, self._last.get(number, option.start))
+
+    def within(self, limit: int) -> list[Option] | None:
+        """The fastest options that never hold more than so many bytes; `None` where there are none."""
+        label = self._walk(limit, LABELS)
+        found: list[Option] = []
+        while label is not None:
+            _, _, label, option = label
+            found += [] if option is None else [option]
+        return found[::-1] or None
+
+    def least(self) -> int:
+        """The fewest bytes that are enough."""
+        low, high = 0, 1
+        while self._walk(high, 1) is None:
+            low, high = high, 2 * high
+        while high - low > 1 + high // 4096:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._walk(middle, 1) is not None else (middle, high)
+        return high
+
+    def _walk(self, limit: int, most: int) -> _Label | None:
+        """The label of the fastest way to the end; with `most` one, of the way that saves the fewest bytes."""
+        stop, none = self._stretch.positions.stop, frozenset[int]()
+        fronts: dict[int, dict[frozenset[int], list[_Label]]] = {self._stretch.start: {none: [(0, 0, None, None)]}}
+        for a in sorted(self.starting):
+            for saved, several in fronts.pop(a, {}).items():
+                labels = _front(several, most)
+                for option in self.starting[a]:
+                    w = option.weight
+                    entering = sum(self.sizes[n] for n in w.entering - saved)
+                    more = w.own + sum(self.sizes[n] for n in w.shared - saved)
+                    room = limit - max(entering + w.forward, more + w.backward)
+                    after = frozenset([n for n in saved | w.shared if self._last[n] >= option.stop])
+                    into = fronts.setdefault(option.stop, {}).setdefault(after, [])
+                    into += [
+                        (t + option.time, m + more, label, option)
+                        for label in labels
+                        for t, m in (label[:2],)
+                        if m <= room
+                    ]
+        ends = [label for labels in fronts.get(stop, {}).values() for label in labels]
+        return min(ends, key=lambda label: label[:2], default=None)
+
+    def _graph(self, a: int, b: int) -> Any:
+        start = self._stretch.start
+        inside = [c for c in self._found if a <= c.start and c.stop <= b]
+        kept = Kept(self._kept.own[a - start : b - start], self._kept.fused, self._kept.sizes)
+        return [*graph(a, b, inside, self._live, kept)]
+
+    def _options(self, a: int, b: int) -> Iterator[Option]:
+        states = self._graph(a, b)
+        fast, lean = best(states, lambda t, m: (t << 64) + m), best(states, fewest)
+        paths = [fast, *_between(states, fast, lean, SCHEDULES - 2), *[lean] * (lean[1] < fast[1])]
+        for path in paths:
+            chosen, steps = self._steps(a, b, path)
+            yield Option(a, b, path[0], self._weigh(*steps), *chosen)
+        yield from self._again(a, b, states, True)
+
+    def _again(self, a: int, b: int, states: Any, keeps: bool = False) -> Iterator[Option]:
+        """Save what enters, and beside it the results of some of the steps that take GEMMs, if it `keeps` any.
+
+        Not where a step may not run twice, or no gradient is needed.
+        """
+        if b <= self._live or any(a <= p < b for p in self.once):
+            return
+        path = best(states, lambda t, m: (t << 64) + m)
+        chosen, steps = self._steps(a, b, path)
+        running = steps[0][: ending(steps[0])]
+        costly = [step.start for step in running if step.costly and step.restored is not None]
+        sizes = range(len(costly) + 1) if len(costly) <= FEW else (0, 1, len(costly))
+        several: list[tuple[int, ...]] = (
+            [kept for size in sizes for kept in itertools.combinations(costly, size)] if keeps else [()]
+        )
+        plain = self._weigh(*steps).nanoseconds
+        for kept in several:
+            weight = self._weigh(*steps, kept)
+            extra = max(0, weight.nanoseconds - plain)
+            yield Option(a, b, path[0] + (extra << TIES), weight, *chosen, kept, extra)
+
+    def _steps(self, a: int, b: int, path: Path) -> tuple[_Passes, tuple[tuple[Step, ...], tuple[Step, ...]]]:
+        """The fusions of a path, and its steps, of each pass."""
+        live = max(a, self._live)
+        forward, backward = passes_of(path, self._live)
+        back = steps_of(self._stretch, [c for c in backward if c.stop > live], live, b) if live < b else ()
+        return (forward, backward), (steps_of(self._stretch, forward, a, b), back)
+
+
+def held(
+    weigh: Scales,
+    spans: Iterable[range],
+    passes: tuple[Sequence[Step], Sequence[Step]],
+    again: Mapping[range, tuple[int, ...]] = MappingProxyType({}),
+) -> tuple[int, int]:
+    """The bytes that segments of a schedule of each pass keep, and the most that they hold at once."""
+    kept = peak = 0
+    saved = frozenset[int]()
+    for span in spans:
+        forward, backward = ([step for step in steps if step.start in span] for steps in passes)
+        w = weigh(forward, backward, again.get(span))
+        entering = sum(weigh.sizes[n] for n in w.entering - saved)
+        peak = max(peak, kept + entering + w.forward)
+        kept += w.own + sum(weigh.sizes[n] for n in w.shared - saved)
+        peak, saved = max(peak, kept + w.backward), saved | w.shared
+    return kept, peak
+
+
+def steps_of(stretch: Stretch, chosen: Sequence[Candidate], a: int, b: int) -> tuple[Step, ...]:
+    """The steps of positions `a..b` where these fusions stand."""
+    steps: list[Step] = []
+    for c in chosen:
+        steps += [stretch.step(i, i + 1) for i in range(a, c.start)]
+        steps.append(stretch.step(c.start, c.stop, c.fusion))
+        a = c.stop
+    return (*steps, *(stretch.step(i, i + 1) for i in range(a, b)))
+
+
+def _front(labels: list[_Label], most: int) -> list[_Label]:
+    """Those labels that no other one beats in both."""
+    found: list[_Label] = []
+    for label in sorted(labels, key=lambda label: label[:2]):
+        if not found or label[1] < found[-1][1]:
+            found.append(label)
+    if len(found) > most:
+        found = [found[i * (len(found) - 1) // max(1, most - 1)] for i in range(most)] if most > 1 else found[-1:]
+    return found
+
+
+def _between(states: Any, fast: Path, lean: Path, most: int) -> list[Path]:
+    """Schedules on the convex hull between two of them, from the fastest on."""
+    if most < 1 or lean[1] >= fast[1]:
+        return []
+    weigh = weigher(fast[1] - lean[1], lean[0] - fast[0])
+    path = best(states, weigh)
+    if weigh(*path[:2]) >= weigh(*fast[:2]):
+        return []
+    ahead = _between(states, fast, path, (most - 1) // 2)
+    return [*ahead, path, *_between(states, path, lean, most - 1 - len(ahead))]
+
+
+def _cuts(stretch: Stretch, fused: Sequence[range], once: Sequence[int]) -> list[int]:
+    """Where parts begin: where one tensor crosses and no fusion of the fastest plan, and around what runs only once."""
+    start, stop, nodes = stretch.start, stretch.positions.stop, stretch.nodes
+    inside = {p for span in fused for p in span[1:]}
+    forced = sorted({q for p in once for q in (p, p + 1) if start < q < stop})
+    cuts = [start]
+    while stop - cuts[-1] > LONGEST or any(f > cuts[-1] for f in forced):
+        at = cuts[-1]
+        near = [f for f in forced if at < f <= at + LONGEST]
+        reach = range(at + SHORTEST, min(at + LONGEST, stop - SHORTEST) + 1)
+        middle = at + (SHORTEST + LONGEST) // 2
+        cuts.append(
+            near[0] if near else min(reach, key=lambda p: (nodes[p].crossing > 0, p in inside, abs(p - middle)))
+        )
+    return cuts

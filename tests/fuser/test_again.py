@@ -1,0 +1,509 @@
+"""Segments that run again in the backward pass: the same bits in all that autograd can ask of a node."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.errors import FallbackWarning, StateError
+from seqfuse.plan.front import Front, Option, Weight
+from seqfuse.run import fuser as running
+from seqfuse.run.peak import Tally
+
+from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
+
+Passes = Callable[[nn.Module, Tensor], Any]
+WIDTH = 12
+
+
+def gpt(fusions: Any = None) -> sf.Sequential:
+    """Two layers with dropout, of odd rows."""
+    torch.manual_seed(0)
+    model = sf.Sequential(
+        *(
+            ops.Residual(*inner)
+            for _ in range(2)
+            for inner in (
+                (
+                    ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 3 * WIDTH), ops.Attention(3, causal=True),
+                    ops.Linear(WIDTH, WIDTH), ops.Dropout(0.2),
+                ),
+                (
+                    ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 4 * WIDTH), ops.GeLU(), ops.Linear(4 * WIDTH, WIDTH),
+                    ops.Dropout(0.2),
+                ),
+            )
+        ),
+        ops.RMSNorm(WIDTH),
+        fusions=fusions,
+    )  # fmt: skip
+    return randomize(model)
+
+
+def llama() -> sf.Sequential:
+    """Two layers of merged and gated GEMMs."""
+    model = sf.Sequential(
+        *(
+            ops.Residual(*inner)
+            for _ in range(2)
+            for inner in (
+                (
+                    ops.RMSNorm(WIDTH), ops.MergedLinear(WIDTH, (WIDTH,) * 3, bias=False), ops.Attention(3),
+                    ops.Linear(WIDTH, WIDTH, bias=False),
+                ),
+                (
+                    ops.RMSNorm(WIDTH), ops.MergedLinear(WIDTH, (2 * WIDTH,) * 2, bias=False), ops.SwiGLU(),
+                    ops.Linear(2 * WIDTH, WIDTH, bias=False),
+                ),
+            )
+        ),
+    )  # fmt: skip
+    return randomize(model)
+
+
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let every segment run again from now on, all of it, or but for steps that take GEMMs."""
+    planned = running.plan_region
+
+    def turn_on(keeps: bool = False) -> None:
+        def plan(*given: Any, **named: Any) -> sf.Plan:
+            made = planned(*given, **named)
+            steps = [s for s in made.forward if s.costly and s.restored is not None] if keeps else []
+            spans = [(span, tuple(s.start for s in steps if s.start in span)) for span in made.segments]
+            return dataclasses.replace(made, recomputed=tuple(spans))
+
+        monkeypatch.setattr(running, "plan_region", plan)
+
+    return turn_on
+
+
+def x_of(rows: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
+    return draw(3, rows, WIDTH, seed=3, dtype=torch.float64).to(dtype)
+
+
+def run(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output and every gradient of one call, whose masks are always the same."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.backward(torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view_as(y).to(y.dtype))
+    return [y.detach(), x.grad, *[p.grad.clone() for p in model.parameters()]]  # pyright: ignore
+
+
+def with_hook(model: nn.Module, x: Tensor) -> list[Tensor]:
+    handles = [p.register_hook(lambda g: 2 * g) for p in model.parameters()]
+    found = run(model, x)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def twice(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(5)
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+    return [x.grad, *[p.grad.clone() for p in model.parameters()]]  # pyright: ignore
+
+
+def partial(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """`torch.autograd.grad` of a few inputs, and what `backward(inputs=)` leaves where it is."""
+    torch.manual_seed(5)
+    x = x.detach().clone().requires_grad_()
+    parameters = [*model.parameters()]
+    y = model(x)
+    some = torch.autograd.grad(y.sum(), [parameters[0], parameters[-1]], retain_graph=True)
+    (dx,) = torch.autograd.grad(y.sum(), [x], retain_graph=True)
+    model.zero_grad()
+    y.sum().backward(inputs=[parameters[2]])
+    assert parameters[0].grad is None
+    return [*some, dx, parameters[2].grad.clone()]  # pyright: ignore
+
+
+def two_alive(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(5)
+    first, second = (t.detach().clone().requires_grad_() for t in (x, 2 * x))
+    ys = [model(first), model(second)]
+    for y in ys:  # the first that ran is the first that goes back
+        y.square().sum().backward()
+    return [first.grad, second.grad, *[p.grad.clone() for p in model.parameters()]]  # pyright: ignore
+
+
+def autocast(model: nn.Module, x: Tensor) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(5)
+        leaf = x.detach().clone().requires_grad_()
+        y = model(leaf)
+    model.zero_grad()
+    y.float().square().sum().backward()
+    return [y.detach(), leaf.grad, *[p.grad.clone() for p in model.parameters()]]  # pyright: ignore
+
+
+def around(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return run(_Around(model), x)
+
+
+class _Around(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.model, x, use_reentrant=False)
+
+
+def offloaded(model: nn.Module, x: Tensor) -> list[Tensor]:
+    with torch.autograd.graph.save_on_cpu():
+        return run(model, x)
+
+
+def main_grad(model: nn.Module, x: Tensor) -> list[Tensor]:
+    for p in model.parameters():
+        p.main_grad = torch.zeros(p.shape)  # pyright: ignore
+    try:
+        x = x.detach().clone().requires_grad_()
+        torch.manual_seed(5)
+        model.zero_grad()
+        model(x).square().sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        return [x.grad, *[p.main_grad for p in model.parameters()]]  # pyright: ignore
+    finally:
+        for p in model.parameters():
+            del p.main_grad
+
+
+def batched(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(5)
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    several = torch.stack([torch.ones_like(y), y.detach()])
+    return [*torch.autograd.grad(y, [x, *model.parameters()], several, is_grads_batched=True)]
+
+
+def replaced(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """A call with other parameters, whose backward pass runs when the model has its own again."""
+    torch.manual_seed(5)
+    others = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    y = functional_call(model, others, (x,))
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [*others.values()])]
+
+
+def copied(model: nn.Module, x: Tensor) -> list[Tensor]:
+    run(model, x)
+    return run(copy.deepcopy(model), x)
+
+
+WAYS = (
+    run, with_hook, twice, partial, two_alive, autocast, around, offloaded, main_grad, batched, replaced, copied,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["all again", "GEMMs saved"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_gives_the_same_bits(name: str, way: Passes, keeps: bool, again: Any):
+    model, x = MODELS[name](), x_of()
+    wanted = [way(model, x) for _ in range(2)][1]
+    again(keeps)
+    model = MODELS[name]()
+    for _ in range(3):  # with checks, then without
+        found = way(model, x)
+        assert len(found) == len(wanted) > 0
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert any(t.abs().max() > 0 for t in found)
+    steps = [segment for part in model._fuser.op_list().parts for segment, _ in part.program.segments]
+    assert all(segment.again is not None for segment in steps)
+    assert any(segment.keeps for segment in steps) is keeps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_of_other_dtypes_too(dtype: torch.dtype, again: Any):
+    model, x = gpt().to(dtype), x_of(dtype=dtype)
+    wanted = run(model, x)
+    again(keeps=True)
+    assert all(map(torch.equal, run(gpt().to(dtype), x), wanted))
+
+
+def test_frozen_parameters_and_inputs_without_gradients(again: Any):
+    def made() -> sf.Sequential:
+        model = gpt()
+        for p in [*model.parameters()][::3]:
+            p.requires_grad_(False)
+        return model
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(5)
+        y = model(x_of())
+        return [y.detach(), *torch.autograd.grad(y.sum(), [p for p in model.parameters() if p.requires_grad])]
+
+    wanted = gradients(made())
+    again()
+    model = made()
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(model), wanted))
+
+
+def test_a_parameter_changed_in_between_is_an_error_as_torch_raises_it(again: Any):
+    again()
+    model = gpt()
+    for _ in range(2):
+        y = model(x_of().requires_grad_())
+        with torch.no_grad():
+            model[1][1].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_second_derivative_is_an_error(again: Any):
+    again()
+    x = x_of().requires_grad_()
+    (dx,) = torch.autograd.grad(gpt()(x).square().sum(), x, create_graph=True)
+    with pytest.raises(StateError, match="double backward is not supported"):
+        dx.sum().backward()
+
+
+def test_operations_run_again_as_they_were_configured(again: Any):
+    model, x = gpt(), x_of()
+    wanted = run(model, x)
+    again()
+    model = gpt()
+    for _ in range(2):
+        model.zero_grad()
+        model.train()
+        torch.manual_seed(5)
+        leaf = x.detach().clone().requires_grad_()
+        y = model(leaf)
+        model.eval()
+        y.backward(torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view_as(y).to(y.dtype))
+        assert torch.equal(leaf.grad, wanted[1])  # pyright: ignore
+
+
+def test_hooks_see_each_tensor_once_and_only_what_enters(again: Any):
+    again()
+    model, x = gpt(), x_of()
+    run(model, x)
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        y = model(x.clone().requires_grad_())
+    own = [t for t in seen if not isinstance(t, nn.Parameter)]
+    segments = [segment for part in model._fuser.op_list().parts for segment, _ in part.program.segments]
+    assert len(own) <= sum(2 + len(segment.inputs) for segment in segments)
+    assert {t.shape for t in own if t.is_floating_point()} == {y.shape}
+
+
+class _Fails:
+    """Raises in some of the calls of a function."""
+
+    def __init__(self, run: Callable[..., Any], calls: Sequence[int]) -> None:
+        self.run, self.calls, self.count = run, calls, 0
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.count += 1
+        if self.count in self.calls:
+            raise RuntimeError("no such kernel")
+        return self.run(*given, **named)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("fusion", "name"),
+    [(BiasTanhForward, "fwd"), (BiasTanhBackward, "bwd"), (BiasTanhJoint, "fwd"), (BiasTanhJoint, "bwd")],
+    ids=lambda part: getattr(part, "__name__", part),
+)
+def test_a_fusion_that_fails_gives_way_to_its_operations(
+    fusion: Any, name: str, call: int, again: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """In the forward pass, as it runs again, and in the backward pass, of the first call and of later ones."""
+    x = draw(4, 5)
+    wanted = passes(mlp(dropout=0.0), x)
+    again()
+    model = mlp(fusions=(fusion,))
+    fails = _Fails(getattr(fusion, name), [call])
+    monkeypatch.setattr(fusion, name, lambda *given, **named: fails(*given, **named))
+    with pytest.warns(FallbackWarning, match="no such kernel"):
+        every = [passes(model, x) for _ in range(4)]
+    for found in every:
+        assert_same(found, wanted)
+    assert fails.count >= call
+
+
+def test_what_runs_only_once_does_not_run_again_and_says_so():
+    class Counted(sf.UnfusedOperation):
+        runs = 0
+
+        class Saved(sf.Saved):
+            x: Tensor
+
+        @property
+        def repeatable(self) -> bool:
+            return False
+
+        def reference(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+        def fwd(self, x: Tensor) -> Any:
+            Counted.runs += not isinstance(x, torch._subclasses.FakeTensor)
+            return 2 * x, self.Saved(x=x)
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            return 2 * dy, {}
+
+    inner = ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 2 * WIDTH), ops.GeLU(), Counted(), ops.Linear(2 * WIDTH, WIDTH)
+    model = sf.Sequential(*(ops.Residual(*copy.deepcopy(inner)) for _ in range(2)), memory="least")
+    x = x_of(40)
+    plan = model.plan(x.requires_grad_())
+    places = [refusal.at for refusal in plan.refused if refusal.fusion == "recomputation"]
+    assert places == [at for at, name in enumerate(plan.names) if name == "Counted"]
+    assert plan.recomputed
+    assert not [span for span, _ in plan.recomputed if {*span} & {*places}]
+    assert "Counted does not run again in the backward pass" in str(plan).replace("\n    ", " ")
+    wanted = run(sf.Sequential(*model), x)
+    Counted.runs = 0
+    assert all(map(torch.equal, run(model, x), wanted))
+    assert Counted.runs == 2
+
+
+# What a plan says of it -----------------------------------------------------------------------------------------------
+
+
+def measured(model: nn.Module, x: Tensor) -> int:
+    """The most bytes alive at once in a forward and a backward pass, without parameters' gradients and y."""
+    for _ in range(2):
+        model(x.detach().requires_grad_()).sum().backward()
+        model.zero_grad()
+    with Tally() as tally:
+        leaf = x.detach().clone().requires_grad_()
+        y = model(leaf)
+        y.backward(torch.empty_like(y))
+        others = [tally.number(t) for t in (y, *(p.grad for p in model.parameters()))]  # pyright: ignore
+    return tally.most(0, [number for number in others if number is not None])
+
+
+CHOICES = ("fast", "balanced", "lean", *(sf.Budget(part=part / 10) for part in (9, 8, 7, 6, 5, 4)), "least")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:memory=")
+def test_the_peak_is_what_the_plan_says_and_never_more_than_the_budget(name: str):
+    x, least, times = x_of(32).requires_grad_(), 0, list[int]()
+    for memory in reversed(CHOICES):
+        model = MODELS[name]()
+        model.memory = memory
+        plan = model.plan(x)
+        assert plan.memory is not None
+        assert plan.memory.peak is not None
+        assert measured(model, x) == pytest.approx(plan.memory.peak, rel=0.05)
+        least = least or plan.memory.peak
+        if isinstance(memory, sf.Budget):
+            limit = int(memory.part * plan.memory.saved_unfused)  # pyright: ignore
+            assert plan.memory.peak <= max(limit, least)
+        if memory not in ("balanced", "lean"):
+            times.append(plan.cost)
+    assert times == sorted(times, reverse=True)
+    assert len({*times}) > 2
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_agree_at_every_budget(name: str):
+    x = x_of(33)
+    wanted = run(MODELS[name](), x)
+    for memory in CHOICES:
+        model = MODELS[name]()
+        model.memory = memory
+        for found, one in zip(run(model, x), wanted, strict=True):
+            torch.testing.assert_close(found, one, rtol=1e-4, atol=1e-5)
+
+
+def test_the_plan_prints_what_runs_again_and_each_choice():
+    model = llama()
+    model.memory = sf.Budget(part=0.7)
+    plan = model.plan(x_of(33).requires_grad_())
+    assert plan.recomputed
+    text = str(plan)
+    (span, keeps), *_ = plan.recomputed
+    assert f"run again in the backward pass: {span.start} to {span.stop - 1}" in text.replace("\n    ", " ")
+    for at in keeps:
+        assert f"{plan.names[at]} at {at}" in text.replace("\n    ", " ")
+    table = text[text.index("memory= ") :].splitlines()
+    names = [line.split("  ")[0] for line in table[1:]]
+    assert names == ["fast", "balanced", "lean", "Budget(part=0.5)", "least", "Budget(part=0.7)"]
+    assert table[-1].endswith("(this plan)")
+    peaks = [choice.peak for choice in plan.choices]
+    assert min(peaks) == peaks[4]
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+class _Case(Front):
+    """Random options of some parts, which share tensors at their borders."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.parts = draw.randint(1, 4)
+        self.sizes = {n: draw.choice([1, 2, 5]) for n in range(self.parts + 2)}
+
+        def some() -> frozenset[int]:
+            return frozenset(draw.sample(sorted(self.sizes), draw.randint(0, 2)))
+
+        self.starting = {a: [] for a in range(self.parts)}
+        for a, options in self.starting.items():
+            for _ in range(draw.randint(1, 3)):
+                stop = draw.randint(a + 1, self.parts) if options else a + 1
+                numbers = [draw.randint(0, 9) for _ in range(3)]
+                weight = Weight(numbers[0], some(), some(), numbers[1], numbers[2], 0)
+                options.append(Option(a, stop, draw.randint(0, 9), weight, (), ()))
+        self._last = dict.fromkeys(self.sizes, self.parts)
+        self._stretch: Any = type("Stretch", (), {"start": 0, "positions": range(self.parts)})
+
+    def ways(self, at: int = 0) -> list[tuple[Option, ...]]:
+        if at == self.parts:
+            return [()]
+        return [(option, *rest) for option in self.starting[at] for rest in self.ways(option.stop)]
+
+    def held(self, way: Sequence[Option]) -> tuple[int, int]:
+        """Time and peak of a way, by the words of `Weight`."""
+        kept, saved, peak = 0, frozenset[int](), 0
+        for option in way:
+            w = option.weight
+            peak = max(peak, kept + sum(self.sizes[n] for n in w.entering - saved) + w.forward)
+            saved_now = saved | w.shared
+            kept += w.own + sum(self.sizes[n] for n in saved_now - saved)
+            saved, peak = saved_now, max(peak, kept + w.backward)
+        return sum(option.time for option in way), peak
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_budget_takes_the_fastest_of_all_ways_that_fit(seed: int):
+    case = _Case(seed)
+    every = [case.held(way) for way in case.ways()]
+    least = min(peak for _, peak in every)
+    assert case.least() == least
+    for limit in range(least - 1, max(peak for _, peak in every) + 2):
+        found = case.within(limit)
+        fits = [time for time, peak in every if peak <= limit]
+        assert (found is None) == (not fits)
+        if found is not None:
+            time, peak = case.held(found)
+            assert (time, peak <= limit) == (min(fits), True)
+            assert [*itertools.chain(*(range(o.start, o.stop) for o in found))] == [*range(case.parts)]
