@@ -122,10 +122,10 @@ class Scores:
         if watched() or not all(mask.takes(t) for t in (q, self.seed, self.mask) if t is not None):
             return False
         if type(q) is not Tensor:  # a plan, which has no numbers
-            attention.ask(drops, q.dtype)
+            attention.ask(drops, self.softcap is not None, q.dtype)
             return True
         try:
-            attention.compiled(drops, q.dtype)
+            attention.compiled(drops, self.softcap is not None, q.dtype)
         except CompileError as error:
             gave_up("Attention", error)
             return False

@@ -1,4 +1,4 @@
-/* Attention: BACKWARD is 0 or 1, and DROPS whether weights are dropped. LD and ST read and write the dtype of q, which
+/* Attention: BACKWARD is 0 or 1, DROPS whether weights are dropped, BENDS whether there is a soft-cap. LD and ST read and write the dtype of q, which
    is float32 if WIDE. Sums do not depend on the number of threads: each is made by one of them. */
 
 typedef struct {
@@ -29,16 +29,28 @@ INLINE void seen(const Shape *n, I row, I *lo, I *hi) {
   *lo = first < end ? first : end;
 }
 
+#define APART static __attribute__((noinline)) /* compiled once: most of the time that a compiler takes is for loops */
+
+APART void fill(float *x, I from, I to, float value) {
+  for (I i = from; i < to; i++) x[i] = value;
+}
+
 /* rows of P floats, zeros behind the D of a head */
-static void rows_of(const Shape *n, const void *p, I at, I stride, I rows, float *to) {
+APART void rows_of(const Shape *n, const void *p, I at, I stride, I rows, float *to) {
   for (I r = 0; r < rows; r++) {
     for (I d = 0; d < n->D; d++) to[r * n->P + d] = LD(p, at + r * stride + d);
     for (I d = n->D; d < n->P; d++) to[r * n->P + d] = 0.f;
   }
 }
 
+/* the D floats of rows of P, times a factor for each row */
+APART void store(const Shape *n, const float *from, const float *factor, void *p, I at, I stride, I rows) {
+  for (I r = 0; r < rows; r++)
+    for (I d = 0; d < n->D; d++) ST(p, at + r * stride + d, from[r * n->P + d] * (factor ? factor[r] : 1.f));
+}
+
 /* columns of `ld` floats, zeros behind the rows */
-static void columns_of(const Shape *n, const void *p, I at, I stride, I rows, float *to, I ld) {
+APART void columns_of(const Shape *n, const void *p, I at, I stride, I rows, float *to, I ld) {
   for (I r0 = 0; r0 < rows; r0 += 16)
     for (I d = 0; d < n->D; d++)
       for (I r = r0; r < r0 + 16 && r < rows; r++) to[d * ld + r] = LD(p, at + r * stride + d);
@@ -46,6 +58,7 @@ static void columns_of(const Shape *n, const void *p, I at, I stride, I rows, fl
     for (I r = rows; r < ld; r++) to[d * ld + r] = 0.f;
 }
 
+#if BENDS
 INLINE float tanh_(float x) {
   float a = abs_(x), e = exp_(2.f * (a > 10.f ? 10.f : a)), far = (e - 1.f) / (e + 1.f), u = a * a;
   float near = -8.863235529902197e-3f;
@@ -57,37 +70,38 @@ INLINE float tanh_(float x) {
   float y = a < .25f ? near : far;
   return x != x ? x : bits(raw(y) | (raw(x) & 0x80000000u));
 }
+#endif
 
 #define FLOOR(i) ((i) / LANES * LANES)
 #define CEIL(i) (((i) + LANES - 1) / LANES * LANES)
 
 /* x = scale x, bent by the soft-cap, plus the mask, for the keys that a row sees, and -inf up to whole vectors; `bent` is
    the derivative of the soft-cap. */
-INLINE void scores(const Shape *n, float *s, const float *mask, I from, I to, float scale, float cap, float *bent) {
+APART void scores(const Shape *n, float *s, const float *mask, I from, I to, float scale, float cap, float *bent) {
   I a = FLOOR(from), b = CEIL(to);
-  if (cap > 0.f) {
+#if BENDS
 #pragma omp simd
-    for (I i = a; i < b; i++) {
-      float t = tanh_(s[i] * scale / cap);
-      s[i] = cap * t;
-      bent[i] = 1.f - t * t;
-    }
-  } else {
-#pragma omp simd
-    for (I i = a; i < b; i++) s[i] *= scale;
+  for (I i = a; i < b; i++) {
+    float t = tanh_(s[i] * scale / cap);
+    s[i] = cap * t;
+    bent[i] = 1.f - t * t;
   }
+#else
+#pragma omp simd
+  for (I i = a; i < b; i++) s[i] *= scale;
+#endif
   if (n->masked) {
     I step = n->mask[3];
 #pragma omp simd
     for (I i = from; i < to; i++) s[i] += mask[i * step];
   }
-  for (I i = a; i < from; i++) s[i] = -__builtin_inff();
-  for (I i = to; i < b; i++) s[i] = -__builtin_inff();
+  fill(s, a, from, -__builtin_inff());
+  fill(s, to, b, -__builtin_inff());
 }
 
 /* Scores to e^(score - greatest), zeros beyond what the row sees; returns the sum. `most` is 0 for a row that sees no key.
    Of an infinite score no more is spoiled than the key that it is of. */
-INLINE float weights(float *x, I lo, I from, I to, I hi, float *greatest, int *blind, int *bad) {
+APART float weights(float *x, I lo, I from, I to, I hi, float *greatest, int *blind, int *bad) {
   float most = -__builtin_inff();
   int nan = 0;
   double sum = 0;
@@ -113,8 +127,8 @@ INLINE float weights(float *x, I lo, I from, I to, I hi, float *greatest, int *b
     }
     sum += some;
   }
-  for (I i = lo; i < from; i++) x[i] = 0.f;
-  for (I i = to; i < hi; i++) x[i] = 0.f;
+  fill(x, lo, from, 0.f);
+  fill(x, to, hi, 0.f);
   *greatest = most;
   float total = (float)sum;
   return total == 0.f || most == __builtin_inff() ? 1.f : total;
@@ -171,8 +185,7 @@ static void part(const Shape *n, I b, I h, I r0, const int64_t *seed, const void
   if (hi == lo) memset(out, 0, 4 * R * P);
   for (I k = lo; k < hi; k += STEP)
     mm(R, P, hi - k < STEP ? hi - k : STEP, s + k - lo, ld, right + k * ldv, ldv, out, P, k > lo);
-  for (I r = 0; r < R; r++)
-    for (I d = 0; d < n->D; d++) ST(y, AT(y, b, h, r0 + r) + d, out[r * P + d] * factor[r]);
+  store(n, out, factor, y, AT(y, b, h, r0), n->y[2], R);
 }
 
 void k(const int64_t *seed, const void *q, const void *k, const void *v, const float *mask, void *y, float *lse,
@@ -246,8 +259,8 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
         I word = ((b * n->H + h) * S + row) * N;
 #endif
         I a = FLOOR(from), z = CEIL(to);
-        for (I i = a; i < from; i++) e[i] = 0.f; /* what is hidden may be NaN */
-        for (I i = to; i < z; i++) e[i] = 0.f;
+        fill(e, a, from, 0.f); /* what is hidden may be NaN */
+        fill(e, to, z, 0.f);
         for (I at = a; at < z; at += NB) {
           I m = z - at < NB ? z - at : NB;
           float some = 0.f;
@@ -274,25 +287,23 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
           e[i] = blind ? 0.f : d;
           x[i] = KEPT(!(raw(x[i]) >> 31), keep * p);
         }
-        if (cap > 0.f)
+#if BENDS
 #pragma omp simd
-          for (I i = a; i < z; i++) e[i] *= bent[i - lo];
-        for (I i = lo; i < from; i++) e[i] = 0.f;
-        for (I i = to; i < hi; i++) e[i] = 0.f;
+        for (I i = a; i < z; i++) e[i] *= bent[i - lo];
+#endif
+        fill(e, lo, from, 0.f);
+        fill(e, to, hi, 0.f);
       }
       mtm(hi - lo, P, R, s, ld, d, ldd, dvs + lo * P, P);
       mtm(hi - lo, P, R, g, ld, left, ldq, dks + lo * P, P);
       if (hi == lo) memset(dqs, 0, 4 * R * P);
       for (I i = lo; i < hi; i += STEP)
         mm(R, P, hi - i < STEP ? hi - i : STEP, g + i - lo, ld, right + i * ldk, ldk, dqs, P, i > lo);
-      for (I r = 0; r < R; r++)
-        for (I i = 0; i < D; i++) ST(dq, AT(dq, b, h, r0 + r) + i, dqs[r * P + i]);
+      store(n, dqs, 0, dq, AT(dq, b, h, r0), n->dq[2], R);
     }
-  for (I r = 0; r < N; r++)
-    for (I i = 0; i < D; i++) { /* a NaN among the scores of a row spoils the weights of all keys, hidden ones, too */
-      ST(dk, AT(dk, b, shared, r) + i, dks[r * P + i]);
-      ST(dv, AT(dv, b, shared, r) + i, spoiled ? NAN : dvs[r * P + i]);
-    }
+  if (spoiled) fill(dvs, 0, N * P, NAN); /* in the row of a NaN the weights of all keys are NaN, of hidden ones, too */
+  store(n, dks, 0, dk, AT(dk, b, shared, 0), n->dk[2], N);
+  store(n, dvs, 0, dv, AT(dv, b, shared, 0), n->dv[2], N);
 }
 
 void k(const int64_t *seed, const void *q, const void *k, const void *v, const float *mask, const void *dy, void *dq,

@@ -50,29 +50,35 @@ class Limits(NamedTuple):
 
 
 @functools.cache
-def _kernel(backward: bool, drops: bool, dtype: torch.dtype) -> CKernel:
+def _kernel(backward: bool, drops: bool, bends: bool, dtype: torch.dtype) -> CKernel:
     name = NAMES[dtype]
-    defined = {"BACKWARD": int(backward), "DROPS": int(drops), "LD": f"ld_{name}", "ST": f"st_{name}"}
+    defined = {
+        "BACKWARD": int(backward),
+        "DROPS": int(drops),
+        "BENDS": int(bends),
+        "LD": f"ld_{name}",
+        "ST": f"st_{name}",
+    }
     text = "".join(f"#define {key} {value}\n" for key, value in defined.items())
     parts = map(header, ("head.h", "philox.h", "tile.h", "attention.h"))
     return CKernel("\n".join([text, *parts]), 11 if backward else 9, 0, 3)
 
 
-def ask(drops: bool, dtype: torch.dtype) -> None:
+def ask(drops: bool, bends: bool, dtype: torch.dtype) -> None:
     """Have both kernels compiled before they are called."""
     for backward in (False, True):
-        compiler.ask(_kernel(backward, drops, dtype).source)
+        compiler.ask(_kernel(backward, drops, bends, dtype).source)
 
 
 @functools.cache
-def compiled(drops: bool, dtype: torch.dtype) -> None:
+def compiled(drops: bool, bends: bool, dtype: torch.dtype) -> None:
     """Compile both kernels.
 
     Raises:
         CompileError: if they cannot be.
     """
     for backward in (False, True):
-        _kernel(backward, drops, dtype).function()
+        _kernel(backward, drops, bends, dtype).function()
 
 
 def attention_fwd(
@@ -148,5 +154,5 @@ def _call(
     q = tensors[0]
     assert q is not None
     pointers = [None if t is None else t.data_ptr() for t in (seed if drops else None, *tensors)]
-    function = _kernel(backward, drops, q.dtype).function()
+    function = _kernel(backward, drops, how.softcap is not None, q.dtype).function()
     function(*pointers, ctypes.addressof(n), how.scale, how.softcap or 0.0, keep, max(threads, 1))
