@@ -87,8 +87,9 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
             out.copy_(_linear(x.float(), weight.float(), None if bias is None else bias.float()))
         return
     x = x if x.dtype is weight.dtype else x.to(weight.dtype)
-    if env.ONEDNN_FLOAT32 and x.is_cpu:
-        out.copy_(_linear(x, weight, bias))
+    large = env.ONEDNN_FLOAT32 and x.numel() * weight.shape[0] >= ONEDNN_FLOAT32_WORTHWHILE
+    if large and _fits_onednn(x, weight, bias):
+        out.copy_(_onednn(x, weight, bias))
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
     else:

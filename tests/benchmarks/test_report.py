@@ -127,7 +127,7 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
 
 NOT_TIMED = {
     "format", "clean", "report", "versions", "bench-gpu", "test-gpu", "first-hour", "rehearsal", "warm-cache",
-    "test-machines", "test-seeds", "test-versions",
+    "test-machines", "test-models", "test-seeds", "test-versions",
 }  # fmt: skip
 
 
