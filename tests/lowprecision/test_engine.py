@@ -165,6 +165,19 @@ def test_fusions_that_take_a_linear_say_why_they_are_not_applied(recipe: Recipe)
 
 
 @each_recipe
+def test_c_kernels_around_quantized_gemms_give_the_numbers_of_the_operations(recipe: Recipe):
+    model = model_of(recipe)
+    with sf.fusing(unmeasured=True):
+        fused, plan = step(model, X), model.plan(X)
+    assert plan.env.kernels == "c"
+    assert min(plan.fused) >= 3
+    with sf.fusing(False):
+        unfused = step(model, X)
+    for a, b in zip(fused, unfused, strict=True):
+        assert float((a - b).norm()) <= 1e-3 * float(b.norm())
+
+
+@each_recipe
 @pytest.mark.parametrize("memory", ["lean", "balanced"])
 def test_choices_of_memory_give_the_same_numbers(recipe: Recipe, memory: Any):
     model = model_of(recipe)
