@@ -65,6 +65,8 @@ _FUNCTIONS: dict[str, Any] = {
     "mul": operator.mul,
     "getitem": operator.getitem,
     "F.linear": torch.nn.functional.linear,
+    "F.relu": torch.nn.functional.relu,
+    "F.silu": torch.nn.functional.silu,
     "F.softmax": torch.nn.functional.softmax,
     "F.dropout": torch.nn.functional.dropout,
     "F.attention": torch.nn.functional.scaled_dot_product_attention,
@@ -397,6 +399,15 @@ def _unmerged(write: Writer, t: Any) -> Node | None:
     return None
 
 
+def _activation(node: Node, write: Writer) -> Node | None:
+    """An activation in place of what a GEMM has just made, and what nobody else reads."""
+    x: Any = argument(node, 0, "input")
+    fresh = spelled(x) in ("linear", "matmul", "addmm") and list(x.users) == [node]
+    if not argument(node, 1, "inplace", False) or not fresh:
+        return None
+    return write(f"F.{spelled(node)}", x)
+
+
 def _view(node: Node, write: Writer) -> Node | None:
     """A view of a view that is as what it began with."""
     source: Any = node.args[0]
@@ -427,6 +438,7 @@ _RULES: dict[str, Rule] = {
     "bmm": _bmm,
     "matmul": _matmul,
     **dict.fromkeys(("softmax", "dropout", "mul", "truediv", "to", "float", "type"), _of_merged),
+    **dict.fromkeys(("relu", "silu"), _activation),
     "view": _view,
     "reshape": _view,
     "transpose": _transpose,

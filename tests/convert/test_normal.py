@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,9 @@ def of_cosines(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (made * m.w[:2].view(2, 1, 1).exp() + m.w[:4]).softmax(-1) @ v
 
 
+LEAST = torch.finfo(torch.float64).min
+# A row that sees no key has equal weights.
+HIDDEN = torch.tensor([[[1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], [[0, 1, 0, 0]] * 4]).bool()[:, None]
 ATTENTION: dict[str, Weigh] = {
     "einsum": by_einsum,
     "bmm": by_bmm,
@@ -54,12 +58,17 @@ ATTENTION: dict[str, Weigh] = {
     "a sum in place": lambda m, q, k, v: scores(q, k).add_(m.w[:4].detach()).softmax(-1) @ v,
     "keys turned before": lambda m, q, k, v: (q @ k.permute(0, 1, 3, 2)).softmax(-1) @ v,
     "weights of the same type": lambda m, q, k, v: scores(q, k).softmax(-1).type(torch.float64) @ v,
+    "a mask of data": lambda m, q, k, v: scores(q, k).masked_fill(HIDDEN, -1e9).softmax(-1) @ v,
+    "where a mask is true": lambda m, q, k, v: torch.where(~HIDDEN, scores(q, k), LEAST).softmax(-1) @ v,
+    "where a mask is true, a method": lambda m, q, k, v: scores(q, k).where(~HIDDEN, LEAST).softmax(-1) @ v,
+    "hidden by infinity": lambda m, q, k, v: scores(q, k).masked_fill(HIDDEN[1:], -math.inf).softmax(-1) @ v,
+    "a mask of data and a bias": lambda m, q, k, v: (scores(q, k) + m.w[:4]).masked_fill(HIDDEN, -1e9).softmax(-1) @ v,
     "values scaled": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v * 0.5),
     "queries normalized alone": lambda m, q, k, v: F.scaled_dot_product_attention(F.rms_norm(q, (4,)), k, v),
     "values of other rows": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v.flip(2)),
     "keys for values": lambda m, q, k, v: F.scaled_dot_product_attention(q, v, k),
 }
-LEFT = {"a sum in place"}
+LEFT = {"a sum in place", "a mask of data and a bias", "hidden by infinity"}
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -77,6 +86,22 @@ def test_heads_that_nobody_puts_side_by_side_are_views_of_attention():
         return joined(y * y.sigmoid())
 
     assert "Attention" in operations(assert_same_recorded(Layers(spelling).double(), X))
+
+
+def test_keys_and_values_that_leave_the_model_have_complete_gradients():
+    def spelling(m: Layers, x: Tensor) -> Any:
+        q, k, v = qkv(m, x)
+        y = x + m.c(joined(F.scaled_dot_product_attention(q, k.flip(0).flip(0), v)))
+        return y, v, k
+
+    def crossing(m: Layers, x: Tensor) -> Any:
+        q, k, v = qkv(m, x)
+        k, v = (m.a(x.flip(1)).view(2, 4, 2, 4).transpose(1, 2), m.b(x.flip(1)).view(2, 4, 2, 4).transpose(1, 2))
+        return x + m.c(joined(F.scaled_dot_product_attention(q, k, v))), k, v
+
+    for spelled in (spelling, crossing):
+        replayed = assert_same_recorded(Layers(spelled).double(), X)
+        assert {"Attention", "CrossAttention"} & {*operations(replayed)}
 
 
 PRODUCTS: dict[str, tuple[Spelling, str]] = {
@@ -104,6 +129,7 @@ PRODUCTS: dict[str, tuple[Spelling, str]] = {
     "a gate in the second half": (
         lambda m, x: m.b((lambda a, b: a * F.gelu(b))(*m.up(x).chunk(2, -1))), "GEGLU"
     ),
+    "relu in place": (lambda m, x: m.b(F.relu(m.a(x), inplace=True)), "ReLU"),
     "glu": (lambda m, x: m.b(F.glu(m.up(x))), "GLU"),
 }  # fmt: skip
 
@@ -124,6 +150,8 @@ NEARLY: dict[str, Spelling] = {
     "erf of another tensor": lambda m, x: 0.5 * m.a(x) * (1 + torch.erf(m.b(x) / 2**0.5)),
     "normalize by another norm": lambda m, x: F.normalize(m.a(x), p=1.0, dim=-1),
     "normalize of zeros": lambda m, x: F.normalize(m.a(x) * 0, dim=-1) * 8**0.5 * m.w,
+    "relu in place of what is read again": lambda m, x: (lambda h: F.relu(h, inplace=True) + h)(m.a(x)),
+    "relu in place of a view": lambda m, x: (lambda h: F.relu(h.mT, inplace=True).mT * h)(m.a(x)),
     "a clone that is changed": lambda m, x: (lambda h: h.clone().mul_(2) + h.clone())(m.a(x)),
     "equal calls of what changes": lambda m, x: (lambda h: (h * 2) + h.add_(1) * 2 + h * 2)(m.a(x)),
 }  # fmt: skip

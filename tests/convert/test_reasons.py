@@ -33,7 +33,7 @@ CALL = "call F.scaled_dot_product_attention"
 PAST = X[:, None, None, :, 0] > 9
 ATTENTION: dict[str, tuple[Weigh, str]] = {
     "a mask of data": (
-        lambda q, k, v: scores(q, k).masked_fill(PAST, -1e9).softmax(-1) @ v,
+        lambda q, k, v: scores(q, k).masked_fill(PAST, -1e3).softmax(-1) @ v,
         f"its scores are masked by masked_fill with a mask that is data: {CALL}, with attn_mask=",
     ),
     "softmax over queries": (

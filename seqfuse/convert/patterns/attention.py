@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch.fx import Node
 
 from ... import ops
+from ..effects import returned
 from ..graph import (
     CASTS,
     ahead,
@@ -145,8 +146,9 @@ def _across(
         return None
     if any(not same_size(e.shape[0], examples[0].shape[0]) for e in examples):
         return None
+    leaving = returned(node.graph)  # such as keys for a cache, whose gradients are to be complete
     for t, h, is_whole, name in zip(whole, parts, plain, "qkv", strict=True):
-        if isinstance(h, Heads) and is_whole and (h.factor == 1 or name != "v"):
+        if isinstance(h, Heads) and is_whole and t not in leaving and (h.factor == 1 or name != "v"):
             rows.append(h.source)
             factor *= h.factor
         else:

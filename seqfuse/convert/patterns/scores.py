@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Node
 
-from ..graph import CASTS, ahead, either, example, narrow_of, operands, same_size, spelled
-from ..masks import FILLING, scores_of
+from ..graph import CASTS, ahead, alike, argument, either, example, narrow_of, operands, same_size, spelled
+from ..masks import FILLING, KnownValues, scores_of
 from ..normal import Writer
 from .pointwise import scaled
 
@@ -60,6 +62,10 @@ def scores_behind(node: Any, how: dict[str, Any]) -> Scores | str:
             factors.append(number)
         elif spelled(node) in FILLING:
             unmasked = None if masks or softcap or scale != 1 or factors or how else scores_of(node, how)
+            if unmasked is None and not (masks or softcap or scale != 1 or factors) and (filled := _filled(node)):
+                unmasked, mask, seen = filled
+                masks.append((mask, 1.0))
+                factors.append(seen)
             if unmasked is None:
                 return f"its scores are masked by {spelled(node)} with a mask that is data: {CALL}, with attn_mask="
             node = unmasked
@@ -71,6 +77,38 @@ def scores_behind(node: Any, how: dict[str, Any]) -> Scores | str:
     swapped = spelled(keys) == "transpose" and set(keys.args[1:]) in ({2, 3}, {-1, -2}, {2, -1})
     k = keys.args[0] if swapped else Writer(node)("transpose", keys, -2, -1)
     return Scores(q, k, scale, softcap, masks, factors)
+
+
+def _filled(node: Node) -> tuple[Node, Node, Node] | None:
+    """Scores that are filled with a number where a mask hides them, what is added instead, and a factor of queries.
+
+    A row that sees no key has equal weights, by which no gradient comes to its scores: its queries are multiplied by
+    zero, and its mask hides nothing.
+    """
+    write = Writer(node)
+    scores: Any
+    if spelled(node) == "masked_fill":
+        scores, hidden, fill = (argument(node, i, name) for i, name in enumerate(("input", "mask", "value")))
+    else:
+        scores, seen, fill = node.args if node.op == "call_method" else _swapped(node)
+        hidden = write("logical_not", seen)
+    known = KnownValues().choice(fill)
+    e, m = example(scores), example(hidden)
+    if e is None or m is None or m.dtype is not torch.bool or not alike(scores, node) or e.ndim != 4:
+        return None
+    number = float(known.yes) if known is not None and known.is_fixed else 0.0
+    if not -math.inf < number <= max(-1e9, torch.finfo(e.dtype).min):  # infinity makes NaN
+        return None
+    zeros = write("torch.zeros_like", hidden, dtype=e.dtype)
+    sees = write("any", write("logical_not", hidden), -1, True)
+    mask = write("masked_fill", zeros, write("logical_and", hidden, sees), -math.inf)
+    return scores, mask, write("to", sees, e.dtype)
+
+
+def _swapped(where: Node) -> list[Any]:
+    """X, c and y of torch.where(c, x, y)."""
+    c, x, y = where.args
+    return [x, c, y]
 
 
 def _factor(product: tuple[Any, Any]) -> tuple[Node, Node] | None:
