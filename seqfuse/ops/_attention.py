@@ -42,6 +42,8 @@ Kernel = Literal["cpu", "c", "triton", "blocks"] | _sdpa.Backend
 QKV = tuple[Tensor, Tensor, Tensor]
 # The largest rounding error of a log-sum-exp that weights may be made of.
 _ROUNDED = 1e-5
+# Where torch's kernel has matrix instructions, which C has not.
+_IN_TILES = frozenset({torch.bfloat16} if torch.cpu._is_amx_tile_supported() else ())  # pyright: ignore
 # Scores held at a time in blocks: 16 MiB in float32.
 _HELD = 1 << 22
 
@@ -114,7 +116,7 @@ class Scores:
         drops = self.seed is not None and self.p > 0
         if torch.compiler.is_compiling() or stats_dtype(q) is not torch.float32 or self.p >= 1 or not has_c(q):
             return False
-        small = q.dtype is not torch.float32 or q.numel() * keys < C_ATTENTION_WORTHWHILE
+        small = q.dtype in _IN_TILES or q.numel() * keys < C_ATTENTION_WORTHWHILE
         if self.cu_seqlens is not None or (small and not self.beyond_torch(keys)):
             return False
         from ..kernels.c import attention, mask
