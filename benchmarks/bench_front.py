@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from bench_convert import llama
 from bench_peak import alone, resident
 from record import write
@@ -85,7 +86,7 @@ def training(name: str, side: str, rows: int) -> Callable[[], None]:
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif side.startswith("compile"):
-        torch._functorch.config.activation_memory_budget = float(side.partition(" ")[2])
+        functorch.activation_memory_budget = float(side.partition(" ")[2])
         run = torch.compile(model)
     elif side != "eager":
         sf.convert(model, memory=sf.Budget(part=float(side)) if side[0].isdigit() else side)

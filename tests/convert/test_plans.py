@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 import pytest
 import torch
@@ -134,3 +135,53 @@ def test_a_small_chain_is_one_autograd_node_and_a_large_one_several():
 
     assert segments(8) == 1
     assert segments(256) == 6, "one for each block, which has two mebibytes of weights"
+
+
+class Broken(nn.Module):
+    """Residual MLPs of two graphs, with a convolution between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.between = nn.Conv1d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == 1:
+                torch._dynamo.graph_break()
+                x = self.between(x.mT).mT
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("regions", ["model", "layers"])
+def test_chains_of_several_graphs_run_again_with_lent_parameters(
+    regions: Literal["model", "layers"],
+):
+    torch.manual_seed(0)
+    model, x = Broken(), seeded_randn((2, 7, 16), 0)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        first, second = model(leaf), model(2 * leaf)  # both are alive when the first goes back
+        first.square().sum().backward()
+        second.sum().backward()
+        return [leaf.grad, *[p.grad.clone() for p in model.parameters()]]  # pyright: ignore
+
+    expected = gradients()
+    conversion = sf.convert(model, memory="least", regions=regions)
+    for _ in range(3):
+        torch.testing.assert_close(gradients(), expected, rtol=1e-4, atol=1e-4)
+    plans = [region.plan for graph in conversion.graphs for region in graph.regions]
+    assert len(plans) >= 2 if regions == "model" else plans
+    assert all(plan is not None and plan.recomputed for plan in plans)

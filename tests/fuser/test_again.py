@@ -507,3 +507,15 @@ def test_a_budget_takes_the_fastest_of_all_ways_that_fit(seed: int):
             time, peak = case.held(found)
             assert (time, peak <= limit) == (min(fits), True)
             assert [*itertools.chain(*(range(o.start, o.stop) for o in found))] == [*range(case.parts)]
+
+
+def test_a_compiler_takes_what_is_saved_from_the_operations():
+    """A compiled call decides itself what is saved; compiled autograd follows a segment that runs again."""
+    x = x_of(9)
+    model = llama()
+    model.memory = "least"
+    wanted = run(llama(), x)
+    torch.testing.assert_close(run(torch.compile(model, backend="aot_eager"), x), wanted, rtol=1e-4, atol=1e-5)  # pyright: ignore
+    run(model, x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        torch.testing.assert_close(run(model, x), wanted, rtol=1e-4, atol=1e-5)
