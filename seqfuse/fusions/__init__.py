@@ -14,6 +14,7 @@ from .chain import (
     PointwiseChainBackward,
     PointwiseChainJoint,
 )
+from .experts import PermuteGroupedLinear
 from .feedforward import ActivationLinearJoint
 from .gated import BiasGated, BiasGatedBackward, BiasGatedScale
 from .heads import (
@@ -93,6 +94,7 @@ triton: tuple[type[FusedOperation], ...] = (
 
 lean: tuple[type[FusedOperation], ...] = (
     ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; torch's own GEMMs
+    PermuteGroupedLinear,  # sorts tokens by expert again, of which it saves the tokens as they came
     RecomputeHeads,  # makes queries, keys and values again: a norm and a GEMM in the backward pass
     RecomputeNorm,  # makes what the norm before a GEMM gave again
     RecomputeActivation,  # makes what the activation before a GEMM gave again

@@ -14,7 +14,7 @@ from ..env import Env, Savings
 from ..errors import InputError
 from ..fusion import Requirements
 from ..hardware import STEP
-from ..ops import Add, Bias, Linear, MergedLinear, Scale
+from ..ops import Add, Bias, GroupedLinear, Linear, MergedLinear, Scale
 from ..ops._mm import addmm, mm
 from ..ops._mm import linear as gemm
 from ..ops.linear import saved_linear
@@ -181,7 +181,7 @@ def plus_in_place(y: Tensor, add: Add, other: Tensor) -> Tensor:
     return add.fwd(y, other=other)[0]
 
 
-def output_bytes(linear: Linear | MergedLinear, env: Env) -> float:
+def output_bytes(linear: Linear | MergedLinear | GroupedLinear, env: Env) -> float:
     """Bytes of the output."""
     return float(env.tokens * linear.out_features * env.itemsize)
 

@@ -15,7 +15,19 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..hardware import RECOMPUTING
 from ..operation import UnfusedOperation
-from ..ops import Attention, Bias, Dropout, Fork, LayerNorm, Linear, MergedLinear, QKNorm, RMSNorm, RotaryEmbedding
+from ..ops import (
+    Attention,
+    Bias,
+    Dropout,
+    Fork,
+    GroupedLinear,
+    LayerNorm,
+    Linear,
+    MergedLinear,
+    QKNorm,
+    RMSNorm,
+    RotaryEmbedding,
+)
 from ..ops._mm import linear
 from ..ops._parameters import one_gemm, parameter
 from ..ops.linear import saved_linear
@@ -65,12 +77,13 @@ class _Recomputed(ForwardFusion, contract=True):
     saves_memory = True
     casts = True
     layout = "any"
-    linear: Linear | MergedLinear
+    linear: Any
     bias: Bias | None
 
     def requires(self, env: Env) -> Requirements:
-        if isinstance(self.linear, MergedLinear):
-            yield self.bias is None, "a Bias after a MergedLinear is not part of its GEMM; its parts have their own"
+        if not isinstance(self.linear, Linear):
+            kind, of = type(self.linear).__name__, "parts" if isinstance(self.linear, MergedLinear) else "groups"
+            yield self.bias is None, f"a Bias after a {kind} is not part of its GEMM; its {of} have their own"
         else:
             yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
@@ -225,13 +238,25 @@ class RecomputeActivation(_Recomputed):
 
     act: Pointwise | Gated
     dropout: Dropout | None
-    linear: Linear | MergedLinear
+    linear: Linear | MergedLinear | GroupedLinear
     bias: Bias | None
 
     def requires(self, env: Env) -> Requirements:
         yield from super().requires(env)
         kind = type(self.act)
         yield kind.Saved.fields == ("x",), f"{kind.__name__} saves its output, which the GEMM after it does too"
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        seeds: tuple[Tensor | None, ...],
+        env: Env,
+        needs: frozenset[str],
+        linear_offsets: Tensor | None = None,
+    ) -> Any:
+        y, _, saved = self._run(x, seeds, env, needs, linear_offsets=linear_offsets)
+        return (y, saved) if needs else y
 
 
 class RecomputeHeads(_Recomputed):

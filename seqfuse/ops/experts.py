@@ -294,13 +294,16 @@ class Permute(sf.UnfusedOperation):
     def fwd(self, x: Tensor, *, experts: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
         self.check(x.shape, experts)
         order, rows, offsets = self.sorted(experts)
+        return self.in_order(x, order, offsets), {"offsets": offsets, "rows": rows}, self._saved(rows, offsets)
+
+    def in_order(self, x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+        """Return y, given which pair of a token and an expert each of its rows is."""
         y = x.reshape(-1, x.shape[-1]).index_select(0, order // self.top_k)
         if y.is_cpu and not is_watched(y):
             y[int(offsets[-1]) :].zero_()
         else:
             y = torch.where(inside(offsets, len(y)), y, 0)
-        y = y.view(*x.shape[:-1], self.top_k, x.shape[-1])
-        return y, {"offsets": offsets, "rows": rows}, self._saved(rows, offsets)
+        return y.view(*x.shape[:-1], self.top_k, x.shape[-1])
 
     def bwd(
         self, dy: Tensor, saved: Saved, *, d_offsets: Tensor | None, d_rows: Tensor | None
@@ -318,6 +321,13 @@ class Permute(sf.UnfusedOperation):
 
     def extra_repr(self) -> str:
         return f"{self.experts}, {self.top_k}"
+
+
+def sorted_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """The y of a `Permute` again, of the rows that it made: the same bits."""
+    flat = rows.reshape(-1)
+    order = torch.empty_like(flat).scatter_(0, flat, torch.arange(flat.shape[0], device=flat.device))
+    return Permute(offsets.shape[0], rows.shape[-1]).in_order(x, order, offsets)
 
 
 def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:

@@ -58,7 +58,9 @@ def refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: i
             readers = nodes[a].readers[channel]
             if readers and readers <= set(range(a, b)):
                 continue
-            needs_dy = not getattr(node.operation, "dy_may_be_none", False)
+            # No gradient comes back by way of integers.
+            whole = name in getattr(node.operation, "integers", ())
+            needs_dy = not (whole or getattr(node.operation, "dy_may_be_none", False))
             if isinstance(fusion, ForwardFusion) and needs_dy and not dead and node is not nodes[b - 1]:
                 return f"{node.name} needs a gradient of its y, whose shape is not kept where its {full} alone is used"
             if fusion.replaces_forward and full not in fusion.outputs:

@@ -101,7 +101,9 @@ class Probe:
     def _plan(self, case: Case) -> Plan:
         inputs = self.specimen.inputs_for(case, self.seed)
         with torch.set_grad_enabled(case.grad):
-            given: dict[str, Any] = {name: t.requires_grad_(case.grad) for name, t in inputs.items()}
+            given: dict[str, Any] = {
+                name: t.requires_grad_(case.grad and t.is_floating_point()) for name, t in inputs.items()
+            }
             return self.bench().plan(**given)
 
     def _refused(self, case: Case) -> str | None:

@@ -1,0 +1,114 @@
+"""Fusions of experts that save less: tokens in the order of experts and activations are made again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import PermuteGroupedLinear, RecomputeActivation, experts
+from seqfuse.testing import check_fusion, seeded_randn
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def drawn(tokens: int, top_k: int) -> Tensor:
+    """Experts of tokens, some of none of four."""
+    return torch.randint(-1, 5, (tokens, top_k), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+def test_tokens_are_sorted_again(top_k: int, biased: bool):
+    listed = ops.Permute(4, top_k), ops.GroupedLinear(4, 6, 5, bias=biased)
+    check_fusion(PermuteGroupedLinear, seeded_randn((40, 6), 0), *listed, experts=drawn(40, top_k), dtypes=DTYPES)
+
+
+@pytest.mark.parametrize("act", [ops.SwiGLU(), ops.ClampedSwiGLU(0.75, packing="interleaved"), ops.GeLU()], ids=str)
+def test_activations_of_experts_are_made_again(act: sf.UnfusedOperation):
+    width = 8 // act.narrows
+    ends = torch.tensor([11, 11, 33])
+    listed = act, ops.GroupedLinear(3, width, 5)
+    check_fusion(RecomputeActivation, seeded_randn((40, 8), 0), *listed, offsets=ends, dtypes=DTYPES)
+
+
+def test_a_wrong_order_is_found(monkeypatch: pytest.MonkeyPatch):
+    right = experts.sorted_rows
+    monkeypatch.setattr(experts, "sorted_rows", lambda *given: right(*given).roll(1, 0))
+    listed = ops.Permute(4, 2), ops.GroupedLinear(4, 6, 5)
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(PermuteGroupedLinear, seeded_randn((40, 6), 0), *listed, experts=drawn(40, 2), dtypes=DTYPES[:1])
+
+
+def test_a_permute_of_other_offsets_is_refused():
+    model = sf.Sequential(
+        ops.Permute(4, 2), ops.GroupedLinear(4, 6, 5, offsets="others"), fusions=(PermuteGroupedLinear,), memory="lean"
+    )
+    ends = torch.tensor([10, 20, 30, 40])
+    x = seeded_randn((40, 6), 0).requires_grad_()
+    plan = model.plan(x, experts=drawn(40, 2), others=ends)
+    assert not plan.count("PermuteGroupedLinear")
+
+
+def block(dim: int, hidden: int, count: int, top_k: int) -> sf.Sequential:
+    return sf.Sequential(
+        ops.Route(dim, count, top_k), ops.Permute(count, top_k), ops.GroupedLinear(count, dim, 2 * hidden, bias=False),
+        ops.SwiGLU(), ops.GroupedLinear(count, hidden, dim, bias=False), ops.Unpermute(),
+    )  # fmt: skip
+
+
+def test_a_block_saves_less_where_it_is_to():
+    """Of a token and an expert: 2 F, and H for the factors; by default H and F more."""
+    model, x = block(64, 128, 8, 2), seeded_randn((512, 64), 0).requires_grad_()
+    saved: dict[str, int] = {}
+    found: dict[str, list[Tensor]] = {}
+    for memory in ("save", "lean"):
+        model.memory = memory
+        plan = model.plan(x)
+        assert plan.memory is not None
+        saved[memory] = plan.memory.saved
+        leaves = [x, *model.parameters()]
+        found[memory] = [*torch.autograd.grad(model(x).square().sum(), leaves)]
+    pairs = 4 * 512 * 2
+    assert saved["save"] - saved["lean"] == pairs * (64 + 128)
+    torch.testing.assert_close(found["lean"], found["save"])
+
+
+@pytest.mark.parametrize(("memory", "most"), [("save", 0.85), ("lean", 0.50)])
+def test_a_converted_block_saves_less_than_the_loop_of_hugging_face(memory: str, most: float):
+    transformers = pytest.importorskip("transformers")
+    moe = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    config = transformers.MixtralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        experts_implementation="eager",
+    )
+    theirs = moe.MixtralSparseMoeBlock(config).train()
+    torch.nn.init.normal_(theirs.gate.weight, std=0.1)
+    for p in theirs.experts.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    x = seeded_randn((4, 128, 64), 0).requires_grad_()
+
+    def saved() -> int:
+        kept: dict[int, int] = {}
+        own = {p.untyped_storage().data_ptr() for p in theirs.parameters()}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.untyped_storage().data_ptr() not in own:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            theirs(x).sum().backward()
+        return sum(kept.values())
+
+    before = saved()
+    sf.convert(theirs, memory=memory)  # pyright: ignore
+    theirs(x).sum().backward()
+    after = saved()
+    print(f"saved for backward, {memory}: {after:,} B, {after / before:.2f} of eager's {before:,} B")
+    assert after <= most * before
