@@ -93,7 +93,7 @@ def test_on_and_off_alternate_without_another_plan(monkeypatch: pytest.MonkeyPat
     plan_region = planning.plan_region
     from seqfuse.run import fuser
 
-    monkeypatch.setattr(fuser, "plan_region", lambda *given: (made.append(1), plan_region(*given))[1])
+    monkeypatch.setattr(fuser, "plan_region", lambda *given, **how: (made.append(1), plan_region(*given, **how))[1])
 
     def each() -> None:
         step(model, X)
