@@ -23,7 +23,7 @@ from ..testing.numerics import FusedMismatch, assert_fused_close
 from ..testing.observe import name_of
 from ..testing.structure import copied
 from . import inputs
-from .inputs import Given, Json, Named, Spec, Under
+from .inputs import InputText, Json, Named, Spec, Under
 from .output import tell, tell_json
 from .target import Unable, container, said
 
@@ -313,7 +313,7 @@ def compare_model(
     target: Named,
     /,
     *,
-    input: Given,
+    input: InputText,
     against: Annotated[str, Parameter(help="unfused, or a dtype with more digits.")] = "unfused",
     no_grad: Annotated[bool, Parameter(negative="", show_default=False, help="Compare the forward pass.")] = False,
     seed: int = 0,

@@ -20,6 +20,7 @@ import torch
 
 from .. import compiler, fusions, plugins, store
 from ..env import Env, why_no_c
+from ..errors import InputError
 from ..fusion import FusedOperation, InferenceFusion
 from ..run import Sequential
 from ..settings import settings
@@ -202,6 +203,8 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
                     if plan.fused != (0, 0) or any(r.superseded for r in plan.refused):
                         return None
                     reasons += [r.reason for r in plan.refused]
+            except InputError:  # it takes what no example draws: that is not for want of anything here
+                return None
             except Exception as error:
                 reasons.append(f"no example could be planned: {type(error).__name__}: {error}")
     return reasons[0] if reasons else "it matches none of the examples that were made for it"

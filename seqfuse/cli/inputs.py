@@ -19,7 +19,7 @@ from ..hardware import CARDS
 from .target import Unable, load
 
 Named = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
-Given = Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")]
+InputText = Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")]
 Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print JSON.")]
 
 _DTYPES = {

@@ -16,7 +16,7 @@ from ..operation import FusableOperation
 from ..tune import tune
 from ..tune.shadow import MODES
 from . import inputs
-from .inputs import Given, Json, Named, Under
+from .inputs import InputText, Json, Named, Under
 from .output import tell, tell_json
 from .target import Unable, part_of
 
@@ -25,7 +25,7 @@ def tune_model(
     target: Named,
     /,
     *,
-    input: Given,
+    input: InputText,
     modes: Literal["train", "eval", "both"] = "both",
     budget: Annotated[float | None, Parameter(help="Seconds after which no measurement is begun.")] = None,
     file: Annotated[Path | None, Parameter(help="Keep measurements in this file.")] = None,
@@ -45,7 +45,7 @@ def tune_model(
         tell(str(report))
 
 
-def warm(target: Named, /, *, input: Given, on: Annotated[Under | None, Parameter(name="*")] = None) -> None:
+def warm(target: Named, /, *, input: InputText, on: Annotated[Under | None, Parameter(name="*")] = None) -> None:
     """Compile the C kernels that a model calls on this CPU, so that its first step does not wait for them."""
     if reason := why_no_c():
         raise Unable(reason)

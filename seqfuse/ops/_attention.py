@@ -93,7 +93,8 @@ class Scores:
         if cpu:
             if ours:
                 return "triton"
-            if self._in_c(q, keys):
+            large = q.numel() * keys >= C_ATTENTION_WORTHWHILE and q.dtype not in _IN_TILES
+            if (large or bounded or not plain) and self._in_c(q):
                 return "c"
             return "cpu" if plain and not bounded and q.is_floating_point() else "blocks"
         if plain and self.mask is None and q.device.type == "cuda" and torch.version.hip is None:
@@ -111,13 +112,12 @@ class Scores:
         """Whether torch has no kernel for a CPU that does this."""
         return self.p > 0 or self.softcap is not None or self._bounded(keys)
 
-    def _in_c(self, q: Tensor, keys: int) -> bool:
+    def _in_c(self, q: Tensor) -> bool:
         """Whether a C kernel does this, of plain tensors on a CPU."""
         drops = self.seed is not None and self.p > 0
-        if torch.compiler.is_compiling() or stats_dtype(q) is not torch.float32 or self.p >= 1 or not has_c(q):
+        if self.cu_seqlens is not None or self.p >= 1 or torch.compiler.is_compiling():
             return False
-        small = q.dtype in _IN_TILES or q.numel() * keys < C_ATTENTION_WORTHWHILE
-        if self.cu_seqlens is not None or (small and not self.beyond_torch(keys)):
+        if stats_dtype(q) is not torch.float32 or not has_c(q):
             return False
         from ..kernels.c import attention, mask
 
@@ -135,9 +135,9 @@ class Scores:
 
     def limits(self) -> Any:
         """All but the tensors, as the C kernels take it."""
-        from ..kernels.c.attention import Limits
+        from ..kernels.c.attention import ScoreLimits
 
-        return Limits(self.scale, self.causal, self.window, self.softcap, 0.0 if self.seed is None else self.p)
+        return ScoreLimits(self.scale, self.causal, self.window, self.softcap, 0.0 if self.seed is None else self.p)
 
     def draws(self, q: Tensor) -> bool:
         """Whether FlashAttention drops the weights of q [B, H, S, D], by a mask that torch's generator decides.
@@ -281,7 +281,7 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
         y, lse, state = _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens, how.p)
         how.seed = state if how.p else how.seed
         return y, lse
-    if kernel == "c":
+    if kernel == "c" and type(q) is Tensor:  # else shapes and FLOPs are asked, which are those of torch's
         from ..kernels.c.attention import attention_fwd as run_in_c
 
         mask = None if how.mask is None else additive(how.mask, torch.float32)

@@ -34,7 +34,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         with autocasting("cpu", None):
             bias = None if bias is None else _wide(bias, dtype)
             return _linear(_wide(x, dtype), _wide(weight, dtype), bias).to(dtype)
-    return _linear(x, weight, bias)
+    if env.ONEDNN_FLOAT32 and x.numel() * weight.shape[0] >= ONEDNN_FLOAT32_WORTHWHILE:
+        return _linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -102,7 +104,10 @@ def mm(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
         with autocasting("cpu", None):
             y = _mm(_wide(a, dtype), _wide(b, dtype))
             return (y if factor == 1.0 else y.mul_(factor)).to(dtype)
-    return _mm(a, b) if factor == 1.0 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
+    if factor == 1.0:
+        large = env.ONEDNN_FLOAT32 and a.numel() * b.shape[1] >= ONEDNN_FLOAT32_WORTHWHILE
+        return _mm(a, b) if large else torch.mm(a, b)
+    return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
 
 
 def addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:

@@ -193,7 +193,10 @@ def _routed(
         else:
             open_forks.append(name)
     kind: type = type(operation)
-    return kind(named)
+    try:
+        return kind(named)
+    except TypeError:  # it takes more than a channel, and keeps the names that its example has
+        return operation
 
 
 def _bare(operation: UnfusedOperation) -> UnfusedOperation:

@@ -117,8 +117,9 @@ def test_nothing_but_parameters_is_in_any_state() -> None:
     made = [getattr(ops, name) for name in ops.__all__]
     arguments: dict[str, tuple[Any, ...]] = {
         "Attention": (2,), "CrossAttention": (2,), "Embedding": (7, 5), "PositionEmbedding": (7, 5), "QKNorm": (4, 2),
-        "MergedLinear": (5, (4, 2)), "LayerScale": (5,), "Transpose": (0, 1),
+        "MergedLinear": (5, (4, 2)), "LayerScale": (5,), "Transpose": (0, 1), "Clamp": (1.0,),
         "Linear": (5, 4), "Bias": (5,), "LayerNorm": (5,), "RMSNorm": (5,), "Scale": (2.0,), "Reshape": (5, 1),
+        "GroupedLinear": (3, 5, 4), "Permute": (3, 2), "Route": (5, 3, 2), "L2Norm": (5,), "ScaledSwiGLU": ("f",),
     }  # fmt: skip
     named = {"RotaryEmbedding": {"heads": 2, "style": "half"}}
     for cls in made:

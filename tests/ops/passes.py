@@ -32,6 +32,7 @@ _PICKY = (
     "QKNorm",
     "L2Norm",
     "Residual",
+    "Route",
     "RotaryEmbedding",
     "ScaledSwiGLU",
     "TokenScale",

@@ -17,7 +17,7 @@ CALL = "call F.scaled_dot_product_attention"
 """What to do instead of another spelling."""
 
 
-class Scores(NamedTuple):
+class ScoreTerms(NamedTuple):
     """Scores as scale q k^T, capped, plus masks that are multiplied by numbers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Scores(NamedTuple):
     factors: list[Node]
 
 
-def scores_behind(node: Any, how: dict[str, Any]) -> Scores | str:
+def scores_behind(node: Any, how: dict[str, Any]) -> ScoreTerms | str:
     """What scores are made of, from their softmax back to the GEMM."""
     scale, softcap = 1.0, None
     masks, factors = list[tuple[Node, float]](), list[Node]()
@@ -76,7 +76,7 @@ def scores_behind(node: Any, how: dict[str, Any]) -> Scores | str:
     q, keys = node.args[:2]
     swapped = spelled(keys) == "transpose" and set(keys.args[1:]) in ({2, 3}, {-1, -2}, {2, -1})
     k = keys.args[0] if swapped else Writer(node)("transpose", keys, -2, -1)
-    return Scores(q, k, scale, softcap, masks, factors)
+    return ScoreTerms(q, k, scale, softcap, masks, factors)
 
 
 def _filled(node: Node) -> tuple[Node, Node, Node] | None:

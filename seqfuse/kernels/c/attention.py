@@ -31,7 +31,7 @@ class _Shape(ctypes.Structure):
     ]
 
 
-class Limits(NamedTuple):
+class ScoreLimits(NamedTuple):
     """What makes scores and limits them: `ops._attention.Scores` without tensors.
 
     Args:
@@ -82,7 +82,7 @@ def compiled(drops: bool, bends: bool, dtype: torch.dtype) -> None:
 
 
 def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, how: Limits, mask: Tensor | None = None, seed: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, how: ScoreLimits, mask: Tensor | None = None, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return y = softmax(scores) v with dropout, [B, S, H, D] in the dtype of q, and log-sum-exps, [B, H, S] float32.
 
@@ -108,7 +108,7 @@ def attention_fwd(
 
 def attention_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: tuple[Tensor, Tensor, Tensor],
-    how: Limits, mask: Tensor | None = None, seed: Tensor | None = None,
+    how: ScoreLimits, mask: Tensor | None = None, seed: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dq, dk and dv into `out`, of the shapes of q, k and v, with a contiguous last dimension.
 
@@ -125,7 +125,7 @@ def attention_bwd(
     _call(True, (q, k, v, mask, dy, *out, _memory(threads * n.memory)), n, how, seed, threads)
 
 
-def _shape(tensors: dict[str, Tensor], how: Limits, mask: Tensor | None, seed: Tensor | None) -> Any:
+def _shape(tensors: dict[str, Tensor], how: ScoreLimits, mask: Tensor | None, seed: Tensor | None) -> Any:
     q, k = tensors["q"], tensors["k"]
     (B, H, S, D), N = q.shape, k.shape[2]
     P = -(-D // _LANES) * _LANES
@@ -147,7 +147,7 @@ def _memory(floats: int) -> Tensor:
 
 
 def _call(
-    backward: bool, tensors: tuple[Tensor | None, ...], n: Any, how: Limits, seed: Tensor | None, threads: int
+    backward: bool, tensors: tuple[Tensor | None, ...], n: Any, how: ScoreLimits, seed: Tensor | None, threads: int
 ) -> None:
     drops = seed is not None and how.p > 0
     keep = threshold_and_scale(how.p)[1] if drops else 1.0

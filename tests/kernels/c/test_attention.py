@@ -13,7 +13,7 @@ from seqfuse import compiler, ops
 from seqfuse.compiler import CompileError
 from seqfuse.errors import FallbackWarning
 from seqfuse.kernels.c import attention
-from seqfuse.kernels.c.attention import Limits
+from seqfuse.kernels.c.attention import ScoreLimits
 from seqfuse.ops import _attention
 from seqfuse.ops._philox import drop_mask, masked
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
@@ -55,7 +55,7 @@ def drawn(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple
 
 def by_torch(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
     (B, H, Hkv, S, N, _), limits, _ = CASES[name]
-    how = Limits(given[0].shape[-1] ** -0.5, **limits)
+    how = ScoreLimits(given[0].shape[-1] ** -0.5, **limits)
     q, k, v = (t.detach().clone().requires_grad_() for t in given[:3])
     stats = torch.promote_types(q.dtype, torch.float32)
     wide = [t.to(stats) for t in (q, k.repeat_interleave(H // Hkv, 1), v.repeat_interleave(H // Hkv, 1))]
@@ -79,7 +79,7 @@ def by_torch(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, T
 
 def in_c(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
     q, k, v, dy = given
-    how = Limits(q.shape[-1] ** -0.5, **CASES[name][1])
+    how = ScoreLimits(q.shape[-1] ** -0.5, **CASES[name][1])
     seed = SEED if how.p else None
     y, lse = attention.attention_fwd(q, k, v, how, mask, seed)
     grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
