@@ -41,6 +41,17 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.LinearBiasPointwise: [ops.Linear(H, F), ops.GeLU()],
         fusions.ActivationLinearJoint: [ops.Bias(H), ops.GeLU(), ops.Linear(H, F)],
         fusions.NormForward: [ops.RMSNorm(H, zero_centered=True)],
+        fusions.BiasGatedScale: [ops.Bias(H), ops.SwiGLU(), ops.TokenScale("by")],
+        fusions.PermuteGroupedLinear: [ops.Permute(4, 2), ops.GroupedLinear(4, H, F)],
+    }
+
+
+def extras() -> dict[type[sf.FusedOperation], dict[str, torch.Tensor]]:
+    """What the channels of these lists carry, where it has not the shape of what it meets."""
+    experts = torch.randint(-1, 5, (ROWS, 2), generator=torch.Generator().manual_seed(0))
+    return {
+        fusions.BiasGatedScale: {"by": seeded_randn((ROWS, 1), 1)},
+        fusions.PermuteGroupedLinear: {"experts": experts},
     }
 
 
@@ -86,7 +97,8 @@ def test_takes_the_place_of_a_gated_unit(
 
 def judge_in_place(fusion: type[sf.FusedOperation], dtype: torch.dtype, operations: list[Any], x: torch.Tensor) -> None:
     operations = [operation.to(x.device) for operation in operations]
-    probe = Probe(fusion, Specimen(operations, x, {}, 0), dtype)
+    given = {name: t.to(x.device) for name, t in extras().get(fusion, {}).items()}
+    probe = Probe(fusion, Specimen(operations, x, given, 0), dtype)
     assert probe.place() is None, probe.place()
     grad = not issubclass(fusion, sf.InferenceFusion)
     judge(functools.partial(probe.measure, Case(tuple(x.shape), dtype, grad=grad)), 0)

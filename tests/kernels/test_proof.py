@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from seqfuse import kernels
+from tests.ops import test_groupedlinear
 from tools.launches import CALLS
 
 from . import (
@@ -76,6 +77,7 @@ def test_every_operator_is_checked() -> None:
         if not one.name.startswith("_"):
             importlib.import_module(f"{kernels.__name__}.{one.name}")
     sources = [inspect.getsource(test) for kernel, item in CELLS if item == "operators" for test in named(kernel, item)]
+    sources.append(inspect.getsource(test_groupedlinear.test_operators_are_what_they_say))
     assert all("opcheck(" in source for source in sources)
     text = "\n".join(sources)
     for name in (

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
 
 import seqfuse as sf
 from seqfuse import ops
@@ -180,3 +181,14 @@ def test_refuses_what_are_no_ends(ends: Tensor):
 def test_refuses_no_group():
     with pytest.raises(ValueError, match="at least one group"):
         ops.GroupedLinear(0, 6, 8)
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+def test_operators_are_what_they_say(ends: tuple[int, ...]) -> None:
+    x, dy, weight = seeded_randn((20, 6), 0), seeded_randn((20, 5), 1), seeded_randn((3, 5, 6), 2)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    own = torch.ops.seqfuse
+    for biases in (None, seeded_randn((3, 5), 3)):
+        opcheck(own.grouped_linear.default, (x, weight, offsets, biases))
+    opcheck(own.grouped_weight_grad.default, (dy, x, offsets))
+    opcheck(own.grouped_bias_grad.default, (dy, offsets))
