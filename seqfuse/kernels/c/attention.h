@@ -12,6 +12,9 @@ typedef struct {
 
 #define AT(t, b, h, r) ((b) * n->t[0] + (h) * n->t[1] + (r) * n->t[2])
 #define MASK(b, h, r) (mask + (b) * n->mask[0] + (h) * n->mask[1] + (r) * n->mask[2])
+#ifndef NB
+#define NB 512 /* as in philox.h, which is there for dropout alone */
+#endif
 #define ROWS 60 /* as many as `Shape.rows` may be */
 #if DROPS
 #define KEPT(keep, x) ((x) * ((keep) ? 1.f : 0.f)) /* a product: NaN and Inf become NaN */

@@ -60,7 +60,7 @@ def _kernel(backward: bool, drops: bool, bends: bool, dtype: torch.dtype) -> CKe
         "ST": f"st_{name}",
     }
     text = "".join(f"#define {key} {value}\n" for key, value in defined.items())
-    parts = map(header, ("head.h", "philox.h", "tile.h", "attention.h"))
+    parts = map(header, ("head.h", *["philox.h"] * drops, "tile.h", "attention.h"))
     return CKernel("\n".join([text, *parts]), 11 if backward else 9, 0, 3)
 
 
