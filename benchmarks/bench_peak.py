@@ -33,6 +33,7 @@ SIDES: dict[str, tuple[Any, bool]] = {
     "eager, checkpointed": (None, True),
     "save": ("save", False),
     "lean": ("lean", False),
+    "least": ("least", False),
     "lean, checkpointed": ("lean", True),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import targets
@@ -112,15 +113,20 @@ def _launched_now(name: str) -> str:
 _STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")
 
 
-def steps() -> str | None:
-    """Blocks of some models: time as it is called, with what the host takes, and on the device alone."""
+def layer_steps() -> str | None:
+    """`steps` of whole layers alone."""
+    return steps(_STEPS[-1:])
+
+
+def steps(groups: Sequence[str] = _STEPS) -> str | None:
+    """Blocks and layers of some models: time as it is called, with what the host takes, and on the device alone."""
     found = read("gpu")
     if found is None:
         return None
     peers = {"eager": "eager PyTorch", "compile": "`torch.compile`", "liger": "Liger"}
     cells: list[list[str]] = []
     for row in found["rows"].values():
-        if row["group"] in _STEPS and row["status"] == "ok" and row["shape"]["M"] == 8192:
+        if row["group"] in groups and row["status"] == "ok" and row["shape"]["M"] == 8192:
             kinds = [(row["as_called"], peer) for peer in peers] + [(row["times"], "eager")]
             ratios = [f"{t['seqfuse']['median'] / t[p]['median']:.2f}" if p in t else "-" for t, p in kinds]
             cells.append([row["group"].partition(" forward")[0], row["shape"]["model"], *ratios])

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import plots
-from gpu_report import goals, gpu, speed, steps, tiles, tuned
+from gpu_report import goals, gpu, layer_steps, speed, steps, tiles, tuned
 from tables import ROOT, paragraphs, read, table, text, where
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -273,6 +273,7 @@ _SIDES = {
     "eager, checkpointed": "eager PyTorch, each layer checkpointed",
     "save": "`sf.convert(model)`",
     "lean": '`sf.convert(model, memory="lean")`',
+    "least": '`sf.convert(model, memory="least")`',
     "lean, checkpointed": '`memory="lean"`, each layer checkpointed',
 }
 
@@ -478,6 +479,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "gpu": gpu,
     "speed": speed,
     "steps": steps,
+    "layer_steps": layer_steps,
     "gpu_tiles": tiles,
     "gpu_tune": tuned,
     "claims": claims,
