@@ -56,6 +56,7 @@ class Route(sf.UnfusedOperation):
 
     outputs = ("experts", "probs")
     integers = ("experts",)
+    autocast = "same"
 
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")  # [*, in_features]

@@ -124,7 +124,7 @@ def test_the_backend_takes_the_choice_of_memory():
     [
         (
             {"memory": "leaner"},
-            r"memory must be one of save, balanced, lean or sf\.Budget\(part=\.\.\.\), got 'leaner'",
+            r"memory must be one of fast, balanced, lean, least or sf\.Budget\(part=\.\.\.\), got 'leaner'",
         ),
         (
             {"memory": 20_000},

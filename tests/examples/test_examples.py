@@ -145,7 +145,7 @@ def test_language_model_trains_on_a_file_and_prints_lines_where_there_is_no_term
     assert lean["saved"] < lean["peak"] < eager["peak"]  # what is saved is a part of what a step adds
     assert lean["loss"] == pytest.approx(default["loss"], abs=1e-3)
     assert any("sf.convert gives " in line and 'memory="lean" gives ' in line for line in lines)
-    assert "chain of 14 operations: LayerNorm, Linear, Attention" in "\n".join(lines)
+    assert "chain of 15 operations: Add, LayerNorm, Linear, Attention" in "\n".join(lines)
     assert "operations in" in (tmp_path / "plan.svg").read_text()
 
 

@@ -33,6 +33,8 @@ ELSEWHERE = {"AllGather", "AllReduce", "CopyToTensorParallel", "ReduceScatter"}
 WITHOUT_FAKES = {"PositionEmbedding", "QKNorm", "RotaryEmbedding"}
 # Such a torch ends the process that asks which of its kernels of attention a GPU would take.
 OF_ATTENTION = {"Attention", "CrossAttention"}
+# What their channels carry has another shape than x; their own tests run them under autocast.
+OF_CHANNELS = {"GroupedLinear", "Permute", "TokenScale", "Unpermute"}
 
 
 @contextlib.contextmanager
@@ -57,6 +59,8 @@ def test_every_operation_says_what_autocast_makes_of_its_result(kind: type[sf.Un
     integers, compared = kind.__name__ == "Embedding", 0
     example = kind.example(torch.zeros(3, 12, dtype=torch.int64 if integers else torch.float32))
     assert example.autocast is not None, f"{kind.__name__} does not say it"
+    if kind.__name__ in OF_CHANNELS:
+        return
     if device == "cuda" and kind.__name__ in OF_ATTENTION:
         assert example.autocast == "lower"
         return
