@@ -368,7 +368,8 @@ def test_what_runs_only_once_does_not_run_again_and_says_so():
         def bwd(self, dy: Tensor, saved: Any) -> Any:
             return 2 * dy, {}
 
-    inner = ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 2 * WIDTH), ops.GeLU(), Counted(), ops.Linear(2 * WIDTH, WIDTH)
+    mlp = ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 2 * WIDTH), ops.GeLU(), ops.Linear(2 * WIDTH, WIDTH)
+    inner = *mlp, Counted(), *copy.deepcopy(mlp)
     model = sf.Sequential(*(ops.Residual(*copy.deepcopy(inner)) for _ in range(2)), memory="least")
     x = x_of(40)
     plan = model.plan(x.requires_grad_())
@@ -379,7 +380,8 @@ def test_what_runs_only_once_does_not_run_again_and_says_so():
     assert "Counted does not run again in the backward pass" in str(plan).replace("\n    ", " ")
     wanted = run(sf.Sequential(*model), x)
     Counted.runs = 0
-    assert all(map(torch.equal, run(model, x), wanted))
+    for mine, theirs in zip(run(model, x), wanted, strict=True):  # by other fusions
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert Counted.runs == 2
 
 
