@@ -99,7 +99,6 @@ def attention_fwd(
         return y, lse
     n = _shape({"q": q, "k": k, "v": v, "y": y.transpose(1, 2)}, how, mask, seed)
     shared = n.D * n.M + (0 if n.direct else n.N * n.P)
-    n.memory = n.rows * (n.M + 2 * n.P) + n.M
     threads = min(torch.get_num_threads(), B * H * -(-S // n.rows))
     memory = _memory(B * k.shape[1] * shared + threads * n.memory)
     _call(False, (q, k, v, mask, y, lse, memory), n, how, seed, threads)
@@ -120,25 +119,37 @@ def attention_bwd(
         return
     dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).transpose(1, 2)
     n = _shape({"q": q, "k": k, "v": v, "dy": dy, **dict(zip(("dq", "dk", "dv"), out, strict=True))}, how, mask, seed)
-    n.memory = n.M * (2 * n.D + 2 * n.rows + 1) + n.P * (3 * n.N + 3 * n.rows)
     threads = min(torch.get_num_threads(), q.shape[0] * k.shape[1])
     _call(True, (q, k, v, mask, dy, *out, _memory(threads * n.memory)), n, how, seed, threads)
 
 
 def _shape(tensors: dict[str, Tensor], how: ScoreLimits, mask: Tensor | None, seed: Tensor | None) -> Any:
     q, k = tensors["q"], tensors["k"]
-    (B, H, S, D), N = q.shape, k.shape[2]
-    P = -(-D // _LANES) * _LANES
-    direct = q.dtype is torch.float32 and P == D
     threshold = threshold_and_scale(how.p)[0] if seed is not None and how.p else 0
-    n = _Shape(B, H, H // k.shape[1], S, N, D, P, -(-N // _WIDTH) * _WIDTH + _LANES)
+    lies = None if mask is None else mask.expand(*q.shape[:3], k.shape[2]).stride()
+    strides = tuple([t.stride() for t in tensors.values()])
+    wide = q.dtype is torch.float32
+    return _shape_of(q.shape, k.shape, tuple(tensors), strides, lies, how.causal, how.window, threshold, wide)
+
+
+@functools.lru_cache(1024)
+def _shape_of(
+    of_q: tuple[int, ...], of_k: tuple[int, ...], names: tuple[str, ...], strides: tuple[tuple[int, ...], ...],
+    mask: tuple[int, ...] | None, causal: bool, window: int | None, threshold: int, wide: bool,
+) -> Any:  # fmt: skip
+    (B, H, S, D), N = of_q, of_k[2]
+    P = -(-D // _LANES) * _LANES
+    n = _Shape(B, H, H // of_k[1], S, N, D, P, -(-N // _WIDTH) * _WIDTH + _LANES)
     n.rows = min(_MOST, max(_LEAST, _HELD // n.M), S)
-    for name, t in tensors.items():
-        setattr(n, name, t.stride()[:3])
+    for name, stride in zip(names, strides, strict=True):
+        setattr(n, name, stride[:3])
     if mask is not None:
-        shape = (B, H, S, N)
-        n.mask, n.masked = mask.expand(shape).stride(), 1
-    n.causal, n.window, n.threshold, n.direct = how.causal, how.window or 0, threshold, direct
+        n.mask, n.masked = mask, 1
+    n.causal, n.window, n.threshold, n.direct = causal, window or 0, threshold, wide and P == D
+    if "dq" in names:
+        n.memory = n.M * (2 * D + 2 * n.rows + 1) + P * (3 * N + 3 * n.rows)
+    else:
+        n.memory = n.rows * (n.M + 2 * P) + n.M
     return n
 
 
