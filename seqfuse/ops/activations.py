@@ -80,7 +80,7 @@ class Clamp(sf.Pointwise):
         return (sf.widened(x).clamp(-self.limit, self.limit) + self.offset).to(x.dtype)
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
-        return torch.where(saved.x.abs() <= self.limit, dy, 0.0), {}
+        return torch.where(sf.widened(saved.x).abs() <= self.limit, dy, 0.0), {}
 
     @classmethod
     def example(cls, x: Tensor) -> Clamp:

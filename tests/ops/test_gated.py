@@ -86,6 +86,16 @@ def test_keeps_its_contract(op: sf.UnfusedOperation):
     check_op(op, seeded_randn((5, 6), 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_limit_is_not_rounded_to_16_bits(dtype: torch.dtype):
+    """Of numbers around a limit those beyond it have no gradient, also where the limit itself is not of their dtype."""
+    for limit in (0.1, 0.3, 0.7):
+        x = (torch.tensor([limit] * 3, dtype=dtype) * torch.tensor([1 - 2**-7, 1, 1 + 2**-7])).to(dtype)
+        for op in (ops.Clamp(limit), ops.ClampedSiLU(limit)):
+            dx = by_passes(op, x, {})["dx"]
+            assert torch.equal(dx != 0, x.double() <= limit)
+
+
 def test_refuses_an_unknown_packing():
     with pytest.raises(ValueError, match="packing must be one of 'gate_up', 'up_gate', 'interleaved', got 'halves'"):
         ops.SwiGLU(packing=cast(Any, "halves"))
