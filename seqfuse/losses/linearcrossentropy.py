@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..group import Group, ParameterShard, identity, summed_gradient, vocabulary_shard, with_backward
-from ..ops._parameters import divide, initial
+from ..ops._parameters import divide, reset_linear
 from ..plan.reference import transformed
 from ..signature import checks_arguments
 from ._chunks import (
@@ -128,13 +127,7 @@ class LinearCrossEntropy(nn.Module):
 
     def reset_parameters(self) -> None:
         """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear`; a tied weight is let be."""
-        if not self.tied:
-            with initial(self, "weight") as weight:
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-            with initial(self, "bias") as bias:
-                nn.init.uniform_(bias, -bound, bound)
+        reset_linear(self, None if self.tied else "weight")
 
     def divided(self, group: Group) -> dict[str, ParameterShard]:
         """How the parameters would be sharded over a group; raises where they cannot be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -52,6 +53,22 @@ def initial(module: Any, name: str) -> Generator[Tensor]:
     yield whole
     with torch.no_grad():
         own.copy_(shard.of(whole))
+
+
+def reset_linear(module: Any, weight: str | None = "weight", bias: str = "bias") -> None:
+    """Start a weight [out_features, in_features] and its bias, if any, from the numbers of a `torch.nn.Linear`.
+
+    They are from U(-1/sqrt(in_features), 1/sqrt(in_features)); a weight of `None` is left alone.
+    """
+    size: int = module.in_features
+    if weight is not None:
+        with initial(module, weight) as whole:
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+            size = whole.shape[1]
+    if getattr(module, bias) is not None:
+        bound = 1 / math.sqrt(size) if size > 0 else 0
+        with initial(module, bias) as whole:
+            nn.init.uniform_(whole, -bound, bound)
 
 
 def divide(module: Any, shards: dict[str, ParameterShard]) -> None:

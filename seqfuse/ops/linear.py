@@ -23,7 +23,7 @@ from ..saved import maker
 from ..scaling import Scaled
 from . import _lowprecision as low
 from ._mm import linear, mm
-from ._parameters import divide, initial, required
+from ._parameters import divide, required, reset_linear
 from ._tensors import check_last, rows_summed
 from .collectives import AllGather, AllReduce, CopyToTensorParallel, ReduceScatter
 
@@ -274,12 +274,7 @@ class Linear(Scaled, sf.UnfusedOperation):
 
     def reset_parameters(self) -> None:
         """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
-        with initial(self, "weight") as weight:
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] > 0 else 0
-        if self.bias is not None:
-            with initial(self, "bias") as bias:
-                nn.init.uniform_(bias, -bound, bound)
+        reset_linear(self)
 
     def divided(
         self, parallel: Literal["column", "row"], group: Group, parts: Sequence[int] | None = None

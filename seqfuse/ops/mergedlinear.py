@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -19,7 +18,7 @@ from ..saved import maker
 from ..scaling import Scaled
 from . import _lowprecision as low
 from ._mm import linear, linear_into, sum_of_mm
-from ._parameters import joined, one_gemm, parameter, required
+from ._parameters import joined, one_gemm, parameter, required, reset_linear
 from ._tensors import check_last
 from .linear import gemm_traffic, weight_grad
 
@@ -128,11 +127,8 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
 
     def reset_parameters(self) -> None:
         """Start each part from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
-        for weight, bias in zip(self.weights(), self.biases(), strict=True):
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            if bias is not None:
-                bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-                nn.init.uniform_(bias, -bound, bound)
+        for weight, bias in zip(_WEIGHTS[: len(self.parts)], _BIASES, strict=False):
+            reset_linear(self, weight, bias)
 
     def weights(self) -> tuple[Tensor, ...]:
         """The weight of each part, as it is now."""
