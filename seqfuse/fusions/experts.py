@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import saved as context
 from ..env import Env, Savings
-from ..fusion import ForwardFusion, Requirements
+from ..fusion import ForwardFusion
 from ..hardware import RECOMPUTING, STEP
 from ..ops import GroupedLinear, Permute
 from ..ops.experts import sorted_rows
@@ -32,9 +32,6 @@ class PermuteGroupedLinear(ForwardFusion):
     outputs = ("permute_offsets", "permute_rows")
     saves_memory = True
     layout = "any"
-
-    def requires(self, env: Env) -> Requirements:
-        yield self.linear.offsets == self.permute.to_channels[0], "the offsets of its GEMM are those of another Permute"
 
     def saves(self, env: Env) -> Savings:
         """A step of the engine, less one more gather in the backward pass."""

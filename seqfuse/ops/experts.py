@@ -15,7 +15,7 @@ from ..env import Env
 from ..errors import InputError
 from ._grouped import inside, is_watched, last
 from ._mm import linear, mm
-from ._parameters import parameter, required
+from ._parameters import parameter, required, reset_linear
 from ._tensors import check_last, floating, stats_dtype
 
 
@@ -102,9 +102,7 @@ class Route(sf.UnfusedOperation):
 
     def reset_parameters(self) -> None:
         """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-        for p in self.parameters():
-            nn.init.uniform_(p, -bound, bound)
+        reset_linear(self)
 
     @property
     def channels(self) -> Mapping[str, str | None]:
@@ -295,16 +293,7 @@ class Permute(sf.UnfusedOperation):
     def fwd(self, x: Tensor, *, experts: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
         self.check(x.shape, experts)
         order, rows, offsets = self.sorted(experts)
-        return self.in_order(x, order, offsets), {"offsets": offsets, "rows": rows}, self._saved(rows, offsets)
-
-    def in_order(self, x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
-        """Return y, given which pair of a token and an expert each of its rows is."""
-        y = x.reshape(-1, x.shape[-1]).index_select(0, order // self.top_k)
-        if y.is_cpu and not is_watched(y):
-            y[int(offsets[-1]) :].zero_()
-        else:
-            y = torch.where(inside(offsets, len(y)), y, 0)
-        return y.view(*x.shape[:-1], self.top_k, x.shape[-1])
+        return _in_order(x, order, offsets, self.top_k), {"offsets": offsets, "rows": rows}, self._saved(rows, offsets)
 
     def bwd(
         self, dy: Tensor, saved: Saved, *, d_offsets: Tensor | None, d_rows: Tensor | None
@@ -324,11 +313,21 @@ class Permute(sf.UnfusedOperation):
         return f"{self.experts}, {self.top_k}"
 
 
+def _in_order(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    """The y of a `Permute`, given which pair of a token and an expert each of its rows is."""
+    y = x.reshape(-1, x.shape[-1]).index_select(0, order // top_k)
+    if y.is_cpu and not is_watched(y):
+        y[int(offsets[-1]) :].zero_()
+    else:
+        y = torch.where(inside(offsets, len(y)), y, 0)
+    return y.view(*x.shape[:-1], top_k, x.shape[-1])
+
+
 def sorted_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """The y of a `Permute` again, of the rows that it made: the same bits."""
     flat = rows.reshape(-1)
     order = torch.empty_like(flat).scatter_(0, flat, torch.arange(flat.shape[0], device=flat.device))
-    return Permute(offsets.shape[0], rows.shape[-1]).in_order(x, order, offsets)
+    return _in_order(x, order, offsets, rows.shape[-1])
 
 
 def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
