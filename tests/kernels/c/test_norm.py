@@ -240,6 +240,15 @@ def test_kernels_that_a_call_will_need_are_asked_for_on_fake_tensors(sources: li
     assert sources == [*wanted]
 
 
+def test_what_is_asked_for_nothing_compiles_nothing(sources: list[str]) -> None:
+    x, rstd = seeded_randn((5, 24), 0), torch.ones(5)
+    assert norm_bwd(x, x, None, rstd, None, dx=False) == (None,) * 5
+    with compiler.collecting() as wanted, FakeTensorMode(allow_non_fake_inputs=True):
+        assert norm_bwd(x, x, None, rstd, None, dx=False) == (None,) * 5
+    assert not sources
+    assert not wanted
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("centered", [True, False], ids=["layernorm", "rmsnorm"])
 def test_a_backward_of_everything_but_tensors_gives_the_same(centered: bool, weighted: bool) -> None:
