@@ -273,6 +273,10 @@ def _chains(target: str) -> Calls:
                 yield _chain(chain, dtype, width)
         yield _chain(chain, operand=F32)
     yield _chain(Chain(p.column_sum()), result=False)
+    for packing in PACKINGS:
+        unit = ACTIVATIONS["clamped_silu"], ACTIVATIONS["clamp"], packing
+        for width in (4096, 1001):  # where the factors alone have a gradient
+            yield _chain(Chain(p.shift(True), p.dot_gated(*unit)), width=width, result=False)
     again = [Chain(p.emit(GELU), p.dact(GELU)), Chain(p.emit_gated(GELU), p.dgated(GELU))]
     again += [chain for packing in PACKINGS for steps in _gated(packing) if (chain := Chain(*steps)).reads_again]
     for chain in (*chains[7:11], *again):

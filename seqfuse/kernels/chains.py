@@ -217,8 +217,8 @@ class Chain:
     """Steps made ready for launches: make one where a plan is made and keep it.
 
     Raises:
-        ValueError: for a chain in which parts are split and joined in a way that has no width, or where gate and up
-            lie in turn, but not everywhere, or in a chain that also drops or sums twice.
+        ValueError: for a chain in which parts are split and joined in a way that has no width, or with an interleaved
+            gated unit beside another packing, dropout or a second sum over rows.
     """
 
     def __init__(self, *steps: ChainStep) -> None:
@@ -248,7 +248,8 @@ class Chain:
         if self.interleaved:
             drops = any(step.kind == DROPOUT for step in steps)
             if len(packings) > 1 or max(self.parts) > 2 or drops or len(sums) > 1:
-                raise ValueError(f"{self}: gate and up lie in turn, which no such chain has a kernel for")
+                has = "one packing, one gated step, at most one sum over rows and no dropout"
+                raise ValueError(f"{self}: a chain with an interleaved gated unit has {has}")
         self.interleaved_sums = self.interleaved and sums == [2]
         self.outputs = sum(step.output is not None for step in steps)
         self.name = ",".join(step.name for step in steps)

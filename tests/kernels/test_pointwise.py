@@ -663,6 +663,15 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "too many": (lambda k, x: k.pointwise(x, k.Chain(k.scale(1.0)), (x,)), "more operands"),
     "odd width": (lambda k, x: k.pointwise(x[:, :7], k.Chain(k.gated(GELU))), "7 columns do not divide into 2"),
     "three gated": (lambda k, x: k.Chain(k.gated(GELU), k.gated(GELU), k.gated(GELU)), "at most two gated"),
+    "two packings": (lambda k, x: k.Chain(k.gated(GELU, packing="interleaved"), k.dgated(GELU)), "has one packing"),
+    "interleaved, and dropout": (
+        lambda k, x: k.Chain(k.gated(GELU, packing="interleaved"), k.dropout(0.1)),
+        "and no dropout",
+    ),
+    "interleaved, and two sums": (
+        lambda k, x: k.Chain(k.dgated(GELU, packing="interleaved"), k.column_sum(), k.column_sum()),
+        "at most one sum",
+    ),
     "p": (lambda k, x: k.dropout(1.5), "between 0 and 1"),
 }
 
