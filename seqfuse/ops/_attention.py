@@ -76,8 +76,8 @@ class Scores:
     def kernel(self, q: Tensor, k: Tensor | None = None) -> Kernel:
         """Which kernel does all of this for q [B, H, S, D] and k, of the shape of q by default.
 
-        Torch's own where it does: on a GPU the one that `scaled_dot_product_attention` takes. Ours on a Triton device
-        for what none of these does; blocks in plain torch for the rest.
+        On a GPU the one that `scaled_dot_product_attention` takes, and ours in Triton for what none of these does; on
+        a CPU ours in C where it is faster or torch has none; blocks in plain torch for the rest.
         """
         shape = q.shape
         if 0 in shape:
@@ -133,12 +133,6 @@ class Scores:
             return False
         return True
 
-    def limits(self) -> Any:
-        """All but the tensors, as the C kernels take it."""
-        from ..kernels.c.attention import ScoreLimits
-
-        return ScoreLimits(self.scale, self.causal, self.window, self.softcap, 0.0 if self.seed is None else self.p)
-
     def draws(self, q: Tensor) -> bool:
         """Whether FlashAttention drops the weights of q [B, H, S, D], by a mask that torch's generator decides.
 
@@ -164,6 +158,11 @@ class Scores:
         """All but the scale, as our kernels take it."""
         fields = ("causal", "window", "softcap", "mask", "cu_seqlens", "seed", "p")
         return {name: getattr(self, name) for name in fields}
+
+    def arguments_in_c(self) -> dict[str, Any]:
+        """The same as the C kernels take it, which have no packed sequences and add every mask."""
+        mask = None if self.mask is None else additive(self.mask, torch.float32)
+        return {**{name: t for name, t in self.arguments().items() if name != "cu_seqlens"}, "mask": mask}
 
 
 def kernels_run(x: Tensor, size: int) -> bool:
@@ -284,8 +283,7 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     if kernel == "c" and type(q) is Tensor:  # else shapes and FLOPs are asked, which are those of torch's
         from ..kernels.c.attention import attention_fwd as run_in_c
 
-        mask = None if how.mask is None else additive(how.mask, torch.float32)
-        return run_in_c(q, k, v, how.limits(), mask, how.seed)
+        return run_in_c(q, k, v, how.scale, **how.arguments_in_c())
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
         y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
@@ -339,8 +337,7 @@ def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Sc
     if kernel == "c":
         from ..kernels.c.attention import attention_bwd as run_in_c
 
-        mask = None if how.mask is None else additive(how.mask, torch.float32)
-        run_in_c(dy, *qkv, out, how.limits(), mask, how.seed)
+        run_in_c(dy, *qkv, out, how.scale, **how.arguments_in_c())
         return
     assert y is not None
     assert how.cu_seqlens is not None

@@ -34,13 +34,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         with autocasting("cpu", None):
             bias = None if bias is None else _wide(bias, dtype)
             return _linear(_wide(x, dtype), _wide(weight, dtype), bias).to(dtype)
-    if env.ONEDNN_FLOAT32 and x.numel() * weight.shape[0] >= ONEDNN_FLOAT32_WORTHWHILE:
-        return _linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return _linear(x, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if env.ONEDNN_FLOAT32 and x.numel() * weight.shape[0] >= ONEDNN_FLOAT32_WORTHWHILE:
+    if _is_large(x, weight.shape[0]):
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         if _fits_onednn(rows, weight, bias):
             y = _onednn(rows, weight, bias)
@@ -49,9 +47,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    if env.ONEDNN_FLOAT32 and a.numel() * b.shape[1] >= ONEDNN_FLOAT32_WORTHWHILE and _fits_onednn(a, b.mT):
+    if _is_large(a, b.shape[1]) and _fits_onednn(a, b.mT):
         return _onednn(a, b.mT)
     return torch.mm(a, b)
+
+
+def _is_large(a: Tensor, columns: int) -> bool:
+    """Whether a product of `a` with so many columns may be oneDNN's."""
+    return env.ONEDNN_FLOAT32 and a.numel() * columns >= ONEDNN_FLOAT32_WORTHWHILE
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,8 +92,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
             out.copy_(_linear(x.float(), weight.float(), None if bias is None else bias.float()))
         return
     x = x if x.dtype is weight.dtype else x.to(weight.dtype)
-    large = env.ONEDNN_FLOAT32 and x.numel() * weight.shape[0] >= ONEDNN_FLOAT32_WORTHWHILE
-    if large and _fits_onednn(x, weight, bias):
+    if _is_large(x, weight.shape[0]) and _fits_onednn(x, weight, bias):
         out.copy_(_onednn(x, weight, bias))
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -104,10 +106,7 @@ def mm(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
         with autocasting("cpu", None):
             y = _mm(_wide(a, dtype), _wide(b, dtype))
             return (y if factor == 1.0 else y.mul_(factor)).to(dtype)
-    if factor == 1.0:
-        large = env.ONEDNN_FLOAT32 and a.numel() * b.shape[1] >= ONEDNN_FLOAT32_WORTHWHILE
-        return _mm(a, b) if large else torch.mm(a, b)
-    return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
+    return _mm(a, b) if factor == 1.0 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
 
 
 def addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
@@ -119,15 +118,15 @@ def addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def _addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
-    large = env.ONEDNN_FLOAT32 and factor == 1.0 and a.numel() * b.shape[1] >= ONEDNN_FLOAT32_WORTHWHILE
-    if large and addend.shape == (a.shape[0], b.shape[1]) and _fits_onednn(a, b.mT, addend):
+    whole = factor == 1.0 and addend.shape == (a.shape[0], b.shape[1])
+    if whole and _is_large(a, b.shape[1]) and _fits_onednn(a, b.mT, addend):
         return _mkldnn._linear_pointwise.binary(a, addend, b.mT, None, "add")
     return torch.addmm(addend, a, b, alpha=factor)
 
 
 def _plus(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return total + a b, which may be written over total."""
-    return _addmm(total, a, b) if env.ONEDNN_FLOAT32 and total.is_cpu else total.addmm_(a, b)
+    return _addmm(total, a, b) if _is_large(a, b.shape[1]) else total.addmm_(a, b)
 
 
 def sum_of_mm(pairs: Sequence[tuple[Tensor, Tensor]], addend: Tensor | None = None) -> Tensor:

@@ -215,7 +215,7 @@ class Attention(SoftmaxAttention):
 
     class Saved(sf.Saved):
         x: Tensor  # [*, S, (H + 2 Hkv) D]
-        y: Tensor | None  # [*, S, H D], for the kernels of torch; without it the backward pass is made in blocks
+        y: Tensor | None  # [*, S, H D], for the kernels of torch, `None` where none would read it
         lse: Tensor  # [*, H, S] float32
         mask: Tensor | None
         cu_seqlens: Tensor | None
@@ -382,7 +382,7 @@ class CrossAttention(SoftmaxAttention):
         x: Tensor  # [*, S, H D]
         k: Tensor  # [*, N, Hkv D]
         v: Tensor  # [*, N, Hkv D]
-        y: Tensor | None  # [*, S, H D], for the kernels of torch; without it the backward pass is made in blocks
+        y: Tensor | None  # [*, S, H D], for the kernels of torch, `None` where none would read it
         lse: Tensor  # [*, H, S] float32
         mask: Tensor | None
         seed: Tensor | None  # [] int64, or [2] of FlashAttention

@@ -67,6 +67,8 @@ class CKernel(NamedTuple):
     def function(self) -> Any:
         """The compiled function."""
         found = compiler.function(self.source)
+        if found.argtypes is not None:
+            return found
         found.restype = None
         found.argtypes = [_POINTER] * self.pointers + [_INTEGER] * self.integers + [_FLOAT] * self.floats + [_THREADS]
         return found

@@ -13,7 +13,6 @@ from seqfuse import compiler, ops
 from seqfuse.compiler import CompileError
 from seqfuse.errors import FallbackWarning
 from seqfuse.kernels.c import attention
-from seqfuse.kernels.c.attention import ScoreLimits
 from seqfuse.ops import _attention
 from seqfuse.ops._philox import drop_mask, masked
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
@@ -55,23 +54,24 @@ def drawn(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple
 
 def by_torch(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
     (B, H, Hkv, S, N, _), limits, _ = CASES[name]
-    how = ScoreLimits(given[0].shape[-1] ** -0.5, **limits)
+    scale, causal, window = given[0].shape[-1] ** -0.5, limits.get("causal", False), limits.get("window")
+    softcap, p = limits.get("softcap"), limits.get("p", 0.0)
     q, k, v = (t.detach().clone().requires_grad_() for t in given[:3])
     stats = torch.promote_types(q.dtype, torch.float32)
     wide = [t.to(stats) for t in (q, k.repeat_interleave(H // Hkv, 1), v.repeat_interleave(H // Hkv, 1))]
-    scores = wide[0] @ wide[1].mT * how.scale
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = wide[0] @ wide[1].mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     rows, keys = torch.arange(S).unsqueeze(1), torch.arange(N)
-    hidden = (keys > rows) if how.causal else torch.zeros(S, N, dtype=torch.bool)
-    if how.window is not None:
-        hidden = hidden | (rows - keys >= how.window) | (keys - rows >= how.window)
+    hidden = (keys > rows) if causal else torch.zeros(S, N, dtype=torch.bool)
+    if window is not None:
+        hidden = hidden | (rows - keys >= window) | (keys - rows >= window)
     scores = (scores if mask is None else scores + mask.to(stats)).masked_fill(hidden, -torch.inf)
     blind = (scores == -torch.inf).all(-1, keepdim=True)
     lse = scores.masked_fill(blind, 0).logsumexp(-1).masked_fill(blind.squeeze(-1), 0)
     weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    if how.p:
-        weights = masked(weights, drop_mask(SEED, torch.Size((B, H, S, N)), how.p), how.p)
+    if p:
+        weights = masked(weights, drop_mask(SEED, torch.Size((B, H, S, N)), p), p)
     y = (weights @ wide[2]).transpose(1, 2).to(q.dtype)
     dq, dk, dv = torch.autograd.grad(y, (q, k, v), given[3].to(q.dtype))
     return {"y": y.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
@@ -79,11 +79,11 @@ def by_torch(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, T
 
 def in_c(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
     q, k, v, dy = given
-    how = ScoreLimits(q.shape[-1] ** -0.5, **CASES[name][1])
-    seed = SEED if how.p else None
-    y, lse = attention.attention_fwd(q, k, v, how, mask, seed)
+    limits = CASES[name][1]
+    how = {**limits, "mask": mask, "seed": SEED if "p" in limits else None}
+    y, lse = attention.attention_fwd(q, k, v, q.shape[-1] ** -0.5, **how)
     grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
-    attention.attention_bwd(dy, q, k, v, grads, how, mask, seed)
+    attention.attention_bwd(dy, q, k, v, grads, q.shape[-1] ** -0.5, **how)
     return {"y": y, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
@@ -103,7 +103,10 @@ def test_it_is_what_torch_makes(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "more keys", "window", "bias"])
-def test_threads_change_no_bit(name: str, by_threads: Callable[[Callable[[], Any]], list[Any]]) -> None:
+def test_threads_change_no_bit(
+    name: str, by_threads: Callable[[Callable[[], Any]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_LARGE", 0)
     first, *others = by_threads(lambda: in_c(name, *drawn(name)))
     for other in others:
         assert_bitwise_equal(other, first)
@@ -128,10 +131,11 @@ def test_numbers_that_are_not_finite(value: float) -> None:
     given[0][0, 1, 20, 3] = value
     given[1][0, 0, 20] = given[1][0, 0, 20].abs()  # which make a score of infinite terms of one sign, or NaN
     mine, theirs = in_c("causal", given, mask), by_torch("causal", given, mask)
-    for name in ("y", "lse", "dv"):
-        mine_nan, theirs_nan = mine[name].isnan(), theirs[name].isnan()
-        assert bool(mine_nan.any()) == bool(theirs_nan.any()), name
-        assert bool(torch.equal(mine_nan, theirs_nan) or name == "dv"), name
+    spoiled = {name: (~mine[name].isfinite(), ~theirs[name].isfinite()) for name in ("y", "lse", "dv")}
+    for name, (of_mine, of_theirs) in spoiled.items():
+        assert bool(of_mine.any())
+        exact = name != "dv" or value != value  # torch's softmax spoils all weights of a row for an infinite score
+        assert torch.equal(of_mine, of_theirs) if exact else not bool((of_mine & ~of_theirs).any()), name
     finite = torch.ones(70, dtype=torch.bool)
     finite[20] = False
     for name in ("y", "dq"):
