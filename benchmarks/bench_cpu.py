@@ -198,24 +198,16 @@ def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.f
     title += "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
     variants = {"default": make("save"), "lean": make("lean")}
     if tokens >= 1024:
-        variants |= {"torch.compile": make("compile"), "GEMMs and attention": lambda: _floor(spec, tokens)}
+        variants |= {"default, GEMMs of MKL": lambda: _by_mkl(variants["default"]()), "torch.compile": make("compile")}
     return Row(title, make(None), variants)
 
 
-def _floor(spec: plain.Spec, tokens: int) -> Step:
-    """The GEMMs and the attention of a block's step, forward and backward, alone: what no fusion makes faster."""
-    inner, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    sizes = ((spec.H, inner + 2 * kv), (inner, spec.H), (spec.H, spec.F * (1 + spec.llama)), (spec.F, spec.H))
-    gemms = [(torch.randn(tokens, i), torch.randn(o, i), torch.randn(tokens, o)) for i, o in sizes]
-    q, k, v, dy = (torch.randn(1, spec.heads, tokens, spec.head_dim) for _ in range(4))
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+def _by_mkl(run: Step) -> Step:
+    """A step whose float32 GEMMs are those of eager torch: what fusions and attention gain by themselves."""
 
     def step() -> None:
-        for x, weight, d in gemms:
-            torch.mm(x, weight.t()), torch.mm(d, weight), torch.mm(d.t(), x)
-        y, lse = attend(q, k, v, 0.0, True)
-        attend_backward(dy, q, k, v, y, lse, 0.0, True)
+        with torch.backends.mkldnn.flags(enabled=False):
+            run()
 
     return step
 
