@@ -142,12 +142,15 @@ def _lent(segment: Segment, parameters: Sequence[Any]) -> Generator[None]:
             for (owner, name), parameter in zip(segment.slots, parameters, strict=True):
                 held: dict[str, Any] = owner._parameters  # pyright: ignore[reportPrivateUsage]
                 if held.get(name) is not parameter:
-                    changed.append((held, name, held.get(name)))
+                    changed.append((held, name, held.get(name, held)))
                     held[name] = parameter
             yield
         finally:
             for held, name, before in changed:
-                held[name] = before
+                if before is held:  # a parametrized tensor is not registered
+                    del held[name]
+                else:
+                    held[name] = before
 
 
 def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]) -> Any:

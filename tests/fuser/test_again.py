@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
@@ -272,6 +273,27 @@ def test_a_parameter_changed_in_between_is_an_error_as_torch_raises_it(again: An
             model[1][1].weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parametrized_tensor_is_evaluated_once_and_stays_parametrized(name: str, again: Any):
+    class Scaled(nn.Module):
+        runs = 0
+
+        def forward(self, t: Tensor) -> Tensor:
+            Scaled.runs += 1
+            return t * (1 + Scaled.runs)
+
+    def gradients() -> list[Tensor]:
+        model, Scaled.runs = gpt(), 0
+        register_parametrization(model[1][1], name, Scaled())
+        found = [run(model, x_of()) for _ in range(2)]
+        assert name not in model[1][1]._parameters
+        return [*found[1], torch.tensor(Scaled.runs)]
+
+    wanted = gradients()
+    again()
+    assert all(map(torch.equal, gradients(), wanted))
 
 
 def test_a_second_derivative_is_an_error(again: Any):
