@@ -44,7 +44,11 @@ def plan(
     on: Annotated[Under | None, Parameter(name="*")] = None,
 ) -> None:
     """Show what is fused and why not more, here or for --device cuda:sm_90, a machine that is not here."""
-    form = front if memory == FRONT else form_of(json, output)
+    form = form_of(json, output)
+    if memory == FRONT:
+        if form is not str:
+            raise Unable("--memory front is text alone: without it, JSON has the same numbers under choices")
+        form = front
     write(form(_planned(target, input, on or Under(), memory, not no_grad)), output)
 
 

@@ -50,7 +50,7 @@ def curve(choices: Sequence[ChoiceData], width: int | None = None) -> str:
     """The front: a line for each choice of memory, its peak, and a mark as far to the right as it takes longer."""
     ordered = sorted(choices, key=lambda choice: (-choice["peak"], choice["microseconds"]))
     if not ordered:
-        return "there is nothing to choose: no gradient is needed, or what would be saved is not known"
+        return "there is nothing to choose: no gradient is needed, all plans are one, or their bytes are not known"
     low, high = (f(choice["microseconds"] for choice in ordered) for f in (min, max))
     peaks = [sized(choice["peak"]) for choice in ordered]
     wide, name = max(map(len, peaks)), max(len(choice["memory"]) for choice in ordered)
