@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -17,11 +18,18 @@ from ..errors import one_line
 from ..plan.facts import Unknown, flops_of, owned, storage_of
 from ..plan.fake import faking, is_fake, laid_like
 from ..plan.front import Weight, held
+from ..plan.inputs import validate
 from ..plan.plan import Plan
 from ..plan.step import Step, Stretch
 from .lower import Context, Segment, lower
 from .node import back_alone, run_alone
 from .rehearse import described
+
+# Calls of ATen that make a tensor and neither read nor write its numbers.
+_FREE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+)
 
 
 class Tally(TorchDispatchMode):
@@ -40,12 +48,14 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        results, views = [*_tensors(out)], [returned.alias_info is not None for returned in func._schema.returns]
-        if not all(views) or not views:
+        results, schema = [*_tensors(out)], func._schema
+        fresh = bool(results) and any(returned.alias_info is None for returned in schema.returns)
+        changes = any(given.alias_info is not None and given.alias_info.is_write for given in schema.arguments)
+        if (fresh or changes) and func.overloadpacket not in _FREE:
             several = (*_tensors((args, tuple(kwargs.values()))), *results)
             moved = sum(t.numel() * t.element_size() for t in several)
             self.work += Savings(1, moved, flops_of(func, args, kwargs, out))
-        if not any(views):
+        if all(returned.alias_info is None for returned in schema.returns):
             for t in results:
                 self._enter(t.untyped_storage())
         return out
@@ -109,6 +119,10 @@ class Weighing:
     """
 
     def __init__(self, stretch: Stretch) -> None:
+        x, env = stretch.x, stretch.env
+        assert x is not None
+        if stretch.shapes is None:  # of a plan without an input, whose x stands for one
+            stretch = dataclasses.replace(stretch, shapes=validate(stretch.nodes, stretch.positions, x.shape))
         self._stretch = stretch
         slots = [*dict.fromkeys(slot for node in stretch.inside for slot in node.slots.values())]
         parameters = [getattr(*slot) for slot in slots]
@@ -120,8 +134,6 @@ class Weighing:
         self._held: list[Tensor] = []
         self._owned = owned(stretch.nodes)
         with self._running() as mode:
-            assert stretch.x is not None
-            x, env = stretch.x, stretch.env
             self._mode = mode
             count = len([node for node in stretch.nodes if node.seed is not None])
             self._seeds = torch.empty(count, dtype=torch.int64, device=stretch.place)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
@@ -474,6 +475,26 @@ def test_the_plan_prints_what_runs_again_and_each_choice():
     assert table[-1].endswith("(this plan)")
     peaks = [choice.peak for choice in plan.choices]
     assert min(peaks) == peaks[4]
+
+
+def test_work_is_that_of_calls_that_read_or_write_numbers():
+    with FakeTensorMode(), Tally() as tally:
+        x, y = torch.empty(4, 8), torch.empty_like(torch.empty(8, 4))
+        assert x.device.type == "cpu"
+        assert torch.ops.aten._unsafe_view(y, (2, 16)).view(32).shape == (32,)
+        assert tally.work == sf.Savings()
+        x.add_(1.0)
+        assert tally.work == sf.Savings(1, 2 * 32 * 4)
+        x @ y
+        assert tally.work == sf.Savings(2, (4 * 32 + 16) * 4, 2 * 4 * 8 * 4)
+
+
+def test_a_plan_without_an_input_has_the_choices_too():
+    model = gpt()
+    model.memory = "least"
+    plan = model.plan()
+    assert plan.recomputed
+    assert not [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
 
 
 # The search -----------------------------------------------------------------------------------------------------------
