@@ -40,6 +40,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 # The largest number of a format is 1.75 times this power of two.
 _EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 _Block = tuple[int | None, int | None]
+_classes: dict[str, type[Recipe]] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +92,12 @@ class Recipe:
         return self.block("x", "rows")[1] is None
 
     @property
-    def data(self) -> tuple[str, str, bool]:
-        """By which `recipe_of` makes a recipe of the same numbers."""
-        return type(self).__name__, self.format, self.power_of_two
+    def constants(self) -> tuple[Any, ...]:
+        """The name of the class and the value of each field: `recipe_of(*recipe.constants) == recipe`."""
+        return type(self).__qualname__, *[getattr(self, field.name) for field in dataclasses.fields(self)]
+
+    def __init_subclass__(cls) -> None:
+        _classes[cls.__qualname__] = cls
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -203,10 +207,11 @@ class MXFP8(Recipe):
         return (1, 32) if direction == "rows" else (32, 1)
 
 
-def recipe_of(kind: str, format: Any, power_of_two: bool) -> Recipe:
-    """The recipe that has this `data`."""
-    known = {cls.__name__: cls for cls in (Float8CurrentScaling, Float8RowScaling, Float8BlockScaling)}
-    return known[kind](format=format, power_of_two=power_of_two) if kind in known else MXFP8(format=format)
+def recipe_of(name: str, *values: Any) -> Recipe:
+    """The recipe that has these `constants`."""
+    cls = _classes[name]
+    names = [field.name for field in dataclasses.fields(cls)]
+    return cls(**dict(zip(names, values, strict=True)))
 
 
 def quantize(

@@ -18,14 +18,14 @@ from . import _lowprecision as low
 def linear_by_reference(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
     """`F.linear` of quantized operands, differentiable: gradients are those of GEMMs of quantized operands, too."""
     x, weight = lowered(x, always=True), lowered(weight, always=True)
-    y = _differentiable(x.reshape(-1, x.shape[-1]), weight, *recipe.data)
+    y = _differentiable(x.reshape(-1, x.shape[-1]), weight, *recipe.constants)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 # A compiler takes strings and numbers for constants, and torch 2.11 makes other gradients of the function inside.
 @torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
-def _differentiable(x: Tensor, weight: Tensor, kind: str, *numbers: Any) -> Tensor:
-    recipe = recipe_of(kind, *numbers)
+def _differentiable(x: Tensor, weight: Tensor, *constants: Any) -> Tensor:
+    recipe = recipe_of(*constants)
     return with_gradients(partial(_linear, recipe), partial(_gradients, recipe), x, weight)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils import checkpoint
 import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.plan import plan as planning
-from seqfuse.recipes import Recipe
+from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 from .named import RECIPES, named
@@ -275,6 +276,26 @@ def test_compiles_whole(recipe: Recipe, kernels: bool):
     with torch.no_grad():
         program = torch.export.export(model, (X,))
         torch.testing.assert_close(program.module()(X), low[0], rtol=2e-2, atol=2e-2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlocksOf(Recipe):
+    """A recipe of a user."""
+
+    size: int
+
+    def block(self, role: Role, direction: Direction) -> tuple[int | None, int | None]:
+        return (1, self.size) if direction == "rows" else (self.size, 1)
+
+
+def test_a_recipe_of_the_user_is_compiled_as_it_is():
+    model = sf.Sequential(ops.Linear(32, 16, bias=False), recipe=BlocksOf(size=8))
+    low = step(model, X)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_bitwise_equal(step(model, X, compiled), low)
+    model.recipe = recipes.MXFP8()
+    assert not torch.equal(step(model, X)[0], low[0])
 
 
 @each_recipe

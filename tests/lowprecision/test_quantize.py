@@ -129,8 +129,14 @@ def test_float64_is_quantized_from_the_nearest_float32():
 
 
 def test_recipes_are_values():
-    for recipe in RECIPES + OTHERS:
-        for same in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe)), type(recipe)(**vars(recipe))):
+    for recipe in (
+        *RECIPES,
+        *OTHERS,
+        recipes.MXFP8(strict=True, emulate=True),
+        recipes.Float8DelayedScaling(history=3),
+    ):
+        traced = recipes.recipe_of(*recipe.constants)
+        for same in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe)), type(recipe)(**vars(recipe)), traced):
             assert same == recipe
             assert hash(same) == hash(recipe)
     assert len({*RECIPES, *OTHERS}) == 8
