@@ -41,7 +41,12 @@ class Scaled(nn.Module):
         raise NotImplementedError
 
     def keep_scales(self, recipe: Float8DelayedScaling) -> None:
-        """Register the buffers of a recipe; those that are there stay, a history with its newest entries."""
+        """Register the buffers of a recipe; those that are there stay, a history with its newest entries.
+
+        An operation with sizes that are not quantized has none.
+        """
+        if any(size % MULTIPLE or not size for gemm in cast(Any, self).gemms for size in gemm):
+            return
         if self._delayed != recipe:
             self._delayed = recipe
         device = next((p.device for p in self.parameters()), None)
@@ -81,10 +86,10 @@ class Scaled(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """As in torch; scales stay float32, and those that had no memory start anew."""
-        kept = {name: t for name in self._names() if (t := self._buffers.pop(name, None)) is not None}
+        kept = {name: t for name in self._names() if (t := self._buffers.get(name)) is not None}
         super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
         for name, t in kept.items():
-            moved = fn(t)
+            moved = cast(Tensor, self._buffers[name])
             moved = moved if moved.dtype is torch.float32 else t.to(moved.device)
             if t.is_meta and not moved.is_meta:
                 moved = moved.fill_(1.0 if name.endswith("_scale") else 0.0)
@@ -95,8 +100,7 @@ class Scaled(nn.Module):
         given = {name for name in self._names() if prefix + name in state_dict}
         own = {name: t for name in self._names() if (t := self._buffers.get(name)) is not None}
         if given and not own:
-            message = f"ignored scales of {prefix}: no delayed recipe is set"
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warnings.warn("ignored the scales in the state dict: no delayed recipe is set", UserWarning, stacklevel=2)
             for name in given:
                 del state_dict[prefix + name]
         if own and not given:
@@ -115,9 +119,7 @@ def keep_scales(container: nn.Module, recipe: Float8DelayedScaling) -> None:
         if "recipe" in vars(child):
             continue
         if isinstance(child, Scaled):
-            sizes: Any = [size for gemm in cast(Any, child).gemms for size in gemm]
-            if not any(size % MULTIPLE for size in sizes):
-                child.keep_scales(recipe)
+            child.keep_scales(recipe)
         elif isinstance(child, FusableOperation):
             keep_scales(child, recipe)
 
@@ -131,7 +133,7 @@ def _resized(history: Tensor, length: int) -> Tensor:
 
 
 def update_scales(model: nn.Module, group: Any = None) -> None:
-    """Make the scales of a model with delayed scaling anew from its histories, which move on: once in a step.
+    """Compute the scales of a model with delayed scaling from its amax histories, and shift these: once per step.
 
     It is done after `optimizer.step()` of each optimizer by itself; by hand it is for parameters that no optimizer
     owns. A recipe that is to `reduce` takes maxima over the processes of a group first, in one call for all operations:

@@ -221,9 +221,16 @@ def test_buffers_stay_float32_and_odd_sizes_and_excluded_operations_have_none():
         cast()
         assert torch.equal(model[1].get_buffer("dy_scale"), scale)
         assert model[1].get_buffer("dy_amax_history").dtype is torch.float32
-    lone = ops.Linear(32, 32)
-    lone.recipe = SHORT  # pyright: ignore[reportAttributeAccessIssue]
-    assert len(lone.state_dict()) == 8
+
+    def fails(t: Tensor) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model._apply(fails)
+    assert torch.equal(model[1].get_buffer("dy_scale"), scale)
+    for lone, size in ((ops.Linear(32, 32), 8), (ops.Linear(32, 33), 2)):
+        lone.recipe = SHORT  # pyright: ignore[reportAttributeAccessIssue]
+        assert len(lone.state_dict()) == size
     out = ops.Linear(32, 32)
     out.recipe = None  # pyright: ignore[reportAttributeAccessIssue]
     nested = sf.Sequential(sf.Sequential(ops.Linear(32, 32)), ops.Linear(32, 33), out, recipe=SHORT)
