@@ -286,8 +286,9 @@ WIDENED = _without_instructions()
 
 
 def _mkl_without_avx512() -> bool:
-    """Whether torch's float32 GEMMs are MKL's, which has AVX-512 kernels for processors of Intel alone, and oneDNN has
-    them for this one, too.
+    """Whether torch's float32 GEMMs are MKL's, without AVX-512 on this processor, while oneDNN's use it.
+
+    MKL has AVX-512 kernels for Intel's processors alone.
     """
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False

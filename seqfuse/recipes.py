@@ -149,7 +149,8 @@ class Float8DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if type(self.history) is not int or self.history < 1 or type(self.margin) is not int:
-            message = f"history must be a whole number from 1 on and margin one, got {self.history!r}, {self.margin!r}"
+            given = f"history={self.history!r} and margin={self.margin!r}"
+            message = f"history must be an integer of 1 or more, and margin an integer, got {given}"
             raise InputError(message, code="SF106", operation="Float8DelayedScaling")
         if self.algorithm not in ("max", "most_recent"):
             message = f'algorithm must be "max" or "most_recent", got {self.algorithm!r}'
@@ -254,11 +255,10 @@ def quantize(
         message = f"quantize takes a floating tensor of 16 bits or more, [*, N], not {x.dtype} {list(x.shape)}"
         raise InputError(message, code="SF102")
     dtype, size = recipe.dtype(role), recipe.block(role, direction)
-    wide = x.detach().to(torch.float32)
-    rows = wide.reshape(-1, wide.shape[-1]) if wide.shape[-1] else wide.new_empty(wide.shape[:-1].numel(), 0)
+    rows = _matrix(x.detach())
     blocks = _blocks(rows, size)
     largest = torch.finfo(dtype).max
-    most = wide.new_zeros(blocks.shape[0], blocks.shape[2])
+    most = rows.new_zeros(blocks.shape[0], blocks.shape[2])
     if blocks.numel() and not recipe.keeps_state:
         most = blocks.abs().amax((1, 3))
     if isinstance(recipe, Float8DelayedScaling):
@@ -273,33 +273,38 @@ def quantize(
     # Torch casts of different versions make 448, Inf or NaN of what is beyond the range.
     codes = (blocks * scale[:, None, :, None]).clamp(-largest, largest)
     codes = torch.where(blocks.isfinite(), codes, torch.nan)
-    m, n = rows.shape
-    data = codes.reshape(codes.shape[0] * codes.shape[1], -1)[:m, :n] if codes.numel() else rows
-    return data.to(dtype).reshape(x.shape), inverse
+    return _whole(codes, rows).to(dtype).reshape(x.shape), inverse
 
 
 def dequantize(data: Tensor, inverse_scale: Tensor, recipe: Recipe, role: Role, direction: Direction) -> Tensor:
     """The numbers that a GEMM multiplies, data * inverse_scale in float32; arguments and results of `quantize`."""
-    rows = data.to(torch.float32)
-    rows = rows.reshape(-1, rows.shape[-1]) if rows.shape[-1] else rows.new_empty(rows.shape[:-1].numel(), 0)
-    if not rows.numel():
-        return rows.reshape(data.shape)
+    rows = _matrix(data)
     blocks = _blocks(rows, recipe.block(role, direction))
     inverse = inverse_scale.to(torch.float32).reshape(blocks.shape[0], 1, blocks.shape[2], 1)
-    m, n = rows.shape
-    return (blocks * inverse).reshape(blocks.shape[0] * blocks.shape[1], -1)[:m, :n].reshape(data.shape)
+    return _whole(blocks * inverse, rows).reshape(data.shape)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """[*, N] in float32 as [M, N]."""
+    wide = x.to(torch.float32)
+    return (wide if wide.dim() > 1 else wide[None]).flatten(0, -2)
 
 
 def _blocks(rows: Tensor, size: _Block) -> Tensor:
     """A matrix as [blocks, rows of a block, blocks, columns of a block]; zeros fill the last ones."""
     (m, n), (high, wide) = rows.shape, size
-    high, wide = max(m, 1) if high is None else high, max(n, 1) if wide is None else wide
-    up, across = (max(1, -(-m // high)) if size[0] is None else -(-m // high)), -(-n // wide)
-    across = max(1, across) if size[1] is None else across
-    if not m or not n:
+    up, across = 1 if high is None else -(-m // high), 1 if wide is None else -(-n // wide)
+    if not rows.numel():
         return rows.new_empty(up, 0, across, 0)
+    high, wide = high or m, wide or n
     padded = F.pad(rows, (0, across * wide - n, 0, up * high - m)) if m % high or n % wide else rows
     return padded.view(up, high, across, wide)
+
+
+def _whole(blocks: Tensor, rows: Tensor) -> Tensor:
+    """The matrix of these blocks, of the shape of `rows`."""
+    m, n = rows.shape
+    return blocks.flatten(2).flatten(0, 1)[:m, :n] if rows.numel() else rows
 
 
 def _scales(most: Tensor, largest: float, power_of_two: bool) -> Tensor:
@@ -330,15 +335,15 @@ def _scales_mx(most: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantizing:
-    """What `low_precision` regions say; equal ones are the same object."""
+    """The settings of `low_precision` regions; equal ones are the same object."""
 
-    recipe: Recipe | None = None  # of operations that state none
+    recipe: Recipe | None = None  # of operations without their own
     enabled: bool = True
     wide: bool = False  # whether float64 is quantized, too, as for results that others are compared with
 
     @property
     def default(self) -> Recipe | Literal[False] | None:
-        """The recipe of operations that state none, `None`, or `False` where recipes are switched off."""
+        """The recipe of operations without their own, `None` for none, or `False` where recipes are switched off."""
         return self.recipe if self.enabled else False
 
 
@@ -360,7 +365,7 @@ def low_precision(recipe: Recipe | None = None, *, enabled: bool = True) -> Gene
         enabled: `False` runs every operation as without recipes, bit for bit; `True` switches them on again.
 
     Raises:
-        InputError: (SF106) for what is no recipe, or neither True nor False.
+        InputError: (SF106) for a `recipe` that is not one, or an `enabled` that is not a bool.
     """
     check_recipe(recipe, "low_precision")
     if enabled not in (True, False):
@@ -386,7 +391,7 @@ def within(recipe: Recipe | Any | None = ..., *, wide: bool = False) -> Generato
 
 
 def check_recipe(recipe: Any, operation: str, path: str | None = None) -> None:
-    """Raise InputError (SF106) for what is neither a recipe nor `None`."""
+    """Raise InputError (SF106) unless this is a recipe or `None`."""
     if recipe is not None and not isinstance(recipe, Recipe):
         hint = f"sf.recipes.{recipe.__name__}()" if isinstance(recipe, type) else "such as sf.recipes.MXFP8()"
         message = f"recipe must be one of sf.recipes or None, not {recipe!r}"

@@ -106,8 +106,8 @@ def reference_recipe(nodes: Sequence[Node], position: int, x: Tensor) -> Recipe 
     """The recipe that the reference of an operation is given.
 
     Raises:
-        InputError: (SF108) for a recipe that keeps state, which references do not; on tensors without data that
-            nobody records another one stands for it.
+        InputError: (SF108) for a recipe that keeps state, which references do not have. On tensors without data,
+            outside of compilers, `Float8CurrentScaling` is used instead.
     """
     found = recipe_at(nodes, position, getattr(x, "dtype", None), None, _now()[1])  # what records a graph may have none
     if not isinstance(found, Recipe):
@@ -122,12 +122,11 @@ def reference_recipe(nodes: Sequence[Node], position: int, x: Tensor) -> Recipe 
 
 def check_stateless(nodes: Sequence[Node]) -> None:
     """Raise InputError (SF108) where a compiler would trace a recipe that keeps state."""
-    for position, node in enumerate(nodes):
-        if node.eager is None:
-            found = recipe_at(nodes, position, None, None)
-            if isinstance(found, Recipe) and found.keeps_state:
-                message = f"{found} keeps scales between steps, which compilers do not see"
-                raise InputError(message, code="SF108", hint="compile with another recipe", **located(nodes, position))
+    for position in range(len(nodes)):
+        found = recipe_at(nodes, position, None, None)
+        if isinstance(found, Recipe) and found.keeps_state:
+            message = f"{found} keeps scales between steps, which compilers do not see"
+            raise InputError(message, code="SF108", hint="compile with another recipe", **located(nodes, position))
 
 
 def _recorded() -> bool:

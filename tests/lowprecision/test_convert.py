@@ -81,9 +81,7 @@ def test_a_converted_model_is_quantized_and_undone_bit_for_bit(name: str, recipe
     for key in ("y", *(n for n in plain if n.endswith("weight"))):
         assert own_distance[key] <= 0.2 * whole[key] + 1e-6, key
     assert whole["y"] > 1e-3
-    said = {
-        path: why for graph in conversion.graphs for region in graph.regions for path, why in region.quantized.items()
-    }
+    said = reported(conversion)
     assert {path for path, why in said.items() if why is None} == set(quantized)
     assert {path: why for path, why in said.items() if why is not None} == (
         {"lm_head": "excluded"} if name != "bert" else {}
@@ -152,11 +150,7 @@ def test_what_does_not_fit_is_said_before_anything_is_captured():
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"recipe": "mxfp8"}, "SF106", "recipe must be one of"),
         ({"recipe": recipes.MXFP8(), "exclude": "lm_head"}, "SF106", "exclude takes names of modules"),
-        (
-            {"recipe": recipes.MXFP8(strict=True)},
-            "SF108",
-            "MXFP8 is strict, and out_features 50 is not a",
-        ),
+        ({"recipe": recipes.MXFP8(strict=True)}, "SF108", "MXFP8 is strict, and out_features 50 is not a"),
     ]
     for given, code, match in wrong:
         with pytest.raises(sf.InputError, match=match) as caught:
