@@ -12,7 +12,6 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from seqfuse import recipes
 
@@ -68,11 +67,13 @@ def main() -> None:
     for recipe in RECIPES:
         run = trained(recipe, 0, args, text)
         loss = validated(run)
-        quantized = sum(isinstance(m, nn.Module) and getattr(m, "gemms", ()) != () for m in run.model.body.modules())
+        with torch.autocast(HERE.type, torch.bfloat16):
+            plan = run.model.body.plan(windows_at(text, torch.arange(BATCH)).to(HERE)[:, :-1])
+        quantized = len({one.at for one in plan.quantizations})
         inside = low <= loss <= high
         outside += not inside
-        where = "within" if inside else "outside"
-        print(f"{recipe}: validation loss {loss:.4f}, {where} {low:.4f} to {high:.4f}; {quantized} GEMMs", flush=True)
+        where = f"{'within' if inside else 'outside'} {low:.4f} to {high:.4f}"
+        print(f"{recipe}: validation loss {loss:.4f}, {where}; {quantized} quantized", flush=True)
     print(f"{len(RECIPES) - outside} of {len(RECIPES)} recipes end within the spread of {args.seeds} seeds of bfloat16")
 
 

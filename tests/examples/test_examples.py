@@ -107,7 +107,7 @@ def test_low_precision_trains_each_recipe_beside_seeds_of_bfloat16(tmp_path: Pat
     assert max(losses) < 4.5 < math.log(256)
     assert 0 < max(abs(loss - losses[0]) for loss in losses[2:]) < 0.05
     assert losses[0] != losses[1]
-    assert all(line.endswith("; 4 GEMMs") for line in lines[2:-1])
+    assert all(line.endswith("; 4 quantized") for line in lines[2:-1])
     assert re.fullmatch(r"\d of 5 recipes end within the spread of 2 seeds of bfloat16", lines[-1])
 
 
