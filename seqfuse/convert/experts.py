@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import ops
 from ..operation import UnfusedOperation
@@ -28,17 +29,9 @@ _REPLACED = (None, "eager", "grouped_mm", "batched_mm")
 Unit = tuple[str, tuple[float | str, ...], str]
 """An activation or a gated unit: its class in `ops`, what it is made with, and where gate and up are."""
 
+_GATES = (("SwiGLU", ()), ("GEGLU", ()), ("GEGLU", ("tanh",)), ("ReGLU", ()), ("GLU", ()), ("QGEGLU", ()))
 _UNITS: tuple[Unit, ...] = tuple(
-    (name, numbers, packing)
-    for name, numbers in (
-        ("SwiGLU", ()),
-        ("GEGLU", ()),
-        ("GEGLU", ("tanh",)),
-        ("ReGLU", ()),
-        ("GLU", ()),
-        ("QGEGLU", ()),
-    )
-    for packing in ("gate_up", "up_gate", "interleaved")
+    (*gate, packing) for gate in _GATES for packing in ("gate_up", "up_gate", "interleaved")
 )
 _ACTS: tuple[Unit, ...] = (
     *((name, (), "") for name in ("SiLU", "GeLU", "ReLU", "SquaredReLU", "QuickGeLU", "Sigmoid", "Tanh")),
@@ -68,9 +61,11 @@ def mixture(
     [experts, H].
     """
     parts = [t for t in (up, up_bias, down, down_bias) if t is not None]
+    if isinstance(x, FunctionalTensor):  # a compiler records what is to run, as Inductor does
+        return _by_expert(x, experts, probs, up, up_bias, down, down_bias, unit)
     if is_fake(x):  # while it is captured, and where launches and saved tensors of eager torch are counted
         return _before(x, experts, probs, up, up_bias, down, down_bias, unit)
-    model = operations(up.shape, down.shape, experts.shape[-1], up_bias is not None, unit, x.dtype)
+    model = _operations(up.shape, down.shape, experts.shape[-1], up_bias is not None, unit, x.dtype)
     keys = [name for name, _ in model.named_parameters()]
     given = dict(zip(keys, parts, strict=True))
     return torch.func.functional_call(model, given, (x,), {"experts": experts, "probs": probs})
@@ -99,7 +94,25 @@ def _before(
     return y.index_select(0, back).view(*experts.shape, -1).sum(1).to(x.dtype)
 
 
-@functools.lru_cache(64)
+def _by_expert(
+    x: Tensor,
+    experts: Tensor,
+    probs: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    unit: Unit,
+) -> Tensor:
+    """Each expert for all tokens, times zero where a token did not choose it: no shape depends on the choice."""
+    y = x.new_zeros(())
+    for e in range(up.shape[0]):
+        h = made(unit).reference(F.linear(x, up[e], None if up_bias is None else up_bias[e]))
+        factor = torch.where(experts == e, probs, 0).sum(-1, keepdim=True)
+        y = y + F.linear(h, down[e], None if down_bias is None else down_bias[e]) * factor
+    return y.to(x.dtype)
+
+
 def operations(
     up: torch.Size, down: torch.Size, top_k: int, bias: bool, unit: Unit, dtype: torch.dtype, **names: str
 ) -> Sequential:
@@ -117,6 +130,11 @@ def operations(
         ops.GroupedLinear(count, down[2], down[1], bias, meta, dtype, offsets=offsets),
         ops.Unpermute(channels["probs"], rows=rows, offsets=offsets),
     )
+
+
+_operations = functools.lru_cache(64)(
+    operations
+)  # for calls; a graph has operations of its own, which it lends tensors
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

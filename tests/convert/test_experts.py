@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, nop
 from torch import Tensor, nn
 
 import seqfuse as sf
@@ -185,6 +186,25 @@ def test_experts_of_other_processes_are_dropped():
     y.sum().backward()
     assert probs.grad is not None
     assert not probs.grad[chosen == 3].any()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_compiler_records_the_mixture_with_all_experts(biased: bool):
+    """As Inductor does of a mixture that no chain has."""
+    chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0], [0, 1]])
+    given = [seeded_randn(shape, i) for i, shape in enumerate([(5, 4), (5, 2), (3, 8, 4), (3, 4, 4), (3, 8), (3, 4)])]
+
+    def mixture(chosen: Tensor, x: Tensor, probs: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        up_bias, down_bias = biases if biased else (None, None)
+        return experts.mixture(x, chosen, probs, up, up_bias, down, down_bias, ("SwiGLU", (), "gate_up"))
+
+    def gradients(call: Callable[..., Tensor]) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in given[: 6 if biased else 4]]
+        y = call(chosen, *leaves)
+        return [y.detach(), *torch.autograd.grad((y * seeded_randn((5, 4), 9)).sum(), leaves)]
+
+    recorded = aot_function(mixture, fw_compiler=nop, decompositions={})
+    torch.testing.assert_close(gradients(recorded), gradients(mixture))
 
 
 def test_llama4_stays_as_it_was_and_says_so():
