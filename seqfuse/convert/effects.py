@@ -83,6 +83,13 @@ def are_changed(nodes: Sequence[Node]) -> bool:
     return any(_meet(memory, _changed(node)) for graph in graphs for node in graph.nodes if in_place(node))
 
 
+def leave(nodes: Sequence[Node]) -> bool:
+    """Whether a graph returns what one of the nodes makes, or a view of that."""
+    memory = set(map(_memory, nodes))
+    given = nodes[0].graph.find_nodes(op="output")[0].all_input_nodes
+    return None in memory or not memory.isdisjoint(_memory(node) for node in given)
+
+
 @dataclasses.dataclass(frozen=True)
 class State:
     """Under which autocast and gradient mode a node runs, and how many tensors were changed in place before it."""

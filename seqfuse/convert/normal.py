@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from .effects import State, are_changed, in_place, states
+from .effects import State, are_changed, in_place, leave, states
 from .graph import WRITTEN, argument, back, example, is_fixed, same_shape, spelled
 
 
@@ -139,7 +140,8 @@ def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Nod
             first = made.setdefault(key, node)
         except TypeError:  # an argument that has no hash
             continue
-        if first is not node and not are_changed([first, node]):
+        # Two results of a model stay two tensors: a caller may change one of them.
+        if first is not node and not are_changed([first, node]) and not leave([first, node]):
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
@@ -183,8 +185,11 @@ def _einsum(node: Node, write: Writer) -> Node | None:
     left, right = ([letter for letter in made if letter in term and letter not in batch] for term in (a, b))
     if not summed or {*a, *b} != {*summed, *batch, *left, *right}:
         return None
-    size = dict(zip(a, shapes[0] if x is operands[0] else shapes[1], strict=True))
-    size |= dict(zip(b, shapes[1] if x is operands[0] else shapes[0], strict=True))
+    first, second = shapes if x is operands[0] else shapes[::-1]
+    size, others = dict(zip(a, first, strict=True)), dict(zip(b, second, strict=True))
+    if not same_shape([size[letter] for letter in summed], [others[letter] for letter in summed]):
+        return None  # einsum repeats a size of 1
+    size |= others
     if not batch:
         return _with_matrix(write, (x, a, left), (y, b, right), summed, size, made)
     if not left or not right or len(summed) != 1:
@@ -192,19 +197,19 @@ def _einsum(node: Node, write: Writer) -> Node | None:
     # Of several letters of one operand all but the last are batches that the other one is repeated for.
     whole = [letter for letter in made if letter in (*batch, *left[:-1], *right[:-1])]
     rows, columns, (k,) = left[-1], right[-1], summed
-    first = _aligned(write, x, a, [*whole, rows, k])
-    second = _aligned(write, y, b, [*whole, k, columns])
-    product = write("matmul", first, second)
+    product = write("matmul", _aligned(write, x, a, [*whole, rows, k]), _aligned(write, y, b, [*whole, k, columns]))
     return _permuted(write, product, [[*whole, rows, columns].index(letter) for letter in made])
 
 
 def _terms(equation: str, dims: list[int]) -> tuple[list[str], str]:
-    """The letters of operands and of the result, dots by capitals that are counted from the last."""
+    """The letters of operands and of the result, dots by capitals of no other use that are counted from the last."""
     given, _, made = equation.partition("->")
     terms, dots = given.split(","), ""
+    free = "".join(letter for letter in string.ascii_uppercase if letter not in equation)
     for i, term in enumerate(terms):
         if "..." in term:
-            letters = "ZYXWVUT"[: dims[i] - len(term) + 3][::-1]
+            count = dims[i] - len(term) + 3
+            letters = free[len(free) - count :]
             terms[i], dots = term.replace("...", letters), max(dots, letters, key=len)
     return terms, made.replace("...", dots)
 

@@ -144,6 +144,12 @@ def test_a_product_is_the_operation_that_it_is(name: str):
 
 NEARLY: dict[str, Spelling] = {
     "an einsum of a diagonal": lambda m, x: torch.einsum("bss,oh->bsoh", x[:, :, :4], m.b.weight).sum(-1),
+    "an einsum with sizes of one on both sides": lambda m, x: torch.einsum(
+        "bsij,oij->bso", m.a(x)[..., :4, None], m.b.weight.view(16, 1, 4)
+    ).unflatten(-1, (2, 8)).sum(-2),
+    "an einsum whose dots are not its Z": lambda m, x: torch.einsum(
+        "...ik,kjZ->...ij", m.a(x), m.b.weight.view(8, 4, 2)
+    ).repeat(1, 1, 2),
     "an einsum with a size of one": lambda m, x: torch.einsum("bsh,oh->bso", m.a(x)[:, :, :1], m.b.weight),
     "erf of another factor": lambda m, x: 0.5 * (h := m.a(x)) * (1 + torch.erf(h / 2)),
     "erf, not halved": lambda m, x: 0.25 * (h := m.a(x)) * (1 + torch.erf(h / 2**0.5)),
@@ -160,6 +166,15 @@ NEARLY: dict[str, Spelling] = {
 @pytest.mark.parametrize("name", NEARLY)
 def test_what_is_nearly_of_a_known_form_keeps_its_numbers(name: str):
     assert_same_recorded(Layers(lambda m, x: m.c(NEARLY[name](m, x))).double(), X)
+
+
+def test_equal_results_of_a_model_stay_two_tensors():
+    def spelling(m: Layers, x: Tensor) -> Any:
+        h = m.c(F.relu(m.a(x)))
+        return h * 2, h * 2, (h * 3).mT, h * 3
+
+    outputs = assert_same_recorded(Layers(spelling).double(), X)(X)
+    assert len({y.data_ptr() for y in outputs}) == len(outputs)
 
 
 class Attending(nn.Module):
