@@ -10,7 +10,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ Unit = tuple[str, tuple[float | str, ...], str]
 
 _GATES = (("SwiGLU", ()), ("GEGLU", ()), ("GEGLU", ("tanh",)), ("ReGLU", ()), ("GLU", ()), ("QGEGLU", ()))
 _UNITS: tuple[Unit, ...] = tuple(
-    (*gate, packing) for gate in _GATES for packing in ("gate_up", "up_gate", "interleaved")
+    (name, numbers, packing) for name, numbers in _GATES for packing in ("gate_up", "up_gate", "interleaved")
 )
 _ACTS: tuple[Unit, ...] = (
     *((name, (), "") for name in ("SiLU", "GeLU", "ReLU", "SquaredReLU", "QuickGeLU", "Sigmoid", "Tanh")),
@@ -45,72 +45,58 @@ def made(unit: Unit) -> UnfusedOperation:
     return getattr(ops, name)(*numbers, **{"packing": packing} if packing else {})
 
 
-def mixture(
-    x: Tensor,
-    experts: Tensor,
-    probs: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    unit: Unit,
-) -> Tensor:
-    """What experts make of tokens, each times its factor and summed: one node of a graph that Dynamo captures.
+class Mixture(NamedTuple):
+    """Tokens, the experts that they chose and their factors, and the parameters of all experts.
 
     x: [T, H], experts, probs: [T, top_k], up: [experts, N, H], down: [experts, H, F], biases: [experts, N] and
     [experts, H].
     """
-    parts = [t for t in (up, up_bias, down, down_bias) if t is not None]
-    if isinstance(x, FunctionalTensor):  # a compiler records what is to run, as Inductor does
-        return _by_expert(x, experts, probs, up, up_bias, down, down_bias, unit)
-    if is_fake(x):  # while it is captured, and where launches and saved tensors of eager torch are counted
-        return _before(x, experts, probs, up, up_bias, down, down_bias, unit)
-    model = _operations(up.shape, down.shape, experts.shape[-1], up_bias is not None, unit, x.dtype)
-    keys = [name for name, _ in model.named_parameters()]
-    given = dict(zip(keys, parts, strict=True))
-    return torch.func.functional_call(model, given, (x,), {"experts": experts, "probs": probs})
+
+    x: Tensor
+    experts: Tensor
+    probs: Tensor
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    unit: Unit
 
 
-def _before(
-    x: Tensor,
-    experts: Tensor,
-    probs: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    unit: Unit,
-) -> Tensor:
-    """The calls by which Hugging Face does it with grouped GEMMs; in place of each of these one GEMM, of one weight."""
-    order = experts.reshape(-1).sort().indices
-    token, group = order // experts.shape[-1], experts.reshape(-1).index_select(0, order)
-    torch.cumsum(torch.histc(group.float(), up.shape[0]), 0, dtype=torch.int32)
-    h = F.linear(x.index_select(0, token), up.select(0, 0))
-    h = h if up_bias is None else h + up_bias.index_select(0, group)
-    y = F.linear(made(unit).reference(h), down.select(0, 0))
-    y = y if down_bias is None else y + down_bias.index_select(0, group)
-    y = y * probs.reshape(-1).index_select(0, order).unsqueeze(-1)
+def mixture(*given: Any) -> Tensor:
+    """The outputs of the experts of a `Mixture`, times factors and summed: one node of a graph that Dynamo captures."""
+    m = Mixture(*given)
+    if isinstance(m.x, FunctionalTensor):  # a compiler records what is to run, as Inductor does
+        return _by_expert(m)
+    if is_fake(m.x):  # while it is captured, and where launches and saved tensors of eager torch are counted
+        return _before(m)
+    model = _operations(m.up.shape, m.down.shape, m.experts.shape[-1], m.up_bias is not None, m.unit, m.x.dtype)
+    parts = [t for t in (m.up, m.up_bias, m.down, m.down_bias) if t is not None]
+    lent = dict(zip((name for name, _ in model.named_parameters()), parts, strict=True))
+    return torch.func.functional_call(model, lent, (m.x,), {"experts": m.experts, "probs": m.probs})
+
+
+def _before(m: Mixture) -> Tensor:
+    """The calls by which Hugging Face does it with grouped GEMMs; each grouped GEMM is one GEMM, of one weight."""
+    order = m.experts.reshape(-1).sort().indices
+    token, group = order // m.experts.shape[-1], m.experts.reshape(-1).index_select(0, order)
+    torch.cumsum(torch.histc(group.float(), m.up.shape[0]), 0, dtype=torch.int32)
+    h = F.linear(m.x.index_select(0, token), m.up.select(0, 0))
+    h = h if m.up_bias is None else h + m.up_bias.index_select(0, group)
+    y = F.linear(made(m.unit).reference(h), m.down.select(0, 0))
+    y = y if m.down_bias is None else y + m.down_bias.index_select(0, group)
+    y = y * m.probs.reshape(-1).index_select(0, order).unsqueeze(-1)
     back = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-    return y.index_select(0, back).view(*experts.shape, -1).sum(1).to(x.dtype)
+    return y.index_select(0, back).view(*m.experts.shape, -1).sum(1).to(m.x.dtype)
 
 
-def _by_expert(
-    x: Tensor,
-    experts: Tensor,
-    probs: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    unit: Unit,
-) -> Tensor:
+def _by_expert(m: Mixture) -> Tensor:
     """Each expert for all tokens, times zero where a token did not choose it: no shape depends on the choice."""
-    y = x.new_zeros(())
-    for e in range(up.shape[0]):
-        h = made(unit).reference(F.linear(x, up[e], None if up_bias is None else up_bias[e]))
-        factor = torch.where(experts == e, probs, 0).sum(-1, keepdim=True)
-        y = y + F.linear(h, down[e], None if down_bias is None else down_bias[e]) * factor
-    return y.to(x.dtype)
+    y = m.x.new_zeros(())
+    for e in range(m.up.shape[0]):
+        h = made(m.unit).reference(F.linear(m.x, m.up[e], None if m.up_bias is None else m.up_bias[e]))
+        factor = torch.where(m.experts == e, m.probs, 0).sum(-1, keepdim=True)
+        y = y + F.linear(h, m.down[e], None if m.down_bias is None else m.down_bias[e]) * factor
+    return y.to(m.x.dtype)
 
 
 def operations(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from ... import ops
+from ...operation import FusableOperation
 from ..experts import operations
 from ..graph import argument, back, channel, example, is_fixed, numbers, read_by, spelled
 from ..raising import META, Found, Given, Inner, Raised, Value, matcher
@@ -37,14 +38,8 @@ def raise_mixture(node: Node) -> Found:
         return "its sizes are not known"
     names = {"experts": channel(experts), "probs": channel(probs)}
     names |= {name: f"{name}_{node.name}" for name in ("offsets", "rows")}
-    permute, first, act, second, unpermute = operations(
-        *shapes,
-        chosen.shape[-1],
-        up_bias is not None,
-        unit,
-        e.dtype,
-        **names,
-    )
+    sequence = operations(shapes[0], shapes[1], chosen.shape[-1], up_bias is not None, unit, e.dtype, **names)
+    permute, first, act, second, unpermute = cast("tuple[FusableOperation, ...]", tuple(sequence))
     given = [_given(up, up_bias), _given(down, down_bias)]
     found: list[Raised] = []
     route = _route(back(x), experts, probs)
