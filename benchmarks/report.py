@@ -20,7 +20,7 @@ import plots
 from gpu_report import goals, gpu, layer_steps, speed, steps, tiles, tuned
 from tables import ROOT, paragraphs, read, table, text, where
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/dev").glob("*.md"))]
 FIGURES = re.compile(
     r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
 )
@@ -437,7 +437,7 @@ def claims() -> str | None:
                 ("activation checkpointing", "eager, checkpointed", took["eager, checkpointed"]),
             )
         ): "measured on a CPU",
-        "a step of the models and blocks of [CPU overhead](cpu_overhead.md#beside-eager-torch) takes "
+        "a step of the models and blocks of [CPU overhead](dev/cpu_overhead.md#beside-eager-torch) takes "
         f'{default} of the CPU time of eager PyTorch; with `memory="lean"` {lean}': "measured on a CPU",
         f"a layer of Llama 3 8B built of `seqfuse.nn`, in bfloat16 on an H100, takes {ours} kernel launches, Hugging "
         f"Face's in eager PyTorch {theirs}": "counted from plans",

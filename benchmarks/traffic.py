@@ -2,7 +2,7 @@
 
 The fewest: each input read once, each result written once. What a kernel moves is split into what has to come from
 memory, rows of parameters that every program reads again (from cache), and partial sums over rows. Writes
-`results/traffic.json`, which docs/kernels.md is drawn from.
+`results/traffic.json`, which docs/dev/kernels.md is drawn from.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ COSTS = {
 
 Orders of magnitude that rank schedules against each other. H200: 4.3 TB/s copy and 780 TFLOP/s in bf16. On a CPU a
 launch is a call of ATen: 1 to 4 us where nothing else runs, 5 to 6 in a training step, which brings other code and data
-into the caches in between (docs/cpu_overhead.md).
+into the caches in between (docs/dev/cpu_overhead.md).
 """
 
 CARDS = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "mi300x": "gfx942"}

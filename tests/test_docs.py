@@ -131,7 +131,7 @@ def test_links_between_files_lead_somewhere() -> None:
     assert wrong == []
 
 
-MAP = (ROOT / "docs" / "architecture.md").read_text()
+MAP = (ROOT / "docs" / "dev" / "architecture.md").read_text()
 
 
 def test_files_and_names_on_the_map_of_the_engine_are_there() -> None:

@@ -15,8 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "reference").glob("*.md")),
+    *(page for folder in ("docs", "docs/dev", "docs/reference") for page in sorted((ROOT / folder).glob("*.md"))),
 ]
 # What is not said, as a pattern of whole words, and what to say instead.
 WORDS = {

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpr
 
 RECORDED = Path(benchmark.__file__).parent / "results" / "traffic.json"
 CASES = {f"{case.kernel} {case.what} {case.shape[1]}": case for case in benchmark.cases()}
-# Rows that do not fit in registers are read again; docs/kernels.md says why.
+# Rows that do not fit in registers are read again; docs/dev/kernels.md says why.
 AGAIN = {name for name, case in CASES.items() if "norm" in case.kernel and case.shape[1] == benchmark.WIDE}
 
 

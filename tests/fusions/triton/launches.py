@@ -1,4 +1,4 @@
-"""Kernels launched by a forward and a backward pass, counted on tensors without data, for the table of docs/kernels.md.
+"""Kernels launched by a forward and a backward pass, counted on tensors without data, for the table of docs/dev/kernels.md.
 
 Rewrite the table with  TRITON_INTERPRET=1 .venv/bin/python -m tests.fusions.triton.launches
 """
@@ -26,7 +26,7 @@ from seqfuse.ops import _attention
 from seqfuse.plan.fake import faking
 from tests.fusions.triton.eager import Eager
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "dev" / "kernels.md"
 TABLE = re.compile(r"(?<=<!-- drawn by tests/fusions/triton/launches.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 LAYER_TABLE = re.compile(
     r"(?<=<!-- layers drawn by tests/fusions/triton/launches.py -->\n).*?(?=<!-- end of layers -->)", re.DOTALL

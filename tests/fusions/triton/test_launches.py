@@ -1,4 +1,4 @@
-"""The table of launches in docs/kernels.md is what is counted."""
+"""The table of launches in docs/dev/kernels.md is what is counted."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import seqfuse as sf
 from seqfuse import fusions, ops
 
 PACKAGE = Path(sf.__file__).parent
-MAP = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+MAP = (PACKAGE.parent / "docs" / "dev" / "architecture.md").read_text()
 MODELS: dict[str, tuple[nn.Module, ...]] = {
     "LinearBias": (ops.Linear(32, 32), ops.Scale(2.0)),  # a Linear by itself runs as calls of torch
     "LinearBiasPointwise": (ops.Linear(32, 32), ops.GeLU()),
