@@ -1,4 +1,4 @@
-"""What is supported, found by running it, and how that is tested, found in the tests: the tables of docs/dev/support.md."""
+"""What is supported, found by running it, and how it is tested, found in the tests: tables of docs/dev/support.md."""
 
 from __future__ import annotations
 

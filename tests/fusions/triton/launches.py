@@ -1,4 +1,4 @@
-"""Kernels launched by a forward and a backward pass, counted on tensors without data, for the table of docs/dev/kernels.md.
+"""Kernels launched by a forward and a backward pass, counted without data, for the table of docs/dev/kernels.md.
 
 Rewrite the table with  TRITON_INTERPRET=1 .venv/bin/python -m tests.fusions.triton.launches
 """
