@@ -1,0 +1,250 @@
+"""What Linear and feed-forward blocks take under each recipe on a GPU, forward and backward, and quantization alone.
+
+    python benchmarks/bench_low_precision.py            # there; writes `gpu_low_precision.json`, or the file `--out`
+    python benchmarks/bench_low_precision.py --tiny     # anywhere, to see that it runs
+
+Beside bfloat16 in eager torch stand modules that a user writes by hand with torch's 8-bit GEMM under current scaling,
+eager and compiled; and the GEMMs alone, of operands that are there already, which no recipe can be faster than.
+Each contender is compared with bfloat16 before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import plain
+import torch
+from gpu.clock import OnDevice, OnHost, interleaved
+from gpu.sizes import MAIN, MODELS, Model
+from record import RESULTS, about
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops, recipes
+
+Call = Callable[[], Any]
+RECIPES: dict[str, recipes.Recipe] = {
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.Float8DelayedScaling(history=16),
+    "row": recipes.Float8RowScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "MX": recipes.MXFP8(),
+}
+FAR = 0.2  # of bfloat16, relative: what 8 bits may be, twice over
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path, help="the file of results")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
+    parser.add_argument("--budget", type=float, default=55.0, help="seconds, after which no further row begins")
+    parser.add_argument("--seconds", type=float, default=0.15, help="of samples, for each contender of a row")
+    arguments = parser.parse_args()
+    out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / "gpu_low_precision.json"
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    clock = OnHost(device) if arguments.tiny else OnDevice()
+    begun, rows = time.time(), dict[str, Any]()
+    models = tuple(m for m in MODELS if m.name in MAIN)
+    tokens = 8192
+    if arguments.tiny:
+        tokens, models = 32, (Model("gpt", 32, 64, 2, 2, 16, 50, False), Model("llama", 32, 48, 2, 2, 16, 50, True))
+    for name, make in jobs(models, tokens, device):
+        if time.time() - begun > arguments.budget:
+            print(f"no time for {name}", flush=True)
+            continue
+        calls, notes = make()
+        times = interleaved(
+            {key: [call] for key, call in calls.items()}, clock, seconds=arguments.seconds, least=3, most=21
+        )
+        rows[name] = {"times": {key: dataclasses.asdict(t) for key, t in times.items()}, **notes}
+        print(name, ", ".join(f"{key} {t.median:.0f}" for key, t in times.items()), notes, flush=True)
+        out.write_text(json.dumps({"about": about(), "rows": rows}, indent=1) + "\n")
+        del calls
+        gc.collect()
+        if not arguments.tiny:
+            torch.cuda.empty_cache()
+
+
+def jobs(
+    models: tuple[Model, ...], tokens: int, device: torch.device
+) -> Iterator[tuple[str, Callable[[], tuple[dict[str, Call], dict[str, Any]]]]]:
+    """By name, what makes the calls of a row, microseconds of which are told."""
+    for model in reversed(models):
+        yield f"Linear {tokens} x {model.H} -> {model.F}", functools.partial(_linear, tokens, model, device)
+        yield f"{model.name} feed-forward block, {tokens}", functools.partial(_block, tokens, model, device)
+    for width in (models[-1].H, models[-1].F):
+        yield f"quantize {tokens} x {width}", functools.partial(_quantize, tokens, width, device)
+    for model in reversed(models):
+        yield (
+            f"{model.name} feed-forward block, {tokens}, compiled by hand",
+            functools.partial(_block, tokens, model, device, by_compiler=True),
+        )
+
+
+def _linear(tokens: int, model: Model, device: torch.device) -> tuple[dict[str, Call], dict[str, Any]]:
+    """A Linear without a bias, and its three GEMMs."""
+    x, dy, weight = (_drawn(device, *s) for s in ((tokens, model.H), (tokens, model.F), (model.F, model.H)))
+    weight = nn.Parameter(weight * model.H**-0.5)
+    calls: dict[str, Call] = {}
+    for name, module in _ours(lambda: ops.Linear(model.H, model.F, False, device, x.dtype), device).items():
+        next(m for m in module.modules() if isinstance(m, ops.Linear)).weight = weight
+        calls[name] = _step(module, x, dy)
+    hand = ByHand(model.H, model.F, False, device=device, dtype=x.dtype)
+    hand.weight = weight
+    linear = nn.Linear(model.H, model.F, False, device=device, dtype=x.dtype)
+    linear.weight = weight
+    calls = {"bfloat16": _step(linear, x, dy), "by hand": _step(hand, x, dy), **calls}
+    off = _compared(calls)
+    one = torch.ones((), device=device)
+    a, b, c = (_codes(device, *s) for s in ((tokens, model.H), (model.F, model.H), (tokens, model.F)))
+    at, bt, ct = (t.t().contiguous() for t in (a, b, c))
+
+    def gemms(fast: bool) -> Callable[[], Any]:
+        run: Any = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        pairs = ((a, b), (c, bt), (ct, at))
+        return lambda: [run(p, q.t(), one, one) for p, q in pairs]
+
+    calls |= {"GEMMs alone": gemms(False), "GEMMs alone, fast": gemms(True)}
+    return calls, {"off": off, "flops": 6.0 * tokens * model.H * model.F}
+
+
+def _block(
+    tokens: int, model: Model, device: torch.device, by_compiler: bool = False
+) -> tuple[dict[str, Call], dict[str, Any]]:
+    """A feed-forward block with its norm and residual, without dropout."""
+    spec = plain.Spec(model.H, model.F, model.heads, model.kv_heads, model.head_dim, model.llama)
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    torch.manual_seed(0)
+    theirs = plain.build("feedforward", spec, **made)
+    x, dy = (_drawn(device, tokens // 8, 8, model.H) for _ in range(2))
+    hand = plain.build("feedforward", spec, **made)
+    for block in hand.modules():
+        for name, module in list(block.named_children()):
+            if isinstance(module, nn.Linear):
+                setattr(block, name, ByHand(module.in_features, module.out_features, module.bias is not None, **made))
+    hand.load_state_dict(theirs.state_dict(), assign=True)
+    hand.requires_grad_()
+    calls = {"bfloat16": _step(theirs, x, dy)}
+    if by_compiler:
+        torch._dynamo.reset()
+        calls["by hand, compiled"] = _step(torch.compile(hand, dynamic=False), x, dy)
+        calls["bfloat16, compiled"] = _step(torch.compile(theirs, dynamic=False), x, dy)
+    else:
+        calls["by hand"] = _step(hand, x, dy)
+
+        def ours() -> Any:
+            fused = plain.fused("feedforward", spec, device="meta", dtype=torch.bfloat16)
+            fused.load_state_dict(theirs.state_dict(), assign=True)
+            return fused.requires_grad_()
+
+        calls |= {name: _step(module, x, dy) for name, module in _ours(ours, device).items()}
+    return calls, {"off": _compared(calls)}
+
+
+def _quantize(tokens: int, width: int, device: torch.device) -> tuple[dict[str, Call], dict[str, Any]]:
+    x = _drawn(device, tokens, width)
+    calls: dict[str, Call] = {"copy": x.clone}
+    for name, recipe in RECIPES.items():
+        if not recipe.keeps_state:
+            for role in ("x", "weight") if name == "block" else ("x",):
+                for direction in ("rows", "columns"):
+                    what = f"{name} {role} {direction}"
+                    calls[what] = functools.partial(recipes.quantize, x, recipe, role, direction)  # pyright: ignore
+    codes = _codes(device, tokens, width)
+    calls["transposed copy"] = lambda: codes.t().contiguous()
+    return calls, {}
+
+
+def _ours(make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """A sequence without a recipe and under each that has kernels here."""
+    found = {"seqfuse": sf.Sequential(make())}
+    for name, recipe in RECIPES.items():
+        model = sf.Sequential(make(), recipe=recipe)
+        try:
+            model.plan(env=sf.Env.of(device, dtype=torch.bfloat16))
+        except sf.InputError as error:
+            if error.code != "SF108":
+                raise
+            continue
+        found[name] = model
+    return found
+
+
+def _step(module: Any, x: Tensor, dy: Tensor) -> Call:
+    """Result and all gradients."""
+    leaf, parameters = x.detach().requires_grad_(), list(module.parameters())
+
+    def call() -> Any:
+        y = module(leaf)
+        return y, *torch.autograd.grad(y, [leaf, *parameters], dy)
+
+    if getattr(getattr(module, "recipe", None), "keeps_state", False):  # of which the first step has scales of 1
+        call()
+        sf.update_scales(module)
+    return call
+
+
+def _compared(calls: dict[str, Call]) -> dict[str, float]:
+    """How far each is from bfloat16, at worst of its results; one that is farther than 8 bits can be is left out."""
+    wanted = calls["bfloat16"]()
+    off: dict[str, float] = {}
+    for name, call in list(calls.items()):
+        pairs = zip(call(), wanted, strict=True)
+        off[name] = max(float((a - b).detach().float().norm() / b.detach().float().norm()) for a, b in pairs)
+        if not off[name] < FAR:
+            print(f"{name} is off by {off[name]:.2g} and is not timed", flush=True)
+            del calls[name]
+    return off
+
+
+def _drawn(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def _codes(device: torch.device, *shape: int) -> Tensor:
+    return (torch.randn(shape, device=device) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+class ByHand(nn.Linear):
+    """A Linear of 8-bit GEMMs under current scaling, as one writes it with torch alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Any = _ByHand.apply(input.reshape(-1, self.in_features), self.weight)
+        y = y if self.bias is None else y + self.bias
+        return y.view(*input.shape[:-1], self.out_features)
+
+
+class _ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        (qx, sx), (qw, sw) = (_by_hand(t, torch.float8_e4m3fn) for t in (x, weight))
+        ctx.save_for_backward(qx, sx, qw, sw)
+        return torch._scaled_mm(qx, qw.t(), sx, sw, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        (dy,) = douts
+        qx, sx, qw, sw = ctx.saved_tensors
+        qd, sd = _by_hand(dy, torch.float8_e5m2)
+        dx = torch._scaled_mm(qd, qw.t().contiguous().t(), sd, sw, out_dtype=dy.dtype)
+        dweight = torch._scaled_mm(qd.t().contiguous(), qx.t().contiguous().t(), sd, sx, out_dtype=dy.dtype)
+        return dx, dweight
+
+
+def _by_hand(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    largest = torch.finfo(dtype).max
+    scale = largest / x.abs().max().float().clamp(min=1e-12)
+    return (x.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
+
+
+if __name__ == "__main__":
+    main()
