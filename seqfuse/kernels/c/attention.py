@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import compiler
 from .._device import threshold_and_scale
 from .._launch import faking
-from .call import NAMES, CKernel, header
+from .call import NAMES, CKernel, allocator, header
 
 _LANES, _WIDTH = 16, 64  # multiples of those of `tile.h`
 # Scores held at a time: of so many rows that they stay in a cache; at most, and at least, as each block reads all keys.
@@ -72,11 +72,12 @@ def attention_fwd(
     dimensions, broadcast to [B, H, S, N], added; seed: int64 of one element. y: [B, S, H, D] in the dtype of q.
     """
     B, H, S, D = q.shape
-    y, lse = _new((B, S, H, D), q.dtype), _new((B, H, S))
+    new, wide = allocator(), torch.float32
+    y, lse = new((B, S, H, D), (S * H * D, H * D, D, 1), q.dtype), new((B, H, S), (H * S, S, 1), wide)
     n = _shape((q, k, v, y.transpose(1, 2)), False, causal, window, mask, p if seed is not None else 0.0)
     shared = n.D * n.M + (0 if n.direct else n.N * n.P)
     threads = _threads(q, k, B * H * -(-S // n.rows))
-    memory = _new((B * k.shape[1] * shared + threads * n.memory,))
+    memory = new((B * k.shape[1] * shared + threads * n.memory,), (1,), wide)
     _call(False, (q, k, v, mask, y, lse, memory), n, (scale, softcap, p), seed, threads)
     return y, lse
 
@@ -97,12 +98,8 @@ def attention_bwd(
     dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).transpose(1, 2)
     n = _shape((q, k, v, dy, *out), True, causal, window, mask, p if seed is not None else 0.0)
     threads = _threads(q, k, q.shape[0] * k.shape[1])
-    memory = _new((threads * n.memory,))
+    memory = allocator()((threads * n.memory,), (1,), torch.float32)
     _call(True, (q, k, v, mask, dy, *out, memory), n, (scale, softcap, p), seed, threads)
-
-
-def _new(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
 
 
 def _threads(q: Tensor, k: Tensor, parts: int) -> int:

@@ -26,7 +26,7 @@ Rows, not threads, decide what is summed together: the number of threads changes
 
 _POINTER, _INTEGER, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore
-_empty = _guards._empty_strided_cpu  # half of what `torch.empty` costs
+_empty = _guards._empty_strided_cpu  # a third of what `torch.empty` costs
 _function_modes: Any = torch._C._len_torch_function_stack
 _NO_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
 
@@ -153,7 +153,7 @@ class Decided(NamedTuple):
         def run(*given: Tensor) -> Any:
             if fit is not None:
                 given = fit(*given)  # which keeps copies until the kernel has run
-            empty = _watched_empty if _function_modes() else _empty
+            empty = allocator()
             outputs: list[Any] = [empty(*outline) for outline in outlines]
             function(
                 *[t.data_ptr() for t in given], *[t.data_ptr() for t in outputs], *numbers,
@@ -166,6 +166,11 @@ class Decided(NamedTuple):
             return kind(outputs)
 
         return run
+
+
+def allocator() -> Callable[..., Tensor]:
+    """What makes a tensor of a shape, its strides and a dtype on the CPU."""
+    return _watched_empty if _function_modes() else _empty
 
 
 def _watched_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
