@@ -34,7 +34,7 @@ ROOMS = {
     "norms": r"^(add \+ |dropout \+ add \+ )?norm",
     "pointwise": r"^(gated )?activation|^dact|^cross-entropy|^rope",
     "attention": r"^(attention (for|back)ward|decode)",
-    "blocks": r"block|layer|prefill",
+    "blocks": r"block|layer|prefill|experts",
 }
 DTYPES = ("bfloat16", "float16", "float32")
 # Triton 3.6 compiles what launches a kernel by a C compiler, with Python.h: without them none runs.

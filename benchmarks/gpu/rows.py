@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from targets import TARGETS
 
-from . import attention, blocks, norms, pointwise, small, tuned
+from . import attention, blocks, experts, norms, pointwise, small, tuned
 from .case import Case
 from .sizes import Sizes
 
-ROOMS = (norms, blocks, pointwise, small, attention, tuned)
+ROOMS = (norms, blocks, pointwise, small, attention, experts, tuned)
 
 
 def cases(sizes: Sizes) -> list[Case]:

@@ -36,6 +36,20 @@ MODELS = (
     Model("llama2-7b", 4096, 11008, 32, 32, 128, 32000, True),
     Model("llama3-8b", 4096, 14336, 32, 8, 128, 128256, True),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Sizes of one mixture of experts: width, width of an expert, how many there are, and how many a token has."""
+
+    name: str
+    H: int
+    F: int
+    experts: int
+    top_k: int
+
+
+MIXTURES = (Mixture("mixtral-8x7b", 4096, 14336, 8, 2), Mixture("qwen3-moe-30b", 2048, 768, 128, 8))
 TOKENS = (8192, 2048, 16384, 512)  # the order in which there is time for them
 MAIN = ("gpt3-6.7b", "llama3-8b")  # measured before the other models
 
@@ -55,6 +69,7 @@ class Sizes:
         sequence: length of the sequences that attention sees.
         decodes: batch and cache length.
         layers: of the stack that is trained.
+        mixtures: whose experts are measured.
     """
 
     device: torch.device
@@ -67,6 +82,7 @@ class Sizes:
     sequence: int
     decodes: tuple[Shape, ...]
     layers: int
+    mixtures: tuple[Mixture, ...]
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -97,6 +113,7 @@ def real() -> Sizes:
             *((b, n) for n in (128, 512) for b in (64, 16, 1)),
         ),
         layers=12,
+        mixtures=MIXTURES,
     )
 
 
@@ -112,6 +129,7 @@ def few(dtype: torch.dtype) -> Sizes:
         tokens=(2048,),
         decodes=((16, 8192), (1, 32768), (64, 129)),
         layers=2,
+        mixtures=(Mixture("few", 1024, 1536, 8, 2), Mixture("many", 512, 256, 64, 8)),
     )
 
 
@@ -128,5 +146,6 @@ def tiny(dtype: torch.dtype = torch.float32) -> Sizes:
         sequence=8,
         decodes=((2, 12),),
         layers=2,
+        mixtures=(Mixture("mixture", 16, 24, 4, 2),),
         dtype=dtype,
     )

@@ -1,12 +1,14 @@
 """GEMMs of groups of rows with a weight each, whose ends are on the device: as operators, and as plain torch.
 
 On a CPU the ends are read and each group is one GEMM of torch, which takes any dtype and strides, and no more time than
-`torch.nn.functional.grouped_mm`. On other devices nothing is read, and it is that function where it takes the tensors;
-it leaves rows beyond the last end as they were, so that these are set to zero behind it.
+`torch.nn.functional.grouped_mm`. On other devices nothing is read, and it is that function where it has a kernel, which
+on a GPU of NVIDIA is bfloat16 on sm_90 and sm_100 alone: for others it copies the ends to the host. It leaves rows
+beyond the last end as they were, so that these are set to zero behind it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -68,13 +70,44 @@ def plain(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Te
     return y
 
 
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    """Whether torch has a kernel for groups on a device; elsewhere it reads the ends and calls a GEMM for each."""
+    if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors of a GPU that is not here
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 def _takes(*operands: Tensor) -> bool:
-    """Whether torch's GEMM of groups takes operands of these dtypes and strides."""
-    dtype = operands[0].dtype
-    return dtype in _DTYPES and all(
-        t.dtype is dtype and all(stride == 1 or stride * t.element_size() % 16 == 0 for stride in t.stride())
-        for t in operands
+    """Whether torch's GEMM of groups takes operands of these dtypes and sizes, and reads no ends on the host."""
+    first = operands[0]
+    dtypes = (torch.bfloat16,) if first.is_cuda else _DTYPES
+    return (
+        first.dtype in dtypes
+        and all(t.dtype is first.dtype and _aligned(t, t.shape[-1]) and t.numel() > 0 for t in operands)
+        and _has_kernel(first.device)
     )
+
+
+def _aligned(t: Tensor, *elements: int) -> bool:
+    return all(n * t.element_size() % 16 == 0 for n in elements)
+
+
+def _row_major(t: Tensor) -> Tensor:
+    """The same numbers as torch's kernel reads rows of groups: one after the other, from addresses that it can load."""
+    if t.stride(1) == 1 and t.stride(0) >= t.shape[1] and _aligned(t, t.stride(0), int(t.storage_offset())):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _of_weights(t: Tensor) -> Tensor:
+    """The same for a matrix of each group, whose rows or whose columns are contiguous."""
+    rows, columns = t.stride(1), t.stride(2)
+    plain = columns == 1 and rows >= t.shape[2]
+    turned = rows == 1 and columns >= t.shape[1]
+    if (plain or turned) and _aligned(t, t.stride(0), max(rows, columns), int(t.storage_offset())):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +126,7 @@ def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
     rows = x.shape[0]
     if not _takes(x, weight):
         return plain(x, weight, offsets, bias)
-    y = F.grouped_mm(x, weight.mT, offs=offsets.to(torch.int32).clamp(max=rows))
+    y = F.grouped_mm(_row_major(x), _of_weights(weight).mT, offs=offsets.to(torch.int32).clamp(max=rows))
     if bias is not None:
         group = torch.searchsorted(offsets, torch.arange(rows, device=x.device, dtype=offsets.dtype), right=True)
         y = y + bias.index_select(0, group.clamp(max=bias.shape[0] - 1))
@@ -116,13 +149,21 @@ def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_weight_grad` by calls that run on any device and read no offsets on the host."""
     rows = x.shape[0]
     if _takes(dy, x):
-        return F.grouped_mm(dy.mT, x, offs=offsets.to(torch.int32).clamp(max=rows))
+        return F.grouped_mm(_row_major(dy).mT, _row_major(x), offs=offsets.to(torch.int32).clamp(max=rows))
     return torch.stack([mm(torch.where(own, dy, 0).mT, torch.where(own, x, 0)) for own in of_group(offsets, rows)])
+
+
+def bias_grad_unread(dy: Tensor, offsets: Tensor) -> Tensor:
+    """`grouped_bias_grad` by calls that run on any device and read no offsets on the host."""
+    if _takes(dy):  # a sum of rows is a GEMM with ones, of which the kernel takes no fewer than 16 bytes
+        ones = dy.new_ones(dy.shape[0], 16 // dy.element_size())
+        return weight_grad_unread(dy, ones, offsets).select(-1, 0).clone(memory_format=torch.contiguous_format)
+    return torch.stack([torch.where(own, dy, 0).sum(0) for own in of_group(offsets, dy.shape[0])])
 
 
 def _bias_grad(dy: Tensor, offsets: Tensor) -> Tensor:
     if not dy.is_cpu:
-        return torch.stack([torch.where(own, dy, 0).sum(0) for own in of_group(offsets, dy.shape[0])])
+        return bias_grad_unread(dy, offsets)
     return torch.stack([dy[start:end].sum(0) for start, end in spans(offsets, dy.shape[0])])
 
 

@@ -113,12 +113,34 @@ def test_calls_that_read_no_offsets_do_the_same(name: str, width: int, dtype: to
         torch.testing.assert_close(
             _grouped.forward_unread(x, weight, ends, added), _grouped._forward(x, weight, ends, added), **close
         )
+    sums = _grouped.bias_grad_unread(dy, ends)
+    torch.testing.assert_close(sums, _grouped._bias_grad(dy, ends), **close)
     found = _grouped.weight_grad_unread(dy, x, ends)
     torch.testing.assert_close(found, _grouped._weight_grad(dy, x, ends), **close)
     assert not found[[g for g, (a, b) in enumerate(zip((0, *ENDS[name]), ENDS[name], strict=False)) if b <= a]].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_operands_that_the_kernel_cannot_load_are_copied():
+    """Expanded, transposed, of rows of other lengths, and at addresses that no load of 16 bytes takes."""
+    ends, drawn = torch.tensor([3, 3, 17]), seeded_randn((3, 20, 24), 0)
+    rows = {
+        "expanded": drawn[0, :1, :16].expand(20, 16), "a column": drawn[0, :, :1].expand(20, 16),
+        "transposed": drawn[0, :16].t()[:20], "of wider ones": drawn[0, :, :16],
+        "every other": drawn[0].repeat(1, 2)[:, :32:2], "misaligned": drawn[0, :, 1:17], "one row": drawn[0, :1, :16].as_strided((1, 16), (3, 1)),
+    }  # fmt: skip
+    weight = drawn[:, :16, :16]
+    for name, x in rows.items():
+        ready = _grouped._row_major(x)
+        assert ready.stride(1) == 1, name
+        assert ready.stride(0) % 4 == ready.storage_offset() % 4 == 0, name
+        assert ready.stride(0) >= 16, name
+        assert_bitwise_equal(ready, x)
+        for own in (weight, weight.mT, weight[:1].expand(3, 16, 16), drawn[:, 1:17, 1:17]):
+            expected = _grouped._forward(x, own, ends, None)
+            torch.testing.assert_close(_grouped.forward_unread(x, own, ends, None), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_no_offset_of_a_gpu_is_read(dtype: torch.dtype):
     """On fake tensors a read would raise, as there is nothing to read."""
     with FakeTensorMode(), torch.device("cuda"):

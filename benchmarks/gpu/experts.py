@@ -1,0 +1,169 @@
+"""Experts of a mixture forward and backward, for tokens whose experts are chosen, beside Hugging Face's and a loop.
+
+The router is left out: its scores differ by roundings, and with them the experts of some tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+
+from .case import Case, Contender, Inputs, Outputs, Run
+from .draw import generator, normal
+from .peers import module
+from .sizes import Mixture, Sizes
+
+GROUP = "experts"
+
+
+class Loop(nn.Module):
+    """Each expert by itself: its tokens are found, which the host waits for, and added where they belong."""
+
+    def __init__(self, up: nn.Parameter, down: nn.Parameter) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor, *, experts: Tensor, probs: Tensor) -> Tensor:
+        y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        for e in range(len(self.up)):
+            tokens, which = (experts == e).nonzero(as_tuple=True)
+            gate, up = F.linear(x[tokens], self.up[e]).chunk(2, -1)
+            made = F.linear(F.silu(gate) * up, self.down[e])
+            y = y.index_add(0, tokens, made * probs[tokens, which].unsqueeze(-1))
+        return y.to(x.dtype)
+
+
+class Theirs(nn.Module):
+    """Hugging Face's experts of Mixtral, with one of its implementations."""
+
+    def __init__(self, mixture: Mixture, implementation: str, up: nn.Parameter, down: nn.Parameter) -> None:
+        super().__init__()
+        config = module("transformers").MixtralConfig(
+            hidden_size=mixture.H, intermediate_size=mixture.F, num_local_experts=mixture.experts,
+            num_experts_per_tok=mixture.top_k,
+        )  # fmt: skip
+        config._experts_implementation = implementation
+        with torch.device("meta"):
+            self.experts = module("transformers.models.mixtral.modeling_mixtral").MixtralExperts(config)
+        self.experts.gate_up_proj, self.experts.down_proj = up, down
+
+    def forward(self, x: Tensor, *, experts: Tensor, probs: Tensor) -> Tensor:
+        return self.experts(x, experts, probs)
+
+
+class Models:
+    """The models of one row on the same weights, made when they are first asked for."""
+
+    def __init__(self, mixture: Mixture, sizes: Sizes) -> None:
+        self.mixture, self.sizes = mixture, sizes
+
+    def _operations(self, **made: Any) -> list[sf.UnfusedOperation]:
+        m = self.mixture
+        return [
+            ops.Permute(m.experts, m.top_k),
+            ops.GroupedLinear(m.experts, m.H, 2 * m.F, bias=False, **made),
+            ops.SwiGLU(),
+            ops.GroupedLinear(m.experts, m.F, m.H, bias=False, **made),
+            ops.Unpermute(),
+        ]
+
+    @functools.cached_property
+    def ours(self) -> sf.Sequential:
+        torch.manual_seed(0)
+        return sf.Sequential(*self._operations(device=self.sizes.device, dtype=self.sizes.dtype))
+
+    @functools.cached_property
+    def lean(self) -> sf.Sequential:
+        made = sf.Sequential(*self._operations(device="meta"), memory="lean")
+        made.load_state_dict(self.ours.state_dict(), assign=True)
+        return made.requires_grad_()
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, nn.Parameter]:
+        up, down = self.ours.parameters()
+        return up, down
+
+    @functools.cached_property
+    def loop(self) -> nn.Module:
+        return Loop(*self.weights)
+
+    def theirs(self, implementation: str) -> nn.Module:
+        return Theirs(self.mixture, implementation, *self.weights)
+
+    @functools.cached_property
+    def exact(self) -> nn.Module:
+        return copy.deepcopy(self.loop).double()
+
+
+def trained(model: Callable[[], Any], *, fusing: bool = True) -> Contender:
+    """Result and the gradients of tokens, factors and weights; `model` makes it when it is first used."""
+
+    def called(inputs: Inputs, leaves: Sequence[Tensor]) -> Tensor:
+        with contextlib.nullcontext() if fusing else sf.fusing(False):
+            return model()(leaves[0], experts=inputs["experts"], probs=leaves[1])
+
+    def leaves_of(inputs: Inputs) -> list[Tensor]:
+        return [inputs[name].detach().requires_grad_() for name in ("x", "probs")]
+
+    def prepare(inputs: Inputs) -> Run:
+        leaves, own = leaves_of(inputs), list(model().parameters())
+
+        def call() -> Outputs:
+            y = called(inputs, leaves)
+            return y, *torch.autograd.grad(y, [*leaves, *own], inputs["dy"])
+
+        return call
+
+    return Contender(prepare, lambda inputs: called(inputs, leaves_of(inputs)), lambda: list(model().parameters()))
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """Every mixture."""
+    for mixture in sizes.mixtures:
+        yield _case(sizes, mixture)
+
+
+def _case(sizes: Sizes, mixture: Mixture) -> Case:
+    models, rows = Models(mixture, sizes), sizes.tokens[0]
+
+    def make(tokens: int, seed: int) -> Inputs:
+        draw = generator(sizes.device, seed)
+        scores = torch.randn(tokens, mixture.experts, generator=draw, device=sizes.device)
+        scores = scores + 0.5 * torch.randn(mixture.experts, generator=draw, device=sizes.device)  # of unequal load
+        probs, experts = scores.softmax(-1).topk(mixture.top_k, -1)
+        drawn = normal(dict.fromkeys(("x", "dy"), (tokens, mixture.H)), seed, sizes.device, sizes.dtype)
+        return {**drawn, "experts": experts, "probs": probs / probs.sum(-1, keepdim=True)}
+
+    def notes(inputs: Inputs) -> dict[str, Any]:
+        leaves = [inputs[name].detach().requires_grad_() for name in ("x", "probs")]
+        plan = models.ours.plan(leaves[0], experts=inputs["experts"], probs=leaves[1])
+        load = torch.bincount(inputs["experts"].flatten(), minlength=mixture.experts)
+        return {"plan": [step.name for step in (*plan.forward, *plan.backward)], "most_of_an_expert": int(load.max())}
+
+    contenders = {
+        "seqfuse": trained(lambda: models.ours),
+        "seqfuse lean": trained(lambda: models.lean),
+        "loop": trained(lambda: models.loop),
+    }
+    if module("transformers.integrations.moe") is None:
+        contenders["eager"] = contenders.pop("loop")
+    else:
+        for name, implementation in (("eager", "eager"), ("grouped_mm", "grouped_mm")):
+            contenders[name] = trained(functools.cache(functools.partial(models.theirs, implementation)))
+    return Case(
+        GROUP, f"{mixture.name} {rows}", sizes.dtype, make, rows, contenders,
+        checked_rows=min(rows, sizes.checked_rows), as_called=True, priority=1, notes=notes,
+        flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
+        unfused=trained(lambda: models.ours, fusing=False), exact=trained(lambda: models.exact, fusing=False),
+        shape={"model": mixture.name, "M": rows, "H": mixture.H, "F": mixture.F, "experts": mixture.experts},
+    )  # fmt: skip
