@@ -126,7 +126,8 @@ def test_operands_that_the_kernel_cannot_load_are_copied():
     rows = {
         "expanded": drawn[0, :1, :16].expand(20, 16), "a column": drawn[0, :, :1].expand(20, 16),
         "transposed": drawn[0, :16].t()[:20], "of wider ones": drawn[0, :, :16],
-        "every other": drawn[0].repeat(1, 2)[:, :32:2], "misaligned": drawn[0, :, 1:17], "one row": drawn[0, :1, :16].as_strided((1, 16), (3, 1)),
+        "every other": drawn[0].repeat(1, 2)[:, :32:2], "misaligned": drawn[0, :, 1:17],
+        "one row": drawn[0, :1, :16].as_strided((1, 16), (3, 1)),
     }  # fmt: skip
     weight = drawn[:, :16, :16]
     for name, x in rows.items():
