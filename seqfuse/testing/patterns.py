@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -194,9 +195,10 @@ def _routed(
             open_forks.append(name)
     kind: type = type(operation)
     try:
-        return kind(named)
+        inspect.signature(kind).bind(named)
     except TypeError:  # it takes more than a channel, and keeps the names that its example has
         return operation
+    return kind(named)
 
 
 def _bare(operation: UnfusedOperation) -> UnfusedOperation:
