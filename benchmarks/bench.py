@@ -1,9 +1,9 @@
 """Everything that can be measured without a GPU, one after the other, each in a process of its own.
 
-CPU overhead in instructions, that of launches, CPU time of steps beside eager torch, compiling C kernels, planning,
-bytes saved for backward, whole layers against eager torch and `torch.compile`, fusions made of ATen calls, converted
-models, memory and time of their training steps beside activation checkpointing, and the traffic of each kernel counted
-in Triton's interpreter. Each writes its JSON into `results/`; then the tables of README.md and docs/ are drawn anew.
+CPU overhead in instructions, CPU time of steps beside eager torch, compiling C kernels, planning, bytes saved for
+backward, converted models, memory and time of their training steps beside activation checkpointing, and the traffic of
+each kernel counted in Triton's interpreter. Each writes its JSON into `results/`; then the tables of README.md and
+docs/ are drawn anew.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PARTS = {
-    "host": ("bench_host.py",),
-    "launch": ("bench_launch.py",),
-    "cpu": ("bench_cpu.py",),
-    "cpu_parts": ("cpu_parts.py",),
-    "compile": ("bench_compile.py",),
-    "memory": ("bench_memory.py",),
-    "layers": ("bench_layers.py",),
-    "aten": ("bench_aten.py",),
-    "convert": ("bench_convert.py",),
-    "peak": ("bench_peak.py",),
-    "front": ("bench_front.py",),
-    "traffic": ("traffic.py",),
+    "host": "bench_host.py",
+    "cpu": "bench_cpu.py",
+    "cpu_parts": "cpu_parts.py",
+    "compile": "bench_compile.py",
+    "memory": "bench_memory.py",
+    "convert": "bench_convert.py",
+    "peak": "bench_peak.py",
+    "traffic": "traffic.py",
 }
 
 
@@ -41,7 +37,7 @@ def main() -> int:
     bad: list[str] = []
     for part in chosen:
         begun = time.perf_counter()
-        status = subprocess.run([sys.executable, str(HERE / PARTS[part][0])], env=environment, check=False).returncode
+        status = subprocess.run([sys.executable, str(HERE / PARTS[part])], env=environment, check=False).returncode
         print(f"{part}: {'done' if status == 0 else f'exit status {status}'} in {time.perf_counter() - begun:.0f} s\n")
         bad += [part] * (status != 0)
     drawn = subprocess.run([sys.executable, str(HERE / "report.py")], env=environment, check=False).returncode

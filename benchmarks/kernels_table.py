@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from record import RESULTS, about, write
 from rich.console import Console
@@ -55,36 +54,27 @@ def summary(results: list[Compiled]) -> tuple[str, bool]:
     return line, not (spilled or over or missing or any(one.error for one in results))
 
 
-RECORDED = ("registers", "spills", "shared", "mma", "wide", "narrow", "int32_multiplications", "has_dot")
+MOST = ("registers", "shared", "int32_multiplications")
 
 
 def record(results: list[Compiled], commit: str) -> Path:
-    """Put the results of whole modules in the place of the recorded ones, each with the commit it is of."""
+    """Put a line for each module and target in the place of the recorded one, with the commit it is of."""
     path = RESULTS / "kernels.json"
-    kept: dict[str, Any] = json.loads(path.read_text())["kernels"] if path.exists() else {}
-    kept = {module: variants for module, variants in kept.items() if module in CALLS}
-    parts: dict[tuple[str, str], dict[str, str]] = {}
+    old = json.loads(path.read_text())["kernels"] if path.exists() else []
+    kept = {(row["module"], row["target"]): row for row in old}
+    parts: dict[tuple[str, str], list[Compiled]] = {}
     for one in results:
-        numbers = " ".join(str(int(getattr(one, name))) for name in RECORDED)
-        part = parts.setdefault((one.module.rpartition(".")[2], one.target), {})
-        part[one.variant] = numbers if one.error is None else f"error: {one.error}"
-    for (module, target), variants in parts.items():
-        kept.setdefault(module, {})[target] = {"commit": commit, "variants": variants}
-    return write("kernels", {"triton": version("triton"), "columns": " ".join(RECORDED), "kernels": kept})
-
-
-def recorded() -> list[Compiled]:
-    """What `results/kernels.json` holds."""
-    found: list[Compiled] = []
-    for module, targets in json.loads((RESULTS / "kernels.json").read_text())["kernels"].items():
-        for target, part in targets.items():
-            for variant, text in part["variants"].items():
-                if text.startswith("error: "):
-                    found.append(Compiled(module, variant, target, error=text.removeprefix("error: ")))
-                else:
-                    values: dict[str, Any] = dict(zip(RECORDED, map(int, text.split()), strict=True))
-                    found.append(Compiled(module, variant, target, **values | {"has_dot": bool(values["has_dot"])}))
-    return found
+        parts.setdefault((one.module.rpartition(".")[2], one.target), []).append(one)
+    for (module, target), of in parts.items():
+        kept[module, target] = {
+            "module": module, "target": target, "commit": commit, "configurations": len(of),
+            "failed": sum(one.error is not None for one in of), "spilled": sum(one.spills > 0 for one in of),
+            "over_shared": sum(one.over_shared for one in of),
+            "without_wgmma": sum(one.dot_without_wgmma for one in of),
+            **{name: max(getattr(one, name) for one in of) for name in MOST},
+        }  # fmt: skip
+    rows = [row for (module, _), row in sorted(kept.items()) if module in CALLS]
+    return write("kernels", {"triton": version("triton"), "kernels": rows})
 
 
 def main() -> int:

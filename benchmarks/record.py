@@ -56,9 +56,23 @@ def _cpu() -> str:
     )
 
 
+def lines(data: dict[str, Any]) -> str:
+    """JSON of results, with a line for each row."""
+
+    def of(value: Any) -> str:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not any(isinstance(one, dict | list) for one in inner):
+            return json.dumps(value)
+        names = (f"{json.dumps(name)}: " for name in value) if isinstance(value, dict) else ("" for _ in value)
+        written = ",\n".join(f"  {name}{json.dumps(one)}" for name, one in zip(names, inner, strict=True))
+        return f"{{\n{written}\n }}" if isinstance(value, dict) else f"[\n{written}\n ]"
+
+    return "{\n" + ",\n".join(f" {json.dumps(name)}: {of(value)}" for name, value in data.items()) + "\n}\n"
+
+
 def write(name: str, rows: dict[str, Any]) -> Path:
     """Write `results/<name>.json` and return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"about": about(), **rows}, indent=1) + "\n")
+    path.write_text(lines({"about": about(), **rows}))
     return path

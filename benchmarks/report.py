@@ -108,32 +108,6 @@ def compiling() -> str | None:
     return text(lines)
 
 
-def launch() -> str | None:
-    """Instructions of launches, and what a whole block is made of."""
-    found = read("launch")
-    if found is None or "parts" not in found:
-        return None
-    thousands = "thousands of instructions"
-    rows = [
-        (r["name"], f"{r['seqfuse'] / 1e3:.0f}", f"{r['torch'] / 1e3:.0f}", f"{r['ratio']:.2f}")
-        for r in found["launch"]
-    ]
-    lines = [where(found["about"]), "", *table(("what", f"ours, {thousands}", "torch's calls", "ratio"), rows)]
-    block = found["launch"][-1]
-    by_hand, *parts = found["parts"]
-
-    def row(name: str, count: float, bare: float | None = None) -> tuple[str, ...]:
-        calls = "" if bare is None else f"{bare / 1e3:.0f}"
-        return name, f"{count / 1e3:.0f}", calls, f"{count / block['torch']:.2f}"
-
-    left = block["seqfuse"] - sum(part["instructions"] for part in parts)
-    rows = [row(part["name"], part["instructions"], part.get("bare")) for part in parts]
-    rows += [row("module, guard, and what is saved: all that is left", left), row("together", block["seqfuse"])]
-    rows += [row(by_hand["name"], by_hand["instructions"])]
-    lines += ["", "The block, by part, measured one by one, and below the same calls without an engine:", ""]
-    return text(lines + table(("part", thousands, "of them in its calls", "of eager's block"), rows))
-
-
 def traffic() -> str | None:
     """What kernels move, as multiples of the fewest bytes."""
     found = read("traffic")
@@ -152,35 +126,18 @@ def traffic() -> str | None:
 
 def kernels() -> str | None:
     """What every configuration compiles to: the worst of each kernel module on each target."""
-    from tools.compiled import Compiled
-
     found = read("kernels")
     if found is None:
         return None
-    names = found["columns"].split()
-    results = {
-        (module, target): [
-            Compiled(module, variant, target, **dict(zip(names, map(int, numbers.split()), strict=True)))
-            for variant, numbers in part["variants"].items()
-        ]
-        for module, of in sorted(found["kernels"].items())
-        for target, part in of.items()
-    }
-    nvidia = [one for (_, target), of in results.items() if target.startswith("sm_") for one in of]
-    spilled = sum(one.spills > 0 for one in nvidia)
-    over = sum(one.over_shared for one in nvidia)
-    missing = sum(one.dot_without_wgmma for one in nvidia)
-    count = sum(map(len, results.values()))
-    last = f"{count} variants, {spilled} spilled, {over} over shared memory, {missing} dots without wgmma on sm_90"
+    rows = found["kernels"]
+    nvidia = [row for row in rows if row["target"].startswith("sm_")]
+    counts = [sum(row["configurations"] for row in rows)]
+    counts += [sum(row[what] for row in nvidia) for what in ("spilled", "over_shared", "without_wgmma")]
+    said = "With Triton {}, `kernels: {} variants, {} spilled, {} over shared memory, {} dots without wgmma on sm_90`:"
     head = ("module", "target", "configurations", "spilled", "most registers", "most shared bytes", "32-bit products")
-    rows = [
-        (
-            module.removeprefix("_"), target, f"{len(of):,}", f"{sum(one.spills > 0 for one in of):,}",
-            *(f"{max(getattr(one, n) for one in of):,}" for n in ("registers", "shared", "int32_multiplications")),
-        )
-        for (module, target), of in results.items()
-    ]  # fmt: skip
-    return text([f"With Triton {found['triton']}, `kernels: {last}`:", "", *table(head, rows, left=2)])
+    names = ("configurations", "spilled", "registers", "shared", "int32_multiplications")
+    cells = [(row["module"].removeprefix("_"), row["target"], *(f"{row[name]:,}" for name in names)) for row in rows]
+    return text([said.format(found["triton"], *counts), "", *table(head, cells, left=2)])
 
 
 def memory() -> str | None:
@@ -278,25 +235,6 @@ _SIDES = {
 }
 
 
-def layers() -> str | None:
-    """Whole blocks on a CPU."""
-    found = read("layers")
-    if found is None:
-        return None
-    lines = [where(found["about"]), ""]
-    rows = []
-    for row in found["layers"]:
-        both, kept = row["forward + backward"], row["kept"]
-        cells = []
-        for peer in ("eager", "compile"):
-            one = both.get(peer)
-            cells.append("-" if one is None else f"{one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f})")
-        shares = [f"{kept['seqfuse'] / kept[p]:.2f}" if kept.get(p) else "-" for p in ("eager", "compile")]
-        rows.append((row["block"], row["name"], *cells, *shares))
-    head = ("block", "model and tokens", "time / eager's", "time / compiled", "saved / eager's", "saved / compiled")
-    return text(lines + table(head, rows, left=2))
-
-
 def parallel() -> str | None:
     """What a divided stack holds and sends."""
     found = read("parallel")
@@ -323,24 +261,6 @@ def parallel() -> str | None:
         for row in found["parallel"]
     ]
     return text([*lines, *table(head, rows, left=2)])
-
-
-def verbs() -> str:
-    """What each verb of the Makefile takes."""
-    found = read("verbs")
-    if found is None:
-        return "Not measured yet.\n"
-    rows = [
-        (
-            f"`make {verb}`",
-            f"{row['seconds']:,.0f} s",
-            row["commit"][:7],
-            row["note"] if row["status"] == 0 else "failed",
-        )
-        for verb, row in found["verbs"].items()
-    ]
-    lines = [f"{found['about']['cores']} cores.", ""]
-    return text([*lines, *table(("verb", "wall time", "commit", ""), rows)])
 
 
 def layer_counts() -> str | None:
@@ -394,9 +314,9 @@ def _llama(counted: dict[str, Any]) -> tuple[int, int, str, str, str]:
 
 def claims() -> str | None:
     """What is claimed, each with how it is known."""
-    blocks, bytes_of, beside, counted = read("layers"), read("memory"), read("cpu"), read("layer_counts")
+    bytes_of, beside, counted = read("memory"), read("cpu"), read("layer_counts")
     models, steps = read("convert"), _added()
-    if blocks is None or bytes_of is None or beside is None or counted is None or models is None or steps is None:
+    if bytes_of is None or beside is None or counted is None or models is None or steps is None:
         return None
 
     def saved(model: str, choice: str) -> str:
@@ -406,10 +326,6 @@ def claims() -> str | None:
     def between(ratios: Iterable[float]) -> str:
         found = sorted(ratios)
         return f"{found[0]:.2f} to {found[-1]:.2f}"
-
-    def times(end: str) -> str:
-        rows = [row for row in blocks["layers"] if row["name"].endswith(end)]
-        return between(row["forward + backward"]["eager"]["ratio"] for row in rows)
 
     choices = "seqfuse", "seqfuse balanced"
     llama, gpt = ([saved(model, choice) for choice in choices] for model in ("llama3-8b", "gpt2-xl"))
@@ -453,8 +369,6 @@ def claims() -> str | None:
         "speed on a GPU beside eager PyTorch, `torch.compile` and Liger-Kernel": (
             "**not yet run on a GPU**" if read("gpu") is None else speed().splitlines()[-1]
         ),
-        f"a block on a CPU takes {times(' 1024')} times as long as in eager PyTorch for 1,024 tokens, {times(' 64')} "
-        "for 64": "measured on a CPU",
     }
     return text(table(("what", "status"), rows.items(), left=2))
 
@@ -465,17 +379,14 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "compile": compiling,
     "host": host,
     "kernels": kernels,
-    "launch": launch,
     "traffic": traffic,
     "memory": memory,
     "convert": converted,
     "peak": peak,
     "training": training,
-    "layers": layers,
     "layer_counts": layer_counts,
     "parallel": parallel,
     "targets": goals,
-    "verbs": verbs,
     "gpu": gpu,
     "speed": speed,
     "steps": steps,

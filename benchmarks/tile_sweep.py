@@ -23,7 +23,7 @@ os.environ["SEQFUSE_TUNE"] = "0"
 import torch
 import torch.nn.functional as F
 import warm_cache
-from record import RESULTS, about
+from record import RESULTS, about, lines
 from torch import Tensor
 
 from seqfuse.kernels import decode, norm
@@ -198,8 +198,6 @@ def main() -> None:
     if options.warm:
         warm()
         return
-    import json
-
     until, found = time.time() + options.budget, dict[str, Any]()
     for name, make in jobs():
         if time.time() > until:
@@ -209,7 +207,7 @@ def main() -> None:
         rows = None if kind == "decode" else rows_of(int(width), len(rest) > 1)
         found[name] = {"rows": rows, "us": swept(make)}
         print(name, list(found[name]["us"].items())[:4], f"default {found[name]['us'].get('default')}", flush=True)
-        options.out.write_text(json.dumps({"about": about(), "tiles": found}, indent=1) + "\n")
+        options.out.write_text(lines({"about": about(), "tiles": found}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 os.environ["SEQFUSE_TUNE"] = "0"  # this run's own measurements alone
 
 import torch
-from record import RESULTS, about
+from record import RESULTS, about, lines
 
 MOST = 90.0
 """Seconds for one layer."""
@@ -71,7 +71,7 @@ def child(model: Any, tokens: int, chosen: Any, budget: float, out: Path) -> int
     file = out / "tune.json"
     rows: list[Any] = json.loads(file.read_text())["tune"] if file.exists() else []
     rows += [{"model": model.name, "tokens": tokens, **dataclasses.asdict(row)} for row in report.rows]
-    file.write_text(json.dumps({"about": about(), "tune": rows}, indent=1) + "\n")
+    file.write_text(lines({"about": about(), "tune": rows}))
     return 0
 
 

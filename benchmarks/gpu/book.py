@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from record import lines
+
 
 class Book:
     """Rows by key, and which one is under way."""
@@ -56,5 +58,5 @@ class Book:
     def _write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
-        new.write_text(json.dumps(self.data, indent=1) + "\n")
+        new.write_text(lines(self.data))
         os.replace(new, self.path)

@@ -62,9 +62,8 @@ aten: tuple[type[FusedOperation], ...] = (
 )
 """Fusions made of ATen calls; they apply on any device, without Triton or a C compiler.
 
-Each is not slower than the operations it replaces where its requirements hold, as `benchmarks/bench_aten.py` measures,
-paired and interleaved. ATen has nothing for add and norm in one pass, or for the gradients of an activation and the
-bias before it: those are in `triton`.
+Each is not slower than the operations it replaces where its requirements hold. ATen has nothing for add and norm in one
+pass, or for the gradients of an activation and the bias before it: those are in `triton`.
 """
 
 triton: tuple[type[FusedOperation], ...] = (

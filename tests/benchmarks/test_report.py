@@ -10,6 +10,7 @@ from typing import Any
 import gpu_report
 import plots
 import pytest
+import record
 import report
 import tables
 import targets
@@ -81,7 +82,7 @@ def test_without_results_everything_is_not_run(results: Path) -> None:
     assert len(lines) == 2 + len(targets.TARGETS)
     assert all("| not run |" in line for line in lines[2:])
     assert report.gpu() == "Not run yet: no GPU was at hand.\n"
-    assert report.host() is report.memory() is report.layers() is report.traffic() is report.kernels() is None
+    assert report.host() is report.memory() is report.traffic() is report.kernels() is None
 
 
 def test_losses_red_rows_and_what_was_not_run_are_shown(results: Path) -> None:
@@ -125,29 +126,17 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
         assert "<script" not in one
 
 
-NOT_TIMED = {
-    "format", "clean", "report", "versions", "bench-gpu", "test-gpu", "first-hour", "rehearsal", "warm-cache",
-    "test-machines", "test-models", "test-seeds", "test-versions",
-}  # fmt: skip
-
-
-def test_every_verb_that_needs_no_gpu_and_changes_nothing_is_timed(results: Path) -> None:
-    import verbs
-
-    makefile = (Path(verbs.ROOT) / "Makefile").read_text()
-    declared = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
-    assert set(verbs.VERBS) == declared - NOT_TIMED
-    assert report.verbs() == "Not measured yet.\n"
-    rows = {
-        "demo": {"seconds": 61.7, "status": 0, "commit": "abcdefgh", "note": "beside tests"},
-        "docs": {"seconds": 5.0, "status": 2, "commit": "ijklmnop", "note": ""},
-    }
-    (results / "verbs.json").write_text(json.dumps({"about": {"cores": 2}, "verbs": rows}))
-    assert "| `make demo` | 62 s | abcdefg | beside tests |" in report.verbs()
-    assert "| `make docs` | 5 s | ijklmno | failed |" in report.verbs()
+def test_results_have_a_line_for_each_row() -> None:
+    data = {"about": {"torch": "2"}, "rows": [{"a": [1, {"b": 2}]}, {"a": []}], "by name": {"x": {}, "y": [1]}, "n": 1}
+    written = record.lines(data)
+    assert json.loads(written) == data
+    assert written.count("\n") == 12
+    assert '\n  {"a": [1, {"b": 2}]},\n' in written
 
 
 def test_committed_results_can_be_drawn() -> None:
+    for path in record.RESULTS.glob("*.json"):
+        assert path.read_text() == record.lines(json.loads(path.read_text()))
     for name, draw in report.DRAWN.items():
         shown = draw()
         assert shown is None or shown.endswith("\n"), name

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -167,7 +167,7 @@ def test_the_table_ends_with_what_was_found() -> None:
     assert done.returncode == 0
 
 
-def test_what_is_recorded_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_and_target_is_recorded_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import kernels_table
@@ -177,16 +177,23 @@ def test_what_is_recorded_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     old = [Compiled("seqfuse.kernels.norm", "x", target, registers=9, spills=8) for target in ("sm_80", "sm_90")]
     new = [
-        Compiled("seqfuse.kernels.norm", "y", "sm_90", registers=5, mma=3, has_dot=True),
-        Compiled("seqfuse.kernels.norm", "z", "sm_90", error="refused"),
+        Compiled("seqfuse.kernels.norm", "y", "sm_90", registers=5, shared=2, int32_multiplications=1, has_dot=True),
+        Compiled("seqfuse.kernels.norm", "z", "sm_90", registers=3, shared=300_000, error="refused"),
     ]
     kernels_table.record(old, "before")
     kernels_table.record(new, "after")
-    expected = [dataclasses.replace(one, module="norm") for one in (old[0], *new)]
-    assert kernels_table.recorded() == expected
-    line, well = kernels_table.summary(kernels_table.recorded())
-    assert line == "kernels: 3 variants, 1 spilled, 0 over shared memory, 0 dots without wgmma on sm_90"
-    assert not well
+    kept, changed = json.loads((tmp_path / "kernels.json").read_text())["kernels"]
+    assert kept == {
+        "module": "norm", "target": "sm_80", "commit": "before", "configurations": 1, "failed": 0, "spilled": 1,
+        "over_shared": 0, "without_wgmma": 0, "registers": 9, "shared": 0, "int32_multiplications": 0,
+    }  # fmt: skip
+    assert changed == {
+        "module": "norm", "target": "sm_90", "commit": "after", "configurations": 2, "failed": 1, "spilled": 0,
+        "over_shared": 1, "without_wgmma": 1, "registers": 5, "shared": 300_000, "int32_multiplications": 1,
+    }  # fmt: skip
+    assert kernels_table.summary([*old, *new]) == (
+        "kernels: 4 variants, 2 spilled, 1 over shared memory, 1 dots without wgmma on sm_90", False
+    )  # fmt: skip
 
 
 OF_AN_AUTHOR = """
