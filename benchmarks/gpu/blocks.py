@@ -32,12 +32,12 @@ class Models:
 
     def __init__(self, what: str, spec: plain.Spec, sizes: Sizes, layers: int = 1) -> None:
         self.what, self.spec, self.layers = what, spec, layers
-        self._made = {"device": sizes.device, "dtype": sizes.dtype}
+        self.made = {"device": sizes.device, "dtype": sizes.dtype}
 
     @functools.cached_property
     def ours(self) -> Any:
         torch.manual_seed(0)
-        return plain.fused(self.what, self.spec, self.layers, **self._made)
+        return plain.fused(self.what, self.spec, self.layers, **self.made)
 
     def with_weights_of_ours(self, model: nn.Module) -> nn.Module:
         """The model on the same tensors."""
@@ -51,14 +51,14 @@ class Models:
 
     def lean(self) -> Any:
         """Ours, saving the least for the backward pass."""
-        made = plain.fused(self.what, self.spec, self.layers, **{**self._made, "device": "meta"})
+        made = plain.fused(self.what, self.spec, self.layers, **{**self.made, "device": "meta"})
         made.memory = "lean"
         return self.with_weights_of_ours(made)
 
     @functools.cached_property
     def torch(self) -> nn.Module:
         return self.with_weights_of_ours(
-            plain.build(self.what, self.spec, None, self.layers, **{**self._made, "device": "meta"})
+            plain.build(self.what, self.spec, None, self.layers, **{**self.made, "device": "meta"})
         )
 
     @functools.cached_property
@@ -68,7 +68,7 @@ class Models:
             layer_norm=lambda x, w, b, eps: liger().liger_layer_norm(x, w, b, eps),
             swiglu=lambda a, b: liger().liger_swiglu(a, b),
         )
-        model = plain.build(self.what, self.spec, functions, self.layers, **{**self._made, "device": "meta"})
+        model = plain.build(self.what, self.spec, functions, self.layers, **{**self.made, "device": "meta"})
         return self.with_weights_of_ours(model)
 
     @functools.cached_property

@@ -11,12 +11,14 @@ from gpu.sizes import few, tiny
 HERE = torch.cuda.is_available()
 DTYPES = (torch.bfloat16, torch.float32, torch.float16) if HERE else (torch.bfloat16, torch.float32)
 
+ELSEWHERE = ("tuned", "optimizer", "converted", "memory")  # on a GPU, where other tests have the last two
+
 
 def cases(dtype: torch.dtype) -> list[Case]:
     """On a GPU those of two models and of shapes that differ in kind."""
     if not HERE:
         return rows.cases(tiny(dtype))
-    return [case for case in rows.cases(few(dtype)) if "tuned" not in case.group and "optimizer" not in case.group]
+    return [case for case in rows.cases(few(dtype)) if not any(word in case.group for word in ELSEWHERE)]
 
 
 def later(case: Case, number: int) -> bool:

@@ -1,0 +1,221 @@
+"""Models of Hugging Face as they are, compiled, with Liger's kernels, and converted."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+import seqfuse as sf
+
+from .blocks import drawn, flops, stepped, trained
+from .case import Case, Contender, Inputs
+from .peers import compiled, module
+from .sizes import Model, Sizes
+
+BERT = Model("bert-large", 1024, 4096, 16, 16, 64, 30522, False)
+GROUPS = ("converted: forward + backward", "converted: layers and optimizer")
+_USUAL: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+class Float64(TorchFunctionMode):
+    """Casts to float32 give float64: models that cast norms or softmax would make the reference a float32 one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs or {}))
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+
+
+class OfVectors(nn.Module):
+    """A model of Hugging Face without its embeddings: x [B, S, H] to the last hidden state."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: dict[str, Any] = {"inputs_embeds": x}
+        if x.dtype is torch.float64:
+            with Float64():
+                return self.inner(**given).last_hidden_state
+        return self.inner(**given).last_hidden_state
+
+
+def llama(model: Model, layers: int, length: int) -> nn.Module:
+    transformers = module_of_models()
+    config = transformers.LlamaConfig(
+        hidden_size=model.H, intermediate_size=model.F, num_hidden_layers=layers, num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads, head_dim=model.head_dim, max_position_embeddings=length, use_cache=False,
+        **_USUAL,
+    )  # fmt: skip
+    return transformers.LlamaModel(config)
+
+
+def gpt2(model: Model, layers: int, length: int) -> nn.Module:
+    transformers = module_of_models()
+    config = transformers.GPT2Config(
+        n_embd=model.H, n_inner=model.F, n_layer=layers, n_head=model.heads, n_positions=length, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **_USUAL,
+    )  # fmt: skip
+    return transformers.GPT2Model(config)
+
+
+def bert(model: Model, layers: int, length: int) -> nn.Module:
+    transformers = module_of_models()
+    config = transformers.BertConfig(
+        hidden_size=model.H, intermediate_size=model.F, num_hidden_layers=layers, num_attention_heads=model.heads,
+        max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_USUAL,
+    )  # fmt: skip
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+@functools.cache
+def module_of_models() -> Any:
+    """Hugging Face's package, or `None`; interpreted kernels do no harm to it."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        return None
+
+
+class Shared:
+    """Copies of one model, all of the same parameters."""
+
+    def __init__(self, build: Callable[[], nn.Module], sizes: Sizes) -> None:
+        self._build, self._sizes = build, sizes
+
+    @functools.cached_property
+    def eager(self) -> OfVectors:
+        torch.manual_seed(0)
+        with torch.device(self._sizes.device):
+            inner = self._build().to(self._sizes.dtype).train()
+        with torch.no_grad():
+            for p in inner.parameters():
+                if p.ndim == 1:  # those that start from zero or one would hide errors
+                    p.add_(torch.randn_like(p), alpha=0.1)
+        inner.get_input_embeddings().requires_grad_(False)  # pyright: ignore[reportCallIssue]
+        return OfVectors(inner)
+
+    def again(self) -> OfVectors:
+        """Another model of these parameters."""
+        return copy.deepcopy(self.eager, {id(p): p for p in self.eager.parameters()})
+
+    def converted(self, **options: Any) -> OfVectors:
+        # Rows are measured at one shape and checked at a smaller one, which must not make sizes of the graph symbols.
+        torch._dynamo.config.automatic_dynamic_shapes = False  # pyright: ignore[reportPrivateUsage]
+        model = self.again()
+        sf.convert(model.inner, **options)
+        return model
+
+    @functools.cached_property
+    def exact(self) -> OfVectors:
+        return copy.deepcopy(self.eager).double()
+
+
+def with_liger(model: OfVectors) -> Callable[[Tensor], Tensor]:
+    """A Llama with Liger's kernels, whose patch of RoPE, a function that all Llamas call, lasts for its calls alone."""
+    library: Any = module("liger_kernel.transformers")
+    theirs: Any = module("transformers.models.llama.modeling_llama")
+    before = dict(vars(theirs))
+    library.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=model.inner)
+    rope = theirs.apply_rotary_pos_emb
+    vars(theirs).update(before)
+    model.inner.norm.in_place = False  # it would write over the gradient that all contenders are given
+
+    def run(x: Tensor) -> Tensor:
+        theirs.apply_rotary_pos_emb = rope
+        try:
+            return model(x)
+        finally:
+            theirs.apply_rotary_pos_emb = before["apply_rotary_pos_emb"]
+
+    run.parameters = model.parameters  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def chains(made: Callable[[], OfVectors]) -> Any:
+    """What notes say of a converted model: the fused steps of its chains, by name, and what is left."""
+
+    def notes(_: Inputs) -> dict[str, Any]:
+        conversion = sf.conversion(made().inner)
+        assert conversion is not None
+        graph = conversion.graphs[-1]
+        plans = [region.plan for region in graph.regions]
+        steps = {
+            way: [step.name for plan in plans for step in getattr(plan, way) if step.fused]
+            for way in ("forward", "backward")
+        }
+        return {"plan": steps, "left": [f"{left.kind} {left.call}: {left.reason}" for left in graph.left]}
+
+    return notes
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """Layers of three models, forward and backward, and of one with an optimizer."""
+    if module_of_models() is None:
+        return
+    named = {model.name: model for model in sizes.models}
+    large = sizes.device.type == "cuda"
+    bert_model = BERT if large else dataclasses.replace(sizes.models[0], name="bert")
+    of_gpt, of_llama = named.get("gpt2-xl", sizes.models[0]), named.get("llama3-8b", sizes.models[-1])
+    yield _passes(sizes, of_llama, llama, 2, 1)
+    yield _passes(sizes, of_gpt, gpt2, 2, 1)
+    yield _passes(sizes, bert_model, bert, 2, 2, sequence=512)
+    yield _steps(sizes, named.get("llama3-1b", sizes.models[-1]), llama, 4, 4)
+
+
+def _passes(sizes: Sizes, model: Model, build: Any, layers: int, priority: int, *, sequence: int | None = None) -> Case:
+    rows, length = sizes.tokens[0], min(sequence or sizes.sequence, sizes.tokens[0])
+    made = Shared(lambda: build(model, layers, length), sizes)
+    mine = functools.cache(made.converted)
+    lean = functools.cache(lambda: made.converted(memory="lean"))
+    contenders = {"seqfuse": trained(mine), "eager": trained(lambda: made.eager), "seqfuse lean": trained(lean)}
+    if sizes.compile_modes:
+        contenders["compile"] = trained(functools.cache(lambda: _compiled(made.again(), sizes)))
+    if model.llama and module("liger_kernel.transformers") is not None:
+        contenders["liger"] = trained(functools.cache(lambda: with_liger(made.again())))
+    return _case(sizes, GROUPS[0], model, layers, priority, contenders, trained(lambda: made.exact), mine, length, rows)
+
+
+def _compiled(model: OfVectors, sizes: Sizes) -> Any:
+    return compiled(model, sizes.compile_modes[0])
+
+
+def _steps(sizes: Sizes, model: Model, build: Any, layers: int, priority: int) -> Case:
+    rows, length = sizes.tokens[0], min(sizes.sequence, sizes.tokens[0])
+    made = Shared(lambda: build(model, layers, length), sizes)
+
+    def own() -> Shared:
+        """With parameters that an optimizer may change."""
+        other = Shared(lambda: nn.Identity(), sizes)
+        vars(other)["eager"] = copy.deepcopy(made.eager)
+        return other
+
+    mine = functools.cache(lambda: own().converted())
+    theirs, others = (functools.cache(own) for _ in range(2))
+    contenders = {"seqfuse": stepped(mine), "eager": stepped(lambda: theirs().eager)}
+    if sizes.compile_modes:
+        contenders["compile"] = stepped(functools.cache(lambda: _compiled(others().eager, sizes)))
+    exact = stepped(lambda: made.exact)
+    return _case(sizes, GROUPS[1], model, layers, priority, contenders, exact, mine, length, rows)
+
+
+def _case(
+    sizes: Sizes, group: str, model: Model, layers: int, priority: int, contenders: dict[str, Contender],
+    exact: Contender, mine: Callable[[], OfVectors], length: int, rows: int,
+) -> Case:  # fmt: skip
+    return Case(
+        group, f"{model.name} x {layers} {rows}", sizes.dtype,
+        make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"), rows=rows,
+        contenders=contenders, checked_rows=min(rows, sizes.checked_rows), exact=exact, priority=priority,
+        flops=3 * layers * flops("layer", model, rows, length), as_called=True, notes=chains(mine),
+        shape={"model": model.name, "M": rows, "H": model.H, "F": model.F, "layers": layers},
+    )  # fmt: skip
