@@ -159,7 +159,8 @@ def test_the_map_of_the_engine_has_every_file_of_the_engine() -> None:
 def test_the_page_on_conversion_names_every_family_that_the_tests_convert() -> None:
     pytest.importorskip("transformers")
     families = importlib.import_module("tests.convert.families").FAMILIES
-    table = (ROOT / "docs" / "reference" / "convert.md").read_text().partition("| family | models |\n| --- | --- |\n")[2]
+    page = (ROOT / "docs" / "reference" / "convert.md").read_text()
+    table = page.partition("| family | models |\n| --- | --- |\n")[2]
     rows = table.partition("\n\n")[0].splitlines()
     named = ", ".join(row.split("|")[2].strip() for row in rows).replace("bert, padded", "bert; padded").split(", ")
     assert sorted(name.replace(";", ",") for name in named) == sorted(families)
