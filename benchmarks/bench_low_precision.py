@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import plain
 import torch
@@ -159,9 +159,25 @@ def _quantize(tokens: int, width: int, device: torch.device) -> tuple[dict[str, 
                 for direction in ("rows", "columns"):
                     what = f"{name} {role} {direction}"
                     calls[what] = functools.partial(recipes.quantize, x, recipe, role, direction)  # pyright: ignore
+    if device.type == "cuda":
+        calls |= _by_kernels(x)
     codes = _codes(device, tokens, width)
     calls["transposed copy"] = lambda: codes.t().contiguous()
     return calls, {}
+
+
+def _by_kernels(x: Tensor) -> dict[str, Call]:
+    """Of each scaling rows alone, and rows and columns."""
+    from seqfuse.kernels.quantize import Scaling, quantize
+
+    scale, largest = torch.ones(1, device=x.device), torch.zeros(1, device=x.device)
+    calls: dict[str, Call] = {}
+    for scaling in get_args(Scaling):
+        given = {"scale": scale, "largest": largest} if scaling == "given" else {}
+        for columns in (False, True):
+            call = functools.partial(quantize, x, torch.float8_e4m3fn, scaling, columns=columns, **given)
+            calls[f"kernel {scaling} rows{' and columns' * columns}"] = call
+    return calls
 
 
 def _ours(make: Callable[[], Any], device: torch.device) -> dict[str, Any]:

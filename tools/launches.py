@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -30,6 +30,7 @@ from seqfuse.kernels import (
     decode,
     norm,
     pointwise,
+    quantize,
     rope,
 )
 from seqfuse.kernels.activations import ACTIVATIONS, composed
@@ -484,6 +485,28 @@ def _loss(dtype: torch.dtype, classes: int, full: bool, way: str, rows: int) -> 
     crossentropy.cross_entropy_(_new(rows, classes, dtype=dtype), targets, gradient=way != "loss", **options)
 
 
+def _quantizations(target: str) -> Calls:
+    """Every scaling, both directions and each alone, of rows whose transposes are aligned or not; sm_80 has no e4m3."""
+    if target == "sm_80":
+        return
+    scale, largest = _new(1, dtype=F32), _new(1, dtype=F32)
+    for scaling, dtype, rows in itertools.product(get_args(quantize.Scaling), (BF16, F16, F32), (1024, 1003)):
+        given = {"scale": scale, "largest": largest} if scaling == "given" else {}
+        for way in ("rows", "columns", "rows+columns") if dtype is BF16 else ("rows+columns",):
+            of = torch.float8_e5m2 if (dtype is F32) == (scaling == "tensor") else torch.float8_e4m3fn
+            asked = {name: name in way.split("+") for name in ("rows", "columns")}
+            call = functools.partial(
+                quantize.quantize,
+                _new(rows, 1024, dtype=dtype),
+                of,
+                scaling,
+                power_of_two=dtype is F16,
+                **asked,
+                **given,
+            )
+            yield f"{{kernel}} {scaling} {way} {_name(dtype)}{' odd' * (rows % 16 > 0)}", call
+
+
 CALLS: dict[str, Callable[[str], Calls]] = {
     "_device": _sums,
     "attention": _attentions,
@@ -491,5 +514,6 @@ CALLS: dict[str, Callable[[str], Calls]] = {
     "decode": _decodes,
     "norm": _norms,
     "pointwise": _chains,
+    "quantize": _quantizations,
     "rope": _ropes,
 }

@@ -13,7 +13,9 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.recipes import Direction, Recipe, Role
-from seqfuse.testing import assert_bitwise_equal, seeded_randn
+from seqfuse.testing import assert_bitwise_equal
+from tests.kernels.test_quantize import assert_as_defined, by_kernels, widened
+from tests.lowprecision.hard import draw, hard
 from tests.lowprecision.named import OTHERS, RECIPES, expected, form_of, named
 
 HERE = torch.cuda.is_available()
@@ -34,32 +36,6 @@ each_recipe = pytest.mark.parametrize("recipe", ALL, ids=named)
 def runs(recipe: Recipe) -> Recipe:
     """The recipe, emulated where there are no GEMMs for it yet."""
     return recipe if recipe.whole_rows else type(recipe)(**{**vars(recipe), "emulate": True})
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
-    """Asymmetric numbers of rather different sizes, the same on each machine."""
-    return ((seeded_randn(shape, seed) * seeded_randn(shape, seed + 100).exp() + 0.2) * factor).to(dtype)
-
-
-def hard(form: Any) -> list[Tensor]:
-    """Numbers at every code, tie and neighbour of a format, at the ends of float32, zeros, and ones not finite."""
-    values = form.values
-    middles = (values[1:] + values[:-1]) / 2
-    numbers = np.concatenate([values, middles]).astype(np.float32)
-    numbers = np.concatenate([numbers, np.nextafter(numbers, np.float32(np.inf)), np.nextafter(numbers, np.float32(0))])
-    numbers = np.minimum(numbers, np.float32(values[-1]))
-    found: list[Tensor] = []
-    for factor in (1.0, 2.0**-20, 1.7, 3e-3, 2.0**90):
-        one = torch.from_numpy(np.concatenate([numbers, -numbers]) * np.float32(factor))
-        largest = torch.full((one.numel(), 31), float(values[-1] * factor))
-        found += [one[None], torch.cat([one[:, None], largest], 1)]
-    ends = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 2.0**-126, 1e-30, 1.0, 448.0, 449.0, 57344.0, 1e30, 3.4028234e38]
-    found += [torch.tensor(ends).repeat(40, 11), torch.tensor(ends)[:, None].repeat(1, 33), torch.zeros(3, 130)]
-    for bad in (math.nan, math.inf, -math.inf):
-        x = seeded_randn((130, 140), 0)
-        x[3, 5] = bad
-        found.append(x)
-    return found
 
 
 def bits(t: Tensor) -> Tensor:
@@ -92,6 +68,18 @@ def test_codes_and_scales_are_those_of_a_cpu(recipe: Recipe, role: Role, device:
                 for a, b in zip(mine, theirs, strict=True):
                     assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, x.to(device).device)
                     assert torch.equal(bits(a.cpu()), bits(b))
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("recipe", RECIPES + OTHERS, ids=named)
+def test_kernels_of_quantization(recipe: Recipe, role: Role, device: torch.device):
+    for shape in ((1027, 2064), (8192, 1024), (1, 16)) if HERE else ((33, 80),):
+        for dtype in DTYPES:
+            x = draw(*shape, seed=1, dtype=dtype)
+            assert_as_defined(by_kernels(x.to(device), recipe, role, columns=True), x, recipe, role)
+    for x in hard(form_of(recipe, role)) if HERE else ():
+        for t in (widened(x), widened(x.t())):
+            assert_as_defined(by_kernels(t.to(device), recipe, role, columns=True), t, recipe, role)
 
 
 def multiplied(x: Tensor, recipe: Recipe, role: Role, direction: Direction) -> Tensor:

@@ -17,6 +17,7 @@ from seqfuse import ops, recipes, testing
 from seqfuse.recipes import Recipe
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
+from .hard import draw
 from .named import OTHERS, RECIPES, multiplied, named
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,11 +32,6 @@ def assert_within(got: Tensor, a: np.ndarray, b: np.ndarray, addend: Any = 0.0) 
     bound = torch.finfo(got.dtype).eps / 2 * (np.abs(exact) + np.abs(addend)) + 2.0**-22 * (2 + math.log2(k)) * sums
     wrong = np.abs(got.detach().double().numpy().reshape(exact.shape) - exact) > bound + torch.finfo(got.dtype).tiny
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size} elements are beyond the error of a sum in float32"
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
-    """Asymmetric numbers of rather different sizes."""
-    return ((seeded_randn(shape, seed) * seeded_randn(shape, seed + 100).exp() + 0.2) * factor).to(dtype)
 
 
 @every_recipe

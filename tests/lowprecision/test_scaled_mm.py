@@ -14,8 +14,9 @@ from seqfuse.ops import _lowprecision as low
 from seqfuse.recipes import Recipe
 from seqfuse.testing import seeded_randn
 
+from .hard import draw
 from .named import multiplied, named
-from .test_linear import assert_within, draw
+from .test_linear import assert_within
 
 RECIPES: tuple[Recipe, ...] = (
     recipes.Float8CurrentScaling(),

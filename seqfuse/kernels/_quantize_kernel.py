@@ -1,0 +1,165 @@
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportUnboundVariable=false
+# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
+"""The kernels of quantization to 8 bits: the largest numbers, then scales and codes, of rows and columns in one pass.
+
+Each number is that of `recipes.quantize`, bit for bit. So scales are made by `tl.div_rn`, since `/` is off by up to two
+units in the last place, and maxima are compared as integers, whose order is that of float32 from 0 on, with NaN above
+all: they depend on no order. What lies beyond the range is clamped and what is not finite becomes NaN before the cast.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+_INFINITE = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of |x|, int32, of float32."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scales_of(most, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Scale and inverse scale of numbers of which `most` is the magnitude of the largest."""
+    value = most.to(tl.float32, bitcast=True)
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(value) + LARGEST, value), _FLOAT32_MAX)
+    scale = tl.where((most > 0) & (most < _INFINITE), scale, 1.0)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
+    return scale, inverse_of(scale)
+
+
+@triton.jit
+def inverse_of(scale):
+    """1 / scale, rounded once."""
+    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+@triton.jit
+def scales_of_mx(most, EXPONENT: tl.constexpr):
+    """Scale 2^-e and e as E8M0, the smallest for which nothing overflows; EXPONENT is that of the largest number."""
+    above = ((most & 0x7FFFFF) > 0x600000).to(tl.int32)  # beyond 1.75 times its own power of two
+    stored = tl.minimum(tl.maximum((most >> 23) - EXPONENT + above, 0), 254)
+    stored = tl.where(most < _INFINITE, stored, 127)
+    return ((254 - stored) << 23).to(tl.float32, bitcast=True), stored.to(tl.uint8)
+
+
+@triton.jit
+def codes_of(x, scale, LARGEST: tl.constexpr, KIND: tl.constexpr):
+    """X * scale in 8 bits, of float32."""
+    scaled = tl.minimum(tl.maximum(x * scale, -LARGEST), LARGEST)
+    return tl.where(magnitude(x) < _INFINITE, scaled, float("nan")).to(KIND)
+
+
+@triton.jit
+def _tile(x, stride, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """This program's tile, as it is, 0 outside; its first row and column."""
+    N = tl.cast(N, tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(N, BLOCK_N)
+    row = program // across * BLOCK_M
+    col = program % across * BLOCK_N
+    rows = (row + tl.arange(0, BLOCK_M))[:, None]
+    cols = (col + tl.arange(0, BLOCK_N))[None, :]
+    return tl.load(x + rows * stride + cols, mask=(rows < M) & (cols < N), other=0.0), row, col
+
+
+@triton.jit
+def _zero_kernel(out, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.zeros((BLOCK,), tl.int32), mask=at < N)
+
+
+@triton.jit
+def _largest_kernel(x, whole, by_row, by_column, stride, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Magnitudes of the largest numbers: of all, of each row and of each column, as far as they are asked for."""
+    tile, row, col = _tile(x, stride, M, N, BLOCK_M, BLOCK_N)
+    bits = magnitude(tile.to(tl.float32))
+    if whole is not None:
+        tl.atomic_max(whole, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+    if by_row is not None:
+        rows = row + tl.arange(0, BLOCK_M)
+        tl.atomic_max(by_row + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
+    if by_column is not None:
+        cols = col + tl.arange(0, BLOCK_N)
+        tl.atomic_max(by_column + cols, tl.max(bits, 0), mask=cols < N, sem="relaxed")
+
+
+@triton.jit
+def _quantize_kernel(
+    x, scale, largest, whole, by_row, by_column, rows, rows_inverse, columns, columns_inverse, stride, M, N,
+    SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Codes and inverse scales of a tile, along its rows and, transposed, down its columns.
+
+    SCALING: "given", whose maximum goes to `largest` where that is asked for; "tensor" and "row", by maxima that are
+    there; "1x128" and "1x32", of which a tile has whole blocks; "128x128", of which it is one.
+    """
+    tile, row, col = _tile(x, stride, M, N, BLOCK_M, BLOCK_N)
+    first = (row == 0) & (col == 0)
+    one = scale
+    if largest is not None:
+        bits = magnitude(tile.to(tl.float32))
+        tl.atomic_max(largest, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+    if SCALING == "given":
+        one = tl.load(scale)
+        if rows_inverse is not None:
+            tl.store(rows_inverse, inverse_of(one), mask=first)
+    elif SCALING == "tensor":
+        one, inverse = scales_of(tl.load(whole), LARGEST, POWER_OF_TWO)
+        tl.store(rows_inverse, inverse, mask=first)
+    elif SCALING == "128x128":
+        bits = magnitude(tile.to(tl.float32))
+        one, inverse = scales_of(tl.max(tl.max(bits, 1), 0), LARGEST, POWER_OF_TWO)
+        across = tl.cdiv(tl.cast(N, tl.int64), BLOCK_N)
+        tl.store(rows_inverse + row // BLOCK_M * across + col // BLOCK_N, inverse)
+    if rows is not None:
+        _write(
+            tile, one, by_row, rows, rows_inverse, row, col, M, N,
+            SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    if columns is not None:
+        # Transposed before the cast: of 8-bit tiles `tl.trans` is wrong on some GPUs.
+        _write(
+            tl.trans(tile), one, by_column, columns, columns_inverse, col, row, N, M,
+            SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_N, BLOCK_M,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write(
+    tile, one, by_row, out, inverses, row, col, M, N,
+    SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write a tile that is quantized along its rows. out: [M, N]; inverses: [M], or of blocks [ceil(N / block), M]."""
+    kind = out.dtype.element_ty
+    M, N = tl.cast(M, tl.int64), tl.cast(N, tl.int64)
+    rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    value = tile.to(tl.float32)
+    if SCALING == "1x128" or SCALING == "1x32":
+        SIZE: tl.constexpr = 32 if SCALING == "1x32" else 128
+        BLOCKS: tl.constexpr = BLOCK_N // SIZE
+        value = tl.reshape(value, (BLOCK_M, BLOCKS, SIZE))
+        most = tl.max(magnitude(value), 2)
+        if SCALING == "1x32":
+            scale, inverse = scales_of_mx(most, EXPONENT)
+        else:
+            scale, inverse = scales_of(most, LARGEST, POWER_OF_TWO)
+        codes = tl.reshape(codes_of(value, scale[:, :, None], LARGEST, kind), (BLOCK_M, BLOCK_N))
+        blocks = col // SIZE + tl.arange(0, BLOCKS)
+        inside = (rows < M)[:, None] & (blocks < tl.cdiv(N, SIZE))[None, :]
+        tl.store(inverses + blocks[None, :] * M + rows[:, None], inverse, mask=inside)
+    elif SCALING == "row":
+        most = tl.load(by_row + rows, mask=rows < M, other=0)
+        scale, inverse = scales_of(most, LARGEST, POWER_OF_TWO)
+        tl.store(inverses + rows, inverse, mask=(rows < M) & (col == 0))
+        codes = codes_of(value, scale[:, None], LARGEST, kind)
+    else:
+        codes = codes_of(value, one, LARGEST, kind)
+    tl.store(out + rows[:, None] * N + cols[None, :], codes, mask=(rows < M)[:, None] & (cols < N)[None, :])

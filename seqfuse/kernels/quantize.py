@@ -1,0 +1,125 @@
+# pyright: basic
+# Triton has no types.
+"""Quantization to 8 bits: codes and inverse scales along rows and down columns, in one pass over a matrix.
+
+With a scale for a tensor, or for a row or column, a pass before it finds the largest numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._launch import cdiv, launch, stops
+from ._operators import as_rows, operator
+from ._quantize_kernel import _largest_kernel, _quantize_kernel, _zero_kernel
+
+Scaling = Literal["given", "tensor", "row", "1x128", "128x128", "1x32"]
+"""What shares a scale: "given" is one for the tensor that is there already, "1x32" is in E8M0."""
+
+_BLOCK, _ZEROS = 128, 1024
+MULTIPLE = 16
+"""Rows of codes begin at multiples of 16 bytes, as GEMMs take them."""
+
+# The largest number of a format is 1.75 times this power of two.
+_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows and columns at a time; warps."""
+
+    m: int
+    n: int
+    num_warps: int
+
+
+def tile_of(scaling: Scaling) -> Tile:
+    """A block of 128 x 128 where blocks are of 128, 32 numbers per thread."""
+    return Tile(128, 128, 16) if "128" in scaling else Tile(64, 128, 8)
+
+
+class Codes(NamedTuple):
+    """Results of `quantize`; `None` for what was not asked for.
+
+    Inverse scales are float32, those of "1x32" the codes of E8M0: of a tensor [1], of a row or column [M] or [N], of
+    blocks along rows [ceil(N / B), M], down columns [ceil(M / B), N], of 128 x 128 [ceil(M / 128), ceil(N / 128)].
+    """
+
+    rows: Tensor | None  # [M, N] quantized along rows
+    rows_inverse: Tensor | None  # also that of columns, where they share their scales
+    columns: Tensor | None  # [N, M], transposed: quantized down columns
+    columns_inverse: Tensor | None
+
+
+@operator("quantize", written=("largest",))
+def quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    scaling: Scaling,
+    *,
+    power_of_two: bool = False,
+    rows: bool = True,
+    columns: bool = False,
+    scale: Tensor | None = None,
+    largest: Tensor | None = None,
+) -> Codes:
+    """The 8-bit numbers of a matrix and the inverse of their scales, bit for bit those of `recipes.quantize`.
+
+    Args:
+        x: [M, N] float32, bfloat16 or float16, N a multiple of 16, any stride of rows.
+        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        scaling: what shares a scale.
+        power_of_two: whether scales are rounded down to powers of two.
+        rows: whether codes along rows are wanted.
+        columns: whether codes down columns are, transposed.
+        scale: the scale that is given, float32 of one number.
+        largest: float32 of one number, with a scale that is given: becomes max |x| where that is larger, or NaN.
+
+    Raises:
+        ValueError: for an x that is no such matrix.
+    """
+    if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"x must be a matrix of float32, bfloat16 or float16, got {x.dtype} {tuple(x.shape)}")
+    if not x.numel() or x.shape[1] % MULTIPLE or not (rows or columns):
+        asked = f"rows={rows} and columns={columns}"
+        raise ValueError(f"expects rows of a multiple of {MULTIPLE} numbers, got {tuple(x.shape)} with {asked}")
+    (M, N), device = x.shape, x.device
+    kind = torch.uint8 if scaling == "1x32" else torch.float32
+    shared = {"given": (1,), "tensor": (1,), "128x128": (cdiv(M, _BLOCK), cdiv(N, _BLOCK))}.get(scaling)
+    size = {"1x128": 128, "1x32": 32}.get(scaling)
+    along, down = ((M,), (N,)) if size is None else ((cdiv(N, size), M), (cdiv(M, size), N))
+    out = torch.empty((M, N), dtype=dtype, device=device) if rows else None
+    turned = torch.empty((N, M), dtype=dtype, device=device) if columns else None
+    inverse = torch.empty(shared or along, dtype=kind, device=device) if shared or rows else None
+    turned_inverse = torch.empty(down, dtype=kind, device=device) if columns and not shared else None
+    results = Codes(out, inverse, turned, turned_inverse)
+    if stops():
+        return results
+    source = as_rows("x", x, N)
+    tile = tile_of(scaling)
+    grid, sizes = cdiv(M, tile.m) * cdiv(N, tile.n), {"BLOCK_M": tile.m, "BLOCK_N": tile.n}
+    whole = by_row = by_column = None
+    if scaling in ("tensor", "row"):
+        counts = [1, 0, 0] if scaling == "tensor" else [0, M * rows, N * columns]
+        most = torch.empty(sum(counts), dtype=torch.int32, device=device)
+        launch(_zero_kernel, cdiv(sum(counts), _ZEROS), (most, sum(counts)), {"BLOCK": _ZEROS})
+        whole, by_row, by_column = (part if len(part) else None for part in most.split(counts))
+        launch(_largest_kernel, grid, (source, whole, by_row, by_column, source.stride(0), M, N), sizes, tile.num_warps)
+    launch(
+        _quantize_kernel,
+        grid,
+        (
+            source, scale, None if largest is None else largest.view(torch.int32), whole, by_row, by_column,
+            out, inverse, turned, turned_inverse, source.stride(0), M, N,
+        ),
+        {
+            "SCALING": scaling, "LARGEST": torch.finfo(dtype).max, "EXPONENT": _EXPONENT[dtype],
+            "POWER_OF_TWO": power_of_two, **sizes,
+        },
+        tile.num_warps,
+    )  # fmt: skip
+    return results

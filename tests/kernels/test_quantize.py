@@ -1,0 +1,163 @@
+"""Quantization by kernels gives the codes and scales of `recipes.quantize`, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqfuse import recipes
+from seqfuse.kernels import quantize as kernels
+from seqfuse.kernels.quantize import Codes
+from seqfuse.recipes import Recipe, Role
+from seqfuse.testing import assert_bitwise_equal, guarded, red_zones, seeded_randn
+from tests.lowprecision.hard import draw, hard
+from tests.lowprecision.named import OTHERS, RECIPES, ROLES, form_of, named
+from tools.compiled import Compiled, compile_variants
+
+from .conftest import DEVICE
+
+SCALINGS = {(None, None): "tensor", (1, None): "row", (1, 128): "1x128", (128, 128): "128x128", (1, 32): "1x32"}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES + OTHERS, ids=named)
+
+
+def by_kernels(x: Tensor, recipe: Recipe, role: Role, module: ModuleType = kernels, **given: Any) -> Codes:
+    scaling = "given" if recipe.keeps_state else SCALINGS[recipe.block(role, "rows")]
+    return module.quantize(x, recipe.dtype(role), scaling, power_of_two=recipe.power_of_two, **given)
+
+
+def assert_as_defined(found: Codes, x: Tensor, recipe: Recipe, role: Role, **given: Any) -> None:
+    """Codes and inverse scales, of what there is."""
+    shared = found.columns_inverse is None
+    if found.rows is not None:
+        data, inverse = recipes.quantize(x, recipe, role, "rows", **given)
+        assert_same(found.rows, data)
+        blocked = not shared or SCALINGS.get(recipe.block(role, "rows")) in ("1x128", "1x32")
+        assert_same(found.rows_inverse, inverse.t() if blocked and inverse.ndim == 2 else inverse)
+    if found.columns is not None:
+        data, inverse = recipes.quantize(x, recipe, role, "columns", **given)
+        assert_same(found.columns, data.t())
+        assert_same(found.rows_inverse if shared else found.columns_inverse, inverse)
+
+
+def assert_same(got: Tensor | None, wanted: Tensor) -> None:
+    """In any shape of as many numbers."""
+    assert got is not None
+    one, other = (t.contiguous().flatten().view(torch.uint8) for t in (got.cpu(), wanted.cpu()))
+    assert torch.equal(one, other)
+
+
+def widened(x: Tensor) -> Tensor:
+    """With zeros up to a multiple of 16 columns."""
+    return F.pad(x, (0, -x.shape[1] % 16))
+
+
+@every_recipe
+@pytest.mark.parametrize("role", ROLES)
+def test_hard_numbers(recipe: Recipe, role: Role) -> None:
+    for x in hard(form_of(recipe, role)):
+        for t in (widened(x), widened(x.t())):
+            assert_as_defined(by_kernels(t.to(DEVICE), recipe, role, columns=True), t, recipe, role)
+
+
+SHAPES = [(1, 16), (7, 48), (33, 80), (128, 128), (129, 144), (300, 272)]
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_role_and_direction(recipe: Recipe, dtype: torch.dtype) -> None:
+    for i, shape in enumerate(SHAPES):
+        for role in ROLES:
+            x = draw(*shape, seed=i, dtype=dtype)
+            for way in ({"columns": True}, {"rows": False, "columns": True}, {}):
+                assert_as_defined(by_kernels(x.to(DEVICE), recipe, role, **way), x, recipe, role)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_given_scale_and_the_largest_number(role: Role) -> None:
+    recipe, x = recipes.Float8DelayedScaling(), draw(130, 144, seed=1, dtype=torch.bfloat16)
+    for value, before in ((3.5, 0.25), (1e-3, 1e9), (2.0**100, 0.0)):
+        scale = torch.tensor(value)
+        for way in ({"columns": True}, {"rows": False, "columns": True}, {}):
+            most = torch.tensor([before, 7.0], device=DEVICE)
+            given = {"scale": scale.to(DEVICE), "largest": most[:1]}
+            assert_as_defined(by_kernels(x.to(DEVICE), recipe, role, **way, **given), x, recipe, role, scale=scale)
+            assert_bitwise_equal(most.cpu(), torch.tensor([max(before, float(x.abs().max())), 7.0]))
+    x[3, 4] = torch.nan
+    most = torch.zeros(1, device=DEVICE)
+    by_kernels(x.to(DEVICE), recipe, role, scale=scale.to(DEVICE), largest=most)
+    assert most.isnan().all()
+
+
+def test_rows_may_have_any_stride() -> None:
+    x = draw(37, 160, seed=3, dtype=torch.float32).to(DEVICE)
+    for recipe in RECIPES:
+        for t in (x[:, 16:64], x[::2, :48], x[:1, :48].expand(5, 48)):
+            assert_as_defined(by_kernels(t, recipe, "x", columns=True), t.cpu(), recipe, "x")
+
+
+@every_recipe
+def test_nothing_outside_the_tensors_is_read_or_written(recipe: Recipe) -> None:
+    x = draw(131, 144, seed=3, dtype=torch.float32).to(DEVICE)
+    with red_zones():
+        found = by_kernels(guarded(x).tensor, recipe, "x", columns=True)
+        found = Codes(*[None if t is None else t.clone() for t in found])
+    assert_as_defined(found, x.cpu(), recipe, "x")
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = seeded_randn((4, 32), 0)
+    for wrong, kw, match in [
+        (x[0], {}, "must be a matrix"),
+        (x.double(), {}, "must be a matrix"),
+        (x[:, :20], {}, "multiple of 16"),
+        (x[:0], {}, "multiple of 16"),
+        (x, {"rows": False}, "rows=False and columns=False"),
+        (seeded_randn((32, 16), 0).t(), {}, "contiguous in its last dimension"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            kernels.quantize(wrong.to(DEVICE), torch.float8_e4m3fn, "1x32", **kw)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(most & 0x7FFFFF) > 0x600000", "(most & 0x7FFFFF) >= 0x600000"),
+        ("tl.where(most < _INFINITE, stored, 127)", "stored"),
+        ("(most > 0) & (most < _INFINITE)", "most > 0"),
+        ("& -0x800000", "& -0x400000"),
+        ("tl.where(magnitude(x) < _INFINITE, scaled, float('nan'))", "scaled"),
+        ("tl.trans(tile), one, by_column", "tl.trans(tile), one, by_row"),
+        ("tl.atomic_max(by_column + cols, tl.max(bits, 0)", "tl.atomic_max(by_column + cols, tl.max(bits, 0) + 1"),
+    ],
+)
+def test_mutants_are_found(old: str, new: str, mutant: Callable[..., ModuleType]) -> None:
+    module, wrong = mutant(kernels, old.replace("'", '"'), new), 0
+    for recipe in RECIPES + OTHERS:
+        for x in [*hard(form_of(recipe, "x")), draw(33, 80, seed=0, dtype=torch.float32)]:
+            x = widened(x)
+            try:
+                assert_as_defined(by_kernels(x.to(DEVICE), recipe, "x", module, columns=True), x, recipe, "x")
+            except AssertionError:
+                wrong += 1
+    assert wrong
+
+
+TARGETS = ("sm_89", "sm_90", "sm_100", "gfx942")
+
+
+def test_kernels_compile_without_spills(request: pytest.FixtureRequest) -> None:
+    full = request.config.getoption("--full")
+    found: list[Compiled] = list(compile_variants(["quantize"], TARGETS, jobs=1, in_turn=not full))
+    assert {one.target for one in found} == set(TARGETS)
+    for one in found:
+        assert one.error is None, one
+        assert one.spills == one.int32_multiplications == one.late_reads == 0, one
+        assert not one.over_shared, one
+        if one.target.startswith("sm_") and " rows bf16" in one.variant and not one.variant.startswith("zero"):
+            assert one.wide > one.narrow, one

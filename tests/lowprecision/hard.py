@@ -1,0 +1,38 @@
+"""Numbers at which quantization may go wrong, and numbers of rather different sizes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqfuse.testing import seeded_randn
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+    """Asymmetric numbers of rather different sizes, the same on each machine."""
+    return ((seeded_randn(shape, seed) * seeded_randn(shape, seed + 100).exp() + 0.2) * factor).to(dtype)
+
+
+def hard(form: Any) -> list[Tensor]:
+    """Numbers at every code, tie and neighbour of a format, at the ends of float32, zeros, and ones not finite."""
+    values = form.values
+    middles = (values[1:] + values[:-1]) / 2
+    numbers = np.concatenate([values, middles]).astype(np.float32)
+    numbers = np.concatenate([numbers, np.nextafter(numbers, np.float32(np.inf)), np.nextafter(numbers, np.float32(0))])
+    numbers = np.minimum(numbers, np.float32(values[-1]))
+    found: list[Tensor] = []
+    for factor in (1.0, 2.0**-20, 1.7, 3e-3, 2.0**90):
+        one = torch.from_numpy(np.concatenate([numbers, -numbers]) * np.float32(factor))
+        largest = torch.full((one.numel(), 31), float(values[-1] * factor))
+        found += [one[None], torch.cat([one[:, None], largest], 1)]
+    ends = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 2.0**-126, 1e-30, 1.0, 448.0, 449.0, 57344.0, 1e30, 3.4028234e38]
+    found += [torch.tensor(ends).repeat(40, 11), torch.tensor(ends)[:, None].repeat(1, 33), torch.zeros(3, 130)]
+    for bad in (math.nan, math.inf, -math.inf):
+        x = seeded_randn((130, 140), 0)
+        x[3, 5] = bad
+        found.append(x)
+    return found
