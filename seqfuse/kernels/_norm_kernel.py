@@ -1,4 +1,4 @@
-# pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
+# pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false, reportAssignmentType=false
 # Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
 """The kernels of both norms: forward, backward, and sums over rows for rows too wide for the backward one."""
 
@@ -206,38 +206,51 @@ def _norm_bwd_kernel(
     """Rows of one program, one after the other: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream."""
     N = tl.cast(N, tl.int64)
     pid = tl.program_id(0).to(tl.int64)
-    zero = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-    dweight, dbeta, dbias = zero, zero, zero
+    # Sums over rows are kept of each chunk, which takes a loop that is written out.
+    KEPT: tl.constexpr = CHUNKS if DWEIGHT or DBETA or DBIAS else 1
+    zeros = (tl.zeros((BLOCK_M, BLOCK_N), COMPUTE),) * KEPT
+    dweight, dbeta, dbias = zeros, zeros, zeros
     for step in tl.range(0, steps, num_stages=STAGES):
         rows = (pid * steps + tl.cast(step, tl.int64)) * BLOCK_M + tl.arange(0, BLOCK_M)
         r = tl.load(rstd + rows, mask=rows < M, other=0.0)
         m = r
         if CENTERED:
             m = tl.load(mean + rows, mask=rows < M, other=0.0)
-        if CHUNKS == 1:
-            cols = N * 0 + tl.arange(0, BLOCK_N)
-            columns = cols < N
-            mask = (rows < M)[:, None] & columns[None, :]
-            d, xhat, g = _gradients(
-                dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
-                CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
-            )  # fmt: skip
-            by_xhat, plain = _sums(g * xhat, g, CENTERED)
+        by_xhat = tl.zeros((BLOCK_M,), COMPUTE)
+        plain = tl.zeros((BLOCK_M,), COMPUTE)
+        if CHUNKS == KEPT:
+            for chunk in tl.static_range(CHUNKS):
+                cols = N * 0 + chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+                columns = cols < N
+                mask = (rows < M)[:, None] & columns[None, :]
+                d, xhat, g = _gradients(
+                    dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                )  # fmt: skip
+                one, other = _sums(g * xhat, g, CENTERED)
+                by_xhat += one
+                plain += other
             by_xhat /= N.to(COMPUTE)
             plain /= N.to(COMPUTE)
-            out = _spread(
-                g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, N * 0, cols, mask, dstream_stride, N,
-                CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
-            )  # fmt: skip
-            if DWEIGHT:
-                dweight += d * xhat
-            if DBETA:
-                dbeta += d
-            if DBIAS:
-                dbias += tl.where(mask, out, 0.0)
+            weights, betas, biases = (), (), ()
+            for chunk in tl.static_range(CHUNKS):
+                if CHUNKS > 1:  # what was read a moment ago is in the cache, and would not fit in registers
+                    cols = N * 0 + chunk * BLOCK_N + tl.arange(0, BLOCK_N)
+                    columns = cols < N
+                    mask = (rows < M)[:, None] & columns[None, :]
+                    d, xhat, g = _gradients(
+                        dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+                        CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                    )  # fmt: skip
+                out = _spread(
+                    g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, N * 0 + chunk * BLOCK_N, cols, mask,
+                    dstream_stride, N, CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
+                )  # fmt: skip
+                weights += (dweight[chunk] + d * xhat if DWEIGHT else dweight[chunk],)
+                betas += (dbeta[chunk] + d if DBETA else dbeta[chunk],)
+                biases += (dbias[chunk] + tl.where(mask, out, 0.0) if DBIAS else dbias[chunk],)
+            dweight, dbeta, dbias = weights, betas, biases
         else:
-            by_xhat = tl.zeros((BLOCK_M,), COMPUTE)
-            plain = tl.zeros((BLOCK_M,), COMPUTE)
             for chunk in tl.range(0, CHUNKS):
                 cols = tl.cast(chunk, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
                 columns = cols < N
@@ -264,18 +277,19 @@ def _norm_bwd_kernel(
                     g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
                     CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
                 )  # fmt: skip
-    cols = tl.arange(0, BLOCK_N).to(tl.int64)
-    place = partials
-    if partials is not None:
-        place = partials + pid * (DWEIGHT + DBETA + DBIAS) * N + cols
-    if DWEIGHT:
-        tl.store(place, tl.sum(dweight, 0), mask=cols < N)
-        place += N
-    if DBETA:
-        tl.store(place, tl.sum(dbeta, 0), mask=cols < N)
-        place += N
-    if DBIAS:
-        tl.store(place, tl.sum(dbias, 0), mask=cols < N)
+    for chunk in tl.static_range(KEPT):
+        cols = chunk * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+        place = partials
+        if partials is not None:
+            place = partials + pid * (DWEIGHT + DBETA + DBIAS) * N + cols
+        if DWEIGHT:
+            tl.store(place, tl.sum(dweight[chunk], 0), mask=cols < N)
+            place += N
+        if DBETA:
+            tl.store(place, tl.sum(dbeta[chunk], 0), mask=cols < N)
+            place += N
+        if DBIAS:
+            tl.store(place, tl.sum(dbias[chunk], 0), mask=cols < N)
 
 
 @triton.jit

@@ -84,13 +84,14 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> RowTile:
     crowded = heavy and columns % 16 > 0
     warps = max(4, min(16, m * chunk // (128 if crowded else 256)))
     if stages == 2 and m * chunk <= 2048:
-        return RowTile(m, chunk, cdiv(columns, chunk), warps, stages, 24 // warps, 80)
+        return RowTile(m, chunk, 1, warps, stages, 24 // warps, 80)
     parts = cdiv(columns, chunk)
     # With fewer than all registers, or room for more programs than there are, the compiler spills.
     if crowded and parts > 1 and warps == 8:
-        return RowTile(m, chunk, parts, warps, stages, 1, 255)
+        return RowTile(m, chunk, parts, warps, stages, 1, 255, False)
     limited = crowded or (heavy and (warps == 16 or (parts > 1 and itemsize < 8)))
-    return RowTile(m, chunk, parts, warps, stages, max(1, min(8, 8192 // columns)), 128 if limited else None)
+    programs = max(1, min(8, 8192 // columns))
+    return RowTile(m, chunk, parts, warps, stages, programs, 128 if limited else None, parts == 1)
 
 
 def hopper_backward_tile(columns: int) -> RowTile:
@@ -299,7 +300,7 @@ def norm_bwd(
         tile = hopper_backward_tile(N)
     else:
         tile = backward_tile(N, x.element_size(), act is not None or dropped)
-    wide = tile.chunks > 1 or not tile.sums
+    wide = not tile.sums
     if wide and dpre_bias is not None and branch is None:
         # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
         branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=device)

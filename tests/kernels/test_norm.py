@@ -154,9 +154,16 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = norm, only: str 
     return {name: t for name, t in results.items() if t is not None}
 
 
-def in_chunks(monkeypatch: pytest.MonkeyPatch, module: ModuleType, n: int) -> None:
-    """Rows of more than `n` columns are too wide for registers from here on, and there is one processor."""
-    plain = norm.RowTile
+def in_chunks(monkeypatch: pytest.MonkeyPatch, module: ModuleType, n: int, sums: bool = False) -> None:
+    """Rows of more than `n` columns are too wide for registers from here on, and there is one processor.
+
+    Args:
+        monkeypatch: puts back what was there.
+        module: `kernels.norm`, or a changed one.
+        n: columns of a chunk.
+        sums: whether the sums over rows are made in the same pass.
+    """
+    plain = functools.partial(norm.RowTile, sums=sums)
     monkeypatch.setattr(module, "processors", lambda device: 1)
     monkeypatch.setattr(module, "forward_tile", lambda columns, itemsize: plain(4, n, -(-columns // n), 4))
     monkeypatch.setattr(module, "backward_tile", lambda columns, itemsize, heavy: plain(2, n, -(-columns // n), 4))
@@ -238,11 +245,12 @@ def test_a_norm_equals_the_operations_it_stands_for_everywhere(name: str, dtype:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sums", [True, False], ids=["with their sums", "sums apart"])
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_composed", "layernorm_all"])
 def test_rows_too_wide_for_registers_go_in_chunks(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, sums: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_chunks(monkeypatch, norm, 32)
+    in_chunks(monkeypatch, norm, 32, sums)
     # Of many rows each program of the sums takes several tiles.
     for rows, width in ((9, 70), (9, 96), *(((70, 33),) if name == "layernorm_all" else ())):
         check(CASES[name], drawn(CASES[name], (rows,), width, dtype, "offset" if width == 96 else "normal"))
@@ -330,11 +338,12 @@ def test_the_same_bits_every_time(name: str) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("sums", [True, False], ids=["with their sums", "sums apart"])
 @pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
 def test_a_wide_row_reads_and_writes_nothing_outside_and_gives_the_same_bits(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, sums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_chunks(monkeypatch, norm, 8)
+    in_chunks(monkeypatch, norm, 8, sums)
     tensors = drawn(CASES[name], (5,), 20, torch.float32)
     with red_zones():
         inside = run(CASES[name], {key: guarded(t).tensor for key, t in tensors.items()})
@@ -503,13 +512,13 @@ def test_a_float32_stream_beside_16_bits_gives_the_bits_of_float32_inputs(center
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("chunked", ["", "chunks", "chunks with their sums"])
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_all"])
 def test_each_gradient_alone_is_what_it_is_beside_the_others(
-    name: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, chunked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if chunked:
-        in_chunks(monkeypatch, norm, 16)
+        in_chunks(monkeypatch, norm, 16, "sums" in chunked)
     tensors = drawn(CASES[name], (3,), 24, torch.float32)
     every = run(CASES[name], tensors)
     for only in every.keys() - {"y", "stream"}:
@@ -681,8 +690,8 @@ MUTANTS = {
         "normal",
     ),
     "bias gradient before dropout": (
-        "                dbias += tl.where(mask, out, 0.0)\n",
-        "                dbias += d\n",
+        "dbias[chunk] + tl.where(mask, out, 0.0)",
+        "dbias[chunk] + d",
         "rmsnorm_around",
         "normal",
     ),
@@ -724,8 +733,38 @@ MUTANTS = {
         "normal",
     ),
     "last row of dweight": (
-        "            if DWEIGHT:\n                dweight += d * xhat",
-        "            if DWEIGHT:\n                dweight += tl.where((rows < M - 1)[:, None], d * xhat, 0.0)",
+        "dweight[chunk] + d * xhat if DWEIGHT",
+        "dweight[chunk] + tl.where((rows < M - 1)[:, None], d * xhat, 0.0) if DWEIGHT",
+        "rmsnorm",
+        "normal",
+    ),
+    "kept: sums of the first chunk": (
+        "dweight[chunk] + d * xhat if DWEIGHT",
+        "dweight[0] + d * xhat if DWEIGHT",
+        "rmsnorm",
+        "normal",
+    ),
+    "kept: bias gradient of the first chunk": (
+        "dbeta[chunk] + d if DBETA",
+        "dbeta[0] + d if DBETA",
+        "layernorm",
+        "normal",
+    ),
+    "kept: gradient before the branch of the first chunk": (
+        "dbias[chunk] + tl.where(mask, out, 0.0)",
+        "dbias[0] + tl.where(mask, out, 0.0)",
+        "layernorm_around",
+        "normal",
+    ),
+    "kept: one chunk of what dropout took": (
+        "rows, N * 0 + chunk * BLOCK_N, cols, mask,\n                    dstream_stride",
+        "rows, N * 0, cols, mask,\n                    dstream_stride",
+        "layernorm_around",
+        "normal",
+    ),
+    "kept: sums stored in the first chunk's place": (
+        "        cols = chunk * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)\n        place",
+        "        cols = tl.arange(0, BLOCK_N).to(tl.int64)\n        place",
         "rmsnorm",
         "normal",
     ),
@@ -741,8 +780,8 @@ def test_a_wrong_kernel_is_found(
     # Rows that lie apart, so that strides matter; what lies between is NaN.
     tensors = apart(drawn(CASES[case], (70 if "many rows" in name else 7,), 24, dtype, regime))
     changed = mutant(norm, old, new)
-    for module in (norm, changed) if name.startswith("wide:") else ():
-        in_chunks(monkeypatch, module, 8)
+    for module in (norm, changed) if name.startswith(("wide:", "kept:")) else ():
+        in_chunks(monkeypatch, module, 8, name.startswith("kept:"))
     with red_zones():  # where what a kernel leaves out is not what was there before
         check(CASES[case], tensors)
     with pytest.raises(AssertionError), red_zones():
