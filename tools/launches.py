@@ -29,6 +29,7 @@ from seqfuse.kernels import (
     crossentropy,
     decode,
     norm,
+    permute,
     pointwise,
     quantize,
     rope,
@@ -507,12 +508,30 @@ def _quantizations(target: str) -> Calls:
             yield f"{{kernel}} {scaling} {way} {_name(dtype)}{' odd' * (rows % 16 > 0)}", call
 
 
+def _permutes(target: str) -> Calls:
+    """Each dtype, aligned and not, with every option and none."""
+    for dtype, columns, top_k in itertools.product((BF16, F16, F32, F64), (4096, 1001), (2, 8)):
+        name = f"{{kernel}} {_name(dtype)} {columns} top {top_k}{' odd' * (columns % 16 > 0)}"
+        yield name, functools.partial(_permute, dtype, columns, top_k)
+
+
+def _permute(dtype: torch.dtype, columns: int, top_k: int) -> None:
+    stats, tokens = F64 if dtype is F64 else F32, 64
+    x, other = _new(tokens, columns, dtype=dtype), _new(tokens * top_k, columns, dtype=dtype)
+    rows, offsets = torch.zeros(tokens, top_k, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
+    for factors in (None, _new(tokens, top_k, dtype=F32)):
+        permute.gather_rows(other, rows, offsets, factors=factors)
+        permute.spread_rows(x, rows, offsets, factors=factors)
+        permute.spread_rows(x, rows, offsets, factors=factors, other=other, sums=stats)
+
+
 CALLS: dict[str, Callable[[str], Calls]] = {
     "_device": _sums,
     "attention": _attentions,
     "crossentropy": _losses,
     "decode": _decodes,
     "norm": _norms,
+    "permute": _permutes,
     "pointwise": _chains,
     "quantize": _quantizations,
     "rope": _ropes,

@@ -13,6 +13,7 @@ from .. import operation as sf
 from ..casts import dtype_of
 from ..env import Env
 from ..errors import InputError
+from ..kernels import triton_installed
 from ._grouped import inside, is_watched, last
 from ._mm import linear, mm
 from ._parameters import parameter, required, reset_linear
@@ -214,6 +215,20 @@ class Route(sf.UnfusedOperation):
         return text + ("" if self.scale == 1.0 else f", scale={self.scale:g}")
 
 
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _in_triton(x: Tensor) -> bool:
+    """Whether the kernels for rows of pairs of a token and an expert take x."""
+    return x.is_cuda and x.dtype in _KERNEL_DTYPES and triton_installed()
+
+
+def _flat(t: Tensor, size: int) -> Tensor:
+    """The tensor as [*, size], whose rows are contiguous, as the kernels read them."""
+    rows = t.reshape(-1, size)
+    return rows if rows.stride(1) == 1 or size == 1 else rows.contiguous()
+
+
 def _kept(rows: Tensor, offsets: Tensor) -> Tensor:
     """Whether each pair of a token and an expert was not dropped: its row is of a group."""
     return rows < last(offsets)
@@ -293,12 +308,13 @@ class Permute(sf.UnfusedOperation):
     def fwd(self, x: Tensor, *, experts: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
         self.check(x.shape, experts)
         order, rows, offsets = self.sorted(experts)
-        return _in_order(x, order, offsets, self.top_k), {"offsets": offsets, "rows": rows}, self._saved(rows, offsets)
+        y = sorted_rows(x, rows, offsets) if _in_triton(x) else _in_order(x, order, offsets, self.top_k)
+        return y, {"offsets": offsets, "rows": rows}, self._saved(rows, offsets)
 
     def bwd(
         self, dy: Tensor, saved: Saved, *, d_offsets: Tensor | None, d_rows: Tensor | None
     ) -> tuple[Tensor, sf.Grads]:
-        return gathered(dy, saved.rows, saved.offsets, None), {"experts": None}
+        return _summed(dy, saved.rows, saved.offsets, None), {"experts": None}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape:
@@ -325,9 +341,16 @@ def _in_order(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
 
 def sorted_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """The y of a `Permute` again, of the rows that it made: the same bits."""
+    size, top_k = x.shape[-1], rows.shape[-1]
+    if _in_triton(x):
+        from ..kernels.permute import spread_rows
+
+        y, _ = spread_rows(_flat(x, size), _flat(rows, top_k), offsets)
+        assert y is not None
+        return y.view(*x.shape[:-1], top_k, size)
     flat = rows.reshape(-1)
     order = torch.empty_like(flat).scatter_(0, flat, torch.arange(flat.shape[0], device=flat.device))
-    return _in_order(x, order, offsets, rows.shape[-1])
+    return _in_order(x, order, offsets, top_k)
 
 
 def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
@@ -345,6 +368,17 @@ def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> 
         part = torch.where(kept.narrow(1, j, 1), part, 0)
         total = total + (part if factors is None else part * factors.narrow(1, j, 1))
     return total.to(x.dtype).view(*rows.shape[:-1], size)
+
+
+def _summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
+    """The same as `gathered`, by a kernel where there is one: nothing differentiates it."""
+    if not _in_triton(x):
+        return gathered(x, rows, offsets, probs)
+    from ..kernels.permute import gather_rows
+
+    size, top_k = x.shape[-1], rows.shape[-1]
+    factors = None if probs is None else probs.reshape(-1, top_k).contiguous()
+    return gather_rows(_flat(x, size), _flat(rows, top_k), offsets, factors=factors).view(*rows.shape[:-1], size)
 
 
 class Unpermute(sf.UnfusedOperation):
@@ -403,13 +437,25 @@ class Unpermute(sf.UnfusedOperation):
     def fwd(self, x: Tensor, *, rows: Tensor, offsets: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Saved]:
         self.check(x, rows, probs)
         kept = None if probs is None else x
-        return gathered(x, rows, offsets, probs), self.Saved(x=kept, probs=probs, rows=rows, offsets=offsets)
+        return _summed(x, rows, offsets, probs), self.Saved(x=kept, probs=probs, rows=rows, offsets=offsets)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         rows, size = saved.rows, dy.shape[-1]
-        wide, at, flat = stats_dtype(dy), rows.reshape(-1, rows.shape[-1]), dy.reshape(-1, size)
-        kept = _kept(at, saved.offsets)
+        wide, at, flat = stats_dtype(dy), _flat(rows, rows.shape[-1]), _flat(dy, size)
         dx = dprobs = None
+        if _in_triton(dy):
+            from ..kernels.permute import spread_rows
+
+            factors = x = sums = None
+            if "x" in needs and saved.probs is not None:
+                factors = saved.probs.reshape(at.shape).contiguous()
+            if "probs" in needs:
+                assert saved.x is not None
+                x, sums = _flat(saved.x, size), wide
+            dx, dprobs = spread_rows(flat, at, saved.offsets, factors=factors, other=x, spread="x" in needs, sums=sums)
+            dx = None if dx is None else dx.view(*rows.shape, size)
+            return dx, {"probs": None if dprobs is None else dprobs.view(rows.shape), "rows": None, "offsets": None}
+        kept = _kept(at, saved.offsets)
         if "x" in needs:
             factors = kept.to(wide)
             if saved.probs is not None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from seqfuse.kernels import activations, attention, crossentropy, decode, norm, rope
+from seqfuse.kernels import activations, attention, crossentropy, decode, norm, permute, rope
 
 from . import (
     test_activations,
@@ -18,6 +18,7 @@ from . import (
     test_decode,
     test_halfgelu,
     test_norm,
+    test_permute,
     test_pointwise,
     test_rope,
 )
@@ -40,6 +41,7 @@ def _replaced() -> Iterator[tuple[str, str]]:
         (crossentropy, test_crossentropy.MUTANTS),
         (attention, test_attention.MUTANTS),
         (decode, test_decode.MUTANTS),
+        (permute, test_permute.MUTANTS),
         (rope, test_rope.MUTANTS),
     ):
         yield from ((_file_of(module, old), old) for old, *_ in mutants.values())

@@ -50,6 +50,10 @@ CACHES = {"k": (2, 1, 5, 8), "v": (2, 1, 5, 8), "lengths": LENGTHS}
 ROWS = {"x": (5, 6), "dy": (5, 6), "w": (6,), "b": (6,)}
 STATS = {"mean": (5,), "rstd": (5,)}
 F32 = torch.float32
+PAIRS = {
+    "x": (6, 5), "p": (3, 2), "rows": torch.tensor([[4, 1], [0, 5], [3, 2]], device=DEVICE),
+    "ends": torch.tensor([2, 5], device=DEVICE),
+}  # fmt: skip
 
 CALLS: dict[str, Call] = {
     "attention.attention_fwd": Call("attention", lambda f, q, k, v: f(q, k, v, causal=True), QKV),
@@ -81,6 +85,12 @@ CALLS: dict[str, Call] = {
     ),
     "norm.norm_bwd of RMSNorm": Call(
         "norm_backward", lambda f, x, dy, w, b, mean, rstd: f(dy, x, None, rstd, w, dweight=F32), ROWS | STATS
+    ),
+    "permute.gather_rows": Call("gather_rows", lambda f, x, p, rows, ends: f(x, rows, ends, factors=p), PAIRS),
+    "permute.spread_rows": Call(
+        "spread_rows",
+        lambda f, x, p, rows, ends: f(x[:3], rows, ends, factors=p, other=x, sums=F32),
+        PAIRS,
     ),
     "pointwise.pointwise": Call(
         "pointwise",

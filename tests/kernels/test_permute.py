@@ -1,0 +1,170 @@
+"""Rows spread to experts and gathered again, against a loop over pairs of tokens and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqfuse import ops
+from seqfuse.kernels import permute
+from seqfuse.ops import experts
+from seqfuse.testing import check_op, guarded, red_zones, seeded_randn
+from seqfuse.testing.judge import judge
+from tools.compiled import Compiled
+
+from .conftest import DEVICE
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Tokens, columns, experts of a token, and of how many pairs rows are of an expert.
+SHAPES = {
+    "one": (1, 1, 1, 1.0), "odd": (13, 37, 3, 0.8), "wide": (5, 1030, 2, 0.6), "eight": (7, 130, 8, 0.9),
+    "none kept": (6, 16, 2, 0.0), "no token": (0, 16, 2, 1.0), "many": (300, 8, 2, 0.95),
+}  # fmt: skip
+MIXED = torch.Generator().manual_seed(7)
+
+
+def drawn(shape: str, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    tokens, columns, top_k, part = SHAPES[shape]
+    pairs = tokens * top_k
+    draw = torch.Generator().manual_seed(seed)
+    end = int(pairs * part)
+    made = {
+        "x": seeded_randn((tokens, columns), seed, dtype=dtype),
+        "other": seeded_randn((pairs, columns), seed + 1, dtype=dtype),
+        "factors": seeded_randn((tokens, top_k), seed + 2),
+        "rows": torch.randperm(pairs, generator=draw).view(tokens, top_k),
+        "offsets": torch.tensor([end // 3, end // 3, end], dtype=torch.int32),
+    }
+    made["other"][end:] = torch.nan  # what lies there is not read
+    return {name: t.to(DEVICE) for name, t in made.items()}
+
+
+def by_pairs(x: Tensor, other: Tensor, factors: Tensor | None, rows: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    """All three results in the dtype of x, with a loop over the experts of a token."""
+    end, wide = offsets[-1], torch.promote_types(x.dtype, torch.float32)
+    spread = x.new_zeros(other.shape)
+    gathered = torch.zeros(x.shape, dtype=wide, device=x.device)
+    sums = torch.zeros(rows.shape, dtype=wide, device=x.device)
+    for j in range(rows.shape[1]):
+        at, kept = rows[:, j], rows[:, j] < end
+        factor = torch.ones(len(x), dtype=wide, device=x.device) if factors is None else factors[:, j].to(wide)
+        spread[at[kept]] = (x.to(wide) * factor[:, None]).to(x.dtype)[kept]
+        gathered[kept] += other[at[kept]].to(wide) * factor[kept, None]
+        sums[kept, j] = (x[kept].to(wide) * other[at[kept]].to(wide)).sum(-1)
+    return {"spread": spread, "gathered": gathered.to(x.dtype), "sums": sums}
+
+
+def run(given: dict[str, Tensor], scaled: bool, k: ModuleType = permute) -> dict[str, Tensor]:
+    rows, offsets, factors = given["rows"], given["offsets"], given["factors"] if scaled else None
+    spread, sums = k.spread_rows(given["x"], rows, offsets, factors=factors, other=given["other"], sums=torch.float32)
+    return {
+        "spread": spread,
+        "gathered": k.gather_rows(given["other"], rows, offsets, factors=factors),
+        "sums": sums,
+    }
+
+
+def check(shape: str, dtype: torch.dtype, scaled: bool, k: ModuleType = permute) -> None:
+    def measured(seed: int) -> tuple[dict[str, Tensor], ...]:
+        given = drawn(shape, dtype, seed)
+        wide = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
+        plain, exact = (by_pairs(**{**of, "factors": of["factors"] if scaled else None}) for of in (given, wide))
+        return run(given, scaled, k), plain, exact
+
+    judge(measured, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scaled", [True, False], ids=["factors", "no factors"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_those_of_each_pair(shape: str, scaled: bool, dtype: torch.dtype) -> None:
+    check(shape, dtype, scaled)
+
+
+@pytest.mark.parametrize("shape", ["odd", "wide"])
+def test_parts_alone_are_the_same(shape: str) -> None:
+    given = drawn(shape, torch.bfloat16, 3)
+    both = run(given, True)
+    options: dict[str, Any] = {"factors": given["factors"], "other": given["other"]}
+    y, none = permute.spread_rows(given["x"], given["rows"], given["offsets"], factors=given["factors"])
+    nothing, sums = permute.spread_rows(
+        given["x"], given["rows"], given["offsets"], spread=False, sums=torch.float32, **options
+    )
+    assert none is None
+    assert nothing is None
+    assert torch.equal(y, both["spread"])
+    assert torch.equal(sums, both["sums"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_may_be_of_wider_ones(dtype: torch.dtype) -> None:
+    given = drawn("odd", dtype, 3)
+    wide = {name: torch.cat([given[name]] * 2, 1)[:, : given[name].shape[1]] for name in ("x", "other")}
+    assert not wide["x"].is_contiguous()
+    for name, t in run({**given, **wide}, True).items():
+        assert torch.equal(t, run(given, True)[name]), name
+
+
+def test_nothing_beyond_a_tensor_is_touched() -> None:
+    given = drawn("odd", torch.float32, 3)
+    guards = {name: guarded(t) for name, t in given.items() if t.is_floating_point()}
+    with red_zones():
+        found = run({**given, **{name: guard.tensor for name, guard in guards.items()}}, True)
+    for name, guard in guards.items():
+        guard.check(name)
+    for name, t in run(given, True).items():
+        assert torch.equal(found[name], t), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": torch.zeros(3, 4, dtype=torch.int64).t()}, "rows must be contiguous"),
+        ({"factors": torch.zeros(3, 5)}, "factors must be contiguous"),
+        ({"x": torch.zeros(4, 8)}, "expects 3 rows of x"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Tensor], message: str) -> None:
+    given = {"x": torch.zeros(3, 8), "rows": torch.arange(6).view(3, 2), "offsets": torch.tensor([6])} | changed
+    with pytest.raises(ValueError, match=message):
+        permute.spread_rows(*(given[name] for name in ("x", "rows", "offsets")), factors=given.get("factors"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_operations_run_by_them(top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "_in_triton", lambda x: True)
+    chosen = torch.randint(-1, 5, (40, top_k), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x, y = (seeded_randn((40, *more, 6), 1).to(DEVICE) for more in ((), (top_k,)))
+    check_op(ops.Permute(4, top_k), x, experts=chosen, dtypes=[dtype])
+    _, made, _ = ops.Permute(4, top_k).fwd(x, experts=chosen)
+    check_op(ops.Unpermute(), y, probs=seeded_randn((40, top_k), 2).to(DEVICE), dtypes=[dtype], **made)
+    check_op(ops.Unpermute(None), y, dtypes=[dtype], **made)
+
+
+MUTANTS = {
+    "a dropped pair is spread": ("kept = inside & (row < tl.load(offsets + last))", "kept = inside"),
+    "a dropped pair is summed": ("kept = inside & (row < end)", "kept = inside"),
+    "the factor of another pair": ("factors + pair, mask=kept, other=0.0).to(COMPUTE)[", "factors).to(COMPUTE)["),
+    "the token of another pair": ("token = pair // TOP_K", "token = pair % TOP_K"),
+    "columns beyond a row": ("there = (column < columns) & inside", "there = (column <= columns) & inside"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.mutant
+def test_faults_are_found(name: str, mutant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+    with pytest.raises(AssertionError):
+        check("odd", torch.float32, True, mutant(permute, *MUTANTS[name]))
+
+
+def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
+    for one in compiled("permute", "", 96):
+        assert one.spills == 0, one
+        if one.target.startswith("sm_") and "odd" not in one.variant:
+            assert one.wide > 0, one
