@@ -14,7 +14,6 @@ import seqfuse as sf
 
 from .blocks import Models, drawn, flops, spec_of, trained
 from .case import Case, Inputs
-from .peers import compiled
 from .sizes import MAIN, Model, Sizes
 
 GROUP = "memory: layers forward + backward"
@@ -62,9 +61,6 @@ def _case(sizes: Sizes, model: Model, priority: int) -> Case:
     contenders = {name: trained(make) for name, make in ours.items()}
     contenders["eager"] = trained(lambda: models.torch)
     contenders["checkpointed"] = trained(functools.cache(lambda: Checkpointed(models.torch)))
-    if sizes.compile_modes:
-        mode = sizes.compile_modes[0]
-        contenders["compile"] = trained(functools.cache(lambda: compiled(models.torch, mode)))
     return Case(
         GROUP, f"{model.name} x {LAYERS} {rows}", sizes.dtype, make=drawn(sizes, model, "x", "dy"), rows=rows,
         contenders=contenders, checked_rows=min(rows, sizes.checked_rows), as_called=True, priority=priority,
