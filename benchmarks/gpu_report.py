@@ -104,10 +104,14 @@ def _launched_now(name: str) -> str:
     if kind == "decode":
         return f"sp{max(1, 132 // (8 * int(width)))} bn128 st3 w4"
     ahead = norm.hopper_forward_tile(int(width), kind == "LayerNorm", len(what) > 1)
-    tile = ahead if what[0] == "forward" else norm.hopper_backward_tile(int(width))
+    tile = (
+        ahead
+        if what[0] == "forward"
+        else norm.hopper_backward_tile(int(width), 2 if kind == "LayerNorm" else 1, len(what) > 1)
+    )
     if tile is None or (int(width) > 8192 and len(what) > 1):
         return "as before"
-    return named(tile) + ", sums apart" * (tile.chunks == 1 and not tile.sums)
+    return named(tile) + ", sums apart" * (not tile.sums)
 
 
 _STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")

@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,10 +29,11 @@ from record import RESULTS, about, lines
 from torch import Tensor
 
 from seqfuse.kernels import decode, norm
+from seqfuse.kernels._launch import cdiv, next_power_of_2
 from seqfuse.kernels.norm import RowTile
 
 Calls = dict[str, Callable[[], Any]]
-COLUMNS = (4096, 8192, 2048, 1024, 16384, 32768)
+COLUMNS = (4096, 8192, 2048, 1024, 16384, 12288, 32768)
 CACHES = ((16, 2048), (64, 8192), (16, 512), (16, 128), (64, 2048), (1, 8192), (1, 32768), (16, 8192))
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 P = 0.1
@@ -97,7 +100,10 @@ def _forward(columns: int, centered: bool, around: bool, empty: bool) -> Calls:
         seed = torch.zeros((), dtype=torch.int64, device=x.device)
         rest |= {"pre_bias": new(columns), "seed": seed, "p": P, "residual": new(M, columns)}
     function = functools.partial(norm.norm_fwd.__wrapped__, x, weight, bias, 1e-5, **rest)
-    tiles = [RowTile(m, columns, 1, warps) for m, warps in _cut(4, columns, (8, 16, 32, 64), 32768)]
+    whole = next_power_of_2(columns)
+    tiles = [RowTile(m, whole, 1, warps) for m, warps in _cut(4, whole, (8, 16, 32, 64), 32768)]
+    if columns > 8192:
+        tiles += [RowTile(1, n, cdiv(columns, n), warps) for n in (4096, 8192) for warps in (4, 8, 16)]
     return {"default": function} | {
         named(t): _by(t, function, norm__forward_tile=lambda *_, t=t: t, norm___measured=lambda *_: False)
         for t in tiles
@@ -115,16 +121,23 @@ def _backward(columns: int, centered: bool, around: bool, empty: bool) -> Calls:
         rest |= {"dstream": new(M, columns), "seed": seed, "p": P, "dbranch": True, "dpre_bias": x.dtype}
     function = functools.partial(norm.norm_bwd.__wrapped__, dy, x, mean, rstd, weight, bias, **rest)
     if columns > 16384:
-        tiles = [RowTile(1, n, columns // n, w, s) for n, w in ((16384, 16), (16384, 32), (8192, 16)) for s in (1, 2)]
-    else:
         tiles = [
-            RowTile(m, columns, 1, warps, stages, whole // warps, sums=sums)
-            for m, warps in _cut(2, columns, (8, 16), 16384)
+            RowTile(1, n, columns // n, w, s, sums=False)
+            for n, w in ((16384, 16), (16384, 32), (8192, 16))
+            for s in (1, 2)
+        ]
+    else:
+        whole = next_power_of_2(columns)
+        tiles = [
+            RowTile(m, whole, 1, warps, stages, most // warps, sums=sums)
+            for m, warps in _cut(2, whole, (8, 16), 16384)
             for stages in (1, 2, 3)
-            for whole in (16, 32)
-            if whole >= warps
+            for most in (16, 32)
+            if most >= warps
             for sums in ((True, False) if columns > 8192 else (True,))
         ]
+        if columns > 8192:
+            tiles += [RowTile(1, n, cdiv(columns, n), 16, stages) for n in (4096, 8192) for stages in (1, 2)]
     return {"default": function} | {
         named(t) + ", sums apart" * (not t.sums): _by(
             t, function, norm__backward_tile=lambda *_, t=t: t, norm___measured=lambda *_: False
@@ -174,14 +187,14 @@ def swept(make: Callable[[bool], Calls]) -> dict[str, float]:
     return {name: round(t.median, 1) for name, t in sorted(times.items(), key=lambda entry: entry[1].median)}
 
 
-def warm() -> None:
+def warm(only: str) -> None:
     """Compile what a GPU would."""
     os.environ["TRITON_CACHE_DIR"] = str(warm_cache.FOLDER)
     from tools.stub_driver import stub_driver
 
     with stub_driver(checks=False) as stub, warm_cache.launchers(stub):
         for name, make in jobs():
-            for tile, call in make(True).items():
+            for tile, call in make(True).items() if re.search(only, name) else ():
                 try:
                     call()
                 except Exception as error:
@@ -193,13 +206,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for everything")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS) / "gpu_tiles.json")
+    parser.add_argument("--only", default="", help="a regular expression of what is swept; the rest stays in the file")
     parser.add_argument("--warm", action="store_true", help="compile, without a GPU")
     options = parser.parse_args()
     if options.warm:
-        warm()
+        warm(options.only)
         return
-    until, found = time.time() + options.budget, dict[str, Any]()
+    kept = json.loads(options.out.read_text())["tiles"] if options.only and options.out.exists() else {}
+    until, found = time.time() + options.budget, dict[str, Any](kept)
     for name, make in jobs():
+        if not re.search(options.only, name):
+            continue
         if time.time() > until:
             print(f"no time was left for {name}")
             continue

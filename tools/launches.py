@@ -202,9 +202,9 @@ def _sums(target: str) -> Calls:
 def _norms(target: str) -> Calls:
     """Of both norms every tile for bfloat16, one width for the other dtypes, and unaligned widths."""
     branch, around = ("pre_bias", "seed", "residual"), ("pre_bias", "seed", "residual", "act")
-    widths = (64, 1024, 2048, 4096, 8192, 16384, 65536, 1001, 4095, 5000, 16383, 65535)
+    widths = (64, 1024, 2048, 4096, 8192, 12288, 16384, 65536, 1001, 4095, 5000, 16383, 65535)
     of = [(BF16, columns, parts, None) for columns in widths for parts in ((), around)]
-    of += [(BF16, columns, ("residual",), None) for columns in (256, 512, 2048, 4096)]
+    of += [(BF16, columns, ("residual",), None) for columns in (256, 512, 2048, 4096, 10240, 12288, 16384)]
     of += [(BF16, columns, (*branch, "acts"), None) for columns in (64, 1024, 4096, 16384, 65536, 4095)]
     of += [(dtype, c, around, None) for dtype in (F16, F32, F64) for c in (1024, 4096, 8192, 16384, 65536)]
     of += [(BF16, c, parts, F32) for c in (1024, 4096, 8192, 65536, 1001) for parts in ((), ("residual",), branch)]

@@ -263,7 +263,7 @@ def test_rows_too_wide_for_registers_go_in_chunks(
 def test_tiles_that_were_measured_give_the_same(
     name: str, dtype: torch.dtype, sums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tile(columns: int) -> norm.RowTile:
+    def tile(columns: int, count: int, added: bool) -> norm.RowTile:
         return norm.RowTile(2, norm.next_power_of_2(columns), 1, 4, 3, 2, sums=sums)
 
     monkeypatch.setattr(norm, "processors", lambda device: 1)
@@ -280,11 +280,13 @@ def test_tiles_that_were_measured_hold_their_rows() -> None:
         for centered, around in itertools.product((True, False), repeat=2):
             ahead = norm.hopper_forward_tile(columns, centered, around)
             assert (ahead is None) == (n > (8192 if around else 32768) or (around and not centered))
-            assert ahead is None or (ahead.n, ahead.chunks) == (n, 1)
-        tile = norm.hopper_backward_tile(columns)
-        assert tile.n * tile.chunks >= columns > tile.n * (tile.chunks - 1)
-        assert tile.sums == (n <= 8192)
-        assert tile.num_warps * tile.per_processor <= 32
+            assert ahead is None or ahead.n * ahead.chunks >= columns > ahead.n * (ahead.chunks - 1)
+        for sums, added in itertools.product((0, 1, 2, 3), (True, False)):
+            tile = norm.hopper_backward_tile(columns, sums, added)
+            assert tile.n * tile.chunks >= columns > tile.n * (tile.chunks - 1)
+            most = {1: 16384, 2: 12288}.get(sums, 8192)
+            assert tile.sums == (n <= 8192 or columns <= most)
+            assert tile.num_warps * tile.per_processor <= 32
 
 
 def test_the_widest_row_is_normalized() -> None:
