@@ -12,11 +12,12 @@ import stat
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
+from cyclopts import Parameter
 
 from .. import compiler, fusions, plugins, store
 from ..env import Env, why_no_c
@@ -62,13 +63,17 @@ class Examination:
     cannot_run: dict[str, dict[str, list[str]]] = dataclasses.field(default_factory=dict[str, dict[str, list[str]]])
 
 
-def doctor(*, json: Json = False) -> int:
-    """Show devices, versions, caches, plug-ins, and which fusions can run here; exit 1 if there is a warning."""
+def doctor(
+    *,
+    json: Json = False,
+    verbose: Annotated[bool, Parameter(negative="", show_default=False, help="List the fusions by name.")] = False,
+) -> int:
+    """Show devices, versions, caches, plug-ins, and how many fusions can run here; exit 1 if there is a warning."""
     report = examine()
     if json:
         tell_json({**dataclasses.asdict(report), "executable": sys.executable})
     else:
-        show(report)
+        show(report, verbose)
     return int(bool(report.warnings))
 
 
@@ -210,8 +215,8 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
     return reasons[0] if reasons else "it matches none of the examples that were made for it"
 
 
-def show(report: Examination) -> None:
-    """Print a report for a reader."""
+def show(report: Examination, verbose: bool) -> None:
+    """Print a report for a reader; the fusions by name if it is to be long."""
     tell("versions", "bold")
     for name, version in report.versions.items():
         tell(f"  {name:<14} {version or 'none'}")
@@ -234,14 +239,20 @@ def show(report: Examination) -> None:
         tell("  none is installed")
     for device, can in report.can_run.items():
         tell(f"fusions on {device}", "bold")
-        tell(_wrapped(f"{len(can)} can run: {', '.join(can) or 'none'}"))
+        tell(_wrapped(f"{len(can)} can run" + _names(can if verbose else [])))
         for reason, names in report.cannot_run[device].items():
-            tell(_wrapped(f"{len(names)} cannot: {reason}: {', '.join(names)}"))
+            tell(_wrapped(f"{len(names)} cannot: {reason}" + _names(names if verbose else [])))
+    if not verbose:
+        tell("  --verbose lists them")
     tell("warnings", "bold")
     for sentence in report.warnings:
         tell(f"  {sentence}", "yellow")
     if not report.warnings:
         tell("  none")
+
+
+def _names(names: Sequence[str]) -> str:
+    return f": {', '.join(names)}" if names else ""
 
 
 def _wrapped(text: str) -> str:

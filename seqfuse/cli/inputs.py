@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Generator
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -21,6 +22,8 @@ from .target import Unable, load
 Named = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
 InputText = Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")]
 Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print JSON.")]
+NoGrad = Annotated[bool, Parameter(negative="", show_default=False, help="Plan for inference.")]
+Output = Annotated[Path | None, Parameter(help="Write to this file, whose ending says the form: .svg, .json or .txt.")]
 
 _DTYPES = {
     torch.float32: ("float32", "fp32", "f32", "float"),

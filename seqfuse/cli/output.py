@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,43 @@ def printable(text: str) -> str:
 def tell_json(data: Any) -> None:
     """Print one document."""
     print(json.dumps(data, indent=2))
+
+
+ENDINGS = (".svg", ".json", ".txt")
+
+
+def ending_of(as_json: bool, output: Path | None) -> str:
+    """The form in which a plan is written: JSON if asked, else as the file's ending says, else text.
+
+    Raises:
+        Unable: for an ending that says none.
+    """
+    ending = ".json" if as_json else ".txt" if output is None else output.suffix or ".txt"
+    if ending not in ENDINGS:
+        raise Unable(f"{output} says no form of a plan: end it with one of {', '.join(ENDINGS)}, or ask for --json")
+    return ending
+
+
+_HEAD = re.compile(r" +at +operation +(?=forward)")
+
+
+def colored(text: str) -> str:
+    """Printed plans with the forward schedule in blue and the backward schedule in orange, on a terminal only."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    lines, columns = list[str](), None
+    for line in text.split("\n"):
+        if head := _HEAD.match(line):
+            columns = head.end(), line.index("backward")
+        elif columns is not None and re.match(r" +\d+  ", line):
+            ahead, back = columns
+            line = f"{line[:ahead]}{_painted(line[ahead:back], 33)}{_painted(line[back:], 208)}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _painted(cell: str, color: int) -> str:
+    return f"\x1b[38;5;{color}m{cell}\x1b[0m" if cell.startswith(("[", "|")) else cell
 
 
 def write(text: str, file: Path | None) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import torch
 from cyclopts import Parameter
+from torch import nn
 
 from ..env import Env, rows_of
 from ..pictures.text import curve
 from ..plan import Plan
 from . import inputs
-from .inputs import Json, Named, Under
-from .output import write
-from .target import Unable, container
-
-Form = Callable[[Plan], str]
-FORMS: dict[str, Form] = {".svg": Plan.svg, ".json": lambda plan: plan.json(indent=2), ".txt": str}
-
+from .convert import show
+from .inputs import Json, Named, NoGrad, Output, Spec, Under
+from .output import colored, ending_of, write
+from .target import Unable, container, holds_sequence, part_of
 
 FRONT = "front"
 """`--memory front` shows the peak and the time of budgets, rather than a plan."""
@@ -36,27 +32,34 @@ def plan(
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
     memory: Annotated[str | None, Parameter(help="fast, balanced, lean, least, bytes, or front: all of them.")] = None,
-    no_grad: Annotated[bool, Parameter(negative="", show_default=False, help="Plan for inference.")] = False,
+    no_grad: NoGrad = False,
     json: Json = False,
-    output: Annotated[
-        Path | None, Parameter(help="Write to this file, whose ending says the form: .svg, .json or .txt.")
-    ] = None,
+    output: Output = None,
     on: Annotated[Under | None, Parameter(name="*")] = None,
 ) -> None:
-    """Show what is fused and why not more, here or for --device cuda:sm_90, a machine that is not here."""
-    form = form_of(json, output)
-    if memory == FRONT:
-        if form is not str:
-            raise Unable("--memory front is text alone: without it, JSON has the same numbers under choices")
-        form = front
-    write(form(_planned(target, input, on or Under(), memory, not no_grad)), output)
-
-
-def _planned(name: str, given: str | None, on: Under, memory: str | None, grad: bool) -> Plan:
-    spec = None if given is None else on.spec(given)
+    """Show what is fused and why not more, here or for --device h100. A model without a Sequential is converted."""
+    ending, on = ending_of(json, output), on or Under()
+    if memory == FRONT and ending != ".txt":
+        raise Unable("--memory front is text alone: without it, JSON has the same numbers under choices")
+    spec = None if input is None else on.spec(input)
     if on.channel and spec is None:
         raise Unable("--channel says what enters beside the input: give --input, too")
-    model = on.build(name, spec)
+    model = on.build(target, spec)
+    part = part_of(model, target, on.part)
+    if not holds_sequence(part):
+        if spec is None:
+            raise Unable(f"{target} has no Sequential, so it is converted and called: give --input")
+        if memory == FRONT:
+            raise Unable(f"--memory front needs a Sequential; without it, the report of {target} has all choices")
+        show(part, target, spec, on, memory or "fast", grad=not no_grad, ending=ending, to=output)
+        return
+    made = _planned(model, target, spec, on, memory, not no_grad)
+    text = {".svg": made.svg, ".json": lambda: made.json(indent=2), ".txt": lambda: str(made)}[ending]()
+    text = front(made) if memory == FRONT else text
+    write(text if output is not None else colored(text), output)
+
+
+def _planned(model: nn.Module, name: str, spec: Spec | None, on: Under, memory: str | None, grad: bool) -> Plan:
     elsewhere = on.device is not None and inputs.is_elsewhere(on.device)
     device = on.device if elsewhere and on.device else inputs.device(on.device)
     chosen = container(model if isinstance(device, str) else model.to(device), name, on.part)
@@ -76,16 +79,3 @@ def _planned(name: str, given: str | None, on: Under, memory: str | None, grad: 
     extra: Any = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in on.channels().items()}
     with inputs.surroundings(env.device, None, grad):
         return chosen.plan(x, env=env, **extra)
-
-
-def form_of(json: bool, output: Path | None) -> Form:
-    """How a plan is written: as JSON if asked, else as the file's ending says, else as text.
-
-    Raises:
-        Unable: for an ending that says none.
-    """
-    ending = ".json" if json else ".txt" if output is None else output.suffix or ".txt"
-    if ending not in FORMS:
-        known = ", ".join(FORMS)
-        raise Unable(f"{output} says no form of a plan: end it with one of {known}, or ask for --json")
-    return FORMS[ending]

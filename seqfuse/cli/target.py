@@ -122,6 +122,12 @@ def part_of(model: nn.Module, name: str, part: str | None) -> nn.Module:
         raise Unable(f"{name} has no part {part!r}: {error}") from error
 
 
+def holds_sequence(model: nn.Module) -> bool:
+    """Whether a model is, or holds, a `Sequential` or an operation that can be planned without being called."""
+    modules: Iterator[nn.Module] = cast(Any, model).modules()
+    return isinstance(model, FusableOperation) or any(isinstance(module, Sequential) for module in modules)
+
+
 def container(model: nn.Module, name: str, part: str | None) -> Sequential:
     """The `Sequential` of a model: itself, its only one, or the one at `part`.
 
@@ -142,11 +148,7 @@ def container(model: nn.Module, name: str, part: str | None) -> Sequential:
         return cast(Any, model).get_submodule(paths[0])
     if not paths:
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
-        hint = (
-            "name a function that returns sf.nn.from_torch(model), or from_huggingface(model) of "
-            "seqfuse.integrations.huggingface; for other models, print(sf.convert(model)) after a call in Python says "
-            "what is fused"
-        )
+        hint = "seqfuse convert takes any model; sf.nn.from_torch and from_huggingface make a Sequential of one"
         raise Unable(f"there is no seqfuse.Sequential in {name}, which is of type {kind}{hinted(hint)}")
     listed = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
     raise Unable(f"there are {len(paths)} Sequentials in {name}: choose one by --part, of {listed}")

@@ -336,9 +336,18 @@ class Conversion:
         return running
 
     def __str__(self) -> str:
+        return self.report()
+
+    def report(self, *, launches: bool = False) -> str:
+        """What `print` shows: chains of each graph, bytes saved for backward, and the calls that were left.
+
+        Args:
+            launches: count the kernels of chains beside those of eager torch on a CPU, too, where a kernel counts for
+                little.
+        """
         paths = paths_of(self.model)
         layers = [paths.get(place, "") for place in self._places]
-        text = [text_of(self.graphs, self._calls, self.left, layers, undone=not self._before)]
+        text = [text_of(self.graphs, self._calls, self.left, layers, undone=not self._before, launches=launches)]
         text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]
         return "\n".join(text)
 

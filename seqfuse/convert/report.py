@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ..env import why_no_c
 from ..ops import Fork
 from ..pictures.data import ChoiceData
-from ..pictures.text import choices_table, counted
+from ..pictures.text import beside, choices_table, counted, sized
 from ..plan.plan import Plan
 from ..plan.step import Step
 from .calls import Calls, Captured
@@ -57,16 +57,16 @@ class GraphReport:
         since = f", none since call {captured.last} of {of}" if gone else ""
         return f"{self.name}: {after}{captured.call}; {counted(captured.calls, 'call')}{since}"
 
-    def body(self) -> list[str]:
-        """Its chains, what is beside them, and what was left, in lines."""
-        text = [f"  {line}" for region in self.regions for line in _chain(region)]
+    def body(self, launches: bool = False) -> list[str]:
+        """Its chains, what is beside them, and what was left, in lines; the launches of a CPU if they are asked for."""
+        text = [f"  {line}" for region in self.regions for line in _chain(region, launches)]
         if not self.regions:
             none = "no operation stands for its calls" if not self.left else "the reasons are below"
             text.append(f"  nothing converted: {none}")
         text += [f"  {line}" for line in _choices(self.regions)]
         text += [f"  {line}" for line in _quantized(self.regions)]
         count = sum(self.beside.values())
-        beside = f"{counted(count, 'kernel call')} as before: {_named(self.beside)}" if count else "no kernel calls"
+        beside = f"{counted(count, 'call')} as before: {_named(self.beside)}" if count else "no calls"
         text.append(f"  outside the chains: {beside}")
         text += _left(self.left)
         if self.captured is not None and (until := self.captured.until) is not None:
@@ -102,7 +102,7 @@ _LIMIT = (
 )
 
 
-def _chain(region: CapturedRegion) -> list[str]:
+def _chain(region: CapturedRegion, launches: bool) -> list[str]:
     names = [type(op).__name__ for op in region.order.operations if not isinstance(op, Fork)]
     head = f"chain of {counted(len(region.order.members), 'operation')}: {_folded(names)}"
     lines = textwrap.wrap(head, 96, subsequent_indent="    ")
@@ -117,22 +117,22 @@ def _chain(region: CapturedRegion) -> list[str]:
     if plan.env.device == "cpu" and plan.env.kernels is None:
         kernels = [f"    no fused kernels: {why_no_c()}"]
     eager, launched = region.eager, region.launched
+    shown = eager is not None and launched is not None and (launches or plan.env.device != "cpu")
+    lines.append(f"    forward: {forward}, {plan.fused[0]} fused")
     if not plan.env.grad:
-        lines += [f"    {forward}, {plan.fused[0]} of them fused; without gradients", *kernels]
-        if eager is not None and launched is not None:
-            lines.append(f"    launches {counted(launched[0], 'kernel')}; eager torch {eager.forward}")
-        return lines
-    lines += [
-        f"    {forward} forward, {backward} backward, {plan.fused[0]} and {plan.fused[1]} of them fused",
-        *kernels,
-    ]
-    if eager is not None and launched is not None:
-        own = f"{counted(launched[0], 'kernel')} forward, {launched[1]} backward"
-        lines.append(f"    launches {own}; eager torch {eager.forward} and {eager.backward}")
-    if (memory := plan.memory) is not None:
-        saved = f"    saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
-        share = "" if eager is None else f", eager torch {eager.saved:,} B"
-        lines.append(saved + share + (f" ({memory.saved / eager.saved:.2f} of it)" if eager and eager.saved else ""))
+        lines[-1] += "; without gradients"
+    else:
+        lines[-1] += f"; backward: {backward}, {plan.fused[1]} fused"
+    lines += kernels
+    if shown and launched is not None and eager is not None:
+        own, theirs = (f"{launched[0]}", f"{eager.forward}")
+        if plan.env.grad:
+            own, theirs = f"{own} + {launched[1]}", f"{theirs} + {eager.backward}"
+        lines.append(f"    kernel launches{', forward + backward' * plan.env.grad}: {own}; eager torch {theirs}")
+    if (memory := plan.memory) is not None and plan.env.grad:
+        than = "" if eager is None else beside(memory.saved, eager.saved, "eager torch")
+        than += beside(memory.saved, memory.saved_unfused, "unfused")
+        lines.append(f"    saved for backward: {sized(memory.saved)}{than}")
     return lines
 
 
@@ -150,7 +150,7 @@ def _choices(regions: Sequence[CapturedRegion]) -> list[str]:
         time = sum(c.microseconds for c in found if c is not None)
         used = any(c.used for c in found if c is not None)
         sums.append(ChoiceData(memory=name, saved=kept, peak=peak, microseconds=time, used=used))
-    return choices_table(sums, "(used)", "{:,} B".format)
+    return choices_table(sums, "(used)")
 
 
 def _held(plan: Plan) -> tuple[int, int]:
@@ -207,7 +207,12 @@ def _is_view(step: Step) -> bool:
 
 
 def text_of(
-    graphs: Sequence[GraphReport], calls: Calls, left: Sequence[Left], layers: Sequence[str], undone: bool
+    graphs: Sequence[GraphReport],
+    calls: Calls,
+    left: Sequence[Left],
+    layers: Sequence[str],
+    undone: bool,
+    launches: bool,
 ) -> str:
     """The reports of all graphs, those that are alike once, what no graph has, and the calls that none served.
 
@@ -215,7 +220,7 @@ def text_of(
     """
     alike: dict[str, list[GraphReport]] = {}
     for graph in graphs:
-        alike.setdefault("\n".join(graph.body()), []).append(graph)
+        alike.setdefault("\n".join(graph.body(launches)), []).append(graph)
     of = None if len(layers) > 1 else calls.count
     text = [] if graphs or undone else [_nothing(calls, layers)]
     for body, (first, *others) in alike.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, QuantizationData, RefusalData
 from .markup import printable
@@ -30,18 +30,21 @@ def summary(plan: PlanData) -> list[str]:
 
 
 def _memory(memory: MemoryData, partly: bool) -> str:
-    text = f"saved for backward: {sized(memory['saved'])} (unfused {sized(memory['saved_unfused'])}); "
+    saved, unfused = memory["saved"], memory["saved_unfused"]
+    share = f" ({saved / unfused:.2f}x unfused)" if unfused else ""
+    text = f"saved for backward: {sized(saved)}{share}; "
     text += "" if memory["peak"] is None else f"peak {sized(memory['peak'])}; "
-    return f"{text}{_number(memory['flops'])}FLOP forward" + ("; without what runs eagerly" if partly else "")
+    return f"{text}{_number(memory['flops'])}FLOP forward" + ("; excluding eager modules" if partly else "")
 
 
-def choices_table(choices: Sequence[ChoiceData], used: str, size: Callable[[int], str]) -> list[str]:
-    """A line for each choice of memory: what is saved, the peak, and how much longer it is estimated to take."""
-    rows = [("memory=", "saved", "peak", "estimated time")] * bool(choices)
+def choices_table(choices: Sequence[ChoiceData], used: str) -> list[str]:
+    """A line for each choice of memory: bytes saved, the peak, and the estimated extra time, in common units."""
+    rows = [("memory=", "saved", "peak", "time (est.)")] * bool(choices)
+    saves, peaks = (max((choice[held] for choice in choices), default=0) for held in ("saved", "peak"))
     for choice in choices:
-        time = f"{choice['microseconds']:+,.0f} us" if choice["microseconds"] else ""
+        time = extra_time(choice["microseconds"]) if choice["microseconds"] else ""
         said = f"{time} {used}".strip() if choice["used"] else time
-        rows.append((choice["memory"], size(choice["saved"]), size(choice["peak"]), said))
+        rows.append((choice["memory"], sized(choice["saved"], saves), sized(choice["peak"], peaks), said))
     name, saved, peak = (max((len(row[i]) for row in rows), default=0) for i in range(3))
     return [f"{a:<{name}}  {b:>{saved}}  {c:>{peak}}  {d}".rstrip() for a, b, c, d in rows]
 
@@ -52,13 +55,13 @@ def curve(choices: Sequence[ChoiceData], width: int | None = None) -> str:
     if not ordered:
         return "there is nothing to choose: no gradient is needed, all plans are one, or their bytes are not known"
     low, high = (f(choice["microseconds"] for choice in ordered) for f in (min, max))
-    peaks = [sized(choice["peak"]) for choice in ordered]
+    peaks = [sized(choice["peak"], ordered[0]["peak"]) for choice in ordered]
     wide, name = max(map(len, peaks)), max(len(choice["memory"]) for choice in ordered)
     room = (width or terminal_width()) - wide - name - 18
-    lines = [f"{'peak':>{wide}}  estimated time, from {low:+,.0f} to {high:+,.0f} us beyond the fastest plan"]
+    lines = [f"{'peak':>{wide}}  time (est.) beyond the fastest plan, from {extra_time(low)} to {extra_time(high)}"]
     for choice, peak in zip(ordered, peaks, strict=True):
         at = round((room - 1) * (choice["microseconds"] - low) / ((high - low) or 1))
-        lines.append(f"{peak:>{wide}}  |{' ' * at}o {choice['memory']}, {choice['microseconds']:+,.0f} us")
+        lines.append(f"{peak:>{wide}}  |{' ' * at}o {choice['memory']}, {extra_time(choice['microseconds'])}")
     return "\n".join(lines)
 
 
@@ -111,7 +114,7 @@ def render(plan: PlanData, width: int | None = None) -> str:
     unmatched = [f"matches nowhere: {fusion}" for fusion in plan["unmatched"]]
     for line in (*_refusals(plan["refused"]), *unmatched, *_recomputed(plan), *memory):
         lines += _wrap(line, "    ", width)
-    lines += choices_table(plan["choices"], "(this plan)", sized)
+    lines += choices_table(plan["choices"], "(this plan)")
     return "\n".join(lines)
 
 
@@ -259,14 +262,30 @@ def _wrap(text: str, indent: str, width: int) -> list[str]:
     return [*lines, line]
 
 
-def _number(value: float, step: float = 1000.0) -> str:
+def _number(value: float) -> str:
     for unit in ("", "k", "M", "G", "T", "P"):
-        if value < step:
+        if value < 1000:
             return f"{value:.0f} {unit}" if not unit else f"{value:.1f} {unit}"
-        value /= step
+        value /= 1000
     return f"{value:.1f} E"
 
 
-def sized(n: int) -> str:
-    """Bytes in the unit that fits."""
-    return f"{_number(n, 1024.0)}{'i' if n >= 1024 else ''}B".replace("ki", "Ki")
+def sized(n: int, like: int | None = None) -> str:
+    """Bytes, in MiB from a tenth of one on, in the unit that fits `like` where several stand in a column."""
+    like = n if like is None else like
+    if like < 2**10:
+        return f"{n} B"
+    if like < 2**20 / 10:
+        return f"{n / 2**10:.1f} KiB"
+    scale, unit = (2**20, "MiB") if like < 10 * 2**30 else (2**30, "GiB")
+    return f"{n / scale:,.{2 if like < 10 * scale else 1 if like < 100 * scale else 0}f} {unit}"
+
+
+def beside(n: int, other: int, name: str) -> str:
+    """A number of bytes as a multiple of another, which is named; nothing where that is 0."""
+    return f", {n / other:.2f}x {name} ({sized(other)})" if other else ""
+
+
+def extra_time(microseconds: float) -> str:
+    """A difference in time: milliseconds from a tenth of one on."""
+    return f"{microseconds / 1000:+,.1f} ms" if abs(microseconds) >= 100 else f"{microseconds:+,.0f} us"

@@ -446,11 +446,11 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) 
     if names and theirs == own:
         return f"superseded by {names}: the same estimated time, and earlier in the fusion set{_advice(candidate)}"
     if names:
-        digits = 1 if f"{theirs / 1000:.1f}" != f"{own / 1000:.1f}" else 3
-        saved, this = f"{theirs / 1000:.{digits}f}", f"{own / 1000:.{digits}f}"
-        return f"superseded by {names} (saves an estimated {saved} us, this one {this}){_advice(candidate)}"
+        digits = next((d for d in (0, 1) if f"{theirs / 1000:.{d}f}" != f"{own / 1000:.{d}f}"), 3)
+        saved, this = f"{theirs / 1000:,.{digits}f}", f"{own / 1000:,.{digits}f}"
+        return f"superseded by {names} (est. {saved} us saved, against {this}){_advice(candidate)}"
     if candidate.cost >= 0:
-        return f"it takes no less time on this device{_advice(candidate)}"
+        return f"not faster on this device{_advice(candidate)}"
     return "superseded by another match of the same fusion"
 
 

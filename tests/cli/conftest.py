@@ -31,6 +31,10 @@ MODELS = """
     model = build()
 
 
+    def plain():
+        return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+
     class Outer(nn.Module):
         def __init__(self):
             super().__init__()

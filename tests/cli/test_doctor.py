@@ -66,6 +66,14 @@ def test_every_fusion_can_run_or_has_a_reason(cli: Cli) -> None:
     assert needs == (set() if interpreted else {f.__name__ for f in every if f.kernels == ("triton",)})
 
 
+def test_fusions_are_counted_and_listed_if_that_is_asked_for(cli: Cli) -> None:
+    short, long = cli("doctor").out, cli("doctor", "--verbose").out
+    assert "NormBackward" not in short
+    assert "NormBackward" in long
+    assert "  --verbose lists them\n" in short
+    assert "--verbose" not in long
+
+
 def test_a_fusion_that_refuses_has_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(fusions.LinearBias):
         linear: sf.ops.Linear

@@ -100,7 +100,7 @@ def test_a_choice_of_memory_is_planned(there: tuple[str, ...], cli: Cli) -> None
 
 def test_the_front_of_memory_is_drawn(cli: Cli) -> None:
     first, *lines = cli("plan", "M:build", "--input", "64x16", "--memory", "front").out.splitlines()
-    assert "estimated time, from +0 to +" in first
+    assert "time (est.) beyond the fastest plan, from +0 us to +" in first
     names = [line.partition("o ")[2].partition(",")[0] for line in lines]
     assert {*names} == {"fast", "balanced", "lean", "Budget(part=0.5)", "least"}
     marks = {name: line.index("o ") for name, line in zip(names, lines, strict=True)}

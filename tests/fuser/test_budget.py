@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.cost_table import Measurement
+from seqfuse.pictures.text import sized
 from seqfuse.plan.cost_lookup import Known
 from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for
 from tests.fuser.fusions import tensor
@@ -169,8 +170,9 @@ def test_the_plan_tells_bytes_and_estimated_time_of_each_choice():
         assert (used.saved, used.peak) == (plan.memory.saved, plan.memory.peak)
         assert plan.choices[0].microseconds == 0 < plan.choices[2].microseconds
         text = " ".join(str(plan).split())
-        assert "memory= saved peak estimated time fast" in text
-        assert f"{memory} {used.saved / 1024:.1f} KiB {used.peak / 1024:.1f} KiB" in text
+        assert "memory= saved peak time (est.) fast" in text
+        saved, peak = (max(getattr(choice, held) for choice in plan.choices) for held in ("saved", "peak"))
+        assert f"{memory} {sized(used.saved, saved)} {sized(used.peak, peak)}" in text
         assert pickle.loads(pickle.dumps(plan.choices)) == plan.choices
         assert plan.as_dict()["choices"][0]["memory"] == "fast"
     assert "as memory=Budget(part=0.7) asks" in " ".join(refusal.reason for refusal in plan.refused)

@@ -25,7 +25,7 @@ from seqfuse.pictures.svg import MOST, looks
 from seqfuse.pictures.svg import _listed as listed
 from seqfuse.pictures.svg import _split as split_name
 from seqfuse.pictures.svg import headline as svg_headline
-from seqfuse.pictures.text import render
+from seqfuse.pictures.text import beside, extra_time, render, sized
 from seqfuse.plan import Plan
 from seqfuse.run.regions import Region
 from tests.pictures import drawn as drawn_now
@@ -488,3 +488,25 @@ def test_text_can_be_read_and_kinds_told_apart(palette: dict[str, str]) -> None:
 
 def test_the_picture_in_the_documentation_is_drawn_now() -> None:
     assert drawn_now.FILE.read_text() == drawn_now.picture(), "run: .venv/bin/python -m tests.pictures.drawn"
+
+
+@pytest.mark.parametrize(
+    ("n", "like", "text"),
+    [(252, None, "252 B"), (32768, None, "32.0 KiB"), (328704, None, "0.31 MiB"), (17292800, None, "16.5 MiB"),
+     (1142 * 2**20, None, "1,142 MiB"), (12 * 2**30, None, "12.0 GiB"), (32768, 328704, "0.03 MiB"),
+     (0, 2**20, "0.00 MiB")],
+)  # fmt: skip
+def test_bytes_are_in_mib_from_a_tenth_on_and_in_one_unit_within_a_column(n: int, like: int | None, text: str) -> None:
+    assert sized(n, like) == text
+
+
+def test_times_are_whole_microseconds_or_milliseconds_and_bytes_have_a_ratio() -> None:
+    assert [extra_time(us) for us in (0.0, 8.4, -18.2, 606.9, -2213.0)] == [
+        "+0 us",
+        "+8 us",
+        "-18 us",
+        "+0.6 ms",
+        "-2.2 ms",
+    ]
+    assert beside(2**19, 2**20, "eager torch") == ", 0.50x eager torch (1.00 MiB)"
+    assert beside(2**19, 0, "eager torch") == ""

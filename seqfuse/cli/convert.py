@@ -1,0 +1,105 @@
+"""`seqfuse convert`: what of any model runs fused after `sf.convert`, and why the rest does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+from cyclopts import Parameter
+from torch import nn
+
+from ..convert import Conversion
+from ..convert import convert as start
+from ..plan import Plan
+from . import inputs
+from .inputs import InputText, Json, Named, NoGrad, Output, Spec, Under
+from .output import colored, ending_of, write
+from .target import Unable, part_of, said
+
+
+def convert_model(
+    target: Named,
+    /,
+    *,
+    input: InputText,
+    memory: Annotated[str, Parameter(help="fast, balanced, lean or least.")] = "fast",
+    no_grad: NoGrad = False,
+    launches: Annotated[
+        bool, Parameter(negative="", show_default=False, help="Count kernel launches on a CPU, too.")
+    ] = False,
+    json: Json = False,
+    output: Output = None,
+    on: Annotated[Under | None, Parameter(name="*")] = None,
+) -> None:
+    """Convert any model, call it once, and show what is fused and why not more; also for --device h100."""
+    on = on or Under()
+    spec = on.spec(input)
+    model = part_of(on.build(target, spec), target, on.part)
+    show(
+        model, target, spec, on, memory, grad=not no_grad, launches=launches, ending=ending_of(json, output), to=output
+    )
+
+
+def show(
+    model: nn.Module,
+    name: str,
+    given: Spec,
+    on: Under,
+    memory: str,
+    *,
+    grad: bool,
+    launches: bool = False,
+    ending: str,
+    to: Path | None,
+) -> None:
+    """Convert a model, call it once on random numbers, and write the report.
+
+    Raises:
+        Unable: if the call fails, or a picture is asked for of several plans.
+    """
+    elsewhere = on.device if on.device is not None and inputs.is_elsewhere(on.device) else None
+    device = inputs.device(on.device) if elsewhere is None else torch.device("cpu")
+    conversion = start(model.to(device), memory=cast(Any, memory))
+    x, drawn = on.drawn(model, given, device)
+    try:
+        with on.surroundings(device.type, grad):
+            model(x, **drawn)
+    except Exception as error:
+        raise Unable(f"{name} called on {given} raised {said(error)}; --channel name=SHAPE adds an argument") from error
+    plans = [*_plans(conversion, elsewhere, on, grad)]
+    if ending == ".svg":
+        if len(plans) != 1:
+            raise Unable(f"the model has {len(plans)} chains, and a picture is of one: --part chooses a module")
+        write(plans[0].svg(), to)
+    elif ending == ".json":
+        write(json.dumps(_data(conversion, plans), indent=2), to)
+    else:
+        text = [conversion.report(launches=launches)]
+        text += [f"\n{plan}" for plan in plans if elsewhere is not None]
+        write("\n".join(text) if to is not None else colored("\n".join(text)), to)
+
+
+def _plans(conversion: Conversion, elsewhere: str | None, on: Under, grad: bool) -> list[Plan]:
+    """The plan of each chain, here or for a machine that is not here."""
+    chains = [region for graph in conversion.graphs for region in graph.regions]
+    if elsewhere is None:
+        return [plan for chain in chains if (plan := chain.plan) is not None]
+    low = None if on.autocast is None else inputs.floating(on.autocast)
+    return [chain.plan_for(elsewhere, autocast=low, grad=grad) for chain in chains]
+
+
+def _data(conversion: Conversion, plans: list[Plan]) -> dict[str, Any]:
+    graphs = [
+        {
+            "name": graph.name,
+            "call": None if graph.captured is None else graph.captured.call,
+            "chains": len(graph.regions),
+            "beside": dict(graph.beside),
+            "left": [dataclasses.asdict(left) for left in graph.left],
+        }
+        for graph in conversion.graphs
+    ]
+    return {"graphs": graphs, "plans": [plan.as_dict() for plan in plans]}
