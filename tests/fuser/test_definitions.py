@@ -4,7 +4,9 @@ there is refused when the plan first runs, naming fusion, slot and field.
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,509 +29,168 @@ from tests.fuser.fusions import (
     tensor,
 )
 
-BAD: dict[str, tuple[Callable[[], Any], str, str]] = {}
-
-
-def bad(line: str, message: str) -> Callable[[Callable[[], Any]], None]:
-    """Register a definition with the line its error has to quote and what it has to say."""
-
-    def register(define: Callable[[], Any]) -> None:
-        BAD[define.__name__] = define, line, message
-
-    return register
-
-
-@bad("class Fusion(sf.ForwardFusion):", "at least one slot")
-def no_slots() -> None:
-    class Fusion(sf.ForwardFusion):
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("bias: int", "'bias' has type <class 'int'>, which is not an operation class")
-def a_slot_of_another_type() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: int
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("linear: nn.Linear", "'linear' has type")
-def a_slot_of_a_torch_module() -> None:
-    class Fusion(sf.ForwardFusion):
-        linear: nn.Linear
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("bias: Nowhere  # noqa: F821", "'bias' does not resolve")
-def a_slot_of_an_unknown_type() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: Nowhere  # noqa: F821
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("acts: tuple[tuple[ops.ReLU, ...], ...]", "'acts' has type")
-def a_variadic_of_variadics() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-        acts: tuple[tuple[ops.ReLU, ...], ...]
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("acts: tuple[ops.ReLU, ops.ReLU]", "written tuple[X, ...]")
-def a_tuple_of_a_fixed_length() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-        acts: tuple[ops.ReLU, ops.ReLU]
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("acts: tuple[ops.ReLU, ...] | None", "'acts'")
-def an_optional_variadic() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-        acts: tuple[ops.ReLU, ...] | None
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-class Renamed(ops.Bias):
-    """Derives from a final operation."""
-
-
-@bad("bias: Renamed", "Renamed derives from Bias, so no slot matches it; derive it from an open class")
-def a_slot_that_could_never_match() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: Renamed
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("requires: ops.Bias", "'requires' cannot be the name of a slot")
-def a_slot_with_a_name_that_is_taken() -> None:
-    class Fusion(sf.ForwardFusion):
-        requires: ops.Bias
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("_bias: ops.Bias", "'_bias' cannot be the name of a slot")
-def a_private_slot() -> None:
-    class Fusion(sf.ForwardFusion):
-        _bias: ops.Bias
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("a: int", "slot 'a'")
-def a_short_name_that_stands_in_other_lines_too() -> None:
-    class Alphabetical(sf.ForwardFusion):
-        bias: ops.Bias
-        a: int
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad(
-    "class Fusion(sf.FusedOperation):",
-    "derive from one of ForwardFusion, BackwardFusion, InferenceFusion, or JointFusion",
-)
-def no_kind() -> None:
-    class Fusion(sf.FusedOperation):
-        bias: ops.Bias
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("class Fusion(sf.ForwardFusion, sf.BackwardFusion):", "one of")
-def two_kinds() -> None:
-    class Fusion(sf.ForwardFusion, sf.BackwardFusion):
-        bias: ops.Bias
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-        def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...
-
-
-@bad("def fwd(self) -> Any: ...", "fwd must take (self, x, *, ...)")
-def fwd_without_x() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-
-        def fwd(self) -> Any: ...
-
-
-@bad("def fwd(self, x: Tensor, add_other: Tensor) -> Any: ...", "fwd must take (self, x, *, ...)")
-def an_extra_input_by_position() -> None:
-    class Fusion(sf.ForwardFusion):
-        add: ops.Add
-
-        def fwd(self, x: Tensor, add_other: Tensor) -> Any: ...
-
-
-@bad("def fwd(self, x: Tensor, *, other: Tensor) -> Any: ...", "'other'")
-def an_extra_input_without_its_slot() -> None:
-    class Fusion(sf.ForwardFusion):
-        add: ops.Add
-
-        def fwd(self, x: Tensor, *, other: Tensor) -> Any: ...
-
-
-@bad("def fwd(self, x: Tensor, *, linear_weight: Tensor) -> Any: ...", "'linear_weight'")
-def an_extra_input_the_operation_does_not_have() -> None:
-    class Fusion(sf.ForwardFusion):
-        linear: ops.Linear
-
-        def fwd(self, x: Tensor, *, linear_weight: Tensor) -> Any: ...
-
-
-@bad("def fwd(self, x: Tensor, **others: Tensor) -> Any: ...", "'others'")
-def whatever_keywords() -> None:
-    class Fusion(sf.ForwardFusion):
-        add: ops.Add
-
-        def fwd(self, x: Tensor, **others: Tensor) -> Any: ...
-
-
-@bad('outputs = ("stream",)', "'stream'")
-def an_output_without_its_slot() -> None:
-    class Fusion(sf.ForwardFusion):
-        fork: ops.Fork
-        outputs = ("stream",)
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad('outputs = ("bias_out",)', "'bias_out'")
-def an_output_the_operation_does_not_have() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-        outputs = ("bias_out",)
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("def bwd(self, dy: Tensor, saved: Any) -> Any: ...", "bwd must take (self, dy, *, bias): dy by position, the rest")
-def a_backward_that_takes_one_record() -> None:
-    class Fusion(sf.BackwardFusion):
-        bias: ops.Bias
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
-
-
-@bad("def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...", "by keyword the Saved of every slot that has fields: act")
-def a_backward_that_misses_a_record() -> None:
-    class Fusion(sf.BackwardFusion):
-        bias: ops.Bias
-        act: ops.ReLU
-
-        def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...
-
-
-@bad("def bwd(self, dy: Tensor, *, bias: Any, relu: Any) -> Any: ...", "'relu'")
-def a_backward_that_names_an_unknown_slot() -> None:
-    class Fusion(sf.BackwardFusion):
-        bias: ops.Bias
-
-        def bwd(self, dy: Tensor, *, bias: Any, relu: Any) -> Any: ...
-
-
-@bad("def bwd(self, dy: Tensor, *, bias: Any, d_bias_out: Tensor) -> Any: ...", "d_bias_out")
-def a_gradient_of_an_output_the_operation_does_not_have() -> None:
-    class Fusion(sf.BackwardFusion):
-        bias: ops.Bias
-
-        def bwd(self, dy: Tensor, *, bias: Any, d_bias_out: Tensor) -> Any: ...
-
-
-@bad("class Fusion(sf.JointFusion):", "needs a class Saved(sf.Saved) of its own")
-def a_joint_without_a_record() -> None:
-    class Fusion(sf.JointFusion):
-        bias: ops.Bias
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
-
-
-@bad("class Fusion(sf.JointFusion):", "needs bwd")
-def a_joint_without_a_backward() -> None:
-    class Fusion(sf.JointFusion):
-        bias: ops.Bias
-
-        class Saved(sf.Saved):
-            x: Tensor
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...", "has no bwd")
-def a_forward_with_a_backward() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-        def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...
-
-
-@bad("class Fusion(sf.ForwardFusion):", "needs fwd")
-def a_forward_that_is_no_function() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-        fwd = 3
-
-
-@bad("def forward(self, x: Tensor) -> Any: ...", "a pass is called fwd here, not forward")
-def a_forward_by_the_name_of_torch() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-
-        def forward(self, x: Tensor) -> Any: ...
-
-
-@bad("def backward(self, dy: Tensor, *, bias: Any) -> Any: ...", "a pass is called bwd here, not backward")
-def a_backward_by_the_name_of_torch() -> None:
-    class Fusion(sf.BackwardFusion):
-        bias: ops.Bias
-
-        def backward(self, dy: Tensor, *, bias: Any) -> Any: ...
-
-
-@bad("def require(self, env: Any) -> Any: ...", "what the engine asks is called requires here, not require")
-def requirements_by_another_name() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-
-        def fwd(self, x: Tensor) -> Any: ...
-        def require(self, env: Any) -> Any: ...
-
-
-@bad("def save(self, env: Any) -> Any: ...", "what the engine asks is called saves here, not save")
-def savings_by_another_name() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-
-        def fwd(self, x: Tensor) -> Any: ...
-        def save(self, env: Any) -> Any: ...
-
-
-@bad("def forward(self, x: Tensor) -> Any: ...", "a pass is called fwd here, not forward")
-def an_operation_with_a_forward() -> None:
-    class Operation(sf.UnfusedOperation):
-        class Saved(sf.Saved):
-            x: Tensor
-
-        def forward(self, x: Tensor) -> Any: ...
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
-
-
-@bad("def forward(self, x: Tensor) -> Tensor: ...", "a pass is called fwd here, not forward")
-def a_pointwise_with_a_forward() -> None:
-    class Operation(sf.Pointwise):
-        def forward(self, x: Tensor) -> Tensor: ...
-
-
-@bad('layout = "contiguous"', "inner_contig")
-def an_unknown_layout() -> None:
-    class Fusion(sf.ForwardFusion):
-        bias: ops.Bias
-        layout = "contiguous"
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("class Operation(sf.UnfusedOperation):", "needs bwd")
-def an_operation_without_a_backward() -> None:
-    class Operation(sf.UnfusedOperation):
-        class Saved(sf.Saved):
-            x: Tensor
-
-        def reference(self, x: Tensor) -> Tensor: ...
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-
-@bad("class Operation(sf.UnfusedOperation):", "Saved(sf.Saved) of its own")
-def an_operation_without_a_record() -> None:
-    class Operation(sf.UnfusedOperation):
-        def reference(self, x: Tensor) -> Tensor: ...
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
-
-
-@bad("def bwd(self, saved: Any, dy: Tensor, x: Tensor) -> Any: ...", "bwd must take (self, dy, saved, *, ...)")
-def an_operation_with_a_backward_of_three() -> None:
-    class Operation(sf.UnfusedOperation):
-        class Saved(sf.Saved):
-            x: Tensor
-
-        def reference(self, x: Tensor) -> Tensor: ...
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-        def bwd(self, saved: Any, dy: Tensor, x: Tensor) -> Any: ...
-
-
-@bad("def bwd(self, dy: Tensor, saved: Any) -> Any: ...", "bwd must take d_out by keyword")
-def an_operation_that_ignores_the_gradient_of_its_output() -> None:
-    class Operation(sf.UnfusedOperation):
-        outputs = ("out",)
-
-        class Saved(sf.Saved):
-            x: Tensor
-
-        def reference(self, x: Tensor) -> Any: ...
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
-
-
-@bad("def bwd(self, dy: Tensor, saved: Any, *, need: Any) -> Any: ...", "'need', which is none of")
-def an_operation_that_asks_for_what_is_not_there() -> None:
-    class Operation(sf.UnfusedOperation):
-        class Saved(sf.Saved):
-            x: Tensor
-
-        def reference(self, x: Tensor) -> Tensor: ...
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-        def bwd(self, dy: Tensor, saved: Any, *, need: Any) -> Any: ...
-
-
-@bad("def bwd(self, dy: Tensor, saved: Any, *, dtype: Any) -> Any: ...", "'dtype', which is none of")
-def an_operation_that_asks_for_what_fusions_are_given() -> None:
-    class Operation(sf.UnfusedOperation):
-        class Saved(sf.Saved):
-            x: Tensor
-
-        def reference(self, x: Tensor) -> Tensor: ...
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-        def bwd(self, dy: Tensor, saved: Any, *, dtype: Any) -> Any: ...
-
-
-@bad('reads = "outputs"', 'reads must be "input" or "output"')
-def a_pointwise_that_reads_what_is_not_there() -> None:
-    class Operation(sf.Pointwise):
-        reads = "outputs"
-
-        def reference(self, x: Tensor) -> Tensor: ...
-
-
-@bad('reads = "output"', "needs derivative_reference(y)")
-def a_pointwise_without_its_derivative() -> None:
-    class Operation(sf.Pointwise):
-        reads = "output"
-
-        def reference(self, x: Tensor) -> Tensor: ...
-
-
-@bad("def derivative_reference(self, y: Tensor) -> Tensor: ...", 'it needs reads = "output"')
-def a_pointwise_with_a_derivative_that_nothing_reads() -> None:
-    class Operation(sf.Pointwise):
-        def reference(self, x: Tensor) -> Tensor: ...
-
-        def derivative_reference(self, y: Tensor) -> Tensor: ...
-
-
-@bad("self.slope = nn.Parameter(torch.ones(()))", "computes no gradient of its parameter 'slope'")
-def a_pointwise_with_a_parameter() -> None:
-    class Operation(sf.Pointwise):
-        def __init__(self) -> None:
-            super().__init__()
-            self.slope = nn.Parameter(torch.ones(()))
-
-        def reference(self, x: Tensor) -> Tensor: ...
-
-    Operation()
-
-
-@bad("self.slope = nn.Parameter(torch.ones(()))", "Gated computes no gradient of the parameter 'slope'")
-def a_gated_unit_of_an_activation_with_a_parameter() -> None:
-    class Operation(sf.Pointwise):
-        def __init__(self) -> None:
-            super().__init__()
-            self.slope = nn.Parameter(torch.ones(()))
-
-        def reference(self, x: Tensor) -> Tensor: ...
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
-
-    sf.Gated(Operation())
-
-
-@bad("_x: Tensor", "'_x' must be a public identifier")
-def a_private_field() -> None:
-    class Record(sf.Saved):
-        _x: Tensor
-
-
-@bad("x: Tensr  # noqa: F821", "'x' does not resolve")
-def a_field_of_an_unknown_type() -> None:
-    class Record(sf.Saved):
-        x: Tensr  # noqa: F821
-
-
-@bad("fields: Tensor", "'fields'")
-def a_field_with_a_name_that_is_taken() -> None:
-    class Record(sf.Saved):
-        fields: Tensor
-
-
-@bad("kept: Tensor", "'kept'")
-def a_field_that_hides_a_method() -> None:
-    class Record(sf.Saved):
-        kept: Tensor
-
-
-@bad("parts: list[Tensor]", "'parts'")
-def a_field_that_is_a_list() -> None:
-    class Record(sf.Saved):
-        parts: list[Tensor]
-
-
-@bad("parts: dict[str, Tensor]", "'parts'")
-def a_field_that_is_a_dictionary() -> None:
-    class Record(sf.Saved):
-        parts: dict[str, Tensor]
-
-
-@pytest.mark.parametrize(("define", "line", "message"), BAD.values(), ids=BAD.keys())
-def test_a_bad_definition_quotes_the_line_of_its_author(define: Callable[[], Any], line: str, message: str) -> None:
-    with pytest.raises(sf.PluginError) as caught:
-        define()
-    error = caught.value
+FWD, OF_X = "def fwd(self, x: Tensor) -> Any: ...", "def reference(self, x: Tensor) -> Tensor: ..."
+BWD, RECORD = "def bwd(self, dy: Tensor, saved: Any) -> Any: ...", "class Saved(sf.Saved): x: Tensor"
+SLOPE = "def __init__(self) -> None:\n        super().__init__()\n        self.slope = nn.Parameter(torch.ones(()))"
+
+# By kind the lines of a class, of which the marked one has to be quoted (the first one of the class, if none is), and what
+# has to be said of it.
+BAD: dict[str, list[tuple[list[str], str]]] = {
+    "ForwardFusion": [
+        ([FWD], "at least one slot"),
+        (["! bias: int", FWD], "'bias' has type <class 'int'>, which is not an operation class"),
+        (["! linear: nn.Linear", FWD], "'linear' has type"),
+        (["! bias: Nowhere", FWD], "'bias' does not resolve"),
+        (["bias: ops.Bias", "! acts: tuple[tuple[ops.ReLU, ...], ...]", FWD], "'acts' has type"),
+        (["bias: ops.Bias", "! acts: tuple[ops.ReLU, ops.ReLU]", FWD], "written tuple[X, ...]"),
+        (["bias: ops.Bias", "! acts: tuple[ops.ReLU, ...] | None", FWD], "'acts'"),
+        (["! bias: Renamed", FWD], "Renamed derives from Bias, so no slot matches it; derive it from an open class"),
+        (["! requires: ops.Bias", FWD], "'requires' cannot be the name of a slot"),
+        (["! _bias: ops.Bias", FWD], "'_bias' cannot be the name of a slot"),
+        (["bias: ops.Bias", "! a: int", FWD], "slot 'a'"),
+        (["bias: ops.Bias", "! def fwd(self) -> Any: ..."], "fwd must take (self, x, *, ...)"),
+        (
+            ["add: ops.Add", "! def fwd(self, x: Tensor, add_other: Tensor) -> Any: ..."],
+            "fwd must take (self, x, *, ...)",
+        ),
+        (["add: ops.Add", "! def fwd(self, x: Tensor, *, other: Tensor) -> Any: ..."], "'other'"),
+        (["linear: ops.Linear", "! def fwd(self, x: Tensor, *, linear_weight: Tensor) -> Any: ..."], "'linear_weight'"),
+        (["add: ops.Add", "! def fwd(self, x: Tensor, **others: Tensor) -> Any: ..."], "'others'"),
+        (["fork: ops.Fork", '! outputs = ("stream",)', FWD], "'stream'"),
+        (["bias: ops.Bias", '! outputs = ("bias_out",)', FWD], "'bias_out'"),
+        (["bias: ops.Bias", FWD, "! def bwd(self, dy: Tensor, *, bias: Any) -> Any: ..."], "has no bwd"),
+        (["bias: ops.Bias", "fwd = 3"], "needs fwd"),
+        (
+            ["bias: ops.Bias", "! def forward(self, x: Tensor) -> Any: ..."],
+            "a pass is called fwd here, not forward",
+        ),
+        (
+            ["bias: ops.Bias", FWD, "! def require(self, env: Any) -> Any: ..."],
+            "what the engine asks is called requires here, not require",
+        ),
+        (
+            ["bias: ops.Bias", FWD, "! def save(self, env: Any) -> Any: ..."],
+            "what the engine asks is called saves here, not save",
+        ),
+        (["bias: ops.Bias", '! layout = "contiguous"', FWD], "inner_contig"),
+    ],
+    "FusedOperation": [
+        (
+            ["bias: ops.Bias", FWD],
+            "derive from one of ForwardFusion, BackwardFusion, InferenceFusion, or JointFusion",
+        ),
+    ],
+    "ForwardFusion, sf.BackwardFusion": [
+        (["bias: ops.Bias", FWD, "def bwd(self, dy: Tensor, *, bias: Any) -> Any: ..."], "one of"),
+    ],
+    "BackwardFusion": [
+        (["bias: ops.Bias", f"! {BWD}"], "bwd must take (self, dy, *, bias): dy by position, the rest"),
+        (
+            ["bias: ops.Bias", "act: ops.ReLU", "! def bwd(self, dy: Tensor, *, bias: Any) -> Any: ..."],
+            "by keyword the Saved of every slot that has fields: act",
+        ),
+        (["bias: ops.Bias", "! def bwd(self, dy: Tensor, *, bias: Any, relu: Any) -> Any: ..."], "'relu'"),
+        (["bias: ops.Bias", "! def bwd(self, dy: Tensor, *, bias: Any, d_bias_out: Tensor) -> Any: ..."], "d_bias_out"),
+        (
+            ["bias: ops.Bias", "! def backward(self, dy: Tensor, *, bias: Any) -> Any: ..."],
+            "a pass is called bwd here, not backward",
+        ),
+    ],
+    "JointFusion": [
+        (["bias: ops.Bias", FWD, BWD], "needs a class Saved(sf.Saved) of its own"),
+        (["bias: ops.Bias", RECORD, FWD], "needs bwd"),
+    ],
+    "UnfusedOperation": [
+        ([RECORD, "! def forward(self, x: Tensor) -> Any: ...", BWD], "a pass is called fwd here, not forward"),
+        ([RECORD, OF_X, FWD], "needs bwd"),
+        ([OF_X, FWD, BWD], "Saved(sf.Saved) of its own"),
+        (
+            [RECORD, OF_X, FWD, "! def bwd(self, saved: Any, dy: Tensor, x: Tensor) -> Any: ..."],
+            "bwd must take (self, dy, saved, *, ...)",
+        ),
+        (['outputs = ("out",)', RECORD, OF_X, FWD, f"! {BWD}"], "bwd must take d_out by keyword"),
+        (
+            [RECORD, OF_X, FWD, "! def bwd(self, dy: Tensor, saved: Any, *, need: Any) -> Any: ..."],
+            "'need', which is none of",
+        ),
+        (
+            [RECORD, OF_X, FWD, "! def bwd(self, dy: Tensor, saved: Any, *, dtype: Any) -> Any: ..."],
+            "'dtype', which is none of",
+        ),
+    ],
+    "Pointwise": [
+        (["! def forward(self, x: Tensor) -> Tensor: ..."], "a pass is called fwd here, not forward"),
+        (['! reads = "outputs"', OF_X], 'reads must be "input" or "output"'),
+        (['! reads = "output"', OF_X], "needs derivative_reference(y)"),
+        ([OF_X, "! def derivative_reference(self, y: Tensor) -> Tensor: ..."], 'it needs reads = "output"'),
+        ([f"! {SLOPE}", OF_X], "computes no gradient of its parameter 'slope'"),
+        ([f"! {SLOPE}", OF_X, BWD], "Gated computes no gradient of the parameter 'slope'"),
+    ],
+    "Saved": [
+        (["! _x: Tensor"], "'_x' must be a public identifier"),
+        (["! x: Tensr"], "'x' does not resolve"),
+        (["! fields: Tensor"], "'fields'"),
+        (["! kept: Tensor"], "'kept'"),
+        (["! parts: list[Tensor]"], "'parts'"),
+        (["! parts: dict[str, Tensor]"], "'parts'"),
+    ],
+}
+
+SOURCE = """from __future__ import annotations
+from typing import Any
+import torch
+from torch import Tensor, nn
+import seqfuse as sf
+from seqfuse import ops
+
+class Renamed(ops.Bias): ...
+
+class Alphabetical(sf.{kind}):
+    {body}
+"""
+
+
+def defined(path: Path, kind: str, body: Sequence[str]) -> tuple[sf.PluginError, str]:
+    """What is said of a class in a file of its own, and the line that has to be quoted."""
+    source = SOURCE.format(kind=kind, body="\n    ".join(body))
+    marked = re.search("! (.*\n?(?: {8}.*\n?)*)", source)
+    source = source.replace("! ", "", 1) if marked else source
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("of_an_author", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+
+    def run(loader: Any = spec.loader) -> None:
+        loader.exec_module(module)
+        sf.Gated(module.Alphabetical())  # a parameter is seen when an operation is made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "of_an_author", module)
+        with pytest.raises(sf.PluginError) as caught:
+            run()
+    line = marked[1].strip().splitlines()[-1].strip() if marked else f"class Alphabetical(sf.{kind}):"
+    return caught.value, line
+
+
+@pytest.mark.parametrize(("kind", "body", "message"), [(kind, *case) for kind, cases in BAD.items() for case in cases])
+def test_a_bad_definition_quotes_the_line_of_its_author(
+    kind: str, body: Sequence[str], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "of_an_author.py"
+    error, line = defined(path, kind, body)
     assert error.code == "SF301"
     assert message in error.message
     quoted = re.search(r"^ +(\S+):(\d+): (.*)$", error.message, re.MULTILINE)
     assert quoted, error.message
-    path, number, text = quoted.groups()
-    assert Path(path) == Path(__file__)
-    assert text.startswith(line.split("  #")[0])
-    source = Path(__file__).read_text().splitlines()
-    assert source[int(number) - 1].strip() == text
-    first = define.__code__.co_firstlineno
-    assert first < int(number) < first + 20
+    assert (Path(quoted[1]), quoted[3]) == (path, line)
+    assert path.read_text().splitlines()[int(quoted[2]) - 1].strip() == line
 
 
-def test_there_are_enough_of_them() -> None:
-    assert len(BAD) >= 12
-
-
-def test_after_a_bad_definition_everything_works() -> None:
-    for define, _, _ in BAD.values():
-        with pytest.raises(sf.PluginError):
-            define()
+def test_after_a_bad_definition_everything_works(tmp_path: Path) -> None:
+    for kind, cases in BAD.items():
+        for body, _ in cases:
+            defined(tmp_path / "of_an_author.py", kind, body)
     model = randomized(sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(BiasGeLUForward, BiasGeLUBackward)))
     assert model.plan(tensor(7, 5)).count("BiasGeLUForward") == 1
 
