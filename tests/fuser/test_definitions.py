@@ -33,7 +33,7 @@ FWD, OF_X = "def fwd(self, x: Tensor) -> Any: ...", "def reference(self, x: Tens
 BWD, RECORD = "def bwd(self, dy: Tensor, saved: Any) -> Any: ...", "class Saved(sf.Saved): x: Tensor"
 SLOPE = "def __init__(self) -> None:\n        super().__init__()\n        self.slope = nn.Parameter(torch.ones(()))"
 
-# By kind the lines of a class, of which the marked one has to be quoted (the first one of the class, if none is), and what
+# By kind the lines of a class, of which the marked one has to be quoted (if none is, the first), and what
 # has to be said of it.
 BAD: dict[str, list[tuple[list[str], str]]] = {
     "ForwardFusion": [
