@@ -276,43 +276,6 @@ def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]])
         assert one.spills == 0, one
 
 
-MUTANTS = {
-    "one key too many": ("tl.minimum(start + chunk, length)", "tl.minimum(start + chunk, length + 1)", "plain"),
-    "window": ("first = tl.maximum(length - window, 0)", "first = tl.maximum(length - window - 1, 0)", "window"),
-    "sum is not shrunk": ("total = total * shrink + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", "plain"),
-    "result is not shrunk": ("        acc *= shrink[:, None]\n", "", "plain"),
-    "soft-cap": ("bend(scores, query.dtype == tl.float32)", "scores * 0.34657359", "softcap"),
-    "soft-cap to the digits of 1": ("bend(scores, query.dtype == tl.float32)", "bend(scores, False)", "wide softcap"),
-    "shares": ("part * shares[:, None])", "part)", "plain"),
-    "an empty split": ("most + tl.log2(total)", "tl.log2(total)", "plain"),
-    "scale of values": ("tl.load(value_scales + row, mask=seen", "tl.load(key_scales + row, mask=seen", "plain"),
-    "scale of keys": ("scores *= tl.load(key_scales", "scores *= tl.load(value_scales", "plain"),
-    "rounded towards zero": ("tl.where(t < 0.0, t - 0.5, t + 0.5)", "t", "write"),
-    "a row too far": (
-        "row = tl.load(lengths + batch).to(tl.int64)\n    cols",
-        "row = tl.load(lengths + batch).to(tl.int64) + 1\n    cols",
-        "write",
-    ),
-    "neighbor's queries": ("queries = head * GROUP + members", "queries = head + members", "plain"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new, how = MUTANTS[name]
-    if how == "write":
-        with pytest.raises(AssertionError):
-            check_write(mutant(decode, old, new))
-        return
-    tensors = drawn(6, 2, 16, torch.float32, int8="scale of" in name)
-    monkeypatch.setattr(decode, "processors", lambda device: 10)
-    check(tensors, HOW[how])
-    changed = mutant(decode, old, new)
-    monkeypatch.setattr(changed, "processors", lambda device: 10)
-    with pytest.raises(AssertionError):
-        check(tensors, HOW[how], changed)
-
-
 @pytest.mark.parametrize("int8", [False, True], ids=["as the query", "int8"])
 def test_operators_are_what_they_say(int8: bool) -> None:
     tensors = drawn(4, 2, 16, torch.float32, int8)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import mpmath
 import pytest
@@ -85,23 +83,6 @@ def test_the_derivative_is_within_a_quarter_of_a_rounding_of_its_terms(dtype: to
     print(f"{dtype}: at most {error.max().item():.4f} of a rounding of its terms")
     assert error.max() < 0.25
     assert error.max() < (0.021 if dtype is torch.float16 else 0.003)
-
-
-MUTANTS = {
-    "a digit of a coefficient": ("0.1804503368820377", "0.1805503368820377"),
-    "another denominator": ("1.0 + 0.31 * tl.abs(x)", "1.0 + 0.311 * tl.abs(x)"),
-    "another variance": ("x * x * -0.7213475204444817", "x * x * -0.7212"),
-    "the other tail": ("return x * tl.where(x < 0.0, q, 1.0 - q)", "return x * tl.where(x < 0.0, 1.0 - q, q)"),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_function_is_found(name: str, mutant: Callable[[ModuleType, str, str], ModuleType]) -> None:
-    spoiled = mutant(activations, *MUTANTS[name])
-    x = every(torch.float16)
-    exact = x.double() * torch.where(x < 0, tail(x.double()), phi(x.double()))
-    error = (unrounded(spoiled.gelu, x) - exact).abs() / rounding(exact, torch.float16)
-    assert error.max() > 0.021
 
 
 def test_the_exact_one_is_exact() -> None:

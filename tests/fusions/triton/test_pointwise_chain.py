@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import PointwiseChain, PointwiseChainBackward, PointwiseChainJoint, chain
+from seqfuse.fusions import PointwiseChain, PointwiseChainBackward, PointwiseChainJoint
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -171,39 +168,3 @@ def test_a_tensor_that_two_keep_is_stored_once(device: torch.device):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(x)
     assert len({t.data_ptr() for t in kept}) == 1
-
-
-MUTANTS = {
-    "the output for the input": (PointwiseChain, """f"out[{steps.count(('store',))}]\"""", '"out[0]"'),
-    "the factor forgotten": (PointwiseChainBackward, '("scale", number)', '("scale", 1.0)'),
-    "dropped nothing backward": (PointwiseChainBackward, "(part, number, drops)", "(part, number, False)"),
-    "another dropout's seed": (
-        PointwiseChain,
-        'f"seeds[{i}]"',
-        'f"seeds[{min(i, 2)}]"',
-    ),
-    "scaled as the other mode": (PointwiseChain, 'return "dropout", p, upscale', 'return "dropout", p, not upscale'),
-    "biases in another order": (PointwiseChainBackward, "enumerate(summed, 1)", "enumerate(summed[::-1], 1)"),
-    "a bias forgotten": (PointwiseChain, 'f"{source.put(part.read)}()"', 'f"0 * {source.put(part.read)}()"'),
-    "another factor in a run": (PointwiseChainJoint, "tuple(numbers[at] for", "tuple(2 * numbers[at] for"),
-    "what a run gives for what it takes": (
-        PointwiseChainJoint,
-        "own = here = here or stored()\n",
-        'own = "out[0]"\n',
-    ),
-    "another slot's bias": (PointwiseChainJoint, 'f"rest.{i}" for i', 'f"rest.{max(i, 1) - 1}" for i'),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_fusion_is_found(
-    name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-):
-    fusion, old, new = MUTANTS[name]
-    changed = getattr(mutant(chain, old, new), fusion.__name__)
-    parts = (bias(8), ops.Scale(0.5), ops.Dropout(0.3), ops.SiLU(), ops.Dropout(0.5), bias(8), ops.Tanh())
-    if fusion is PointwiseChainJoint:
-        parts = (bias(8), ops.Scale(0.5), ops.Tanh(), ops.SiLU(), bias(8), ops.GeLU())
-    list_ = [operation.to(device) for operation in parts]
-    with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(changed, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
