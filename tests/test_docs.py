@@ -114,11 +114,6 @@ def test_verbs_of_make_that_are_shown_are_there(page: str) -> None:
     assert shown <= verbs
 
 
-def test_the_readme_ends_with_six_links() -> None:
-    section = (ROOT / "README.md").read_text().partition("## Documentation\n")[2]
-    assert len(re.findall(r"^- \[", section, re.MULTILINE)) == 6
-
-
 def test_links_between_files_lead_somewhere() -> None:
     pages = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
     blocks = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)  # code, where a launch `kernel[grid](x)` is no link

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kinds import AddForkBias, BiasAct, BiasGeLU, LinearBias, LinearBiasJoint, NormLinear, rows
-from .register import caught
+from .register import caught, spoil
 
 # Backward fusions.
 
@@ -24,10 +24,13 @@ class EditsGradients(LinearBias):
         return self.edit(dx, dict(grads), dy, linear, needs)
 
 
-@caught(r"gradient 'bias.bias' should be float32\[9\] on cpu, not float32\[1, 9\]")
-class ShapesAGradientWrongly(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        return dx, {**grads, "bias.bias": rows(dy).sum(0, keepdim=True)}
+spoil(
+    EditsGradients, "edit",
+    ShapesAGradientWrongly=(
+        r"gradient 'bias.bias' should be float32\[9\] on cpu, not float32\[1, 9\]",
+        lambda self, dx, grads, dy, linear, needs: (dx, {**grads, "bias.bias": rows(dy).sum(0, keepdim=True)}),
+    ),
+)  # fmt: skip
 
 
 @caught("gradient 'bias.bias' should be bfloat16")
@@ -38,22 +41,18 @@ class LeavesAGradientInFloat32(EditsGradients):
         return dx, grads
 
 
-@caught("returned no gradient 'linear.weight', which is needed")
-class ForgetsAGradient(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        return dx, {"bias.bias": grads["bias.bias"]}
-
-
-@caught("returned no gradient of x, which is needed")
-class ForgetsDx(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        return None, grads
-
-
-@caught("bwd reads the parameter 'linear.weight' of its module, which may have changed; read it from `saved`")
-class ReadsTheWeightOfTheModule(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        return dy @ self.linear.weight if "x" in needs else None, grads
+spoil(
+    EditsGradients, "edit",
+    ForgetsAGradient=(
+        "returned no gradient 'linear.weight', which is needed",
+        lambda self, dx, grads, dy, linear, needs: (dx, {"bias.bias": grads["bias.bias"]}),
+    ),
+    ForgetsDx=("returned no gradient of x, which is needed", lambda self, dx, grads, dy, linear, needs: (None, grads)),
+    ReadsTheWeightOfTheModule=(
+        "bwd reads the parameter 'linear.weight' of its module, which may have changed; read it from `saved`",
+        lambda self, dx, grads, dy, linear, needs: (dy @ self.linear.weight if "x" in needs else None, grads),
+    ),
+)  # fmt: skip
 
 
 @caught("(shares its storage with dy|shares its memory with the incoming gradient)")
@@ -80,10 +79,13 @@ class SwallowsANaNOfDy(EditsGradients):
         return dx, grads
 
 
-@caught(r"dy large: .*\n  d_x: (max|rms|tile|element|bias)")
-class ClampsDx(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        return None if dx is None else dx.clamp(-1e4, 1e4), grads
+spoil(
+    EditsGradients, "edit",
+    ClampsDx=(
+        r"dy large: .*\n  d_x: (max|rms|tile|element|bias)",
+        lambda self, dx, grads, dy, linear, needs: (None if dx is None else dx.clamp(-1e4, 1e4), grads),
+    ),
+)  # fmt: skip
 
 
 @caught("linear.weight.grad: (max|rms|tile|element|bias)")
@@ -168,10 +170,13 @@ class TakesTanhForErf(BiasGeLU):
         return F.gelu(z, approximate="tanh"), self.Saved(z=z)
 
 
-@caught("field 'weight' must be the parameter 'linear.weight' itself, not a copy of it")
-class SavesACopyOfTheWeight(LinearBiasJoint):
-    def keep(self, weight):
-        return weight.clone()
+spoil(
+    LinearBiasJoint, "keep",
+    SavesACopyOfTheWeight=(
+        "field 'weight' must be the parameter 'linear.weight' itself, not a copy of it",
+        lambda self, weight: weight.clone(),
+    ),
+)  # fmt: skip
 
 
 @caught("saved.x is a copy of x, which takes memory of its own: save x itself")
@@ -181,10 +186,13 @@ class SavesACopyOfTheInput(LinearBiasJoint):
         return y, self.Saved(x=x.clone(), weight=saved.weight)
 
 
-@caught("field 'weight' must be the parameter 'linear.weight' itself, not a copy of it")
-class SavesATransposedCopy(LinearBiasJoint):
-    def keep(self, weight):
-        return weight.t().contiguous().t()
+spoil(
+    LinearBiasJoint, "keep",
+    SavesATransposedCopy=(
+        "field 'weight' must be the parameter 'linear.weight' itself, not a copy of it",
+        lambda self, weight: weight.t().contiguous().t(),
+    ),
+)  # fmt: skip
 
 
 @caught(r"no gradient: .*\n  y: (max|rms|tile|element|bias)")
@@ -194,10 +202,13 @@ class ForgetsTheBiasWhereNothingNeedsAGradient(BiasAct):
         return y if env.grad else self.act.reference(x), saved
 
 
-@caught("field 'x' of slot 'act'")
-class UnfusesToTheWrongRecord(BiasAct):
-    def unfused(self, saved):
-        return {"bias": self.bias.Saved(), "act": self.act.record(2 * saved.z, self.act.reference(2 * saved.z))}
+spoil(
+    BiasAct, "unfused",
+    UnfusesToTheWrongRecord=(
+        "field 'x' of slot 'act'",
+        lambda self, s: {"bias": self.bias.Saved(), "act": self.act.record(2 * s.z, self.act.reference(2 * s.z))},
+    ),
+)  # fmt: skip
 
 
 @caught("y: (max|rms|tile|element|bias)")
@@ -214,10 +225,13 @@ class ReturnsAPair(NormLinear):
         return super().fwd(x), None
 
 
-@caught("y: (max|rms|tile|element|bias)")
-class ForgetsTheBiasWhereItIsOptional(NormLinear):
-    def fwd(self, x):
-        return F.linear(self.norm.fwd(x)[0], self.linear.weight)
+spoil(
+    NormLinear, "fwd",
+    ForgetsTheBiasWhereItIsOptional=(
+        "y: (max|rms|tile|element|bias)",
+        lambda self, x: F.linear(self.norm.fwd(x)[0], self.linear.weight),
+    ),
+)  # fmt: skip
 
 
 PACKED: dict[torch.Tensor, torch.Tensor] = {}

@@ -11,7 +11,7 @@ import seqfuse as sf
 from seqfuse import ops
 
 from ..kinds import Activations, AddNorm, BiasNorm, GeLULinear
-from .register import caught
+from .register import caught, spoil
 
 # Forward fusions: what they save.
 
@@ -56,34 +56,26 @@ class CopiesTheInput(GeLULinear):
         return y, {**saved, "act": self.act.Saved(x=x.clone())}
 
 
-@caught("field 'mean' of slot 'norm': max")
-class SwapsMeanAndRstd(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x, rstd, mean, weight
-
-
-@caught(r"field 'rstd' of slot 'norm' should be float32\[\d+\] on cpu, not bfloat16")
-class CastsAField(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x, mean, rstd.bfloat16(), weight
-
-
-@caught(r"field 'mean' of slot 'norm' should be float32\[\d+\] on cpu, not float32\[\d+, 1\]")
-class ShapesAFieldWrongly(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x, mean[..., None], rstd, weight
-
-
-@caught("field 'weight' of slot 'norm' must be the parameter itself")
-class CopiesTheParameter(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x, mean, rstd, weight.clone()
-
-
-@caught("field 'x' of slot 'norm': (max|rms|tile|element|bias)")
-class SavesTheInputInLowPrecision(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x.to(torch.bfloat16).to(x.dtype), mean, rstd, weight
+spoil(
+    EditsTheRecord, "edit",
+    SwapsMeanAndRstd=("field 'mean' of slot 'norm': max", lambda self, x, mean, rstd, weight: (x, rstd, mean, weight)),
+    CastsAField=(
+        r"field 'rstd' of slot 'norm' should be float32\[\d+\] on cpu, not bfloat16",
+        lambda self, x, mean, rstd, weight: (x, mean, rstd.bfloat16(), weight),
+    ),
+    ShapesAFieldWrongly=(
+        r"field 'mean' of slot 'norm' should be float32\[\d+\] on cpu, not float32\[\d+, 1\]",
+        lambda self, x, mean, rstd, weight: (x, mean[..., None], rstd, weight),
+    ),
+    CopiesTheParameter=(
+        "field 'weight' of slot 'norm' must be the parameter itself",
+        lambda self, x, mean, rstd, weight: (x, mean, rstd, weight.clone()),
+    ),
+    SavesTheInputInLowPrecision=(
+        "field 'x' of slot 'norm': (max|rms|tile|element|bias)",
+        lambda self, x, mean, rstd, weight: (x.to(torch.bfloat16).to(x.dtype), mean, rstd, weight),
+    ),
+)  # fmt: skip
 
 
 @caught("d_x: (max|rms|tile|element|bias)")
@@ -128,28 +120,19 @@ class EditsTheOutput(BiasNorm):
         return self.edit(y, x), saved
 
 
-@caught("y: (max|rms|tile|element|bias)")
-class RoundsTwice(EditsTheOutput):
-    def edit(self, y, x):
-        return y.to(torch.float16).to(y.dtype)
-
-
-@caught("y: structure: NaN or Inf differs")
-class SwallowsNaN(EditsTheOutput):
-    def edit(self, y, x):
-        return y.nan_to_num()
-
-
-@caught("y: (max|tile|element)")
-class LosesTheLastOfOddRows(EditsTheOutput):
-    def edit(self, y, x):
-        return torch.cat((y[:-1], 0 * y[-1:])) if y.ndim == 2 and len(y) % 2 else y
-
-
-@caught("bits differ")
-class ChangesItsMind(EditsTheOutput):
-    def edit(self, y, x):
-        return torch.where(y > y.mean(), y, y * (1 + torch.finfo(y.dtype).eps * (next(ticks) % 2)))
+spoil(
+    EditsTheOutput, "edit",
+    RoundsTwice=("y: (max|rms|tile|element|bias)", lambda self, y, x: y.to(torch.float16).to(y.dtype)),
+    SwallowsNaN=("y: structure: NaN or Inf differs", lambda self, y, x: y.nan_to_num()),
+    LosesTheLastOfOddRows=(
+        "y: (max|tile|element)",
+        lambda self, y, x: torch.cat((y[:-1], 0 * y[-1:])) if y.ndim == 2 and len(y) % 2 else y,
+    ),
+    ChangesItsMind=(
+        "bits differ",
+        lambda self, y, x: torch.where(y > y.mean(), y, y * (1 + torch.finfo(y.dtype).eps * (next(ticks) % 2))),
+    ),
+)  # fmt: skip
 
 
 @caught("y: structure|y: (max|rms|tile|element|bias)")
@@ -187,40 +170,21 @@ class DoesSomethingElse(BiasNorm):
         return super().fwd(x)
 
 
-@caught(r"fwd: x was modified, first at")
-class MutatesItsInput(DoesSomethingElse):
-    def act(self, x):
-        x.data.add_(1e-3)
-
-
-@caught(r"fwd: bias of Bias was modified, first at")
-class MutatesAParameter(DoesSomethingElse):
-    def act(self, x):
-        self.bias.bias.data.mul_(1.5)
-
-
-@caught("fwd changed the default dtype from torch.float32 to torch.float64")
-class ChangesTheDefaultDtype(DoesSomethingElse):
-    def act(self, x):
-        torch.set_default_dtype(torch.float64)
-
-
-@caught("fwd changed the precision of float32 products")
-class AllowsTF32(DoesSomethingElse):
-    def act(self, x):
-        torch.set_float32_matmul_precision("high")
-
-
-@caught("fwd changed grad mode from False to True")
-class TurnsGradientsOn(DoesSomethingElse):
-    def act(self, x):
-        torch.set_grad_enabled(True)
-
-
-@caught("fwd drew from torch's CPU generator")
-class DrawsRandomNumbers(DoesSomethingElse):
-    def act(self, x):
-        torch.rand(1)
+spoil(
+    DoesSomethingElse, "act",
+    MutatesItsInput=(r"fwd: x was modified, first at", lambda self, x: x.data.add_(1e-3)),
+    MutatesAParameter=(r"fwd: bias of Bias was modified, first at", lambda self, x: self.bias.bias.data.mul_(1.5)),
+    ChangesTheDefaultDtype=(
+        "fwd changed the default dtype from torch.float32 to torch.float64",
+        lambda self, x: torch.set_default_dtype(torch.float64),
+    ),
+    AllowsTF32=(
+        "fwd changed the precision of float32 products",
+        lambda self, x: torch.set_float32_matmul_precision("high"),
+    ),
+    TurnsGradientsOn=("fwd changed grad mode from False to True", lambda self, x: torch.set_grad_enabled(True)),
+    DrawsRandomNumbers=("fwd drew from torch's CPU generator", lambda self, x: torch.rand(1)),
+)  # fmt: skip
 
 
 @caught("fwd changed eps of LayerNorm")
@@ -235,16 +199,14 @@ class HasState(DoesSomethingElse):
         self.last = x
 
 
-@caught("fwd changed _forward_hooks.* of Bias")
-class LeavesAHook(DoesSomethingElse):
-    def act(self, x):
-        self.bias.register_forward_hook(lambda *_: None)
-
-
-@caught("ZeroDivisionError")
-class Fails(DoesSomethingElse):
-    def act(self, x):
-        return 1 // 0
+spoil(
+    DoesSomethingElse, "act",
+    LeavesAHook=(
+        "fwd changed _forward_hooks.* of Bias",
+        lambda self, x: self.bias.register_forward_hook(lambda *_: None),
+    ),
+    Fails=("ZeroDivisionError", lambda self, x: 1 // 0),
+)  # fmt: skip
 
 
 class Untouching(sf.ForwardFusion):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 
-from .register import caught
+from .register import caught, spoil
 
 
 class Affine(sf.UnfusedOperation, open=True):
@@ -17,6 +17,11 @@ class Affine(sf.UnfusedOperation, open=True):
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")  # [*, H]
         weight: Tensor = sf.field(for_="x")  # [H]
+
+    def __init_subclass__(cls, **rest) -> None:
+        if "reference" not in vars(cls):  # which a class with another fwd has to have
+            cls.reference = Affine.reference
+        super().__init_subclass__(**rest)
 
     def __init__(self, size: int = 6) -> None:
         super().__init__()
@@ -42,8 +47,6 @@ class Affine(sf.UnfusedOperation, open=True):
 
 @caught(r"KeepsAWiderX, bfloat16, .*saved.x is a copy of x, which takes memory of its own: save x itself")
 class KeepsAWiderX(Affine):
-    reference = Affine.reference
-
     def fwd(self, x):
         return torch.addcmul(self.bias, x, self.weight), self.Saved(x=x.float(), weight=self.weight)
 
@@ -63,26 +66,21 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float64)
 
 
-@caught(r"fwd gives y as float64 \(7, 6\) on fake tensors, and as float32 \(7, 6\) on real ones: .* its operator")
-class SaysAnotherDtypeOfItsOutput(Affine):
-    reference = Affine.reference
-
-    def fwd(self, x):
-        return _affine(x, self.weight, self.bias), self.Saved(x=x, weight=self.weight)
-
-
-@caught("field 'weight' must be the parameter 'weight' itself")
-class KeepsACopyOfTheWeight(Affine):
-    reference = Affine.reference
-
-    def fwd(self, x):
-        return torch.addcmul(self.bias, x, self.weight), self.Saved(x=x, weight=self.weight.detach().clone())
+spoil(
+    Affine, "fwd",
+    SaysAnotherDtypeOfItsOutput=(
+        r"fwd gives y as float64 \(7, 6\) on fake tensors, and as float32 \(7, 6\) on real ones: .* its operator",
+        lambda self, x: (_affine(x, self.weight, self.bias), self.Saved(x=x, weight=self.weight)),
+    ),
+    KeepsACopyOfTheWeight=(
+        "field 'weight' must be the parameter 'weight' itself",
+        lambda self, x: (self.reference(x), self.Saved(x=x, weight=self.weight.detach().clone())),
+    ),
+)  # fmt: skip
 
 
 @caught("weight.grad: (max|rms|tile|element|bias)")
 class ForgetsTheInput(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return dx, {**grads, "weight": dy.reshape(-1, self.size).sum(0).clone() if "weight" in needs else None}
@@ -90,8 +88,6 @@ class ForgetsTheInput(Affine):
 
 @caught("bias.grad: (max|rms|tile|element|bias)")
 class DoublesAGradient(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return dx, {**grads, "bias": 2 * grads["bias"] if "bias" in needs else None}
@@ -101,16 +97,12 @@ class DoublesAGradient(Affine):
 class MultipliesByOne(Affine):
     """Hidden by fresh parameters, all ones and zeros."""
 
-    reference = Affine.reference
-
     def fwd(self, x):
         return x + 0, self.Saved(x=x, weight=self.weight)
 
 
 @caught("structure: NaN or Inf differs")
 class SwallowsInfinity(Affine):
-    reference = Affine.reference
-
     def fwd(self, x):
         y, saved = super().fwd(x)
         return y.clamp(-1e30, 1e30), saved
@@ -118,8 +110,6 @@ class SwallowsInfinity(Affine):
 
 @caught(r"huge: y: -?inf at \(\d, \d\), where the operations give")
 class OverflowsOnItsWay(Affine):
-    reference = Affine.reference
-
     def fwd(self, x):
         _, saved = super().fwd(x)
         return torch.addcmul(self.bias, x * 2.0**40, self.weight * 2.0**-40), saved
@@ -127,8 +117,6 @@ class OverflowsOnItsWay(Affine):
 
 @caught("d_x: (max|rms|tile|element|bias)")
 class ReadsStridedGradientsAsIfContiguous(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         if not dy.is_contiguous() and 0 not in dy.stride() and dy.storage_offset() == 0:
             dy = torch.as_strided(dy, dy.shape, torch.empty(dy.shape).stride()).nan_to_num()
@@ -137,8 +125,6 @@ class ReadsStridedGradientsAsIfContiguous(Affine):
 
 @caught(r"x \(6,\), given: (IndexError|RuntimeError)")
 class NeedsTwoDimensions(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         assert dy.sum(1) is not None
         return super().bwd(dy, saved, needs=needs)
@@ -153,40 +139,21 @@ class DerivesSomethingElseThanItsReference(sf.Pointwise):
         return dy * (saved.x > 0), {}
 
 
-@caught(r"infer\(33, 6\) says \(33, 6\), the output has \(33, 3\)")
-class DoesNotInferItsShape(sf.Pointwise):
-    def reference(self, x):
-        return x[..., ::2] * 2
-
-
-@caught(r"RollsARow is no Pointwise: y at \(\d+, \d\) changes with x at \(\d+, \d\)")
-class RollsARow(sf.Pointwise):
-    def reference(self, x):
-        return x.roll(1, -1)
-
-
-@caught(r"SubtractsTheMean is no Pointwise: y at \(0, 0\) changes with x at")
-class SubtractsTheMean(sf.Pointwise):
-    def reference(self, x):
-        return x - x.mean()
-
-
-@caught("SumsUp is no Pointwise")
-class SumsUp(sf.Pointwise):
-    def reference(self, x):
-        return x.cumsum(0)
-
-
-@caught("DividesByTheLargest is no Pointwise")
-class DividesByTheLargest(sf.Pointwise):
-    def reference(self, x):
-        return x / x.abs().amax(-1, keepdim=True)
-
-
-@caught("MirrorsRows is no Pointwise")
-class MirrorsRows(sf.Pointwise):
-    def reference(self, x):
-        return x.flip(-1)
+spoil(
+    sf.Pointwise, "reference",
+    DoesNotInferItsShape=(r"infer\(33, 6\) says \(33, 6\), the output has \(33, 3\)", lambda self, x: x[..., ::2] * 2),
+    RollsARow=(
+        r"RollsARow is no Pointwise: y at \(\d+, \d\) changes with x at \(\d+, \d\)",
+        lambda self, x: x.roll(1, -1),
+    ),
+    SubtractsTheMean=(
+        r"SubtractsTheMean is no Pointwise: y at \(0, 0\) changes with x at",
+        lambda self, x: x - x.mean(),
+    ),
+    SumsUp=("SumsUp is no Pointwise", lambda self, x: x.cumsum(0)),
+    DividesByTheLargest=("DividesByTheLargest is no Pointwise", lambda self, x: x / x.abs().amax(-1, keepdim=True)),
+    MirrorsRows=("MirrorsRows is no Pointwise", lambda self, x: x.flip(-1)),
+)  # fmt: skip
 
 
 @caught("derivative_reference")
@@ -208,8 +175,6 @@ class StatesAnotherDerivative(sf.Pointwise):
 
 @caught("gives a gradient of 'bias', which is not needed")
 class IgnoresNeeds(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return dx, {**grads, "bias": dy.reshape(-1, self.size).sum(0)}
@@ -217,8 +182,6 @@ class IgnoresNeeds(Affine):
 
 @caught("bits differ|gradients needed")
 class ComputesDifferentlyWithFewerNeeds(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return (dx if dx is None or "bias" in needs else dx * (1 + 2 * torch.finfo(dx.dtype).eps)), grads
@@ -226,8 +189,6 @@ class ComputesDifferentlyWithFewerNeeds(Affine):
 
 @caught("field 'x' was dropped: only weight reads it")
 class ReadsADroppedField(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         saved.x.sum()
         return super().bwd(dy, saved, needs=needs)
@@ -239,8 +200,6 @@ class DeclaresAnUnknownReader(Affine):
         x: Tensor = sf.field(for_="wieght")
         weight: Tensor = sf.field(for_="x")
 
-    reference = Affine.reference
-
 
 @caught("SavesWhatNobodyReads saves 'bias' and its bwd never reads it")
 class SavesWhatNobodyReads(Affine):
@@ -248,8 +207,6 @@ class SavesWhatNobodyReads(Affine):
         x: Tensor = sf.field(for_="weight")
         weight: Tensor = sf.field(for_="x")
         bias: Tensor
-
-    reference = Affine.reference
 
     def fwd(self, x):
         y = torch.addcmul(self.bias, x, self.weight)
@@ -263,8 +220,6 @@ class SavesSeveralThatNobodyReads(Affine):
         weight: Tensor = sf.field(for_="x")
         both: tuple[Tensor, ...]
 
-    reference = Affine.reference
-
     def fwd(self, x):
         y = torch.addcmul(self.bias, x, self.weight)
         return y, self.Saved(x=x, weight=self.weight, both=(self.weight, self.bias))
@@ -272,8 +227,6 @@ class SavesSeveralThatNobodyReads(Affine):
 
 @caught("returned no gradient 'bias', which is needed")
 class ForgetsAGradient(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return dx, {"weight": grads["weight"]}
@@ -281,8 +234,6 @@ class ForgetsAGradient(Affine):
 
 @caught(r"the gradient of x should be like float32\[33, 6\] on cpu, not float64|bwd gives dx as torch.float64")
 class WidensDx(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return None if dx is None else dx.double(), grads
@@ -292,8 +243,6 @@ class WidensDx(Affine):
 class ReadsTheWeightOfTheModule(Affine):
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")
-
-    reference = Affine.reference
 
     def fwd(self, x):
         return torch.addcmul(self.bias, x, self.weight), self.Saved(x=x)

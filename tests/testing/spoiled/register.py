@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
 SPOILED: list[tuple[type, str]] = []
 
 
@@ -13,3 +18,11 @@ def caught(message: str):
         return spoiled
 
     return register
+
+
+def spoil(base: type, method: str, **classes: tuple[str, Callable[..., Any]]) -> None:
+    """Register classes by their names that are `base` but for a method, each with the message and that method."""
+    for name, (message, instead) in classes.items():
+        attributes = {method: instead, "__module__": instead.__module__}
+        spoiled = types.new_class(name, (base,), exec_body=lambda body, own=attributes: body.update(own))
+        setattr(sys.modules[instead.__module__], name, caught(message)(spoiled))  # where pickle looks for it

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from .operations import Affine
-from .register import caught
+from .register import caught, spoil
 
 # What it leaves behind.
 
@@ -18,58 +18,29 @@ class DoesSomethingElse(Affine, open=True):
         return super().fwd(x)
 
 
-@caught("fwd: x was modified")
-class MutatesItsInput(DoesSomethingElse):
-    reference = Affine.reference
-
-    def act(self, x):
-        x.data.mul_(1.01)
-
-
-@caught("fwd: weight of the operation was modified")
-class MutatesAParameter(DoesSomethingElse):
-    reference = Affine.reference
-
-    def act(self, x):
-        self.weight.data.mul_(1.01)
+spoil(
+    DoesSomethingElse, "act",
+    MutatesItsInput=("fwd: x was modified", lambda self, x: x.data.mul_(1.01)),
+    MutatesAParameter=("fwd: weight of the operation was modified", lambda self, x: self.weight.data.mul_(1.01)),
+)  # fmt: skip
 
 
 @caught("fwd changed last of the operation")
 class RemembersItsInput(DoesSomethingElse):
-    reference = Affine.reference
-
     def act(self, x):
         self.last = x
 
 
-@caught("fwd changed the default dtype")
-class ChangesTheDefaultDtype(DoesSomethingElse):
-    reference = Affine.reference
-
-    def act(self, x):
-        torch.set_default_dtype(torch.float64)
-
-
-@caught("fwd drew from torch's CPU generator")
-class SeedsTheGenerator(DoesSomethingElse):
-    reference = Affine.reference
-
-    def act(self, x):
-        torch.manual_seed(0)
-
-
-@caught("fwd drew from torch's CPU generator")
-class DrawsRandomNumbers(DoesSomethingElse):
-    reference = Affine.reference
-
-    def act(self, x):
-        torch.rand(1)
+spoil(
+    DoesSomethingElse, "act",
+    ChangesTheDefaultDtype=("fwd changed the default dtype", lambda self, x: torch.set_default_dtype(torch.float64)),
+    SeedsTheGenerator=("fwd drew from torch's CPU generator", lambda self, x: torch.manual_seed(0)),
+    DrawsRandomNumbers=("fwd drew from torch's CPU generator", lambda self, x: torch.rand(1)),
+)  # fmt: skip
 
 
 @caught("bwd: dy was modified")
 class MutatesDy(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         found = super().bwd(dy, saved, needs=needs)
         dy.data.mul_(2)
@@ -78,8 +49,6 @@ class MutatesDy(Affine):
 
 @caught("bwd: saved.x was modified")
 class MutatesItsRecord(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         found = super().bwd(dy, saved, needs=needs)
         if "weight" in needs:
@@ -89,8 +58,6 @@ class MutatesItsRecord(Affine):
 
 @caught("bias.grad shares its storage with weight.grad; return a new tensor")
 class ReturnsOneTensorTwice(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         if {"weight", "bias"} <= needs:
@@ -104,8 +71,6 @@ ticks = itertools.count()
 
 @caught("bits differ|a second backward")
 class ChangesItsMind(Affine):
-    reference = Affine.reference
-
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return (dx if dx is None or next(ticks) % 2 else dx * (1 + torch.finfo(dx.dtype).eps)), grads
@@ -116,8 +81,6 @@ class ChangesItsMind(Affine):
 
 @caught("a state_dict round trip")
 class LoadsHalfOfItsState(Affine):
-    reference = Affine.reference
-
     def _load_from_state_dict(self, state_dict, prefix, *rest):
         super()._load_from_state_dict(
             {f"{prefix}weight": state_dict[f"{prefix}weight"]}, prefix, *rest[:-3], [], [], []
@@ -126,8 +89,6 @@ class LoadsHalfOfItsState(Affine):
 
 @caught("a deep copy")
 class CopiesHalfOfItself(Affine):
-    reference = Affine.reference
-
     def __deepcopy__(self, memo):
         made = type(self)().to(self.weight.dtype)
         made.load_state_dict(self.state_dict())
@@ -141,8 +102,6 @@ class CopiesHalfOfItself(Affine):
 
 @caught("keys of the state dict and names of parameters differ")
 class SavesExtraState(Affine):
-    reference = Affine.reference
-
     def get_extra_state(self):
         return {"size": self.size}
 
@@ -150,9 +109,7 @@ class SavesExtraState(Affine):
         self.size = state["size"]
 
 
-@caught("cannot be fused or checked: its class overrides forward")
-class OverridesForward(Affine):
-    reference = Affine.reference
-
-    def forward(self, x):
-        return x
+spoil(
+    Affine, "forward",
+    OverridesForward=("cannot be fused or checked: its class overrides forward", lambda self, x: x),
+)  # fmt: skip
