@@ -118,9 +118,14 @@ def in_cases(pattern: str) -> Tested:
     found: dict[str, set[torch.dtype]] = {}
     for path in sorted((ROOT / "tests").glob(pattern)):
         module: Any = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for fusion, dtype, _ in module.CASES.values():
-            found.setdefault(fusion.__name__, set()).add(dtype)
+        for fusion, dtypes, *_ in module.CASES.values():
+            found.setdefault(fusion.__name__, set()).update(dtypes if isinstance(dtypes, tuple) else (dtypes,))
     return found
+
+
+def either(*several: Tested) -> Tested:
+    """What one of these says."""
+    return {name: set().union(*(one.get(name, ()) for one in several)) for name in set().union(*several)}
 
 
 def _tree(function: Callable[..., Any]) -> ast.AST:
@@ -209,7 +214,7 @@ def how() -> str:
         ("a fusion without Triton kernels against its operations", "`check_fusion`", "CPU", sets[0],
          checked("fusions/test_*.py", "parallel/test_*.py")),
         ("a fusion of Triton kernels against its operations", "`check_fusion`", "Triton's interpreter", sets[1],
-         checked("fusions/triton/test_*.py")),
+         either(checked("fusions/triton/test_*.py"), in_cases("fusions/triton/test_check.py"))),
         ("a fusion of C kernels against its operations", "`check_fusion`", "CPU", {one.__name__ for one in in_c()},
          {**checked("kernels/c/test_*.py"), **in_cases("fusions/test_*_in_c.py")}),
         ("a Triton kernel against its math in float64", "error bound", "Triton's interpreter", kernels, kernels),

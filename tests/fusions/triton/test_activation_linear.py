@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.fusions import ActivationLinearJoint
-from seqfuse.testing import check_fusion, seeded_randn
-from tests.fusions.triton.fourways import four_ways
+from seqfuse.testing import seeded_randn
 
 
 def bias(width: int, device: torch.device) -> ops.Bias:
     made = ops.Bias(width)
     torch.nn.init.normal_(made.bias)
     return made.to(device)
-
-
-JOINT: dict[str, tuple[tuple[int, ...], Callable[[], list[sf.UnfusedOperation]]]] = {
-    "activation": ((5, 6), lambda: [ops.SiLU(), ops.Linear(6, 9, bias=False)]),
-    "between biases": ((2, 3, 7), lambda: [ops.Bias(7), ops.GeLU("tanh"), ops.Linear(7, 5)]),
-    "gated unit": ((2, 3, 6), lambda: [ops.GLU(), ops.Linear(3, 5, bias=False)]),
-    "the end of a block": ((5, 8), lambda: [ops.Bias(8), ops.SwiGLU(), ops.Linear(4, 9), ops.Add("other")]),
-    "residual": ((5, 6), lambda: [ops.QuickGeLU(), ops.Linear(6, 9, bias=False), ops.Add("other")]),
-}
-
-
-@pytest.mark.parametrize("name", JOINT)
-def test_that_saves_less_takes_the_place_of_what_it_replaces(name: str, device: torch.device):
-    shape, made = JOINT[name]
-    list_ = [operation.to(device) for operation in made()]
-    check_fusion(ActivationLinearJoint, seeded_randn(shape, 0).to(device), *list_)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("gated", [False, True], ids=["GeLU", "SwiGLU"])
-def test_that_saves_less_trains_to_the_same_gradients(gated: bool, dtype: torch.dtype, device: torch.device):
-    inner = ops.Linear(12, 72 if gated else 36), ops.SwiGLU() if gated else ops.GeLU("tanh"), ops.Linear(36, 12)
-    rules = ActivationLinearJoint, *fusions.triton
-    list_ = [ops.Residual(ops.LayerNorm(12), *inner), ops.Residual(ops.LayerNorm(12), *inner)]
-    model = sf.Sequential(*list_, fusions=rules, memory="lean").to(device, dtype)
-    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *rules[:1], at_least=2)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)

@@ -10,9 +10,7 @@ import torch
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import heads as module
-from seqfuse.testing import check_fusion, seeded_randn
-
-from .fourways import four_ways
+from seqfuse.testing import seeded_randn
 
 
 def operations(*names: str, heads: int = 2, kv_heads: int = 1, size: int = 8, **rotary: Any) -> list[Any]:
@@ -26,30 +24,6 @@ def operations(*names: str, heads: int = 2, kv_heads: int = 1, size: int = 8, **
 
 
 WITH_ROTARY = [("bias", "norm", "rotary"), ("norm", "rotary"), ("bias", "rotary"), ("rotary",)]
-WITHOUT = [("bias", "norm"), ("norm",)]
-
-
-@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
-@pytest.mark.parametrize("names", WITH_ROTARY, ids="-".join)
-def test_takes_the_place_of_what_it_replaces(kind: str, names: tuple[str, ...], device: torch.device):
-    made = [op.to(device) for op in operations(*names)]
-    check_fusion(getattr(module, kind), seeded_randn((5, 32), 0).to(device), *made)
-
-
-@pytest.mark.parametrize("kind", ["BiasQKNorm", "BiasQKNormBackward"])
-@pytest.mark.parametrize("names", WITHOUT, ids="-".join)
-def test_does_without_a_rotation(kind: str, names: tuple[str, ...], device: torch.device):
-    made = [op.to(device) for op in operations(*names)]
-    check_fusion(getattr(module, kind), seeded_randn((5, 32), 0).to(device), *made, dtypes=[torch.bfloat16])
-
-
-@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
-def test_takes_every_form_of_rotation(kind: str, device: torch.device):
-    made = operations("norm", "rotary", size=6, style="interleaved", rotary_dim=4, base=100.0)
-    plain = [ops.QKNorm(6, 2, 1, elementwise_affine=False), made[1]]
-    for of in (made, plain):
-        x = seeded_randn((2, 5, 24), 0).to(device)
-        check_fusion(getattr(module, kind), x, *[op.to(device) for op in of], dtypes=[torch.float16])
 
 
 @pytest.mark.parametrize("ids", [[4, 9, 0, 100_000, 3], [[0, 1, 2, 3, 4], [7, 7, 8, 9, 1]]], ids=["shared", "each"])
@@ -109,51 +83,9 @@ def test_positions_that_do_not_fit_are_refused_as_by_the_operation(device: torch
         model(torch.zeros(5, 32, device=device), ids=torch.arange(3, device=device))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_block_trains_to_the_same_gradients(dtype: torch.dtype, device: torch.device):
-    both = (module.BiasQKNormRotary, module.BiasQKNormRotaryBackward)
-    model = sf.Sequential(
-        ops.Linear(8, 32), *operations("norm", "rotary"), ops.Attention(2, 1, causal=True), ops.Linear(16, 8),
-        fusions=both,
-    ).to(device, dtype)  # fmt: skip
-    four_ways(model, seeded_randn((18, 8), 0, dtype=dtype).to(device), *both)
-
-
-@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
-def test_takes_a_gain_of_one_more_than_the_weight(kind: str, device: torch.device):
-    norm = ops.QKNorm(8, 2, 1, zero_centered=True)
-    made = [op.to(device) for op in (norm, *operations("rotary"))]
-    check_fusion(getattr(module, kind), seeded_randn((5, 32), 0).to(device), *made, dtypes=[torch.bfloat16])
-
-
-@pytest.mark.parametrize("other", [{"kind": "layer"}, {"full_width": True}], ids=str)
-def test_another_norm_is_refused(other: dict[str, Any]):
-    norm = ops.QKNorm(8, 2, 1, **other)
-    model = sf.Sequential(norm, *operations("rotary"), fusions=(module.BiasQKNormRotary, module.BiasQKNorm))
-    refused = {r.reason for r in model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)).refused}
-    assert "its kernel makes an RMSNorm of each head" in refused
-
-
-def test_other_heads_are_refused():
-    model = sf.Sequential(
-        ops.QKNorm(8, 2, 1), ops.RotaryEmbedding(1, 1, style="half", rotary_dim=2), fusions=(module.BiasQKNormRotary,)
-    )
-    refused = {r.reason for r in model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)).refused}
-    assert "the norm and the rotation must be of the same heads" in refused
-
-
 @pytest.mark.parametrize("needs", [{"rotary.cos"}, {"rotary.sin", "x"}])
 def test_a_gradient_of_angles_is_left_to_the_operation(needs: set[str]):
     cos = sin = torch.ones(4, 8)
     assert module._angles(None, cos, sin, frozenset({"x"}))["cos"] is cos
     with pytest.raises(sf.InputError, match="the kernel makes no gradients of cos and sin"):
         module._angles(None, cos, sin, frozenset(needs))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (2, 1), (4, 1)])
-def test_a_norm_and_a_rotation_of_other_heads_are_not_one(heads: int, kv_heads: int):
-    rotary = ops.RotaryEmbedding(heads, kv_heads, style="half")
-    model = sf.Sequential(ops.QKNorm(8, 2, 2), rotary, fusions=module.BiasQKNormRotary)
-    plan = model.plan(env=sf.Env.of("cuda:sm_90", rows=4096))
-    refused = "the norm and the rotation must be of the same heads" in [refusal.reason for refusal in plan.refused]
-    assert refused == ((heads, kv_heads) != (2, 2))

@@ -1,0 +1,190 @@
+"""Point-wise operations in one kernel each way, also behind a GEMM of torch."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import (
+    BiasDropoutAdd,
+    LinearBias,
+    LinearBiasPointwise,
+    PointwiseChain,
+    PointwiseChainBackward,
+    PointwiseChainJoint,
+)
+from seqfuse.fusions.chain import chain_of, pointwise_of
+from seqfuse.kernels import activations
+from seqfuse.testing import seeded_randn
+
+EVERY = (PointwiseChain, PointwiseChainBackward)
+
+
+def bias(width: int) -> ops.Bias:
+    made = ops.Bias(width)
+    made.bias.data.copy_(seeded_randn((width,), 7))
+    return made
+
+
+def test_training_takes_the_form_that_keeps_less(device: torch.device):
+    model = sf.Sequential(bias(8), ops.SiLU(), ops.Tanh(), ops.GeLU(), fusions=(PointwiseChainJoint, *EVERY)).to(device)
+    x = seeded_randn((5, 8), 0).to(device).requires_grad_()
+    assert model.plan(x).count("PointwiseChainJoint") == 1
+    kept: list[int] = []
+
+    def count(t: torch.Tensor) -> torch.Tensor:
+        kept[-1] += t.numel()
+        return t
+
+    for fuse in (True, False):
+        kept.append(0)
+        with sf.fusing(fuse), torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+            model(x)
+    assert kept == [40, 80]
+
+
+def test_a_factor_that_changes_between_the_passes_changes_no_gradient(device: torch.device):
+    x, dy = (seeded_randn((5, 8), i).to(device).requires_grad_() for i in range(2))
+    found: list[torch.Tensor] = []
+    for fusions in ((), PointwiseChainJoint):
+        model = sf.Sequential(ops.SiLU(), ops.Scale(0.5), ops.Tanh(), fusions=fusions).to(device)
+        y = model(x)
+        model[1].factor = 3.0
+        found += torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_chain_that_drops_everything_gives_zeros(device: torch.device):
+    model = sf.Sequential(ops.SiLU(), ops.Dropout(0.4), ops.Tanh(), ops.Dropout(1), fusions=EVERY).to(device)
+    assert model(seeded_randn((19, 13), 0).to(device).requires_grad_()).eq(0).all()
+
+
+def test_a_chain_drops_what_the_operations_drop(device: torch.device):
+    model = sf.Sequential(ops.Dropout(0.3), ops.Scale(2.0), ops.Dropout(0.6), fusions=PointwiseChain).to(device)
+    x = torch.ones(33, 7, device=device)
+    kept: list[torch.Tensor] = []
+    for grad in (False, True):
+        x.requires_grad_(grad)
+        for fuse in (True, False):
+            with sf.fusing(fuse):
+                assert model.plan(x).count("PointwiseChain") == fuse
+                torch.manual_seed(0)
+                kept.append(model(x).ne(0))
+    assert all(mask.equal(kept[0]) for mask in kept)
+    assert 0.15 < kept[0].float().mean() < 0.41  # 0.28, give or take four standard errors
+
+
+@pytest.mark.parametrize("length", [2, 9, 12])
+def test_of_any_length_few_kernels_are_left(length: int):
+    model = sf.Sequential(*([ops.SiLU()] * length), fusions=EVERY)
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", rows=64, grad=False))
+    assert len(plan.forward) == (length + 8) // 9
+    assert all(step.fused for step in plan.forward)
+
+
+def test_a_tensor_that_two_keep_is_stored_once(device: torch.device):
+    model = sf.Sequential(ops.Scale(2.0), ops.Tanh(), ops.SiLU(), fusions=EVERY).to(device)
+    x = seeded_randn((5, 8), 0).to(device).requires_grad_()
+    assert model.plan(x).count("PointwiseChain") == 1
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x)
+    assert len({t.data_ptr() for t in kept}) == 1
+
+
+@pytest.mark.parametrize("drop", [ops.Dropout(0.3).eval(), ops.Dropout(0.0)], ids=["evaluation", "p = 0"])
+def test_is_refused_where_nothing_is_dropped(drop: ops.Dropout):
+    fusion = BiasDropoutAdd(bias=None, dropout=drop, add=None)
+    assert [why for holds, why in fusion.requires(sf.Env(kernels="triton")) if not holds] == ["nothing is dropped here"]
+
+
+@pytest.mark.parametrize("norm", [(), (ops.LayerNorm(8, dtype=torch.float64),)], ids=["", "before a norm"])
+def test_a_sum_in_float64_is_left_to_the_operations(norm: tuple[ops.LayerNorm, ...], device: torch.device):
+    model = sf.Sequential(bias(8), ops.Dropout(0.3), ops.Add("other"), *norm).to(device)
+
+    def passes() -> list[torch.Tensor]:
+        x, other = seeded_randn((5, 8), 0).to(device), seeded_randn((5, 8), 1, dtype=torch.float64).to(device)
+        torch.manual_seed(0)
+        y = model(x.requires_grad_(), other=other.requires_grad_())
+        return [y, *torch.autograd.grad(y.square().sum(), (x, other, *model.parameters()))]
+
+    x = seeded_randn((5, 8), 0).to(device)
+    assert model.plan(x, other=x).forward[0].name in ("BiasDropoutAdd", "BlockBoundary")
+    fused = passes()
+    with sf.fusing(False):
+        unfused = passes()
+    torch.testing.assert_close(fused[0], unfused[0], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(fused[1:], unfused[1:])
+
+
+def test_an_activation_with_other_numbers_is_another_one(device: torch.device):
+    x, acts = seeded_randn((3, 8), 0).to(device), cast(Any, (activations.scale(1.0), activations.scale(2.0)))
+    one, two = (pointwise_of()(chain_of([("gated", act)]))(x)[0] for act in acts)
+    assert torch.equal(two, 2 * one)
+
+
+def test_is_one_step_of_as_many_kernels_as_the_two_that_it_replaces():
+    model = sf.Sequential(ops.Linear(64, 256), ops.GeLU(), fusions=(LinearBias, LinearBiasPointwise)).bfloat16()
+    there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    assert [step.name for step in model.plan(env=there).forward] == ["LinearBiasPointwise"]
+
+
+def test_applies_under_autocast_and_not_to_a_weight_of_another_dtype():
+    model = sf.Sequential(ops.Linear(64, 256), ops.GeLU(), fusions=LinearBiasPointwise)
+    assert model.plan(env=sf.Env.of("cuda:sm_90", autocast=torch.bfloat16)).count("LinearBiasPointwise") == 1
+    assert model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)).count("LinearBiasPointwise") == 0
+
+
+@pytest.mark.parametrize("other", ["weight", "bias"])
+def test_does_not_apply_where_a_parameter_has_another_dtype(other: str):
+    parts = ops.Linear(64, 256, bias=False), ops.Bias(256)
+    model = sf.Sequential(*parts, ops.GeLU(), fusions=LinearBiasPointwise).bfloat16()
+    there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
+    assert model.plan(env=there).count("LinearBiasPointwise") == 1
+    parts[other == "bias"].float()
+    assert model.plan(env=there).count("LinearBiasPointwise") == 0
+
+
+class Steep(sf.Pointwise):
+    """y = slope x, with a slope that is a buffer."""
+
+    @triton.jit
+    def value(x, P: tl.constexpr):
+        return P[0] * x
+
+    @triton.jit
+    def derivative(x, P: tl.constexpr):
+        return x * 0.0 + P[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slope", torch.tensor(2.0))
+
+    @property
+    def P(self) -> tuple[float, ...]:
+        return (float(self.slope),)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slope * x
+
+
+def test_what_is_kept_of_a_call_follows_the_configuration(device: torch.device):
+    linear, bias, act = (operation.to(device) for operation in (ops.Linear(6, 8, bias=False), ops.Bias(8), ops.GeLU()))
+    fusion, x = LinearBiasPointwise(linear=linear, bias=bias, act=act), seeded_randn((5, 6), 0).to(device)
+    with torch.no_grad():
+        for approximate in ("none", "tanh", "none"):
+            act.approximate = approximate
+            z = linear.fwd(x)[0] + bias.bias
+            expected = torch.nn.functional.gelu(z, approximate=approximate)
+            torch.testing.assert_close(fusion.fwd(x)[0], expected, atol=2e-6, rtol=1e-6)
+        steep = Steep().to(device)
+        fusion = LinearBiasPointwise(linear=linear, bias=bias, act=steep)
+        for slope in (2.0, 3.0):
+            steep.slope.fill_(slope)
+            torch.testing.assert_close(fusion.fwd(x)[0], slope * (linear.fwd(x)[0] + bias.bias))
