@@ -20,10 +20,8 @@ def apart(width: int, bias: bool = True) -> ops.MergedLinear:
 @pytest.mark.parametrize("make", [apart, lambda width: ops.MergedLinear(width, (4, 2, 3))], ids=["apart", "one"])
 @pytest.mark.parametrize("shape", [(5, 7), (2, 3, 9)], ids=str)
 def test_takes_the_place_of_what_it_replaces(shape: tuple[int, ...], make: Callable[[int], ops.MergedLinear]):
-    list_ = ops.Fork("out"), make(shape[-1])
-    check_fusion(
-        fusions.BackwardMergedLinearAdd, seeded_randn(shape, 0), *list_, dtypes=[torch.float32, torch.bfloat16]
-    )
+    x, list_ = seeded_randn(shape, 0), [ops.Fork("out"), make(shape[-1])]
+    check_fusion(fusions.BackwardMergedLinearAdd, x, *list_, dtypes=[torch.float32, torch.bfloat16])
 
 
 def test_a_post_norm_layer_uses_it_on_a_cpu():
