@@ -90,7 +90,7 @@ def other_examples(kind: type[UnfusedOperation], x: Tensor) -> Iterator[tuple[st
             made = kind.examples(like)[1:] if of == "examples" else (kind.example(like),)
         except (TypeError, ValueError, NotImplementedError):  # it has none, or none for this input
             continue
-        yield from ((f"{one} of its `{of}`", one, like) for one in made)
+        yield from ((f"{one} of its `{of}`", one.to(like.device), like) for one in made)
 
 
 def other_width(x: Tensor) -> Tensor | None:
@@ -170,7 +170,7 @@ def _thread(fusion: type[FusedOperation], choice: Sequence[Kinds], x: Tensor, pi
         for i, kind in enumerate(kinds):
             like = seeded_randn(shape, len(made), dtype=x.dtype).to(x.device)
             place = f"{slot.name}_{i}" if slot.variadic else slot.name
-            made.append(_routed(fusion, place, _bare(pick(at, kind, like)), open_forks))
+            made.append(_routed(fusion, place, _bare(pick(at, kind, like)), open_forks).to(x.device))
             shape = tuple(made[-1].infer(shape))
     return made
 

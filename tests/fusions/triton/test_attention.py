@@ -13,8 +13,9 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.ops import _attention
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
+from tests.triton_fixtures import DEVICE
 
-SEED = torch.tensor(0x1234_5678_9ABC)
+SEED = torch.tensor(0x1234_5678_9ABC, device=DEVICE)
 HOW: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "dropout": {"causal": True, "dropout": 0.2},
@@ -31,14 +32,14 @@ def _by_our_kernels(monkeypatch: pytest.MonkeyPatch):
 
 
 def packed(rows: tuple[int, ...], parts: int, size: int) -> Tensor:
-    return seeded_randn((*rows, parts * size), 0)
+    return seeded_randn((*rows, parts * size), 0).to(DEVICE)
 
 
 def given(how: str, length: int) -> tuple[tuple[int, ...], dict[str, Tensor]]:
     if how == "packed":
-        return (length,), {"cu_seqlens": torch.tensor([0, 7, 7, length])}
+        return (length,), {"cu_seqlens": torch.tensor([0, 7, 7, length], device=DEVICE)}
     if how == "mask":
-        mask = seeded_randn((2, 1, length, length), 3)
+        mask = seeded_randn((2, 1, length, length), 3).to(DEVICE)
         mask[0, 0, 2] = -torch.inf
         return (2, length), {"attn_mask": mask}
     return (2, length), {}
@@ -48,7 +49,7 @@ def given(how: str, length: int) -> tuple[tuple[int, ...], dict[str, Tensor]]:
 def test_one_pass_may_be_ours_and_the_other_torchs(how: str, monkeypatch: pytest.MonkeyPatch):
     lead, extras = given(how, 21)
     op, x = ops.Attention(4, 2, **HOW[how]), packed(lead, 8, 8)
-    dy = seeded_randn((*lead, 32), 5)
+    dy = seeded_randn((*lead, 32), 5).to(DEVICE)
 
     def both(*ours: bool) -> tuple[Tensor, Any]:
         monkeypatch.setattr(_attention, "interpreting", ours[0])
@@ -85,7 +86,7 @@ def test_the_gradient_of_a_mask_is_left_to_blocks(monkeypatch: pytest.MonkeyPatc
         return _attention.attend_blocks_backward(dy, qkv, how, out, needs_mask)
 
     monkeypatch.setattr("seqfuse.ops.attention.attend_blocks_backward", blocks)
-    mask = seeded_randn((1, 9, 9), 3)
+    mask = seeded_randn((1, 9, 9), 3).to(DEVICE)
     x = packed((2, 9), 8, 8).requires_grad_()
     model = sf.Sequential(ops.Attention(4, 2, mask="m"))
     model(x, m=mask.requires_grad_()).sum().backward()
@@ -142,8 +143,8 @@ def test_the_kernel_follows_what_torch_has(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_list_in_bfloat16_gives_the_same_bits_each_time():
     model = sf.Sequential(ops.Linear(16, 64), ops.Attention(4, 2, causal=True, dropout=0.1), ops.Linear(32, 16))
-    model.bfloat16()
-    x = seeded_randn((2, 24, 16), 1, dtype=torch.bfloat16)
+    model.to(DEVICE, torch.bfloat16)
+    x = seeded_randn((2, 24, 16), 1, dtype=torch.bfloat16).to(DEVICE)
     found: list[list[Tensor]] = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -178,8 +179,9 @@ def test_on_a_gpu_it_is_plain_torch(how: str, dtype: torch.dtype, size: int):
 @pytest.mark.parametrize("how", ["soft-cap", "mask"])
 def test_of_keys_elsewhere_one_pass_may_be_ours_and_the_other_torchs(how: str, monkeypatch: pytest.MonkeyPatch):
     op = ops.CrossAttention(4, 2, **HOW[how])
-    x, k, v, dy = (seeded_randn((2, rows, n * 8), i) for i, (rows, n) in enumerate(((5, 4), (21, 2), (21, 2), (5, 4))))
-    extras = {"attn_mask": seeded_randn((2, 1, 5, 21), 3)} if how == "mask" else {}
+    sizes = ((5, 4), (21, 2), (21, 2), (5, 4))
+    x, k, v, dy = (seeded_randn((2, rows, n * 8), i).to(DEVICE) for i, (rows, n) in enumerate(sizes))
+    extras = {"attn_mask": seeded_randn((2, 1, 5, 21), 3).to(DEVICE)} if how == "mask" else {}
 
     def both(*ours: bool) -> tuple[Tensor, Any]:
         monkeypatch.setattr(_attention, "interpreting", ours[0])

@@ -24,7 +24,7 @@ MODELS: dict[str, tuple[nn.Module, ...]] = {
     "BlockBoundary": (ops.Residual(ops.Bias(32), ops.Dropout(0.1)), ops.LayerNorm(32)),
     "PointwiseChain": (ops.GeLU(), ops.Scale(2.0), ops.SiLU()),
 }
-EVERY_LAUNCH = {"kernels/_launch.py", "kernels/_operators.py"}
+EVERY_LAUNCH = {"kernels/_launch.py", "kernels/_operators.py", "kernels/c/call.py"}
 
 
 def listed() -> dict[str, list[str]]:

@@ -10,6 +10,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.recipes import Recipe
 from seqfuse.testing import seeded_randn
+from tests.triton_fixtures import DEVICE
 
 RECIPES = recipes.Float8CurrentScaling(), recipes.Float8RowScaling(), recipes.Float8BlockScaling(), recipes.MXFP8()
 
@@ -26,8 +27,8 @@ def passes(model: sf.Sequential, x: Tensor) -> list[Tensor]:
 def test_norms_units_and_residuals_around_quantized_gemms(recipe: Recipe):
     torch.manual_seed(0)
     mlp = ops.Residual(ops.RMSNorm(32), ops.MergedLinear(32, (64, 64)), ops.SwiGLU(), ops.Linear(64, 32))
-    model = sf.Sequential(ops.RMSNorm(32), ops.Linear(32, 32), ops.GeLU(), mlp, recipe=recipe)
-    x = seeded_randn((33, 32), 1) + 0.1
+    model = sf.Sequential(ops.RMSNorm(32), ops.Linear(32, 32), ops.GeLU(), mlp, recipe=recipe).to(DEVICE)
+    x = (seeded_randn((33, 32), 1) + 0.1).to(DEVICE)
     fused = passes(model, x)
     plan = model.plan(x)
     assert plan.env.triton
