@@ -28,6 +28,7 @@ from seqfuse.kernels import (
     attention,
     crossentropy,
     decode,
+    grouped,
     norm,
     permute,
     pointwise,
@@ -84,6 +85,8 @@ class Launch:
     def has_dot(self) -> bool:
         """Whether it multiplies matrices by instructions that `wgmma` stands for on sm_90."""
         fixed, half = self.constexprs, self.args[0].element_size() == 2
+        if self.kernel is grouped._grouped_gemm_kernel or self.kernel is grouped._grouped_outer_kernel:
+            return half
         if self.kernel is attention._attention_dkv_kernel:  # of other than 64 rows it is the instruction of sm_80
             return half and fixed["BLOCK_N"] >= 64
         return "attention" in self.kernel.__name__ and half and fixed["BLOCK_M"] >= 64
@@ -508,9 +511,32 @@ def _quantizations(target: str) -> Calls:
             yield f"{{kernel}} {scaling} {way} {_name(dtype)}{' odd' * (rows % 16 > 0)}", call
 
 
+def _groups(target: str) -> Calls:
+    """Each dtype, few rows in a group and many, sizes that tiles divide and others, and weights of either order."""
+    for dtype, rows, (columns, depth) in itertools.product((BF16, F16, F32), (512, 65536), ((1024, 512), (1001, 333))):
+        name = f"{{kernel}} {_name(dtype)} {rows} x {columns} x {depth}{' odd' * (columns % 16 > 0)}"
+        yield name, functools.partial(_group, dtype, rows, columns, depth)
+
+
+def _group(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
+    x, dy, weight = (
+        _new(rows, depth, dtype=dtype),
+        _new(rows, columns, dtype=dtype),
+        _new(8, columns, depth, dtype=dtype),
+    )
+    offsets = torch.zeros(8, dtype=torch.int32)
+    for tf32 in {False, dtype is F32}:
+        grouped.grouped_gemm(x, weight, offsets, _new(8, columns, dtype=dtype), tf32=tf32)
+        grouped.grouped_gemm(dy, weight.mT, offsets, tf32=tf32)
+        grouped.grouped_outer(dy, x, offsets, tf32=tf32)
+    grouped.group_sums(dy, offsets)
+    for bias in (None, _new(8, columns, dtype=dtype)):
+        grouped.finish_rows_(dy, offsets, bias)
+
+
 def _permutes(target: str) -> Calls:
     """Each dtype, aligned and not, with every option and none."""
-    for dtype, columns, top_k in itertools.product((BF16, F16, F32, F64), (4096, 1001), (2, 8)):
+    for dtype, columns, top_k in (*itertools.product((BF16, F16, F32, F64), (4096, 1001), (2, 8)), (F32, 1, 1)):
         name = f"{{kernel}} {_name(dtype)} {columns} top {top_k}{' odd' * (columns % 16 > 0)}"
         yield name, functools.partial(_permute, dtype, columns, top_k)
 
@@ -530,6 +556,7 @@ CALLS: dict[str, Callable[[str], Calls]] = {
     "attention": _attentions,
     "crossentropy": _losses,
     "decode": _decodes,
+    "grouped": _groups,
     "norm": _norms,
     "permute": _permutes,
     "pointwise": _chains,

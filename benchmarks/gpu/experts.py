@@ -10,6 +10,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.ops import _grouped
 
 from .case import Case, Contender, Inputs, Outputs, Run
 from .draw import generator, normal
@@ -105,12 +107,21 @@ class Models:
         return copy.deepcopy(self.loop).double()
 
 
-def trained(model: Callable[[], Any], *, fusing: bool = True) -> Contender:
+def unfused() -> Any:
+    """A block in which no fusion applies."""
+    return sf.fusing(False)
+
+
+def with_our_gemm() -> Any:
+    """A block in which torch's grouped GEMM takes nothing."""
+    return mock.patch.object(_grouped, "_takes", return_value=False)
+
+
+def trained(model: Callable[[], Any], *, within: Callable[[], Any] = contextlib.nullcontext) -> Contender:
     """Result and the gradients of tokens, factors and weights; `model` makes it when it is first used."""
 
     def called(inputs: Inputs, leaves: Sequence[Tensor]) -> Tensor:
-        with contextlib.nullcontext() if fusing else sf.fusing(False):
-            return model()(leaves[0], experts=inputs["experts"], probs=leaves[1])
+        return model()(leaves[0], experts=inputs["experts"], probs=leaves[1])
 
     def leaves_of(inputs: Inputs) -> list[Tensor]:
         return [inputs[name].detach().requires_grad_() for name in ("x", "probs")]
@@ -119,12 +130,17 @@ def trained(model: Callable[[], Any], *, fusing: bool = True) -> Contender:
         leaves, own = leaves_of(inputs), list(model().parameters())
 
         def call() -> Outputs:
-            y = called(inputs, leaves)
-            return y, *torch.autograd.grad(y, [*leaves, *own], inputs["dy"])
+            with within():
+                y = called(inputs, leaves)
+                return y, *torch.autograd.grad(y, [*leaves, *own], inputs["dy"])
 
         return call
 
-    return Contender(prepare, lambda inputs: called(inputs, leaves_of(inputs)), lambda: list(model().parameters()))
+    def forward(inputs: Inputs) -> Tensor:
+        with within():
+            return called(inputs, leaves_of(inputs))
+
+    return Contender(prepare, forward, lambda: list(model().parameters()))
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
@@ -152,6 +168,7 @@ def _case(sizes: Sizes, mixture: Mixture) -> Case:
 
     contenders = {
         "seqfuse": trained(lambda: models.ours),
+        "seqfuse, our GEMM": trained(lambda: models.ours, within=with_our_gemm),
         "seqfuse lean": trained(lambda: models.lean),
         "loop": trained(lambda: models.loop),
     }
@@ -164,6 +181,6 @@ def _case(sizes: Sizes, mixture: Mixture) -> Case:
         GROUP, f"{mixture.name} {rows}", sizes.dtype, make, rows, contenders,
         checked_rows=min(rows, sizes.checked_rows), as_called=True, priority=1, notes=notes,
         flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
-        unfused=trained(lambda: models.ours, fusing=False), exact=trained(lambda: models.exact, fusing=False),
+        unfused=trained(lambda: models.ours, within=unfused), exact=trained(lambda: models.exact),
         shape={"model": mixture.name, "M": rows, "H": mixture.H, "F": mixture.F, "experts": mixture.experts},
     )  # fmt: skip

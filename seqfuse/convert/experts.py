@@ -149,7 +149,7 @@ def take_over(model: nn.Module) -> tuple[list[tuple[nn.Module, Any]], dict[str, 
     changed: list[tuple[nn.Module, Any]] = []
     kept: dict[str, str] = {}
     for path, module in cast("Iterable[tuple[str, Any]]", model.named_modules()) if interface is not None else ():
-        if not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "_is_expert_parallel")):
+        if not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias")):
             continue
         config: Any = module.config
         found = _unit_of(module)

@@ -48,7 +48,7 @@ def _spread_kernel(
         if y is not None:
             if factors is not None:
                 value = tl.where(kept[:, None], value.to(COMPUTE) * factor[:, None], 0.0)
-            tl.store(y + row[:, None] * columns.to(tl.int64) + column, value.to(y.dtype.element_ty), mask=there)
+            tl.store(y + row[:, None] * tl.cast(columns, tl.int64) + column, value.to(y.dtype.element_ty), mask=there)
     if sums is not None:
         tl.store(sums + pair, tl.sum(total, 1).to(sums.dtype.element_ty), mask=inside)
 
@@ -74,7 +74,7 @@ def _gather_kernel(
         if factors is not None:
             value = value * tl.load(factors + pair, mask=kept, other=0.0).to(COMPUTE)[:, None]
         total += tl.where(kept[:, None], value, 0.0)
-    tl.store(y + token[:, None] * columns.to(tl.int64) + column, total.to(y.dtype.element_ty), mask=there)
+    tl.store(y + token[:, None] * tl.cast(columns, tl.int64) + column, total.to(y.dtype.element_ty), mask=there)
 
 
 def _options(columns: int, top_k: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """GEMMs of groups of rows with a weight each, whose ends are on the device: as operators, and as plain torch.
 
 On a CPU the ends are read and each group is one GEMM of torch, which takes any dtype and strides, and no more time than
-`torch.nn.functional.grouped_mm`. On other devices nothing is read, and it is that function where it has a kernel, which
-on a GPU of NVIDIA is bfloat16 on sm_90 and sm_100 alone: for others it copies the ends to the host. It leaves rows
-beyond the last end as they were, so that these are set to zero behind it.
+`torch.nn.functional.grouped_mm`. On other devices nothing is read. It is that function where it has a kernel, which on
+a GPU of NVIDIA is bfloat16 on sm_90 and sm_100 alone: for others it copies the ends to the host. It leaves rows beyond
+the last end as they were, so that these are set to zero behind it. Elsewhere it is our kernel, and without Triton, or
+in float64, each row is multiplied with every weight.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import triton_installed
 from ..traffic import FLOPS
 from ._mm import linear_into, mm
 from ._philox import watched
@@ -78,6 +80,17 @@ def _has_kernel(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@functools.cache
+def _writes_empty_groups(device: torch.device) -> bool:
+    """Whether torch's kernel for gradients of weights writes zeros for a group without rows, as that of sm_90 does."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _in_triton(x: Tensor) -> bool:
+    """Whether our kernels take x."""
+    return x.is_cuda and x.dtype in _DTYPES and triton_installed()
+
+
 def _takes(*operands: Tensor) -> bool:
     """Whether torch's GEMM of groups takes operands of these dtypes and sizes, and reads no ends on the host."""
     first = operands[0]
@@ -98,6 +111,15 @@ def _row_major(t: Tensor) -> Tensor:
     if t.stride(1) == 1 and t.stride(0) >= t.shape[1] and _aligned(t, t.stride(0), int(t.storage_offset())):
         return t
     return t.clone(memory_format=torch.contiguous_format)
+
+
+def _with_rows(t: Tensor) -> Tensor:
+    """The same as our kernels read them, which take rows of any stride whose columns are contiguous."""
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def _tf32(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
 def _of_weights(t: Tensor) -> Tensor:
@@ -125,8 +147,17 @@ def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
     """`grouped_linear` by calls that run on any device and read no offsets on the host."""
     rows = x.shape[0]
     if not _takes(x, weight):
+        if _in_triton(x):
+            from ..kernels.grouped import grouped_gemm
+
+            return grouped_gemm(_with_rows(x), weight, offsets, bias, tf32=_tf32(x))
         return plain(x, weight, offsets, bias)
     y = F.grouped_mm(_row_major(x), _of_weights(weight).mT, offs=offsets.to(torch.int32).clamp(max=rows))
+    if _in_triton(y):
+        from ..kernels.grouped import finish_rows_
+
+        finish_rows_(y, offsets, bias)
+        return y
     if bias is not None:
         group = torch.searchsorted(offsets, torch.arange(rows, device=x.device, dtype=offsets.dtype), right=True)
         y = y + bias.index_select(0, group.clamp(max=bias.shape[0] - 1))
@@ -148,6 +179,10 @@ def _weight_grad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_weight_grad` by calls that run on any device and read no offsets on the host."""
     rows = x.shape[0]
+    if _in_triton(x) and not (_takes(dy, x) and _writes_empty_groups(x.device)):
+        from ..kernels.grouped import grouped_outer
+
+        return grouped_outer(_with_rows(dy), _with_rows(x), offsets, tf32=_tf32(x))
     if _takes(dy, x):
         return F.grouped_mm(_row_major(dy).mT, _row_major(x), offs=offsets.to(torch.int32).clamp(max=rows))
     return torch.stack([mm(torch.where(own, dy, 0).mT, torch.where(own, x, 0)) for own in of_group(offsets, rows)])
@@ -155,9 +190,10 @@ def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 def bias_grad_unread(dy: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_bias_grad` by calls that run on any device and read no offsets on the host."""
-    if _takes(dy):  # a sum of rows is a GEMM with ones, of which the kernel takes no fewer than 16 bytes
-        ones = dy.new_ones(dy.shape[0], 16 // dy.element_size())
-        return weight_grad_unread(dy, ones, offsets).select(-1, 0).clone(memory_format=torch.contiguous_format)
+    if _in_triton(dy):
+        from ..kernels.grouped import group_sums
+
+        return group_sums(_with_rows(dy), offsets)
     return torch.stack([torch.where(own, dy, 0).sum(0) for own in of_group(offsets, dy.shape[0])])
 
 

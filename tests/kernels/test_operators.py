@@ -50,6 +50,7 @@ CACHES = {"k": (2, 1, 5, 8), "v": (2, 1, 5, 8), "lengths": LENGTHS}
 ROWS = {"x": (5, 6), "dy": (5, 6), "w": (6,), "b": (6,)}
 STATS = {"mean": (5,), "rstd": (5,)}
 F32 = torch.float32
+GROUPS = {"x": (7, 6), "dy": (7, 5), "w": (2, 5, 6), "b": (2, 5), "ends": torch.tensor([2, 5], device=DEVICE)}
 PAIRS = {
     "x": (6, 5), "p": (3, 2), "rows": torch.tensor([[4, 1], [0, 5], [3, 2]], device=DEVICE),
     "ends": torch.tensor([2, 5], device=DEVICE),
@@ -74,6 +75,10 @@ CALLS: dict[str, Call] = {
     "decode.cache_write": Call(
         "cache_write", lambda f, a, b, k, v, lengths: f(a, b, k, v, lengths), {"a": (2, 1, 8), "b": (2, 1, 8), **CACHES}
     ),
+    "grouped.finish_rows_": Call("finish_rows", lambda f, x, dy, w, b, ends: f(dy, ends, b), GROUPS),
+    "grouped.group_sums": Call("group_sums", lambda f, x, dy, w, b, ends: f(dy, ends), GROUPS),
+    "grouped.grouped_gemm": Call("grouped_gemm", lambda f, x, dy, w, b, ends: f(x, w, ends, b), GROUPS),
+    "grouped.grouped_outer": Call("grouped_outer", lambda f, x, dy, w, b, ends: f(dy, x, ends), GROUPS),
     "norm.norm_fwd": Call("norm", lambda f, x, dy, w, b: f(x, w, b, 1e-5, residual=dy), ROWS),
     "norm.norm_fwd of RMSNorm": Call(
         "norm", lambda f, x, dy, w, b: f(x, w, None, 1e-5, centered=False, pre_bias=b), ROWS
