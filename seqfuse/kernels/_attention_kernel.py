@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ._device import bend, keep_mask, masked
 from ._launch import family, next_power_of_2
-from .activations import exponential, is_half, tanh_derivative
+from .activations import exponential, is_half, power, tanh_derivative
 
 _LN_2 = tl.constexpr(math.log(2))
 
@@ -129,13 +129,6 @@ def _keep(
 
 
 @triton.jit
-def _exp(x, BASE_2: tl.constexpr, HALF: tl.constexpr):
-    if BASE_2:
-        return tl.exp2(x)
-    return exponential(x, HALF)
-
-
-@triton.jit
 def _weights(scores, sums, ADDED: tl.constexpr, HALF: tl.constexpr):
     """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents.
 
@@ -188,8 +181,8 @@ def _attention_fwd_kernel(
         larger = tl.maximum(most, tl.max(scores, 1))
         # A row that has seen nothing yet has weights of zero rather than NaN.
         origin = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = _exp(scores - origin[:, None], BASE_2, HALF)
-        shrink = _exp(most - origin, BASE_2, HALF)
+        weights = power(scores - origin[:, None], BASE_2, HALF)
+        shrink = power(most - origin, BASE_2, HALF)
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
         if P is not None:

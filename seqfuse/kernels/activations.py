@@ -120,6 +120,14 @@ def exponential(x, HALF: tl.constexpr):
 
 
 @triton.jit
+def power(x, BASE_2: tl.constexpr, HALF: tl.constexpr):
+    """2^x if BASE_2, else `exponential`."""
+    if BASE_2:
+        return tl.exp2(x)
+    return exponential(x, HALF)
+
+
+@triton.jit
 def _sigmoid_and_slope(z, HALF: tl.constexpr):
     """Both s = sigmoid(z) and s (1 - s), which is exp(-|z|) / (1 + exp(-|z|))^2 without the cancellation of 1 - s."""
     q = exponential(-tl.abs(z), HALF)

@@ -19,6 +19,7 @@ from ._device import bend
 from ._heads import check_scales
 from ._launch import architecture, cdiv, family, interpreted, launch, next_power_of_2, processors, register_limit, stops
 from ._operators import inner_contiguous, operator
+from .activations import power
 
 MAX_HEAD = 256
 """The widest head."""
@@ -34,8 +35,9 @@ def _decode_kernel(
     heads, kv_heads, rows, splits, scale, softcap, window,
     GROUP: tl.constexpr, D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """One split of one key head of one sequence: y unnormalized, and log2 of the sum of weights; y itself if alone."""
+    """One split of one key head of one sequence: y and the logarithm of the sum of weights; y alone where it is all."""
     pid = tl.program_id(0)
     split = pid % splits
     # Of a large group some members at a time.
@@ -80,14 +82,14 @@ def _decode_kernel(
             scores *= tl.load(key_scales + row, mask=seen, other=0.0)[None, :]
         scores *= scale
         if SOFTCAP:
-            # softcap tanh(scores / softcap), in numbers that are already in base 2.
+            # softcap tanh(scores / softcap), of scores that are twice that by log2 e.
             scores = softcap * bend(scores, query.dtype == tl.float32)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         # A row of scores that are all -inf, as overflowed ones may be, has weights of zero rather than NaN.
         origin = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp2(scores - origin[:, None])
-        shrink = tl.exp2(most - origin)
+        weights = power(scores - origin[:, None], BASE_2, False)
+        shrink = power(most - origin, BASE_2, False)
         total = total * shrink + tl.sum(weights, 1)
         if v_scale is not None:
             # In units of the largest so far: the product of a weight and a small scale has few digits in float16, or
@@ -114,12 +116,13 @@ def _decode_kernel(
     else:
         place = out * splits + split
         tl.store(partials + place[:, None] * D + cols[None, :], whole, mask=taken)
-        tl.store(sums + place, most + tl.log2(total), mask=members < GROUP)
+        logs = tl.log2(total) if BASE_2 else tl.log(total)
+        tl.store(sums + place, most + logs, mask=members < GROUP)
 
 
 @triton.jit
 def _merge_kernel(
-    partials, sums, y, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    partials, sums, y, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BASE_2: tl.constexpr
 ):  # fmt: skip
     """One head of one sequence: its splits by their share of the sum of weights, in a fixed order."""
     out = tl.program_id(0).to(tl.int64)
@@ -129,7 +132,7 @@ def _merge_kernel(
     place = out * splits + split
     logs = tl.load(sums + place, mask=there, other=float("-inf"))
     most = tl.max(logs, 0)
-    shares = tl.exp2(logs - tl.where(most == float("-inf"), 0.0, most))
+    shares = power(logs - tl.where(most == float("-inf"), 0.0, most), BASE_2, False)
     total = tl.sum(shares, 0)
     mask = there[:, None] & (cols < D)[None, :]
     part = tl.load(partials + place[:, None] * D + cols[None, :], mask=mask, other=0.0)
@@ -237,8 +240,10 @@ def decode_attention(
         partials = torch.empty(batch * heads * splits * size, dtype=torch.float32, device=q.device)
         sums = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
     factor = size**-0.5 if scale is None else scale
-    # Scores in base 2; a soft-cap takes twice score / softcap.
-    factor *= _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
+    # Scores in base 2, but in float32, where a rounded log2 e shows; a soft-cap takes twice score / softcap.
+    base_2 = q.dtype is not torch.float32
+    unit = _LOG2_E if base_2 else 1.0
+    factor *= unit if softcap is None else 2 * _LOG2_E / softcap
     strides = (0, 0) if k_scale is None else (k_scale.stride(0), k_scale.stride(1))
     launch(
         _decode_kernel,
@@ -246,9 +251,9 @@ def decode_attention(
         (
             q, k, v, k_scale, v_scale, lengths, y, partials, sums, q.stride(0), q.stride(1), *k.stride()[:3],
             *v.stride()[:3], *strides, heads, kv_heads, rows, splits, float(factor),
-            float((softcap or 0.0) * _LOG2_E), window or 0,
+            float((softcap or 0.0) * unit), window or 0,
         ),
-        _constexprs(group, size, softcap is not None, window is not None, block_n, q.dtype),
+        _constexprs(group, size, softcap is not None, window is not None, block_n, q.dtype) | {"BASE_2": base_2},
         _warps(q.dtype),
         _stages(q.dtype, k_scale is not None),
         **register_limit(_registers(q.dtype, k_scale is not None), architecture(q.device)),
@@ -258,7 +263,12 @@ def decode_attention(
             _merge_kernel,
             batch * heads,
             (partials, sums, y, splits),
-            {"D": size, "BLOCK_S": next_power_of_2(splits), "BLOCK_D": next_power_of_2(size)},
+            {
+                "D": size,
+                "BLOCK_S": next_power_of_2(splits),
+                "BLOCK_D": next_power_of_2(size),
+                "BASE_2": base_2,
+            },
             4,
         )
     return y
