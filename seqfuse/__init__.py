@@ -50,7 +50,7 @@ from .tune import tune
 if typing.TYPE_CHECKING:
     from . import inference, losses, nn, testing
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BackwardFusion",
     "Budget",
