@@ -157,18 +157,3 @@ def check_twin(op: sf.UnfusedOperation, twin: nn.Module, x: Tensor, *, names: It
     expected = {"y": y.detach(), **dict(zip(("dx", *(f"d{n}" for n in parameters)), grads, strict=True))}
     chosen = tuple(expected) if names is None else tuple(names)
     assert_bitwise_equal({n: found[n] for n in chosen}, {n: expected[n] for n in chosen})
-
-
-class Passes(torch.autograd.Function):
-    """An operation without parameters of its own or extras, as an autograd function, for `gradcheck`."""
-
-    @staticmethod
-    def forward(ctx, op, x):
-        y, saved = op.fwd(x, **seed_of(op))
-        ctx.op, ctx.saved = op, saved
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        needs = {"needs": frozenset({"x"})} if ctx.op.backward_signature.needs else {}
-        return None, ctx.op.bwd(dy, ctx.saved, **needs)[0]

@@ -1,18 +1,14 @@
 """What holds for every operation, whatever it computes."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.testing import LAYOUTS, REGIMES, assert_bitwise_equal, check_op, in_regime, laid_out, seeded_randn
+from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
 
-from .passes import DTYPES, NAMES, Passes, by_passes, check_needs, check_passes, example, extras_of, own_parameters
+from .passes import DTYPES, NAMES, by_passes, check_passes, example, extras_of, own_parameters
 
-SHAPES = ((1, 2), (7, 6), (3, 5, 8), (2, 1, 3, 4), (10,))
 HEADS_TOO = (*NAMES, "Attention", "QKNorm", "PositionEmbedding", "RotaryEmbedding")
 CHAIN = [name for name in NAMES if name not in ("Add", "Fork", "Multiply", "Take")]
 
@@ -28,50 +24,19 @@ OTHERS = (
 @pytest.mark.parametrize("name", NAMES)
 def test_keeps_its_contract_under_the_engine(name: str):
     x = seeded_randn((5, 6), 0)
-    check_op(example(name, x), x)
+    check_op(example(name, x), x, dtypes=DTYPES)
 
 
-@pytest.mark.parametrize("op", OTHERS, ids=str)
-def test_keeps_its_contract_in_other_configurations(op: sf.UnfusedOperation):
-    check_op(op, seeded_randn((5, 6), 0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_passes_agree_with_the_reference(name: str, dtype: torch.dtype):
-    for position, regime in enumerate(REGIMES):
-        x = in_regime(regime, (9, 14), position, dtype=dtype)
-        check_passes(example(name, x), x)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1, 3, 4), (10,)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_passes_agree_with_the_reference_for_any_rank(name: str, shape: tuple[int, ...]):
     x = seeded_randn(shape, 1)
     check_passes(example(name, x), x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_passes_take_any_layout_of_x(name: str, layout: str, dtype: torch.dtype):
-    x = laid_out(seeded_randn((5, 6), 2, dtype=dtype), layout)
-    check_passes(example(name, x), x)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CHAIN)
-def test_backward_takes_any_layout_of_dy(name: str, layout: str):
-    x = seeded_randn((5, 6), 3)
-    op = example(name, x)
-    needs = {"needs": frozenset(("x", *own_parameters(op)))} if op.backward_signature.needs else {}
-    with torch.no_grad():
-        y, saved = op.fwd(x, **({"seed": torch.tensor(5)} if op.forward_signature.seed else {}))
-        dy = laid_out(seeded_randn(tuple(y.shape), 4), layout)
-        dx, grads = op.bwd(dy, saved, **needs)
-        expected_dx, expected = op.bwd(dy.contiguous(), saved, **needs)
-    # Sums over rows may take another order.
-    torch.testing.assert_close({"dx": dx, **grads}, {"dx": expected_dx, **expected})
+@pytest.mark.parametrize("op", OTHERS, ids=str)
+def test_keeps_its_contract_in_other_configurations(op: sf.UnfusedOperation):
+    check_op(op, seeded_randn((5, 6), 0))
 
 
 @pytest.mark.parametrize("name", [*CHAIN, *HEADS_TOO[-4:]])
@@ -85,13 +50,6 @@ def test_a_batch_of_incoming_gradients_gives_what_each_of_them_gives(name: str):
     each = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in batch]
     for got, expected in zip(found, zip(*each, strict=True), strict=True):
         torch.testing.assert_close(got, torch.stack(expected))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_only_wanted_gradients_are_computed(name: str, dtype: torch.dtype):
-    x = seeded_randn((4, 6), 5, dtype=dtype)
-    check_needs(example(name, x), x)
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (3, 0, 6), (0,)], ids=str)
@@ -109,21 +67,6 @@ def test_no_rows_give_zero_gradients(name: str, dtype: torch.dtype, shape: tuple
         assert_bitwise_equal(found[f"d{parameter}"], torch.zeros_like(getattr(op, parameter)))
 
 
-@pytest.mark.parametrize("name", CHAIN)
-def test_backward_is_the_derivative_of_forward(name: str):
-    x = seeded_randn((3, 6), 6, dtype=torch.float64).requires_grad_()
-    op = example(name, x)
-    assert torch.autograd.gradcheck(lambda t: Passes.apply(op, t), x, fast_mode=False)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_runs_agree_bit_for_bit(name: str):
-    x = seeded_randn((33, 18), 7)
-    op, extras = example(name, x), extras_of(example(name, x), x)
-    first = {n: None if t is None else t.clone() for n, t in by_passes(op, x, extras).items()}
-    assert_bitwise_equal(by_passes(op, x, extras), first)
-
-
 @pytest.mark.parametrize("cls", [ops.Attention, ops.CrossAttention, ops.Dropout, ops.DropPath])
 def test_random_numbers_are_drawn_in_training_alone(cls: type[sf.UnfusedOperation]):
     heads = (2,) if issubclass(cls, ops.Attention | ops.CrossAttention) else ()
@@ -135,26 +78,6 @@ def test_random_numbers_are_drawn_in_training_alone(cls: type[sf.UnfusedOperatio
     assert not torch.equal(*training)
     kept = sf.Sequential(cls(*heads, **dict.fromkeys(named, 0.0)))(x, **given)
     assert_bitwise_equal(model.eval()(x, **given), kept)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_infer_gives_the_shape_of_the_output(name: str):
-    for shape in ((4, 6), (2, 3, 8), (6,)):
-        x = seeded_randn(shape, 8)
-        op = example(name, x)
-        y = by_passes(op, x, extras_of(op, x))["y"]
-        assert y is not None
-        assert op.infer(shape) == tuple(y.shape)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_copies_and_pickles_compute_the_same(name: str):
-    x = seeded_randn((4, 6), 9)
-    op = example(name, x)
-    extras = extras_of(op, x)
-    expected = {n: None if t is None else t.clone() for n, t in by_passes(op, x, extras).items()}
-    for other in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
-        assert_bitwise_equal(by_passes(other, x, extras), expected)
 
 
 @pytest.mark.parametrize("name", HEADS_TOO)

@@ -1,4 +1,6 @@
-"""Bias."""
+"""Scale, LayerScale, Bias and Identity."""
+
+from __future__ import annotations
 
 import pickle
 
@@ -6,10 +8,58 @@ import pytest
 import torch
 from torch import nn
 
+import seqfuse as sf
 from seqfuse import ops
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
-from .passes import by_passes, example
+from .passes import by_autograd, by_passes, check_twin, example
+
+
+def test_multiplies_both_passes_by_the_factor():
+    op, x = ops.Scale(-0.3), seeded_randn((3, 5), 0)
+    y, saved = op.fwd(x)
+    assert_bitwise_equal(y, x * -0.3)
+    assert_bitwise_equal(op.bwd(x, saved)[0], x * -0.3)
+    assert not op.state_dict()
+    assert repr(op) == "Scale(factor=-0.3)"
+
+
+def test_a_factor_changed_between_the_passes_does_no_harm():
+    op, x = ops.Scale(2), seeded_randn((3, 5), 0)
+    _, saved = op.fwd(x)
+    op.factor = 7.0
+    assert_bitwise_equal(op.bwd(x, saved)[0], 2 * x)
+
+
+def test_keeps_the_dtype_of_half_inputs():
+    assert ops.Scale(0.1).fwd(torch.ones(2, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
+
+
+def test_starts_small_and_has_one_key():
+    op = ops.LayerScale(6)
+    assert (op.gamma == 1e-5).all()
+    assert list(op.state_dict()) == ["gamma"]
+    assert (ops.LayerScale(6, 0.5).gamma == 0.5).all()
+    assert repr(op) == "LayerScale(6, init_value=1e-05)"
+
+
+def test_keeps_only_what_wanted_gradients_read():
+    kept = ops.LayerScale.Saved.kept
+    assert kept(frozenset({"x"})) == ("gamma",)
+    assert kept(frozenset({"gamma"})) == ("x",)
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.complex64], ids=str)
+def test_complex_numbers_are_those_of_torch(own: torch.dtype):
+    op, x = ops.LayerScale(6, dtype=own), seeded_randn((5, 6), 0, dtype=torch.complex64)
+    op.gamma.data = seeded_randn((6,), 1, dtype=own)
+    found, wanted = by_passes(op, x, {}), by_autograd(op, x, {})
+    torch.testing.assert_close(found, wanted)
+
+
+def test_another_size_is_refused():
+    with pytest.raises(sf.InputError, match=r"position 0 \(LayerScale\): expects last dimension 6, got 5"):
+        ops.LayerScale(6)(torch.zeros(2, 5))
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 3, 5), (5,)], ids=str)
@@ -77,3 +127,11 @@ def test_a_bias_by_itself_is_pickled_with_its_parameter() -> None:
     bias.bias.data = torch.tensor([1.0, 2.0, 3.0])
     again = pickle.loads(pickle.dumps(bias))
     assert torch.equal(again(torch.zeros(2, 3)), bias(torch.zeros(2, 3)))
+
+
+def test_hands_on_what_it_gets():
+    op, x = ops.Identity(54, unused=True), seeded_randn((3, 5), 0)
+    y, saved = op.fwd(x)
+    assert y is x
+    assert op.bwd(x, saved) == (x, {})
+    check_twin(op, nn.Identity(), x)
