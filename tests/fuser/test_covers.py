@@ -1,4 +1,4 @@
-"""Any forward cover with any backward cover gives the same numbers, and the cheapest pair of covers is chosen."""
+"""The exact search for schedules, and the costs it is made with."""
 
 from __future__ import annotations
 
@@ -458,3 +458,16 @@ def test_a_frozen_front_is_covered_for_inference_and_the_rest_for_training() -> 
         return gelu(gelu(x + p["0.bias"]) + p["2.bias"])
 
     assert_same(run(model, x), unfused(model, x), run_plain(plain, model, x))
+
+
+def test_a_joint_fusion_where_nothing_wants_a_gradient_is_worth_its_forward_only() -> None:
+    case = BY_NAME["bias_gelu"]
+
+    class Dear(case.inference[0]):
+        def saves(self, env: sf.Env) -> Any:
+            return sf.Savings(launches=1.5)
+
+    model = sf.Sequential(ops.Bias(5), ops.GeLU(), ops.Bias(5), ops.GeLU(), fusions=(*case.joint, Dear))
+    model[0].requires_grad_(False)
+    plan = model.plan(tensor(7, 5, grad=False))
+    assert fused_names(plan) == (["Dear", "BiasGeLUJoint"], ["BiasGeLUJoint"])

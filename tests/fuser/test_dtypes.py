@@ -1,23 +1,30 @@
-"""What operations say of autocast against what torch does, on fake tensors of a CPU and of a GPU."""
+"""Autocast: what operations say of it beside torch, and what plans of 16-bit models cast, how often, and keep."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
-from seqfuse import ops
+from seqfuse import compiler, env, ops
+from seqfuse import nn as layers
 from seqfuse.plan.flatten import flatten
 from seqfuse.plan.inputs import Border, along_of, under_autocast
 from seqfuse.plan.step import Stretch
 from seqfuse.run.lower import Context, lower
 from seqfuse.run.node import back_alone, run_alone
+from seqfuse.testing import assert_bitwise_equal
+
+from .kit_b import draw
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 OPERATIONS = sorted(
@@ -166,3 +173,292 @@ def test_a_fusion_gives_what_comes_next_takes_only_where_it_makes_the_cast():
     assert along_of(borders, True) == (narrow, narrow, narrow)
     assert along_of(borders, False) == (narrow, narrow, wide)
     assert along_of((), False) == ()
+
+
+@pytest.fixture(autouse=True)
+def _with_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts are counted: those to float32 that a CPU without bfloat16 instructions needs have tests of their own."""
+    monkeypatch.setattr(env, "WIDENED", frozenset())
+
+
+HALF = torch.bfloat16
+NORM = functools.partial(ops.RMSNorm, eps=1e-5)
+
+
+def gpt(width: int = 64, **around: Any) -> sf.Sequential:
+    return layers.TransformerLayer(width, 4, causal=True, **around)
+
+
+def llama(width: int = 64) -> sf.Sequential:
+    rotary = functools.partial(ops.RotaryEmbedding, style="half")
+    shape: dict[str, Any] = {"hidden_dim": 3 * width, "activation": ops.SwiGLU, "norm": NORM, "bias": False}
+    return layers.TransformerLayer(width, 4, 2, causal=True, rotary=rotary, **shape)
+
+
+MODELS = pytest.mark.parametrize(
+    "make", [gpt, functools.partial(gpt, dropout=0.1), llama], ids=["gpt", "dropout", "llama"]
+)
+
+
+class Casts(TorchDispatchMode):
+    """Counts what is cast to 16 bits while it is open, by shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype is HALF:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+@contextlib.contextmanager
+def kept(into: list[Tensor]) -> Generator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: into.append(t) or t, lambda t: t):
+        yield
+
+
+@MODELS
+@pytest.mark.parametrize("place", ["cpu", "cuda:sm_90", "cuda:gfx942"])
+def test_the_schedule_is_that_of_a_16_bit_model_but_for_casts_of_weights(make: Any, place: str):
+    kernels = sf.Env.of(place).kernels
+    mixed = make().plan(env=sf.Env.of(place, autocast=HALF, rows=4096))
+    half = make().to(HALF).plan(env=sf.Env.of(place, dtype=HALF, rows=4096))
+    for ahead, names in (("forward", {"LayerNorm": "NormForward", "RMSNorm": "NormForward"}), ("backward", {})):
+        # A norm that no other fusion takes writes 16 bits, where the other model's does that by itself.
+        known = names if kernels is not None else {}
+        wanted = [(known.get(step.name, step.name), step.covers) for step in getattr(half, ahead)]
+        assert [(step.name, step.covers) for step in getattr(mixed, ahead)] == wanted
+    products = [at for at, name in enumerate(mixed.names) if name == "Linear"]
+    assert [cast.at for cast in mixed.casts if cast.name == "weight"] == products
+    assert {cast.dtype for cast in mixed.casts} == {HALF}
+    behind_norms = [at + 1 for at, name in enumerate(mixed.names) if "Norm" in name]
+    assert [cast.at for cast in mixed.casts if cast.name == "x"] == (behind_norms if kernels is None else [])
+    assert half.casts == ()
+
+
+class Own(Tensor):
+    """A tensor of a class of its own."""
+
+
+class Owned(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_subclass(Own)
+
+
+@pytest.mark.parametrize(
+    "enter", [None, torch.nn.Identity, Owned], ids=["", "gradients begin in a later segment", "of a class of its own"]
+)
+def test_a_weight_is_cast_once_in_a_call_and_saved_once_however_often_it_is_read(enter: type[torch.nn.Module] | None):
+    first, last = ops.Linear(12, 12, bias=False), ops.Linear(12, 12, bias=False)
+    last.weight = first.weight
+    model = sf.Sequential(first, ops.Tanh(), *(ops.Identity() for _ in range(20)), last)
+    if enter is not None:
+        model = sf.Sequential(enter(), *(ops.Identity() for _ in range(20))) + model
+    x = draw(5, 12, dtype=torch.float32).requires_grad_(enter is None)
+    for _ in range(3):  # interpreted, then by generated code
+        saved: list[Tensor] = []
+        with Casts() as casts, kept(saved), torch.autocast("cpu", HALF):
+            y = model(x)
+        assert casts.shapes.count((12, 12)) == 1
+        assert len({t.untyped_storage().data_ptr() for t in saved if t.shape == (12, 12)}) == 1
+        with Casts() as casts:
+            y.sum().backward()
+        assert (12, 12) not in casts.shapes
+    assert first.weight.grad.dtype is torch.float32
+
+
+def test_without_gradients_products_leave_casts_to_the_cache_of_torch():
+    model, x = gpt(), draw(3, 4, 64, dtype=torch.float32)
+    with torch.autocast("cpu", HALF), torch.no_grad():
+        model(x)
+        with Casts() as casts:
+            model(x)
+    assert (192, 64) not in casts.shapes
+
+
+@MODELS
+def test_no_more_is_kept_than_torch_keeps_under_autocast(make: Any):
+    model, x = make(), draw(2, 16, 64, dtype=torch.float32).requires_grad_()
+    sizes: list[int] = []
+    for enabled in (True, False):
+        saved: list[Tensor] = []
+        with torch.autocast("cpu", HALF), kept(saved), sf.fusing(enabled):
+            model(x)
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if not is_parameter(t, model)
+        }
+        sizes.append(sum(storages.values()))
+        wide = [t for t in saved if t.dtype is torch.float32 and t.shape == x.shape]
+        assert len({t.untyped_storage().data_ptr() for t in wide}) <= 2  # what the norms read: the residual stream
+    assert sizes[0] <= sizes[1]
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_what_is_made_again_is_made_of_the_same_casts(make: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler, "_found", lambda: (None, "schedules of C kernels round in other places"))
+    model, half = make(), make().to(HALF)
+    x = draw(2, 16, 64, dtype=torch.float32)
+    found: list[list[Tensor]] = []
+    for memory in ("fast", "balanced", "lean"):
+        model.memory = half.memory = memory
+        leaf = x.clone().requires_grad_()
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", HALF), sf.fusing(on_error="raise"):
+            plan = model.plan(leaf)
+            model(leaf)
+            y = model(leaf)  # by generated code
+        same = half.plan(x.to(HALF).requires_grad_())
+        assert [(step.name, step.covers) for step in plan.forward] == [(s.name, s.covers) for s in same.forward]
+        y.square().sum().backward()
+        found.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+    assert plan.memory is not None
+    assert plan.memory.saved < 0.85 * plan.memory.saved_unfused
+    assert_bitwise_equal(found[1], found[0])
+    assert_bitwise_equal(found[2], found[0])
+
+
+def is_parameter(t: Tensor, model: nn.Module) -> bool:
+    return any(t.untyped_storage().data_ptr() == p.untyped_storage().data_ptr() for p in model.parameters())
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda:sm_90"])
+def test_float32_norms_in_a_16_bit_model_change_no_step(place: str):
+    model, half = llama().to(HALF), llama().to(HALF)
+    for module in model.modules():
+        if isinstance(module, ops.RMSNorm):
+            module.float()
+    mixed, same = (m.plan(env=sf.Env.of(place, dtype=HALF, rows=4096)) for m in (model, half))
+    for ahead in ("forward", "backward"):
+        assert [step.covers for step in getattr(mixed, ahead)] == [step.covers for step in getattr(same, ahead)]
+    x = draw(2, 8, 64, dtype=torch.float32).to(HALF).requires_grad_()
+    y = model(x)
+    y.backward(draw(2, 8, 64, seed=1).to(HALF))
+    assert y.dtype is HALF
+    assert {p.grad.dtype is p.dtype for p in model.parameters()} == {True}
+
+
+def test_an_operation_that_states_nothing_is_looked_at_in_a_call():
+    class Doubled(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            return (2 * x).double()
+
+    model = sf.Sequential(ops.Linear(4, 4), Doubled(), ops.Tanh(), ops.Add("other"))
+    x, other = (draw(3, 4, seed=i, dtype=torch.float32) for i in range(2))
+    with torch.autocast("cpu", HALF):
+        plan = model.plan(x, other=other)
+        assert model(x, other=other).dtype is torch.float64
+    (step,) = [step for step in plan.forward if step.name == "Tanh"]
+    assert [border.taken for border in step.borders] == [torch.float64, torch.float64]
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", autocast=HALF))
+    assert not any(step.fused and step.operation.kernels for step in plan.forward if step.stop > 2)
+
+
+def test_a_cast_inside_a_fusion_refuses_it_unless_it_says_that_it_takes_account_of_it():
+    class NormLinear(sf.ForwardFusion):
+        norm: ops.LayerNorm
+        linear: ops.Linear
+
+        def fwd(self, x: Tensor) -> Any:
+            y, norm = self.norm.fwd(x)
+            z, linear = self.linear.fwd(y)
+            return z, {"norm": norm, "linear": linear}
+
+    class Casting(sf.ForwardFusion):
+        norm: ops.LayerNorm
+        linear: ops.Linear
+
+        casts = True
+
+        def fwd(self, x: Tensor, *, env: sf.Env) -> Any:
+            y, norm = self.norm.fwd(x)
+            z, linear = self.linear.fwd(y.to(env.part(1).dtype))
+            return z, {"norm": norm, "linear": linear}
+
+    x = draw(3, 8, dtype=torch.float32).requires_grad_()
+    for fusion, applied in ((NormLinear, 0), (Casting, 1)):
+        model = sf.Sequential(ops.LayerNorm(8), ops.Linear(8, 4, bias=False), fusions=fusion)
+        with torch.autocast("cpu", HALF), sf.fusing(on_error="raise"):
+            plan = model.plan(x)
+            model(x).sum().backward()
+        assert plan.count(fusion.__name__) == applied
+        assert [r.reason for r in plan.refused] == ["x is cast to bfloat16 inside it, before Linear"] * (not applied)
+
+
+def test_a_fusion_gives_the_dtype_that_it_is_told():
+    told: list[torch.dtype | None] = []
+
+    class Norm(sf.ForwardFusion):
+        norm: ops.LayerNorm
+
+        def saves(self, env: sf.Env) -> sf.Savings:
+            return sf.Savings(launches=1)
+
+        def fwd(self, x: Tensor, *, dtype: torch.dtype | None) -> Any:
+            told.append(dtype)
+            y, record = self.norm.fwd(x)
+            return y if dtype is None else y.to(dtype), {"norm": record}
+
+    model = sf.Sequential(ops.LayerNorm(8), ops.Linear(8, 4), fusions=Norm)
+    x = draw(3, 8, dtype=torch.float32).requires_grad_()
+    for _ in range(2):
+        model(x)
+        with torch.autocast("cpu", HALF):
+            assert [cast.name for cast in model.plan(x).casts] == ["weight"]
+            model(x)
+    assert told == [None, HALF, None, HALF]
+
+
+def test_a_fusion_written_without_autocast_in_mind_may_keep_the_parameter_itself():
+    class LinearGeLU(sf.ForwardFusion):
+        linear: ops.Linear
+        act: ops.GeLU
+
+        def fwd(self, x: Tensor) -> Any:
+            z = nn.functional.linear(x, self.linear.weight)
+            return nn.functional.gelu(z), {
+                "linear": ops.Linear.Saved(x=x, weight=self.linear.weight),
+                "act": ops.GeLU.Saved(x=z),
+            }
+
+    model = sf.Sequential(ops.Linear(8, 4, bias=False), ops.GeLU(), fusions=LinearGeLU)
+    plain = copy.deepcopy(model)
+    x = draw(3, 8, dtype=torch.float32)
+    grads: list[Tensor] = []
+    for m, enabled in ((model, True), (plain, False)):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", HALF), sf.fusing(enabled, on_error="raise"):
+            m(leaf).sum().backward()
+        grads += [leaf.grad, m[0].weight.grad]
+    assert torch.equal(grads[0], grads[2])
+    assert torch.equal(grads[1], grads[3])
+
+
+@pytest.mark.parametrize("takes_any", [True, False])
+def test_a_gradient_is_cast_for_what_takes_no_other_dtype(takes_any: bool):
+    seen: list[torch.dtype] = []
+
+    class Doubled(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            pass
+
+        autocast, any_dy = "same", takes_any
+
+        def reference(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+        def fwd(self, x: Tensor) -> Any:
+            return 2 * x, self.Saved()
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            seen.append(dy.dtype)
+            return 2 * dy.float(), {}
+
+    model = sf.Sequential(Doubled(), ops.Linear(6, 6, bias=False))
+    for _ in range(2):
+        with torch.autocast("cpu", HALF):
+            y = model(torch.randn(4, 6, requires_grad=True))
+        y.sum().backward()
+    assert seen == [HALF if takes_any else torch.float32] * 2
