@@ -95,12 +95,11 @@ def fill(only: str, budget: float) -> tuple[int, int]:
 @contextlib.contextmanager
 def launchers(stub: Any) -> Iterator[None]:
     """A block in which what launches each kernel is compiled as well."""
-    with tempfile.TemporaryDirectory() as folder:
-        stub.launcher = functools.partial(launcher, _libcuda(Path(folder)))
-        yield
+    stub.launcher = launcher
+    yield
 
 
-def launcher(libcuda: Path, source: Any, metadata: Any) -> None:
+def launcher(source: Any, metadata: Any) -> None:
     """Compile what launches a kernel, which Triton 3.6 writes in C for each signature: a second of gcc."""
     from triton.backends.nvidia import driver
     from triton.runtime import build, cache
@@ -115,18 +114,21 @@ def launcher(libcuda: Path, source: Any, metadata: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "main.c")
         path.write_text(text)
-        places = [driver.libdevice_dir, str(libcuda)]
+        _libcuda(Path(folder), text)
+        places = [driver.libdevice_dir, folder]
         built = build._build("__triton_launcher", str(path), folder, places, driver.include_dirs, driver.libraries, [])
         kept.put(Path(built).read_bytes(), name, binary=True)
 
 
-def _libcuda(folder: Path) -> Path:
-    """A folder with an empty library in the place of the driver's, which is not here to be linked with."""
-    source = folder / "empty.c"
-    source.write_text("")
+def _libcuda(folder: Path, text: str) -> None:
+    """A library with the functions of the driver that a launcher calls, to link with: the driver's is not here.
+
+    A linker leaves out a library that has none of them, and then the launcher cannot be loaded there.
+    """
+    source = folder / "libcuda.c"
+    source.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(set(re.findall(r"\bcu[A-Z]\w*", text)))))
     command = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1"), str(source)]
     subprocess.run(command, check=True)
-    return folder
 
 
 def _stand_ins(args: tuple[Any, ...]) -> list[Any]:
