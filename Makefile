@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m tests.run -n 2 --dist worksteal --timeout 300
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-machines test-models test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu warm-cache report kernels clean
+.PHONY: help demo test test-full test-machines test-models test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu first-hour rehearsal warm-cache report kernels clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -85,8 +85,14 @@ report: $(VENV)/.has-bench  ## draw the plots and tables of README and docs from
 test-gpu:  ## run what a GPU can run of the tests, at real sizes; needs pytest and hypothesis in GPU_PYTHON
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -q tests/gpu tests/kernels tests/fusions/triton $(ARGS)
 
+first-hour:  ## everything a GPU settles, in three calls of five minutes; ARGS=1 is the first of them
+	PYTHON=$(GPU_PYTHON) benchmarks/on_gpu.sh $(ARGS)
+
 warm-cache: $(VENV)/.has-bench  ## compile the kernels of the GPU's rows for sm_90 and pack them, to travel with the tree
 	$(BIN)/python benchmarks/warm_cache.py pack $(ARGS)
+
+rehearsal: $(VENV)/.has-test  ## run these calls here, tiny, with rows planted to hang and to crash
+	$(BIN)/python benchmarks/first_hour.py --rehearse --limit 200
 
 kernels: $(VENV)/.has-bench  ## compile every kernel for GPUs that are not here
 	$(BIN)/python benchmarks/kernels_table.py $(ARGS)
