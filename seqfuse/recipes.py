@@ -92,6 +92,11 @@ class Recipe:
         return self.block("x", "rows")[1] is None
 
     @property
+    def by_blocks(self) -> bool:
+        """Whether scales are such as torch's GEMMs of blocks take on GPUs of sm_90: of 128 numbers of e4m3."""
+        return self.block("x", "rows")[1] == 128 and self.format == "e4m3"
+
+    @property
     def constants(self) -> tuple[Any, ...]:
         """The name of the class and the value of each field: `recipe_of(*recipe.constants) == recipe`."""
         return type(self).__qualname__, *[getattr(self, field.name) for field in dataclasses.fields(self)]
@@ -298,7 +303,7 @@ def _blocks(rows: Tensor, size: _Block) -> Tensor:
         return rows.new_empty(up, 0, across, 0)
     high, wide = high or m, wide or n
     padded = F.pad(rows, (0, across * wide - n, 0, up * high - m)) if m % high or n % wide else rows
-    return padded.view(up, high, across, wide)
+    return padded.reshape(up, high, across, wide)
 
 
 def _whole(blocks: Tensor, rows: Tensor) -> Tensor:

@@ -490,13 +490,13 @@ def _loss(dtype: torch.dtype, classes: int, full: bool, way: str, rows: int) -> 
 
 
 def _quantizations(target: str) -> Calls:
-    """Every scaling, both directions and each alone, of rows whose transposes are aligned or not; sm_80 has no e4m3."""
-    if target == "sm_80":
+    """Every scaling, both directions and each alone, of rows whose transposes are aligned or not; none before sm_90."""
+    if target in ("sm_80", "sm_89"):
         return
     scale, largest = _new(1, dtype=F32), _new(1, dtype=F32)
     for scaling, dtype, rows in itertools.product(get_args(quantize.Scaling), (BF16, F16, F32), (1024, 1003)):
         given = {"scale": scale, "largest": largest} if scaling == "given" else {}
-        for way in ("rows", "columns", "rows+columns") if dtype is BF16 else ("rows+columns",):
+        for way in {BF16: ("rows", "columns", "rows+columns"), F16: ("rows+columns",), F32: ("rows",)}[dtype]:
             of = torch.float8_e5m2 if (dtype is F32) == (scaling == "tensor") else torch.float8_e4m3fn
             asked = {name: name in way.split("+") for name in ("rows", "columns")}
             call = functools.partial(

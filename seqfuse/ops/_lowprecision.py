@@ -1,11 +1,13 @@
 """GEMMs of quantized operands: y = x weight^T, dx = dy weight, dweight = dy^T x, each rounded once.
 
 Operands are multiplied as `recipes.dequantize` gives them, summed in float32: so a CPU does, which has no instructions
-for 8 bits, and a recipe that is emulated elsewhere. A GPU has torch's GEMMs where a tensor or a row has one scale.
+for 8 bits, and a recipe that is emulated elsewhere. A GPU has torch's GEMMs where a tensor or a row has one scale, and
+one of sm_90 where blocks of 128 have.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..casts import autocasting
+from ..kernels import triton_installed
 from ..maingrad import Accumulated, accumulated
 from ..recipes import MULTIPLE, Recipe, Role, dequantize, quantize
+from ..scaling import Kept
 
 
 class Operand(NamedTuple):
@@ -31,22 +35,96 @@ def operand(data: Tensor | None, inverse: Tensor | None) -> Operand:
     return Operand(data, inverse)
 
 
-def along(x: Tensor, recipe: Recipe, role: Role, scale: Tensor | None = None) -> Operand:
-    """An operand quantized along its rows; a delayed recipe is given the `scale`. x: [M, N]."""
-    return Operand(*quantize(x, recipe, role, "rows", scale=scale))
+def quantized(
+    x: Tensor, recipe: Recipe, role: Role, *, rows: bool = True, columns: bool = False, kept: Kept | None = None
+) -> tuple[Operand | None, Operand | None]:
+    """An operand quantized along its rows, and down its columns, as far as these are asked for. x: [M, N].
+
+    Both are one where they share their scales. A delayed recipe is given what is `kept`: max |x| is noted there.
+    On GPUs what is quantized down its columns lies in memory column by column, as GEMMs read it.
+    """
+    kernels = kernels_for(x, columns) if rows or columns else None
+    if kernels is not None:
+        return _by_kernels(kernels, x, recipe, role, rows, columns, kept)
+    if kept is not None and kept.newest is not None:
+        most = x.detach().abs().amax().to(torch.float32)
+        torch.maximum(kept.newest, most, out=kept.newest)
+    scale = None if kept is None else kept.scale
+    along = Operand(*quantize(x, recipe, role, "rows", scale=scale)) if rows else None
+    if not columns:
+        return along, None
+    if along is not None and recipe.block(role, "rows") == recipe.block(role, "columns"):
+        return along, along
+    return along, Operand(*quantize(x, recipe, role, "columns", scale=scale))
 
 
-def down(x: Tensor, recipe: Recipe, role: Role, rows: Operand | None = None, scale: Tensor | None = None) -> Operand:
-    """An operand quantized down its columns: `rows` itself where both share their scales. x: [M, N]."""
-    if rows is not None and recipe.block(role, "rows") == recipe.block(role, "columns"):
-        return rows
-    return Operand(*quantize(x, recipe, role, "columns", scale=scale))
+def along(x: Tensor, recipe: Recipe, role: Role, kept: Kept | None = None) -> Operand:
+    """An operand quantized along its rows alone."""
+    found, _ = quantized(x, recipe, role, kept=kept)
+    assert found is not None
+    return found
+
+
+def down(x: Tensor, recipe: Recipe, role: Role) -> Operand:
+    """An operand quantized down its columns alone."""
+    _, found = quantized(x, recipe, role, rows=False, columns=True)
+    assert found is not None
+    return found
+
+
+_SCALINGS: dict[Any, Any] = {
+    (None, None): "tensor",
+    (1, None): "row",
+    (1, 128): "1x128",
+    (128, 128): "128x128",
+    (1, 32): "1x32",
+}
+
+
+def _by_kernels(
+    kernels: Any, x: Tensor, recipe: Recipe, role: Role, rows: bool, columns: bool, kept: Kept | None
+) -> tuple[Operand | None, Operand | None]:
+    x = x.detach()
+    x = x if x.stride(1) == 1 and x.stride(0) % MULTIPLE == 0 else x.contiguous()
+    scaling = _SCALINGS[recipe.block(role, "rows")] if kept is None else "given"
+    given: dict[str, Any] = {} if kept is None else {"scale": kept.scale.view(1), "largest": kept.newest}
+    how: dict[str, Any] = {"power_of_two": recipe.power_of_two, "rows": rows, "columns": columns}
+    found = kernels.quantize(x, recipe.dtype(role), scaling, **how, **given)
+    inverse: Any = found.rows_inverse
+    down: Any = inverse if found.columns_inverse is None else found.columns_inverse
+    if scaling in ("given", "tensor"):
+        inverse = down = inverse.view(())
+    elif scaling == "row":
+        inverse, down = (None if t is None else t.view(shape) for t, shape in ((inverse, (-1, 1)), (down, (1, -1))))
+    elif scaling != "128x128":
+        kind = torch.float8_e8m0fnu if scaling == "1x32" else torch.float32
+        inverse, down = (None if t is None else t.view(kind) for t in (inverse, down))
+        inverse = None if inverse is None else inverse.t()
+    along = Operand(found.rows, inverse) if rows else None
+    return along, Operand(found.columns.t(), down) if columns else None
+
+
+def kernels_for(x: Tensor, columns: bool) -> Any:
+    """The module of the kernels that quantize a matrix, or `None` where there are none."""
+    dtypes = (torch.bfloat16, torch.float16) if columns else (torch.bfloat16, torch.float16, torch.float32)
+    fits = x.is_cuda and x.dtype in dtypes and x.numel() and x.shape[1] % MULTIPLE == 0
+    return _kernels_on(x.device) if fits else None
+
+
+@functools.cache
+def _kernels_on(device: torch.device) -> Any:
+    """Before sm_90 Triton goes from float32 to 8 bits by way of float16, which rounds twice."""
+    if not triton_installed() or torch.version.hip or _capability(device) < (9, 0):
+        return None
+    from ..kernels import quantize
+
+    return quantize
 
 
 def linear(x: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return x weight^T + bias from operands quantized along their rows. x: [M, K], weight: [N, K], y: [M, N]."""
     if by_torch(recipe, x.data):
-        y = _scaled_mm(x.data, weight.data.t(), x.inverse, weight.inverse.t(), dtype)
+        y = _scaled_mm(x, weight, recipe, dtype)
         return y if bias is None else y + bias.to(dtype)
     sums = wide(dtype)
     with autocasting(x.data.device.type, None):
@@ -62,8 +140,7 @@ def dgrad(dy: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, adde
     """
     sums = wide(dtype)
     if by_torch(recipe, dy.data):
-        out = dtype if addend is None else sums
-        dx = _scaled_mm(dy.data, _turned(weight.data).t(), dy.inverse, weight.inverse, out)
+        dx = _scaled_mm(dy, _turned(weight), recipe, dtype if addend is None else sums)
         return dx if addend is None else (dx + addend).to(dtype)
     with autocasting(dy.data.device.type, None):
         a = dequantize(*dy, recipe, "dy", "rows").to(sums)
@@ -80,8 +157,7 @@ def weight_grad(
     """
     sums = wide(dtype if main_grad is None else main_grad.dtype)
     if by_torch(recipe, dy.data):
-        out = dtype if main_grad is None else torch.float32
-        product = _scaled_mm(_turned(dy.data), _turned(x.data).t(), dy.inverse.t(), x.inverse, out)
+        product = _scaled_mm(_turned(dy), _turned(x), recipe, dtype if main_grad is None else torch.float32, "x")
     else:
         with autocasting(dy.data.device.type, None):
             a = dequantize(*dy, recipe, "dy", "columns").to(sums).t()
@@ -93,30 +169,76 @@ def weight_grad(
 
 
 def by_torch(recipe: Recipe, data: Tensor) -> bool:
-    """Whether GEMMs are torch's of 8-bit operands: on a GPU, with a scale for a tensor or for a row."""
-    return data.device.type == "cuda" and not recipe.emulate and recipe.whole_rows
+    """Whether GEMMs are torch's of 8-bit operands."""
+    if data.device.type != "cuda" or recipe.emulate:
+        return False
+    return recipe.whole_rows or (recipe.by_blocks and _capability(data.device) == (9, 0))
 
 
-def _turned(data: Tensor) -> Tensor:
-    """The transpose as a tensor of its own: the instructions read both operands along the sum."""
-    return data.t().contiguous()
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
-def _scaled_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a b, rounded once. a: [M, K] row by row, b: [K, N] column by column, scales [] or [M, 1] and [1, N]."""
-    if not a.numel() or not b.numel():
-        return a.new_zeros(a.shape[0], b.shape[1], dtype=dtype)
-    if (short := -a.shape[1] % MULTIPLE) > 0:  # rows of tokens, which may be of any number
-        a, b = F.pad(a, (0, short)), F.pad(b.t(), (0, short)).t()
+def _turned(one: Operand) -> Operand:
+    """The transpose; its codes lie row by row, perhaps already: the instructions read both operands along the sum."""
+    return Operand(one.data.t().contiguous(), one.inverse.t() if one.inverse.dim() else one.inverse)
+
+
+def _scaled_mm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, of: Role = "weight") -> Tensor:
+    """Return a b^T, rounded once, of two operands that lie row by row. a: [M, K], b: [N, K].
+
+    Scales are of both tensors, of each row, or of 128 numbers of a and as many of b, or 128 x 128 of a weight.
+    """
+    m, n = len(a.data), len(b.data)
+    if not a.data.numel() or not b.data.numel():
+        return a.data.new_zeros(m, n, dtype=dtype)
+    x, y = a.data, b.data
+    if recipe.by_blocks:
+        return _scaled_by_blocks(x, y, a.inverse, b.inverse, of, dtype)
+    short = -x.shape[1] % MULTIPLE  # of tokens, which may be of any number
+    x, y = _filled(x, 0, short), _filled(y, 0, short)
     run: Any = torch._scaled_mm  # pyright: ignore
-    if inverse_a.dim() == 0:
-        return run(a, b, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=False)
+    if a.inverse.dim() == 0:
+        return run(x, y.t(), a.inverse, b.inverse, out_dtype=dtype, use_fast_accum=False)
     if dtype is torch.bfloat16:
-        scales = inverse_a.flatten().view(-1, 1), inverse_b.flatten().view(1, -1)  # with the strides that it asks for
-        return run(a, b, *scales, out_dtype=dtype, use_fast_accum=False)
-    # With a scale for a row torch gives bfloat16 alone.
-    one = torch.ones((), device=a.device)
-    return (run(a, b, one, one, out_dtype=torch.float32, use_fast_accum=False) * inverse_a * inverse_b).to(dtype)
+        scales = a.inverse.flatten().view(-1, 1), b.inverse.flatten().view(1, -1)  # with the strides that it asks for
+        return run(x, y.t(), *scales, out_dtype=dtype, use_fast_accum=False)
+    # Not everywhere torch takes a scale for a row with another dtype.
+    one = torch.ones((), device=x.device)
+    found = run(x, y.t(), one, one, out_dtype=torch.float32, use_fast_accum=False)
+    return (found * a.inverse * b.inverse.t()).to(dtype)
+
+
+def _scaled_by_blocks(
+    x: Tensor, y: Tensor, x_inverse: Tensor, y_inverse: Tensor, of: Role, dtype: torch.dtype
+) -> Tensor:
+    """Return x y^T with scales [M, ceil(K / 128)] and [N, ceil(K / 128)], or [ceil(N / 128), ceil(K / 128)].
+
+    Blocks that are not whole get zeros, and M is a multiple of 4: columns of scales begin at multiples of 16 bytes.
+    """
+    (m, k), n = x.shape, len(y)
+    kinds: Any = F.ScalingType  # pyright: ignore
+    square = of == "weight"
+    x, y = _filled(x, -m % 4, -k % 128), _filled(y, -n % 128 if square else 0, -k % 128)
+    scales = _by_columns(_filled(x_inverse, -m % 4)), kinds.BlockWise1x128
+    if square:
+        scales += _by_columns(_filled(y_inverse, 0, -y_inverse.shape[1] % 4).t()), kinds.BlockWise128x128
+    else:
+        scales += _by_columns(y_inverse), kinds.BlockWise1x128
+    run: Any = F.scaled_mm  # pyright: ignore
+    found = run(x, y.t(), *scales, output_dtype=torch.float32 if dtype is torch.float16 else dtype)
+    return (found if found.shape == (m, n) else found[:m, :n]).to(dtype)
+
+
+def _filled(x: Tensor, rows: int, columns: int = 0) -> Tensor:
+    """With more rows and columns of zeros."""
+    return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
+
+
+def _by_columns(inverse: Tensor) -> Tensor:
+    """The same numbers, column after column in memory, with strides that say so even of one column."""
+    return inverse.t().flatten().view(inverse.shape[1], -1).t()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

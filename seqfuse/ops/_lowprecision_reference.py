@@ -30,13 +30,15 @@ def _differentiable(x: Tensor, weight: Tensor, *constants: Any) -> Tensor:
 
 
 def _linear(recipe: Recipe, x: Tensor, weight: Tensor) -> Tensor:
-    return low.linear(low.along(x, recipe, "x"), low.along(weight, recipe, "weight"), recipe, x.dtype)
+    qx, qweight = low.along(x, recipe, "x"), low.along(weight, recipe, "weight")
+    return low.linear(qx, qweight, recipe, x.dtype)
 
 
 def _gradients(recipe: Recipe, dy: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Any, Any]:
     dx = dweight = None
-    if needs[0]:
-        dx = low.dgrad(low.along(dy, recipe, "dy"), low.down(weight, recipe, "weight"), recipe, dy.dtype)
-    if needs[1]:
-        dweight = low.weight_grad(low.down(dy, recipe, "dy"), low.down(x, recipe, "x"), recipe, dy.dtype)
+    along, down = low.quantized(dy, recipe, "dy", rows=needs[0], columns=needs[1])
+    if along is not None:
+        dx = low.dgrad(along, low.down(weight, recipe, "weight"), recipe, dy.dtype)
+    if down is not None:
+        dweight = low.weight_grad(down, low.down(x, recipe, "x"), recipe, dy.dtype)
     return dx, dweight

@@ -185,6 +185,7 @@ class _Part(torch.autograd.Function):
 
 
 _EVERY = frozenset({"x", "weight"})
+_NOTHING = None, None
 
 
 class Linear(Scaled, sf.UnfusedOperation):
@@ -367,13 +368,15 @@ class Linear(Scaled, sf.UnfusedOperation):
         return linear(x, weight), self._saved(x, weight)
 
     def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
-        rows, weight = _rows(x), lowered(required(self, "weight"), always=True)
-        scales = [self.scale_for(name, t, recipe, bool(needs)) for name, t in (("x", rows), ("weight", weight))]
-        qx, qweight = low.along(rows, recipe, "x", scales[0]), low.along(weight, recipe, "weight", scales[1])
+        rows, weight, record = _rows(x), lowered(required(self, "weight"), always=True), bool(needs)
+        kept = [self.scale_for(name, t, recipe, record) for name, t in (("x", rows), ("weight", weight))]
+        qx, x_down = low.quantized(rows, recipe, "x", columns="weight" in needs, kept=kept[0])
+        qweight, weight_down = low.quantized(weight, recipe, "weight", columns="x" in needs, kept=kept[1])
+        assert qx is not None
+        assert qweight is not None
         y = low.linear(qx, qweight, recipe, x.dtype)
-        x_down = low.down(rows, recipe, "x", qx) if "weight" in needs else (None, None)
-        weight_down = low.down(weight, recipe, "weight", qweight) if "x" in needs else (None, None)
-        return y.view(*x.shape[:-1], y.shape[1]), _saved_quantized(*x_down, *weight_down)
+        saved = _saved_quantized(*(x_down or _NOTHING), *(weight_down or _NOTHING))
+        return y.view(*x.shape[:-1], y.shape[1]), saved
 
     def input_record(self, x: Tensor) -> Saved:
         return self._saved(x, self.weight_for(x))
@@ -417,16 +420,15 @@ class Linear(Scaled, sf.UnfusedOperation):
         needs: frozenset[str],
         main_grads: dict[str, Tensor] | None,
     ) -> tuple[Tensor | None, sf.Grads]:
-        rows, dx, dweight, along = _rows(dy), None, None, None
-        scale = None if needs.isdisjoint(_EVERY) else self.scale_for("dy", rows, recipe, True)
-        if "x" in needs:
-            along = low.along(rows, recipe, "dy", scale)
-            weight = low.operand(saved.weight, saved.weight_inverse)
-            dx = low.dgrad(along, weight, recipe, dy.dtype)
+        rows, dx, dweight = _rows(dy), None, None
+        kept = None if needs.isdisjoint(_EVERY) else self.scale_for("dy", rows, recipe, True)
+        along, down = low.quantized(rows, recipe, "dy", rows="x" in needs, columns="weight" in needs, kept=kept)
+        if along is not None:
+            dx = low.dgrad(along, low.operand(saved.weight, saved.weight_inverse), recipe, dy.dtype)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
-        if "weight" in needs:
-            down, x = low.down(rows, recipe, "dy", along, scale), low.operand(saved.x, saved.x_inverse)
-            dweight = low.weight_grad(down, x, recipe, dy.dtype, main_grads.pop("weight", None) if main_grads else None)
+        if down is not None:
+            x, buffer = low.operand(saved.x, saved.x_inverse), main_grads.pop("weight", None) if main_grads else None
+            dweight = low.weight_grad(down, x, recipe, dy.dtype, buffer)
         return dx, {"weight": dweight}
 
     @property

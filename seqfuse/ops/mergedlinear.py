@@ -207,16 +207,20 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
 
     def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
         rows, weights = x.reshape(-1, self.in_features), [lowered(weight, always=True) for weight in self.weights()]
-        record, scale = bool(needs), self.scale_for
-        qx = low.along(rows, recipe, "x", scale("x", rows, recipe, record))
-        of_weights = [scale(name, w, recipe, record) for name, w in zip(_WEIGHTS, weights, strict=False)]
-        along = [low.along(w, recipe, "weight", own) for w, own in zip(weights, of_weights, strict=True)]
-        pairs = zip(along, self.biases(), strict=True)
+        record, kept = bool(needs), self.scale_for
+        qx, x_down = low.quantized(
+            rows, recipe, "x", columns=not needs.isdisjoint(_WEIGHTS), kept=kept("x", rows, recipe, record)
+        )
+        assert qx is not None
+        each = [
+            low.quantized(w, recipe, "weight", columns="x" in needs, kept=kept(name, w, recipe, record))
+            for name, w in zip(_WEIGHTS, weights, strict=False)
+        ]
+        pairs = [(cast(low.Operand, along), bias) for (along, _), bias in zip(each, self.biases(), strict=True)]
         y = torch.cat([low.linear(qx, weight, recipe, x.dtype, bias) for weight, bias in pairs], 1)
-        x_down = (None, None) if needs.isdisjoint(_WEIGHTS) else low.down(rows, recipe, "x", qx)
-        each = [low.down(w, recipe, "weight", q) for w, q in zip(weights, along, strict=True)] if "x" in needs else []
-        data, inverses = tuple([one.data for one in each]), tuple([one.inverse for one in each])
-        return y.view(*x.shape[:-1], self.out_features), _saved_quantized(*x_down, data, inverses)
+        below = [down for _, down in each if down is not None]
+        data, inverses = tuple([one.data for one in below]), tuple([one.inverse for one in below])
+        return y.view(*x.shape[:-1], self.out_features), _saved_quantized(*(x_down or (None, None)), data, inverses)
 
     def input_record(self, x: Tensor) -> Saved:
         return self._saved(x, self.weights_for(x))
@@ -271,17 +275,16 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
             if bias in needs:
                 grads[bias] = d.sum(0)
         quantized = not needs.isdisjoint(_EVERY)
-        scales = [self.scale_for(f"dy_{i}", d, recipe, True) if quantized else None for i, d in enumerate(parts)]
-        both = zip(parts, scales, strict=True)
-        dx, along = None, [low.along(d, recipe, "dy", scale) if "x" in needs else None for d, scale in both]
-        for i, d in enumerate(along):
-            if d is not None:  # summed in float32, and rounded once
-                weight, last = low.operand(saved.weights[i], saved.weight_inverses[i]), i == len(parts) - 1
-                dx = low.dgrad(d, weight, recipe, dy.dtype if last else low.wide(dy.dtype), dx)
-        for d, rows, scale, weight in zip(parts, along, scales, _WEIGHTS, strict=False):
-            if weight in needs:
-                down, x = low.down(d, recipe, "dy", rows, scale), low.operand(saved.x, saved.x_inverse)
+        dx, last = None, len(parts) - 1
+        for i, (d, weight) in enumerate(zip(parts, _WEIGHTS, strict=False)):
+            kept = self.scale_for(f"dy_{i}", d, recipe, True) if quantized else None
+            along, down = low.quantized(d, recipe, "dy", rows="x" in needs, columns=weight in needs, kept=kept)
+            if along is not None:  # summed in float32, and rounded once
+                own = low.operand(saved.weights[i], saved.weight_inverses[i])
+                dx = low.dgrad(along, own, recipe, dy.dtype if i == last else low.wide(dy.dtype), dx)
+            if down is not None:
                 buffer = main_grads.pop(weight, None) if main_grads else None
+                x = low.operand(saved.x, saved.x_inverse)
                 grads[weight] = low.weight_grad(down, x, recipe, dy.dtype, buffer)
         return None if dx is None else dx.view(*dy.shape[:-1], self.in_features), grads
 

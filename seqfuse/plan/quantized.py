@@ -74,7 +74,13 @@ def recipe_at(
 def _has_gemms(recipe: Recipe, env: Env) -> bool:
     """Whether torch has GEMMs for a recipe there: instructions for e4m3 and e5m2 begin with sm_89."""
     number = re.fullmatch(r"sm_(\d+)a?", env.arch)
-    return recipe.whole_rows and env.device == "cuda" and number is not None and int(number[1]) >= 89
+    if env.device != "cuda" or number is None:
+        return False
+    if recipe.whole_rows:
+        return int(number[1]) >= 89
+    cuda = torch.version.cuda  # `None` where the plan is for another machine
+    recent = cuda is None or tuple(map(int, cuda.split(".")[:2])) >= (12, 9)
+    return recipe.by_blocks and int(number[1]) == 90 and recent
 
 
 def _why_not(operation: Any, recipe: Recipe, dtype: torch.dtype | None, wide: bool) -> str | None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops, recipes
+from seqfuse.kernels import quantize as kernels
+from seqfuse.ops import _lowprecision as low
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal
 from tests.kernels.test_quantize import assert_as_defined, by_kernels, widened
@@ -33,9 +35,30 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 each_recipe = pytest.mark.parametrize("recipe", ALL, ids=named)
 
 
+BY_ROWS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels quantize on a CPU, too, and its own 8-bit GEMM multiplies, by rows from torch 2.13 on."""
+    if HERE:
+        return
+
+    def by_torch(recipe: Recipe, data: Tensor) -> bool:
+        return recipe.whole_rows and not recipe.emulate and (BY_ROWS or recipe.block("x", "rows") == (None, None))
+
+    def kernels_for(x: Tensor, columns: bool) -> Any:
+        fits = x.dtype in DTYPES and x.numel() and x.shape[1] % 16 == 0
+        return kernels if fits and not (columns and x.dtype is torch.float32) else None
+
+    monkeypatch.setattr(low, "by_torch", by_torch)
+    monkeypatch.setattr(low, "kernels_for", kernels_for)
+
+
 def runs(recipe: Recipe) -> Recipe:
-    """The recipe, emulated where there are no GEMMs for it yet."""
-    return recipe if recipe.whole_rows else type(recipe)(**{**vars(recipe), "emulate": True})
+    """The recipe, emulated where there are no GEMMs for it."""
+    native = recipe.whole_rows or (HERE and recipe.by_blocks and torch.cuda.get_device_capability() == (9, 0))
+    return recipe if native else type(recipe)(**{**vars(recipe), "emulate": True})
 
 
 def bits(t: Tensor) -> Tensor:
@@ -76,9 +99,12 @@ def test_kernels_of_quantization(recipe: Recipe, role: Role, device: torch.devic
     for shape in ((1027, 2064), (8192, 1024), (1, 16)) if HERE else ((33, 80),):
         for dtype in DTYPES:
             x = draw(*shape, seed=1, dtype=dtype)
-            assert_as_defined(by_kernels(x.to(device), recipe, role, columns=True), x, recipe, role)
+            columns = dtype is not torch.float32
+            assert_as_defined(by_kernels(x.to(device), recipe, role, columns=columns), x, recipe, role)
     for x in hard(form_of(recipe, role)) if HERE else ():
         for t in (widened(x), widened(x.t())):
+            assert_as_defined(by_kernels(t.to(device), recipe, role), t, recipe, role)
+            t = t.bfloat16()
             assert_as_defined(by_kernels(t.to(device), recipe, role, columns=True), t, recipe, role)
 
 
@@ -94,28 +120,43 @@ def multiplied(x: Tensor, recipe: Recipe, role: Role, direction: Direction) -> T
     return (data.float().double() * scales).to(x.device)
 
 
+# Hopper's instructions for 8 bits sum with fewer bits than float32 has. Measured on an H100: the error is up to 3.2e-3
+# of sum |a| |b|, where numbers differ by orders of magnitude.
+CUT = 2.0**-8
+
+
 class Errors:
-    """By name, the worst error of a GEMM as a multiple of its bound, and as a part of sum |a| |b|."""
+    """By name, the worst error of a GEMM as a multiple of its bound, and as a part of sum |a| |b|: at most, and rms."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, tuple[float, float]] = {}
+    def __init__(self, recipe: Recipe) -> None:
+        self.found: dict[str, tuple[float, float, float]] = {}
+        self.cut = CUT if HERE and not recipe.emulate else 0.0
 
-    def add(self, name: str, got: Tensor, a: Tensor, b: Tensor, addend: Any = 0.0) -> None:
-        """The bound: eps (|ref| + |addend|) + 2^-22 (2 + log2 K) sum |a| |b|; without an addend half of the first."""
-        exact, sums = a @ b + addend, a.abs() @ b.abs()
+    def add(self, name: str, got: Tensor, a: Tensor, b: Tensor, addend: Any = 0.0, exact: bool = False) -> None:
+        """The bound: eps (|ref| + |addend|) + 2^-22 (2 + log2 K) sum |a| |b|; without an addend half of the first.
+
+        Of instructions for 8 bits the last part is larger, unless this is no GEMM and `exact`.
+        """
+        whole, sums = a @ b + addend, a.abs() @ b.abs()
         # A GPU rounds the product, then the sum.
         twice = isinstance(addend, Tensor)
-        rounding = torch.finfo(got.dtype).eps / (1 if twice else 2) * (exact.abs() + abs(addend))
+        rounding = torch.finfo(got.dtype).eps / (1 if twice else 2) * (whole.abs() + abs(addend))
         rounding += torch.finfo(got.dtype).tiny
-        error = (got.detach().double().reshape(exact.shape) - exact).abs()
-        bound = rounding + 2.0**-22 * (2 + math.log2(a.shape[1])) * sums
+        error = (got.detach().double().reshape(whole.shape) - whole).abs()
+        part = 2.0**-22 * (2 + math.log2(a.shape[1]))
+        bound = rounding + (part if exact else max(part, self.cut)) * sums
         beyond = (error - rounding).clamp_min(0) / sums.clamp_min(1e-300)
         worst = float((error / bound).max())
-        self.found[name] = (worst if math.isfinite(worst) else math.inf, float(beyond.max()))
+        rms = float(beyond.square().mean().sqrt())
+        self.found[name] = (worst if math.isfinite(worst) else math.inf, float(beyond.max()), rms)
 
     def check(self) -> None:
-        told = {name: f"{worst:.3g} of the bound, {part:.2e} of the sum" for name, (worst, part) in self.found.items()}
-        assert all(worst <= 1 for worst, _ in self.found.values()), told
+        told = "; ".join(
+            f"{name} {worst:.3g} of the bound, {part:.1e} of the sum, rms {rms:.1e}"
+            for name, (worst, part, rms) in self.found.items()
+        )
+        print(told)
+        assert all(worst <= 1 for worst, *_ in self.found.values()), told
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -125,17 +166,17 @@ def test_gemms_are_those_of_quantized_operands(recipe: Recipe, rows: int, dtype:
     x, dy = draw(rows, K, seed=2, dtype=dtype), draw(rows, N, seed=3, dtype=dtype, factor=1e-3)
     model = sf.Sequential(ops.Linear(K, N, device=device, dtype=dtype), recipe=runs(recipe))
     linear: Any = model[0]
-    linear.weight.data = draw(N, K, seed=1, dtype=dtype, factor=0.1).to(device)
+    linear.weight.data = draw(N, K, seed=1, dtype=dtype, factor=0.01).to(device)
     linear.bias.data.fill_(0)
     x, dy, weight, bias = x.to(device).requires_grad_(), dy.to(device), linear.weight, linear.bias
     y = model(x)
     dx, dweight, dbias = torch.autograd.grad(y, (x, weight, bias), dy)
     assert y.dtype is dx.dtype is dweight.dtype is dbias.dtype is dtype
-    errors = Errors()
+    errors = Errors(runs(recipe))
     errors.add("y", y, multiplied(x, recipe, "x", "rows"), multiplied(weight, recipe, "weight", "rows").T)
     errors.add("dx", dx, multiplied(dy, recipe, "dy", "rows"), multiplied(weight, recipe, "weight", "columns"))
     errors.add("dweight", dweight, multiplied(dy, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns"))
-    errors.add("dbias", dbias, torch.ones(1, rows, device=device, dtype=torch.float64), dy.double())
+    errors.add("dbias", dbias, torch.ones(1, rows, device=device, dtype=torch.float64), dy.double(), exact=True)
     errors.check()
     again = model(x)
     assert_bitwise_equal([again, *torch.autograd.grad(again, (x, weight, bias), dy)], [y, dx, dweight, dbias])
@@ -153,7 +194,7 @@ def test_merged_linear(recipe: Recipe, dtype: torch.dtype, device: torch.device)
     dy = draw(rows, sum(parts), seed=6, dtype=dtype).to(device)
     y = model(x)
     dx, *dweights = torch.autograd.grad(y, (x, *op.weights()), dy)
-    errors, a = Errors(), multiplied(x, recipe, "x", "rows")
+    errors, a = Errors(runs(recipe)), multiplied(x, recipe, "x", "rows")
     for i, (part, weight, shift) in enumerate(zip(y.split(parts, -1), op.weights(), op.biases(), strict=True)):
         addend: Any = 0.0 if shift is None else shift.detach().double()
         b = multiplied(weight, recipe, "weight", "rows").T
@@ -179,7 +220,7 @@ def test_main_grad_gets_the_sum_in_float32(recipe: Recipe, device: torch.device)
         model(x).backward(dy)
     assert weight.grad is None
     a, b = multiplied(dy, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns")
-    errors = Errors()
+    errors = Errors(runs(recipe))
     errors.add("main_grad", weight.main_grad, torch.cat([a, a], 1), torch.cat([b, b], 0), 0.5)
     errors.check()
 
@@ -277,13 +318,14 @@ def test_delayed_scales_are_those_of_a_cpu(device: torch.device):
 
 
 @GPU
-def test_plans_and_launches_say_what_runs(device: torch.device):
+@pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.Float8BlockScaling()], ids=str)
+def test_plans_and_launches_say_what_runs(recipe: Recipe, device: torch.device):
     """8-bit GEMMs run where the plan quantizes: none of the three of each Linear is in 16 bits."""
-    model, x, dy = block(recipes.Float8CurrentScaling(), device)
+    model, x, dy = block(recipe, device)
     step(model, x, dy)
     assert {q.at for q in model.plan(x).quantizations} == {1, 4}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(model, x, dy)
     counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts.get("aten::_scaled_mm") == 6, counts
+    assert counts.get("aten::_scaled_mm", 0) + counts.get("aten::_scaled_mm_v2", 0) == 6, counts
     assert not {"aten::mm", "aten::addmm", "aten::linear"} & counts.keys(), counts

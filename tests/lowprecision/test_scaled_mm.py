@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.ops import _lowprecision as low
 from seqfuse.recipes import Recipe
-from seqfuse.testing import seeded_randn
 
 from .hard import draw
 from .named import multiplied, named
@@ -31,7 +32,7 @@ BY_ROWS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low, "by_torch", lambda recipe, data: recipe.whole_rows and not recipe.emulate)
+    monkeypatch.setattr(low, "by_torch", lambda recipe, data: not recipe.emulate)
 
 
 @each_recipe
@@ -76,34 +77,95 @@ def test_merged_linear_main_grad_and_no_rows(recipe: Recipe):
 
 
 def on_gpu(m: int, n: int, recipe: Recipe, role: Any, direction: Any) -> low.Operand:
-    """An operand as `quantize` gives it."""
+    """An operand as kernels give it: codes down columns, and scales of blocks, lie column by column."""
     high, wide = recipe.block(role, direction)
-    scales = () if high is None and wide is None else (m if high else 1, n if wide else 1)
-    return low.Operand(torch.empty(m, n, device="cuda", dtype=recipe.dtype(role)), torch.empty(scales, device="cuda"))
+    down, across = 1 if high is None else -(-m // high), 1 if wide is None else -(-n // wide)
+    data = torch.empty(m, n, device="cuda", dtype=recipe.dtype(role))
+    if direction == "columns":
+        data = torch.empty(n, m, device="cuda", dtype=recipe.dtype(role)).t()
+    if high is None and wide is None:
+        return low.Operand(data, torch.empty((), device="cuda"))
+    inverse = torch.empty(down, across, device="cuda")
+    return low.Operand(data, torch.empty(across, down, device="cuda").t() if (high, wide) == (1, 128) else inverse)
 
 
 # Torch without CUDA copies nothing there, not even without data.
 @each_recipe
 @pytest.mark.parametrize("rows", [16, 48, *([1, 7, 33] if torch.backends.cuda.is_built() else [])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_gpu_takes_the_layouts(recipe: Recipe, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(low, "_turned", lambda data: data.new_empty(data.shape[1], data.shape[0]))
+def test_a_gpu_takes_the_layouts(recipe: Recipe, rows: int, dtype: torch.dtype):
     if isinstance(recipe, recipes.Float8RowScaling):
         dtype = torch.bfloat16  # torch cannot multiply numbers of a GPU that is not there, as the others are
-    k, n = 80, 144
+    assert_taken(recipe, rows, 80, 144, dtype)
+
+
+@pytest.mark.parametrize(("k", "n"), [(512, 128), (128, 512)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gpu_takes_the_layouts_of_blocks(k: int, n: int, dtype: torch.dtype):
+    # With copies of scales, which are not made there, for the rest.
+    assert_taken(recipes.Float8BlockScaling(), 256, k, n, dtype, products="y" if k > n else "dx")
+
+
+def assert_taken(recipe: Recipe, rows: int, k: int, n: int, dtype: torch.dtype, products: str = "y dx") -> None:
     with FakeTensorMode():
         x, weight, dy = (
             {d: on_gpu(*size, recipe, role, d) for d in ("rows", "columns")}
             for role, size in (("x", (rows, k)), ("weight", (n, k)), ("dy", (rows, n)))
         )
-        y = low.linear(x["rows"], weight["rows"], recipe, dtype)
-        dx = low.dgrad(dy["rows"], weight["columns"], recipe, dtype)
-        dweight: Any = low.weight_grad(dy["columns"], x["columns"], recipe, dtype)
-        for t, shape in ((y, (rows, n)), (dx, (rows, k)), (dweight, (n, k))):
+        found: list[tuple[Any, tuple[int, int]]] = [
+            (low.weight_grad(dy["columns"], x["columns"], recipe, dtype), (n, k))
+        ]
+        if "y" in products.split():
+            found.append((low.linear(x["rows"], weight["rows"], recipe, dtype), (rows, n)))
+        if "dx" in products:
+            found.append((low.dgrad(dy["rows"], weight["columns"], recipe, dtype), (rows, k)))
+        for t, shape in found:
             assert (tuple(t.shape), t.dtype, t.device.type) == (shape, dtype, "cuda")
         one = torch.empty((), device="cuda")
         with pytest.raises(RuntimeError):  # which says that the checks are those of a GPU
-            torch._scaled_mm(x["rows"].data, torch.empty(k, n, device="cuda", dtype=y.dtype), one, one, out_dtype=dtype)
+            torch._scaled_mm(x["rows"].data, torch.empty(k, n, device="cuda", dtype=dtype), one, one, out_dtype=dtype)
+
+
+def by_blocks(a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, **given: Any) -> Tensor:
+    """`F.scaled_mm` as cuBLAS documents it for scales of blocks, in float64."""
+    (m, k), n, blocks = a.shape, b.shape[1], -(-a.shape[1] // 128)
+    assert m % 4 == n % 4 == k % 16 == 0
+    assert a.stride() == (k, 1)
+    assert b.stride() == (1, k)
+    assert a_kind is F.ScalingType.BlockWise1x128
+    assert (a_scale.shape, a_scale.stride()) == ((m, blocks), (1, m))
+    high = a_scale.double().repeat_interleave(128, 1)[:, :k]
+    if b_kind is F.ScalingType.BlockWise1x128:
+        assert (b_scale.shape, b_scale.stride()) == ((n, blocks), (1, n))
+        wide = b_scale.double().repeat_interleave(128, 1)[:, :k]
+    else:
+        assert b_kind is F.ScalingType.BlockWise128x128
+        padded = -(-blocks // 4) * 4
+        assert (b_scale.shape, b_scale.stride()) == ((padded, -(-n // 128)), (1, padded))
+        wide = b_scale[:blocks].t().double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    assert given["output_dtype"] in (torch.bfloat16, torch.float32)
+    return ((a.double() * high) @ (b.t().double() * wide).t()).to(given["output_dtype"])
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 80, 144), (7, 400, 48), (33, 640, 272), (260, 128, 528)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rounded", [True, False])
+def test_scales_of_blocks_go_where_they_belong(
+    rows: int, k: int, n: int, dtype: torch.dtype, rounded: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(low, "by_torch", lambda recipe, data: recipe.by_blocks)
+    monkeypatch.setattr(F, "scaled_mm", by_blocks)
+    recipe = recipes.Float8BlockScaling(power_of_two=rounded)
+    x, dy = draw(rows, k, seed=2, dtype=dtype), draw(rows, n, seed=3, dtype=dtype, factor=1e-3)
+    model = sf.Sequential(ops.Linear(k, n, bias=False, dtype=dtype), recipe=recipe)
+    weight: Any = model[0].weight
+    weight.data = draw(n, k, seed=1, dtype=dtype, factor=0.1)
+    x.requires_grad_()
+    y = model(x)
+    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+    assert_within(y, multiplied(x, recipe, "x", "rows"), multiplied(weight, recipe, "weight", "rows").T)
+    assert_within(dx, multiplied(dy, recipe, "dy", "rows"), multiplied(weight, recipe, "weight", "columns"))
+    assert_within(dweight, multiplied(dy, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns"))
 
 
 def test_plans_for_a_gpu_have_recipes_that_torch_has_gemms_for():
@@ -116,4 +178,14 @@ def test_plans_for_a_gpu_have_recipes_that_torch_has_gemms_for():
         for device in ("cuda:sm_80", "cuda:gfx942", "cuda:gfx950"):
             with pytest.raises(sf.InputError, match=f"has no kernels for {device.removeprefix('cuda:')}"):
                 model.plan(env=sf.Env.of(device, dtype=torch.bfloat16, tokens=4096))
-    assert not low.by_torch(recipes.MXFP8(), seeded_randn((2, 2), 0))
+    model.recipe = recipes.Float8BlockScaling()
+    assert model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=4096)).quantizations
+    for recipe, device in [
+        *((recipes.Float8BlockScaling(), device) for device in ("cuda:sm_89", "cuda:sm_100")),
+        (recipes.Float8BlockScaling(format="hybrid"), "cuda:sm_90"),
+        (recipes.MXFP8(), "cuda:sm_90"),
+        (recipes.MXFP8(), "cuda:sm_100"),
+    ]:
+        model.recipe = recipe
+        with pytest.raises(sf.InputError, match=f"has no kernels for {device.removeprefix('cuda:')}"):
+            model.plan(env=sf.Env.of(device, dtype=torch.bfloat16, tokens=4096))
