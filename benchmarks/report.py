@@ -268,16 +268,16 @@ def layer_counts() -> str | None:
     found = read("layer_counts")
     if found is None:
         return None
-    head = ("layer of", "launches forward, eager", "planned", "backward, eager", "planned", "saved, eager", "planned",
-            '`memory="lean"`')  # fmt: skip
+    head = ("layer of", "launches forward, eager", "planned", "backward, eager", "planned", "saved, eager, MiB",
+            "planned", '`memory="lean"`')  # fmt: skip
     rows = []
     for row in found["rows"]:
         eager, planned = row["eager"], row["planned"]
         cells = [str(len(side[pass_])) for pass_ in ("forward", "backward") for side in (eager, planned)]
-        cells.append(f"{eager['saved'] / 2**20:,.0f} MiB")
+        cells.append(f"{eager['saved'] / 2**20:,.0f}")
         for choice in ("save", "lean"):
             kept = planned["saved"][choice]
-            cells.append(f"{kept / 2**20:,.0f} MiB ({kept / eager['saved']:.2f})")
+            cells.append(f"{kept / 2**20:,.0f} ({kept / eager['saved']:.2f})")
         rows.append((row["title"], *cells))
     return text(table(head, rows))
 

@@ -18,6 +18,7 @@ import torch
 import seqfuse as sf
 from docs.picture import Picture
 from seqfuse import ops
+from seqfuse.pictures.svg import FULL
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
@@ -215,12 +216,12 @@ def memory() -> str:
     return p.svg()
 
 
-def plan() -> str:
+def plan(width: int = FULL) -> str:
     """The plan of a feed-forward block for an H100, as the library draws it."""
     operations = ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024), ops.Dropout(0.1)
     x = torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta")
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
-    return sf.Sequential(ops.Residual(*operations)).to("meta", torch.bfloat16).plan(x, env=env).svg()
+    return sf.Sequential(ops.Residual(*operations)).to("meta", torch.bfloat16).plan(x, env=env).svg(width)
 
 
 def whole(make: str) -> str:
@@ -235,7 +236,7 @@ def whole(make: str) -> str:
 
 PICTURES: dict[str, Callable[[], str]] = {
     "layer": layer, "contract": contract, "segments": segments, "memory": memory,
-    "plan": plan,
+    "plan": plan, "plan_narrow": functools.partial(plan, 430),
 }  # fmt: skip
 MODELS: dict[str, Callable[[], str]] = {
     make: functools.partial(whole, make)

@@ -18,13 +18,15 @@ MOST = 10
 _GUTTER, _MARGIN, _GAP, _BETWEEN = 70.0, 20.0, 6.0, 14.0
 _STEP, _BAR, _LINE, _RECORD, _SPACE = 34.0, 8.0, 14.0, 22.0, 9.0
 _HEAD, _PAD, _APART, _TIMES = 22.0, 8.0, 22.0, 20.0
-_NARROWEST, _WIDEST, _LEAST, _FULL = 88.0, 128.0, 640.0, 904.0
+_NARROWEST, _WIDEST, _LEAST = 88.0, 128.0, 640.0
+FULL = 904
+"""How wide a picture is, at most, if nothing else is said."""
 _NAME, _LABEL, _BOLD = 12.0, 11.0, 0.66  # sizes of letters, and how wide a bold one is
 
 
-def svg(plan: PlanData) -> Markup:
-    """The picture of a plan as one element that needs nothing from elsewhere."""
-    return _Picture(plan).draw()
+def svg(plan: PlanData, most: int = FULL) -> Markup:
+    """The picture of a plan, at most so wide, as one element that needs nothing from elsewhere."""
+    return _Picture(plan, most).draw()
 
 
 def headline(plan: PlanData) -> tuple[str, ...]:
@@ -51,8 +53,8 @@ def looks(column: Column) -> Hashable:
 
 
 class _Picture:
-    def __init__(self, plan: PlanData) -> None:
-        self._plan = plan
+    def __init__(self, plan: PlanData, most: int) -> None:
+        self._plan, self._turns = plan, 0
         self._backward = bool(plan["backward"])
         columns = columns_of(plan)
         self._saves = any(c.operation["saves"] or (c.forward and c.forward.saves) for c in columns)
@@ -61,22 +63,25 @@ class _Picture:
         steps = (m for c in columns for m in (c.forward, c.backward) if m is not None and m.kind in SIGNS)
         fusions = max(((_least(_signed(m), _LABEL) + 14) / m.length for m in steps), default=0.0)
         self._column = min(max(names + _GAP, fusions + _GAP, _NARROWEST), _WIDEST)
-        self._most = max(min(MOST, int((_FULL - 2 * _MARGIN - _GUTTER) // self._column)), 1)
+        self._most = max(min(MOST, int((most - 2 * _MARGIN - _GUTTER) // self._column)), 1)
         tall = max((len(_split(c.operation["name"], self._column - _GAP - 16, _NAME)) for c in columns), default=1)
         self._card_height = 28.0 + _LINE * tall
         lines = (line for b in self._blocks for line in lines_of(b, self._most))
         right = max((self._places(line)[-1] + self._column for line in lines), default=0.0)
-        self._width = max(right + _MARGIN, _LEAST)
+        self._width = max(right + _MARGIN, min(_LEAST, most))
 
     def draw(self) -> Markup:
         parts: list[Markup] = []
         y = _MARGIN + 15
-        for i, line in enumerate(headline(self._plan)):
-            parts.append(tag("text", line, x=_MARGIN, y=y, class_="name" if i else "title"))
-            y += 19
-        for line in self._plan["summary"][:2]:
-            parts.append(tag("text", line, x=_MARGIN, y=y, class_="faint"))
-            y += 16
+        room = self._width - 2 * _MARGIN
+        for i, whole in enumerate(headline(self._plan)):
+            for line in _wrapped(whole, room, 12.0 if i else 15.0, _BOLD):
+                parts.append(tag("text", line, x=_MARGIN, y=y, class_="name" if i else "title"))
+                y += 19
+        for whole in self._plan["summary"][:2]:
+            for line in _wrapped(whole, room, 11.0):
+                parts.append(tag("text", line, x=_MARGIN, y=y, class_="faint"))
+                y += 16
         y += 6
         for block in self._blocks:
             if block.times > 1:
@@ -89,7 +94,7 @@ class _Picture:
             parts.append(tag("text", "no operations", x=_MARGIN, y=y + 10, class_="faint"))
             y += 30
         legend = [*self._legend(y)]
-        y += 26 if legend else 0
+        y += 26 + 22 * self._turns if legend else 0
         ground = tag("rect", width=self._width, height=y, rx=10.0, class_="ground")
         return tag(
             "svg",
@@ -250,16 +255,30 @@ class _Picture:
 
     def _legend(self, y: float) -> Iterator[Markup]:
         kinds = {step["kind"]: None for step in (*self._plan["forward"], *self._plan["backward"])}
-        x = _MARGIN
+        x, self._turns = _MARGIN, 0
         for kind in NAMES:
             if kind in kinds:
                 sign, name = SIGNS.get(kind, ""), NAMES[kind]
+                if x > _MARGIN and x + 28 + width(name, 11) > self._width - _MARGIN:
+                    x, y, self._turns = _MARGIN, y + 22, self._turns + 1
                 label = tag("text", name, x=x + 28, y=y + 5, class_="faint")
                 bar = kind == "unfused"
                 inside = [tag("rect", x=x, y=y - (3.0 if bar else 7.0), width=22, height=8 if bar else 16, rx=4.0)]
                 inside += [tag("text", sign, x=x + 11, y=y + 5, class_="middle")] if sign else []
                 yield tag("g", tag("g", *inside, class_=kind), label)
                 x += 28 + width(name, 11) + 18
+
+
+def _wrapped(text: str, room: float, *letters: float) -> Iterator[str]:
+    """A sentence in lines that there is room for, by words."""
+    line = ""
+    for word in text.split():
+        longer = f"{line} {word}".strip()
+        if line and width(longer, *letters) > room:
+            yield line
+            longer = word
+        line = longer
+    yield line
 
 
 def _title(lines: Sequence[str]) -> Markup:

@@ -27,6 +27,7 @@ from ..pictures.data import (
     RefusalData,
     StepData,
 )
+from ..pictures.svg import FULL
 from ..recipes import Role
 from .cost_lookup import Known
 from .facts import Memory, Unknown, look
@@ -265,9 +266,9 @@ class Plan:
         """`as_dict()` as JSON."""
         return json.dumps(self.as_dict(), indent=indent)
 
-    def svg(self) -> str:
-        """A picture that stands for itself: no scripts, no fonts or styles from elsewhere; details where one points."""
-        return pictures.svg(self.as_dict())
+    def svg(self, width: int = FULL) -> str:
+        """A picture without scripts, fonts or styles from elsewhere, at most so many pixels wide; details on hover."""
+        return pictures.svg(self.as_dict(), width)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))

@@ -510,3 +510,16 @@ def test_times_are_whole_microseconds_or_milliseconds_and_bytes_have_a_ratio() -
     ]
     assert beside(2**19, 2**20, "eager torch") == ", 0.50x eager torch (1.00 MiB)"
     assert beside(2**19, 0, "eager torch") == ""
+
+
+@pytest.mark.parametrize("most", [430, 700, 904])
+def test_a_picture_is_as_wide_as_there_is_room_for_and_no_line_of_its_head_is_cut(most: int) -> None:
+    plan = sf.Sequential(block(64), block(64)).plan(torch.randn(512, 64, requires_grad=True))
+    root = ElementTree.fromstring(plan.svg(most))
+    assert float(root.attrib["width"]) <= most
+    lines = [text for text in root.iter(f"{SVG}text") if text.attrib.get("class") in ("title", "name", "faint")]
+    for text in lines:
+        assert float(text.attrib["x"]) + width(text.text or "", 11.0) <= float(root.attrib["width"])
+    head = " ".join(text.text or "" for text in lines)
+    assert all(sentence in head for sentence in (*svg_headline(plan.as_dict()), *plan.as_dict()["summary"][:2]))
+    assert plan.svg() == plan.svg(904)
