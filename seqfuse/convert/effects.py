@@ -83,6 +83,40 @@ def are_changed(nodes: Sequence[Node]) -> bool:
     return any(_meet(memory, _changed(node)) for graph in graphs for node in graph.nodes if in_place(node))
 
 
+# Calls whose results are tensors of their own, wherever what they read lies in memory.
+_FRESH = {
+    "linear", "matmul", "bmm", "baddbmm", "addmm", "einsum", "scaled_dot_product_attention", "conv1d", "conv2d", "add",
+    "sub", "mul", "truediv", "neg", "pow", "sqrt", "rsqrt", "exp", "log", "where", "masked_fill", "gelu", "relu",
+    "silu", "tanh", "sigmoid", "softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "batch_norm",
+    "normalize", "mean", "sum", "any", "embedding", "cat", "stack", "clone", "cross_entropy",
+}  # fmt: skip
+
+
+def views_are_changed(node: Node) -> bool:
+    """Whether what a node makes, or what may be a view of it, is changed in place.
+
+    What is a view, and what a copy, depends on how the node's result lies in memory.
+    """
+    stack, seen = [node], {node}
+    while stack:
+        alias = stack.pop()
+        for user in alias.users:
+            if in_place(user):
+                if alias in _targets(user):
+                    return True
+            elif user not in seen and user.op != "output" and spelled(user) not in _FRESH:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _targets(node: Node) -> list[Node]:
+    """What a call in place may change: its first argument, or `out`; of an operator all that it is given."""
+    first: Any = node.kwargs.get("out") or (node.args[0] if node.args else None)
+    known = isinstance(first, Node) and not isinstance(node.target, torch._ops.OpOverload)  # pyright: ignore
+    return [first] if known else node.all_input_nodes
+
+
 def leave(nodes: Sequence[Node]) -> bool:
     """Whether a graph returns what one of the nodes makes, or a view of that."""
     memory = set(map(_memory, nodes))

@@ -35,9 +35,11 @@ class Writer:
             return self._write("call_function", _FUNCTIONS[name], args, kwargs)
         return self._write("call_method", name, args, kwargs)
 
-    def again(self, x: Node) -> Node:
-        """The same call of another tensor."""
-        return self._write(self.node.op, self.node.target, (x, *self.node.args[1:]), dict(self.node.kwargs))
+    def again(self, x: Node, call: Node | None = None) -> Node:
+        """The same call, or another, of another tensor."""
+        call = call or self.node
+        named = {name: value for name, value in call.kwargs.items() if name != "input"}
+        return self._write(call.op, call.target, (x, *call.args[1:]), named)
 
     def _write(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         with self.node.graph.inserting_before(self.node):
@@ -424,10 +426,33 @@ def _view(node: Node, write: Writer) -> Node | None:
     return None
 
 
+def _getitem(node: Node, write: Writer) -> Node | None:
+    """Tokens that are taken of a norm's result, such as that of the class: the norm is of these alone."""
+    norm, index = cast("Any", node.args)
+    e = example(norm)
+    if spelled(norm) not in ("layer_norm", "rms_norm") or list(norm.users) != [node] or e is None:
+        return None
+    indices = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
+    whole = e.ndim - len(argument(norm, 1, "normalized_shape"))
+    if len(indices) > whole or not all(map(_takes, indices)):
+        return None
+    if are_changed([norm, *norm.all_input_nodes]):
+        return None
+    return write.again(write("getitem", argument(norm, 0, "input"), index), norm)
+
+
+def _takes(index: Any) -> bool:
+    """Whether an index is a number, or a stretch whose ends are numbers."""
+    if isinstance(index, slice):
+        stretch = cast("slice[Any, Any, Any]", index)
+        return all(type(n) is int or n is None for n in (stretch.start, stretch.stop, stretch.step))
+    return type(index) is int
+
+
 def _transpose(node: Node, write: Writer) -> Node | None:
     """What is transposed twice."""
     source, twice = cast("Any", node.args[0]), cast("Any", node)
-    if spelled(source) != "transpose" or (e := example(node)) is None or are_changed([source, node]):
+    if spelled(source) != "transpose" or (e := example(node)) is None or are_changed([source, node]) or leave([node]):
         return None
     dims = [{d % e.ndim for d in t.args[1:]} for t in (twice, source)]
     return source.args[0] if dims[0] == dims[1] else None
@@ -447,4 +472,5 @@ _RULES: dict[str, Rule] = {
     "view": _view,
     "reshape": _view,
     "transpose": _transpose,
+    "getitem": _getitem,
 }

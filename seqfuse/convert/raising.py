@@ -183,7 +183,8 @@ def _written_of(given: Node) -> Iterator[Node]:
 def _inner(found: list[Raised], took: frozenset[Node]) -> set[Node]:
     """The values that operations replace, but for those that they read, return or have a view of."""
     views = {view.node for r in found if isinstance(r.out, Inner) for view in r.out.views}
-    known = {*(n for r in found for n in r.inputs), *(r.out for r in found), *views}
+    read = (node for r in found for n in r.inputs for node in _written_of(n))
+    known = {*read, *(r.out for r in found), *views}
     return {t for t in took if narrow_of(t) not in known}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from .chains import RaisedChain
-from .graph import is_same, name_of, owner, spelled
+from .graph import argument, is_same, name_of, owner, spelled
 from .patterns.norm import is_root
 from .raising import CHEAP, Raised, Value
 
@@ -76,6 +76,8 @@ def _kind(node: Node, explained: bool) -> str | None:
     if explained and name == "softmax":
         return "attention"
     if name == "einsum" and not _contracts(node):
+        return None
+    if name == "normalize" and argument(node, 1, "p", 2.0) != 2:  # shares of a sum
         return None
     return "norm" if explained and (name in _NORMS or is_root(node)) else _HEAVY.get(name)
 

@@ -24,7 +24,7 @@ from ..plan.schedule import Choice
 from ..recipes import Recipe
 from ..run.sequential import Fusions
 from .chains import RaisedChain, chains_of, needed, order_of
-from .effects import CannotOrder, Effects, in_place, sort, states
+from .effects import CannotOrder, Effects, in_place, sort, states, views_are_changed
 from .graph import WRITTEN, example, fold_sizes, numbers, owner, positional, same_shape, spelled
 from .launches import Before, launching
 from .masks import OUTER, is_known, nan_in_rows_of_nothing
@@ -236,8 +236,7 @@ def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
             if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, numbers(e.shape)):
                 got = f"{result.dtype} {tuple(result.shape)}"
                 return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
-            graph: Graph | None = getattr(node, "graph", None)  # an inner value has none
-            if result.stride() != numbers(e.stride()) and graph is not None and any(in_place(n) for n in graph.nodes):
+            if result.stride() != numbers(e.stride()) and isinstance(node, Node) and views_are_changed(node):
                 return "it would lie otherwise in memory, where a tensor is changed in place"
     return None
 

@@ -245,3 +245,38 @@ def test_multi_head_attention_of_torch_is_captured(name: str):
     attend, how = MULTI_HEAD[name]
     conversion = assert_same(Attending(attend, **how).double(), X)
     assert not [left for graph in conversion.graphs for left in graph.left if left.kind == "attention"]
+
+
+def norm(m: Layers, x: Tensor) -> Tensor:
+    return F.layer_norm(x + m.a(x), (8,), m.w)
+
+
+TAKEN: dict[str, tuple[Spelling, bool]] = {
+    "the class token": (lambda m, x: m.b(norm(m, x)[:, 0]), True),
+    "some tokens": (lambda m, x: m.b(norm(m, x)[:, 1:3]), True),
+    "a sequence": (lambda m, x: m.b(F.rms_norm(m.a(x), (8,), m.w)[1]), True),
+    "some elements": (lambda m, x: m.b(F.pad(norm(m, x)[..., :4], (0, 4))), False),
+    "elements, by a whole index": (lambda m, x: norm(m, x)[:, 0, 2:] @ m.b.weight[2:, :3], False),
+    "what is read as a whole, too": (lambda m, x: m.b((y := norm(m, x))[:, 0]) + y.sum(1), False),
+    "tokens by their numbers": (lambda m, x: m.b(norm(m, x)[:, torch.tensor([2, 0])]), False),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_tokens_are_taken_before_a_norm(name: str):
+    spelling, before = TAKEN[name]
+    replayed = assert_same_recorded(Layers(spelling).double(), X)
+    chains = [[type(op).__name__ for op in region.order.operations] for g in replayed.graphs for region in g.regions]
+    assert any(chain[-2:] in (["LayerNorm", "Linear"], ["RMSNorm", "Linear"]) for chain in chains) is before, chains
+
+
+def test_tokens_are_not_taken_before_a_norm_whose_input_is_changed_in_between():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = m.a(x)
+            z = F.layer_norm(y, (8,), m.w)
+            y.add_(1)
+            first = z[:, 0]
+        return m.b(x)[:, 0] * first + m.c(y)[:, 0]
+
+    assert_same_recorded(Layers(spelling).double(), X)

@@ -1,0 +1,103 @@
+"""Results of chains that lie otherwise in memory than before, in graphs that change tensors in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seqfuse.testing import seeded_randn
+
+from .comparing import assert_same, assert_same_recorded
+from .test_altered import Layers, S, heads, joined, operations
+
+X = seeded_randn((2, 4, 8), 2).double()
+
+
+def turned(m: Layers, x: Tensor) -> Tensor:
+    """A sum that lies as its first operand does in eager torch, sequence first."""
+    t = x.sin().transpose(0, 1)
+    return t + m.b(F.gelu(m.a(t)))
+
+
+def counts(m: Layers, x: Tensor) -> Tensor:
+    count = torch.zeros(1, dtype=x.dtype)
+    y = turned(m, x)
+    count += 1
+    return m.c(y) * count
+
+
+def changes_a_product_of_it(m: Layers, x: Tensor) -> Tensor:
+    z = turned(m, x).transpose(0, 1).reshape(-1, 8) * m.w
+    z.add_(1)
+    return m.c(z)
+
+
+def adds_it_in_place(m: Layers, x: Tensor) -> Tensor:
+    z = m.c(x.transpose(0, 1)) * 1
+    z += turned(m, x)
+    return z.sin()
+
+
+def changes_what_may_be_a_view(m: Layers, x: Tensor) -> Tensor:
+    y = turned(m, x)
+    y.transpose(0, 1).reshape(-1, 8).mul_(2)
+    return m.c(y)
+
+
+def changes_what_may_be_a_copy(m: Layers, x: Tensor) -> Tensor:
+    y = turned(m, x)
+    y.reshape(-1, 8).mul_(2)
+    return m.c(y)
+
+
+def changes_a_part(m: Layers, x: Tensor) -> Tensor:
+    y = turned(m, x)
+    y.contiguous()[..., :4].zero_()
+    return m.c(y)
+
+
+CASES: dict[str, tuple[Callable[[Layers, Tensor], Any], bool]] = {
+    "another tensor is changed": (counts, True),
+    "a product of it is changed": (changes_a_product_of_it, True),
+    "it is added in place": (adds_it_in_place, True),
+    "a view of it is changed": (changes_what_may_be_a_view, False),
+    "a copy of it is changed": (changes_what_may_be_a_copy, False),
+    "a part of a copy is changed": (changes_a_part, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_chain_may_lie_otherwise_unless_what_may_be_a_view_of_it_is_changed(name: str):
+    spelling, whole = CASES[name]
+    replayed = assert_same_recorded(Layers(spelling).double(), X)
+    assert ("GeLU" in operations(replayed)) is whole
+    otherwise = [left for g in replayed.graphs for left in g.left if "lie otherwise in memory" in left.reason]
+    assert bool(otherwise) is not whole
+
+
+def test_a_changed_view_is_captured():
+    assert_same(Layers(changes_what_may_be_a_view).double(), X)
+
+
+def test_keys_and_values_of_another_sequence_may_leave_in_a_cache():
+    def spelling(m: Layers, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x.flip(1) * 2
+        empty = torch.empty(0, dtype=x.dtype)
+        k, v = (torch.cat([empty, heads(layer(y))], -2) for layer in (m.b, m.c))
+        return joined(S(heads(m.a(x)), k, v)), k, v
+
+    assert "CrossAttention" in operations(assert_same_recorded(Layers(spelling).double(), X))
+
+
+def test_what_is_transposed_twice_and_returned_is_no_input():
+    def spelling(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.transpose(0, 1).transpose(0, 1)
+        return y, m.b(F.gelu(m.a(y)))
+
+    replayed = assert_same_recorded(Layers(spelling).double(), X)
+    assert replayed(X)[0] is not X
