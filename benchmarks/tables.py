@@ -26,9 +26,11 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> 
 
 
 def where(about: dict[str, Any]) -> str:
-    """On what and with what; the file of results has the commit, too."""
+    """On what, with what, and of which commit."""
     parts = [about["device"], f"torch {about['torch']}"]
-    return ", ".join(parts + [f"Triton {about['triton']}"] * ("triton" in about)) + "."
+    parts += [f"Triton {about['triton']}"] if "triton" in about else []
+    changed = " and changes" if about.get("changed") else ""
+    return ", ".join([*parts, f"Python {about['python']}", f"commit {about['commit'][:7]}{changed}"]) + "."
 
 
 def text(lines: Iterable[str]) -> str:

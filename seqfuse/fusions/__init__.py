@@ -14,7 +14,7 @@ from .chain import (
     PointwiseChainBackward,
     PointwiseChainJoint,
 )
-from .experts import PermuteGroupedLinear
+from .experts import GatedGroupedLinearUnpermute, PermuteGroupedLinear, RecomputeGatedGroupedLinearUnpermute
 from .feedforward import ActivationLinearJoint
 from .gated import BiasGated, BiasGatedBackward, BiasGatedScale
 from .heads import (
@@ -71,6 +71,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasGated,  # a bias and a gated unit in one pass
     BiasGatedScale,  # bias, gated unit and a factor for each token in one pass; saves x alone
     BiasDropoutAdd,  # bias, dropout and residual sum in one pass
+    GatedGroupedLinearUnpermute,  # factors of experts before the second GEMM, whose output is then not saved
     BiasGatedBackward,  # gradients of a bias and a gated unit in one pass
     BiasDropoutAddBackward,  # gradients of bias, dropout and residual sum in one pass
     BlockBoundary,  # bias, dropout, residual sum and norm in one pass; stores no mask, writes the residual stream once
@@ -94,6 +95,7 @@ triton: tuple[type[FusedOperation], ...] = (
 lean: tuple[type[FusedOperation], ...] = (
     ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; torch's own GEMMs
     PermuteGroupedLinear,  # sorts tokens by expert again, of which it saves the tokens as they came
+    RecomputeGatedGroupedLinearUnpermute,  # makes a gated unit of experts and its factors again
     RecomputeHeads,  # makes queries, keys and values again: a norm and a GEMM in the backward pass
     RecomputeNorm,  # makes what the norm before a GEMM gave again
     RecomputeActivation,  # makes what the activation before a GEMM gave again

@@ -229,7 +229,7 @@ def _flat(t: Tensor, size: int) -> Tensor:
     return rows if rows.stride(1) == 1 or size == 1 else rows.contiguous()
 
 
-def _kept(rows: Tensor, offsets: Tensor) -> Tensor:
+def kept_pairs(rows: Tensor, offsets: Tensor) -> Tensor:
     """Whether each pair of a token and an expert was not dropped: its row is of a group."""
     return rows < last(offsets)
 
@@ -314,7 +314,7 @@ class Permute(sf.UnfusedOperation):
     def bwd(
         self, dy: Tensor, saved: Saved, *, d_offsets: Tensor | None, d_rows: Tensor | None
     ) -> tuple[Tensor, sf.Grads]:
-        return _summed(dy, saved.rows, saved.offsets, None), {"experts": None}
+        return summed(dy, saved.rows, saved.offsets, None), {"experts": None}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape:
@@ -360,7 +360,7 @@ def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> 
     """
     wide, size = stats_dtype(x), x.shape[-1]
     flat, at = x.reshape(-1, size), rows.reshape(-1, rows.shape[-1])
-    kept = _kept(at, offsets)
+    kept = kept_pairs(at, offsets)
     factors = None if probs is None else torch.where(kept, probs.reshape(at.shape).to(wide), 0)
     total = torch.zeros(len(at), size, dtype=wide, device=x.device)
     for j in range(at.shape[1]):  # in this order, whatever the number of threads or of tokens is
@@ -370,7 +370,7 @@ def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> 
     return total.to(x.dtype).view(*rows.shape[:-1], size)
 
 
-def _summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
+def summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
     """The same as `gathered`, by a kernel where there is one: nothing differentiates it."""
     if not _in_triton(x):
         return gathered(x, rows, offsets, probs)
@@ -437,7 +437,7 @@ class Unpermute(sf.UnfusedOperation):
     def fwd(self, x: Tensor, *, rows: Tensor, offsets: Tensor, probs: Tensor | None = None) -> tuple[Tensor, Saved]:
         self.check(x, rows, probs)
         kept = None if probs is None else x
-        return _summed(x, rows, offsets, probs), self.Saved(x=kept, probs=probs, rows=rows, offsets=offsets)
+        return summed(x, rows, offsets, probs), self.Saved(x=kept, probs=probs, rows=rows, offsets=offsets)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         rows, size = saved.rows, dy.shape[-1]
@@ -455,7 +455,7 @@ class Unpermute(sf.UnfusedOperation):
             dx, dprobs = spread_rows(flat, at, saved.offsets, factors=factors, other=x, spread="x" in needs, sums=sums)
             dx = None if dx is None else dx.view(*rows.shape, size)
             return dx, {"probs": None if dprobs is None else dprobs.view(rows.shape), "rows": None, "offsets": None}
-        kept = _kept(at, saved.offsets)
+        kept = kept_pairs(at, saved.offsets)
         if "x" in needs:
             factors = kept.to(wide)
             if saved.probs is not None:

@@ -202,7 +202,10 @@ class Probe:
             for field in compared(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
                 tensors = field.fused, field.unfused, field.reference
                 f[field.name], u[field.name], r[field.name] = map(_spoiled, tensors) if infinite else tensors
-        return f | fused.tree, u | unfused.tree, r | self.specimen.references(case, seed, wide=True).tree
+        trees: list[dict[str, Any]] = [fused.tree, unfused.tree, self.specimen.references(case, seed, wide=True).tree]
+        if infinite and self.fusion.reorders:
+            trees = [{name: t if t is None else _spoiled(t) for name, t in tree.items()} for tree in trees]
+        return f | trees[0], u | trees[1], r | trees[2]
 
     def _saved(self, ahead: Pass, fused: Outcome, unfused: Outcome) -> tuple[Any, dict[int, Tensor]]:
         """Records to compare with the operations' own, and the parameters that have to be in them."""

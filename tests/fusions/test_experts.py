@@ -8,7 +8,13 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import PermuteGroupedLinear, RecomputeActivation, experts
+from seqfuse.fusions import (
+    GatedGroupedLinearUnpermute,
+    PermuteGroupedLinear,
+    RecomputeActivation,
+    RecomputeGatedGroupedLinearUnpermute,
+    experts,
+)
 from seqfuse.testing import check_fusion, seeded_randn
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,6 +38,39 @@ def test_activations_of_experts_are_made_again(act: sf.UnfusedOperation):
     ends = torch.tensor([11, 11, 33])
     listed = act, ops.GroupedLinear(3, width, 5)
     check_fusion(RecomputeActivation, seeded_randn((40, 8), 0), *listed, offsets=ends, dtypes=DTYPES)
+
+
+FACTORS = (GatedGroupedLinearUnpermute, RecomputeGatedGroupedLinearUnpermute)
+UNITS = [ops.SwiGLU(), ops.ClampedSwiGLU(0.75, packing="interleaved"), ops.GEGLU("tanh", packing="up_gate")]
+
+
+@pytest.mark.parametrize(
+    ("fusion", "unit", "top_k"), [*zip(FACTORS * 2, (*UNITS, UNITS[0]), (1, 3, 2, 2), strict=True)]
+)
+def test_factors_are_applied_before_the_gemm(fusion: type[sf.JointFusion], unit: sf.Gated, top_k: int):
+    _, order, _ = ops.Permute(4, top_k).fwd(seeded_randn((40, 6), 0), experts=drawn(40, top_k))
+    listed = unit, ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute()
+    x, probs = seeded_randn((40, top_k, 12), 0), seeded_randn((40, top_k), 1)
+    check_fusion(fusion, x, *listed, probs=probs, **order, dtypes=DTYPES)
+
+
+def test_factors_of_the_wrong_rows_are_found(monkeypatch: pytest.MonkeyPatch):
+    right = experts.sorted_rows
+    monkeypatch.setattr(experts, "sorted_rows", lambda *given: right(*given).roll(1, 0))
+    _, order, _ = ops.Permute(4, 2).fwd(seeded_randn((40, 6), 0), experts=drawn(40, 2))
+    listed = ops.SwiGLU(), ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute()
+    x, probs = seeded_randn((40, 2, 12), 0), seeded_randn((40, 2), 1)
+    with pytest.raises(AssertionError):
+        check_fusion(GatedGroupedLinearUnpermute, x, *listed, probs=probs, **order, dtypes=DTYPES[:1])
+
+
+def test_a_gemm_with_a_bias_keeps_the_factors_of_its_output():
+    model = sf.Sequential(
+        ops.Route(6, 4, 2), ops.Permute(4, 2), ops.GroupedLinear(4, 6, 12), ops.SwiGLU(), ops.GroupedLinear(4, 6, 6),
+        ops.Unpermute(), fusions=FACTORS, memory="lean",
+    )  # fmt: skip
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", tokens=8192))
+    assert {r.reason for r in plan.refused} == {"a bias of the GEMM has the factors of its output"}
 
 
 def test_a_wrong_order_is_found(monkeypatch: pytest.MonkeyPatch):
@@ -61,7 +100,7 @@ def block(dim: int, hidden: int, count: int, top_k: int) -> sf.Sequential:
 
 
 def test_a_block_saves_less_where_it_is_to():
-    """Of a token and an expert: 2 F, and H for the factors; by default H and F more."""
+    """Of a token and an expert: 2 F; by default H and F more."""
     model, x = block(64, 128, 8, 2), seeded_randn((512, 64), 0).requires_grad_()
     saved: dict[str, int] = {}
     found: dict[str, list[Tensor]] = {}
@@ -77,7 +116,7 @@ def test_a_block_saves_less_where_it_is_to():
     torch.testing.assert_close(found["lean"], found["fast"])
 
 
-@pytest.mark.parametrize(("memory", "most"), [("fast", 0.85), ("lean", 0.50)])
+@pytest.mark.parametrize(("memory", "most"), [("fast", 0.70), ("lean", 0.45)])
 def test_a_converted_block_saves_less_than_the_loop_of_hugging_face(memory: str, most: float):
     transformers = pytest.importorskip("transformers")
     moe = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

@@ -29,6 +29,9 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
     def norm() -> list[Any]:
         return [ops.Bias(H), ops.QKNorm(size, heads, kv)]
 
+    def experts() -> list[Any]:
+        return [ops.SwiGLU(), ops.GroupedLinear(4, H // 2, F, bias=False), ops.Unpermute()]
+
     def turn() -> list[Any]:
         return [ops.RotaryEmbedding(heads, kv, style="half")]
 
@@ -43,13 +46,20 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.NormForward: [ops.RMSNorm(H, zero_centered=True)],
         fusions.BiasGatedScale: [ops.Bias(H), ops.SwiGLU(), ops.TokenScale("by")],
         fusions.PermuteGroupedLinear: [ops.Permute(4, 2), ops.GroupedLinear(4, H, F)],
+        fusions.GatedGroupedLinearUnpermute: experts(),
+        fusions.RecomputeGatedGroupedLinearUnpermute: experts(),
     }
 
 
 def extras() -> dict[type[sf.FusedOperation], dict[str, torch.Tensor]]:
     """What the channels of these lists carry, where it has not the shape of what it meets."""
     experts = torch.randint(-1, 5, (ROWS, 2), generator=torch.Generator().manual_seed(0))
+    half = experts[: ROWS // 2]
+    _, order, _ = ops.Permute(4, 2).fwd(torch.zeros(ROWS // 2, 1), experts=half)
+    sorted_by_expert = {**order, "probs": seeded_randn((ROWS // 2, 2), 1)}
     return {
+        fusions.GatedGroupedLinearUnpermute: sorted_by_expert,
+        fusions.RecomputeGatedGroupedLinearUnpermute: sorted_by_expert,
         fusions.BiasGatedScale: {"by": seeded_randn((ROWS, 1), 1)},
         fusions.PermuteGroupedLinear: {"experts": experts},
     }
@@ -84,7 +94,9 @@ PAIRS = [
 def test_takes_the_place_of_what_it_replaces(
     fusion: type[sf.FusedOperation], dtype: torch.dtype, device: torch.device
 ) -> None:
-    judge_in_place(fusion, dtype, *operations_for(fusion, seeded_randn((ROWS, H), 0).to(device)))
+    pairs = fusion.__name__.endswith("GatedGroupedLinearUnpermute")  # of a token and one of its experts
+    x = seeded_randn((ROWS // 2, 2, H) if pairs else (ROWS, H), 0).to(device)
+    judge_in_place(fusion, dtype, *operations_for(fusion, x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
