@@ -135,6 +135,7 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Tensor], message: str) 
         permute.spread_rows(*(given[name] for name in ("x", "rows", "offsets")), factors=given.get("factors"))
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu/test_experts.py runs them there")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_operations_run_by_them(top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
