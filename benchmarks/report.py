@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import gpu_models
 import plots
 from gpu_report import goals, gpu, layer_steps, speed, steps, tiles, tuned
 from tables import ROOT, paragraphs, read, table, text, where
@@ -393,6 +394,8 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "layer_steps": layer_steps,
     "gpu_tiles": tiles,
     "gpu_tune": tuned,
+    "gpu_models": gpu_models.models,
+    "gpu_memory": gpu_models.front,
     "claims": claims,
 }
 

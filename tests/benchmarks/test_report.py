@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gpu_models
 import gpu_report
 import plots
 import pytest
@@ -172,3 +173,24 @@ def test_memory_and_time_of_a_training_step_stand_beside_checkpointing(results: 
     assert "| eager PyTorch | 10 MiB (1.00) | 20 MiB (1.00) | 2.00 s (1.00) |" in whole
     assert "checkpointed | 9 MiB (0.90) | 19 MiB (0.95) | 3.00 s (1.25, 1.12 to 1.50) |" in whole
     assert "| eager PyTorch, each layer checkpointed | 0.90 | 0.95 | 1.25 |" in first
+
+
+def measured(group: str, name: str, **medians: float) -> dict[str, Any]:
+    made = row(group, name, **medians)
+    memory = {side: {"kept": 2**20 * i, "peak": 2**21 * i} for i, side in enumerate(medians, 1)}
+    shape = {"model": name, "M": 8192, "layers": 2}
+    return made | {"as_called": times(**medians), "memory": memory, "shape": shape}
+
+
+def test_converted_models_and_choices_of_memory_on_a_gpu(results: Path) -> None:
+    assert gpu_models.models() is gpu_models.front() is None
+    model = measured("converted: forward + backward", "llama", seqfuse=50.0, eager=100.0, compile=40.0)
+    choice = measured("memory: layers forward + backward", "gpt", seqfuse=2e3, eager=4e3, checkpointed=5e3)
+    choice |= {"said": {"seqfuse": {"saved": 1, "peak": 3 * 2**20}}, "gradients": 2**20}
+    rows = {"a": model, "b": choice}
+    (results / "gpu_models.json").write_text(json.dumps({"about": ABOUT, "rows": rows}))
+    line = "| 2 layers of llama, 8,192 tokens | `sf.convert(model)` | 0.50 | 1.25 | - | 0.50 | 0.50 | 0.50 |"
+    assert line in str(gpu_models.models()).splitlines()
+    front = str(gpu_models.front()).splitlines()
+    assert '| `memory="fast"` | 2.0 ms (0.50) | 2 MiB (0.50) | 3 MiB |' in front
+    assert "| eager PyTorch, each layer checkpointed | 5.0 ms (1.25) | 6 MiB (1.50) |  |" in front
