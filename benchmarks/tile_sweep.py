@@ -1,4 +1,4 @@
-"""What norms and decoding take on a GPU by each of many tiles, beside the one that is launched, and what is wrong.
+"""What norms, decoding and GEMMs of groups take on a GPU by many tiles, beside the one launched, and what is wrong.
 
     python benchmarks/tile_sweep.py                  # there; writes `gpu_tiles.json`, or the file `--out`
     python benchmarks/tile_sweep.py --warm           # compiles all of it for sm_90, without a GPU, into the warm cache
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -28,13 +29,15 @@ import warm_cache
 from record import RESULTS, about, lines
 from torch import Tensor
 
-from seqfuse.kernels import decode, norm
+from seqfuse.kernels import decode, grouped, norm
 from seqfuse.kernels._launch import cdiv, next_power_of_2
 from seqfuse.kernels.norm import RowTile
 
 Calls = dict[str, Callable[[], Any]]
 COLUMNS = (4096, 8192, 2048, 1024, 16384, 12288, 32768)
 CACHES = ((16, 2048), (64, 8192), (16, 512), (16, 128), (64, 2048), (1, 8192), (1, 32768), (16, 8192))
+# Experts, rows, and the sizes of their first GEMM, of Qwen3-MoE 30B and Mixtral 8x7B.
+GROUPS = ((128, 65536, 1536, 2048), (8, 16384, 28672, 4096))
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 P = 0.1
 NEAR = 2e-2
@@ -52,6 +55,11 @@ def jobs() -> Iterator[tuple[str, Callable[[bool], Calls]]]:
                 yield f"{name} forward{behind}", functools.partial(_forward, columns, centered, around)
     for batch, rows in CACHES:
         yield f"decode {batch} x {rows}", functools.partial(_decode, batch, rows)
+    for (groups, rows, columns, depth), way in itertools.product(GROUPS, ("forward", "dgrad", "wgrad")):
+        yield (
+            f"grouped {groups} x {rows} x {columns} x {depth} {way}",
+            functools.partial(_grouped, groups, rows, columns, depth, way),
+        )
 
 
 def _drawn(empty: bool, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -72,7 +80,9 @@ def _by(tile: Any, function: Callable[[], Any], **patches: Any) -> Callable[[], 
         with contextlib.ExitStack() as stack:
             for name, value in patches.items():
                 module, _, attribute = name.partition("__")
-                stack.enter_context(mock.patch.object({"norm": norm, "decode": decode}[module], attribute, value))
+                stack.enter_context(
+                    mock.patch.object({"norm": norm, "decode": decode, "grouped": grouped}[module], attribute, value)
+                )
             return function()
 
     return call
@@ -164,6 +174,29 @@ def _decode(batch: int, rows: int, empty: bool) -> Calls:
     return calls
 
 
+def _grouped(groups: int, rows: int, columns: int, depth: int, way: str, empty: bool) -> Calls:
+    """Groups of unequal sizes; beside them torch's own kernel."""
+    new = functools.partial(_drawn, empty)
+    x, dy = new(rows, depth), new(rows, columns)
+    share = torch.linspace(0.5, 1.5, groups, device=x.device).cumsum(0)
+    ends = (share / share[-1] * rows).to(torch.int32)
+    if way == "wgrad":
+        function = functools.partial(grouped.grouped_outer.__wrapped__, dy, x, ends)
+        theirs = functools.partial(F.grouped_mm, dy.mT, x, offs=ends)
+    else:
+        weight = new(groups, columns, depth)
+        a, b = (x, weight) if way == "forward" else (dy, weight.mT)
+        function = functools.partial(grouped.grouped_gemm.__wrapped__, a, b, ends)
+        theirs = functools.partial(F.grouped_mm, a, b.mT, offs=ends)
+    calls: Calls = {"default": function} if empty else {"default": function, "torch": theirs}
+    for m, n, k, warps, stages in (
+        (128, 128, 64, 8, 4), (128, 128, 64, 4, 4), (256, 128, 64, 8, 3), (128, 256, 32, 8, 4), (64, 256, 64, 8, 4),
+    ):  # fmt: skip
+        tile = grouped.Tile(m, n, k, warps, stages)
+        calls[f"{m}x{n}x{k} w{warps} st{stages}"] = _by(tile, function, grouped___tile=lambda *_, t=tile: t)
+    return calls
+
+
 def swept(make: Callable[[bool], Calls]) -> dict[str, float]:
     """Microseconds of each call whose results are those of the first."""
     from gpu.clock import OnDevice, interleaved
@@ -221,7 +254,7 @@ def main() -> None:
             print(f"no time was left for {name}")
             continue
         kind, width, *rest = name.split()
-        rows = None if kind == "decode" else rows_of(int(width), len(rest) > 1)
+        rows = None if kind in ("decode", "grouped") else rows_of(int(width), len(rest) > 1)
         found[name] = {"rows": rows, "us": swept(make)}
         print(name, list(found[name]["us"].items())[:4], f"default {found[name]['us'].get('default')}", flush=True)
         options.out.write_text(lines({"about": about(), "tiles": found}))
