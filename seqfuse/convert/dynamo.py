@@ -17,6 +17,7 @@ from .calls import ModelCall
 config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
 _local = threading.local()
 _CAPTURING, _FAKES = "torch._dynamo.convert_frame", "torch._subclasses.fake_tensor"
+_METRICS = "torch._dynamo.metrics_context"
 _TOLD = ("torch", __name__.partition(".")[0])
 """Packages whose code is always told the truth."""
 
@@ -142,9 +143,11 @@ def _is_logged(record: logging.LogRecord) -> bool:
     if record.name == _CAPTURING and record.exc_info is not None and record.levelno == logging.WARNING:
         call.failures += [error for error in record.exc_info[1:2] if isinstance(error, Exception)]
         return False
+    if record.name == _METRICS:  # torch 2.11 cannot sort the functions that it is to ignore
+        return False
     return record.name != _FAKES or not str(record.msg).startswith("failed while attempting to run meta")
 
 
 _answer_as_eager()
-for _name in (_CAPTURING, _FAKES):
+for _name in (_CAPTURING, _FAKES, _METRICS):
     logging.getLogger(_name).addFilter(_is_logged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +46,17 @@ def chains(conversion: Conversion) -> int:
     return sum(len(graph.regions) for graph in conversion.graphs)
 
 
+class Kept(logging.Handler):
+    """What is logged, as a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, id="gpt2"), pytest.param(True, id="checkpointed")])
 def test_a_warning_that_is_given_once_breaks_no_graph(checkpointing: bool):
     """GPT-2 warns of its loss; with `use_cache` left as it is a model warns that checkpointing sets it to False."""
@@ -56,7 +68,11 @@ def test_a_warning_that_is_given_once_breaks_no_graph(checkpointing: bool):
     before = set(ignored)
     expected = passes(model)
     conversion = sf.convert(model)
+    logged = logging.getLogger("torch._dynamo.metrics_context")
+    logged.addHandler(handler := Kept())
     assert_equal(passes(model), expected)
+    logged.removeHandler(handler)
+    assert not handler.records
     assert "graph break" not in str(conversion)
     assert {graph.name.partition(",")[0] for graph in conversion.graphs} == {"graph 0"}
     assert ignored == before
