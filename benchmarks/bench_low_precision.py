@@ -155,10 +155,7 @@ def _quantize(tokens: int, width: int, device: torch.device) -> tuple[dict[str, 
     calls: dict[str, Call] = {"copy": x.clone}
     for name, recipe in RECIPES.items():
         if not recipe.keeps_state:
-            for role in ("x", "weight") if name == "block" else ("x",):
-                for direction in ("rows", "columns"):
-                    what = f"{name} {role} {direction}"
-                    calls[what] = functools.partial(recipes.quantize, x, recipe, role, direction)  # pyright: ignore
+            calls[f"ATen {name} rows"] = functools.partial(recipes.quantize, x, recipe, "x", "rows")
     if device.type == "cuda":
         calls |= _by_kernels(x)
     codes = _codes(device, tokens, width)
@@ -167,16 +164,17 @@ def _quantize(tokens: int, width: int, device: torch.device) -> tuple[dict[str, 
 
 
 def _by_kernels(x: Tensor) -> dict[str, Call]:
-    """Of each scaling rows alone, and rows and columns."""
+    """Of each scaling rows and columns, and of one rows alone."""
     from seqfuse.kernels.quantize import Scaling, quantize
 
     scale, largest = torch.ones(1, device=x.device), torch.zeros(1, device=x.device)
     calls: dict[str, Call] = {}
     for scaling in get_args(Scaling):
         given = {"scale": scale, "largest": largest} if scaling == "given" else {}
-        for columns in (False, True):
-            call = functools.partial(quantize, x, torch.float8_e4m3fn, scaling, columns=columns, **given)
-            calls[f"kernel {scaling} rows{' and columns' * columns}"] = call
+        rounded = "128" in scaling  # as operations round scales
+        call = functools.partial(quantize, x, torch.float8_e4m3fn, scaling, columns=True, power_of_two=rounded, **given)
+        calls[f"kernel {scaling} rows and columns"] = call
+    calls["kernel tensor rows"] = functools.partial(quantize, x, torch.float8_e4m3fn, "tensor")
     return calls
 
 

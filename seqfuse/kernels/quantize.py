@@ -37,9 +37,12 @@ class Tile:
     num_warps: int
 
 
-def tile_of(scaling: Scaling) -> Tile:
-    """A block of 128 x 128 where blocks are of 128, 32 numbers per thread."""
-    return Tile(128, 128, 16) if "128" in scaling else Tile(64, 128, 8)
+def tile_of(scaling: Scaling, aligned: bool) -> Tile:
+    """A block of 128 x 128 where blocks are of 128, 32 numbers per thread.
+
+    Twice as many, and registers, where rows of what is transposed are not aligned, so that each number has an address.
+    """
+    return Tile(128, 128, 16 if aligned else 8) if "128" in scaling else Tile(64, 128, 8)
 
 
 class Codes(NamedTuple):
@@ -104,7 +107,7 @@ def quantize(
     if stops():
         return results
     source = as_rows("x", x, N)
-    tile = tile_of(scaling)
+    tile = tile_of(scaling, not columns or M % MULTIPLE == 0)
     grid, sizes = cdiv(M, tile.m) * cdiv(N, tile.n), {"BLOCK_M": tile.m, "BLOCK_N": tile.n}
     whole = by_row = by_column = None
     if scaling in ("tensor", "row"):

@@ -8,6 +8,7 @@ one of sm_90 where blocks of 128 have.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,18 @@ def down(x: Tensor, recipe: Recipe, role: Role) -> Operand:
     _, found = quantized(x, recipe, role, rows=False, columns=True)
     assert found is not None
     return found
+
+
+def ends_with_blocks(recipe: Recipe, parts: Sequence[int]) -> bool:
+    """Whether no block of scales of a weight, or of dy, has numbers of two parts that lie one behind the other."""
+    high = recipe.block("weight", "columns")[0]
+    return high is not None and all(size % high == 0 for size in parts)
+
+
+def apart(one: Operand, parts: Sequence[int]) -> list[Operand]:
+    """The parts, side by side, of an operand that is quantized down its columns."""
+    pairs = zip(*(t.split_with_sizes(list(parts), 1) for t in one), strict=True)
+    return [Operand(*pair) for pair in pairs]
 
 
 _SCALINGS: dict[Any, Any] = {
@@ -228,7 +241,7 @@ def _scaled_by_blocks(
         scales += _by_columns(y_inverse), kinds.BlockWise1x128
     run: Any = F.scaled_mm  # pyright: ignore
     found = run(x, y.t(), *scales, output_dtype=torch.float32 if dtype is torch.float16 else dtype)
-    return (found if found.shape == (m, n) else found[:m, :n]).to(dtype)
+    return (found if found.shape == (m, n) else found[:m, :n].contiguous()).to(dtype)
 
 
 def _filled(x: Tensor, rows: int, columns: int = 0) -> Tensor:

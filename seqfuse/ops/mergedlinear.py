@@ -41,7 +41,8 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
     x: [*, in_features], y: [*, sum of out_features], weight_i: [out_features[i], in_features],
     bias_i: [out_features[i]].
     Saved: x for the gradients of the weights, the weights themselves for dx, under autocast their casts. Under a recipe
-    they are saved in 8 bits, down their columns: x is quantized once, weights and the parts of dy each by itself.
+    they are saved in 8 bits, down their columns: x is quantized once, weights and the parts of dy each by itself. Where
+    weights lie in one storage and blocks of scales end with each part, GEMMs are of all parts, and of the same codes.
     Initial values are those of a `torch.nn.Linear` for each part. A new one, and what `.to()` makes of it, has its
     weights in one storage.
 
@@ -206,8 +207,13 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return self.gemm(x, weights, self.biases()), self._saved(x, weights)
 
     def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
-        rows, weights = x.reshape(-1, self.in_features), [lowered(weight, always=True) for weight in self.weights()]
+        rows, weights, biases = x.reshape(-1, self.in_features), self.weights(), self.biases()
         record, kept = bool(needs), self.scale_for
+        one = one_gemm(weights, biases) if low.ends_with_blocks(recipe, self.parts) else None
+        if one is None:
+            weights = [lowered(weight, always=True) for weight in weights]
+        else:
+            weights, biases = [lowered(one[0], always=True, parts=weights)], [one[1]]
         qx, x_down = low.quantized(
             rows, recipe, "x", columns=not needs.isdisjoint(_WEIGHTS), kept=kept("x", rows, recipe, record)
         )
@@ -216,8 +222,9 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
             low.quantized(w, recipe, "weight", columns="x" in needs, kept=kept(name, w, recipe, record))
             for name, w in zip(_WEIGHTS, weights, strict=False)
         ]
-        pairs = [(cast(low.Operand, along), bias) for (along, _), bias in zip(each, self.biases(), strict=True)]
-        y = torch.cat([low.linear(qx, weight, recipe, x.dtype, bias) for weight, bias in pairs], 1)
+        pairs = [(cast(low.Operand, along), bias) for (along, _), bias in zip(each, biases, strict=True)]
+        ys = [low.linear(qx, weight, recipe, x.dtype, bias) for weight, bias in pairs]
+        y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
         below = [down for _, down in each if down is not None]
         data, inverses = tuple([one.data for one in below]), tuple([one.inverse for one in below])
         return y.view(*x.shape[:-1], self.out_features), _saved_quantized(*(x_down or (None, None)), data, inverses)
@@ -269,23 +276,29 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         needs: frozenset[str],
         main_grads: dict[str, Tensor] | None,
     ) -> tuple[Tensor | None, sf.Grads]:
-        parts = dy.reshape(-1, self.out_features).split_with_sizes(self.parts, 1)
+        rows = dy.reshape(-1, self.out_features)
+        parts, names = rows.split_with_sizes(self.parts, 1), _WEIGHTS[: len(self.parts)]
         grads: dict[str, Tensor | Accumulated | None] = {}
         for d, bias in zip(parts, _BIASES, strict=False):
             if bias in needs:
                 grads[bias] = d.sum(0)
         quantized = not needs.isdisjoint(_EVERY)
-        dx, last = None, len(parts) - 1
-        for i, (d, weight) in enumerate(zip(parts, _WEIGHTS, strict=False)):
+        together = "x" in needs and len(saved.weights) == 1 < len(parts)
+        groups = [(rows, names)] if together else [(d, (name,)) for d, name in zip(parts, names, strict=True)]
+        dx, last = None, len(groups) - 1
+        for i, (d, group) in enumerate(groups):
             kept = self.scale_for(f"dy_{i}", d, recipe, True) if quantized else None
-            along, down = low.quantized(d, recipe, "dy", rows="x" in needs, columns=weight in needs, kept=kept)
+            columns = not needs.isdisjoint(group)
+            along, down = low.quantized(d, recipe, "dy", rows="x" in needs, columns=columns, kept=kept)
             if along is not None:  # summed in float32, and rounded once
                 own = low.operand(saved.weights[i], saved.weight_inverses[i])
                 dx = low.dgrad(along, own, recipe, dy.dtype if i == last else low.wide(dy.dtype), dx)
             if down is not None:
-                buffer = main_grads.pop(weight, None) if main_grads else None
                 x = low.operand(saved.x, saved.x_inverse)
-                grads[weight] = low.weight_grad(down, x, recipe, dy.dtype, buffer)
+                for name, own in zip(group, low.apart(down, self.parts) if together else [down], strict=True):
+                    if name in needs:
+                        buffer = main_grads.pop(name, None) if main_grads else None
+                        grads[name] = low.weight_grad(own, x, recipe, dy.dtype, buffer)
         return None if dx is None else dx.view(*dy.shape[:-1], self.in_features), grads
 
     def dgrad(self, dy: Tensor, weights: tuple[Tensor, ...], addend: Tensor | None = None) -> Tensor:

@@ -184,11 +184,12 @@ def test_gemms_are_those_of_quantized_operands(recipe: Recipe, rows: int, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @each_recipe
-def test_merged_linear(recipe: Recipe, dtype: torch.dtype, device: torch.device):
-    parts, width, rows = ((1024, 256, 256), 2048, 515) if HERE else ((48, 16, 16), 64, 9)
-    op: Any = ops.MergedLinear(width, parts, (True, False, True), device=device, dtype=dtype)
+@pytest.mark.parametrize("bias", [(True, False, True), False], ids=["some", "none"])
+def test_merged_linear(recipe: Recipe, dtype: torch.dtype, bias: Any, device: torch.device):
+    parts, width, rows = ((1024, 256, 256), 2048, 515) if HERE else ((128, 256, 128), 64, 9)
+    op: Any = ops.MergedLinear(width, parts, bias, device=device, dtype=dtype)
     for i, weight in enumerate(op.weights()):
-        weight.data = draw(parts[i], width, seed=i, dtype=dtype, factor=10.0**-i).to(device)
+        weight.data.copy_(draw(parts[i], width, seed=i, dtype=dtype, factor=10.0**-i))
     model = sf.Sequential(op, recipe=runs(recipe))
     x = draw(rows, width, seed=5, dtype=dtype).to(device).requires_grad_()
     dy = draw(rows, sum(parts), seed=6, dtype=dtype).to(device)
@@ -283,6 +284,19 @@ def test_a_graph_replays_a_step(recipe: Recipe, device: torch.device):
         graph.replay()
         replayed = [t.clone() for t in captured]
         assert_bitwise_equal(replayed, step(model, static, dy))
+
+
+@each_recipe
+def test_compilers_trace_it(recipe: Recipe, device: torch.device):
+    width, rows = (512, 131) if HERE else (32, 7)
+    model = sf.Sequential(ops.Linear(width, 2 * width, False), ops.Linear(2 * width, width, False), recipe=runs(recipe))
+    model = model.to(device, torch.bfloat16)
+    x, dy = (draw(rows, width, seed=i, dtype=torch.bfloat16).to(device) for i in (0, 1))
+    eager = step(model, x, dy)
+    torch._dynamo.reset()
+    leaf = x.detach().requires_grad_()
+    y = torch.compile(model, backend="aot_eager", fullgraph=True)(leaf)
+    assert_bitwise_equal([y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy)], eager)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, recipes.Float8DelayedScaling(history=4)], ids=str)

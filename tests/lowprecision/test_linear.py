@@ -105,6 +105,49 @@ def test_merged_linear_quantizes_x_once_and_each_weight_by_itself(recipe: Recipe
         assert_within(dweight, multiplied(d, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns"))
 
 
+@pytest.mark.parametrize("recipe", [recipes.Float8BlockScaling(), recipes.MXFP8()], ids=named)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("laid", [True, False])
+def test_parts_that_end_with_blocks_are_one_weight(
+    recipe: Recipe, bias: bool, laid: bool, monkeypatch: pytest.MonkeyPatch
+):
+    parts, dtype = (128, 256, 128), torch.bfloat16
+    op: Any = ops.MergedLinear(160, parts, bias, dtype=dtype)
+    if not laid:
+        op = ops.MergedLinear.of(*(ops.Linear(160, size, bias, dtype=dtype) for size in parts))
+    for i, (weight, shift) in enumerate(zip(op.weights(), op.biases(), strict=True)):
+        weight.data.copy_(draw(parts[i], 160, seed=i, dtype=dtype, factor=10.0**-i))
+        if shift is not None:
+            shift.data.copy_(draw(parts[i], seed=i, dtype=dtype))
+    op.weight_0.main_grad = torch.full((128, 160), 0.5)
+    calls: list[str] = []
+    low: Any = ops.linear.low
+    quantize = low.quantize
+    monkeypatch.setattr(
+        low, "quantize", lambda x, r, role, d, **s: (calls.append(role), quantize(x, r, role, d, **s))[1]
+    )
+    model = sf.Sequential(op, recipe=recipe)
+    x, dy = draw(37, 160, seed=5, dtype=dtype).requires_grad_(), draw(37, 512, seed=6, dtype=dtype)
+    y = model(x)
+    y.backward(dy)
+    square = isinstance(recipe, recipes.Float8BlockScaling)
+    assert calls.count("weight") == (1 if laid else 3) * (1 if square else 2)
+    assert calls.count("dy") == 2 * (1 if laid else 3)
+    a = multiplied(x, recipe, "x", "rows")
+    for part, weight, shift in zip(y.split(parts, -1), op.weights(), op.biases(), strict=True):
+        addend = 0.0 if shift is None else shift.detach().double().numpy()
+        assert_within(part, a, multiplied(weight, recipe, "weight", "rows").T, addend)
+    each = dy.split(parts, -1)
+    along = np.concatenate([multiplied(d, recipe, "dy", "rows") for d in each], 1)
+    down = np.concatenate([multiplied(weight, recipe, "weight", "columns") for weight in op.weights()], 0)
+    assert x.grad is not None
+    assert_within(x.grad, along, down)
+    wide = op.weight_0.main_grad, op.weight_1.grad, op.weight_2.grad
+    for i, (d, dweight) in enumerate(zip(each, wide, strict=True)):
+        left, right = multiplied(d, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns")
+        assert_within(dweight, left, right, 0.0 if i else 0.5)
+
+
 @each_recipe
 def test_check_op_passes(recipe: Recipe):
     op = ops.Linear(16, 32)
