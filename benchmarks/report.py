@@ -153,8 +153,8 @@ def memory() -> str | None:
             (f"{kept[name] / kept['eager']:.2f}", f"{row['cost'][name]:.1%}")
             for name in ("seqfuse", "seqfuse balanced", "seqfuse lean")
         )
-        rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f} MiB", *itertools.chain(*found_of)))
-    head = ("block of", "eager", "save", "for time", "balanced", "for time", "lean", "for time")
+        rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f}", *itertools.chain(*found_of)))
+    head = ("block of", "eager, MiB", "fast", "time", "balanced", "time", "lean", "time")
     return text(table(head, rows))
 
 
@@ -164,14 +164,15 @@ def converted() -> str | None:
     if found is None:
         return None
     rows = []
-    steps = {"step": "CPU time"} | ({"long": "CPU time, long"} if any("long" in row for row in found["rows"]) else {})
+    more = {"long": "CPU time, 1,024 tokens"} if any("long" in row for row in found["rows"]) else {}
+    steps = {"step": "CPU time, 32 tokens"} | more
     for row in found["rows"]:
-        kept, counted = row["kept"], row.get("instructions")
-        cells = ["-" if counted is None else f"{counted['ratio']:.2f}"]
+        kept = row["kept"]
         times = (row.get(name) for name in steps)
-        cells += ["-" if t is None else f"{t['ratio']:.2f} ({t['low']:.2f} to {t['high']:.2f})" for t in times]
+        cells = ["-" if t is None else f"{t['ratio']:.2f} ({t['low']:.2f} to {t['high']:.2f})" for t in times]
         rows.append((row["model"], *cells, *(f"{kept[choice] / row['eager']:.2f}" for choice in kept)))
-    head = ("model", "instructions", *steps.values(), *(f"saved, {choice}" for choice in found["rows"][0]["kept"]))
+    choices = ("fast" if choice == "save" else choice for choice in found["rows"][0]["kept"])
+    head = ("model", *steps.values(), *(f"saved, {choice}" for choice in choices))
     return text([where(found["about"]), "", *table(head, rows)])
 
 

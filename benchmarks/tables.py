@@ -26,11 +26,9 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> 
 
 
 def where(about: dict[str, Any]) -> str:
-    """On what, with what, and of which commit."""
+    """On what and with what; the file of results has the commit, too."""
     parts = [about["device"], f"torch {about['torch']}"]
-    parts += [f"Triton {about['triton']}"] if "triton" in about else []
-    changed = " and changes" if about.get("changed") else ""
-    return ", ".join([*parts, f"Python {about['python']}", f"commit {about['commit'][:7]}{changed}"]) + "."
+    return ", ".join(parts + [f"Triton {about['triton']}"] * ("triton" in about)) + "."
 
 
 def text(lines: Iterable[str]) -> str:
