@@ -61,11 +61,10 @@ def _again(dtype: torch.dtype, x: Tensor, rows: Tensor, offsets: Tensor) -> Tens
 
 
 class GatedGroupedLinearUnpermute(JointFusion):
-    """y_t = sum over j of (probs_tj h_r) weight_g^T, h = act(gate) up, for the rows r of token t.
+    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up, over the rows j of token t; p are their factors, probs.
 
-    The factors are on what enters the GEMM, not on its output, so that this is not saved for their gradient: with
-    d_r = dy_t weight_g, dprobs_tj = sum over features of d_r h_r, made in the pass of the gated unit's gradient, that
-    of probs_tj d_r;  dweight_g = sum of dy_t^T (probs_tj h_r).
+    The factors multiply the input of the GEMM, so its output is not saved for their gradient. With d = dy weight_g,
+    dp = sum over features of d h, in the pass of the gated unit's gradient, which gets p d;  dweight_g = dy^T (p h).
 
     x, [gate; up]: [*, top_k, 2 F], probs: [*, top_k], y: [*, H].
     Source: Shazeer et al. 2017, arXiv:1701.06538; of factors before the second GEMM: Fedus et al. 2021,
@@ -160,7 +159,7 @@ class GatedGroupedLinearUnpermute(JointFusion):
 
 
 class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
-    """The same, but what enters the GEMM, probs_tj h_r, is not saved: the gradient of the weight makes it again from x.
+    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up; saves x, and recomputes p h for the gradient of the weight.
 
     The backward pass takes one more gated unit, the forward pass saves one tensor less.
 
