@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ._launch import cdiv, launch, stops
+from ._launch import architecture, cdiv, family, launch, stops
 from ._operators import as_rows, operator
 from ._quantize_kernel import _largest_kernel, _quantize_kernel, _zero_kernel
 
@@ -37,12 +37,9 @@ class Tile:
     num_warps: int
 
 
-def tile_of(scaling: Scaling, aligned: bool) -> Tile:
-    """A block of 128 x 128 where blocks are of 128, 32 numbers per thread.
-
-    Twice as many, and registers, where rows of what is transposed are not aligned, so that each number has an address.
-    """
-    return Tile(128, 128, 16 if aligned else 8) if "128" in scaling else Tile(64, 128, 8)
+def tile_of(scaling: Scaling, many: bool) -> Tile:
+    """A block of 128 x 128 where blocks are of 128, 32 numbers per thread; twice as many unless there are `many`."""
+    return Tile(128, 128, 16 if many else 8) if "128" in scaling else Tile(64, 128, 8)
 
 
 class Codes(NamedTuple):
@@ -107,7 +104,9 @@ def quantize(
     if stops():
         return results
     source = as_rows("x", x, N)
-    tile = tile_of(scaling, not columns or M % MULTIPLE == 0)
+    # Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
+    many = not columns or M % MULTIPLE == 0 or family(architecture(device)) == "sm_90"
+    tile = tile_of(scaling, many)
     grid, sizes = cdiv(M, tile.m) * cdiv(N, tile.n), {"BLOCK_M": tile.m, "BLOCK_N": tile.n}
     whole = by_row = by_column = None
     if scaling in ("tensor", "row"):
