@@ -109,7 +109,7 @@ def kind_of(module: nn.Module) -> str | None:
 
 
 def _form(name: str, kind: str) -> str:
-    return _FORMS.get(name, f"no operation stands for {name}" + (" here" if kind == "attention" else ""))
+    return _FORMS.get(name, f"no operation matches {name}" + (" here" if kind == "attention" else ""))
 
 
 NOT_ALLOWED = "left out by filter_fn"

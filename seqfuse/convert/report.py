@@ -61,7 +61,7 @@ class GraphReport:
         """Its chains, what is beside them, and what was left, in lines; the launches of a CPU if they are asked for."""
         text = [f"  {line}" for region in self.regions for line in _chain(region, launches)]
         if not self.regions:
-            none = "no operation stands for its calls" if not self.left else "the reasons are below"
+            none = "no operation matches its calls" if not self.left else "the reasons are below"
             text.append(f"  nothing converted: {none}")
         text += [f"  {line}" for line in _choices(self.regions)]
         text += [f"  {line}" for line in _quantized(self.regions)]

@@ -146,7 +146,7 @@ class PointwiseChainJoint(ChainOfParts, JointFusion):
     def requires(self, env: Env) -> Requirements:
         yield env.grad, "where nothing needs a gradient nothing is kept"
         yield from super().requires(env)
-        yield len(_joined(self.parts, self._numbers())) < len(self.parts), "no two activations stand side by side"
+        yield len(_joined(self.parts, self._numbers())) < len(self.parts), "no two activations are adjacent"
 
     def saved_at(self) -> Iterator[int]:
         for at, part in _joined(self.parts, self._numbers()):

@@ -658,4 +658,4 @@ def test_a_model_of_convolutions_runs_as_before_and_says_why():
     x = torch.randn(1, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     conversion = assert_same(model, x)
     assert not [region for graph in conversion.graphs for region in graph.regions]
-    assert "no operation stands for conv2d" in str(conversion)
+    assert "no operation matches conv2d" in str(conversion)

@@ -67,20 +67,20 @@ def test_a_softmax_that_weighs_nothing_is_no_attention():
 
 STAYS: dict[str, tuple[Spelling, str, str]] = {
     "batch_norm": (
-        lambda m, x: F.batch_norm(m.a(x[0]), None, None, training=True), "norm", "no operation stands for batch_norm"
+        lambda m, x: F.batch_norm(m.a(x[0]), None, None, training=True), "norm", "no operation matches batch_norm"
     ),
-    "softplus": (lambda m, x: F.softplus(m.a(x)), "activation", "no operation stands for softplus"),
+    "softplus": (lambda m, x: F.softplus(m.a(x)), "activation", "no operation matches softplus"),
     "layer_norm": (lambda m, x: F.layer_norm(m.a(x), (4, 8)), "norm", "it normalizes more than the last dimension"),
     "matmul": (lambda m, x: m.a(x) @ m.b(x).mT, "GEMM", "neither is a parameter of two dimensions on the right"),
     "einsum": (
-        lambda m, x: torch.einsum("bsh,h,oh->bso", x, m.w, m.a.weight), "GEMM", "no operation stands for einsum"
+        lambda m, x: torch.einsum("bsh,h,oh->bso", x, m.w, m.a.weight), "GEMM", "no operation matches einsum"
     ),
-    "lerp": (lambda m, x: torch.lerp(m.a(x), x, 0.5), "interpolation", "no operation stands for lerp"),
-    "fft_rfft": (lambda m, x: torch.fft.rfft(m.a(x)).abs(), "FFT", "no operation stands for fft_rfft"),
-    "lstm": (lambda m, x: m.lstm(x)[0], "recurrent layer", "no operation stands for lstm"),
+    "lerp": (lambda m, x: torch.lerp(m.a(x), x, 0.5), "interpolation", "no operation matches lerp"),
+    "fft_rfft": (lambda m, x: torch.fft.rfft(m.a(x)).abs(), "FFT", "no operation matches fft_rfft"),
+    "lstm": (lambda m, x: m.lstm(x)[0], "recurrent layer", "no operation matches lstm"),
     "grouped_mm_fallback": (
         lambda m, x: torch.ops.seqfuse_tests.grouped_mm_fallback(x, m.a.weight), "GEMM",
-        "no operation stands for grouped_mm_fallback",
+        "no operation matches grouped_mm_fallback",
     ),
 }  # fmt: skip
 

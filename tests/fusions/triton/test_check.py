@@ -298,7 +298,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], list[Any], torch.dtype]] = [
         "Sloped has parameters, which device functions do not see", (NormActivation, NormActivationJoint),
         [ops.LayerNorm(8), Sloped()], F32,
     ),
-    ("no two activations stand side by side", (PointwiseChainJoint,), [ops.SiLU(), ops.Dropout(0.5), ops.Tanh()], F32),
+    ("no two activations are adjacent", (PointwiseChainJoint,), [ops.SiLU(), ops.Dropout(0.5), ops.Tanh()], F32),
     (ALONE, (PointwiseChain,), [ops.SiLU(), ops.Dropout(0.0)], F32),
     (ALONE, (PointwiseChain,), [ops.SiLU(), ops.Dropout(0.5).eval()], F32),
     *(
