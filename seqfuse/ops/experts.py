@@ -372,13 +372,32 @@ def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> 
 
 def summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
     """The same as `gathered`, by a kernel where there is one: nothing differentiates it."""
+    size, top_k = x.shape[-1], rows.shape[-1]
     if not _in_triton(x):
-        return gathered(x, rows, offsets, probs)
+        whole = x.is_cpu and not is_watched(x) and 0 < rows.numel() == int(offsets[-1])
+        if not whole:
+            return gathered(x, rows, offsets, probs)
+        return _none_dropped(x.reshape(-1, size), rows.reshape(-1, top_k), probs).view(*rows.shape[:-1], size)
     from ..kernels.permute import gather_rows
 
-    size, top_k = x.shape[-1], rows.shape[-1]
     factors = None if probs is None else probs.reshape(-1, top_k).contiguous()
     return gather_rows(_flat(x, size), _flat(rows, top_k), offsets, factors=factors).view(*rows.shape[:-1], size)
+
+
+def _none_dropped(x: Tensor, rows: Tensor, probs: Tensor | None) -> Tensor:
+    """The sum over the rows of each token, none of which was dropped, in the same order and in place."""
+    wide = stats_dtype(x)
+    factors = None if probs is None else probs.reshape(rows.shape).to(wide)
+    total: Tensor | None = None
+    for j in range(rows.shape[1]):
+        part = x.index_select(0, rows.select(1, j)).to(wide)
+        factor = None if factors is None else factors.narrow(1, j, 1)
+        if total is None:
+            total = part if factor is None else part.mul_(factor)
+        else:
+            total = total.add_(part) if factor is None else total.addcmul_(part, factor)
+    assert total is not None
+    return total.to(x.dtype)
 
 
 class Unpermute(sf.UnfusedOperation):
