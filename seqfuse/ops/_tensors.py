@@ -22,6 +22,11 @@ def real(x: Tensor, operation: str) -> None:
         raise InputError(f"expects x of real numbers, got {x.dtype}", code="SF101", operation=operation)
 
 
+def is_whole(t: Tensor) -> bool:
+    """Whether a tensor is of integers; bool is none."""
+    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+
+
 def check_last(shape: Sequence[int], size: int) -> None:
     """Raise ValueError unless the last dimension has this size."""
     if not shape or shape[-1] != size:

@@ -17,7 +17,7 @@ from ..kernels import triton_installed
 from ._grouped import inside, is_watched, last
 from ._mm import linear, mm
 from ._parameters import parameter, required, reset_linear
-from ._tensors import check_last, floating, stats_dtype
+from ._tensors import check_last, floating, is_whole, stats_dtype
 
 
 class Route(sf.UnfusedOperation):
@@ -283,7 +283,7 @@ class Permute(sf.UnfusedOperation):
     def check(self, shape: Sequence[int], experts: Tensor) -> None:
         """Raise InputError unless each token of an x of this shape has its experts."""
         wanted = (*shape[:-1], self.top_k)
-        if tuple(experts.shape) != wanted or experts.is_floating_point() or experts.is_complex():
+        if tuple(experts.shape) != wanted or not is_whole(experts):
             got = f"{tuple(experts.shape)} {experts.dtype}"
             message = f"expects the experts of each token, integers {wanted}, got {got}"
             raise InputError(message, code="SF101", operation="Permute")

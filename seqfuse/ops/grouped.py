@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..maingrad import Accumulated, accumulated
 from ._grouped import grouped_bias_grad, grouped_linear, grouped_weight_grad, plain, spans
 from ._parameters import parameter, required
-from ._tensors import check_last
+from ._tensors import check_last, is_whole
 from .linear import gemm_traffic
 
 
@@ -87,8 +87,7 @@ class GroupedLinear(sf.UnfusedOperation):
 
     def check(self, offsets: Tensor) -> None:
         """Raise InputError unless there is one whole number for each group."""
-        whole = not (offsets.is_floating_point() or offsets.is_complex() or offsets.dtype is torch.bool)
-        if not whole or tuple(offsets.shape) != (self.groups,):
+        if not is_whole(offsets) or tuple(offsets.shape) != (self.groups,):
             got = f"{tuple(offsets.shape)} {offsets.dtype}"
             message = f"expects the ends of {self.groups} groups, integers {(self.groups,)}, got {got}"
             raise InputError(message, code="SF101", operation="GroupedLinear")

@@ -258,7 +258,11 @@ def test_nothing_of_a_gpu_is_read_by_the_host():
         assert mode is not None
 
 
-@pytest.mark.parametrize("chosen", [torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 2)], ids=["shape", "dtype"])
+@pytest.mark.parametrize(
+    "chosen",
+    [torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.bool)],
+    ids=["shape", "floating-point", "bool"],
+)
 def test_permute_refuses_what_are_no_experts(chosen: Tensor):
     with pytest.raises(sf.InputError, match=r"SF101 position 0 \(Permute\): .*integers \(5, 2\), got"):
         sf.Sequential(ops.Permute(4, 2), ops.Unpermute(None))(torch.zeros(5, 6), experts=chosen)
