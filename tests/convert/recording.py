@@ -61,7 +61,8 @@ class Recorder(TorchFunctionMode):
             return out
         node = self._node(func, name, *given)
         if isinstance(out, Tensor):
-            if self.renames or id(out) not in self._nodes or not any(out is t for t in args[:1]):
+            is_other = id(out) not in self._nodes or not any(out is t for t in args[:1])
+            if self.renames or is_other or name == "contiguous":  # a copy, where its input lies otherwise
                 self.known(out, node)
             else:
                 node.meta["example_value"] = out
