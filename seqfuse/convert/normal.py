@@ -417,6 +417,8 @@ def _activation(node: Node, write: Writer) -> Node | None:
 
 def _view(node: Node, write: Writer) -> Node | None:
     """A view of a view that is as what it began with."""
+    if _is_returned(node):
+        return None
     source: Any = node.args[0]
     while spelled(source) in ("view", "reshape", "flatten", "unflatten") and source.args:
         source = source.args[0]
@@ -449,10 +451,17 @@ def _takes(index: Any) -> bool:
     return type(index) is int
 
 
+def _is_returned(node: Node) -> bool:
+    """Whether a graph returns a node, which then stays a tensor of its own: a caller may tell it from another."""
+    return any(user.op == "output" for user in node.users)
+
+
 def _transpose(node: Node, write: Writer) -> Node | None:
     """What is transposed twice."""
     source, twice = cast("Any", node.args[0]), cast("Any", node)
-    if spelled(source) != "transpose" or (e := example(node)) is None or are_changed([source, node]) or leave([node]):
+    if spelled(source) != "transpose" or (e := example(node)) is None or are_changed([source, node]):
+        return None
+    if _is_returned(node):
         return None
     dims = [{d % e.ndim for d in t.args[1:]} for t in (twice, source)]
     return source.args[0] if dims[0] == dims[1] else None
