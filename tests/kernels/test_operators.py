@@ -102,6 +102,7 @@ CALLS: dict[str, Call] = {
         lambda f, x, dy, w, b: f(x, pointwise.Chain(pointwise.bias(), pointwise.act(GELU), pointwise.add()), (b, dy)),
         ROWS,
     ),
+    "quantize.quantize": Call("quantize", lambda f, x: f(x, torch.float8_e4m3fn, "row"), {"x": (5, 16)}),
     "rope.rope_fwd": Call("rope", lambda f, x, dy: f(x, 2, 1, TURN), PACKED),
     "rope.rope_bwd": Call("rope_backward", lambda f, x, dy: f(dy, 2, 1, TURN, dbias=F32), PACKED),
     "rope.rope_write": Call("rope_write", lambda f, x, k, v, lengths: f(x, 2, 1, TURN, k, v, lengths), ROW),
