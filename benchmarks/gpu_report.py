@@ -44,9 +44,7 @@ def gpu() -> str:
     lines += [f"Measured in the same run: a copy of {ceilings['copy_TB_per_s']:.2f} TB/s; cuBLAS {rates}.", ""]
     good = [row for row in rows.values() if row["status"] == "ok"]
     earlier = {row["commit"] for row in good if "commit" in row}
-    lines += [
-        f"Rows marked with an asterisk are of an earlier run, of commit {commit}.\n" for commit in sorted(earlier)
-    ]
+    lines += [f"Rows marked with an asterisk are of another run, of commit {commit}.\n" for commit in sorted(earlier)]
     for group in dict.fromkeys(row["group"] for row in good):
         lines += [f"**{group[0].upper()}{group[1:]}**", "", *_group([r for r in good if r["group"] == group]), ""]
     bad = [(key, row) for key, row in rows.items() if row["status"] in ("red", "failed")]
@@ -62,19 +60,20 @@ def gpu() -> str:
 
 def tiles() -> str | None:
     """What norms and decoding take by the tile that is launched now, where that was measured, and by the one before."""
-    found = read("gpu_tiles")
-    if found is None:
+    found = [each for each in (read("gpu_tiles"), read("gpu_wide")) if each is not None]
+    if not found:
         return None
     cells: list[list[str]] = []
-    for name, swept in sorted(found["tiles"].items()):
+    every = [(name, swept, each["about"]["device"]) for each in found for name, swept in each["tiles"].items()]
+    for name, swept, device in sorted(every, key=lambda one: one[0]):
         times, told = swept["us"], _launched_now(name)
         now = times["default"] if told == "as before" else times.get(told)
-        told = f"{now:,.1f}" if now is not None else "not measured"
+        if now is None:  # another run has it
+            continue
         rows = "" if swept["rows"] is None else f", {swept['rows']:,} rows"
-        cells.append(
-            [name + rows, f"{times['default']:,.1f}", told, f"{times['sdpa']:,.1f}" if "sdpa" in times else ""]
-        )
-    return text(table(("what", "tile before, us", "tile now, us", "SDPA, us"), cells))
+        sdpa = f"{times['sdpa']:,.1f}" if "sdpa" in times else ""
+        cells.append([name + rows, device.split()[1], f"{times['default']:,.1f}", f"{now:,.1f}", sdpa])
+    return text(table(("what", "GPU", "tile before, us", "tile now, us", "SDPA, us"), cells, left=2))
 
 
 def tuned() -> str | None:
@@ -103,13 +102,14 @@ def _launched_now(name: str) -> str:
     kind, width, *what = name.split()
     if kind == "decode":
         return f"sp{max(1, 132 // (8 * int(width)))} bn128 st3 w4"
-    ahead = norm.hopper_forward_tile(int(width), kind == "LayerNorm", len(what) > 1)
+    behind, added = "behind" in what, len(what) > 1
+    ahead = norm.hopper_forward_tile(int(width), kind == "LayerNorm", behind)
     tile = (
         ahead
         if what[0] == "forward"
-        else norm.hopper_backward_tile(int(width), 2 if kind == "LayerNorm" else 1, len(what) > 1)
+        else norm.hopper_backward_tile(int(width), (2 if kind == "LayerNorm" else 1) + behind, added)
     )
-    if tile is None or (int(width) > 8192 and len(what) > 1):
+    if tile is None or (int(width) > 8192 and behind):
         return "as before"
     return named(tile) + ", sums apart" * (not tile.sums)
 
