@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ import plain
 import torch
 from gpu.clock import OnDevice, OnHost, interleaved
 from gpu.sizes import MAIN, MODELS, Model
-from record import RESULTS, about
+from record import RESULTS, about, lines
 from torch import Tensor, nn
 
 import seqfuse as sf
@@ -67,7 +66,7 @@ def main() -> None:
         )
         rows[name] = {"times": {key: dataclasses.asdict(t) for key, t in times.items()}, **notes}
         print(name, ", ".join(f"{key} {t.median:.0f}" for key, t in times.items()), notes, flush=True)
-        out.write_text(json.dumps({"about": about(), "rows": rows}, indent=1) + "\n")
+        out.write_text(lines({"about": about(), "rows": rows}))
         del calls
         gc.collect()
         if not arguments.tiny:
