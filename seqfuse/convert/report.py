@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ..env import why_no_c
 from ..ops import Fork
 from ..pictures.data import ChoiceData
-from ..pictures.text import beside, choices_table, counted, sized
+from ..pictures.text import choices_table, compared, counted
 from ..plan.plan import Plan
 from ..plan.step import Step
 from .calls import Calls, Captured
@@ -130,9 +130,8 @@ def _chain(region: CapturedRegion, launches: bool) -> list[str]:
             own, theirs = f"{own} + {launched[1]}", f"{theirs} + {eager.backward}"
         lines.append(f"    kernel launches{', forward + backward' * plan.env.grad}: {own}; eager torch {theirs}")
     if (memory := plan.memory) is not None and plan.env.grad:
-        than = "" if eager is None else beside(memory.saved, eager.saved, "eager torch")
-        than += beside(memory.saved, memory.saved_unfused, "unfused")
-        lines.append(f"    saved for backward: {sized(memory.saved)}{than}")
+        others = {} if eager is None else {"eager_torch": eager.saved}
+        lines.append(f"    saved for backward: {compared(memory.saved, **others, unfused=memory.saved_unfused)}")
     return lines
 
 

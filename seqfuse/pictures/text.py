@@ -281,9 +281,13 @@ def sized(n: int, like: int | None = None) -> str:
     return f"{n / scale:,.{2 if like < 10 * scale else 1 if like < 100 * scale else 0}f} {unit}"
 
 
-def beside(n: int, other: int, name: str) -> str:
-    """A number of bytes as a multiple of another, which is named; nothing where that is 0."""
-    return f", {n / other:.2f}x {name} ({sized(other)})" if other else ""
+def compared(n: int, **others: int) -> str:
+    """A number of bytes, and what multiple it is of others, which are named, all in one unit."""
+    most = max(n, *others.values())
+    than = (
+        f", {n / other:.2f}x {name.replace('_', ' ')} ({sized(other, most)})" for name, other in others.items() if other
+    )
+    return sized(n, most) + "".join(than)
 
 
 def extra_time(microseconds: float) -> str:

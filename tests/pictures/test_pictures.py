@@ -25,7 +25,7 @@ from seqfuse.pictures.svg import MOST, looks
 from seqfuse.pictures.svg import _listed as listed
 from seqfuse.pictures.svg import _split as split_name
 from seqfuse.pictures.svg import headline as svg_headline
-from seqfuse.pictures.text import beside, extra_time, render, sized
+from seqfuse.pictures.text import compared, extra_time, render, sized
 from seqfuse.plan import Plan
 from seqfuse.run.regions import Region
 from tests.pictures import drawn as drawn_now
@@ -508,8 +508,8 @@ def test_times_are_whole_microseconds_or_milliseconds_and_bytes_have_a_ratio() -
         "+0.6 ms",
         "-2.2 ms",
     ]
-    assert beside(2**19, 2**20, "eager torch") == ", 0.50x eager torch (1.00 MiB)"
-    assert beside(2**19, 0, "eager torch") == ""
+    assert compared(2**19, eager_torch=2**20, unfused=0) == "0.50 MiB, 0.50x eager torch (1.00 MiB)"
+    assert compared(90624, unfused=172544) == "0.09 MiB, 0.53x unfused (0.16 MiB)"
 
 
 @pytest.mark.parametrize("most", [430, 700, 904])
