@@ -217,6 +217,13 @@ def _rms(values: Tensor, count: Tensor, dim: int | None = None) -> Tensor:
     return (squares.sum() if dim is None else squares.sum(dim)).div(count.clamp_min(1)).sqrt() * scale
 
 
+def _median(values: Tensor, dim: int) -> Tensor:
+    # On a GPU `median` is refused where algorithms have to be deterministic.
+    if values.device.type == "cpu":
+        return values.median(dim, keepdim=True).values
+    return values.sort(dim).values.narrow(dim, (values.shape[dim] - 1) // 2, 1)
+
+
 class Sample:
     """Errors of one tensor as [rows, columns] in float64; where one of the three is not finite, 0 and not counted."""
 
@@ -309,7 +316,7 @@ class Sample:
             return self.rms_u
         # Of medians, which no single error moves: where an outlier's row crosses another's column nothing is excused.
         size = self.e_u.abs()
-        row, column = (size.median(dim, keepdim=True).values for dim in (1, 0))
+        row, column = (_median(size, dim) for dim in (1, 0))
         product = row * column / (size.median() * _MEDIAN_OF_NORMAL)
         return torch.maximum(self.rms_u, product.nan_to_num(0.0, 0.0, 0.0))
 

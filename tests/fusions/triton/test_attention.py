@@ -158,8 +158,11 @@ def test_a_list_in_bfloat16_gives_the_same_bits_each_time():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
-def test_on_a_gpu_it_is_plain_torch(how: str, dtype: torch.dtype, size: int):
+def test_on_a_gpu_it_is_plain_torch(how: str, dtype: torch.dtype, size: int, request: pytest.FixtureRequest):
     """Sequences of several blocks, against the path in float32 blocks; each tile that a launch can choose."""
+    # Else FlashAttention draws the mask of 16 bits.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     lead, extras = given(how, 700)
     op, device = ops.Attention(4, 2, **HOW[how]), torch.device("cuda")
     x = packed(lead, 8, size).to(device, dtype)
