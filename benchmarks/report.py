@@ -333,46 +333,53 @@ def claims() -> str | None:
     llama, gpt = ([saved(model, choice) for choice in choices] for model in ("llama3-8b", "gpt2-xl"))
 
     def kept_by(choice: str) -> str:
-        return ", ".join(f"{row['kept'][choice] / row['eager']:.2f} ({row['model']})" for row in models["rows"])
+        return ", ".join(f"{row['model']} {row['kept'][choice] / row['eager']:.2f}x" for row in models["rows"])
 
     took = {row["side"]: row["step"]["ratio"] for row in (read("peak") or {})["rows"]}
     step_times = {
         side: [(row["sides"][side]["ratio"], row["name"]) for row in beside["rows"] if side in row["sides"]]
         for side in ("default", "lean")
     }
-    default, lean = (f"{between(t for t, _ in of)} (the largest: {max(of)[1]})" for of in step_times.values())
+    default, lean = (f"{between(t for t, _ in of)}x (slowest: {max(of)[1]})" for of in step_times.values())
     ours, theirs, kept, balanced, least = _llama(counted)
-    rows = {
-        f"`sf.convert` gives the same outputs and gradients: {families()} small models, such as Llama, BERT, ViT and "
-        "T5": "tested on a CPU",
-        f'a layer converted with `memory="lean"` keeps {kept_by("lean")} of the bytes that eager PyTorch keeps for the '
-        f"backward pass; by default {kept_by('save')}": "measured on a CPU",
-        "a training step of a small Llama, relative to eager PyTorch: "
-        + "; ".join(
-            f"with {how} it takes {time:.2f} of the CPU time and adds {steps[side]:.2f} of the memory at its peak"
-            for how, side, time in (
-                ('`memory="lean"`', "lean", took["lean"]),
-                ("activation checkpointing", "eager, checkpointed", took["eager, checkpointed"]),
-            )
-        ): "measured on a CPU",
-        "a step of the models and blocks of [CPU overhead](dev/cpu_overhead.md#beside-eager-torch) takes "
-        f'{default} of the CPU time of eager PyTorch; with `memory="lean"` {lean}': "measured on a CPU",
-        f"a layer of Llama 3 8B built of `seqfuse.nn`, in bfloat16 on an H100, takes {ours} kernel launches, Hugging "
-        f"Face's in eager PyTorch {theirs}": "counted from plans",
-        f"that layer keeps {kept} of the bytes that Hugging Face's keeps for the backward pass, {balanced} "
-        f'with `memory="balanced"`, {least} with `memory="lean"`': "counted from plans",
-        f"an MLP block of Llama 3 8B keeps {llama[0]} of the bytes of eager PyTorch (with fused norms), {llama[1]} "
-        'with `memory="balanced"`': "counted from plans",
-        f'an MLP block of GPT-2 XL keeps {gpt[0]}, {gpt[1]} with `memory="balanced"`': "counted from plans",
-        "every fused kernel equals its operations within tolerance, in both passes and every gradient": (
-            "tested in Triton's interpreter, and as C on a CPU"
+    measured, plans = "measured on a CPU", "counted from plans"
+    rows = [
+        ("`sf.convert`: same outputs and gradients", f"{families()} small models", "tested on a CPU"),
+        ('activation memory of a converted layer, `memory="lean"`', kept_by("lean"), measured),
+        ("the same by default", kept_by("save"), measured),
+    ]
+    rows += [
+        (
+            f"training step of a small Llama, {how}",
+            f"CPU time {took[side]:.2f}x, added peak memory {steps[side]:.2f}x",
+            measured,
+        )
+        for how, side in (('`memory="lean"`', "lean"), ("activation checkpointing", "eager, checkpointed"))
+    ]
+    rows += [
+        ("CPU time of [models and blocks](dev/cpu_overhead.md#beside-eager-torch)", default, measured),
+        ('the same, `memory="lean"`', lean, measured),
+        (
+            "kernel launches of a layer of Llama 3 8B, of `seqfuse.nn`, on an H100",
+            f"{ours}, Hugging Face {theirs}",
+            plans,
         ),
-        "every kernel compiles for sm_80, sm_90, sm_100 and gfx942": "compiled without a GPU",
-        "speed on a GPU beside eager PyTorch, `torch.compile` and Liger-Kernel": (
-            "**not yet run on a GPU**" if read("gpu") is None else speed().splitlines()[-1]
+        ("activation memory of that layer", f"{kept}x; balanced {balanced}x, lean {least}x", plans),
+        ("activation memory of an MLP block of Llama 3 8B", f"{llama[0]}x; balanced {llama[1]}x", plans),
+        ("activation memory of an MLP block of GPT-2 XL", f"{gpt[0]}x; balanced {gpt[1]}x", plans),
+        (
+            "fused kernels: values and all gradients",
+            "within the error bound",
+            "tested in Triton's interpreter, and as C",
         ),
-    }
-    return text(table(("what", "status"), rows.items(), left=2))
+        ("all kernels compile", "sm_80, sm_90, sm_100, gfx942", "compiled without a GPU"),
+        (
+            "speed on a GPU",
+            "not yet run" if read("gpu") is None else speed().splitlines()[-1].rstrip("."),
+            "measured on an H100",
+        ),
+    ]
+    return text(table(("what", "result, relative to eager PyTorch", "how it is known"), rows, left=3))
 
 
 DRAWN: dict[str, Callable[[], str | None]] = {

@@ -149,7 +149,7 @@ def test_the_number_of_converted_models_is_that_of_the_tests() -> None:
     from tests.convert.families import FAMILIES
 
     assert report.families() == len(FAMILIES)
-    assert f"outputs and gradients: {len(FAMILIES)} small models" in str(report.claims())
+    assert f"outputs and gradients | {len(FAMILIES)} small models |" in str(report.claims())
 
 
 def test_memory_and_time_of_a_training_step_stand_beside_checkpointing(results: Path) -> None:
