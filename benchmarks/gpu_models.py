@@ -1,7 +1,4 @@
-"""Tables of what a GPU measured of converted models and of choices of memory: rows of `results/gpu_models.json`.
-
-`bench_gpu.py --only "^(converted|memory)" --out benchmarks/results/gpu_models.json` writes them.
-"""
+"""Tables of what a GPU measured of converted models and of choices of memory."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ _SIDES = {
 
 
 def _rows(group: str) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    found = read("gpu_models")
+    found = read("gpu")
     rows = [] if found is None else [r for r in found["rows"].values() if r["status"] == "ok" and group in r["group"]]
     return (found, rows) if found is not None and rows else None
 
@@ -81,6 +78,26 @@ def front() -> str | None:
         PyTorch. The plan's peak leaves out the results and parameters' gradients, most of which come when little else
         is held any more."""
     return text([*lines, paragraphs(note).rstrip()])
+
+
+def summary() -> str | None:
+    """What README.md says of choices of memory on a GPU, in a sentence for each model."""
+    known = _rows("memory")
+    if known is None:
+        return None
+    lines: list[str] = []
+    for row in known[1]:
+        times = {side: t["median"] / row["times"]["eager"]["median"] for side, t in row["times"].items()}
+        peaks = {side: m["peak"] / row["memory"]["eager"]["peak"] for side, m in row["memory"].items()}
+        lean, half, again = (
+            f"{times[side]:.2f} of eager's time at {peaks[side]:.2f} of its peak"
+            for side in ("seqfuse lean", "seqfuse 0.5", "checkpointed")
+        )
+        lines.append(
+            f'{_model(row)}, forward and backward: with `memory="lean"` {lean}, with `sf.Budget(part=0.5)` {half}, '
+            f"and with each layer of eager PyTorch checkpointed {again}."
+        )
+    return text([paragraphs(*lines).rstrip()])
 
 
 def _model(row: dict[str, Any]) -> str:

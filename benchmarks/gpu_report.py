@@ -10,6 +10,8 @@ from typing import Any
 import targets
 from tables import paragraphs, read, table, text, where
 
+ELSEWHERE = ("memory", "converted")  # rows that docs/memory.md and docs/convert.md have tables of
+
 
 def verdicts() -> list[targets.Verdict]:
     """Every target by what there is."""
@@ -45,7 +47,7 @@ def gpu() -> str:
     good = [row for row in rows.values() if row["status"] == "ok"]
     earlier = {row["commit"] for row in good if "commit" in row}
     lines += [f"Rows marked with an asterisk are of another run, of commit {commit}.\n" for commit in sorted(earlier)]
-    for group in dict.fromkeys(row["group"] for row in good):
+    for group in dict.fromkeys(row["group"] for row in good if not row["group"].startswith(ELSEWHERE)):
         lines += [f"**{group[0].upper()}{group[1:]}**", "", *_group([r for r in good if r["group"] == group]), ""]
     bad = [(key, row) for key, row in rows.items() if row["status"] in ("red", "failed")]
     if bad:

@@ -404,6 +404,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "gpu_tune": tuned,
     "gpu_models": gpu_models.models,
     "gpu_memory": gpu_models.front,
+    "gpu_memory_summary": gpu_models.summary,
     "claims": claims,
 }
 

@@ -194,8 +194,10 @@ def _passes(sizes: Sizes, model: Model, build: Any, layers: int, priority: int, 
     if model.llama and module("liger_kernel.transformers") is not None:
         contenders["liger"] = trained(functools.cache(lambda: with_liger(made.again())))
     every = {name: without_zeros(c, lambda: made.eager) for name, c in contenders.items()}
-    exact = without_zeros(trained(lambda: made.exact), lambda: made.eager)
-    return _case(sizes, GROUPS[0], model, layers, priority, every, exact, mine, length, rows)
+    exact, unfused = (
+        without_zeros(c, lambda: made.eager) for c in (trained(lambda: made.exact), trained(mine, fusing=False))
+    )
+    return _case(sizes, GROUPS[0], model, layers, priority, every, exact, unfused, mine, length, rows)
 
 
 def _compiled(model: OfVectors, sizes: Sizes) -> Any:
@@ -217,18 +219,20 @@ def _steps(sizes: Sizes, model: Model, build: Any, layers: int, priority: int) -
     contenders = {"seqfuse": stepped(mine), "eager": stepped(lambda: theirs().eager)}
     if sizes.compile_modes:
         contenders["compile"] = stepped(functools.cache(lambda: _compiled(others().eager, sizes)))
-    exact = stepped(lambda: made.exact)
-    return _case(sizes, GROUPS[1], model, layers, priority, contenders, exact, mine, length, rows)
+    exact, unfused = stepped(lambda: made.exact), stepped(lambda: made.eager)
+    return _case(sizes, GROUPS[1], model, layers, priority, contenders, exact, unfused, mine, length, rows)
 
 
 def _case(
     sizes: Sizes, group: str, model: Model, layers: int, priority: int, contenders: dict[str, Contender],
-    exact: Contender, mine: Callable[[], OfVectors], length: int, rows: int,
+    exact: Contender, unfused: Contender, mine: Callable[[], OfVectors], length: int, rows: int,
 ) -> Case:  # fmt: skip
     return Case(
         group, f"{model.name} x {layers} {rows}", sizes.dtype,
         make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"), rows=rows,
-        contenders=contenders, checked_rows=min(rows, sizes.checked_rows), exact=exact, priority=priority,
+        contenders=contenders, checked_rows=min(rows, sizes.checked_rows), priority=priority,
+        # The model as it is rounds more often, so all rows are compared with the same operations.
+        exact=exact, unfused=unfused,
         # Rows of gradients of queries are mostly one early token's: tests/gpu judges these over several draws.
         judged=lambda outputs: outputs[:2],
         flops=3 * layers * flops("layer", model, rows, length), as_called=True, notes=chains(mine),
