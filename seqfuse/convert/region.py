@@ -76,7 +76,8 @@ class CapturedRegion(nn.Module):
         for r in order.members:
             for path, given in r.parameters.items():
                 owner, _, name = path.rpartition(".")
-                parameters: Any = r.operation.get_submodule(owner)._parameters  # pyright: ignore[reportPrivateUsage]
+                module: Any = r.operation.get_submodule(owner)
+                parameters = module._buffers if name in module._buffers else module._parameters
                 self._slots.append((parameters, name, parameters[name]))
                 self.given.append(given)
 

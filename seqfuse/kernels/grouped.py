@@ -70,6 +70,10 @@ def _group_of(tile, offsets, rows, groups, GROUPS: tl.constexpr, BLOCK_M: tl.con
 def _multiplied(a, b, acc, PRECISION: tl.constexpr):
     if _INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
+    if PRECISION == "ieee":
+        # Sums of sums: of thousands of rows, one after the other, the error is three times that of cuBLAS. The compiler
+        # would make one sum of an addition, and none of this.
+        return acc - tl.dot(-a, b, input_precision=PRECISION)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
@@ -230,7 +234,7 @@ def _checked(offsets: Tensor, **matrices: Tensor) -> None:
     if not takes(*matrices.values()):
         raise ValueError(f"expects matrices of one dtype, got {[str(t.dtype) for t in matrices.values()]}")
     for name, t in matrices.items():
-        if t.ndim == 2 and t.stride(1) != 1 and t.shape[1] > 1:
+        if t.ndim == 2 and t.stride(1) != 1 and t.shape[1] > 1 and len(t):
             raise ValueError(f"{name} must have contiguous rows, got strides {t.stride()}")
 
 

@@ -115,7 +115,7 @@ def _row_major(t: Tensor) -> Tensor:
 
 def _with_rows(t: Tensor) -> Tensor:
     """The same as our kernels read them, which take rows of any stride whose columns are contiguous."""
-    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
 def _tf32(x: Tensor) -> bool:

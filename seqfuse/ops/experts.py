@@ -226,7 +226,8 @@ def _in_triton(x: Tensor) -> bool:
 def _flat(t: Tensor, size: int) -> Tensor:
     """The tensor as [*, size], whose rows are contiguous, as the kernels read them."""
     rows = t.reshape(-1, size)
-    return rows if rows.stride(1) == 1 or size == 1 else rows.contiguous()
+    # Of no rows `contiguous` gives the same tensor, whatever its strides are.
+    return rows if rows.stride(1) == 1 or size == 1 else rows.clone(memory_format=torch.contiguous_format)
 
 
 def kept_pairs(rows: Tensor, offsets: Tensor) -> Tensor:

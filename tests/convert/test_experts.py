@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         BLOCK.replace("SwiGLU", "ClampedSwiGLU"),
     ),
     "deepseek-v2": ("DeepseekV2", {**MLA, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5}, BLOCK),
-    "deepseek-v3": ("DeepseekV3", MLA, BLOCK.removeprefix("Route, ")),
+    "deepseek-v3": ("DeepseekV3", {**MLA, "routed_scaling_factor": 2.5}, BLOCK),
 }  # fmt: skip
 
 

@@ -107,6 +107,14 @@ def test_matrices_may_lie_anywhere(dtype: torch.dtype) -> None:
         assert torch.equal(t, run(given)[name]), name
 
 
+def test_no_rows_may_have_any_strides() -> None:
+    """As an expanded gradient of no rows, of which a copy is the same tensor."""
+    given = drawn("no rows", torch.float32, 3)
+    expanded = {name: torch.zeros((), device=DEVICE).expand(given[name].shape) for name in ("x", "dy")}
+    for name, t in run({**given, **expanded}).items():
+        assert torch.equal(t, run(given)[name]), name
+
+
 def test_ends_may_be_of_64_bits() -> None:
     given = drawn("odd", torch.float32, 3)
     for name, t in run({**given, "offsets": given["offsets"].long()}).items():

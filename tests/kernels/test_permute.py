@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import seqfuse as sf
 from seqfuse import ops
 from seqfuse.kernels import permute
 from seqfuse.ops import experts
@@ -146,6 +147,19 @@ def test_operations_run_by_them(top_k: int, dtype: torch.dtype, monkeypatch: pyt
     _, made, _ = ops.Permute(4, top_k).fwd(x, experts=chosen)
     check_op(ops.Unpermute(), y, probs=seeded_randn((40, top_k), 2).to(DEVICE), dtypes=[dtype], **made)
     check_op(ops.Unpermute(None), y, dtypes=[dtype], **made)
+
+
+def test_operations_take_expanded_gradients_of_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "_in_triton", lambda x: True)
+    x, chosen = (
+        torch.zeros(0, 6, device=DEVICE, requires_grad=True),
+        torch.zeros(0, 2, dtype=torch.int64, device=DEVICE),
+    )
+    probs = torch.zeros(0, 2, device=DEVICE, requires_grad=True)
+    y = sf.Sequential(ops.Permute(4, 2), ops.Unpermute())(x, experts=chosen, probs=probs)
+    dx, dprobs = torch.autograd.grad(y.sum(), [x, probs])
+    assert dx.shape == x.shape
+    assert dprobs.shape == probs.shape
 
 
 def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:

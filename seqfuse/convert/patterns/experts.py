@@ -19,7 +19,7 @@ from ..graph import argument, back, channel, example, is_fixed, numbers, read_by
 from ..raising import META, Found, Given, Inner, Raised, Value, matcher
 
 _DIVIDE, _DIVIDE_IN_PLACE = (getattr(operator, name) for name in ("truediv", "itruediv"))
-_ROWS = 64
+_ROWS = 256
 """Tokens of which a router is compared with `Route`."""
 
 
@@ -70,6 +70,7 @@ def _route(x: Any, experts: Node, probs: Node) -> tuple[ops.Route, dict[str, Giv
         return None
     source, weight, bias = (argument(logits, i, name) for i, name in enumerate(("input", "weight", "bias")))
     e, w, chosen, given = example(x), example(weight), example(experts), example(logits)
+    weight = back(weight)
     if _rows_of(source) is not _rows_of(x) or e is None or w is None or chosen is None or given is None:
         return None
     if not is_fixed(*w.shape, chosen.shape[-1]) or given.ndim != 2 or not e.dtype == w.dtype == given.dtype:
@@ -78,11 +79,12 @@ def _route(x: Any, experts: Node, probs: Node) -> tuple[ops.Route, dict[str, Giv
     found = _like(logits, experts, probs, count, chosen.shape[-1])
     if found is None:
         return None
+    configuration, correction = found
     made = ops.Route(
-        width, count, chosen.shape[-1], bias=bias is not None, device=META, dtype=w.dtype,
-        to=(channel(experts), channel(probs)), **found,
+        width, count, chosen.shape[-1], bias=bias is not None, correction=correction is not None, device=META,
+        dtype=w.dtype, to=(channel(experts), channel(probs)), **configuration,
     )  # fmt: skip
-    return made, _given(weight, bias)
+    return made, _given(weight, bias) | ({} if correction is None else {"correction": correction})
 
 
 def _rows_of(node: Any) -> Any:
@@ -106,32 +108,40 @@ def _behind(node: Node) -> set[Node]:
     return found
 
 
-def _like(logits: Node, experts: Node, probs: Node, count: int, top_k: int) -> dict[str, Any] | None:
-    """The configuration of a `Route` that does of logits what the graph does, found by trying it."""
+def _like(
+    logits: Node, experts: Node, probs: Node, count: int, top_k: int
+) -> tuple[dict[str, Any], Node | None] | None:
+    """The configuration of a `Route` that does of logits what the graph does, found by trying it; its correction."""
     (rows, _), generator = numbers(example(logits).shape), torch.Generator().manual_seed(0)  # pyright: ignore[reportOptionalMemberAccess]
-    drawn = torch.randn(rows, count, generator=generator)
-    made = _computed(drawn, logits, experts, probs)
-    if made is None:
+    correction = 0.3 * torch.randn(count, generator=generator)
+    # As many rows at a time as the graph has, which may say so; of a few, experts may be the same by chance.
+    draws = [torch.randn(rows, count, generator=generator) for _ in range(-(-_ROWS // max(1, rows)))]
+    made = [_computed(drawn, correction, logits, experts, probs) for drawn in draws]
+    if not all(made):
         return None
-    chosen, factors = (t[:_ROWS] for t in made)
+    drawn, (chosen, factors, corrected) = torch.cat(draws), zip(*(one for one in made if one is not None), strict=True)
+    chosen, factors, corrected = torch.cat(chosen), torch.cat(factors), corrected[0]
+    narrow = factors.dtype.itemsize < 4
     order = chosen.argsort(-1)
     chosen, factors = chosen.gather(-1, order), factors.double().gather(-1, order)
     weight = torch.eye(count)
     for given in _configurations(count, top_k):
         try:
-            route = ops.Route(count, count, top_k, **given)
+            route = ops.Route(count, count, top_k, correction=corrected is not None, **given)
         except ValueError:
             continue
         route.weight = torch.nn.Parameter(weight)
+        if corrected is not None:
+            route.correction = correction
         with torch.no_grad():
-            _, found, _ = route.fwd(drawn[:_ROWS])
+            _, found, _ = route.fwd(drawn)
         order = found["experts"].argsort(-1)
         mine = found["probs"].double().gather(-1, order)
         if not torch.equal(found["experts"].gather(-1, order), chosen):
             continue
         scale = float((factors / mine).median())
-        if torch.allclose(mine * scale, factors, rtol=1e-2 if made[1].dtype.itemsize < 4 else 1e-4, atol=1e-6):
-            return {**given, "scale": round(scale, 6)}
+        if torch.allclose(mine * scale, factors, rtol=1e-2 if narrow else 1e-4, atol=1e-6):
+            return {**given, "scale": round(scale, 6)}, corrected
     return None
 
 
@@ -142,8 +152,14 @@ def _configurations(count: int, top_k: int) -> Iterator[dict[str, Any]]:
         yield {"groups": groups, "score": score, "normalize": normalize}
 
 
-def _computed(drawn: Tensor, logits: Node, experts: Node, probs: Node) -> tuple[Tensor, Tensor] | None:
-    """What the calls behind logits make of numbers; `None` where they read another tensor."""
+def _computed(
+    drawn: Tensor, correction: Tensor, logits: Node, experts: Node, probs: Node
+) -> tuple[Tensor, Tensor, Node | None] | None:
+    """What the calls behind logits make of numbers, and what else they read, a number for each expert.
+
+    `None` where they read more.
+    """
+    corrected: Node | None = None
     between, behind = _behind(experts) | _behind(probs), _behind(logits)
     for node in reversed(list(logits.graph.nodes)):  # those that give a shape alone, too
         between.update(node.all_input_nodes if node in between and node not in behind else ())
@@ -154,6 +170,10 @@ def _computed(drawn: Tensor, logits: Node, experts: Node, probs: Node) -> tuple[
                 continue
             if node.op not in ("call_function", "call_method"):
                 return None
+            for inner in read_by(node):
+                e = example(inner)
+                if inner not in values and corrected is None and e is not None and e.shape == correction.shape:
+                    values[corrected := inner] = correction.to(e.dtype)
             like = {inner: example(inner) for inner in node.all_input_nodes if inner not in values}
             if any(e is None or inner in read_by(node) for inner, e in like.items()):
                 return None
@@ -166,7 +186,7 @@ def _computed(drawn: Tensor, logits: Node, experts: Node, probs: Node) -> tuple[
                 values[node] = getattr(first, target)(*rest, **kwargs)
             else:
                 values[node] = target(*args, **kwargs)
-    return values[experts], values[probs]
+    return values[experts], values[probs], corrected
 
 
 def functional(graph: Graph) -> None:
@@ -180,7 +200,8 @@ def functional(graph: Graph) -> None:
         if not isinstance(values, Node):
             continue
         later = [user for user in values.users if place[user] > place[node]]
-        if node.target is _DIVIDE_IN_PLACE and spelled(values) == "getitem" and spelled(values.args[0]) == "topk":
+        of = spelled(values.args[0]) if spelled(values) == "getitem" else spelled(values)
+        if node.target is _DIVIDE_IN_PLACE and of in ("topk", "gather"):
             if not later:
                 node.target = _DIVIDE
         elif node.target == "scatter_" and spelled(values) == "zeros_like" and len(later) == len(values.users) - 1:
