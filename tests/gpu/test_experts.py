@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -153,17 +152,7 @@ def test_a_router_and_its_gradients(name: str, dtype: torch.dtype, device: torch
     judged(measured, dtype)
 
 
-@pytest.fixture
-def gathers_are_deterministic() -> Iterator[None]:
-    """Torch adds gradients of a gather in any order unless it is asked not to; of medians it has no other kernel."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(HERE, warn_only=True)
-        yield
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("gathers_are_deterministic")
+@pytest.mark.usefixtures("deterministic")  # torch adds gradients of a gather in any order, if not told
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, TOP_K])
 def test_the_ways_of_tokens_keep_their_contracts(top_k: int, dtype: torch.dtype, device: torch.device) -> None:
