@@ -28,7 +28,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> 
 def where(about: dict[str, Any]) -> str:
     """On what and with what; the file of results has the commit, too."""
     parts = [about["device"], f"torch {about['torch']}"]
-    return ", ".join(parts + [f"Triton {about['triton']}"] * ("triton" in about)) + "."
+    parts += [f"Triton {about['triton']}"] if "triton" in about else []
+    return ", ".join(parts) + "."
 
 
 def text(lines: Iterable[str]) -> str:
