@@ -14,7 +14,6 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.run.fuser import Fuser
 from tests.fuser.fusions import (
-    BY_NAME,
     PAIR,
     AddForkForward,
     AddReLUForward,
@@ -157,33 +156,6 @@ def test_an_extra_input_can_be_handed_to_the_next_list() -> None:
     h = x + first[1](x)
     torch.testing.assert_close(z, torch.tanh(h))
     torch.testing.assert_close(after, h)
-
-
-@pytest.mark.parametrize("wanted", ["y", "r"])
-def test_what_a_loss_does_not_use_gets_no_gradient(wanted: str) -> None:
-    model = randomized(sf.Sequential(ops.Linear(5, 5), ops.Fork("r"), ops.Linear(5, 3), ops.Tanh()))
-    x = tensor(7, 5)
-    y, r = model(x)
-    (y if wanted == "y" else r).square().sum().backward()
-    assert (model[2].weight.grad is None) == (wanted == "r")
-    assert (model[2].bias.grad is None) == (wanted == "r")
-    h = x.detach().double() @ model[0].weight.detach().double().mT + model[0].bias.detach().double()
-    if wanted == "r":
-        torch.testing.assert_close(model[0].bias.grad, (2 * h).sum(0).float())
-
-
-def test_an_unused_public_output_does_not_disturb_the_rest() -> None:
-    case = BY_NAME["public_output"]
-    model = randomized(sf.Sequential(*case.make(), fusions=case.fusions))
-    x = tensor(7, 5)
-    for i in (0, 1):
-        x.grad = model[0].bias.grad = None
-        model(x)[i].square().sum().backward()
-        wide = x.detach().double().requires_grad_()
-        bias = model[0].bias.detach().double().requires_grad_()
-        case.plain({"0.bias": bias}, wide)[i].square().sum().backward()
-        torch.testing.assert_close(x.grad, wide.grad.float())
-        torch.testing.assert_close(model[0].bias.grad, bias.grad.float())
 
 
 def test_an_unused_extra_input_gets_no_gradient_where_nothing_is_wanted_of_it() -> None:

@@ -21,7 +21,6 @@ import seqfuse as sf
 from seqfuse import ops
 from tests.fuser.fusions import (
     PAIR,
-    Calls,
     LinearBiasGeLUBackward,
     LinearBiasGeLUForward,
     assert_exact,
@@ -829,41 +828,3 @@ def test_a_plain_tensor_that_later_wants_a_gradient_is_seen() -> None:
 
 
 # Nothing is kept.
-
-
-def test_a_dropped_model_and_dropped_activations_are_freed() -> None:
-    mine, _ = pair()
-    x = tensor(7, 5)
-    y = mine(x)
-    node = weakref.ref(y.grad_fn)
-    y.sum().backward()
-    del y
-    assert node() is None
-    model, weight = weakref.ref(mine), weakref.ref(mine[1].weight)
-    mine.plan(x)
-    del mine
-    gc.collect()
-    assert model() is None
-    assert weight() is None
-
-
-def test_gradients_are_accumulated_not_replaced() -> None:
-    mine, its = pair()
-    x = tensor(7, 5)
-    for model in (mine, its):
-        for scale in (1.0, -0.5, 3.0):
-            (model(x) * scale).square().sum().backward()
-    for (name, a), b in zip(mine.named_parameters(), its.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
-        assert a.grad.data_ptr() != a.data_ptr()
-    grads = [p.grad.data_ptr() for p in mine.parameters()]
-    assert len(set(grads)) == len(grads)
-
-
-def test_a_frozen_model_computes_no_gradient_but_that_of_its_input() -> None:
-    mine, _ = pair()
-    mine.requires_grad_(False)
-    y = mine(tensor(7, 5))
-    with Calls() as calls:
-        y.sum().backward()
-    assert calls.count("mm") == 3

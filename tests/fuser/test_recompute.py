@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from typing import Any, ClassVar
@@ -245,20 +244,6 @@ def round_trip(record: sf.Saved, needs: frozenset[str]) -> tuple[Any, list[Tenso
     tensors: dict[int, Tensor] = {}
     copy = copied(record, type(record).kept(needs), lambda t: tensors.setdefault(id(t), t))
     return copy, [*tensors.values()]
-
-
-def test_records_are_frozen_and_keyword_only():
-    x = draw(3)
-    record = Record(x=x, weight=None, parts=())
-    assert record.eps == 0.5
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record.x = x
-    with pytest.raises(TypeError, match="positional"):
-        Record(x, None, ())
-    with pytest.raises(TypeError, match="missing"):
-        Record(x=x, weight=None)
-    with pytest.raises(TypeError, match="unexpected"):
-        Record(x=x, weight=None, parts=(), other=1)
 
 
 def test_a_copy_of_a_record_has_every_field():
