@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -59,20 +58,22 @@ class Facts:
         self._failed: dict[int, dict[str, str]] = {}
 
     @property
-    def cases(self) -> list[Any]:
-        """What to parametrize a test with."""
-        return [
+    def test(self) -> Callable[..., None]:
+        """A test of each fact, which fails as the fact did."""
+        cases = [
             pytest.param(world, work.__name__, id=f"{work.__name__}-{world}")
             for world, works in self.works.items()
             for work in works
         ]
 
-    def check(self, world: int, work: str) -> None:
-        """Fail as the fact did."""
-        if world not in self._failed:
-            self._failed[world] = failures(world, self.works[world])
-        if work in self._failed[world]:
-            pytest.fail(self._failed[world][work], pytrace=False)
+        @pytest.mark.parametrize(("world", "work"), cases)
+        def test(world: int, work: str) -> None:
+            if world not in self._failed:
+                self._failed[world] = failures(world, self.works[world])
+            if work in self._failed[world]:
+                pytest.fail(self._failed[world][work], pytrace=False)
+
+        return test
 
 
 def failures(world: int, works: Sequence[Work]) -> dict[str, str]:

@@ -87,6 +87,4 @@ def converted_and_sharded() -> None:
 FACTS = Facts({2: [within_ddp, around_ddp, sharded_and_converted, converted_and_sharded]})
 
 
-@pytest.mark.parametrize(("world", "work"), FACTS.cases)
-def test_training_equals_that_of_the_unconverted_model(world: int, work: str):
-    FACTS.check(world, work)
+test_training_equals_that_of_the_unconverted_model = FACTS.test

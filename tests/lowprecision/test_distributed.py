@@ -151,6 +151,4 @@ FACTS = Facts({
 })  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "work"), FACTS.cases)
-def test_in_processes(world: int, work: str):
-    FACTS.check(world, work)
+test_in_processes = FACTS.test

@@ -146,15 +146,10 @@ FACTS = Facts(
 WHOLE = Facts({2: [a_compiler_traces_a_divided_stack]})
 
 
-@pytest.mark.parametrize(("world", "work"), FACTS.cases)
-def test_in_several_processes(world: int, work: str) -> None:
-    FACTS.check(world, work)
+test_in_several_processes = FACTS.test
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("world", "work"), WHOLE.cases)
-def test_in_several_processes_at_length(world: int, work: str) -> None:
-    WHOLE.check(world, work)
+test_in_several_processes_at_length = pytest.mark.full(WHOLE.test)
 
 
 def test_between_collectives_of_one_process_all_is_as_without_them() -> None:

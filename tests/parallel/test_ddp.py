@@ -14,7 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.nn import TransformerStack
 from seqfuse.plan import plan as segments
-from tests.processes import failures
+from tests.processes import Facts
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 WORLD = 2
@@ -107,12 +107,4 @@ TWO = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two() -> dict[str, str]:
-    return failures(WORLD, TWO)
-
-
-@pytest.mark.parametrize("work", [w.__name__ for w in TWO])
-def test_two_ranks(two: dict[str, str], work: str):
-    if work in two:
-        pytest.fail(two[work], pytrace=False)
+test_two_ranks = Facts({WORLD: TWO}).test

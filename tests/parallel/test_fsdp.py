@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import seqfuse as sf
 from seqfuse.parallel import clip_grad_norm_, everywhere, pipeline
-from tests.processes import failures
+from tests.processes import Facts
 
 from .test_ddp import language_model, loss_of, tokens
 
@@ -125,19 +125,4 @@ def within_stages() -> None:
 FOUR = [within_stages]
 
 
-@pytest.fixture(scope="module")
-def outcome() -> Any:
-    known: dict[int, dict[str, str]] = {}
-
-    def run(world: int) -> dict[str, str]:
-        if world not in known:
-            known[world] = failures(world, {2: TWO, 4: FOUR}[world])
-        return known[world]
-
-    return run
-
-
-@pytest.mark.parametrize(("world", "work"), [(n, w.__name__) for n, works in ((2, TWO), (4, FOUR)) for w in works])
-def test_ranks(outcome: Any, world: int, work: str):
-    if work in outcome(world):
-        pytest.fail(outcome(world)[work], pytrace=False)
+test_ranks = Facts({2: TWO, 4: FOUR}).test

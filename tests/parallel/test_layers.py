@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -75,6 +74,4 @@ FACTS = Facts(
 )
 
 
-@pytest.mark.parametrize(("world", "work"), FACTS.cases)
-def test_in_several_processes(world: int, work: str) -> None:
-    FACTS.check(world, work)
+test_in_several_processes = FACTS.test

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any, ClassVar
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,6 +179,4 @@ FACTS = Facts(
 )
 
 
-@pytest.mark.parametrize(("world", "work"), FACTS.cases)
-def test_in_several_processes(world: int, work: str) -> None:
-    FACTS.check(world, work)
+test_in_several_processes = FACTS.test

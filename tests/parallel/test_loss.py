@@ -149,9 +149,7 @@ FACTS = Facts(
 )
 
 
-@pytest.mark.parametrize(("world", "work"), FACTS.cases)
-def test_in_several_processes(world: int, work: str) -> None:
-    FACTS.check(world, work)
+test_in_several_processes = FACTS.test
 
 
 def test_a_group_of_one_process_is_none() -> None:

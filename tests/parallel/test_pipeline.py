@@ -21,7 +21,7 @@ from seqfuse import ops
 from seqfuse.parallel import clip_grad_norm_, everywhere, parallelize, pipeline, shard, stages
 from seqfuse.parallel.remote_tensor import Elsewhere
 from tests import processes
-from tests.processes import failures, raised
+from tests.processes import Facts, raised
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 STEPS = 3
@@ -749,26 +749,7 @@ FOUR: list[Any] = [stages_of_shares_give_the_gradients_of_one_process, schedules
 FOUR.append(InBFloat16(FOUR[0]))
 
 
-@pytest.fixture(scope="module")
-def three() -> dict[str, str]:
-    return failures(3, THREE)
-
-
-@pytest.mark.parametrize("work", [w.__name__ for w in THREE])
-def test_three_ranks(three: dict[str, str], work: str):
-    if work in three:
-        pytest.fail(three[work], pytrace=False)
-
-
-@pytest.fixture(scope="module")
-def two() -> dict[str, str]:
-    return failures(2, TWO)
-
-
-@pytest.mark.parametrize("work", [w.__name__ for w in TWO])
-def test_two_ranks(two: dict[str, str], work: str):
-    if work in two:
-        pytest.fail(two[work], pytrace=False)
+test_in_several_processes = Facts({3: THREE, 2: TWO, 4: FOUR}).test
 
 
 def a_rank_that_dies() -> None:
@@ -1055,7 +1036,3 @@ def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked_for(wrong: fl
 def test_parameters_of_other_modules_count_where_stages_are_balanced(one: Any):
     staged = pipeline(sf.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 200)), one, stages=2)
     assert [*staged._modules].index("boundary1") == 3
-
-
-def test_four_ranks():
-    assert failures(4, FOUR) == {}

@@ -121,6 +121,4 @@ FACTS = Facts(
 )
 
 
-@pytest.mark.parametrize(("world", "work"), FACTS.cases)
-def test_in_several_processes(world: int, work: str) -> None:
-    FACTS.check(world, work)
+test_in_several_processes = FACTS.test

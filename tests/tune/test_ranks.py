@@ -112,9 +112,7 @@ WORKS = [
 FACTS = Facts({2: WORKS})
 
 
-@pytest.mark.parametrize(("world", "work"), FACTS.cases)
-def test_two_ranks(world: int, work: str) -> None:
-    FACTS.check(world, work)
+test_two_ranks = FACTS.test
 
 
 def test_what_a_group_is_sent_comes_from_its_own_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
