@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,26 @@ def same_as_alone(staged: sf.Sequential, alone: sf.Sequential, **how: Any) -> No
             torch.testing.assert_close(p.grad, expected[name].grad, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
             assert torch.equal(p, expected[name]), name
         assert all(p.grad is None for p in staged.parameters() if p.is_meta)
+
+
+def losses_of(staged: sf.Sequential, alone: sf.Sequential, loss: Any = lambda y: y.square().sum()) -> None:
+    """Backward of the loss of one batch in both."""
+    for model in (staged, alone):
+        loss(model(batch(0)[0])).backward()
+
+
+def bitwise(got: Tensor, expected: Tensor, name: str) -> None:
+    assert torch.equal(got, expected), name
+
+
+def same_gradients(staged: sf.Sequential, alone: sf.Sequential, of: Any = None, same: Any = bitwise) -> None:
+    """On the ranks that have them."""
+    expected = dict(alone.named_parameters())
+    for name, p in own(staged).items():
+        wanted = expected[name].grad
+        assert (p.grad is None) == (wanted is None), (of, name)
+        if wanted is not None:
+            same(p.grad, wanted, f"{of}: {name}")
 
 
 def staged_of(alone: sf.Sequential, stages: Any = ("2.1", "3.4"), **how: Any) -> sf.Sequential:
@@ -176,14 +197,10 @@ def without_a_gradient_before_a_boundary() -> None:
         staged = staged_of(alone)
         with torch.no_grad():
             assert not staged(batch(0)[0]).requires_grad
-        for model in (staged, alone):
-            model(batch(0)[0]).square().sum().backward()
+        losses_of(staged, alone)
         expected = dict(alone.named_parameters())
         assert all(p.requires_grad == expected[name].requires_grad for name, p in staged.named_parameters())
-        for name, p in own(staged).items():
-            assert (p.grad is None) == (expected[name].grad is None), name
-            if p.grad is not None:
-                assert torch.equal(p.grad, expected[name].grad), name
+        same_gradients(staged, alone, frozen)
         alone.zero_grad()
 
 
@@ -200,10 +217,7 @@ def freezing_between_calls_is_seen_on_every_rank() -> None:
             assert y.requires_grad == (len(frozen) < 5)
             if y.requires_grad:
                 y.square().sum().backward()
-        expected = dict(alone.named_parameters())
-        for name, p in own(staged).items():
-            assert (p.grad is None) == (expected[name].grad is None), (frozen, name)
-            assert p.grad is None or torch.equal(p.grad, expected[name].grad), (frozen, name)
+        same_gradients(staged, alone, frozen)
 
 
 def complex_numbers_have_gradients_too() -> None:
@@ -211,9 +225,7 @@ def complex_numbers_have_gradients_too() -> None:
     staged = staged_of(alone, ("1", "2"))
     for model in (staged, alone):
         model(batch(0)[0].to(torch.complex128)).abs().sum().backward()
-    expected = dict(alone.named_parameters())
-    for name, p in own(staged).items():
-        torch.testing.assert_close(p.grad, expected[name].grad)
+    same_gradients(staged, alone, same=lambda got, expected, _: torch.testing.assert_close(got, expected))
 
 
 class Detach(nn.Module):
@@ -224,8 +236,7 @@ class Detach(nn.Module):
 def gradients_that_end_in_a_stage_are_not_waited_for() -> None:
     alone = sf.Sequential(ops.Linear(4, 6), ops.Tanh(), Detach(), ops.Tanh(), ops.Linear(6, 3)).to(DTYPE)
     staged = staged_of(alone, ("1", "4"))
-    for model in (staged, alone):
-        model(batch(0)[0]).sum().backward()
+    losses_of(staged, alone, Tensor.sum)
     for name, p in own(staged).items():
         assert (p.grad is None) == (name.startswith("0")), name
 
@@ -236,11 +247,8 @@ def a_channel_may_pass_a_stage_in_which_the_chain_ends() -> None:
             ops.Linear(4, 6), ops.Fork("skip"), Detach(), ops.Linear(6, 6), ops.Add("skip"), ops.Linear(6, 3)
         ).to(DTYPE)
         staged = staged_of(alone, ("2", "4"), shapes=shapes)
-        for model in (staged, alone):
-            model(batch(0)[0]).sum().backward()
-        expected = dict(alone.named_parameters())
-        for name, p in own(staged).items():
-            assert torch.equal(p.grad, expected[name].grad), (shapes, name)
+        losses_of(staged, alone, Tensor.sum)
+        same_gradients(staged, alone, shapes)
 
 
 class Signs(nn.Module):
@@ -270,11 +278,8 @@ def tensors_are_sent_however_they_lie_in_memory() -> None:
     """One goes on turned, and so does the gradient that comes back."""
     alone = sf.Sequential(ops.Linear(4, 6), Turned(), Turned(), ops.Linear(6, 6), ops.Linear(6, 3)).to(DTYPE)
     staged = staged_of(alone, ("2", "4"))
-    for model in (staged, alone):
-        model(batch(0)[0]).square().sum().backward()
-    expected = dict(alone.named_parameters())
-    for name, p in own(staged).items():
-        assert_near(p.grad, expected[name].grad, name)
+    losses_of(staged, alone)
+    same_gradients(staged, alone, same=assert_near)
 
 
 class NoGradient(torch.autograd.Function):
@@ -297,8 +302,7 @@ def a_stage_may_give_back_no_gradient_at_all() -> None:
         ops.Linear(4, 6), ops.Fork("skip"), ops.Tanh(), ops.Add("skip"), GivesNone(), ops.Linear(6, 3)
     ).to(DTYPE)
     staged = staged_of(alone, ("2", "5"), shapes="broadcast")
-    for model in (staged, alone):
-        model(batch(0)[0]).sum().backward()
+    losses_of(staged, alone, Tensor.sum)
     expected = dict(alone.named_parameters())
     for name, p in own(staged).items():
         if name.startswith("0"):
@@ -324,11 +328,7 @@ def public_channels_go_with_the_chain() -> None:
         alone.zero_grad()
         for out in results:
             sum(t.square().sum() for t in out[use]).backward(retain_graph=True)
-        expected = dict(alone.named_parameters())
-        for name, p in own(staged).items():
-            assert (p.grad is None) == (expected[name].grad is None), (use, name)
-            if p.grad is not None:
-                assert torch.equal(p.grad, expected[name].grad), (use, name)
+        same_gradients(staged, alone, use)
 
 
 def several_forwards_before_one_backward() -> None:
@@ -337,9 +337,7 @@ def several_forwards_before_one_backward() -> None:
     for model in (staged, alone):
         losses = [nn.functional.mse_loss(model(x), t) for x, t in (batch(0), batch(1, 3))]
         (losses[0] + 2 * losses[1]).backward()
-    expected = dict(alone.named_parameters())
-    for name, p in own(staged).items():
-        torch.testing.assert_close(p.grad, expected[name].grad)
+    same_gradients(staged, alone, same=lambda got, expected, _: torch.testing.assert_close(got, expected))
 
 
 def reading_the_loss_elsewhere_raises() -> None:
@@ -467,9 +465,7 @@ def shapes_that_depend_on_numbers_are_told() -> None:
         for model, y in zip((told, alone), results, strict=True):
             model.zero_grad()
             y.square().sum().backward()
-        expected = dict(alone.named_parameters())
-        for name, p in own(told).items():
-            assert torch.equal(p.grad, expected[name].grad), name
+        same_gradients(told, alone)
     assert len(rows) > 1
 
 
@@ -481,9 +477,7 @@ def under_autocast() -> None:
             y = model(batch(0)[0].float())
         assert y.dtype == torch.bfloat16
         y.float().square().sum().backward()
-    expected = dict(alone.named_parameters())
-    for name, p in own(staged).items():
-        assert torch.equal(p.grad, expected[name].grad), name
+    same_gradients(staged, alone)
 
 
 def a_bias_that_is_not_there_is_not_one_that_is_elsewhere() -> None:
@@ -552,10 +546,8 @@ def microbatched(schedule_of: Any, staged: sf.Sequential, alone: sf.Sequential, 
             expected.append(loss.detach())
         if last:
             assert torch.equal(torch.stack(found), torch.stack(expected))
-        named = dict(alone.named_parameters())
-        for name, p in own(staged).items():
-            assert p.grad.abs().max() > 0
-            assert_near(p.grad, named[name].grad, name, rtol=1e-12, atol=1e-15)
+        same_gradients(staged, alone, same=partial(assert_near, rtol=1e-12, atol=1e-15))
+        assert all(p.grad.abs().max() > 0 for p in own(staged).values())
         for model in (staged, alone):
             model.zero_grad()
 
