@@ -2,7 +2,6 @@
 
 # No postponed annotations here: DDP reads those of a communication hook.
 
-import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import seqfuse as sf
 from seqfuse import ops
-from tests.processes import failures
+from tests.processes import Facts
 
 from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, counting_plans, draw, randomize
 
@@ -95,12 +95,19 @@ def train(model: nn.Module, prefix: str = "") -> None:
         torch.testing.assert_close(full(p).detach(), last[name.removeprefix(prefix)])
 
 
+def sharded(model: sf.Sequential, **how: Any) -> sf.Sequential:
+    """By FSDP2, each block and the whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model[:-1]:
+        fully_shard(block, **how)
+    return fully_shard(model, **{k: v for k, v in how.items() if k != "reshard_after_forward"})
+
+
 # What each of the two processes does ----------------------------------------------------------------------------------
 
 
 def ddp() -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
     train(DistributedDataParallel(model_of()), "module.")
     train(
         DistributedDataParallel(model_of((BiasTanhJoint,)), gradient_as_bucket_view=True, static_graph=True), "module."
@@ -116,15 +123,11 @@ def recomputing() -> sf.Sequential:
 
 
 def ddp_recomputing() -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
     train(DistributedDataParallel(recomputing()), "module.")
 
 
 def ddp_buckets_overlap() -> None:
     """Small buckets are reduced while the backward goes on."""
-    from torch.nn.parallel import DistributedDataParallel
-
     model = model_of(blocks=8)
     events: list[str] = []
 
@@ -144,8 +147,6 @@ def ddp_buckets_overlap() -> None:
 
 
 def ddp_unused_and_accumulated() -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,13 +195,7 @@ def fsdp_on_root_only() -> None:
 
 
 def fsdp_without_resharding_after_forward() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = model_of()
-    for block in model[:-1]:
-        fully_shard(block, reshard_after_forward=False)
-    fully_shard(model)
-    train(model)
+    train(sharded(model_of(), reshard_after_forward=False))
 
 
 def fsdp_on_operations() -> None:
@@ -215,12 +210,7 @@ def fsdp_on_operations() -> None:
 
 
 def fsdp_plans_once() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = model_of()
-    for block in model[:-1]:
-        fully_shard(block)
-    fully_shard(model)
+    model = sharded(model_of())
     for step in range(3):
         with counting_plans() as planned:
             loss_of(model(share(step))).backward()
@@ -256,14 +246,11 @@ def fsdp_recomputing() -> None:
 
 
 def fsdp_in_mixed_precision() -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     model, plain = model_of().float(), model_of().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model[:-1]:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    y = model(share(0).float())
+    y = sharded(model, mp_policy=policy)(share(0).float())
     assert y.dtype == torch.bfloat16
     loss_of(y.float()).backward()
     loss_of(plain(batch(0).float())).backward()
@@ -276,12 +263,7 @@ def fsdp_in_mixed_precision() -> None:
 
 def fsdp_frees_what_it_gathered() -> None:
     """The engine keeps the parameter itself and no copy: its storage is empty between the passes."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = model_of()
-    for block in model[:-1]:
-        fully_shard(block)
-    fully_shard(model)
+    model = sharded(model_of())
     keep: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: keep.append(t) or t, lambda t: t):
         y = model(share(0))
@@ -293,12 +275,7 @@ def fsdp_frees_what_it_gathered() -> None:
 
 
 def dropout_differs_per_rank_and_is_replayed() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = model_of(dropout=0.5)
-    for block in model[:-1]:
-        fully_shard(block)
-    fully_shard(model)
+    model = sharded(model_of(dropout=0.5))
     torch.manual_seed(dist.get_rank())
     y = model(torch.ones(ROWS, 6, dtype=torch.float64))
     both = [torch.empty_like(y) for _ in range(WORLD)]
@@ -318,38 +295,16 @@ def plans_are_equal_on_every_rank() -> None:
     assert texts[0] == texts[1]
 
 
-GROUPS: dict[str, list[Callable[[], None]]] = {
-    "DDP": [ddp, ddp_recomputing, ddp_buckets_overlap, ddp_unused_and_accumulated, plans_are_equal_on_every_rank],
-    "FSDP2": [
-        fsdp_on_blocks_and_root,
-        fsdp_on_root_only,
-        fsdp_without_resharding_after_forward,
-        fsdp_on_operations,
-        fsdp_plans_once,
-        fsdp_checkpointed,
-        fsdp_recomputing,
-        fsdp_in_mixed_precision,
-        fsdp_frees_what_it_gathered,
-        dropout_differs_per_rank_and_is_replayed,
-    ],
-}
-
-
-@pytest.fixture(scope="module")
-def outcome() -> Callable[[str], dict[str, str]]:
-    """What failed in a group's two processes, which are started once for all its facts."""
-    return functools.cache(lambda group: failures(WORLD, GROUPS[group]))
-
-
-@pytest.mark.parametrize(("group", "work"), [(g, w.__name__) for g, works in GROUPS.items() for w in works])
-def test_two_processes(outcome: Any, group: str, work: str):
-    if work in outcome(group):
-        pytest.fail(outcome(group)[work], pytrace=False)
+DDP = [ddp, ddp_recomputing, ddp_buckets_overlap, ddp_unused_and_accumulated, plans_are_equal_on_every_rank]
+FSDP2 = [
+    fsdp_on_blocks_and_root, fsdp_on_root_only, fsdp_without_resharding_after_forward, fsdp_on_operations,
+    fsdp_plans_once, fsdp_checkpointed, fsdp_recomputing, fsdp_in_mixed_precision, fsdp_frees_what_it_gathered,
+    dropout_differs_per_rank_and_is_replayed,
+]  # fmt: skip
+test_ddp, test_fsdp2 = Facts({WORLD: DDP}).test, Facts({WORLD: FSDP2}).test
 
 
 def ddp_of_one() -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
     losses, gradients, _ = alone()
     model = DistributedDataParallel(model_of())
     loss = loss_of(model(batch(0)))
