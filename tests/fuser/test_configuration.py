@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
@@ -89,23 +89,30 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "evaluation": (lambda: ops.Dropout(0.4, "downscale_in_infer"), lambda op: op.eval()),
     "scale factor": (lambda: ops.Scale(2.0), setting(factor=9.0)),
     "a number of one's own": (Steep, setting(factor=1.0)),
+    "probability": (lambda: ops.Dropout(0.5), setting(p=0.1)),
+    "evaluation, scaled": (lambda: ops.Dropout(0.5), lambda op: op.eval()),
+    "eps": (lambda: ops.LayerNorm(24), setting(eps=0.5)),
+    "eps of RMSNorm": (lambda: ops.RMSNorm(24), setting(eps=0.5)),
+    "shape": (lambda: ops.Reshape(4, 6), setting(shape=(6, 4))),
+    "weight": (lambda: ops.Linear(24, 8), lambda op: setattr(op, "weight", nn.Parameter(seeded_randn((8, 24), 7)))),
+    "bias": (lambda: ops.Linear(24, 8), setting(bias=None)),
 }
 
 
 def gradients(model: sf.Sequential, change: Callable[[], None]) -> list[Tensor | None]:
     torch.manual_seed(1)
     x = seeded_randn((2, 6, 24), 3).requires_grad_()
-    y = model(x)
+    y, leaves = model(x), [x, *model.parameters()]
     change()
     y.backward(seeded_randn(tuple(y.shape), 5))
-    return [x.grad, *(p.grad for p in model.parameters())]
+    return [leaf.grad for leaf in leaves]
 
 
 def check_same(model: sf.Sequential, change: Callable[[Any], None], at: int = 0) -> None:
     untouched = copy.deepcopy(model)
     got = gradients(model, lambda: change(model[at]))
     wanted = gradients(untouched, lambda: None)
-    assert all(g is not None for g in wanted)
+    assert all(g is not None and g.any() for g in wanted)
     for g, w in zip(got, wanted, strict=True):
         torch.testing.assert_close(g, w, rtol=0, atol=0)
 
@@ -114,6 +121,7 @@ def check_same(model: sf.Sequential, change: Callable[[Any], None], at: int = 0)
 def test_a_backward_runs_with_the_configuration_of_its_forward(case: str) -> None:
     make, change = CASES[case]
     check_same(sf.Sequential(make()), change)
+    check_same(sf.Sequential(ops.Bias(24), make(), ops.Tanh()), change, 1)
 
 
 def test_a_fusion_s_backward_runs_with_the_configuration_of_its_forward() -> None:
@@ -142,7 +150,7 @@ def test_parameters_stay_those_of_the_operation() -> None:
     model, x = sf.Sequential(norm), seeded_randn((3, 8), 2).requires_grad_()
     for _ in range(2):
         model(x).sum().backward()
-        norm.weight = torch.nn.Parameter(torch.full((8,), 2.0))
+        norm.weight = nn.Parameter(torch.full((8,), 2.0))
     norm.weight.grad = None
     model(x).square().sum().backward()
     twin = F.layer_norm(x.detach(), (8,))

@@ -19,7 +19,9 @@ from tests.fuser.fusions import (
     BiasGeLUForward,
     BiasReLU,
     BiasReLUBack,
+    Calls,
     fused_names,
+    randomized,
     tensor,
 )
 
@@ -374,3 +376,38 @@ def test_an_error_of_an_activation_that_stands_alone_says_where() -> None:
         with pytest.raises(RuntimeError) as caught:
             model(torch.ones(3, 5, dtype=torch.int64))
         assert caught.value.__notes__ == ["in operation GeLU at position 1"]
+
+
+def test_bfloat16_is_fused_in_both_passes_without_any_quantization() -> None:
+    members = ops.LayerNorm(64), ops.Linear(64, 96), ops.SwiGLU(), ops.Linear(48, 64)
+    model = randomized(sf.Sequential(*members)).bfloat16()
+    x = tensor(40, 64, dtype=torch.bfloat16)
+    plan = model.plan(x)
+    ahead, back = plan.fused
+    assert ahead >= 2
+    assert back >= 1
+    assert len(plan.forward) <= 4
+    model(x)  # the first call also checks what the fusions save
+    with Calls() as calls:
+        model(x)
+    # Neither bias is a pass of its own.
+    assert calls.count("add", "add_") == 0
+
+
+def test_alternating_modes_plan_once_each() -> None:
+    asked: list[bool] = []
+
+    class Counting(BiasReLU):
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            asked.append(env.grad)
+            yield True, ""
+
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Dropout(0.1), fusions=(Counting,)))
+    x = tensor(7, 5)
+    for _ in range(5):
+        model.train()
+        model(x).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            model(x)
+    assert sorted(asked) == [False, True]

@@ -367,12 +367,6 @@ def test_costs_that_differ_by_little_are_said_with_what_they_differ_by() -> None
     assert reason.startswith("superseded by Little (est. 5.010 us saved, against 5.000)")
 
 
-def test_planning_the_same_list_twice_gives_equal_plans() -> None:
-    model = randomized(sf.Sequential(*BY_NAME["linear_gelu"].make(), fusions=BY_NAME["linear_gelu"].fusions))
-    x = tensor(7, 5)
-    assert model.plan(x) == model.plan(x)
-
-
 def calls_while(fn: Any) -> int:
     """Python calls made by a function: work, counted. What other tests left behind is not collected meanwhile."""
     count = 0

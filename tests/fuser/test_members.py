@@ -65,13 +65,7 @@ def inside_itself(depth: int) -> sf.Sequential:
         (sf.Sequential(Holds()), "Holds", 1),
         (States(), "States", 0),
     ],
-    ids=[
-        "a list in itself",
-        "a list in a list in itself",
-        "an operation without math",
-        "one that expands to itself",
-        "alone",
-    ],
+    ids=["a list", "a list in a list", "an operation without math", "one that expands to itself", "alone"],
 )
 def test_what_holds_itself_is_one_error_that_names_it(model: nn.Module, name: str, position: int) -> None:
     with pytest.raises(PluginError, match="itself") as caught:

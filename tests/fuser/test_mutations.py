@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -190,7 +191,7 @@ Node = tuple[Any, ...]
 
 
 def programs(depth: int = 2) -> st.SearchStrategy[list[Node]]:
-    leaf = st.sampled_from([("tanh",), ("gelu",), ("relu",), ("scale", -0.7), ("bias",), ("linear",), ("barrier",)])
+    leaf = st.sampled_from([("tanh",), ("gelu",), ("relu",), ("scale",), ("bias",), ("linear",), ("barrier",)])
     node = leaf
     if depth:
         inner = programs(depth - 1)
@@ -203,42 +204,38 @@ class Barrier(nn.Module):
         return x * 1.5
 
 
+PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
+    "tanh": (ops.Tanh, torch.tanh),
+    "gelu": (ops.GeLU, torch.nn.functional.gelu),
+    "relu": (ops.ReLU, torch.relu),
+    "scale": (lambda: ops.Scale(-0.7), lambda x: x * -0.7),
+    "barrier": (Barrier, lambda x: x * 1.5),
+}
+OTHERS: dict[str, Callable[..., nn.Module]] = {
+    "bias": lambda: ops.Bias(WIDTH), "linear": lambda: ops.Linear(WIDTH, WIDTH),
+    "residual": ops.Residual, "nested": sf.Sequential, "hooked": sf.Sequential,
+}  # fmt: skip
+
+
 def built(program: list[Node]) -> list[nn.Module]:
     made: list[nn.Module] = []
     for kind, *rest in program:
-        simple = {"tanh": ops.Tanh, "gelu": ops.GeLU, "relu": ops.ReLU, "barrier": Barrier}
-        if kind in simple:
-            made.append(simple[kind]())
-        elif kind == "scale":
-            made.append(ops.Scale(rest[0]))
-        elif kind in ("bias", "linear"):
-            made.append(ops.Bias(WIDTH) if kind == "bias" else ops.Linear(WIDTH, WIDTH))
-        else:
-            made.append((ops.Residual if kind == "residual" else sf.Sequential)(*built(rest[0]), fusions=EVERY))
-            if kind == "hooked":
-                made[-1].register_forward_hook(lambda *_: None)
+        make = PLAIN[kind][0] if kind in PLAIN else OTHERS[kind]
+        made.append(make(*built(rest[0]), fusions=EVERY) if rest else make())
+        if kind == "hooked":
+            made[-1].register_forward_hook(lambda *_: None)
     return made
 
 
 def interpreted(program: list[Node], modules: Any, p: dict[int, Tensor], x: Tensor) -> Tensor:
     for (kind, *rest), module in zip(program, modules, strict=True):
-        if kind == "tanh":
-            x = torch.tanh(x)
-        elif kind == "gelu":
-            x = torch.nn.functional.gelu(x)
-        elif kind == "relu":
-            x = torch.relu(x)
-        elif kind == "scale":
-            x = x * rest[0]
-        elif kind == "barrier":
-            x = x * 1.5
-        elif kind == "bias":
-            x = x + p[id(module.bias)]
-        elif kind == "linear":
-            x = x @ p[id(module.weight)].mT + p[id(module.bias)]
-        else:
+        if kind in PLAIN:
+            x = PLAIN[kind][1](x)
+        elif rest:
             y = interpreted(rest[0], module, p, x)
             x = x + y if kind == "residual" else y
+        else:
+            x = (x @ p[id(module.weight)].mT if kind == "linear" else x) + p[id(module.bias)]
     return x
 
 

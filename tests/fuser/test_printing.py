@@ -417,7 +417,7 @@ def test_ipython_shows_what_is_printed() -> None:
 
     plan, printer = sf.Sequential(ops.Linear(5, 4), ops.GeLU()).plan(), Printer()
     cast(Any, plan)._repr_pretty_(printer, False)
-    assert printer.said == str(plan)
+    assert printer.said == repr(plan) == str(plan)
 
 
 def test_a_refusal_is_said_once() -> None:
@@ -515,6 +515,8 @@ def test_covers_hold_every_position_once_and_in_order() -> None:
         plan = model.plan(tensor(7, 5), **{c: tensor(7, 5) for c in case.channels})
         for cover in (plan.forward, plan.backward):
             assert [i for step in cover for i in step.covers] == list(range(len(plan.names)))
+            held = [op for s in cover for op in (s.operation.operations() if s.fused else (s.operation,))]
+            assert [type(op).__name__ for op in held] == list(plan.names)
         assert [i for piece in plan.segments for i in piece] == list(range(len(plan.names)))
 
 
@@ -640,8 +642,3 @@ def test_a_model_that_is_not_here_can_be_planned() -> None:
     assert plan.count("ChainForward") == 1
     x = torch.empty(8, 4096, device="meta")
     assert model.plan(x).names == plan.names
-
-
-def test_a_plan_shows_itself_printed_at_a_prompt() -> None:
-    plan = sf.Sequential(ops.Linear(4, 4), ops.GeLU()).plan(torch.ones(2, 4))
-    assert repr(plan) == str(plan)
