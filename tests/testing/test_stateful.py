@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse.testing import seeded_randn
 
+from .kinds import KINDS
 from .twins import FUSIONS, REGISTER, TWINS, WIDTH, pair
 
 # Said by torch of a hook on the first module where the input wants no gradient.
@@ -32,6 +33,7 @@ class InStep(RuleBasedStateMachine):
         self.ours, self.theirs = pair(("Linear", "LayerNorm", "GeLU", "Linear", "Dropout"))
         self.numbers = 0
         self.hooks: list[tuple] = []
+        self.fusions: tuple = FUSIONS
         self.ours.double()
         self.theirs.double()
         self.match(self.ours, self.theirs)
@@ -139,10 +141,21 @@ class InStep(RuleBasedStateMachine):
         for container in (self.ours, self.theirs):
             container.append(container[at % len(container)])
 
+    @precondition(lambda self: len(self.theirs))
+    @rule(first=places, second=places)
+    def swap(self, first: int, second: int) -> None:
+        for container in (self.ours, self.theirs):
+            i, j = first % len(container), second % len(container)
+            container[i], container[j] = container[j], container[i]
+
+    @rule(fusions=st.sampled_from([FUSIONS, KINDS, ()]))
+    def change_the_fusions(self, fusions: tuple) -> None:
+        self.ours.fusions = self.fusions = fusions
+
     @rule()
     def rename(self) -> None:
         names = [f"part{i}" for i in range(len(self.theirs))]
-        self.ours = sf.Sequential(OrderedDict(zip(names, self.ours, strict=True)), fusions=FUSIONS)
+        self.ours = sf.Sequential(OrderedDict(zip(names, self.ours, strict=True)), fusions=self.fusions)
         self.theirs = nn.Sequential(OrderedDict(zip(names, self.theirs, strict=True)))
 
     # Modes and configuration.
@@ -198,6 +211,12 @@ class InStep(RuleBasedStateMachine):
             setattr(ours, name, nn.Parameter(new))
             setattr(theirs, name, nn.Parameter(new.clone()))
 
+    @rule(place=places)
+    def drop_the_bias(self, place: int) -> None:
+        ours, theirs = self.leaf(place)
+        if isinstance(theirs, nn.Linear):
+            ours.bias = theirs.bias = None
+
     @rule()
     def step(self) -> None:
         with torch.no_grad():
@@ -229,7 +248,7 @@ class InStep(RuleBasedStateMachine):
     def same_structure(self) -> None:
         ours, theirs = self.ours, self.theirs
         assert type(ours) is sf.Sequential
-        assert ours.fusions == FUSIONS
+        assert ours.fusions == self.fusions
         assert len(ours) == len(theirs)
         assert [key for key, _ in ours.named_children()] == [key for key, _ in theirs.named_children()]
         assert [m.training for m in ours.modules()] == [m.training for m in theirs.modules()]
@@ -243,7 +262,8 @@ class InStep(RuleBasedStateMachine):
         if any(0 < m.p < 1 and m.training for m in self.theirs.modules() if isinstance(m, nn.Dropout)):
             return
         for wanted in (True, False):
-            mine, its = (results(model, self.dtype, wanted) for model in (self.ours, self.theirs))
+            with sf.fusing(on_error="raise"):
+                mine, its = (results(model, self.dtype, wanted) for model in (self.ours, self.theirs))
             assert mine.keys() == its.keys()
             for name, expected in its.items():
                 assert_near(mine[name], expected, name)
