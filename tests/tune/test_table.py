@@ -424,20 +424,6 @@ def test_a_copy_of_the_sources_plans_where_nothing_was_installed(monkeypatch: py
     assert slow_is_refused()
 
 
-def test_a_planted_link_is_not_followed(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = written(cache)
-    elsewhere = tmp_path / "elsewhere.json"
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-    text = elsewhere.read_bytes()
-    forget(monkeypatch)
-    with pytest.warns(sf.CacheWarning, match="cannot be read"):
-        assert pair(Slow).plan(X).count("Slow") == 1
-    sf.tune(pair(Slow), X, modes="train")
-    assert elsewhere.read_bytes() == text
-    assert slow_is_refused()
-
-
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError, of: str = "") -> None:
     """Let a call of `os` fail, for paths that contain `of`."""
     original = getattr(os, name)

@@ -41,47 +41,27 @@ def test_is_what_its_reference_says(act: sf.Pointwise, device: torch.device) -> 
     check_op(act, seeded_randn((3, 8), 0).to(device))
 
 
-LISTS: dict[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list[sf.UnfusedOperation]]] = {
-    fusions.LinearBiasPointwise: lambda act, on: [ops.Linear(6, 5).to(on), act],
-    fusions.PointwiseChain: lambda act, on: [bias(6, on), act],
-    fusions.PointwiseChainBackward: lambda act, on: [bias(6, on), act],
-    fusions.NormActivation: lambda act, on: [ops.LayerNorm(6).to(on), act],
-    fusions.NormActivationJoint: lambda act, on: [ops.RMSNorm(6).to(on), act],
-    fusions.ActivationLinearJoint: lambda act, on: [bias(6, on), act, ops.Linear(6, 5, bias=False).to(on)],
-    fusions.BiasGated: lambda act, on: [bias(6, on), sf.Gated(act)],
-    fusions.BiasGatedBackward: lambda act, on: [bias(6, on), sf.Gated(act)],
-}
-GATED_LISTS: dict[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list[sf.UnfusedOperation]]] = {
-    fusions.ActivationLinearJoint: lambda act, on: [bias(6, on), sf.Gated(act), ops.Linear(3, 5, bias=False).to(on)],
-}
-
-
-# One of each kernel with numbers and a derivative of the output.
-OF_LEAKY = fusions.LinearBiasPointwise, fusions.PointwiseChainBackward, fusions.NormActivationJoint
+LISTS: list[tuple[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list[sf.UnfusedOperation]]]] = [
+    (fusions.LinearBiasPointwise, lambda act, on: [ops.Linear(6, 5).to(on), act]),
+    (fusions.PointwiseChain, lambda act, on: [bias(6, on), act]),
+    (fusions.PointwiseChainBackward, lambda act, on: [bias(6, on), act]),
+    (fusions.NormActivation, lambda act, on: [ops.LayerNorm(6).to(on), act]),
+    (fusions.NormActivationJoint, lambda act, on: [ops.RMSNorm(6).to(on), act]),
+    (fusions.ActivationLinearJoint, lambda act, on: [bias(6, on), act, ops.Linear(6, 5, bias=False).to(on)]),
+    (fusions.BiasGated, lambda act, on: [bias(6, on), sf.Gated(act)]),
+    (fusions.BiasGatedBackward, lambda act, on: [bias(6, on), sf.Gated(act)]),
+    (fusions.ActivationLinearJoint, lambda act, on: [bias(6, on), sf.Gated(act), ops.Linear(3, 5, bias=False).to(on)]),
+]
+OF_LEAKY = 0, 2, 4, 8  # one of each kernel with numbers and a derivative of the output
 
 
 @pytest.mark.parametrize(
-    ("fusion", "act"),
-    [*((fusion, Mish()) for fusion in LISTS), *((fusion, Leaky()) for fusion in OF_LEAKY)],
-    ids=lambda thing: getattr(thing, "__name__", None) or type(thing).__name__,
-)
-def test_takes_its_place_in_every_fusion(
-    fusion: type[sf.FusedOperation], act: sf.Pointwise, device: torch.device
-) -> None:
-    x = seeded_randn((5, 6), 0).to(device)
-    check_fusion(fusion, x, *LISTS[fusion](act, device), dtypes=[torch.float32])
-
-
-@pytest.mark.parametrize(
-    ("fusion", "act"),
-    [*((fusion, Mish()) for fusion in GATED_LISTS), (fusions.ActivationLinearJoint, Leaky())],
-    ids=lambda thing: getattr(thing, "__name__", None) or type(thing).__name__,
-)
-def test_a_gated_unit_of_it_takes_its_place(
-    fusion: type[sf.FusedOperation], act: sf.Pointwise, device: torch.device
-) -> None:
-    x = seeded_randn((5, 6), 0).to(device)
-    check_fusion(fusion, x, *GATED_LISTS[fusion](act, device), dtypes=[torch.float32])
+    ("at", "act"), [*((at, Mish()) for at in range(len(LISTS))), *((at, Leaky()) for at in OF_LEAKY)],
+    ids=lambda of: LISTS[of][0].__name__ if isinstance(of, int) else type(of).__name__,
+)  # fmt: skip
+def test_takes_its_place_in_every_fusion(at: int, act: sf.Pointwise, device: torch.device) -> None:
+    fusion, make = LISTS[at]
+    check_fusion(fusion, seeded_randn((5, 6), 0).to(device), *make(act, device), dtypes=[torch.float32])
 
 
 @ACTS
