@@ -491,7 +491,7 @@ def _loss(dtype: torch.dtype, classes: int, full: bool, way: str, rows: int) -> 
 
 def _quantizations(target: str) -> Calls:
     """Every scaling, both directions and each alone, of rows whose transposes are aligned or not; none before sm_90."""
-    if target in ("sm_80", "sm_89"):
+    if "quantize" in WITHOUT.get(target, ()):
         return
     scale, largest = _new(1, dtype=F32), _new(1, dtype=F32)
     for scaling, dtype, rows in itertools.product(get_args(quantize.Scaling), (BF16, F16, F32), (1024, 1003)):
@@ -550,6 +550,9 @@ def _permute(dtype: torch.dtype, columns: int, top_k: int) -> None:
         permute.spread_rows(x, rows, offsets, factors=factors)
         permute.spread_rows(x, rows, offsets, factors=factors, other=other, sums=stats)
 
+
+WITHOUT: dict[str, tuple[str, ...]] = {"sm_80": ("quantize",), "sm_89": ("quantize",)}
+"""Modules of which nothing is launched on an architecture."""
 
 CALLS: dict[str, Callable[[str], Calls]] = {
     "_device": _sums,

@@ -23,6 +23,7 @@ from . import (
     test_decode,
     test_norm,
     test_pointwise,
+    test_quantize,
     test_rope,
     test_training,
 )
@@ -33,6 +34,7 @@ FILES = {
     "decode": test_decode,
     "norm": test_norm,
     "pointwise": test_pointwise,
+    "quantize": test_quantize,
     "rope": test_rope,
     "training": test_training,
 }

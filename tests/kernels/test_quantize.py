@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -120,6 +120,30 @@ def test_nothing_outside_the_tensors_is_read_or_written(recipe: Recipe) -> None:
         found = by_kernels(guarded(x).tensor, recipe, "x", columns=True)
         found = Codes(*[None if t is None else t.clone() for t in found])
     assert_as_defined(found, x.cpu(), recipe, "x")
+
+
+@pytest.mark.parametrize("scaling", get_args(kernels.Scaling))
+def test_the_operator_is_what_it_says(scaling: Any) -> None:
+    x, of = draw(20, 48, seed=4, dtype=torch.bfloat16).to(DEVICE), torch.float8_e4m3fn
+    given: dict[str, Any] = {"columns": True, "power_of_two": True}
+    if scaling == "given":
+        given |= {"scale": torch.tensor([2.5], device=DEVICE), "largest": torch.zeros(1, device=DEVICE)}
+    schema, fake = "test_schema", "test_faketensor"  # others compare results, which torch does not in 8 bits
+    torch.library.opcheck(torch.ops.seqfuse.quantize.default, (x, of, scaling), given, test_utils=(schema, fake))
+    got, made = torch.ops.seqfuse.quantize(x, of, scaling, **given), kernels.quantize(x, of, scaling, **given)
+    assert [t is None for t in got] == [t is None for t in made]
+    for one, other in zip(got, made, strict=True):
+        if other is not None:
+            assert_same(one, other)
+
+
+@every_recipe
+def test_the_same_bits_every_time(recipe: Recipe) -> None:
+    x = draw(200, 272, seed=6, dtype=torch.bfloat16).to(DEVICE)
+    one, other = (by_kernels(x, recipe, "x", columns=True) for _ in range(2))
+    for a, b in zip(one, other, strict=True):
+        if b is not None:
+            assert_same(a, b)
 
 
 def test_what_does_not_fit_is_refused() -> None:
