@@ -187,6 +187,8 @@ def is_same(node: Any) -> Node | None:
         return alone if alike(alone, node) else None
     if name not in _SAME or not node.args or not isinstance(node.args[0], Node):
         return None
+    if name == "clone" and any(user.target is getattr for user in node.users):
+        return None  # through `data` it may change when it was read, and what was saved for the backward pass with it
     source = node.args[0]
     return source if alike(source, node) and example(source).device == example(node).device else None  # pyright: ignore[reportOptionalMemberAccess]
 

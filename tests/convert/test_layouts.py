@@ -84,6 +84,18 @@ def test_a_changed_view_is_captured():
     assert_same(Layers(changes_what_may_be_a_view).double(), X)
 
 
+def test_a_clone_that_changes_through_data_changes_what_was_saved():
+    """Torch notices no such change, so a gradient is of the changed numbers."""
+
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        z = (m.a(x) * torch.tanh(m.c(x))).clone()
+        y = m.b(z)
+        z.data.mul_(1.5)
+        return y + z
+
+    assert_same_recorded(Layers(spelling).double(), X)
+
+
 def test_keys_and_values_of_another_sequence_may_leave_in_a_cache():
     def spelling(m: Layers, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = x.flip(1) * 2
