@@ -272,7 +272,7 @@ def attention(w: Writer, x: str, y: str, out: str) -> list[str]:
         lines += [f"T = ({x}.shape[0], 4, -1, 2)", f"k, v = k.{grouped}, v.{grouped}"]
     mask = w.of(
         "None", "None", "None", "L.tril()", "L.tril().bool()", "L.tril(-1).bool()", "L.cumsum(-1) / 5",
-        "m.a.weight[:1, :1] * L", f"{y}.mean((-1, -2))[:, None, None, None] * L",
+        "m.a.weight[:1, :1] * L", f"({y}.mean((-1, -2)) + 2)[:, None, None, None] * L",
         "L[None, None].expand(q.shape[0], 1, -1, -1).tril().bool()",
     )  # fmt: skip
     lines += [f"L = torch.ones(q.shape[2], k.shape[2], dtype={x}.dtype)", f"mask = {mask}"]
