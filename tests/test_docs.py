@@ -114,6 +114,12 @@ def test_verbs_of_make_that_are_shown_are_there(page: str) -> None:
     assert shown <= verbs
 
 
+def test_readme_is_short_and_guides_begin_with_what_their_readers_can_do_afterwards() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    guides = [page for page in (ROOT / "docs").glob("*.md") if page.stem != "index"]
+    assert [page.name for page in guides if not page.read_text().split("\n\n")[1].startswith("After this page ")] == []
+
+
 def test_links_between_files_lead_somewhere() -> None:
     pages = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
     blocks = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)  # code, where a launch `kernel[grid](x)` is no link
