@@ -157,7 +157,7 @@ def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
         from ..kernels.grouped import finish_rows_
 
         finish_rows_(y, offsets, bias)
-        return y
+        return y.contiguous()  # torch pads rows to 16 bytes
     if bias is not None:
         group = torch.searchsorted(offsets, torch.arange(rows, device=x.device, dtype=offsets.dtype), right=True)
         y = y + bias.index_select(0, group.clamp(max=bias.shape[0] - 1))

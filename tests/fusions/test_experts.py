@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from seqfuse.fusions import (
     experts,
 )
 from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.testing.cases import Case, Specimen
+from seqfuse.testing.judge import judge
+from seqfuse.testing.probe import Probe
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -62,6 +67,20 @@ def test_factors_of_the_wrong_rows_are_found(monkeypatch: pytest.MonkeyPatch):
     x, probs = seeded_randn((40, 2, 12), 0), seeded_randn((40, 2), 1)
     with pytest.raises(AssertionError):
         check_fusion(GatedGroupedLinearUnpermute, x, *listed, probs=probs, **order, dtypes=DTYPES[:1])
+
+
+def test_of_what_is_infinite_another_order_gives_nan(monkeypatch: pytest.MonkeyPatch):
+    """Which is what `reorders` allows: an infinite factor of a sum, and of its parts."""
+    _, order, _ = ops.Permute(4, 2).fwd(seeded_randn((40, 6), 0), experts=drawn(40, 2))
+    listed = [ops.SwiGLU(), ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute()]
+    x, probs = seeded_randn((40, 2, 12), 0), seeded_randn((40, 2), 1)
+    probe = Probe(GatedGroupedLinearUnpermute, Specimen(listed, x, {**order, "probs": probs}, 0), torch.float32)
+    assert probe.place() is None
+    measured = functools.partial(probe.measure, Case((40, 2, 12), torch.float32, "one_inf"))
+    judge(measured, 0)
+    monkeypatch.setattr(GatedGroupedLinearUnpermute, "reorders", False)
+    with pytest.raises(AssertionError, match="NaN or Inf differs"):
+        judge(measured, 0)
 
 
 def test_a_gemm_with_a_bias_keeps_the_factors_of_its_output():
