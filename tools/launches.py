@@ -514,41 +514,33 @@ def _quantizations(target: str) -> Calls:
 def _groups(target: str) -> Calls:
     """Each dtype, few rows in a group and many, sizes that tiles divide and others, and weights of either order."""
     for dtype, rows, (columns, depth) in itertools.product((BF16, F16, F32), (512, 65536), ((1024, 512), (1001, 333))):
+        x, dy = _new(rows, depth, dtype=dtype), _new(rows, columns, dtype=dtype)
+        weight, bias = _new(8, columns, depth, dtype=dtype), _new(8, columns, dtype=dtype)
+        offsets = torch.zeros(8, dtype=torch.int32)
         name = f"{{kernel}} {_name(dtype)} {rows} x {columns} x {depth}{' odd' * (columns % 16 > 0)}"
-        yield name, functools.partial(_group, dtype, rows, columns, depth)
-
-
-def _group(dtype: torch.dtype, rows: int, columns: int, depth: int) -> None:
-    x, dy, weight = (
-        _new(rows, depth, dtype=dtype),
-        _new(rows, columns, dtype=dtype),
-        _new(8, columns, depth, dtype=dtype),
-    )
-    offsets = torch.zeros(8, dtype=torch.int32)
-    for tf32 in {False, dtype is F32}:
-        grouped.grouped_gemm(x, weight, offsets, _new(8, columns, dtype=dtype), tf32=tf32)
-        grouped.grouped_gemm(dy, weight.mT, offsets, tf32=tf32)
-        grouped.grouped_outer(dy, x, offsets, tf32=tf32)
-    grouped.group_sums(dy, offsets)
-    for bias in (None, _new(8, columns, dtype=dtype)):
-        grouped.finish_rows_(dy, offsets, bias)
+        for tf32 in (False, True) if dtype is F32 else (False,):
+            of = f"{name}{' tf32' * tf32}"
+            yield f"{of} bias", functools.partial(grouped.grouped_gemm, x, weight, offsets, bias, tf32=tf32)
+            yield f"{of} turned", functools.partial(grouped.grouped_gemm, dy, weight.mT, offsets, tf32=tf32)
+            yield of, functools.partial(grouped.grouped_outer, dy, x, offsets, tf32=tf32)
+        yield name, functools.partial(grouped.group_sums, dy, offsets)
+        yield name, functools.partial(grouped.finish_rows_, dy, offsets, None)
+        yield f"{name} bias", functools.partial(grouped.finish_rows_, dy, offsets, bias)
 
 
 def _permutes(target: str) -> Calls:
     """Each dtype, aligned and not, with every option and none."""
     for dtype, columns, top_k in (*itertools.product((BF16, F16, F32, F64), (4096, 1001), (2, 8)), (F32, 1, 1)):
+        stats, tokens = F64 if dtype is F64 else F32, 64
+        x, other = _new(tokens, columns, dtype=dtype), _new(tokens * top_k, columns, dtype=dtype)
+        rows, offsets = torch.zeros(tokens, top_k, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
         name = f"{{kernel}} {_name(dtype)} {columns} top {top_k}{' odd' * (columns % 16 > 0)}"
-        yield name, functools.partial(_permute, dtype, columns, top_k)
-
-
-def _permute(dtype: torch.dtype, columns: int, top_k: int) -> None:
-    stats, tokens = F64 if dtype is F64 else F32, 64
-    x, other = _new(tokens, columns, dtype=dtype), _new(tokens * top_k, columns, dtype=dtype)
-    rows, offsets = torch.zeros(tokens, top_k, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
-    for factors in (None, _new(tokens, top_k, dtype=F32)):
-        permute.gather_rows(other, rows, offsets, factors=factors)
-        permute.spread_rows(x, rows, offsets, factors=factors)
-        permute.spread_rows(x, rows, offsets, factors=factors, other=other, sums=stats)
+        for factors in (None, _new(tokens, top_k, dtype=F32)):
+            of = f"{name}{' factors' * (factors is not None)}"
+            yield of, functools.partial(permute.gather_rows, other, rows, offsets, factors=factors)
+            yield of, functools.partial(permute.spread_rows, x, rows, offsets, factors=factors)
+            both = functools.partial(permute.spread_rows, x, rows, offsets, factors=factors, other=other, sums=stats)
+            yield f"{of} sums", both
 
 
 WITHOUT: dict[str, tuple[str, ...]] = {"sm_80": ("quantize",), "sm_89": ("quantize",)}

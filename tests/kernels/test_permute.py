@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.kernels import permute
 from seqfuse.ops import experts
-from seqfuse.testing import check_op, guarded, red_zones, seeded_randn
+from seqfuse.testing import assert_bitwise_equal, check_op, guarded, red_zones, seeded_randn
 from seqfuse.testing.judge import judge
 from tools.compiled import Compiled
 
@@ -120,6 +121,18 @@ def test_nothing_beyond_a_tensor_is_touched() -> None:
         guard.check(name)
     for name, t in run(given, True).items():
         assert torch.equal(found[name], t), name
+
+
+def test_the_same_bits_every_time() -> None:
+    given = drawn("odd", torch.bfloat16, 3)
+    assert_bitwise_equal(run(given, True), run(given, True))
+
+
+def test_operators_are_what_they_say() -> None:
+    x, other, factors, rows, offsets = drawn("odd", torch.float32, 3).values()
+    other, own = other.nan_to_num(), torch.ops.seqfuse
+    opcheck(own.gather_rows.default, (other, rows, offsets), {"factors": factors})
+    opcheck(own.spread_rows.default, (x, rows, offsets), {"factors": factors, "other": other, "sums": torch.float32})
 
 
 @pytest.mark.parametrize(
