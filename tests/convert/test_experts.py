@@ -89,6 +89,21 @@ def test_a_block_of_experts_is_one_chain(name: str):
     assert_alike(passes(model), wanted)
 
 
+def test_a_correction_is_the_one_of_now():
+    """Whoever balances experts changes the buffer between two calls."""
+    model = built("deepseek-v3")
+    before = copy.deepcopy(model)
+    before.set_experts_implementation("eager")  # pyright: ignore
+    sf.convert(model)
+    assert_alike(passes(model), passes(before))
+    for each in (model, before):
+        gates = [m for name, m in each.named_modules() if name.endswith("mlp.gate")]
+        assert gates
+        for gate in gates:
+            gate.e_score_correction_bias.copy_(seeded_randn(tuple(gate.e_score_correction_bias.shape), 3))
+    assert_alike(passes(model), passes(before))
+
+
 def test_undo_gives_configurations_back_and_others_keep_theirs():
     model = built("mixtral")
     config: Any = model.config
