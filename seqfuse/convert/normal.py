@@ -36,10 +36,12 @@ class Writer:
         return self._write("call_method", name, args, kwargs)
 
     def again(self, x: Node, call: Node | None = None) -> Node:
-        """The same call, or another, of another tensor."""
+        """The same call, or another with its module, of another tensor."""
         call = call or self.node
         named = {name: value for name, value in call.kwargs.items() if name != "input"}
-        return self._write(call.op, call.target, (x, *call.args[1:]), named)
+        made = self._write(call.op, call.target, (x, *call.args[1:]), named)
+        made.meta = {**call.meta, WRITTEN: True, "example_value": made.meta["example_value"]}
+        return made
 
     def _write(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         with self.node.graph.inserting_before(self.node):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import seqfuse as sf
+from seqfuse.convert.reasons import NOT_ALLOWED
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
@@ -280,3 +282,26 @@ def test_tokens_are_not_taken_before_a_norm_whose_input_is_changed_in_between():
         return m.b(x)[:, 0] * first + m.c(y)[:, 0]
 
     assert_same_recorded(Layers(spelling).double(), X)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + F.gelu(self.body(x)))[:, 0])
+
+
+@pytest.mark.parametrize("left", ["norm", "head", "nothing"])
+def test_a_norm_of_taken_tokens_is_still_of_its_module(left: str):
+    torch.manual_seed(0)
+    model = Classifier().double()
+    wanted = model(X)
+    conversion = sf.convert(model, filter_fn=lambda module, path: path != left)
+    torch.testing.assert_close(model(X), wanted)
+    (graph,) = conversion.graphs
+    names = [type(op).__name__ for region in graph.regions for op in region.order.operations]
+    assert ("LayerNorm" in names) is (left == "nothing")
+    out = {one.module for one in graph.left if one.reason == NOT_ALLOWED}
+    assert out == ({left} if left != "nothing" else set())
