@@ -138,7 +138,7 @@ def steps(groups: Sequence[str] = _STEPS) -> str | None:
             cells.append([row["group"].partition(" forward")[0], row["shape"]["model"], *ratios])
     head = ("forward + backward of", "model", *(f"time / {name}" for name in peers.values()), "GPU time / eager")
     if len(groups) == 1:
-        head, cells = (f"{groups[0]}, of", *head[2:-1]), [cell[1:-1] for cell in cells]
+        head, cells = ("forward + backward of a layer of", *head[2:-1]), [cell[1:-1] for cell in cells]
     note = f"""{found["about"]["device"]}, torch {found["about"]["torch"]}, bfloat16, 8,192 tokens, dropout 0.1 in the
         layers of GPTs, random data; medians of calls that take turns. Below 1.0 seqfuse is faster."""
     return text([*table(head, sorted(cells), left=min(len(groups), 2)), "", paragraphs(note).rstrip()])
