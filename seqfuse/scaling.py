@@ -23,7 +23,7 @@ _get_mode: Callable[..., Any] = torch._C._get_dispatch_mode  # pyright: ignore
 _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 
 
-class Kept(NamedTuple):
+class KeptScale(NamedTuple):
     """What an operation keeps of a tensor: its scale, and the newest entry of its history, [1], for its maximum."""
 
     scale: Tensor
@@ -65,19 +65,19 @@ class Scaled(nn.Module):
             elif len(old) != recipe.history:
                 self._buffers[f"{name}_amax_history"] = _resized(old, recipe.history)
 
-    def scale_for(self, name: str, x: Tensor, recipe: Recipe, record: bool) -> Kept | None:
+    def scale_for(self, name: str, x: Tensor, recipe: Recipe, record: bool) -> KeptScale | None:
         """What is kept of a tensor under a delayed recipe, the history only if it is to be noted; else `None`."""
         if not isinstance(recipe, Float8DelayedScaling):
             return None
         if type(x) not in (Tensor, nn.Parameter) or x.is_meta or _get_mode(_FAKE) is not None:  # without data
-            return Kept(x.new_ones((), dtype=torch.float32), None)
+            return KeptScale(x.new_ones((), dtype=torch.float32), None)
         if self._delayed != recipe or f"{name}_scale" not in self._buffers:
             self.keep_scales(recipe)
         history, scale = (cast(Tensor, self._buffers[f"{name}_{what}"]) for what in ("amax_history", "scale"))
         recorded = record and self.training and bool(x.numel())
         if recorded and name == "x":  # in a forward pass: a backward pass runs on a copy
             self._follow_optimizer()
-        return Kept(scale, history[:1] if recorded else None)
+        return KeptScale(scale, history[:1] if recorded else None)
 
     def _follow_optimizer(self) -> None:
         """Update the scales after each step of the optimizer that owns the first parameter that is trained."""

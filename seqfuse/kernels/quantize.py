@@ -29,7 +29,7 @@ _EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class QuantizeTile:
     """Rows and columns at a time; warps."""
 
     m: int
@@ -37,9 +37,9 @@ class Tile:
     num_warps: int
 
 
-def tile_of(scaling: Scaling, many: bool) -> Tile:
+def tile_of(scaling: Scaling, many: bool) -> QuantizeTile:
     """A block of 128 x 128 where blocks are of 128, 32 numbers per thread; twice as many unless there are `many`."""
-    return Tile(128, 128, 16 if many else 8) if "128" in scaling else Tile(64, 128, 8)
+    return QuantizeTile(128, 128, 16 if many else 8) if "128" in scaling else QuantizeTile(64, 128, 8)
 
 
 class Codes(NamedTuple):

@@ -19,7 +19,7 @@ from ..casts import autocasting
 from ..kernels import triton_installed
 from ..maingrad import Accumulated, accumulated
 from ..recipes import MULTIPLE, Recipe, Role, dequantize, quantize
-from ..scaling import Kept
+from ..scaling import KeptScale
 
 
 class Operand(NamedTuple):
@@ -37,7 +37,7 @@ def operand(data: Tensor | None, inverse: Tensor | None) -> Operand:
 
 
 def quantized(
-    x: Tensor, recipe: Recipe, role: Role, *, rows: bool = True, columns: bool = False, kept: Kept | None = None
+    x: Tensor, recipe: Recipe, role: Role, *, rows: bool = True, columns: bool = False, kept: KeptScale | None = None
 ) -> tuple[Operand | None, Operand | None]:
     """An operand quantized along its rows, and down its columns, as far as these are asked for. x: [M, N].
 
@@ -59,7 +59,7 @@ def quantized(
     return along, Operand(*quantize(x, recipe, role, "columns", scale=scale))
 
 
-def along(x: Tensor, recipe: Recipe, role: Role, kept: Kept | None = None) -> Operand:
+def along(x: Tensor, recipe: Recipe, role: Role, kept: KeptScale | None = None) -> Operand:
     """An operand quantized along its rows alone."""
     found, _ = quantized(x, recipe, role, kept=kept)
     assert found is not None
@@ -95,7 +95,7 @@ _SCALINGS: dict[Any, Any] = {
 
 
 def _by_kernels(
-    kernels: Any, x: Tensor, recipe: Recipe, role: Role, rows: bool, columns: bool, kept: Kept | None
+    kernels: Any, x: Tensor, recipe: Recipe, role: Role, rows: bool, columns: bool, kept: KeptScale | None
 ) -> tuple[Operand | None, Operand | None]:
     x = x.detach()
     x = x if x.stride(1) == 1 and x.stride(0) % MULTIPLE == 0 else x.contiguous()
