@@ -118,6 +118,22 @@ def block(dim: int, hidden: int, count: int, top_k: int) -> sf.Sequential:
     )  # fmt: skip
 
 
+def test_gradients_of_weights_are_added_to_their_buffers():
+    x = seeded_randn((64, 6), 0)
+    found: list[list[Tensor]] = []
+    torch.manual_seed(0)
+    model = block(6, 8, 4, 2)
+    for only in (FACTORS[:1], ()):
+        for p in model.parameters():
+            p.main_grad = torch.ones_like(p)
+        with sf.fusing(only=only, on_error="raise"):
+            assert model.plan(x).count("GatedGroupedLinearUnpermute") == len(only)
+            model(x).square().sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        found.append([p.main_grad for p in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
 def test_a_block_saves_less_where_it_is_to():
     """Of a token and an expert: 2 F; by default H and F more."""
     model, x = block(64, 128, 8, 2), seeded_randn((512, 64), 0).requires_grad_()

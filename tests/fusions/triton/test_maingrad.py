@@ -35,9 +35,11 @@ def test_every_fusion_that_makes_a_weights_gradient_is_here():
     makes = {
         name
         for name, fusion in stated.items()
-        if fusion.replaces_backward and any({ops.Linear, ops.MergedLinear} & {*slot.types} for slot in fusion.slots)
+        if fusion.replaces_backward
+        and any({ops.Linear, ops.MergedLinear, ops.GroupedLinear} & {*slot.types} for slot in fusion.slots)
     }
-    assert adds == makes == LISTS.keys() | {"AllReduceLinearBackward"}  # which takes several processes: tests/parallel
+    # The first takes several processes, see tests/parallel; the second experts, see tests/fusions/test_experts.py.
+    assert adds == makes == LISTS.keys() | {"AllReduceLinearBackward", "GatedGroupedLinearUnpermute"}
 
 
 def run(model: sf.Sequential, x: Tensor, dy: Tensor, only: tuple[Any, ...], times: int = 1) -> dict[str, Tensor]:
