@@ -81,7 +81,8 @@ def test_twice_gives_the_same_bits(llama: bool, device: torch.device, monkeypatc
     attend = attention.attend
 
     def noted(qkv: Any, how: Any, kernel: str) -> Any:
-        taken[-1].append(kernel)
+        if type(qkv[0]) is Tensor:  # and not without numbers, as in the check of a fusion's first run
+            taken[-1].append(kernel)
         return attend(qkv, how, kernel)
 
     monkeypatch.setattr(attention, "attend", noted)
