@@ -398,6 +398,10 @@ def within(recipe: Recipe | Any | None = ..., *, wide: bool = False) -> Generato
 def check_recipe(recipe: Any, operation: str, path: str | None = None) -> None:
     """Raise InputError (SF106) unless this is a recipe or `None`."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        hint = f"sf.recipes.{recipe.__name__}()" if isinstance(recipe, type) else "such as sf.recipes.MXFP8()"
+        hint = (
+            f"sf.recipes.{recipe.__name__}()"
+            if isinstance(recipe, type)
+            else "such as sf.recipes.Float8CurrentScaling()"
+        )
         message = f"recipe must be one of sf.recipes or None, not {recipe!r}"
         raise InputError(message, code="SF106", operation=operation, path=path, hint=hint)

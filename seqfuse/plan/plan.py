@@ -390,7 +390,8 @@ def _within(
     if options is None:
         options = front.within(least := front.least()) or []
         if limit is not None:
-            said = f"the leanest plan was taken, whose peak is {least:,} bytes, and {limit:,} are allowed here"
+            taken = f"the plan with the lowest peak was taken, whose peak is {least:,} bytes"
+            said = f"{taken}, and {limit:,} are allowed here"
             why = f"does not fit: {said}"
     chosen = [c for o in options for c in o.forward], [c for o in options for c in o.backward]
     spans = [(range(o.start, o.stop), o.again) for o in options]

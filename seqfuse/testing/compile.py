@@ -113,7 +113,7 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: Any, *args: Any, targets: Sequence[str] = ("sm_80", "sm_90", "gfx942"), **kwargs: Any
+    kernel: Any, *args: Any, targets: str | Sequence[str] = ("sm_80", "sm_90", "gfx942"), **kwargs: Any
 ) -> tuple[Compiled, ...]:
     """Compile a Triton kernel as a launch with these arguments would, for architectures that need not be here.
 
@@ -123,7 +123,7 @@ def compile_kernel(
     Args:
         kernel: the `triton.jit` function.
         args: what a launch passes.
-        targets: architectures, such as `"sm_90"` or `"gfx942"`.
+        targets: architectures, such as `"sm_90"` or `"gfx942"`, or one of them.
         kwargs: what a launch passes by name, `num_warps` and `num_stages` among them.
 
     Returns:
@@ -131,14 +131,26 @@ def compile_kernel(
 
     Raises:
         AssertionError: naming kernel and target, with what the compiler says.
-        TypeError: for arguments that the kernel does not take, and a kernel that is in no file.
+        RuntimeError: where the kernel's module cannot be imported again.
+        TypeError: for a target that is no architecture, what is no kernel or in no file, and arguments that the kernel
+            does not take.
     """
     if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == __name__:
         return ()  # the script is imported there
+    targets = (targets,) if isinstance(targets, str) else targets
+    for target in targets:
+        if not re.fullmatch(r"sm_\d+|gfx\w+", target):
+            raise TypeError(f'targets: {target!r} is no architecture such as "sm_90" or "gfx942"')
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    given = kernel
     while not is_kernel(kernel) and hasattr(kernel, "fn"):  # under an autotuner
         kernel = kernel.fn
-    bound = inspect.signature(kernel.fn).bind(*args, **kwargs)
+    if not is_kernel(kernel):
+        raise TypeError(f"expected a triton.jit function, got {given!r}")
+    try:
+        bound = inspect.signature(kernel.fn).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{kernel.fn.__qualname__}: {error}") from None
     bound.apply_defaults()
     signature: dict[str, Type] = {}
     constexprs: dict[str, Any] = {}
@@ -229,7 +241,11 @@ def _imported(name: str, file: str) -> ModuleType:
         assert spec is not None
         assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except Exception as error:
+            message = f"importing {file} again to find a kernel raised {type(error).__name__}: {error}"
+            raise RuntimeError(f'{message}; keep its work under if __name__ == "__main__"') from error
     return sys.modules[name]
 
 

@@ -20,6 +20,7 @@ from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded
 from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
 from .fakes import assert_fakes_alike
 from .judge import (
+    LOW,
     assert_dtypes,
     assert_only_wanted,
     assert_own_memory,
@@ -39,7 +40,6 @@ from .structure import Tree, assert_bitwise_equal, share_storage
 from .tensors import Shape
 
 DTYPES = (torch.float32, torch.bfloat16)
-_LOW = torch.bfloat16, torch.float16
 _ERRORS = "\n  (against float64, e_f is the error of the operation, e_u that of its reference in this dtype)"
 
 
@@ -201,7 +201,7 @@ def _judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, case: C
         judge(measure, seed)
     except FusedMismatch as mismatch:
         failures = mismatch.report.failures
-        rounding = all(check.part != "structure" and check.dtype in _LOW for check in failures)
+        rounding = all(check.part != "structure" and check.dtype in LOW for check in failures)
         advice = "; compute in float32 and round once" if rounding else ""
         gradients = all(check.tensor.startswith("d_") or check.tensor.endswith(".grad") for check in failures)
         if rounding and gradients and (fields := _rounded(seen[0])):
@@ -224,7 +224,7 @@ def _rounded(observer: Observer) -> list[str]:
         owner: Any = run.owner
         given = [t for t in (*run.args, *run.kwargs.values(), *owner.parameters()) if isinstance(t, Tensor)]
         for field, t in leaves("", run.out[-1]):
-            if t.dtype in _LOW and not any(share_storage(t, own) for own in given):
+            if t.dtype in LOW and not any(share_storage(t, own) for own in given):
                 found.append(field[1:])
     return list(dict.fromkeys(found))
 

@@ -327,7 +327,7 @@ def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan_and_says_so(memory:
     model.memory = memory
     plan = model.plan(x)
     assert plan.memory.peak == least
-    said = f"does not fit: the leanest plan was taken, whose peak is {least:,} bytes, and "
+    said = f"does not fit: the plan with the lowest peak was taken, whose peak is {least:,} bytes, and "
     (refusal,) = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
     assert refusal.fusion == f"memory={model.memory}"
     assert refusal.reason.startswith(said)
