@@ -122,7 +122,8 @@ def test_one_element_of_many_that_alarms_in_16_bits_is_taken_for_chance_and_a_se
         return drawn
 
     once = measure({0: "y"})
-    with pytest.raises(FusedMismatch, match=r"^fused differs from unfused; compute in float32 and round once\n  y: element: .* at \(7, 9\)$"):
+    said = r"^fused differs from unfused; compute in float32 and round once\n  y: element: .* at \(7, 9\)$"
+    with pytest.raises(FusedMismatch, match=said):
         judge(once, 0)
     monkeypatch.setattr(judging, "_MANY", 300 * 260)
     judge(measure({0: "y"}), 0)
