@@ -207,11 +207,16 @@ class Step:
     def _operation_of(self, record: Record) -> Any:
         return self.nodes[record.position - self.start].operation
 
-    def record_of(self, record: Record) -> tuple[Callable[..., Saved], bool]:
-        """What makes a record of its operations without a pass, and whether of the seed alone, or else of x."""
+    def record_of(self, record: Record) -> tuple[Callable[..., Saved] | None, bool]:
+        """What makes a record of its operations without a pass, and whether of the seed alone, or else of x.
+
+        `None` where the record is x and the fields that are `restored`.
+        """
         operation = self._operation_of(record)
-        own = operation.own_record(None) is not None
-        return (operation.own_record if own else operation.input_record), own
+        if operation.own_record(None) is not None:
+            return operation.own_record, True
+        makes = operation.__class__.input_record is not UnfusedOperation.input_record
+        return (operation.input_record if makes else None), False
 
     @cached_property
     def records(self) -> tuple[Record, ...]:

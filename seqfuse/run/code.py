@@ -150,7 +150,7 @@ def _restore(s: Source, segment: Segment, i: int) -> None:
             s.add(f"f{j} = {s.put(run)}({_seed(seed)}).__dict__")
             continue
         _enter(s, step)
-        if not step.restored:
+        if run is not None:
             s.add(f"f{j} = {s.put(run)}(x).__dict__")
             continue
         places = [(f.name, f"kept[{k}]") for k, f in enumerate(given.tensors) if given.records[f.record][0] == i]

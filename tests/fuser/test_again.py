@@ -564,3 +564,18 @@ def test_a_compiler_takes_what_is_saved_from_the_operations():
     run(model, x)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         torch.testing.assert_close(run(model, x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_behind_an_embedding_need_no_record_of_their_own(recwarn: pytest.WarningsRecorder):
+    """The record of an Embedding is its x: where the segment that holds it runs again, nothing makes it."""
+    model = sf.Sequential(ops.Embedding(50, 16), ops.Linear(16, 64), ops.GeLU(), ops.Linear(64, 16))
+    tokens = torch.randint(50, (4, 32), generator=torch.Generator().manual_seed(0))
+    found: list[dict[str, Tensor | None]] = []
+    for memory in ("fast", "least"):
+        model.memory = memory
+        model.zero_grad()
+        model(tokens).square().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+        assert not [r for r in model.plan(tokens).refused if "not known" in r.reason]
+    assert_same(*found)
+    assert not recwarn.list
