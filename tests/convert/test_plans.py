@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import seqfuse as sf
 from seqfuse.convert.region import CapturedRegion
 from seqfuse.convert.rewrite import RewriteOptions
+from seqfuse.pictures.text import sized
 from seqfuse.plan.schedule import Choice
 from seqfuse.testing import seeded_randn
 
@@ -60,7 +61,7 @@ def test_the_plan_of_a_chain_says_bytes_and_what_other_choices_save():
     (said,) = re.findall(r"  (memory= (?:.*\n)*)  outside", str(replayed.graphs[0]))
     for name, choice in choices.items():
         time = f" {choice.microseconds:+,.0f} us" if choice.microseconds else ""
-        held = f"{choice.saved:,} B {choice.peak:,} B"
+        held = f"{sized(choice.saved)} {sized(choice.peak)}"
         assert f"{name} {held}{time}{' (used)' * choice.used}" in re.sub(r"\s+", " ", said)
 
 

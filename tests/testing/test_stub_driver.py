@@ -29,7 +29,10 @@ from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
 from seqfuse.kernels.decode import cache_write, decode_attention
+from seqfuse.kernels.grouped import finish_rows_, group_sums, grouped_gemm, grouped_outer
 from seqfuse.kernels.norm import norm_bwd, norm_fwd
+from seqfuse.kernels.permute import gather_rows, spread_rows
+from seqfuse.kernels.quantize import quantize
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
 from tests.fusions.triton.launching import ScaleScale, said, scales
@@ -57,7 +60,7 @@ def norms() -> None:
     for centered in (True, False):
         for z, w in ((x, drawn(64)), (wide, drawn(16384))):
             y = norm_fwd(z, w, w if centered else None, 1e-5, centered=centered, residual=x if z is x else None)
-            norm_bwd(z, z, y.mean, y.rstd, w, dweight=x.dtype)
+            norm_bwd(z, z, y.mean, y.rstd, w, dweight=x.dtype, dbias=x.dtype if centered else None)
 
 
 def attention() -> None:
@@ -79,7 +82,22 @@ def losses() -> None:
     cross_entropy_(drawn(6, 100), torch.arange(6))
 
 
-GROUPS = (chains, norms, attention, losses)
+def experts() -> None:
+    x, rows, offsets = drawn(6, 64), torch.randperm(12).view(6, 2), torch.tensor([5, 12])
+    spread, _ = spread_rows(x, rows, offsets)
+    gather_rows(spread, rows, offsets)
+    weight = drawn(2, 32, 64)
+    y = grouped_gemm(spread, weight, offsets)
+    grouped_outer(y, spread, offsets)
+    group_sums(y, offsets)
+    finish_rows_(y, offsets)
+
+
+def codes() -> None:
+    quantize(drawn(64, 128), torch.float8_e4m3fn, "tensor", columns=True)
+
+
+GROUPS = (chains, norms, attention, losses, experts, codes)
 
 
 @pytest.fixture
