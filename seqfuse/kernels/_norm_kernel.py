@@ -133,11 +133,17 @@ def _norm_fwd_kernel(
 
 @triton.jit
 def _gradients(
-    dy, x, mean, rstd, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+    dy, x, mean, rstd, weight, beta, rows, col, M, N, dy_stride, x_stride,
     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
-    OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, COMPUTE: tl.constexpr,
+    OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what the activation took, the normalized row, and the gradient of that."""
+    """Of columns from `col` on: the gradient of what the activation took, the normalized row, the gradient of that.
+
+    And the columns, and which elements there are.
+    """
+    cols = col + tl.arange(0, BLOCK_N)
+    columns = cols < N
+    mask = (rows < M)[:, None] & columns[None, :]
     d = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     xhat = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     if CENTERED:
@@ -158,7 +164,7 @@ def _gradients(
     g = d
     if weight is not None:
         g = d * gain
-    return d, xhat, g
+    return d, xhat, g, cols, mask
 
 
 @triton.jit
@@ -220,12 +226,9 @@ def _norm_bwd_kernel(
         plain = tl.zeros((BLOCK_M,), COMPUTE)
         if CHUNKS == KEPT:
             for chunk in tl.static_range(CHUNKS):
-                cols = N * 0 + chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-                columns = cols < N
-                mask = (rows < M)[:, None] & columns[None, :]
-                d, xhat, g = _gradients(
-                    dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
-                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                d, xhat, g, cols, mask = _gradients(
+                    dy, x, m, r, weight, beta, rows, N * 0 + chunk * BLOCK_N, M, N, dy_stride, x_stride,
+                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
                 )  # fmt: skip
                 one, other = _sums(g * xhat, g, CENTERED)
                 by_xhat += one
@@ -235,12 +238,9 @@ def _norm_bwd_kernel(
             weights, betas, biases = (), (), ()
             for chunk in tl.static_range(CHUNKS):
                 if CHUNKS > 1:  # what was read a moment ago is in the cache, and would not fit in registers
-                    cols = N * 0 + chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-                    columns = cols < N
-                    mask = (rows < M)[:, None] & columns[None, :]
-                    d, xhat, g = _gradients(
-                        dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
-                        CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                    d, xhat, g, cols, mask = _gradients(
+                        dy, x, m, r, weight, beta, rows, N * 0 + chunk * BLOCK_N, M, N, dy_stride, x_stride,
+                        CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
                     )  # fmt: skip
                 out = _spread(
                     g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, N * 0 + chunk * BLOCK_N, cols, mask,
@@ -252,12 +252,9 @@ def _norm_bwd_kernel(
             dweight, dbeta, dbias = weights, betas, biases
         else:
             for chunk in tl.range(0, CHUNKS):
-                cols = tl.cast(chunk, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-                columns = cols < N
-                mask = (rows < M)[:, None] & columns[None, :]
-                d, xhat, g = _gradients(
-                    dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
-                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                d, xhat, g, cols, mask = _gradients(
+                    dy, x, m, r, weight, beta, rows, tl.cast(chunk, tl.int64) * BLOCK_N, M, N, dy_stride, x_stride,
+                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
                 )  # fmt: skip
                 one, other = _sums(g * xhat, g, CENTERED)
                 by_xhat += one
@@ -266,12 +263,9 @@ def _norm_bwd_kernel(
             plain = plain / N.to(COMPUTE)
             for chunk in tl.range(0, CHUNKS):
                 col = tl.cast(chunk, tl.int64) * BLOCK_N
-                cols = col + tl.arange(0, BLOCK_N)
-                columns = cols < N
-                mask = (rows < M)[:, None] & columns[None, :]
-                d, xhat, g = _gradients(
-                    dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
-                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                d, xhat, g, cols, mask = _gradients(
+                    dy, x, m, r, weight, beta, rows, col, M, N, dy_stride, x_stride,
+                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
                 )  # fmt: skip
                 _spread(
                     g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
@@ -304,20 +298,18 @@ def _norm_sums_kernel(
     across = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0).to(tl.int64)
     down = pid // across
-    cols = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = cols < N
+    col = (pid % across) * BLOCK_N
     zero = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
     dweight, dbeta, dbias = zero, zero, zero
     for step in tl.range(0, steps, num_stages=STAGES):
         rows = (down * steps + tl.cast(step, tl.int64)) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (rows < M)[:, None] & columns[None, :]
         r = tl.load(rstd + rows, mask=rows < M, other=0.0)
         m = r
         if CENTERED:
             m = tl.load(mean + rows, mask=rows < M, other=0.0)
-        d, xhat, _ = _gradients(
-            dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
-            CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+        d, xhat, _, cols, mask = _gradients(
+            dy, x, m, r, weight, beta, rows, col, M, N, dy_stride, x_stride,
+            CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
         )  # fmt: skip
         if DWEIGHT:
             dweight += d * xhat
@@ -325,12 +317,13 @@ def _norm_sums_kernel(
             dbeta += d
         if DBIAS:
             dbias += tl.load(dbranch + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    cols = col + tl.arange(0, BLOCK_N)
     place = partials + down * (DWEIGHT + DBETA + DBIAS) * N + cols
     if DWEIGHT:
-        tl.store(place, tl.sum(dweight, 0), mask=columns)
+        tl.store(place, tl.sum(dweight, 0), mask=cols < N)
         place += N
     if DBETA:
-        tl.store(place, tl.sum(dbeta, 0), mask=columns)
+        tl.store(place, tl.sum(dbeta, 0), mask=cols < N)
         place += N
     if DBIAS:
-        tl.store(place, tl.sum(dbias, 0), mask=columns)
+        tl.store(place, tl.sum(dbias, 0), mask=cols < N)
