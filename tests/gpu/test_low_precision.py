@@ -21,7 +21,7 @@ from tests.lowprecision.hard import draw, hard
 from tests.lowprecision.named import OTHERS, RECIPES, expected, form_of, named
 
 HERE = torch.cuda.is_available()
-GPU = pytest.mark.skipif(not HERE, reason="needs a GPU")
+GPU = pytest.mark.gpu
 K, N = (4096, 1040) if HERE else (80, 48)
 ROWS = (1027, 1024, 33, 1) if HERE else (33, 1)
 ALL = (

@@ -67,13 +67,21 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
     yield both, (BF16,), (2, 3, 6), lambda: [ops.ReGLU()]
     for packing in PACKINGS:
         yield both, (F32, BF16), (5, 10), lambda p=packing: [ops.Bias(10), ops.GEGLU(packing=p)]
-        unit = lambda p=packing: ops.ClampedSwiGLU(0.75, 1.25, packing=p)  # noqa: E731
-        after = lambda u=unit: [ops.Bias(12), u(), ops.Linear(6, 9, bias=False)]  # noqa: E731
+
+        def unit(p=packing) -> Any:
+            return ops.ClampedSwiGLU(0.75, 1.25, packing=p)
+
+        def after(u=unit) -> Any:
+            return [ops.Bias(12), u(), ops.Linear(6, 9, bias=False)]
+
         yield ActivationLinearJoint, (F32, BF16), (5, 12), after
     for other in (ops.QGEGLU, ops.SReGLU, lambda: ops.ClampedSwiGLU(0.75, 1.25, 0.5)):
         yield both, (F32, F16), (5, 10), lambda o=other: [ops.Bias(10), o()]
     for packing in ("gate_up", *PACKINGS):
-        scaled = lambda p=packing: [ops.SwiGLU(packing=p), ops.TokenScale("by")]  # noqa: E731
+
+        def scaled(p=packing) -> Any:
+            return [ops.SwiGLU(packing=p), ops.TokenScale("by")]
+
         yield BiasGatedScale, (F32, BF16), (5, 10), scaled
         yield BiasGatedScale, (F32, BF16), (5, 10), lambda s=scaled: [ops.Bias(10), *s()]
     yield BiasGatedScale, (F32, F16), (5, 10), lambda: [
@@ -92,7 +100,10 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
     for names in ("bias norm rotary", "norm rotary", "bias rotary", "rotary"):
         yield both, (F32, BF16), (5, 32), lambda n=names: [HEADS[name]() for name in n.split()]
     for names in ("bias norm", "norm"):
-        one = lambda n=names: [HEADS[name]() for name in n.split()]  # noqa: E731
+
+        def one(n=names) -> Any:
+            return [HEADS[name]() for name in n.split()]
+
         yield (BiasQKNorm, BiasQKNormBackward), (BF16,), (5, 32), one
     for affine in (True, False):
         yield both, (F16,), (2, 5, 24), lambda a=affine: [
@@ -108,9 +119,15 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
     yield BlockBoundaryBackward, (F16,), (5, 8), lambda: [ops.Add("other"), ops.LayerNorm(8)]
     acted = BlockBoundaryActivation
     yield acted, (F32,), (5, 8), lambda: [*END(), ops.Fork("out"), ops.LayerNorm(8), ops.SiLU()]
-    about_one = lambda: ops.RMSNorm(8, eps=1e-5, zero_centered=True)  # noqa: E731
+
+    def about_one() -> Any:
+        return ops.RMSNorm(8, eps=1e-5, zero_centered=True)
+
     yield acted, (F16,), (5, 8), lambda: [ops.Bias(8), ops.Add("other"), about_one(), ops.GeLU("tanh")]
-    plain = lambda: ops.LayerNorm(7, elementwise_affine=False)  # noqa: E731
+
+    def plain() -> Any:
+        return ops.LayerNorm(7, elementwise_affine=False)
+
     yield acted, (BF16,), (5, 7), lambda: [ops.Add("other"), ops.Fork("out"), plain(), ops.ReLU()]
     yield acted, (F32,), (5, 8), lambda: [*END()[1:], ops.LayerNorm(8, bias=False), ops.Sigmoid()]
     yield acted, (F32,), (5, 8), lambda: [
@@ -120,8 +137,13 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
     for kind in (ops.LayerNorm, ops.RMSNorm):
         yield NormBackward, (F32, BF16), (5, 8), lambda k=kind: [k(8)]
         yield NormBackward, (F32, BF16), (5, 8), lambda k=kind: [ops.Fork("out"), k(8)]
-    no_bias = lambda: ops.LayerNorm(8, bias=False, zero_centered=True)  # noqa: E731
-    no_weight = lambda: ops.LayerNorm(8, elementwise_affine=False)  # noqa: E731
+
+    def no_bias() -> Any:
+        return ops.LayerNorm(8, bias=False, zero_centered=True)
+
+    def no_weight() -> Any:
+        return ops.LayerNorm(8, elementwise_affine=False)
+
     for norm in (no_bias, no_weight, lambda: ops.RMSNorm(8, zero_centered=True)):
         yield NormBackward, (F16,), (2, 3, 8), lambda n=norm: [ops.Fork("out"), n()]
     yield NormForward, (BF16,), (5, 8), lambda: [ops.RMSNorm(8, zero_centered=True)]
@@ -134,7 +156,10 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
     yield both, (F16,), (2, 3, 8), lambda: [about_one(), ops.SiLU()]
     joint = NormActivationJoint
     yield joint, (F32,), (5, 8), lambda: [ops.LayerNorm(8), ops.GeLU(), ops.Scale(-0.5), ops.Tanh()]
-    acts = lambda: [ops.Scale(2.0), ops.ReLU(), ops.SquaredReLU(), ops.Sigmoid()]  # noqa: E731
+
+    def acts() -> Any:
+        return [ops.Scale(2.0), ops.ReLU(), ops.SquaredReLU(), ops.Sigmoid()]
+
     yield joint, (F32,), (5, 8), lambda: [about_one(), *acts()]
     yield joint, (F32,), (5, 8), lambda: [no_bias(), ops.Scale(0.5)]
     yield joint, (BF16,), (5, 8), lambda: [ops.LayerNorm(8), ops.SiLU(), ops.Sigmoid()]
@@ -146,15 +171,27 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
     yield both, (BF16,), (5, 8), lambda: [ops.Tanh(), ops.SiLU(), ops.ReLU(), ops.Scale(-2.0)]
     yield both, (F32,), (5, 7), lambda: [ops.Bias(7), ops.GeLU("tanh"), ops.Dropout(0.3), ops.Scale(0.5)]
     yield both, (F16,), (5, 7), lambda: [ops.Dropout(0.5), ops.SiLU(), ops.Dropout(0.2, DOWN), ops.Bias(7)]
-    still = lambda: [ops.Dropout(0.4, DOWN).eval(), ops.ReLU(), ops.Dropout().eval()]  # noqa: E731
+
+    def still() -> Any:
+        return [ops.Dropout(0.4, DOWN).eval(), ops.ReLU(), ops.Dropout().eval()]
+
     yield both, (BF16,), (5, 8), lambda: [ops.Tanh(), *still()]
     joint = PointwiseChainJoint
     yield joint, (F32,), (5, 8), lambda: [ops.SiLU(), ops.Scale(0.5), ops.Tanh()]
-    ends = lambda: [ops.Bias(7), ops.Sigmoid(), ops.SquaredReLU()]  # noqa: E731
+
+    def ends() -> Any:
+        return [ops.Bias(7), ops.Sigmoid(), ops.SquaredReLU()]
+
     yield joint, (F32,), (5, 7), lambda: [ops.Bias(7), ops.GeLU("tanh"), ops.ReLU(), *ends()]
-    last = lambda: [ops.Dropout(0.3), ops.QuickGeLU()]  # noqa: E731
+
+    def last() -> Any:
+        return [ops.Dropout(0.3), ops.QuickGeLU()]
+
     yield joint, (BF16,), (5, 8), lambda: [ops.Scale(-0.5), ops.Tanh(), ops.SiLU(), *last()]
-    run = lambda: [ops.Bias(8), ops.Sigmoid(), ops.GeLU(), ops.Scale(3.0)]  # noqa: E731
+
+    def run() -> Any:
+        return [ops.Bias(8), ops.Sigmoid(), ops.GeLU(), ops.Scale(3.0)]
+
     yield joint, (F16,), (5, 8), lambda: [ops.Dropout(0.4, DOWN), *run()]
 
 
