@@ -1,4 +1,4 @@
-"""Tables of what a GPU measured of converted models and of choices of memory."""
+"""Tables of what a GPU measured of converted models, of choices of memory and of low precision."""
 
 from __future__ import annotations
 
@@ -103,3 +103,30 @@ def summary() -> str | None:
 def _model(row: dict[str, Any]) -> str:
     shape = row["shape"]
     return f"{shape['layers']} layers of {shape['model']}, {shape['M']:,} tokens"
+
+
+_RECIPES = {
+    "bfloat16": "eager PyTorch, bfloat16",
+    "bfloat16, compiled": "the same by `torch.compile`",
+    "seqfuse": "Seqfuse, bfloat16",
+    "current": "`Float8CurrentScaling`",
+    "delayed": "`Float8DelayedScaling`",
+    "row": "`Float8RowScaling`",
+    "block": "`Float8BlockScaling`",
+    "by hand": "current scaling in a module of torch calls, eager",
+    "by hand, compiled": "that by `torch.compile`",
+    "GEMMs alone": "the three 8-bit GEMMs alone",
+}
+
+
+def low_precision() -> str | None:
+    """Milliseconds of a forward and backward pass by each recipe."""
+    found = read("gpu_low_precision")
+    if found is None:
+        return None
+    rows = {name: row["times"] for name, row in found["rows"].items() if not name.startswith("quantize")}
+    cells = [
+        [name, *(f"{times[side]['median'] / 1000:.2f}" if side in times else "" for times in rows.values())]
+        for side, name in _RECIPES.items()
+    ]
+    return text(table(("", *rows), cells, left=1))

@@ -405,6 +405,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "gpu_models": gpu_models.models,
     "gpu_memory": gpu_models.front,
     "gpu_memory_summary": gpu_models.summary,
+    "gpu_low_precision": gpu_models.low_precision,
     "claims": claims,
 }
 
