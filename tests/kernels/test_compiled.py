@@ -244,5 +244,12 @@ def test_a_kernel_of_an_author_is_compiled_as_it_would_be_launched(tmp_path: Pat
             said = f"{kernel.fn.__name__} does not compile for sm_90: .*global variable FACTOR"
             with pytest.raises(AssertionError, match=said):
                 compile_kernel(kernel, *launch, targets=["sm_90"])
+        for target in ("h100", "cuda:sm_90", ""):
+            with pytest.raises(TypeError, match=f"targets: '{target}' is no architecture"):
+                compile_kernel(module.wrong_kernel, *launch, targets=target)
+        with pytest.raises(TypeError, match="wrong_kernel: missing a required argument"):
+            compile_kernel(module.wrong_kernel, targets="sm_90")
+        with pytest.raises(TypeError, match=r"expected a triton\.jit function, got <built-in function len>"):
+            compile_kernel(len, *launch)
         with pytest.raises(TypeError, match="takes tensors, numbers and tuples of them, not 'bf16'"):
             compile_kernel(module.wrong_kernel, "bf16", *launch[1:])
