@@ -110,19 +110,18 @@ def compiling() -> str | None:
 
 
 def traffic() -> str | None:
-    """What kernels move, as multiples of the fewest bytes."""
+    """The kernels that move more than the fewest bytes."""
     found = read("traffic")
     if found is None:
         return None
-    head = (
-        "kernel", "what", "rows x columns", "launches", "fewest bytes", "moved", "rows read again", "partial sums",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = []
+    moved: dict[tuple[str, ...], list[float]] = {}
     for row in found["traffic"]:
-        least, shape = row["fewest"], " x ".join(f"{n:,}" for n in row["shape"])
-        figures = (f"{row['moved'] / least:.3f}", *(f"{row[kind] / least:.2f}" for kind in ("cached", "partials")))
-        rows.append((row["kernel"], row["what"], shape, str(row["launches"]), f"{least:,}", *figures))
-    return text(table(head, rows, left=2))
+        kind = "backward" if "backward" in row["what"] else "forward"
+        kernel = "decode" if row["kernel"] == "decode" else f"{row['kernel']} {kind}"
+        if (ratio := row["moved"] / row["fewest"]) >= 1.0005:
+            moved.setdefault((kernel, " x ".join(f"{n:,}" for n in row["shape"])), []).append(ratio)
+    cells = [(*of, str(len(ratios)), f"{min(ratios):.2f} to {max(ratios):.2f}") for of, ratios in moved.items()]
+    return text(table(("kernel", "rows x columns", "cases", "moved / fewest"), cells, left=2))
 
 
 def kernels() -> str | None:
@@ -135,10 +134,20 @@ def kernels() -> str | None:
     counts = [sum(row["configurations"] for row in rows)]
     counts += [sum(row[what] for row in nvidia) for what in ("spilled", "over_shared", "without_wgmma")]
     said = "With Triton {}, `kernels: {} variants, {} spilled, {} over shared memory, {} dots without wgmma on sm_90`:"
-    head = ("module", "target", "configurations", "spilled", "most registers", "most shared bytes", "32-bit products")
-    names = ("configurations", "spilled", "registers", "shared", "int32_multiplications")
-    cells = [(row["module"].removeprefix("_"), row["target"], *(f"{row[name]:,}" for name in names)) for row in rows]
-    return text([said.format(found["triton"], *counts), "", *table(head, cells, left=2)])
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    cells: list[tuple[str, ...]] = []
+    for module in dict.fromkeys(row["module"] for row in rows):
+        of = {row["target"]: row for row in rows if row["module"] == module}
+        each = [
+            " / ".join(f"{of[target][what] // unit:,}" for target in targets)
+            for what, unit in (("registers", 1), ("shared", 1024))
+        ]
+        spilled = str(sum(of[target]["spilled"] for target in targets if target.startswith("gfx")))
+        cells.append((module.removeprefix("_"), f"{of[targets[0]]['configurations']:,}", *each, spilled))
+    names = ", ".join(targets)
+    head = ("module", "configurations", "most registers", "most shared memory, KiB", "spilled on gfx942")
+    told = f"Four numbers in a cell are for {names}."
+    return text([said.format(found["triton"], *counts), "", *table(head, cells), "", told])
 
 
 def memory() -> str | None:
