@@ -29,10 +29,10 @@ def goals() -> str:
         cells = ["", ""]
         if verdict.values:
             name, value = verdict.worst
-            told = f"{value:.2f} ({name})" if math.isfinite(value) else f"wrong: {name}"
+            told = f"{value:.2f} ({name})" if math.isfinite(value) else f"no result: {name}"
             cells = [f"{verdict.reached} of {len(verdict.values)}", told]
         rows.append((verdict.target.what, verdict.target.wanted, verdict.status, *cells))
-    return text(table(("what", "target", "", "rows", "worst"), rows, left=1))
+    return text(table(("what", "target", "", "rows that meet it", "worst row"), rows, left=1))
 
 
 def gpu() -> str:
@@ -45,15 +45,24 @@ def gpu() -> str:
     peers = ", ".join(f"{name} {number}" for name, number in found["peers"].items())
     lines = [f"{where(found['about'])} Peers: {peers}.", ""]
     lines += [f"Measured in the same run: a copy of {ceilings['copy_TB_per_s']:.2f} TB/s; cuBLAS {rates}.", ""]
-    good = [row for row in rows.values() if row["status"] == "ok"]
+    good = [row for row in rows.values() if row["status"] == "ok" and not row["group"].startswith(ELSEWHERE)]
     earlier = {row["commit"] for row in good if "commit" in row}
     lines += [f"Rows marked with an asterisk are of another run, of commit {commit}.\n" for commit in sorted(earlier)]
-    for group in dict.fromkeys(row["group"] for row in good if not row["group"].startswith(ELSEWHERE)):
-        lines += [f"**{group[0].upper()}{group[1:]}**", "", *_group([r for r in good if r["group"] == group]), ""]
-    bad = [(key, row) for key, row in rows.items() if row["status"] in ("red", "failed")]
+    by_group = {group: [row for row in good if row["group"] == group] for group in (r["group"] for r in good)}
+    for group, members in sorted(by_group.items(), key=lambda one: ("as_called" not in one[1][0], one[0])):
+        title = "tiny blocks, which wait for the host" if group == "host" else group
+        lines += [f"**{title[0].upper()}{title[1:]}**", "", *_group(sorted(members, key=_by_size)), ""]
+    bad: dict[str, list[str]] = {}
+    for row in rows.values():
+        if row["status"] in ("red", "failed"):
+            bad.setdefault(f"{row['group']}: {_BAD[row['status']]}, {_one_line(row['why'])}", []).append(row["name"])
     if bad:
-        lines += ["Wrong or failed, so without a speed:", ""]
-        lines += [*(f"- {key}: {row['status']}, {_one_line(row['why'])}" for key, row in bad), ""]
+        lines += [
+            "Wrong or failed, so without a speed:",
+            "",
+            *(f"- {', '.join(of)}, {why}" for why, of in bad.items()),
+            "",
+        ]
     late = Counter(key.partition(":")[0] for key in found.get("planned", ()) if key not in rows)
     if late:
         told = "; ".join(f"{group}: {count}" for group, count in late.items())
@@ -61,22 +70,37 @@ def gpu() -> str:
     return text(lines[:-1])
 
 
+_BAD = {"red": "wrong", "failed": "failed"}
+
+
+def _by_size(row: dict[str, Any]) -> list[tuple[int, str]]:
+    """Its name with numbers in their order."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", row["name"])]
+
+
 def tiles() -> str | None:
     """What norms and decoding take by the tile that is launched now, where that was measured, and by the one before."""
     found = [each for each in (read("gpu_tiles"), read("gpu_wide")) if each is not None]
     if not found:
         return None
-    cells: list[list[str]] = []
+    shares: dict[tuple[str, ...], list[tuple[int, float]]] = {}
     every = [(name, swept, each["about"]["device"]) for each in found for name, swept in each["tiles"].items()]
-    for name, swept, device in sorted(every, key=lambda one: one[0]):
+    for name, swept, device in every:
         times, told = swept["us"], _launched_now(name)
         now = times["default"] if told == "as before" else times.get(told)
-        if now is None:  # another run has it
-            continue
-        rows = "" if swept["rows"] is None else f", {swept['rows']:,} rows"
-        sdpa = f"{times['sdpa']:,.1f}" if "sdpa" in times else ""
-        cells.append([name + rows, device.split()[1], f"{times['default']:,.1f}", f"{now:,.1f}", sdpa])
-    return text(table(("what", "GPU", "tile before, us", "tile now, us", "SDPA, us"), cells, left=2))
+        if now is not None:  # otherwise another run has it
+            kind, size, *what = name.split()
+            behind = {"behind": "behind bias, dropout and residual", "with": "with the gradient of the residual"}
+            passes = ["attention"] if kind == "decode" else [what[0], *(behind[w] for w in what[1:2])]
+            shares.setdefault((f"{kind} {' '.join(passes)}", device.split()[1]), []).append(
+                (int(size), now / times["default"])
+            )
+    cells: list[list[str]] = []
+    for of, measured in sorted(shares.items()):
+        sizes, ratios = zip(*measured, strict=True)
+        unit = "sequences" if of[0].startswith("decode") else "columns"
+        cells.append([*of, f"{_span(sizes, ',')} {unit}", _span(ratios, ".2f")])
+    return text(table(("kernel", "GPU", "sizes", "time now / before"), cells, left=3))
 
 
 def tuned() -> str | None:
@@ -90,10 +114,11 @@ def tuned() -> str | None:
     cells: list[list[str]] = []
     for fusion, measured in sorted(rows.items()):
         shares = [row["fused_us"] / row["unfused_us"] for row in measured]
-        cells.append([fusion, str(len(measured)), f"{min(shares):.2f} to {max(shares):.2f}"])
-    layers = sorted({f"{row['model']} of {row['tokens']:,} tokens" for row in found["tune"]})
-    said = f"{found['about']['device']}, layers of {', '.join(layers)}; training and inference."
-    return text([*table(("fusion", "places", "time fused / unfused"), cells), "", said])
+        cells.append([fusion, str(len(measured)), _span(shares, ".2f")])
+    layers = sorted({row["model"] for row in found["tune"]})
+    tokens = " and ".join(sorted({f"{row['tokens']:,}" for row in found["tune"]}))
+    said = f"{found['about']['device']}, {tokens} tokens, layers of {', '.join(layers)}; training and inference."
+    return text([*table(("fusion", "positions", "time fused / unfused"), cells), "", said])
 
 
 def _launched_now(name: str) -> str:
@@ -149,50 +174,53 @@ def speed() -> str:
     """The plots of a GPU, and how many targets are met."""
     found = read("gpu")
     if found is None:
-        return "No plot of speeds stands here: no GPU has run the kernels yet.\n"
+        return "There are no plots yet: no GPU has run the kernels.\n"
     lines = [where(found["about"]), "", "![Speed against others](figures/peers.svg)", ""]
     lines += ["![Fraction of what the device can do](figures/roofline.svg)", ""]
-    return text([*lines, f"Met: {' and '.join(scored())}."])
+    return text([*lines, f"[Targets](dev/benchmarks.md#targets): met {' and '.join(scored())}."])
 
 
 def scored() -> list[str]:
     """How many targets are met: of time on a GPU, and of what is counted or timed without one."""
     measured = [verdict for verdict in verdicts() if verdict.values]
     parts: list[str] = []
-    for what, chosen in (("times on a GPU", False), ("saved bytes, planning and CPU overhead", True)):
+    for what, chosen in (("GPU time", False), ("saved bytes, planning and CPU overhead", True)):
         found = [
             v.status
             for v in measured
             if bool(re.search("bytes|planning|plan-cache|CPU overhead", v.target.what)) is chosen
         ]
-        parts.append(f"{found.count('met')} of {len(found)} targets of {what}")
+        parts.append(f"{found.count('met')} of {len(found)} for {what}")
     return parts
 
 
 def _group(rows: list[dict[str, Any]]) -> list[str]:
     called = "as_called" in rows[0]
-    peers = list(dict.fromkeys(name for row in rows for name in row["times"] if name != "seqfuse"))
+    names = {"eager": "eager", "compile": "torch.compile", "liger": "Liger"}
+    found = dict.fromkeys(name for row in rows for name in row["times"] if name != "seqfuse")
+    peers = sorted(found, key=lambda name: [*names, name].index(name))
     cells = []
     for row in rows:
-        times, own = row["times"], row["times"]["seqfuse"]
-        line = [
-            row["name"] + "*" * ("commit" in row),
-            f"{own['median']:,.1f} ({own['low']:,.1f} to {own['high']:,.1f})",
-        ]
+        times, by_host = row["times"], row.get("as_called", {})
+        line = [row["name"] + "*" * ("commit" in row), f"{times['seqfuse']['median']:,.1f}"]
         line += [f"{row['fraction']['seqfuse']:.2f}"]
-        line += [f"{times[p]['median'] / own['median']:.2f}" if p in times else "-" for p in peers]
+        for peer in peers:
+            sides = [side for side in (times, by_host) if peer in side]
+            ratios = [f"{side[peer]['median'] / side['seqfuse']['median']:.2f}" for side in sides]
+            line.append(f"{ratios[0]} ({ratios[1]})" if len(ratios) > 1 else ratios[0] if ratios else "-")
         if called:
-            by_host = row["as_called"]
-            line += [
-                f"{by_host[p]['median'] / by_host['seqfuse']['median']:.2f}" if p in by_host else "-" for p in peers
-            ]
             kept = {name: found["kept"] for name, found in row["memory"].items() if found["kept"]}
             line += [f"{kept['seqfuse'] / kept['eager']:.2f}" if {"seqfuse", "eager"} <= kept.keys() else "-"]
         cells.append(line)
-    head = ["", "µs", "of the floor", *(f"x {peer}" for peer in peers)]
-    head += [*(f"x {peer}, as called" for peer in peers), "kept / eager's"] if called else []
-    return table(head, cells)
+    of = (names.get(peer, peer.replace("seqfuse", "seqfuse,")) for peer in peers)
+    head = ["", "GPU time, µs", "of roofline", *(f"{name} / seqfuse" for name in of)]
+    return table([*head, "saved / eager"] if called else head, cells)
+
+
+def _span(numbers: Sequence[float], form: str) -> str:
+    """The least and the largest, or the one there is."""
+    return " to ".join(dict.fromkeys(format(number, form) for number in (min(numbers), max(numbers))))
 
 
 def _one_line(words: str) -> str:
-    return " ".join(words.split()).replace("|", "\\|")[:200]
+    return " ".join(words.split()).partition(". ")[0].replace("|", "\\|")[:200]

@@ -198,7 +198,8 @@ def layer_table() -> str:
 
 def table() -> str:
     """The table as Markdown."""
-    lines = ["| op sequence | forward, fused | unfused | eager | backward, fused | unfused | eager |", f"|{' --- |' * 7}"]
+    head = "op sequence | forward, fused | unfused | eager | backward, fused | unfused | eager"
+    lines = [f"| {head} |", f"|{' --- |' * 7}"]
     for name, *sides in rows():
         lines.append(f"| {name} | {' | '.join(str(side[way]) for way in (0, 1) for side in sides)} |")
     return "\n".join(lines) + "\n"
