@@ -19,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 PARTS = {
     "host": "bench_host.py",
     "cpu": "bench_cpu.py",
-    "cpu_parts": "cpu_parts.py",
     "compile": "bench_compile.py",
     "memory": "bench_memory.py",
     "convert": "bench_convert.py",

@@ -2,7 +2,7 @@
 
     python benchmarks/first_hour.py 1     # facts, every kernel and dtype against the reference, tests/gpu
     python benchmarks/first_hour.py 2     # rows beside the peers, then a trace of one layer and counters of six kernels
-    python benchmarks/first_hour.py 3     # tiles of norms and decoding, tuning, tests of kernels, compute-sanitizer
+    python benchmarks/first_hour.py 3     # low precision, tuning, tests of kernels, compute-sanitizer
 
 Each stage is a process of its own, or several at a time, killed from outside when it hangs. Results are whole after
 every row; at most eight files come out of a call, in the folder that `OUT` names. `--rehearse` runs all three here:
@@ -253,8 +253,6 @@ def profile(call: Call) -> str:
 def third(call: Call) -> None:
     tiny = ["--tiny"] if call.rehearsal else []
     if not call.rehearsal:
-        sweep = python("tile_sweep.py", "--budget", 40, "--out", call.out / "gpu_tiles.json")
-        call.stage("tiles", lambda: call.run(sweep, 50, "tiles.log"))
         lowp = python("bench_low_precision.py", "--budget", 40, "--out", call.out / "gpu_low_precision.json")
         call.stage("low precision", lambda: call.run(lowp, 50, "low_precision.log"))
     budget = 20 if call.rehearsal else call.left(0.3)

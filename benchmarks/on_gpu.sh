@@ -3,7 +3,7 @@
 #
 #   benchmarks/on_gpu.sh 1        facts, smoke, tests/gpu
 #   benchmarks/on_gpu.sh 2        bench, profile
-#   benchmarks/on_gpu.sh 3        tiles, tune, tests/kernels, compute-sanitizer
+#   benchmarks/on_gpu.sh 3        low precision, tune, tests/kernels, compute-sanitizer
 #
 # Runs from a plain copy of the tree: needs torch and Triton; pytest, pytest-xdist, pytest-timeout and hypothesis for the
 # tests; liger-kernel and quack-kernels as peers, if they are there. What `make warm-cache` packed is unpacked first.

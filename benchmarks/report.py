@@ -7,112 +7,126 @@ of a GPU in `docs/figures/`, and prints the targets.
 from __future__ import annotations
 
 import ast
+import functools
+import json
+import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a script it has this folder alone
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import gpu_models
 import plots
-from gpu_report import goals, gpu, layer_steps, speed, steps, tiles, tuned
-from tables import ROOT, paragraphs, read, table, text, where
+import targets
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/dev").glob("*.md"))]
 FIGURES = re.compile(
     r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
 )
+MIB = 2**20
+Results = dict[str, Any]
+Rows = list[dict[str, Any]]
+Lines = list[str]
+DRAWN: dict[str, Callable[[], str | None]] = {}
 
 
-def host() -> str | None:
+def read(name: str) -> Results | None:
+    """What a benchmark wrote; `None` where it never ran."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def drawn(name: str, *files: str) -> Callable[[Callable[..., Lines]], Callable[[], str | None]]:
+    """Registers what draws a table of what these files have; without one of them, or without lines, there is none."""
+
+    def register(draw: Callable[..., Lines]) -> Callable[[], str | None]:
+        @functools.wraps(draw)
+        def of_results() -> str | None:
+            found = [read(file) for file in files]
+            lines = [] if None in found else draw(*found)
+            return "\n".join(lines) + "\n" if lines else None
+
+        DRAWN[name] = of_results
+        return of_results
+
+    return register
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> Lines:
+    """A Markdown table whose first columns are words and whose others are numbers."""
+    names = list(head)
+    marks = ["---" if i < left else "---:" for i in range(len(names))]
+    return [f"| {' | '.join(cells)} |" for cells in (names, marks, *rows)]
+
+
+def where(found: Results) -> str:
+    """On what and with what; the file of results has the commit, too."""
+    about = found["about"]
+    parts = [about["device"], f"torch {about['torch']}"]
+    return ", ".join(parts + ([f"Triton {about['triton']}"] if "triton" in about else [])) + "."
+
+
+def wrapped(sentences: str) -> str:
+    return textwrap.fill(" ".join(sentences.split()), 118, break_on_hyphens=False)
+
+
+def between(m: dict[str, float]) -> str:
+    return f"{m['ratio']:.2f} ({m['low']:.2f} to {m['high']:.2f})"
+
+
+@drawn("host", "host", "planning")
+def host(found: Results, planned: Results) -> Lines:
     """Host cost and planning time."""
-    found, planned = read("host"), read("planning")
-    if found is None or planned is None:
-        return None
     kinds = ("forward", "forward+backward", "no grad")
     ratios = {(row["operations"], row["what"]): row["ratio"] for row in found["host"]}
-    lines = [
-        where(found["about"]),
-        "",
-        "CPU overhead per call relative to `torch.nn.Sequential` (1.0 = equal, lower is better), in instructions, on",
-        "4 x 16 tensors so that overhead dominates:",
-        "",
-    ]
     counts = dict.fromkeys(count for count, _ in ratios)
-    lines += table(
-        ("operations", *kinds), [(str(n), *(f"{ratios[n, kind]:.2f}" for kind in kinds)) for n in counts], left=0
-    )
-    lines += ["", "Time to read and plan an op sequence, and of a plan-cache hit:", ""]
+    cells = [(str(n), *(f"{ratios[n, kind]:.2f}" for kind in kinds)) for n in counts]
     rows = [
         (f"{r['operations']:,}", f"{r['plan_seconds'] * 1e3:.1f} ms", f"{r['lookup_microseconds']:,.0f} µs")
         for r in planned["planning"]
     ]
-    return text(lines + table(("operations", "plan", "plan-cache hit"), rows, left=0))
-
-
-def cpu() -> str | None:
-    """CPU time of steps beside eager torch, and where that of converted models goes."""
-    found = read("cpu")
-    if found is None:
-        return None
-    sides = list(dict.fromkeys(side for row in found["rows"] for side in row["sides"]))
-    lines = [where(found["about"]), "", *table(["step", "eager, us", *sides], map(_beside_eager(sides), found["rows"]))]
-    return text(lines)
-
-
-def _beside_eager(sides: list[str]) -> Callable[[dict[str, Any]], list[str]]:
-    def cells(row: dict[str, Any]) -> list[str]:
-        known = [row["sides"].get(side) for side in sides]
-        ratios = ["" if m is None else f"{m['ratio']:.2f} ({m['low']:.2f} to {m['high']:.2f})" for m in known]
-        return [row["name"], f"{row['eager']:,.0f}", *ratios]
-
-    return cells
-
-
-def cpu_parts() -> str | None:
-    """Where the CPU time of a converted training step goes."""
-    found = read("cpu_parts")
-    if found is None:
-        return None
-    names = [f"{row['model']}, {row['memory']}" for row in found["rows"]]
-    whole = ["whole step, with timers", *(f"{row['step']:,.0f}" for row in found["rows"])]
-    parts = [[part, *(f"{row['parts'][part]:,.0f}" for row in found["rows"])] for part in found["rows"][0]["parts"]]
-    lines = [where(found["about"]), "", *table(["part of a step, us", *names], [whole, *parts])]
-    lines += ["", *table(["operation, us each", *names], _each(found["rows"]))]
-    return text(lines)
-
-
-def _each(rows: list[dict[str, Any]]) -> list[list[str]]:
-    names = sorted({name for row in rows for name in row["operations"]}, key=lambda name: (name.split()[1], name))
-    each = [[row["operations"].get(name) for row in rows] for name in names]
     return [
-        [f"`{name}`", *("" if t is None else f"{t['each']:.0f} x {t['calls']:.0f}" for t in of_name)]
-        for name, of_name in zip(names, each, strict=True)
+        where(found), "",
+        "CPU overhead per call relative to `torch.nn.Sequential` (1.0 = equal, lower is better), in instructions, on",
+        "4 x 16 tensors so that overhead dominates:", "", *table(("operations", *kinds), cells, left=0), "",
+        "Time to read and plan an op sequence, and of a plan-cache hit:", "",
+        *table(("operations", "plan", "plan-cache hit"), rows, left=0),
+    ]  # fmt: skip
+
+
+@drawn("cpu", "cpu")
+def cpu(found: Results) -> Lines:
+    """CPU time of steps beside eager torch."""
+    sides = list(dict.fromkeys(side for row in found["rows"] for side in row["sides"]))
+    cells = [
+        [r["name"], f"{r['eager']:,.0f}", *(between(r["sides"][s]) if s in r["sides"] else "" for s in sides)]
+        for r in found["rows"]
     ]
+    return [where(found), "", *table(["step", "eager, us", *sides], cells)]
 
 
-def compiling() -> str | None:
+@drawn("compile", "compile")
+def compiling(found: Results) -> Lines:
     """What compiling C kernels takes."""
-    found = read("compile")
-    if found is None:
-        return None
     rows = [
         (r["model"], str(r["kernels"]), f"{r['compilers']:.1f} s", f"{r['compilers'] / r['kernels']:.2f} s",
          f"{r['loading'] * 1e3 / r['kernels']:.2f} ms")
         for r in found["rows"]
     ]  # fmt: skip
-    lines = [where(found["about"]).rstrip(".") + f", {found['compiler']}.", ""]
-    lines += table(("a training step of", "kernels", "to compile them", "each", "to load one from the cache"), rows)
-    return text(lines)
+    head = ("a training step of", "kernels", "to compile them", "each", "to load one from the cache")
+    return [where(found).rstrip(".") + f", {found['compiler']}.", "", *table(head, rows)]
 
 
-def traffic() -> str | None:
+@drawn("traffic", "traffic")
+def traffic(found: Results) -> Lines:
     """The kernels that move more than the fewest bytes."""
-    found = read("traffic")
-    if found is None:
-        return None
     moved: dict[tuple[str, ...], list[float]] = {}
     for row in found["traffic"]:
         kind = "backward" if "backward" in row["what"] else "forward"
@@ -120,116 +134,55 @@ def traffic() -> str | None:
         if (ratio := row["moved"] / row["fewest"]) >= 1.0005:
             moved.setdefault((kernel, " x ".join(f"{n:,}" for n in row["shape"])), []).append(ratio)
     cells = [(*of, str(len(ratios)), f"{min(ratios):.2f} to {max(ratios):.2f}") for of, ratios in moved.items()]
-    return text(table(("kernel", "rows x columns", "cases", "moved / fewest"), cells, left=2))
+    return table(("kernel", "rows x columns", "cases", "moved / fewest"), cells, left=2)
 
 
-def kernels() -> str | None:
+@drawn("kernels", "kernels")
+def kernels(found: Results) -> Lines:
     """What every configuration compiles to: the worst of each kernel module on each target."""
-    found = read("kernels")
-    if found is None:
-        return None
     rows = found["kernels"]
     nvidia = [row for row in rows if row["target"].startswith("sm_")]
     counts = [sum(row["configurations"] for row in rows)]
     counts += [sum(row[what] for row in nvidia) for what in ("spilled", "over_shared", "without_wgmma")]
     said = "With Triton {}, `kernels: {} variants, {} spilled, {} over shared memory, {} dots without wgmma on sm_90`:"
-    targets = list(dict.fromkeys(row["target"] for row in rows))
+    names = list(dict.fromkeys(row["target"] for row in rows))
     cells: list[tuple[str, ...]] = []
     for module in dict.fromkeys(row["module"] for row in rows):
-        of = {row["target"]: row for row in rows if row["module"] == module}
-        each = [
-            " / ".join(f"{of[target][what] // unit:,}" for target in targets)
-            for what, unit in (("registers", 1), ("shared", 1024))
-        ]
-        spilled = str(sum(of[target]["spilled"] for target in targets if target.startswith("gfx")))
-        cells.append((module.removeprefix("_"), f"{of[targets[0]]['configurations']:,}", *each, spilled))
-    names = ", ".join(targets)
+        of = [row for name in names for row in rows if (row["module"], row["target"]) == (module, name)]
+        registers = " / ".join(f"{row['registers']:,}" for row in of)
+        shared = " / ".join(f"{row['shared'] // 1024:,}" for row in of)
+        spilled = str(sum(row["spilled"] for row in of if row["target"].startswith("gfx")))
+        cells.append((module.removeprefix("_"), f"{of[0]['configurations']:,}", registers, shared, spilled))
     head = ("module", "configurations", "most registers", "most shared memory, KiB", "spilled on gfx942")
-    told = f"Four numbers in a cell are for {names}."
-    return text([said.format(found["triton"], *counts), "", *table(head, cells), "", told])
+    told = f"Four numbers in a cell are for {', '.join(names)}."
+    return [said.format(found["triton"], *counts), "", *table(head, cells), "", told]
 
 
-def memory() -> str | None:
+@drawn("memory", "memory")
+def memory(found: Results) -> Lines:
     """Bytes kept for backward by feed-forward blocks."""
-    found = read("memory")
-    if found is None:
-        return None
-    rows = []
+    names = ("seqfuse", "seqfuse balanced", "seqfuse lean")
+    rows: list[tuple[str, ...]] = []
     for row in found["memory"]:
         kept = row["kept"]
-        of = (f"{kept[name] / kept['eager']:.2f}" for name in ("seqfuse", "seqfuse balanced", "seqfuse lean"))
-        rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f}", *of, f"+{row['cost']['seqfuse lean']:.1%}"))
-    head = ("MLP block of", "eager, MiB", "fast", "balanced", "lean", "time of lean (est.)")
-    return text(table(head, rows))
+        of = (f"{kept[name] / kept['eager']:.2f}" for name in names)
+        rows.append((row["model"], f"{kept['eager'] / MIB:,.0f}", *of, f"+{row['cost']['seqfuse lean']:.1%}"))
+    return table(("MLP block of", "eager, MiB", "fast", "balanced", "lean", "time of lean (est.)"), rows)
 
 
-def converted() -> str | None:
+@drawn("convert", "convert")
+def converted(found: Results) -> Lines:
     """Models that were converted: bytes that a layer saves, and the cost of a training step, of the model's own."""
-    found = read("convert")
-    if found is None:
-        return None
-    rows = []
-    more = {"long": "CPU time, 1,024 tokens"} if any("long" in row for row in found["rows"]) else {}
-    steps = {"step": "CPU time, 32 tokens"} | more
-    for row in found["rows"]:
-        kept = row["kept"]
-        times = (row.get(name) for name in steps)
-        cells = ["-" if t is None else f"{t['ratio']:.2f} ({t['low']:.2f} to {t['high']:.2f})" for t in times]
-        rows.append((row["model"], *cells, *(f"{kept[choice] / row['eager']:.2f}" for choice in kept)))
-    choices = ("fast" if choice == "save" else choice for choice in found["rows"][0]["kept"])
-    head = ("model", *steps.values(), *(f"saved, `{choice}`" for choice in choices))
-    return text([where(found["about"]), "", *table(head, rows)])
-
-
-def peak() -> str | None:
-    """A training step as it is, converted, and checkpointed: what it saves, adds to memory at its peak, and takes."""
-    found = read("peak")
-    if found is None:
-        return None
-    eager = found["rows"][0]
-    rows = []
-    for row in found["rows"]:
-        cells = [(row["saved"], eager["saved"]), (row["peak"] - row["before"], eager["peak"] - eager["before"])]
-        sizes = (f"{size / 2**20:,.0f} MiB ({size / of:.2f})" for size, of in cells)
-        step = row["step"]
-        between = "" if row is eager else f", {step['low']:.2f} to {step['high']:.2f}"
-        taken = f"{step['seconds']:.2f} s ({step['ratio']:.2f}{between})"
-        rows.append((_SIDES[row["side"]], *sizes, taken))
-    about = f"""{_trained(found)} Its parameters take {eager["parameters"] / 2**20:,.0f} MiB, their gradients as much,
-        and AdamW's state twice as much. In brackets: relative to eager PyTorch; of the time, the median of
-        {found["rounds"]} rounds and its quartiles."""
-    lines = [where(found["about"]), "", paragraphs(about)]
-    head = ("model", "saved for backward", "added by a training step, at its peak", "CPU time of a training step")
-    return text([*lines, *table(head, rows)])
-
-
-def training() -> str | None:
-    """What README.md shows of the same run: ratios alone, of one way to save less at a time."""
-    found = read("peak")
-    if found is None:
-        return None
-    added, eager = _added(), found["rows"][0]
-    assert added is not None
+    steps = {"step": "CPU time, 32 tokens", "long": "CPU time, 1,024 tokens"}
+    if not any("long" in row for row in found["rows"]):
+        del steps["long"]
     rows = [
-        (
-            _SIDES[row["side"]],
-            *(f"{ratio:.2f}" for ratio in (row["saved"] / eager["saved"], added[row["side"]], row["step"]["ratio"])),
-        )
+        (row["model"], *(between(row[name]) if name in row else "-" for name in steps),
+         *(f"{kept / row['eager']:.2f}" for kept in row["kept"].values()))
         for row in found["rows"]
-        if row["side"] != "lean, checkpointed"
-    ]
-    head = ("a training step", "saved for backward", "added to memory at its peak", "CPU time")
-    note = f"""Relative to eager PyTorch, measured in one run on a CPU ({found["about"]["device"]}, one thread, torch
-        {found["about"]["torch"]}). {_trained(found)}"""
-    return text([*table(head, rows), "", paragraphs(note).rstrip()])
-
-
-def _trained(found: dict[str, Any]) -> str:
-    count, length = found["tokens"]
-    return (
-        f"Hugging Face's Llama with {found['layers']} layers of width {found['width']}, on {count} x {length:,} tokens "
-        "in float32, with AdamW."
-    )
+    ]  # fmt: skip
+    choices = ("fast" if choice == "save" else choice for choice in found["rows"][0]["kept"])
+    return [where(found), "", *table(("model", *steps.values(), *(f"saved, `{choice}`" for choice in choices)), rows)]
 
 
 _SIDES = {
@@ -242,176 +195,409 @@ _SIDES = {
 }
 
 
-def parallel() -> str | None:
-    """What a divided stack holds and sends."""
-    found = read("parallel")
-    if found is None:
-        return None
-    shape = found["stack"]
-    lines = [
-        where(found["about"]),
-        "",
-        f"A stack of {shape['layers']} layers of width {shape['width']} on {shape['rows']} x {shape['length']} tokens",
-        "in float32. Errors are those of the worst gradient, relative to its largest number. What is sent in a step is",
-        "counted at the operators, as a ring sends it; the formula is that of four sums of the hidden states a layer.",
-        "",
-    ]
-    head = ("processes", "tokens", "error", "error in float64", "parameters", "saved", "sent", "formula")
+def _trained(found: Results) -> str:
+    count, length = found["tokens"]
+    return (
+        f"Hugging Face's Llama with {found['layers']} layers of width {found['width']}, on {count} x {length:,} tokens "
+        "in float32, with AdamW."
+    )
+
+
+def _added(found: Results) -> dict[str, float]:
+    """What a training step adds to memory at its peak, of each side, as a part of eager's."""
+    added = {row["side"]: row["peak"] - row["before"] for row in found["rows"]}
+    return {side: bytes_ / added["eager"] for side, bytes_ in added.items()}
+
+
+@drawn("peak", "peak")
+def peak(found: Results) -> Lines:
+    """A training step as it is, converted, and checkpointed: what it saves, adds to memory at its peak, and takes."""
+    eager, added = found["rows"][0], _added(found)
+    rows: list[tuple[str, ...]] = []
+    for row in found["rows"]:
+        cells = [(row["saved"], row["saved"] / eager["saved"]), (row["peak"] - row["before"], added[row["side"]])]
+        sizes = (f"{size / MIB:,.0f} MiB ({of:.2f})" for size, of in cells)
+        step = row["step"]
+        spread = "" if row is eager else f", {step['low']:.2f} to {step['high']:.2f}"
+        rows.append((_SIDES[row["side"]], *sizes, f"{step['seconds']:.2f} s ({step['ratio']:.2f}{spread})"))
+    about = f"""{_trained(found)} Its parameters take {eager["parameters"] / MIB:,.0f} MiB, their gradients as much,
+        and AdamW's state twice as much. In brackets: relative to eager PyTorch; of the time, the median of
+        {found["rounds"]} rounds and its quartiles."""
+    head = ("model", "saved for backward", "added by a training step, at its peak", "CPU time of a training step")
+    return [where(found), "", wrapped(about), "", *table(head, rows)]
+
+
+@drawn("training", "peak")
+def training(found: Results) -> Lines:
+    """What README.md shows of the same run: ratios alone, of one way to save less at a time."""
+    added, saved = _added(found), found["rows"][0]["saved"]
     rows = [
-        (
-            str(row["processes"]),
-            "sharded" if row["shares_of_rows"] else "all",
-            f"{row['error_float32']:.0e}",
-            f"{row['error_float64']:.0e}",
-            *(f"{row[key] / 1e6:.2f} MB" for key in ("parameter_bytes", "kept_bytes", "ring_bytes", "formula_bytes")),
-        )
-        for row in found["parallel"]
+        (_SIDES[r["side"]], *(f"{n:.2f}" for n in (r["saved"] / saved, added[r["side"]], r["step"]["ratio"])))
+        for r in found["rows"]
+        if r["side"] != "lean, checkpointed"
     ]
-    return text([*lines, *table(head, rows, left=2)])
+    note = f"""Relative to eager PyTorch, measured in one run on a CPU ({found["about"]["device"]}, one thread, torch
+        {found["about"]["torch"]}). {_trained(found)}"""
+    head = ("a training step", "saved for backward", "added to memory at its peak", "CPU time")
+    return [*table(head, rows), "", wrapped(note)]
 
 
-def layer_counts() -> str | None:
+@drawn("layer_counts", "layer_counts")
+def layer_counts(found: Results) -> Lines:
     """Launches and bytes of one layer of each model of the gallery, of Hugging Face's in eager torch and planned."""
-    found = read("layer_counts")
-    if found is None:
-        return None
     head = ("layer of", "launches forward, eager", "planned", "backward, eager", "planned", "saved, eager, MiB",
             "planned", '`memory="lean"`')  # fmt: skip
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for row in found["rows"]:
         eager, planned = row["eager"], row["planned"]
         cells = [str(len(side[pass_])) for pass_ in ("forward", "backward") for side in (eager, planned)]
-        cells.append(f"{eager['saved'] / 2**20:,.0f}")
-        for choice in ("save", "lean"):
-            kept = planned["saved"][choice]
-            cells.append(f"{kept / 2**20:,.0f} ({kept / eager['saved']:.2f})")
-        rows.append((row["title"], *cells))
-    return text(table(head, rows))
+        saved = [planned["saved"][choice] for choice in ("save", "lean")]
+        kept = (f"{size / MIB:,.0f} ({size / eager['saved']:.2f})" for size in saved)
+        rows.append((row["title"], *cells, f"{eager['saved'] / MIB:,.0f}", *kept))
+    return table(head, rows)
 
 
 def families() -> int:
     """How many models the tests convert, which need more than this to be imported."""
     tree = ast.parse((ROOT / "tests" / "convert" / "families.py").read_text())
-    (table,) = (
+    (found,) = (
         statement.value
         for statement in tree.body
         if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "FAMILIES"
     )
-    assert isinstance(table, ast.Dict)
-    return len(table.keys)
+    assert isinstance(found, ast.Dict)
+    return len(found.keys)
 
 
-def _added() -> dict[str, float] | None:
-    """What a training step adds to memory at its peak, of each side, as a part of eager's."""
-    found = read("peak")
-    if found is None:
-        return None
-    added = {row["side"]: row["peak"] - row["before"] for row in found["rows"]}
-    return {side: bytes_ / added["eager"] for side, bytes_ in added.items()}
-
-
-def _llama(counted: dict[str, Any]) -> tuple[int, int, str, str, str]:
-    """Launches of both passes, planned and eager, and bytes saved by each choice, as a part of eager's."""
-    (layer,) = (row for row in counted["rows"] if row["make"] == "llama3_8b")
-    ours, theirs = (len(layer[side]["forward"]) + len(layer[side]["backward"]) for side in ("planned", "eager"))
-    saved, eager = layer["planned"]["saved"], layer["eager"]["saved"]
-    kept, between, least = (f"{saved[choice] / eager:.2f}" for choice in ("save", "balanced", "lean"))
-    return ours, theirs, kept, between, least
-
-
-def claims() -> str | None:
+@drawn("claims", "memory", "cpu", "layer_counts", "convert", "peak")
+def claims(bytes_of: Results, beside: Results, counted: Results, models: Results, steps: Results) -> Lines:
     """What is claimed, each with how it is known."""
-    bytes_of, beside, counted = read("memory"), read("cpu"), read("layer_counts")
-    models, steps = read("convert"), _added()
-    if bytes_of is None or beside is None or counted is None or models is None or steps is None:
-        return None
 
-    def saved(model: str, choice: str) -> str:
+    def of_block(model: str) -> str:
         (kept,) = (row["kept"] for row in bytes_of["memory"] if row["model"] == model)
-        return f"{kept[choice] / kept['eager']:.2f}"
-
-    def between(ratios: Iterable[float]) -> str:
-        found = sorted(ratios)
-        return f"{found[0]:.2f} to {found[-1]:.2f}"
-
-    choices = "seqfuse", "seqfuse balanced"
-    llama, gpt = ([saved(model, choice) for choice in choices] for model in ("llama3-8b", "gpt2-xl"))
+        fast, balanced = (f"{kept[choice] / kept['eager']:.2f}x" for choice in ("seqfuse", "seqfuse balanced"))
+        return f"{fast}; balanced {balanced}"
 
     def kept_by(choice: str) -> str:
         return ", ".join(f"{row['model']} {row['kept'][choice] / row['eager']:.2f}x" for row in models["rows"])
 
-    took = {row["side"]: row["step"]["ratio"] for row in (read("peak") or {})["rows"]}
-    step_times = {
-        side: [(row["sides"][side]["ratio"], row["name"]) for row in beside["rows"] if side in row["sides"]]
-        for side in ("default", "lean")
-    }
-    default, lean = (f"{between(t for t, _ in of)}x (slowest: {max(of)[1]})" for of in step_times.values())
-    ours, theirs, kept, balanced, least = _llama(counted)
-    measured, plans = "measured on a CPU", "counted, planned for an H100"
+    def slowest(side: str) -> str:
+        times = sorted((row["sides"][side]["ratio"], row["name"]) for row in beside["rows"] if side in row["sides"])
+        return f"{times[0][0]:.2f} to {times[-1][0]:.2f}x (slowest: {times[-1][1]})"
+
+    def step(side: str) -> str:
+        (took,) = (row["step"]["ratio"] for row in steps["rows"] if row["side"] == side)
+        return f"CPU time {took:.2f}x, added peak memory {_added(steps)[side]:.2f}x"
+
+    (layer,) = (row for row in counted["rows"] if row["make"] == "llama3_8b")
+    ours, theirs = (len(layer[side]["forward"]) + len(layer[side]["backward"]) for side in ("planned", "eager"))
+    fast, balanced, lean = (
+        f"{layer['planned']['saved'][choice] / layer['eager']['saved']:.2f}x" for choice in ("save", "balanced", "lean")
+    )
+    small = "training step of a small Llama, "
+    cpu, plans = "measured on a CPU", "counted, planned for an H100"
+    interpreted = "tested in Triton's interpreter, and as C"
     rows = [
-        (
-            f"training step of a small Llama, {how}",
-            f"CPU time {took[side]:.2f}x, added peak memory {steps[side]:.2f}x",
-            measured,
-        )
-        for how, side in (('`memory="lean"`', "lean"), ("activation checkpointing", "eager, checkpointed"))
-    ]
-    rows += [
-        ("activation memory of a converted layer", kept_by("save"), measured),
-        ('the same, `memory="lean"`', kept_by("lean"), measured),
-        ("CPU time of [models and blocks](cpu.md#what-it-gains)", default, measured),
-        ('the same, `memory="lean"`', lean, measured),
+        (f'{small}`memory="lean"`', step("lean"), cpu),
+        (f"{small}activation checkpointing", step("eager, checkpointed"), cpu),
+        ("activation memory of a converted layer", kept_by("save"), cpu),
+        ('the same, `memory="lean"`', kept_by("lean"), cpu),
+        ("CPU time of [models and blocks](cpu.md#what-it-gains)", slowest("default"), cpu),
+        ('the same, `memory="lean"`', slowest("lean"), cpu),
         ("kernel launches, a layer of Llama 3 8B built of `seqfuse.nn`", f"{ours} instead of {theirs}", plans),
-        ("activation memory of that layer", f"{kept}x; balanced {balanced}x, lean {least}x", plans),
-        ("activation memory of an MLP block of Llama 3 8B", f"{llama[0]}x; balanced {llama[1]}x", plans),
-        ("activation memory of an MLP block of GPT-2 XL", f"{gpt[0]}x; balanced {gpt[1]}x", plans),
-        (
-            "outputs and gradients of converted models",
-            f"equal within rounding in {families()} small models",
-            "tested on a CPU",
-        ),
-        ("values and gradients of fused kernels", "within the error bound", "tested in Triton's interpreter, and as C"),
+        ("activation memory of that layer", f"{fast}; balanced {balanced}, lean {lean}", plans),
+        ("activation memory of an MLP block of Llama 3 8B", of_block("llama3-8b"), plans),
+        ("activation memory of an MLP block of GPT-2 XL", of_block("gpt2-xl"), plans),
+        ("outputs and gradients of converted models", f"equal within rounding in {families()} small models",
+         "tested on a CPU"),
+        ("values and gradients of fused kernels", "within the error bound", interpreted),
         ("all kernels compile", "sm_80, sm_90, sm_100, gfx942", "compiled without a GPU"),
+    ]  # fmt: skip
+    return table(("what", "result, relative to eager PyTorch", "how it is known"), rows, left=3)
+
+
+def verdicts() -> list[targets.Verdict]:
+    """Every target by what there is."""
+    found: dict[str, Any] = {"gpu": (read("gpu") or {}).get("rows", {}).values()}
+    for name in ("memory", "host", "planning"):
+        found[name] = (read(name) or {}).get(name, ())
+    return targets.judged(found)
+
+
+@drawn("targets")
+def goals() -> Lines:
+    """The targets: met, missed or not run, and the worst row of each."""
+    rows: list[tuple[str, ...]] = []
+    for verdict in verdicts():
+        cells = ["", ""]
+        if verdict.values:
+            name, value = verdict.worst
+            told = f"{value:.2f} ({name})" if math.isfinite(value) else f"no result: {name}"
+            cells = [f"{verdict.reached} of {len(verdict.values)}", told]
+        rows.append((verdict.target.what, verdict.target.wanted, verdict.status, *cells))
+    return table(("what", "target", "", "rows that meet it", "worst row"), rows, left=1)
+
+
+def scored() -> Lines:
+    """How many targets are met: of time on a GPU, and of what is counted or timed without one."""
+    parts: Lines = []
+    for what, chosen in (("GPU time", False), ("saved bytes, planning and CPU overhead", True)):
+        found = [
+            v.status
+            for v in verdicts()
+            if v.values and bool(re.search("bytes|planning|plan-cache|CPU overhead", v.target.what)) is chosen
+        ]
+        parts.append(f"{found.count('met')} of {len(found)} for {what}")
+    return parts
+
+
+def _ratio(times: dict[str, Any], side: str, than: str) -> str:
+    """Time of a side over that of another; a dash where one was not measured."""
+    return f"{times[side]['median'] / times[than]['median']:.2f}" if {side, than} <= times.keys() else "-"
+
+
+@drawn("gpu")
+def gpu() -> Lines:
+    """All rows that a GPU measured, by group; then those that were wrong, and those there was no time for."""
+    found = read("gpu")
+    if found is None:
+        return ["Not run yet: no GPU was at hand."]
+    ceilings, rows = found["ceilings"], found["rows"]
+    rates = ", ".join(f"{rate:.0f} TFLOP/s in {dtype}" for dtype, rate in ceilings["cublas_TFLOP_per_s"].items())
+    peers = ", ".join(f"{name} {number}" for name, number in found["peers"].items())
+    lines = [f"{where(found)} Peers: {peers}.", ""]
+    lines += [f"Measured in the same run: a copy of {ceilings['copy_TB_per_s']:.2f} TB/s; cuBLAS {rates}.", ""]
+    # docs/memory.md and docs/convert.md have tables of the other groups.
+    elsewhere = ("memory", "converted")
+    good = [row for row in rows.values() if row["status"] == "ok" and not row["group"].startswith(elsewhere)]
+    earlier = {row["commit"] for row in good if "commit" in row}
+    lines += [f"Rows marked with an asterisk are of another run, of commit {commit}.\n" for commit in sorted(earlier)]
+    by_group = {group: [row for row in good if row["group"] == group] for group in (r["group"] for r in good)}
+    for group, members in sorted(by_group.items(), key=lambda one: ("as_called" not in one[1][0], one[0])):
+        title = "tiny blocks, which wait for the host" if group == "host" else group
+        lines += [f"**{title[0].upper()}{title[1:]}**", "", *_group(sorted(members, key=_by_size)), ""]
+    bad: dict[str, Lines] = {}
+    for row in rows.values():
+        if row["status"] in ("red", "failed"):
+            why = " ".join(row["why"].split()).partition(". ")[0].replace("|", "\\|")[:200]
+            status = "wrong" if row["status"] == "red" else "failed"
+            bad.setdefault(f"{row['group']}: {status}, {why}", []).append(row["name"])
+    if bad:
+        lines += ["Wrong or failed, so without a speed:", ""]
+        lines += [*(f"- {', '.join(of)}, {why}" for why, of in bad.items()), ""]
+    late = Counter(key.partition(":")[0] for key in found.get("planned", ()) if key not in rows)
+    if late:
+        told = "; ".join(f"{group}: {count}" for group, count in late.items())
+        lines += [wrapped(f"Rows for which there was no time, {sum(late.values())}: {told}."), ""]
+    return lines[:-1]
+
+
+def _by_size(row: dict[str, Any]) -> list[tuple[int, str]]:
+    """Its name with numbers in their order."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", row["name"])]
+
+
+def _group(rows: Rows) -> Lines:
+    called = "as_called" in rows[0]
+    names = {"eager": "eager", "compile": "torch.compile", "liger": "Liger"}
+    found = dict.fromkeys(name for row in rows for name in row["times"] if name != "seqfuse")
+    peers = sorted(found, key=lambda name: [*names, name].index(name))
+    cells: list[Lines] = []
+    for row in rows:
+        times, by_host = row["times"], row.get("as_called", {})
+        line = [row["name"] + "*" * ("commit" in row)]
+        line += [f"{times['seqfuse']['median']:,.1f}", f"{row['fraction']['seqfuse']:.2f}"]
+        for peer in peers:
+            ratio, of_host = (_ratio(side, peer, "seqfuse") for side in (times, by_host))
+            line.append(f"{ratio} ({of_host})" if of_host != "-" else ratio)
+        if called:
+            kept = {name: found["kept"] for name, found in row["memory"].items() if found["kept"]}
+            line += [f"{kept['seqfuse'] / kept['eager']:.2f}" if {"seqfuse", "eager"} <= kept.keys() else "-"]
+        cells.append(line)
+    of = (names.get(peer, peer.replace("seqfuse", "seqfuse,")) for peer in peers)
+    head = ["", "GPU time, µs", "of roofline", *(f"{name} / seqfuse" for name in of)]
+    return table([*head, "saved / eager"] if called else head, cells)
+
+
+@drawn("gpu_tune", "gpu_tune")
+def tuned(found: Results) -> Lines:
+    """What `sf.tune` measured on a GPU, by fusion."""
+    rows: dict[str, list[Any]] = {}
+    for row in found["tune"]:
+        rows.setdefault(row["fusion"], []).append(row["fused_us"] / row["unfused_us"])
+    cells: list[Lines] = []
+    for name, of in sorted(rows.items()):
+        span = dict.fromkeys(f"{ratio:.2f}" for ratio in (min(of), max(of)))
+        cells.append([name, str(len(of)), " to ".join(span)])
+    layers = sorted({row["model"] for row in found["tune"]})
+    tokens = " and ".join(sorted({f"{row['tokens']:,}" for row in found["tune"]}))
+    said = f"{found['about']['device']}, {tokens} tokens, layers of {', '.join(layers)}; training and inference."
+    return [*table(("fusion", "positions", "time fused / unfused"), cells), "", said]
+
+
+_PEERS = {"eager": "eager PyTorch", "compile": "`torch.compile`", "liger": "Liger"}
+_STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")
+
+
+@drawn("steps", "gpu")
+def steps(found: Results) -> Lines:
+    """Blocks and layers of some models: time as it is called, with what the host takes, and on the device alone."""
+    cells = [
+        [row["group"].partition(" forward")[0], *_step(row), _ratio(row["times"], "seqfuse", "eager")]
+        for row in _measured(found, *_STEPS)
     ]
-    return text(table(("what", "result, relative to eager PyTorch", "how it is known"), rows, left=3))
+    head = ("forward + backward of", "model", *(f"time / {name}" for name in _PEERS.values()), "GPU time / eager")
+    return [*table(head, sorted(cells), left=2), "", _how_steps(found)]
 
 
-DRAWN: dict[str, Callable[[], str | None]] = {
-    "cpu": cpu,
-    "cpu_parts": cpu_parts,
-    "compile": compiling,
-    "host": host,
-    "kernels": kernels,
-    "traffic": traffic,
-    "memory": memory,
-    "convert": converted,
-    "peak": peak,
-    "training": training,
-    "layer_counts": layer_counts,
-    "parallel": parallel,
-    "targets": goals,
-    "gpu": gpu,
-    "speed": speed,
-    "steps": steps,
-    "layer_steps": layer_steps,
-    "gpu_tiles": tiles,
-    "gpu_tune": tuned,
-    "gpu_models": gpu_models.models,
-    "gpu_memory": gpu_models.front,
-    "gpu_memory_summary": gpu_models.summary,
-    "gpu_low_precision": gpu_models.low_precision,
-    "claims": claims,
+@drawn("layer_steps", "gpu")
+def layer_steps(found: Results) -> Lines:
+    """What README.md shows of `steps`: whole layers, as they are called."""
+    head = ("forward + backward of a layer of", *(f"time / {name}" for name in _PEERS.values()))
+    return [*table(head, sorted(_step(row) for row in _measured(found, _STEPS[-1]))), "", _how_steps(found)]
+
+
+def _measured(found: Results, *groups: str) -> Iterator[dict[str, Any]]:
+    for row in found["rows"].values():
+        if row["group"] in groups and row["status"] == "ok" and row["shape"]["M"] == 8192:
+            yield row
+
+
+def _step(row: dict[str, Any]) -> Lines:
+    return [row["shape"]["model"], *(_ratio(row["as_called"], "seqfuse", peer) for peer in _PEERS)]
+
+
+def _how_steps(found: Results) -> str:
+    return wrapped(f"""{found["about"]["device"]}, torch {found["about"]["torch"]}, bfloat16, 8,192 tokens, dropout 0.1
+        in the layers of GPTs, random data; medians of calls that take turns. Below 1.0 seqfuse is faster.""")
+
+
+@drawn("speed")
+def speed() -> Lines:
+    """The plots of a GPU, and how many targets are met."""
+    found = read("gpu")
+    if found is None:
+        return ["There are no plots yet: no GPU has run the kernels."]
+    lines = [where(found), "", "![Speed against others](figures/peers.svg)", ""]
+    lines += ["![Fraction of what the device can do](figures/roofline.svg)", ""]
+    return [*lines, f"[Targets](dev/benchmarks.md#targets): met {' and '.join(scored())}."]
+
+
+def _of(found: Results, group: str) -> Rows:
+    return [row for row in found["rows"].values() if row["status"] == "ok" and group in row["group"]]
+
+
+def _model(row: dict[str, Any]) -> str:
+    shape = row["shape"]
+    return f"{shape['layers']} layers of {shape['model']}, {shape['M']:,} tokens"
+
+
+@drawn("gpu_models", "gpu")
+def gpu_models(found: Results) -> Lines:
+    """Converted models beside eager ones and peers: time as they are called, of the device alone, and bytes."""
+    cells: list[Lines] = []
+    for row in _of(found, "converted"):
+        for side, name in (("seqfuse", "`sf.convert(model)`"), ("seqfuse lean", '`memory="lean"`')):
+            if side in row["times"]:
+                ratios = [_ratio(row["as_called"], side, peer) for peer in _PEERS]
+                mine, theirs = row["memory"][side], row["memory"]["eager"]
+                bytes_of = [f"{mine[what] / theirs[what]:.2f}" if mine[what] else "-" for what in ("kept", "peak")]
+                cells.append([_model(row), name, *ratios, _ratio(row["times"], side, "eager"), *bytes_of])
+    if not cells:
+        return []
+    head = (
+        "forward + backward of", "", *(f"time / {name}" for name in _PEERS.values()), "GPU time / eager",
+        "saved / eager", "peak / eager",
+    )  # fmt: skip
+    note = """bfloat16, dropout 0, random data; medians of calls that take turns, with the time of the host but for the
+        column of GPU time. Below 1.0 seqfuse is faster, or takes less memory."""
+    return [where(found), "", *table(head, cells, left=2), "", wrapped(note)]
+
+
+_CHOICES = {
+    "eager": "eager PyTorch",
+    "checkpointed": "eager PyTorch, each layer checkpointed",
+    "seqfuse": '`memory="fast"`',
+    "seqfuse balanced": '`"balanced"`',
+    "seqfuse lean": '`"lean"`',
+    "seqfuse 0.5": "`sf.Budget(part=0.5)`",
+    "seqfuse 0.3": "`sf.Budget(part=0.3)`",
+    "seqfuse least": '`"least"`',
 }
+
+
+@drawn("gpu_memory", "gpu")
+def front(found: Results) -> Lines:
+    """Time against peak of layers, for each choice of memory: what torch counted, and what the plan says."""
+    rows = _of(found, "memory")
+    lines = [where(found), ""] if rows else []
+    for row in rows:
+        cells: list[Lines] = []
+        for side, name in _CHOICES.items():
+            if side in row["times"]:
+                peak, time = row["memory"][side]["peak"], row["times"][side]["median"] / 1000
+                added = f"{peak / MIB:,.0f} MiB ({peak / row['memory']['eager']['peak']:.2f})"
+                held = f"{row['said'][side]['peak'] / MIB:,.0f} MiB" if side in row["said"] else ""
+                cells.append([name, f"{time:.1f} ms ({_ratio(row['times'], side, 'eager')})", added, held])
+        head = ("", "GPU time", "added by a step, at its peak", "the plan's peak")
+        lines += [f"{_model(row)}; their parameters have {row['gradients'] / MIB:,.0f} MiB of gradients:", ""]
+        lines += [*table(head, cells), ""]
+    note = """bfloat16, forward and backward, as `torch.cuda.max_memory_allocated` counts; in brackets relative to eager
+        PyTorch. The plan's peak leaves out the results and parameters' gradients, most of which come when little else
+        is held any more."""
+    return [*lines, wrapped(note)] if rows else []
+
+
+@drawn("gpu_memory_summary", "gpu")
+def summary(found: Results) -> Lines:
+    """What README.md says of choices of memory on a GPU, in a sentence for each model."""
+    lines: Lines = []
+    for row in _of(found, "memory"):
+        lean, half, again = (
+            f"{_ratio(row['times'], side, 'eager')} of eager's time at "
+            f"{row['memory'][side]['peak'] / row['memory']['eager']['peak']:.2f} of its peak"
+            for side in ("seqfuse lean", "seqfuse 0.5", "checkpointed")
+        )
+        lines += ["", wrapped(
+            f'{_model(row)}, forward and backward: with `memory="lean"` {lean}, with `sf.Budget(part=0.5)` {half}, '
+            f"and with each layer of eager PyTorch checkpointed {again}."
+        )]  # fmt: skip
+    return lines[1:]
+
+
+_RECIPES = {
+    "bfloat16": "eager PyTorch, bfloat16",
+    "bfloat16, compiled": "the same by `torch.compile`",
+    "seqfuse": "Seqfuse, bfloat16",
+    "current": "`Float8CurrentScaling`",
+    "delayed": "`Float8DelayedScaling`",
+    "row": "`Float8RowScaling`",
+    "block": "`Float8BlockScaling`",
+    "by hand": "current scaling in a module of torch calls, eager",
+    "by hand, compiled": "that by `torch.compile`",
+    "GEMMs alone": "the three 8-bit GEMMs alone",
+}
+
+
+@drawn("gpu_low_precision", "gpu_low_precision")
+def low_precision(found: Results) -> Lines:
+    """Milliseconds of a forward and backward pass by each recipe."""
+    rows = {name: row["times"] for name, row in found["rows"].items() if not name.startswith("quantize")}
+    cells = [
+        [name, *(f"{times[side]['median'] / 1000:.2f}" if side in times else "" for times in rows.values())]
+        for side, name in _RECIPES.items()
+    ]
+    return table(("", *rows), cells, left=1)
 
 
 def redrawn(page: str) -> str:
     """A page with the tables as they are to be drawn now."""
 
-    def drawn(figures: re.Match[str]) -> str:
-        table = DRAWN[figures[2]]()
-        return figures[0] if table is None else figures[1] + table
+    def replaced(figures: re.Match[str]) -> str:
+        made = DRAWN[figures[2]]()
+        return figures[0] if made is None else figures[1] + made
 
-    return FIGURES.sub(drawn, page)
+    return FIGURES.sub(replaced, page)
 
 
 def main() -> None:
@@ -421,9 +607,8 @@ def main() -> None:
         if (new := redrawn(old)) != old:
             page.write_text(new)
             print(f"rewrote {page.relative_to(ROOT)}")
-    figures = ROOT / "docs" / "figures"
-    drawn = plots.draw({"gpu": read("gpu")}, figures)
-    print(f"drew {', '.join(drawn)}" if drawn else "no plots: nothing was measured on a GPU")
+    names = plots.draw(read("gpu"), ROOT / "docs" / "figures")
+    print(f"drew {', '.join(names)}" if names else "no plots: nothing was measured on a GPU")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gpu_models
-import gpu_report
 import plots
 import pytest
 import record
 import report
-import tables
 import targets
 
 ABOUT = {
@@ -53,7 +50,7 @@ def found() -> dict[str, Any]:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
     return tmp_path
 
 
@@ -112,16 +109,16 @@ def test_what_a_page_shows_of_a_gpu_follows_from_what_ran(results: Path) -> None
     assert "old" not in shown
     assert "](figures/peers.svg)" in shown
     assert "](figures/roofline.svg)" in shown
-    counted = [v.status for v in gpu_report.verdicts() if v.values]
+    counted = [v.status for v in report.verdicts() if v.values]
     told = [int(number) for number in re.findall(r"(\d+) of (?:\d+) for", shown)]
     assert sum(told) == counted.count("met")
     assert 0 < counted.count("met") < len(counted)
 
 
 def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
-    given = {"gpu": found()}
-    assert plots.draw(given, tmp_path / "a") == ["roofline.svg", "peers.svg"]
-    plots.draw(given, tmp_path / "b")
+    assert plots.draw(None, tmp_path / "none") == []
+    assert plots.draw(found(), tmp_path / "a") == ["roofline.svg", "peers.svg"]
+    plots.draw(found(), tmp_path / "b")
     for name in ("roofline.svg", "peers.svg"):
         one, other = ((tmp_path / folder / name).read_text() for folder in "ab")
         assert one == other
@@ -185,7 +182,7 @@ def measured(group: str, name: str, **medians: float) -> dict[str, Any]:
 
 
 def test_converted_models_and_choices_of_memory_on_a_gpu(results: Path) -> None:
-    assert gpu_models.models() is gpu_models.front() is None
+    assert report.gpu_models() is report.front() is None
     model = measured("converted: forward + backward", "llama", seqfuse=50.0, eager=100.0, compile=40.0)
     sides = {"seqfuse": 2e3, "eager": 4e3, "checkpointed": 5e3, "seqfuse lean": 3e3, "seqfuse 0.5": 4e3}
     choice = measured("memory: layers forward + backward", "gpt", **sides)
@@ -193,9 +190,9 @@ def test_converted_models_and_choices_of_memory_on_a_gpu(results: Path) -> None:
     rows = {"a": model, "b": choice}
     (results / "gpu.json").write_text(json.dumps({"about": ABOUT, "rows": rows}))
     line = "| 2 layers of llama, 8,192 tokens | `sf.convert(model)` | 0.50 | 1.25 | - | 0.50 | 0.50 | 0.50 |"
-    assert line in str(gpu_models.models()).splitlines()
-    told = " ".join(str(gpu_models.summary()).split())
+    assert line in str(report.gpu_models()).splitlines()
+    told = " ".join(str(report.summary()).split())
     assert '`memory="lean"` 0.75 of eager\'s time at 2.00 of its peak' in told
-    front = str(gpu_models.front()).splitlines()
+    front = str(report.front()).splitlines()
     assert '| `memory="fast"` | 2.0 ms (0.50) | 2 MiB (0.50) | 3 MiB |' in front
     assert "| eager PyTorch, each layer checkpointed | 5.0 ms (1.25) | 6 MiB (1.50) |  |" in front
