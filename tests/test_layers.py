@@ -142,27 +142,42 @@ def test_the_table_has_no_circle() -> None:
         below(room)
 
 
+def files_below(root: Path, room: str) -> dict[str, set[str]]:
+    """The files of a room at `root`, and those of it that each imports, in functions and for types, too."""
+    needs: dict[str, set[str]] = {}
+    for path in (root / room).rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        package = ("seqfuse", *parts[:-1])
+        inner = needs.setdefault(".".join(parts[:-1] if parts[-1] == "__init__" else parts), set())
+        for name, *_ in imports(tree_of(path), package):
+            # `from .a import b` is of the file a.b where there is one, else of a.
+            for module in (name[1:], name[1:-1]):
+                inside = name[0] == "seqfuse" and module[:1] == (room,)
+                if inside and root.joinpath(*module).with_suffix(".py").exists():
+                    inner.add(".".join(module))
+                    break
+    return needs
+
+
 def circles(root: Path) -> list[list[str]]:
-    """A circle of imports for each room at `root` that has one, imports in functions and for types counted."""
+    """A circle of imports for each room at `root` that has one."""
     found: list[list[str]] = []
-    for room in sorted(path for path in root.iterdir() if any(path.glob("*.py"))):
-        needs: dict[str, set[str]] = {}
-        for path in room.rglob("*.py"):
-            parts = path.relative_to(root).with_suffix("").parts
-            package = ("seqfuse", *parts[:-1])
-            inner = needs.setdefault(".".join(parts[:-1] if parts[-1] == "__init__" else parts), set())
-            for name, *_ in imports(tree_of(path), package):
-                # `from .a import b` is of the file a.b where there is one, else of a.
-                for module in (name[1:], name[1:-1]):
-                    inside = name[0] == "seqfuse" and module[:1] == (room.name,)
-                    if inside and root.joinpath(*module).with_suffix(".py").exists():
-                        inner.add(".".join(module))
-                        break
+    for room in sorted(path.name for path in root.iterdir() if any(path.glob("*.py"))):
         try:
-            graphlib.TopologicalSorter(needs).prepare()
+            graphlib.TopologicalSorter(files_below(root, room)).prepare()
         except graphlib.CycleError as error:
             found.append(error.args[1])
     return found
+
+
+@pytest.mark.parametrize("room", ["plan", "run"])
+def test_no_chain_of_imports_in_the_engine_is_longer_than_seven_files(room: str) -> None:
+    below = files_below(PACKAGE, room)
+    del below[room]  # `__init__` hands names out
+    longest: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(below).static_order():
+        longest[name] = 1 + max((longest[other] for other in below[name]), default=0)
+    assert max(longest.values()) <= 7
 
 
 def test_no_room_has_a_circle() -> None:

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import inspect
-import sys
-import time
-import types
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
-
-import torch
-from torch import nn
+from collections.abc import Mapping
 
 from ..cost_table import Machine, Measurement, table
 from ..env import bucket, rows_of, short
 from ..fusion import FusedOperation
-from .flatten import Node, plain_type
+from .described import describe, identity
 from .step import Stretch
-
-_OWN, _FOREIGN = "seqfuse", ("torch", "triton", "builtins", "typing", "abc")
-_OF_A_MODULE = frozenset(nn.Module().__dict__) | {"_engine"}
 
 
 class Known:
@@ -74,63 +61,3 @@ class Known:
             self._described[position] = describe(self._stretch.nodes[position])
         wanted = self._stretch.wants.needs[position] if live else ()
         return self._described[position] + (f" d({', '.join(sorted(wanted))})" if wanted else "")
-
-
-def describe(node: Node) -> str:
-    """An operation by its class, configuration, and the shapes and dtypes of its parameters."""
-    parameters: list[str] = []
-    for name, (owner, attribute) in node.slots.items():
-        tensor = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
-        if tensor is None:  # a parametrization, which planning must not run
-            parameters.append(f"{name} parametrized")
-        else:
-            parameters.append(f"{name} {short(tensor.dtype)}{list(tensor.shape)}")
-    text = _module(node.operation) + (f" [{', '.join(parameters)}]" if parameters else "")
-    return text + (" random" if getattr(node.operation, "random", False) else "")
-
-
-def _module(module: nn.Module) -> str:
-    stated = {k: v for k, v in vars(module).items() if k not in _OF_A_MODULE}
-    named = [f"{name}={_plain(value)}" for name, value in sorted(stated.items())]
-    named += [f"{name}={_module(child)}" for name, child in module.named_children()]
-    return f"{identity(plain_type(module))}({', '.join(named)})"
-
-
-def _plain(value: Any) -> str:
-    """Data as itself, everything else as what it is."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"({', '.join(_plain(v) for v in cast(Sequence[Any], value))})"
-    if isinstance(value, type | types.FunctionType):
-        return f"{value.__module__}.{value.__qualname__}"
-    return type(value).__qualname__
-
-
-@functools.lru_cache(1024)
-def identity(cls: type) -> str:
-    """A class by its name; one of the user also by its source, its package's version, and what a factory gave it."""
-    name = f"{cls.__module__}:{cls.__qualname__}"
-    foreign = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in (_OWN, *_FOREIGN)]
-    if not foreign and "<locals>" not in cls.__qualname__:
-        return name
-    told = [_written(base) for base in foreign]
-    for key, value in sorted(vars(cls).items()):
-        told.append(f"{key}={_held(value) if isinstance(value, types.FunctionType) else _plain(value)}")
-    return f"{name}#{hashlib.sha256(repr(told).encode()).hexdigest()[:12]}"
-
-
-@functools.lru_cache(1024)
-def _written(cls: type) -> str:
-    package = cls.__module__.partition(".")[0]
-    try:
-        return f"{getattr(sys.modules.get(package), '__version__', None)} {inspect.getsource(cls)}"
-    except (OSError, TypeError):
-        return str(time.time_ns())  # nobody knows it: what is measured counts in this process
-
-
-def _held(function: types.FunctionType) -> str:
-    try:
-        return _plain((function.__defaults__, *(cell.cell_contents for cell in function.__closure__ or ())))
-    except ValueError:  # a cell that is not filled yet
-        return "?"

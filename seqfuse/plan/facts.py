@@ -20,7 +20,7 @@ from ..errors import one_line
 from ..operation import FusableOperation, UnfusedOperation
 from ..saved import Recompute, Saved
 from ..traffic import FLOPS
-from .cost_lookup import describe
+from .described import describe
 from .fake import faking, is_fake, laid_like
 from .flatten import HOOKS, Node, global_hooks
 from .inputs import check_dtypes
@@ -197,7 +197,16 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entering: 
         flops.append(counter.get_total_flops())
 
     kept = footprint(parts, forward, entering, counting)
-    return kept if isinstance(kept, str) else Memory(kept.saved_by(forward), kept.unfused, sum(flops))
+    return kept if isinstance(kept, str) else Memory(_saved_by(kept, forward), kept.unfused, sum(flops))
+
+
+def _saved_by(kept: Kept, forward: Sequence[Step]) -> int:
+    """Bytes that the steps of a forward schedule save."""
+    first, tensors = forward[0].start if forward else 0, set[int]()
+    for step in forward:
+        own = kept.fused.get((step.start, step.operation)) if step.fused else None
+        tensors = tensors.union(*kept.own[step.start - first : step.stop - first]) if own is None else tensors | own
+    return sum(kept.sizes[t] for t in tensors)
 
 
 @functools.cache

@@ -320,6 +320,19 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
     return Plan(env, ahead, back, segments, again, refused, cost=sum(plan.cost for plan in plans))
 
 
+def held_by(plan: Plan, stretches: Sequence[Stretch], weighing: Callable[[Stretch], Scales]) -> tuple[int, int] | None:
+    """The bytes that a plan of consecutive stretches keeps, and the most that are held at once; `None` if unknown."""
+    kept = peak = 0
+    try:
+        for stretch in stretches:
+            spans = [span for span in plan.segments if span.start in stretch.positions]
+            own = held(weighing(stretch), spans, (plan.forward, plan.backward), dict(plan.recomputed))
+            kept, peak = kept + own[0], max(peak, kept + own[1])
+    except Unknown:
+        return None
+    return kept, peak
+
+
 ONLY_MEMORY = (
     "all fusions of the set save memory and take longer, so that nothing is fused; "
     'memory="lean", "balanced" or a budget uses them, and sf.fusions.default has others'

@@ -10,7 +10,6 @@ from typing import Literal, cast
 from ..env import Env, Savings
 from ..errors import InputError
 from ..fusion import BackwardFusion, FusedOperation, JointFusion
-from .step import Step
 
 TIES = 40  # bits below a nanosecond, for the number of fusions and their ranks
 
@@ -49,14 +48,6 @@ class Kept:
     def unfused(self) -> int:
         """Bytes that the operations save unfused."""
         return sum(self.sizes[t] for t in frozenset[int]().union(*self.own))
-
-    def saved_by(self, forward: Sequence[Step]) -> int:
-        """Bytes that the steps of a forward schedule save."""
-        first, tensors = forward[0].start if forward else 0, set[int]()
-        for step in forward:
-            own = self.fused.get((step.start, step.operation)) if step.fused else None
-            tensors = tensors.union(*self.own[step.start - first : step.stop - first]) if own is None else tensors | own
-        return sum(self.sizes[t] for t in tensors)
 
 
 def cheapest(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,14 @@ from ..operation import FusableOperation
 from ..plan.facts import Arriving, Entering, Memory, entering_width, measure
 from ..plan.fake import recorded
 from ..plan.flatten import Node
+from ..plan.front import Scales
 from ..plan.inputs import borders_of, clearer, expect_tensor, validate
 from ..plan.match import Matcher
-from ..plan.plan import Plan, merge, plan_region
+from ..plan.plan import Plan, held_by, merge, plan_region
 from ..plan.reference import check_channels, check_surplus, walk_reference
 from ..plan.schedule import MODES, Budget, Choice, MemoryChoice, Share
 from ..plan.step import Stretch, Wants
 from ..settings import Fusing, fusing_now
-from .peak import held_by, weighing
 from .regions import OpList, Region
 
 HALF = Budget(part=0.5)
@@ -36,7 +36,8 @@ def plan_ahead(
     x: Tensor | None,
     env: Env | None,
     channels: dict[str, Tensor],
-    memory: Choice = "fast",
+    memory: Choice,
+    weighing: Callable[[Stretch], Scales],
 ) -> Plan:
     """The plan of a whole sequence, for an input or for an environment."""
     if x is not None:
@@ -129,7 +130,7 @@ def plan_ahead(
         counted = measure(parts, plan.forward, Entering(x, channels, env, places[0]))
         if isinstance(counted, str):
             return counted
-        held = held_by(plan, [stretch for _, stretch in stretches])
+        held = held_by(plan, [stretch for _, stretch in stretches], weighing)
         kept = counted.saved if held is None or not plan.recomputed else held[0]
         return dataclasses.replace(counted, saved=kept, peak=None if held is None else held[1])
 
@@ -139,7 +140,7 @@ def plan_ahead(
             return ()
         found, least = list[MemoryChoice](), every["fast"].cost
         for choice, plan in every.items():
-            held = held_by(plan, [stretch for _, stretch in stretches])
+            held = held_by(plan, [stretch for _, stretch in stretches], weighing)
             if held is None:
                 return ()
             found.append(MemoryChoice(str(choice), *held, (plan.cost - least) / 1000, choice == memory))

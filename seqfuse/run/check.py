@@ -13,7 +13,7 @@ from ..env import short
 from ..errors import PluginError
 from ..fusion import FusedOperation, records_of
 from ..maingrad import accumulated
-from ..plan.cost_lookup import describe
+from ..plan.described import describe
 from ..plan.fake import faking, is_fake
 from ..plan.inputs import Like
 from ..plan.step import Step

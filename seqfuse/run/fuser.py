@@ -36,9 +36,8 @@ from .guard import bind as bind_call
 from .guard import device, dtype, has_main_grad, requires
 from .lower import Context, OnStep, lower, torch_calls
 from .node import saved_hooks
-from .peak import weighing
 from .regions import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
-from .rehearse import calls_c, kernels_of
+from .trial import calls_c, kernels_of, weighing
 
 KEPT_LISTS = 8
 _numbers = itertools.count()
@@ -283,10 +282,8 @@ class Fuser:
         region.rehearsed.add(key)
         given = {c: channels[c] for c in region.channels}
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
-        context = Context.of(stretch, region.slots, parameters, "raise", lambda: None)
-        segments = lower(plan, context, op_list.configured)
         try:
-            compile_all(kernels_of(segments, plan.env, x, given, len([n for n in op_list.nodes if n.seed is not None])))
+            compile_all(kernels_of(plan, stretch))
         except CompileError as error:
             give_up(error)
             warnings.warn(f"fusions run unfused, in ATen calls: {error}", FallbackWarning, stacklevel=2)
@@ -327,7 +324,7 @@ class Fuser:
         one was wanted before it.
         """
         with collecting_later():
-            return plan_ahead(self.root, self._matcher, self._changed(), x, env, channels, self.memory)
+            return plan_ahead(self.root, self._matcher, self._changed(), x, env, channels, self.memory, weighing)
 
     def run_recorded(
         self, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None

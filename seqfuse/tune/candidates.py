@@ -22,8 +22,8 @@ from ..plan.step import Stretch
 from ..run.ahead import choice_in
 from ..run.lower import Context, Segment, lower
 from ..run.node import Alone, back_alone, run_alone
-from ..run.peak import weighing
 from ..run.regions import Region
+from ..run.trial import weighing
 from ..settings import fusing_now
 from .shadow import Site
 from .timing import Passes, scratch_like

@@ -22,7 +22,7 @@ from seqfuse import ops
 from seqfuse.errors import FallbackWarning, StateError
 from seqfuse.plan.front import Front, Option, Weight
 from seqfuse.run import fuser as running
-from seqfuse.run.peak import Tally
+from seqfuse.run.trial import Tally
 
 from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.operation import config_version
-from seqfuse.plan import cost_lookup, flatten
+from seqfuse.plan import cost_lookup, described, flatten
 from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, _Search, candidates, timing
 from seqfuse.tune.ranks import Ranks
@@ -261,14 +261,14 @@ def test_two_classes_of_one_factory_and_another_source_are_others(monkeypatch: p
     sf.tune(pair(slow), X, modes="train")
     assert pair(slow).plan(X).count("Made") == 0
     assert pair(quick).plan(X).count("Made") == 1
-    assert cost_lookup.identity(make(90.0)) == cost_lookup.identity(slow) != cost_lookup.identity(quick)
-    before = cost_lookup.identity(slow)
-    cost_lookup.identity.cache_clear()
-    cost_lookup._written.cache_clear()
+    assert described.identity(make(90.0)) == described.identity(slow) != described.identity(quick)
+    before = described.identity(slow)
+    described.identity.cache_clear()
+    described._written.cache_clear()
     monkeypatch.setattr(inspect, "getsource", lambda cls: "written anew")
-    assert cost_lookup.identity(slow) != before
-    cost_lookup.identity.cache_clear()
-    cost_lookup._written.cache_clear()
+    assert described.identity(slow) != before
+    described.identity.cache_clear()
+    described._written.cache_clear()
 
 
 def test_it_is_for_the_environment_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,24 @@
-"""What a segment keeps, the most that is alive while it runs, and what running it costs: counted on fake tensors."""
+"""Segments tried on fake tensors: the C kernels that they call, what they keep, the most that is alive while they run,
+and what running them costs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Savings
 from ..errors import one_line
+from ..plan.described import describe, identity
 from ..plan.facts import Unknown, flops_of, owned, storage_of
 from ..plan.fake import faking, is_fake, laid_like
 from ..plan.front import Weight, held
@@ -23,7 +27,6 @@ from ..plan.plan import Plan
 from ..plan.step import Step, Stretch
 from .lower import Context, Segment, lower
 from .node import back_alone, run_alone
-from .rehearse import described
 
 # Calls of ATen that make a tensor and neither read nor write its numbers.
 _FREE = frozenset(
@@ -95,6 +98,23 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
+def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
+    """What a trial of a segment depends on."""
+    steps: list[Any] = [
+        (
+            identity(s.operation.__class__),
+            s.start - segment.span.start,
+            *map(describe, s.nodes),
+            s.needs,
+            s.borders,
+            s.recipes,
+        )
+        for s in (*segment.forward, *segment.backward)
+    ]
+    env = dataclasses.replace(segment.context.env, rows=None)
+    return env, *steps, *[(t.shape, t.stride(), t.dtype, t.device) for t in entering]
+
+
 class _Trial(NamedTuple):
     """What was counted of a segment. Tensors at its borders are named by their places: those that enter count up from
     0, those that leave it count down from -1.
@@ -106,6 +126,7 @@ class _Trial(NamedTuple):
     backward: int
     nanoseconds: int
     leaving: tuple[tuple[int, Any], ...]  # of each result its place, where it is that of another tensor, and its form
+    kernels: dict[str, None]  # the sources of its C kernels
 
 
 _known: dict[Any, _Trial] = {}
@@ -133,6 +154,7 @@ class Weighing:
         self.sizes: dict[int, int] = {}  # bytes of each tensor at a border
         self._held: list[Tensor] = []
         self._owned = owned(stretch.nodes)
+        self.kernels: dict[str, None] = {}  # the sources of C kernels of all segments so far
         with self._running() as mode:
             self._mode = mode
             count = len([node for node in stretch.nodes if node.seed is not None])
@@ -153,7 +175,7 @@ class Weighing:
             given = [x, *(channels[c] for c in segment.inputs)]
             alike = [storage_of(t) for t in given]
             kept = None if again is None else tuple(at - span.start for at in again)
-            key = described(segment, given), kept, *[alike.index(one) for one in alike]
+            key = _described(segment, given), kept, *[alike.index(one) for one in alike]
             trial = _known.get(key)
             if trial is None:
                 if len(_known) >= KEPT:
@@ -163,6 +185,7 @@ class Weighing:
                 except Exception as error:
                     raise Unknown(one_line(error)) from error
                 _known[key] = trial
+            self.kernels |= trial.kernels
             if span.stop not in self._entering:
                 y, *made = self._leaving(trial, given)
                 after = {**channels, **dict(zip(segment.outputs, made, strict=True))}
@@ -177,7 +200,7 @@ class Weighing:
 
     def _try(self, segment: Segment, given: Sequence[Tensor]) -> _Trial:
         tally, seeds = Tally(), self._seeds.clone()
-        with tally:
+        with compiler.collecting() as kernels, tally:
             node, results = run_alone(segment, seeds, given[0], *given[1:])
             places = {storage_of(t): -1 - i for i, t in reversed([*enumerate(results)])}
             places |= {storage_of(t): i for i, t in reversed([*enumerate(given)])}
@@ -201,7 +224,7 @@ class Weighing:
                 back = tally.most(start, finished) - made
                 del grads, douts
         nanoseconds = round(self._stretch.env.microseconds(tally.work) * 1000)
-        return _Trial(size, shared, ahead, back, nanoseconds, tuple(stated))
+        return _Trial(size, shared, ahead, back, nanoseconds, tuple(stated), kernels)
 
     def _leaving(self, trial: _Trial, given: Sequence[Tensor]) -> list[Tensor]:
         """Tensors like those that a segment returns."""
@@ -243,17 +266,33 @@ def weighing(stretch: Stretch) -> Weighing:
         raise Unknown(one_line(error)) from error
 
 
-def held_by(plan: Plan, stretches: Sequence[Stretch]) -> tuple[int, int] | None:
-    """The bytes that a plan of consecutive stretches keeps, and the most that are held at once; `None` if unknown."""
-    kept = peak = 0
-    try:
-        for stretch in stretches:
-            spans = [span for span in plan.segments if span.start in stretch.positions]
-            own = held(weighing(stretch), spans, (plan.forward, plan.backward), dict(plan.recomputed))
-            kept, peak = kept + own[0], max(peak, kept + own[1])
-    except Unknown:
-        return None
-    return kept, peak
+def calls_c(plan: Plan) -> bool:
+    """Whether a plan may call C kernels: fusions have them, and operations that draw random numbers.
+
+    One that exchanges tensors with other processes or writes a cache of keys and values is not run on fake ones.
+    """
+    if plan.env.kernels != "c":
+        return False
+    steps = (*plan.forward, *plan.backward)
+    nodes = [node for step in steps for node in step.nodes]
+    if any(getattr(node.operation, "redistribution", None) is not None for node in nodes):
+        return False
+    if not all(step.repeatable for step in steps):
+        return False
+    return any(node.seed is not None for node in nodes) or any(step.fused and step.operation.kernels for step in steps)
+
+
+def kernels_of(plan: Plan, stretch: Stretch) -> Mapping[str, None]:
+    """The sources of the C kernels that a plan of a stretch calls, so that all are compiled at once, before a call.
+
+    Those of a segment that does not run on fake tensors, and of what is behind it, are compiled when they are called.
+    """
+    found: Mapping[str, None] = {}
+    with contextlib.suppress(Unknown):  # the call itself will say what it was that failed
+        trials = weighing(stretch)
+        found = trials.kernels
+        held(trials, plan.segments, (plan.forward, plan.backward), dict(plan.recomputed))
+    return found
 
 
 def _form(t: Tensor) -> tuple[int, torch.Size, tuple[int, ...], int, torch.dtype]:
