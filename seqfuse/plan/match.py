@@ -325,30 +325,6 @@ class Matcher:
         return reason
 
 
-MERGED = {
-    "BiasActivation": "PointwiseChain",
-    "BiasActivationInference": "PointwiseChain",
-    "BiasActivationBackward": "PointwiseChainBackward",
-    "LinearGated": "BiasGated",
-    "LinearGatedInference": "BiasGated",
-    "GatedLinearBackward": "BiasGatedBackward",
-    "WideLinearActivationLinear": "ActivationLinearJoint",
-    "LinearBiasActivation": "LinearBiasPointwise",
-    "LinearBiasActivationInference": "LinearBiasPointwise",
-    "MergedLinearGated": "BiasGated",
-    "MergedLinearGatedInference": "BiasGated",
-    "LinearBiasDropoutAdd": "BiasDropoutAdd",
-    "ActivationLinearBackward": "PointwiseChainBackward",
-    "LinearBiasBackwardTriton": "LinearBiasBackward",
-    "BlockEndBackward": "BiasDropoutAddBackward",
-    "LinearActivationLinear": "ActivationLinearJoint",
-    "NormLinearActivationLinear": "ActivationLinearJoint",
-    "PointwiseChainInference": "PointwiseChain",
-    "BiasQKNormRotaryInference": "BiasQKNormRotary",
-}
-"""Names of removed fusions, and the fusions that match their patterns now."""
-
-
 @functools.lru_cache(256)
 def _check_named(fusing: Fusing) -> None:
     """Refuse names and classes in `sf.fusing` that are of no fusion; those of a fusion set exist by now."""
@@ -361,11 +337,7 @@ def _check_named(fusing: Fusing) -> None:
     named = {named for chosen in (*fusing.only, fusing.exclude) for named in chosen}
     for name in sorted((n if isinstance(n, str) else n.__name__) for n in named - known.keys()):
         close = meant(name, [n for n in known if isinstance(n, str)])
-        hint = (
-            f"its operations are fused by {MERGED[name]}"
-            if name in MERGED
-            else close or "name a fusion of the fusion set, as a plan shows them"
-        )
+        hint = close or "name a fusion of the fusion set, as a plan shows them"
         raise InputError(f"sf.fusing names {name!r}, and there is no such fusion", code="SF106", hint=hint)
 
 

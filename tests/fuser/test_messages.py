@@ -195,27 +195,3 @@ def test_a_set_of_fusions_that_only_save_memory_says_what_uses_it() -> None:
         with torch.no_grad():  # nothing is saved
             model(torch.ones(3, 8))
         sf.Sequential(ops.LayerNorm(8), ops.Linear(8, 8), fusions=())(torch.ones(3, 8))
-
-
-@pytest.mark.parametrize(
-    ("name", "taken_by"),
-    [
-        ("LinearGated", "BiasGated"),
-        ("GatedLinearBackward", "BiasGatedBackward"),
-        ("BiasActivation", "PointwiseChain"),
-        ("LinearBiasActivation", "LinearBiasPointwise"),
-        ("MergedLinearGated", "BiasGated"),
-        ("LinearBiasDropoutAdd", "BiasDropoutAdd"),
-        ("ActivationLinearBackward", "PointwiseChainBackward"),
-        ("LinearBiasBackwardTriton", "LinearBiasBackward"),
-        ("BlockEndBackward", "BiasDropoutAddBackward"),
-        ("LinearActivationLinear", "ActivationLinearJoint"),
-        ("NormLinearActivationLinear", "ActivationLinearJoint"),
-    ],
-)
-def test_a_fusion_that_was_merged_is_named_with_the_one_that_took_its_pattern(name: str, taken_by: str) -> None:
-    said = f"sf.fusing names '{name}', .*\nHint: its operations are fused by {taken_by}$"
-    with pytest.raises(sf.InputError, match=said), sf.fusing(exclude=name):
-        sf.Sequential(ops.ReLU()).plan(torch.ones(3))
-    with sf.fusing(exclude=taken_by):
-        sf.Sequential(ops.ReLU()).plan(torch.ones(3))
