@@ -70,7 +70,7 @@ def _bfloat16_as_on_a_gpu() -> Iterator[None]:
     if DEVICE.type == "cuda":
         yield
     else:
-        with corrected(lambda interpreter: interpreter_operators.operators(interpreter)):
+        with corrected(interpreter_operators):
             yield
 
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from cyclopts import Parameter
 from torch import Tensor
 
-from ..env import Env
+from .. import Env, FusedOperation, Fuser, Sequential, UnfusedOperation
 from ..errors import PluginError
-from ..fusion import FusedOperation
-from ..operation import UnfusedOperation
-from ..plan import flatten
-from ..run import Sequential
 from ..testing import NotRun, check_fusion, check_op
+from ..testing.structure import copied
 from . import FOUND, NOT_RUN, inputs
-from .compare import ModelRun, compare
+from .compare import compare_runs
 from .inputs import Json, Named, On, Spec
 from .output import tell, tell_json
 from .target import Target, Unable, container, load, said
@@ -144,21 +141,23 @@ def _model(
     dtypes: Sequence[torch.dtype],
 ) -> Iterator[CheckResult]:
     """The operations of a model that are not this library's, then all of it, fused and unfused."""
-    foreign: dict[type, tuple[int, UnfusedOperation]] = {}
-    for at, node in enumerate(flatten(model)):
-        foreign_here = not type(node.operation).__module__.startswith("seqfuse.")
-        if node.fusable and foreign_here and isinstance(node.operation, UnfusedOperation):
-            foreign.setdefault(type(node.operation), (at, node.operation))
-    if foreign:
-        values, _ = ModelRun(device)(model.to(dtypes[0]), spec, channels, seed, False)
-        entering = {0: spec} | {at + 1: Spec(tuple(y.shape), dtypes[0]) for (at, _), y in values.items()}
-        for at, operation in foreign.values():
-            if at in entering:
-                x = entering[at].draw(device, 0, 1)
-                yield _operation(type(operation).__name__, operation, x, seed, dtypes)
+    foreign: dict[type, tuple[UnfusedOperation, Spec]] = {}
+
+    def note(step: Any, run: Callable[..., Any], /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        operation: UnfusedOperation = step.operation
+        if type(x) is Tensor and not type(operation).__module__.startswith("seqfuse."):  # fake tensors are others
+            foreign.setdefault(type(operation), (operation, Spec(tuple(x.shape), x.dtype)))
+        return run(x, *args, **kwargs)
+
+    with torch.no_grad():
+        fuser = Fuser(copied(model).to(device, dtypes[0]), on_step=note)
+        drawn = {name: one.draw(device, 0, inputs.vocabulary(model)) for name, one in {"x": spec, **channels}.items()}
+        fuser(**{name: t.to(dtypes[0]) if t.is_floating_point() else t for name, t in drawn.items()})
+    for kind, (operation, entering) in foreign.items():
+        yield _operation(kind.__name__, operation, entering.draw(device, 0, 1), seed, dtypes)
     for dtype in dtypes:
         x = dataclasses.replace(spec, dtype=dtype) if spec.dtype.is_floating_point else spec
         for grad in (True, False):
-            found = compare(model.to(dtype), x, channels, device, grad=grad, seed=seed)
+            found = compare_runs(model.to(dtype), x, channels, device, grad=grad, seed=seed)
             name = f"fused and unfused, {str(dtype).removeprefix('torch.')}{'' if grad else ', no gradients'}"
             yield CheckResult(name, failure=None if found.difference is None else str(found))

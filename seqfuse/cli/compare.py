@@ -1,26 +1,20 @@
-"""`seqfuse compare`: the first operation at which two runs differ beyond the rule of the test kit."""
+"""`seqfuse compare`: the first operation at which a fused and an unfused run differ beyond the error bound."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from cyclopts import Parameter
-from torch import Tensor, nn
+from torch import Tensor
 
+from .. import Fuser, Sequential, fusing
 from ..errors import InputError, hinted
-from ..plan import flatten
-from ..plan.fake import is_fake
-from ..plan.flatten import public_channels
-from ..plan.reference import draw, number_seeds, run_eagerly, walk_reference
-from ..run import Fuser, Sequential
-from ..settings import fusing
 from ..testing.cases import seeded
 from ..testing.numerics import FusedMismatch, assert_fused_close
-from ..testing.observe import name_of
+from ..testing.observe import pass_name
 from ..testing.structure import copied
 from . import inputs
 from .inputs import InputText, Json, Named, Spec, Under
@@ -28,18 +22,15 @@ from .output import tell, tell_json
 from .target import Unable, container, said
 
 DRAWS = 3
-"""Draws of inputs, in more than half of which a place has to differ: correct kernels alarm once in 150."""
-
+"""Draws of inputs, in more than half of which a tensor has to differ: correct kernels alarm once in 150."""
 
 TensorAt = tuple[int, str]
 """A position, and which of its tensors: `"y"`, `"dx"`, or the gradient of a parameter, such as `"0.weight.grad"`."""
 
-Values = dict[TensorAt, Tensor]
-
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A tensor that both runs have: whose it is, and the checks that failed there, if any.
+    """A tensor that all runs have: whose it is, and the checks that failed there, if any.
 
     `step` is the fusion that made it, `saver` the forward fusion whose saved tensors an unfused backward made it of.
     """
@@ -60,7 +51,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What was compared: the places in the order in which they come to be."""
+    """The tensors that were compared, in the order in which they are computed."""
 
     first: str
     second: str
@@ -98,24 +89,43 @@ class Comparison:
         return {"first": self.first, "second": self.second, "input": self.given, "difference": index, "places": places}
 
 
+class Recorder:
+    """The `on_step` of a fuser: keeps what each step returns, whose it is, and which fusion returned it."""
+
+    def __init__(self) -> None:
+        self.values: dict[TensorAt, Tensor] = {}
+        self.nodes: dict[int, Any] = {}
+        self.fusions: dict[int, str] = {}  # by position: `at` in the forward pass, `~at` in the backward pass
+        self.readers: dict[int, int] = {}  # the first position that reads a parameter, by its id
+
+    def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        out: Any = run(*args, **kwargs)
+        first = cast(Any, out[0] if isinstance(out, tuple) else out)
+        if type(first) is not Tensor:  # no gradient of x, or a fake tensor, on which nothing is computed
+            return out  # pyright: ignore[reportUnknownVariableType]
+        back = pass_name(step, run) == "bwd"
+        for at, node in zip(step.covers, step.nodes, strict=True):
+            self.nodes[at] = node
+            for owner, name in node.slots.values():
+                self.readers.setdefault(id(getattr(owner, name)), at)
+            if step.fused:
+                self.fusions[~at if back else at] = step.name
+        self.values[(step.start, "dx") if back else (step.stop - 1, "y")] = first.detach().clone()
+        return out  # pyright: ignore[reportUnknownVariableType]
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelRun:
-    """How a model is run: fused, unfused, or `wide`: by references in float64, with `rounds` of 16 bits at borders."""
+    """How a model is run: fused or not; `wide`, all in float64 from the same numbers."""
 
     device: torch.device
     autocast: str | None = None
     fused: bool = False
     wide: bool = False
-    rounds: torch.dtype | None = None
 
-    def __call__(
-        self, root: Sequential, x: Spec, channels: Mapping[str, Spec], seed: int, grad: bool
-    ) -> tuple[Values, dict[int, str]]:
-        """Run a copy of a model and its backward on inputs of its dtype.
-
-        Returns the tensors by their places, and the fusions by position: at `at` forward, at `~at` backward.
-        """
-        low = dtype_of(root, x)
+    def __call__(self, root: Sequential, x: Spec, channels: Mapping[str, Spec], seed: int, grad: bool) -> Recorder:
+        """Run a copy of a model and its backward on inputs of its dtype, and keep all that its steps return."""
+        low = _dtype(root, x)
         model: Sequential = copied(root).to(self.device)
         model = model.double() if self.wide else model
         seen = Recorder()
@@ -131,165 +141,70 @@ class ModelRun:
         given = {name: drawn(one, i) for i, (name, one) in enumerate({"x": x, **channels}.items())}
         with seeded(seed, self.device), inputs.surroundings(self.device.type, self.autocast, grad):
             with fusing(None if self.fused else False):
-                out = self._walked(model, seen, **given) if self.wide else seen.seeing(model, fuser, given)
+                out: Any = fuser(**given)
             outputs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else out
             # Every run gets the same gradients: numbers that bfloat16 has.
             random = [torch.Generator().manual_seed(seed + 100 + i) for i in range(len(outputs))]
             dys = [torch.randn(y.shape, generator=g).bfloat16().to(y) for y, g in zip(outputs, random, strict=True)]
             pairs = [pair for pair in zip(outputs, dys, strict=True) if pair[0].requires_grad]
             torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
-        readers: dict[int, int] = {}
-        for at, node in enumerate(flatten(model)):
-            slots = [getattr(owner, name) for owner, name in node.slots.values()]
-            for p in slots if node.fusable else node.operation.parameters():
-                readers.setdefault(id(p), at)
         for name, p in model.named_parameters():
-            if p.grad is not None:
-                seen.values[readers.get(id(p), 0), f"{name}.grad"] = p.grad
-        kept = {place: t.detach().to("cpu", self.rounds or t.dtype) for place, t in seen.values.items()}
-        return kept, seen.names
-
-    def _walked(self, model: Sequential, seen: Recorder, x: Tensor, **channels: Tensor) -> tuple[Tensor, ...]:
-        """Run the references, each on a tensor of its own, so that the gradient of what enters it is its own."""
-        nodes = flatten(model)
-        number_seeds(nodes)
-        seeds = draw(nodes, x)
-        for at, node in enumerate(nodes):
-            x = self._border(x)
-            if x.requires_grad:
-                x.register_hook(functools.partial(seen.keep, place=(at, "dx")))  # pyright: ignore[reportUnknownMemberType]
-            if node.eager is not None:
-                x = run_eagerly(nodes, at, x, channels)
-            else:
-                x = walk_reference(nodes, range(at, at + 1), x, channels, seeds)
-            channels.update({channel: self._border(channels[channel]) for _, channel in node.outputs})
-            seen.keep(x, (at, "y"))
-        return x, *[channels[channel] for channel in public_channels(nodes)[1]]
-
-    def _border(self, t: Tensor) -> Tensor:
-        if self.rounds is None or not t.is_floating_point():
-            return t.view_as(t)
-        return _Round.apply(t, self.rounds)  # pyright: ignore[reportReturnType, reportUnknownMemberType, reportUnknownVariableType]
+            if p.grad is not None and id(p) in seen.readers:
+                seen.values[seen.readers[id(p)], f"{name}.grad"] = p.grad
+        seen.values = {place: t.cpu() for place, t in seen.values.items()}
+        return seen
 
 
-class _Round(torch.autograd.Function):
-    """Numbers, and gradients, as a dtype has them, in float64."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, low: torch.dtype) -> Tensor:
-        ctx.low = low
-        return x.to(low).double()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.low).double(), None
-
-
-class Recorder:
-    """The `on_step` of a fuser: keeps the tensors between operations."""
-
-    def __init__(self) -> None:
-        self.values: Values = {}
-        self.names: dict[int, str] = {}
-
-    def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        out: Any = run(*args, **kwargs)
-        first: Any = out[0] if isinstance(out, tuple) else out  # pyright: ignore[reportUnknownVariableType]
-        if is_fake(args[0]) or not isinstance(first, Tensor):
-            return out  # pyright: ignore[reportUnknownVariableType]
-        back = name_of(step, run) == "bwd"
-        if step.fused:
-            self.names.update(dict.fromkeys([~at for at in step.covers] if back else step.covers, step.name))
-        self.keep(first, (step.start, "dx") if back else (step.stop - 1, "y"))
-        return out  # pyright: ignore[reportUnknownVariableType]
-
-    def seeing(self, model: Sequential, fuser: Fuser, given: Mapping[str, Tensor]) -> Any:
-        """Run a model, and see what enters and leaves modules that run through their own call, too."""
-        for at, node in enumerate(flatten(model)):
-            if node.eager is not None:
-                self._watch(node.operation, at)
-        return fuser(**given)
-
-    def _watch(self, module: nn.Module, at: int) -> None:
-        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], Tensor) and args[0].requires_grad:
-                args[0].register_hook(functools.partial(self.keep, place=(at, "dx")))  # pyright: ignore[reportUnknownMemberType]
-
-        def after(_: nn.Module, args: Any, out: Any) -> None:
-            if isinstance(out, Tensor):
-                self.keep(out, (at, "y"))
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
-
-    def keep(self, t: Tensor, place: TensorAt) -> None:
-        """Keep a tensor as it is now."""
-        self.values[place] = t.detach().clone()
-
-
-def dtype_of(model: nn.Module, x: Spec) -> torch.dtype:
+def _dtype(model: Sequential, x: Spec) -> torch.dtype:
     """The dtype of a model's parameters; of the input, where it has none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
 
 
-def compare(
+def compare_runs(
     model: Sequential,
     x: Spec,
     channels: Mapping[str, Spec],
     device: torch.device,
     *,
     grad: bool = True,
-    against: str = "unfused",
     autocast: str | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Compare two runs of a model within tolerance, given one in float64, at every place that all three have.
-
-    Against more digits the second run is what rounding to 16 bits between operations does to a run in float64; within
-    operations these are expected to compute in float32.
+    """Compare a fused and an unfused run of a model within tolerance, given one in float64, at all that steps return.
 
     Raises:
-        Unable: if it cannot be run, or cannot be compared with that.
+        Unable: if it cannot be run.
     """
-    low = dtype_of(model, x)
-    short = str(low).removeprefix("torch.")
-    where = f"{short} {device}" + (f" autocast {autocast}" if autocast else "")
-    second, label = ModelRun(device, autocast), f"unfused {where}"
-    if against != "unfused":
-        if autocast is not None:
-            raise Unable("under --autocast a run is compared with the unfused one alone")
-        if low not in (torch.bfloat16, torch.float16):
-            raise Unable(f"{short} adds up in {short}, so rounding is not all it loses: compare a 16-bit dtype")
-        if inputs.dtype(against) not in (torch.float32, torch.float64):
-            raise Unable(f"{against} has not all digits of float32: {short} is compared with float32 or float64")
-        second, label = ModelRun(device, wide=True, rounds=low), f"{short} rounding alone"
+    where = f"{str(_dtype(model, x)).removeprefix('torch.')} {device}" + (f" autocast {autocast}" if autocast else "")
     if any(t.is_floating_point() and not t.isfinite().all() for t in (*model.parameters(), *model.buffers())):
         raise Unable("the model has parameters that are not finite")
-    runs = ModelRun(device, autocast, fused=True), second, ModelRun(device, wide=True)
+    runs = ModelRun(device, autocast, fused=True), ModelRun(device, autocast), ModelRun(device, wide=True)
     alarms: dict[TensorAt, list[tuple[str, ...]]] = {}
+    fused = unfused = Recorder()
     places: list[TensorAt] = []
-    names: dict[int, str] = {}
     for number in range(DRAWS):
         try:
-            (f, names), (u, _), (r, _) = (run(model, x, channels, seed + 1000 * number, grad) for run in runs)
+            fused, unfused, wide = (run(model, x, channels, seed + 1000 * number, grad) for run in runs)
         except (InputError, Unable):
             raise
         except Exception as error:
             raise Unable(f"the model raised {said(error)}") from error
+        f, u, r = fused.values, unfused.values, wide.values
         places = sorted(f.keys() & u.keys() & r.keys(), key=_turn)
         for place in places:
             if failures := _failures(place[1], f[place], u[place], r[place], autocast is not None):
                 alarms.setdefault(place, []).append(failures)
         if not alarms:
             break
-    nodes, seen = flatten(model), list[Seen]()
+    seen: list[Seen] = []
     for at, tensor in places:
-        ahead, back = names.get(at, ""), names.get(~at, "")
+        ahead, back = fused.fusions.get(at, ""), fused.fusions.get(~at, "")
         made = (ahead, "") if tensor == "y" else (back, ahead)
         failed = alarms.get((at, tensor), [])
         failures = failed[0] if len(failed) > DRAWS // 2 else ()
-        seen.append(Seen(at, tensor, nodes[at].name, nodes[at].path, *made, failures))
-    return Comparison(f"fused {where}", label, tuple(seen), str(x))
+        node = unfused.nodes[at]
+        seen.append(Seen(at, tensor, node.name, node.path, *made, failures))
+    return Comparison(f"fused {where}", f"unfused {where}", tuple(seen), str(x))
 
 
 def _turn(place: TensorAt) -> tuple[bool, int, bool, str]:
@@ -314,19 +229,18 @@ def compare_model(
     /,
     *,
     input: InputText,
-    against: Annotated[str, Parameter(help="unfused, or a dtype with more digits.")] = "unfused",
     no_grad: Annotated[bool, Parameter(negative="", show_default=False, help="Compare the forward pass.")] = False,
     seed: int = 0,
     json: Json = False,
     on: Annotated[Under | None, Parameter(name="*")] = None,
 ) -> int:
-    """Find the first operation at which two runs differ by more than the error bound; exit 1 if there is one."""
+    """Find the first operation at which fused and unfused runs differ beyond tolerance; exit 1 if there is one."""
     on = on or Under()
     here, x = inputs.device(on.device), on.spec(input)
     torch.default_generator.manual_seed(inputs.seed(seed))
     model = container(on.build(target, x), target, on.part).to(here)
-    options: dict[str, Any] = {"grad": not no_grad, "against": against, "autocast": on.autocast, "seed": seed}
-    found = compare(model, x, on.channels(), here, **options)
+    options: dict[str, Any] = {"grad": not no_grad, "autocast": on.autocast, "seed": seed}
+    found = compare_runs(model, x, on.channels(), here, **options)
     if json:
         tell_json(found.data())
     else:

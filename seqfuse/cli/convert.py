@@ -11,9 +11,9 @@ import torch
 from cyclopts import Parameter
 from torch import nn
 
+from .. import Plan
 from ..convert import Conversion
 from ..convert import convert as start
-from ..plan import Plan
 from . import inputs
 from .inputs import InputText, Json, Named, NoGrad, Output, Spec, Under
 from .output import colored, ending_of, write

@@ -19,11 +19,8 @@ from typing import Annotated, Any, cast
 import torch
 from cyclopts import Parameter
 
-from .. import compiler, fusions, plugins, store
-from ..env import Env, why_no_c
-from ..errors import InputError
-from ..fusion import FusedOperation, InferenceFusion
-from ..run import Sequential
+from .. import Env, FusedOperation, InferenceFusion, InputError, Sequential, compiler, fusions, plugins, store
+from ..env import why_no_c
 from ..settings import settings
 from ..testing.cases import Case, Specimen
 from ..testing.patterns import example_lists

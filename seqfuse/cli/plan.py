@@ -8,9 +8,9 @@ import torch
 from cyclopts import Parameter
 from torch import nn
 
-from ..env import Env, rows_of
+from .. import Env, Plan
+from ..env import rows_of
 from ..pictures.text import curve
-from ..plan import Plan
 from . import inputs
 from .convert import show
 from .inputs import Json, Named, NoGrad, Output, Spec, Under

@@ -13,9 +13,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from .. import FusableOperation, Sequential
 from ..errors import hinted, meant
-from ..operation import FusableOperation
-from ..run import Sequential
 
 
 class Unable(Exception):

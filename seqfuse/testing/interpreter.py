@@ -6,8 +6,7 @@ BLAS does, otherwise where the factors change places, lets a kernel write anywhe
 at every launch and call of a device function. Inside `corrected()` both formats go through float32 and come back
 rounded to nearest even, float8 saturating, columns are summed in pairs, products are made in float64 and rounded before
 they are added, `interpreter_bounds` refuses an access outside the tensors of a launch, and a number that is a global
-of its module. It is faster, too: the patch is made once a block, the rounds of Philox are made
-for whole arrays, with the same numbers, and `interpreter_speed` says what else is.
+of its module. The patch is made once a block, and the rounds of Philox for whole arrays, with the same numbers.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -20,15 +19,15 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-from collections.abc import Generator, Iterator
+import types
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from . import interpreter_bounds
 from .interpreter_bounds import ACCESSES
-from .interpreter_speed import Language, Methods, replacements
 
 # What is replaced, and the arguments it must have after self.
 _METHODS = {
@@ -59,11 +58,13 @@ _blocks: list[Any] = []
 
 
 @contextmanager
-def corrected(methods: Methods = lambda _: ()) -> Generator[None]:
+def corrected(faster: Any = None) -> Generator[None]:
     """A block in which interpreted kernels compute, and round to, bfloat16 and float8 as a GPU does.
 
     Args:
-        methods: further methods of `tl.tensor` that are replaced in it.
+        faster: a module that gives the same numbers in less time: `replacements(interpreter)` yields further parts of
+            Triton to replace as owner, name and value; `methods(interpreter)` names of methods of `tl.tensor`, and what
+            makes each of Triton's.
 
     Raises:
         RuntimeError: for a version of Triton whose interpreter has other parts than the known ones.
@@ -72,9 +73,10 @@ def corrected(methods: Methods = lambda _: ()) -> Generator[None]:
 
     _probe(interpreter)
     replaced: list[tuple[Any, str, Any]] = []
-    language = Language(interpreter, methods)
-    own = *_replacements(interpreter), *replacements(interpreter), *interpreter_bounds.replacements(interpreter)
-    parts = *own, (interpreter, "_patch_lang", language.patch)
+    language = _LanguagePatch(interpreter, () if faster is None else faster.methods(interpreter))
+    parts = [*_replacements(interpreter), *interpreter_bounds.replacements(interpreter)]
+    parts += () if faster is None else faster.replacements(interpreter)
+    parts += [(interpreter, "_patch_lang", language.patch)]
     _blocks.append(replaced)
     for owner, name, value in parts:
         replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
@@ -280,3 +282,43 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     yield interpreter.ReduceOps, "min_max", min_max
     if isinstance(rounds, interpreter.InterpretedFunction):  # not where kernels are compiled in this process
         yield random, "philox_impl", philox_impl
+
+
+class _LanguagePatch:
+    """`triton.language` as the interpreter needs it, patched at the first launch of a block and restored at its end."""
+
+    _changes: ClassVar[list[tuple[Any, str, Any]]] = []  # of Triton's patch, which makes the same ones each time
+
+    def __init__(self, interpreter: Any, methods: Iterable[tuple[str, Any]]) -> None:
+        self._interpreter, self._patch, self._scope = interpreter, interpreter._patch_lang, None
+        self._methods = [*methods]
+
+    def patch(self, fn: Any) -> Any:
+        """Stands for `_patch_lang`, which a launch and each call of a device function calls, and then `restore`."""
+        if self._scope is None:
+            import triton.language as tl
+
+            if not self._changes:
+                everything: Any = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+                made = self._patch(everything)
+                self._changes.extend((owner, name, vars(owner)[name]) for owner, name, _ in made._changes)
+                made.restore()
+            self._scope = self._interpreter._LangPatchScope()
+            for change in self._changes:
+                self._scope.set_attr(*change)
+            # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
+            self._scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+            for name, of in self._methods:
+                self._scope.set_attr(tl.tensor, name, of(getattr(tl.tensor, name)))
+        return _Open()
+
+    def restore(self) -> None:
+        if self._scope is not None:
+            self._scope.restore()
+
+
+class _Open:
+    """The patch of a block, which stays until the block ends."""
+
+    def restore(self) -> None:
+        pass

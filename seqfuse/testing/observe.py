@@ -163,7 +163,7 @@ class Observer:
         owner = step.operation
         slots = [owner for node in step.nodes for owner, _ in node.slots.values()]
         modules = [node.operation for node in step.nodes] if step.fused else slots
-        out = self._watch(owner, name_of(step, run), run, dict(_named(owner, modules)), *args, **kwargs)
+        out = self._watch(owner, pass_name(step, run), run, dict(_named(owner, modules)), *args, **kwargs)
         self.seen[-1] = dataclasses.replace(self.seen[-1], at=step.start)
         return out
 
@@ -191,7 +191,7 @@ class Observer:
         return out
 
 
-def name_of(step: Any, run: Callable[..., Any]) -> str:
+def pass_name(step: Any, run: Callable[..., Any]) -> str:
     """Which pass of a step this is: `"fwd"` or `"bwd"`."""
     return "bwd" if run == getattr(step.operation, "bwd", None) else "fwd"
 

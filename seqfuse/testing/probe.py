@@ -31,7 +31,7 @@ from .judge import (
     judge_case,
     saying,
 )
-from .observe import Observer, Pass, name_of
+from .observe import Observer, Pass, pass_name
 from .structure import Tree, assert_bitwise_equal, bits
 from .tensors import varied
 
@@ -261,7 +261,7 @@ class Probe:
         calls: list[str] = []
 
         def fail(step: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-            if not step.fused or name_of(step, run) != name:
+            if not step.fused or pass_name(step, run) != name:
                 return run(*args, **kwargs)
             calls.append(name)
             raise RuntimeError("injected by the test kit")

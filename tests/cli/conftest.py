@@ -142,26 +142,6 @@ MODELS = """
             return cls()
 
 
-    class Coarse(sf.UnfusedOperation):
-        "y = x + 1 - 1, each step rounded to the dtype of x: right in float64, and loses digits in 16 bits."
-
-        class Saved(sf.Saved):
-            pass
-
-        def reference(self, x: Tensor) -> Tensor:
-            return x + 64 - 64
-
-        def fwd(self, x: Tensor):
-            return x + 64 - 64, self.Saved()
-
-        def bwd(self, dy: Tensor, saved: "Coarse.Saved"):
-            return dy, {}
-
-        @classmethod
-        def example(cls, x: Tensor):
-            return cls()
-
-
     def wrong():
         return sf.Sequential(ops.Tanh(), ops.Linear(16, 16), ops.GeLU(), ops.Linear(16, 4), fusions=(Wrong,))
 
@@ -174,10 +154,6 @@ MODELS = """
 
     def holds_third():
         return sf.Sequential(ops.Linear(16, 4), Third())
-
-
-    def coarse():
-        return sf.Sequential(ops.Linear(16, 16), Coarse(), ops.ReLU())
 
 
     def tokens():
