@@ -1,6 +1,6 @@
 """Everything that can be measured without a GPU, one after the other, each in a process of its own.
 
-CPU overhead in instructions, CPU time of steps beside eager torch, compiling C kernels, planning, bytes saved for
+CPU overhead in instructions, CPU time of steps beside eager torch, planning, bytes saved for
 backward, converted models, memory and time of their training steps beside activation checkpointing, and the traffic of
 each kernel counted in Triton's interpreter. Each writes its JSON into `results/`; then the tables of README.md and
 docs/ are drawn anew.
@@ -19,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 PARTS = {
     "host": "bench_host.py",
     "cpu": "bench_cpu.py",
-    "compile": "bench_compile.py",
     "memory": "bench_memory.py",
     "convert": "bench_convert.py",
     "peak": "bench_peak.py",

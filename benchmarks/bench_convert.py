@@ -1,78 +1,52 @@
-"""Models of Hugging Face, converted and as they are: bytes saved for backward by a layer, cost of a training step.
+"""Models of Hugging Face, converted and as they are: bytes saved for backward by a layer, CPU time of a training step.
 
-The step is of a tiny model where little but Python and dispatch costs anything, in CPU time and in instructions; of
-Llama there is one of a longer sequence, too, where attention costs the most. The time is the process's own, on one
-thread; sides alternate, and ratios are of medians. Instructions are counted with callgrind, and are left out without
-valgrind. Writes `results/convert.json`.
+The step is of a tiny model where little but Python and dispatch costs anything; of Llama there is one of a longer
+sequence, too, where attention costs the most. The time is the process's own, on one thread; sides alternate, and ratios
+are of medians. Writes `results/convert.json`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-import shutil
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import hugging
 import torch
-import transformers
-from bench_host import counted
+from gpu.case import counted
 from record import write
 from torch import Tensor, nn
 
 import seqfuse as sf
 
 MODES = ("save", "balanced", "lean")
-ROUNDS, STEPS, COUNTED = 15, 20, 10
+ROUNDS, STEPS = 15, 20
 SHORT, LONG = (2, 16), (1, 1024)
-_USUAL = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+Build = Callable[..., nn.Module]
 
 
 def llama(layers: int, width: int = 64) -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=width * 7 // 2, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, **_USUAL,
-    )  # fmt: skip
-    return transformers.LlamaModel(config)
+    return hugging.model("Llama", width, layers)
 
 
-def gpt2(layers: int, width: int = 64) -> nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=width, n_layer=layers, n_head=4, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        **_USUAL,
-    )  # fmt: skip
-    return transformers.GPT2Model(config)
+def of_family(family: str, layers: int, width: int = 64) -> nn.Module:
+    return hugging.model(family, width, layers, positions=256 if family == "GPT2" else 512)
 
 
-def bert(layers: int, width: int = 64) -> nn.Module:
-    config = transformers.BertConfig(
-        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_USUAL,
-    )  # fmt: skip
-    return transformers.BertModel(config, add_pooling_layer=False)
-
-
-MODELS: dict[str, Callable[..., nn.Module]] = {"Llama": llama, "GPT-2": gpt2, "BERT": bert}
+MODELS: dict[str, Build] = {"Llama": llama} | {
+    name: functools.partial(of_family, family) for name, family in (("GPT-2", "GPT2"), ("BERT", "Bert"))
+}
 
 
 def saved(model: nn.Module, tokens: Tensor) -> int:
     """Bytes of the storages that a graph holds, each once, parameters left out."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(input_ids=tokens)
-    total = sum(size for place, size in found.items() if place not in parameters)
-    del out
-    return total
+    return counted(lambda: model(input_ids=tokens), list(model.parameters()))
 
 
-def layer_bytes(build: Callable[..., nn.Module], memory: Any) -> int:
+def layer_bytes(build: Build, memory: Any) -> int:
     """What one layer more adds, of a model as it is (`None`) or converted."""
     tokens = torch.arange(256).reshape(2, 128) % 32
     totals: list[int] = []
@@ -88,7 +62,6 @@ def layer_bytes(build: Callable[..., nn.Module], memory: Any) -> int:
 
 def step(name: str, converted: bool, shape: tuple[int, int] = SHORT, width: int = 16) -> Callable[[], None]:
     """A training step of a tiny model for tokens of a shape, as it is or converted, which has run some times."""
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     tokens, model = torch.arange(math.prod(shape)).reshape(shape) % 32, MODELS[name](2, width).train()
     if converted:
@@ -119,15 +92,6 @@ def cpu_time(name: str, shape: tuple[int, int] = SHORT, width: int = 16, steps: 
     return {"ratio": middle, "low": ratios[1], "high": ratios[-2]}
 
 
-def instructions(name: str) -> dict[str, float]:
-    """Instructions of a step, counted in a process of its own for each side."""
-    sides = {
-        side: counted("run()", f"from bench_convert import step; run = step({name!r}, {side == 'converted'})", COUNTED)
-        for side in ("eager", "converted")
-    }
-    return {**sides, "ratio": sides["converted"] / sides["eager"]}
-
-
 def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -142,10 +106,6 @@ def main() -> None:
             text += f", of {LONG[0]} x {LONG[1]} tokens {row['long']['ratio']:.2f}"
         print(text, flush=True)
         rows.append(row)
-    if shutil.which("valgrind"):  # takes some minutes, and no quiet machine as times do: at the end
-        for row in rows:
-            row["instructions"] = instructions(row["model"])
-            print(f"{row['model']}: instructions of a step: {row['instructions']['ratio']:.3f}", flush=True)
     print(write("convert", {"rows": rows}))
 
 

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import hugging
 import plain
 import torch
-import transformers
-from host_models import pair
+from bench_host import pair
 from record import write
 from torch import Tensor, nn
 
@@ -29,8 +29,8 @@ ROUNDS = 25
 ROUND_SECONDS = 0.04
 
 
-def _small(width: int) -> dict[str, Any]:
-    return {"vocab_size": 4 * width if width > 64 else 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+def _vocabulary(width: int) -> int:
+    return 4 * width if width > 64 else 32
 
 
 Build = Callable[[int, float], nn.Module]
@@ -92,22 +92,20 @@ def _timed(run: Step, steps: int) -> float:
 
 
 def _gpt2(width: int, dropout: float) -> nn.Module:
-    config = transformers.GPT2Config(
-        n_embd=width, n_layer=2, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0, **_small(width)
-    )  # with dropout of attention eager torch takes another kernel: that is a model of its own below
-    return transformers.GPT2LMHeadModel(config)
+    dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout}  # with that of attention eager takes another kernel
+    return _with_loss("GPT2", "LMHeadModel", width, **dropouts)
 
 
 def _llama(width: int, dropout: float) -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=width, intermediate_size=width * 7 // 2, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=dropout, **_small(width),
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    return _with_loss("Llama", "ForCausalLM", width, attention_dropout=dropout)
 
 
 def _as_it_comes(width: int, dropout: float) -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=width, n_layer=2, n_head=4, **_small(width)))
+    return _with_loss("GPT2", "LMHeadModel", width, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+
+
+def _with_loss(family: str, head: str, width: int, **more: Any) -> nn.Module:
+    return hugging.model(family, width, 2, positions=1024, head=head, vocabulary=_vocabulary(width), **more)
 
 
 MODELS: dict[str, Build] = {"GPT-2": _gpt2, "GPT-2 with dropout of attention, too": _as_it_comes, "Llama": _llama}
@@ -120,7 +118,7 @@ def language_model_step(
     torch.manual_seed(0)
     model = MODELS[name](width, dropout).train()
     change(model)
-    ids = torch.arange(tokens).reshape(1, tokens) % _small(width)["vocab_size"]
+    ids = torch.arange(tokens).reshape(1, tokens) % _vocabulary(width)
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()

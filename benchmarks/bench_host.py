@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_models import H, pair
 from record import write
+from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 
 import seqfuse as sf
 from seqfuse import ops
 
-HERE = Path(__file__).resolve().parent
+H, ROWS = 16, 4
 STATEMENTS = {
     "forward": "{m}(x)",
     "forward+backward": "{m}(x).backward(g)",
@@ -31,28 +31,58 @@ STATEMENTS = {
 }
 
 
-def counted(statement: str, setup: str, number: int) -> float:
-    """Instructions of one run of a statement behind a set-up that imports from this folder, Python's own included."""
-    # The counter starts `python`: it must be this one.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    setup = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{setup}"
-    stats = Timer(statement, setup=setup).collect_callgrind(number=number, collect_baseline=False)
-    return stats.counts(denoise=True) / number
+class PlainResidual(nn.Sequential):
+    """What a user of torch writes for a residual branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def model(operations: int, room: Any, sequence: Any, residual: Any, gelu: Any) -> Any:
+    """1, 6 or 24 operations: one GeLU, or blocks of LayerNorm, Linear, GeLU, Linear, residual."""
+    if operations == 1:
+        return sequence(gelu())
+    block = (room.LayerNorm, room.Linear, lambda *_: gelu(), room.Linear)
+    return sequence(*(residual(*(make(*(H, H)[: 1 + (i > 0)]) for i, make in enumerate(block)))
+                      for _ in range(operations // 6)))  # fmt: skip
+
+
+def pair(operations: int) -> tuple[sf.Sequential, nn.Sequential, Tensor, Tensor]:
+    """Both models with the same weights, an input and an incoming gradient; checked against each other."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    mine = model(operations, ops, sf.Sequential, ops.Residual, ops.GeLU)
+    theirs = model(operations, nn, nn.Sequential, PlainResidual, nn.GELU)
+    mine.load_state_dict(theirs.state_dict(), strict=True)
+    x = torch.randn(ROWS, H, requires_grad=True)
+    g = torch.randn(ROWS, H)
+    results: list[list[Any]] = []
+    for one in (mine, theirs):
+        x.grad = None
+        y = one(x)
+        y.backward(g)
+        results.append([y.detach(), x.grad, *(p.grad for p in one.parameters())])
+        x.grad = None
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    return mine, theirs, x, g
 
 
 def instructions(statement: str, operations: int, number: int) -> float:
-    """Instructions of one call, after a warm-up."""
+    """Instructions of one call, after a warm-up, Python's own included."""
+    # The counter starts `python`: it must be this one.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     setup = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
 import torch
-from host_models import HandWritten, pair
+from bench_host import pair
 mine, theirs, x, g = pair({operations})
-weights = list(theirs.parameters())
-hand = lambda x: HandWritten.apply(x, *weights)
 for _ in range(20):
     mine(x).backward(g); theirs(x).backward(g)
     with torch.no_grad(): mine(x); theirs(x)
 """
-    return counted(statement, setup, number)
+    stats = Timer(statement, setup=setup).collect_callgrind(number=number, collect_baseline=False)
+    return stats.counts(denoise=True) / number
 
 
 def host_cost(sizes: list[int], number: int) -> list[dict[str, Any]]:
@@ -60,16 +90,12 @@ def host_cost(sizes: list[int], number: int) -> list[dict[str, Any]]:
     for operations in sizes:
         pair(operations)  # a red check reports no cost
         for what, statement in STATEMENTS.items():
-            mine = instructions(statement.format(m="mine"), operations, number)
-            theirs = instructions(statement.format(m="theirs"), operations, number)
-            row = {"operations": operations, "what": what, "seqfuse": mine, "eager": theirs, "ratio": mine / theirs}
-            if operations == 6 and what == "forward+backward":
-                row["hand_written_ratio"] = instructions(statement.format(m="hand"), operations, number) / theirs
-            print(
-                f"{operations:>3} operations, {what:<17} {mine:>12,.0f} {theirs:>12,.0f}  {row['ratio']:.3f}",
-                flush=True,
+            mine, theirs = (instructions(statement.format(m=m), operations, number) for m in ("mine", "theirs"))
+            rows.append(
+                {"operations": operations, "what": what, "seqfuse": mine, "eager": theirs, "ratio": mine / theirs}
             )
-            rows.append(row)
+            print(f"{operations:>3} operations, {what:<17} {mine:>12,.0f} {theirs:>12,.0f}  {mine / theirs:.3f}",
+                  flush=True)  # fmt: skip
     return rows
 
 
@@ -78,29 +104,20 @@ def planning() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     x = torch.randn(4, H)
     for count in (10, 100, 1000, 10_000):
-        make = [
-            lambda: ops.LayerNorm(H),
-            lambda: ops.Linear(H, H),
-            ops.GeLU,
-            lambda: ops.Linear(H, H, bias=False),
-            ops.ReLU,
-        ]
-        model = sf.Sequential(*(make[i % 5]() for i in range(count)))
+        make = (lambda: ops.LayerNorm(H), lambda: ops.Linear(H, H), ops.GeLU, lambda: ops.Linear(H, H, False), ops.ReLU)
+        sequence = sf.Sequential(*(make[i % 5]() for i in range(count)))
         began = time.perf_counter()
-        model.plan(x)
+        sequence.plan(x)
         first = time.perf_counter() - began
-        op_list = model._fuser.op_list()
-        times = []
+        op_list, times = sequence._fuser.op_list(), list[float]()
         for _ in range(20):
             began = time.perf_counter()
             for _ in range(10):
                 op_list.fingerprint.holds()
             times.append((time.perf_counter() - began) / 10)
         rows.append({"operations": count, "plan_seconds": first, "lookup_microseconds": statistics.median(times) * 1e6})
-        print(
-            f"{count:>6} operations: plan {first * 1e3:.1f} ms, look-up {rows[-1]['lookup_microseconds']:.1f} us",
-            flush=True,
-        )
+        print(f"{count:>6} operations: plan {first * 1e3:.1f} ms, look-up {rows[-1]['lookup_microseconds']:.1f} us",
+              flush=True)  # fmt: skip
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What Linear and feed-forward blocks take under each recipe on a GPU, forward and backward, and quantization alone.
+"""What Linear and feed-forward blocks take under each recipe on a GPU, forward and backward.
 
     python benchmarks/bench_low_precision.py            # there; writes `gpu_low_precision.json`, or the file `--out`
     python benchmarks/bench_low_precision.py --tiny     # anywhere, to see that it runs
@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import plain
 import torch
@@ -31,6 +31,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 
 Call = Callable[[], Any]
+Row = tuple[dict[str, Call], dict[str, Any]]
 RECIPES: dict[str, recipes.Recipe] = {
     "current": recipes.Float8CurrentScaling(),
     "delayed": recipes.Float8DelayedScaling(history=16),
@@ -39,6 +40,7 @@ RECIPES: dict[str, recipes.Recipe] = {
     "MX": recipes.MXFP8(),
 }
 FAR = 0.2  # of bfloat16, relative: what 8 bits may be, twice over
+TINY = (Model("gpt", 32, 64, 2, 2, 16, 50, False), Model("llama", 32, 48, 2, 2, 16, 50, True))
 
 
 def main() -> None:
@@ -52,18 +54,14 @@ def main() -> None:
     device = torch.device("cpu" if arguments.tiny else "cuda")
     clock = OnHost(device) if arguments.tiny else OnDevice()
     begun, rows = time.time(), dict[str, Any]()
-    models = tuple(m for m in MODELS if m.name in MAIN)
-    tokens = 8192
-    if arguments.tiny:
-        tokens, models = 32, (Model("gpt", 32, 64, 2, 2, 16, 50, False), Model("llama", 32, 48, 2, 2, 16, 50, True))
-    for name, make in jobs(models, tokens, device):
+    models = TINY if arguments.tiny else tuple(m for m in MODELS if m.name in MAIN)
+    for name, make in jobs(models, 32 if arguments.tiny else 8192, device):
         if time.time() - begun > arguments.budget:
             print(f"no time for {name}", flush=True)
             continue
         calls, notes = make()
-        times = interleaved(
-            {key: [call] for key, call in calls.items()}, clock, seconds=arguments.seconds, least=3, most=21
-        )
+        times = interleaved({key: [call] for key, call in calls.items()}, clock, seconds=arguments.seconds, least=3,
+                            most=21)  # fmt: skip
         rows[name] = {"times": {key: dataclasses.asdict(t) for key, t in times.items()}, **notes}
         print(name, ", ".join(f"{key} {t.median:.0f}" for key, t in times.items()), notes, flush=True)
         out.write_text(lines({"about": about(), "rows": rows}))
@@ -73,108 +71,74 @@ def main() -> None:
             torch.cuda.empty_cache()
 
 
-def jobs(
-    models: tuple[Model, ...], tokens: int, device: torch.device
-) -> Iterator[tuple[str, Callable[[], tuple[dict[str, Call], dict[str, Any]]]]]:
+def jobs(models: tuple[Model, ...], tokens: int, device: torch.device) -> Iterator[tuple[str, Callable[[], Row]]]:
     """By name, what makes the calls of a row, microseconds of which are told."""
     for model in reversed(models):
         yield f"Linear {tokens} x {model.H} -> {model.F}", functools.partial(_linear, tokens, model, device)
         yield f"{model.name} feed-forward block, {tokens}", functools.partial(_block, tokens, model, device)
-    for width in (models[-1].H, models[-1].F):
-        yield f"quantize {tokens} x {width}", functools.partial(_quantize, tokens, width, device)
     for model in reversed(models):
-        yield (
-            f"{model.name} feed-forward block, {tokens}, compiled by hand",
-            functools.partial(_block, tokens, model, device, by_compiler=True),
-        )
+        compiled = functools.partial(_block, tokens, model, device, by_compiler=True)
+        yield f"{model.name} feed-forward block, {tokens}, compiled by hand", compiled
 
 
-def _linear(tokens: int, model: Model, device: torch.device) -> tuple[dict[str, Call], dict[str, Any]]:
+def _linear(tokens: int, model: Model, device: torch.device) -> Row:
     """A Linear without a bias, and its three GEMMs."""
     x, dy, weight = (_drawn(device, *s) for s in ((tokens, model.H), (tokens, model.F), (model.F, model.H)))
-    weight = nn.Parameter(weight * model.H**-0.5)
+    weight, made = nn.Parameter(weight * model.H**-0.5), {"device": device, "dtype": x.dtype}
+    linear, hand = (kind(model.H, model.F, False, **made) for kind in (nn.Linear, ByHand))
+    modules = {
+        "bfloat16": linear,
+        "by hand": hand,
+        **_ours(lambda: ops.Linear(model.H, model.F, False, **made), device),
+    }
     calls: dict[str, Call] = {}
-    for name, module in _ours(lambda: ops.Linear(model.H, model.F, False, device, x.dtype), device).items():
-        next(m for m in module.modules() if isinstance(m, ops.Linear)).weight = weight
+    for name, module in modules.items():
+        next(m for m in module.modules() if isinstance(m, nn.Linear | ops.Linear)).weight = weight
         calls[name] = _step(module, x, dy)
-    hand = ByHand(model.H, model.F, False, device=device, dtype=x.dtype)
-    hand.weight = weight
-    linear = nn.Linear(model.H, model.F, False, device=device, dtype=x.dtype)
-    linear.weight = weight
-    calls = {"bfloat16": _step(linear, x, dy), "by hand": _step(hand, x, dy), **calls}
     off = _compared(calls)
     one = torch.ones((), device=device)
-    a, b, c = (_codes(device, *s) for s in ((tokens, model.H), (model.F, model.H), (tokens, model.F)))
+    a, b, c = (
+        (torch.randn(s, device=device) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+        for s in ((tokens, model.H), (model.F, model.H), (tokens, model.F))
+    )
     at, bt, ct = (t.t().contiguous() for t in (a, b, c))
 
-    def gemms(fast: bool) -> Callable[[], Any]:
+    def gemms(fast: bool) -> Call:
         run: Any = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=fast)
-        pairs = ((a, b), (c, bt), (ct, at))
-        return lambda: [run(p, q.t(), one, one) for p, q in pairs]
+        return lambda: [run(p, q.t(), one, one) for p, q in ((a, b), (c, bt), (ct, at))]
 
     calls |= {"GEMMs alone": gemms(False), "GEMMs alone, fast": gemms(True)}
     return calls, {"off": off, "flops": 6.0 * tokens * model.H * model.F}
 
 
-def _block(
-    tokens: int, model: Model, device: torch.device, by_compiler: bool = False
-) -> tuple[dict[str, Call], dict[str, Any]]:
+def _block(tokens: int, model: Model, device: torch.device, by_compiler: bool = False) -> Row:
     """A feed-forward block with its norm and residual, without dropout."""
     spec = plain.Spec(model.H, model.F, model.heads, model.kv_heads, model.head_dim, model.llama)
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     torch.manual_seed(0)
-    theirs = plain.build("feedforward", spec, **made)
+    theirs, hand = (plain.build("feedforward", spec, **made) for _ in range(2))
     x, dy = (_drawn(device, tokens // 8, 8, model.H) for _ in range(2))
-    hand = plain.build("feedforward", spec, **made)
     for block in hand.modules():
         for name, module in list(block.named_children()):
             if isinstance(module, nn.Linear):
                 setattr(block, name, ByHand(module.in_features, module.out_features, module.bias is not None, **made))
     hand.load_state_dict(theirs.state_dict(), assign=True)
     hand.requires_grad_()
-    calls = {"bfloat16": _step(theirs, x, dy)}
+
+    def ours() -> Any:
+        fused = plain.fused("feedforward", spec, device="meta", dtype=torch.bfloat16)
+        fused.load_state_dict(theirs.state_dict(), assign=True)
+        return fused.requires_grad_()
+
+    modules: dict[str, Any] = {"bfloat16": theirs}
     if by_compiler:
         torch._dynamo.reset()
-        calls["by hand, compiled"] = _step(torch.compile(hand, dynamic=False), x, dy)
-        calls["bfloat16, compiled"] = _step(torch.compile(theirs, dynamic=False), x, dy)
+        modules["by hand, compiled"] = torch.compile(hand, dynamic=False)
+        modules["bfloat16, compiled"] = torch.compile(theirs, dynamic=False)
     else:
-        calls["by hand"] = _step(hand, x, dy)
-
-        def ours() -> Any:
-            fused = plain.fused("feedforward", spec, device="meta", dtype=torch.bfloat16)
-            fused.load_state_dict(theirs.state_dict(), assign=True)
-            return fused.requires_grad_()
-
-        calls |= {name: _step(module, x, dy) for name, module in _ours(ours, device).items()}
+        modules |= {"by hand": hand, **_ours(ours, device)}
+    calls = {name: _step(module, x, dy) for name, module in modules.items()}
     return calls, {"off": _compared(calls)}
-
-
-def _quantize(tokens: int, width: int, device: torch.device) -> tuple[dict[str, Call], dict[str, Any]]:
-    x = _drawn(device, tokens, width)
-    calls: dict[str, Call] = {"copy": x.clone}
-    for name, recipe in RECIPES.items():
-        if not recipe.keeps_state:
-            calls[f"ATen {name} rows"] = functools.partial(recipes.quantize, x, recipe, "x", "rows")
-    if device.type == "cuda":
-        calls |= _by_kernels(x)
-    codes = _codes(device, tokens, width)
-    calls["transposed copy"] = lambda: codes.t().contiguous()
-    return calls, {}
-
-
-def _by_kernels(x: Tensor) -> dict[str, Call]:
-    """Of each scaling rows and columns, and of one rows alone."""
-    from seqfuse.kernels.quantize import Scaling, quantize
-
-    scale, largest = torch.ones(1, device=x.device), torch.zeros(1, device=x.device)
-    calls: dict[str, Call] = {}
-    for scaling in get_args(Scaling):
-        given = {"scale": scale, "largest": largest} if scaling == "given" else {}
-        rounded = "128" in scaling  # as operations round scales
-        call = functools.partial(quantize, x, torch.float8_e4m3fn, scaling, columns=True, power_of_two=rounded, **given)
-        calls[f"kernel {scaling} rows and columns"] = call
-    calls["kernel tensor rows"] = functools.partial(quantize, x, torch.float8_e4m3fn, "tensor")
-    return calls
 
 
 def _ours(make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
@@ -221,10 +185,6 @@ def _compared(calls: dict[str, Call]) -> dict[str, float]:
 
 def _drawn(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device, dtype=torch.bfloat16)
-
-
-def _codes(device: torch.device, *shape: int) -> Tensor:
-    return (torch.randn(shape, device=device) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 class ByHand(nn.Linear):

@@ -112,18 +112,6 @@ def cpu(found: Results) -> Lines:
     return [where(found), "", *table(["step", "eager, us", *sides], cells)]
 
 
-@drawn("compile", "compile")
-def compiling(found: Results) -> Lines:
-    """What compiling C kernels takes."""
-    rows = [
-        (r["model"], str(r["kernels"]), f"{r['compilers']:.1f} s", f"{r['compilers'] / r['kernels']:.2f} s",
-         f"{r['loading'] * 1e3 / r['kernels']:.2f} ms")
-        for r in found["rows"]
-    ]  # fmt: skip
-    head = ("a training step of", "kernels", "to compile them", "each", "to load one from the cache")
-    return [where(found).rstrip(".") + f", {found['compiler']}.", "", *table(head, rows)]
-
-
 @drawn("traffic", "traffic")
 def traffic(found: Results) -> Lines:
     """The kernels that move more than the fewest bytes."""

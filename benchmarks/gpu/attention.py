@@ -12,8 +12,7 @@ from torch import Tensor
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 
 from .case import Case, Contender, Inputs, Outputs, Run
-from .draw import normal
-from .peers import backward_of, forward_of
+from .peers import Kernels
 from .sizes import MAIN, Model, Sizes
 
 
@@ -25,6 +24,13 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             yield from _of_model(sizes, model, sizes.sequence // 4)
 
 
+def _seen(length: int, window: int, device: torch.device) -> Tensor:
+    """Whether a row sees a key, [S, S]."""
+    at = torch.arange(length, device=device)
+    behind = at.unsqueeze(1) - at
+    return (behind >= 0) & (behind < window)
+
+
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, dy: Tensor | None = None, *, window: int | None) -> tuple[Tensor, ...]:
     """Each step of both passes by itself: weights made again from the log-sum-exp, what products read rounded before.
 
@@ -33,10 +39,7 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, dy: Tensor | None = None, *, wi
     wide, group, S = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1], q.shape[2]
     scale = q.shape[-1] ** -0.5
     keys, values = (t.repeat_interleave(group, 1).to(wide) for t in (k, v))
-    at = torch.arange(S, device=q.device)
-    behind = at.unsqueeze(1) - at
-    seen = (behind >= 0) & (behind < (window or S))
-    scores = (q.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~seen, -torch.inf)
+    scores = (q.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~_seen(S, window or S, q.device), -torch.inf)
     weights = (scores - scores.logsumexp(-1, keepdim=True)).exp()
     rounded = weights.to(q.dtype).to(wide)
     y = (rounded @ values).to(q.dtype)
@@ -53,25 +56,16 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, dy: Tensor | None = None, *, wi
 def _of_model(sizes: Sizes, model: Model, window: int | None) -> Iterator[Case]:
     S, H, Hkv, D = sizes.sequence, model.heads, model.kv_heads, model.head_dim
     batch = max(1, sizes.tokens[0] // S)
+    of = Kernels(sizes, batch, {"B": batch, "S": S, "heads": H, "kv_heads": Hkv, "D": D}, (), checked_rows=1)
 
-    def make(*extra: str) -> Any:
-        def drawn(rows: int, seed: int) -> Inputs:
-            shapes = {"q": (rows, H, S, D), "k": (rows, Hkv, S, D), "v": (rows, Hkv, S, D)}
-            return normal(shapes | dict.fromkeys(extra, (rows, S, H, D)), seed, sizes.device, sizes.dtype)
-
-        return drawn
+    def shapes(*extra: str) -> Any:
+        heads = {"q": H, "k": Hkv, "v": Hkv}
+        return lambda rows: {n: (rows, h, S, D) for n, h in heads.items()} | dict.fromkeys(extra, (rows, S, H, D))
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = None
-        if window is not None:
-            at = torch.arange(S, device=q.device)
-            behind = at.unsqueeze(1) - at
-            mask = (behind >= 0) & (behind < window)
+        mask = None if window is None else _seen(S, window, q.device)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=Hkv != H)
         return y.transpose(1, 2)
-
-    def one_by_one(inputs: Inputs) -> Run:
-        return lambda: _one_by_one(**inputs, window=window)
 
     def forward(inputs: Inputs) -> Run:
         return lambda: (attention_fwd(**inputs, causal=True, window=window)[0],)
@@ -87,28 +81,20 @@ def _of_model(sizes: Sizes, model: Model, window: int | None) -> Iterator[Case]:
 
         return call
 
-    seen = S * (S + 1) / 2 if window is None else S * window - window * (window - 1) / 2
-    flops = 4.0 * batch * H * D * seen
-    kind = "causal" if window is None else f"window {window}"
-    common: dict[str, Any] = {
-        "dtype": sizes.dtype, "rows": batch, "checked_rows": 1, "anywhere": True,
-        "shape": {"B": batch, "S": S, "heads": H, "kv_heads": Hkv, "D": D},
-    }  # fmt: skip
-    label = f"{model.name} {batch} x {S}, {H}/{Hkv} x {D}, {kind}"
-    late = 0 if window is None else 2
-
     def middle(outputs: Outputs) -> Outputs:
         """Without the rows that see, or are seen by, few: their gradients are many times as large as the others, and
         errors of the one kind are no measure of the other.
         """
         return [None if t is None else t[..., S // 4 : S - S // 4, :].contiguous() for t in outputs]
 
-    yield Case(
-        "attention forward", label, make=make(), priority=4 + late, flops=flops, **common,
-        contenders={"seqfuse": Contender(forward), "eager": forward_of(eager)}, unfused=Contender(one_by_one),
-    )  # fmt: skip
-    yield Case(
-        "attention backward", label, make=make("dy"), priority=4 + late, flops=2.5 * flops, **common,
-        contenders={"seqfuse": Contender(backward), "eager": backward_of(eager, ["q", "k", "v"])},
-        unfused=Contender(one_by_one), judged=middle,
+    seen = S * (S + 1) / 2 if window is None else S * window - window * (window - 1) / 2
+    flops = 4.0 * batch * H * D * seen
+    label = f"{model.name} {batch} x {S}, {H}/{Hkv} x {D}, {'causal' if window is None else f'window {window}'}"
+    late = 4 if window is None else 6
+    step_by_step = Contender(lambda inputs: lambda: _one_by_one(**inputs, window=window))
+    common: dict[str, Any] = {"anywhere": True, "unfused": step_by_step}
+    yield of.case("attention forward", label, late, shapes(), forward, eager, flops=flops, **common)
+    yield of.case(
+        "attention backward", label, late, shapes("dy"), backward, eager, wanted=["q", "k", "v"], flops=2.5 * flops,
+        judged=middle, **common,
     )  # fmt: skip

@@ -23,7 +23,6 @@ from .sizes import Model, Sizes
 
 BERT = Model("bert-large", 1024, 4096, 16, 16, 64, 30522, False)
 GROUPS = ("converted: forward + backward", "converted: layers and optimizer")
-_USUAL: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Float64(TorchFunctionMode):
@@ -49,39 +48,18 @@ class OfVectors(nn.Module):
         return self.inner(**given).last_hidden_state
 
 
-def llama(model: Model, layers: int, length: int) -> nn.Module:
-    transformers = module_of_models()
-    config = transformers.LlamaConfig(
-        hidden_size=model.H, intermediate_size=model.F, num_hidden_layers=layers, num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads, head_dim=model.head_dim, max_position_embeddings=length, use_cache=False,
-        **_USUAL,
+def build(family: str, model: Model, layers: int, length: int) -> nn.Module:
+    more = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim} if family == "Llama" else {}
+    return hugging().model(
+        family, model.H, layers, model.heads, model.F, length, vocabulary=64, **more
     )  # fmt: skip
-    return transformers.LlamaModel(config)
-
-
-def gpt2(model: Model, layers: int, length: int) -> nn.Module:
-    transformers = module_of_models()
-    config = transformers.GPT2Config(
-        n_embd=model.H, n_inner=model.F, n_layer=layers, n_head=model.heads, n_positions=length, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **_USUAL,
-    )  # fmt: skip
-    return transformers.GPT2Model(config)
-
-
-def bert(model: Model, layers: int, length: int) -> nn.Module:
-    transformers = module_of_models()
-    config = transformers.BertConfig(
-        hidden_size=model.H, intermediate_size=model.F, num_hidden_layers=layers, num_attention_heads=model.heads,
-        max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **_USUAL,
-    )  # fmt: skip
-    return transformers.BertModel(config, add_pooling_layer=False)
 
 
 @functools.cache
-def module_of_models() -> Any:
-    """Hugging Face's package, or `None`; interpreted kernels do no harm to it."""
+def hugging() -> Any:
+    """What makes models of Hugging Face, or `None` without its package; interpreted kernels do no harm to it."""
     try:
-        return importlib.import_module("transformers")
+        return importlib.import_module("hugging")
     except ImportError:
         return None
 
@@ -171,21 +149,23 @@ def chains(made: Callable[[], OfVectors]) -> Any:
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Layers of three models, forward and backward, and of one with an optimizer."""
-    if module_of_models() is None:
+    if hugging() is None:
         return
     named = {model.name: model for model in sizes.models}
     large = sizes.device.type == "cuda"
     bert_model = BERT if large else dataclasses.replace(sizes.models[0], name="bert")
     of_gpt, of_llama = named.get("gpt2-xl", sizes.models[0]), named.get("llama3-8b", sizes.models[-1])
-    yield _passes(sizes, of_llama, llama, 2, 1)
-    yield _passes(sizes, of_gpt, gpt2, 2, 1)
-    yield _passes(sizes, bert_model, bert, 2, 2, sequence=512)
-    yield _steps(sizes, named.get("llama3-1b", sizes.models[-1]), llama, 4, 4)
+    yield _passes(sizes, of_llama, "Llama", 2, 1)
+    yield _passes(sizes, of_gpt, "GPT2", 2, 1)
+    yield _passes(sizes, bert_model, "Bert", 2, 2, sequence=512)
+    yield _steps(sizes, named.get("llama3-1b", sizes.models[-1]), "Llama", 4, 4)
 
 
-def _passes(sizes: Sizes, model: Model, build: Any, layers: int, priority: int, *, sequence: int | None = None) -> Case:
+def _passes(
+    sizes: Sizes, model: Model, family: str, layers: int, priority: int, *, sequence: int | None = None
+) -> Case:
     rows, length = sizes.tokens[0], min(sequence or sizes.sequence, sizes.tokens[0])
-    made = Shared(lambda: build(model, layers, length), sizes)
+    made = Shared(lambda: build(family, model, layers, length), sizes)
     mine = functools.cache(made.converted)
     lean = functools.cache(lambda: made.converted(memory="lean"))
     contenders = {"seqfuse": trained(mine), "eager": trained(lambda: made.eager), "seqfuse lean": trained(lean)}
@@ -204,9 +184,9 @@ def _compiled(model: OfVectors, sizes: Sizes) -> Any:
     return compiled(model, sizes.compile_modes[0])
 
 
-def _steps(sizes: Sizes, model: Model, build: Any, layers: int, priority: int) -> Case:
+def _steps(sizes: Sizes, model: Model, family: str, layers: int, priority: int) -> Case:
     rows, length = sizes.tokens[0], min(sizes.sequence, sizes.tokens[0])
-    made = Shared(lambda: build(model, layers, length), sizes)
+    made = Shared(lambda: build(family, model, layers, length), sizes)
 
     def own() -> Shared:
         """With parameters that an optimizer may change."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,121 +11,88 @@ from torch import Tensor
 from seqfuse.kernels.norm import norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 
-from .case import Case, Contender, Inputs, Run
+from .case import Case, Inputs, Run
 from .draw import normal, seed_tensor
-from .peers import backward_of, forward_of, liger, peers_of, quack
+from .peers import Kernels, forward_of, liger, quack
 from .sizes import Sizes
 
 EPS, P = 1e-5, 0.1
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """RMSNorm in plain torch."""
-    return F.rms_norm(x, weight.shape, weight, EPS)
-
-
-def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """LayerNorm in plain torch."""
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """RMSNorm, or LayerNorm where there is a bias, in plain torch."""
+    if bias is None:
+        return F.rms_norm(x, weight.shape, weight, EPS)
     return F.layer_norm(x, weight.shape, weight, bias, EPS)
 
 
-def add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Residual sum, then RMSNorm; also the sum."""
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Residual sum, then a norm; also the sum."""
     stream = x + residual
-    return rms(stream, weight), stream
+    return norm(stream, weight, bias), stream
 
 
-def add_layer(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Residual sum, then LayerNorm; also the sum."""
-    stream = x + residual
-    return layer(stream, weight, bias), stream
-
-
-def _liger_rms(x: Tensor, weight: Tensor) -> Tensor:
-    return liger().liger_rms_norm(x, weight, EPS, in_place=False)
-
-
-def _liger_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _liger(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return liger().liger_rms_norm(x, weight, EPS, in_place=False)
     return liger().liger_layer_norm(x, weight, bias, EPS)
 
 
-def _liger_add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+def _liger_add(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
     return liger().liger_fused_add_rms_norm(x, residual, weight, EPS, in_place=False)
 
 
-def _quack_rms(x: Tensor, weight: Tensor) -> Tensor:
+def _quack(x: Tensor, weight: Tensor) -> Tensor:
     return quack().rmsnorm(x, weight, eps=EPS)
 
 
-def _quack_add_rms(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+def _quack_add(x: Tensor, residual: Tensor, weight: Tensor) -> Any:
     return quack().rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)
 
 
-def _both(inputs: Inputs, centered: bool, **around: Any) -> Any:
+def _ours(inputs: Inputs, **around: Any) -> Any:
     """The forward of our kernels, of either norm."""
-    x, weight = inputs["x"], inputs["weight"]
-    return norm_fwd(x, weight, inputs["bias"] if centered else None, EPS, centered=centered, **around)
+    bias = inputs.get("bias")
+    return norm_fwd(inputs["x"], inputs["weight"], bias, EPS, centered=bias is not None, **around)
 
 
-def _forward(centered: bool) -> Contender:
-    return Contender(lambda inputs: lambda: (_both(inputs, centered).y,))
+def _forward(inputs: Inputs) -> Run:
+    return lambda: (_ours(inputs).y,)
 
 
-def _add_forward(centered: bool) -> Contender:
-    def prepare(inputs: Inputs) -> Run:
-        return lambda: _both(inputs, centered, residual=inputs["residual"])[:2]
-
-    return Contender(prepare)
+def _add_forward(inputs: Inputs) -> Run:
+    return lambda: _ours(inputs, residual=inputs["residual"])[:2]
 
 
-def _backward(centered: bool, stream: bool) -> Contender:
-    def prepare(inputs: Inputs) -> Run:
-        made = _both(inputs, centered)
-        dtype, dstream = inputs["x"].dtype, inputs["dstream"] if stream else None
+def _backward(inputs: Inputs) -> Run:
+    made, x, bias = _ours(inputs), inputs["x"], inputs.get("bias")
+    sums = {"dweight": x.dtype, "dbias": None if bias is None else x.dtype}
 
-        def call() -> Any:
-            dy, x, weight = inputs["dy"], inputs["x"], inputs["weight"]
-            back = norm_bwd(
-                dy, x, made.mean, made.rstd, weight, dstream=dstream, dweight=dtype, dbias=dtype if centered else None
-            )  # fmt: skip
-            return (back.dx, back.dweight, back.dbias) if centered else (back.dx, back.dweight)
+    def call() -> Any:
+        saved = (x, made.mean, made.rstd, inputs["weight"])
+        back = norm_bwd(inputs["dy"], *saved, dstream=inputs.get("dstream"), **sums)
+        return (back.dx, back.dweight) if bias is None else (back.dx, back.dweight, back.dbias)
 
-        return call
-
-    return Contender(prepare)
+    return call
 
 
-def _with_stream(function: Any) -> Any:
+def _with_stream(function: Callable[..., Tensor] | None) -> Any:
     """A norm and its input: with the gradients of both, that of the stream is added."""
-
-    def both(x: Tensor, **rest: Tensor) -> tuple[Tensor, Tensor]:
-        return function(x, **rest), x.view_as(x)
-
-    return both
+    return function and (lambda x, **rest: (function(x, **rest), x.view_as(x)))
 
 
-def _dropped() -> Contender:
+def _dropped(inputs: Inputs) -> Run:
     """Dropout, residual sum and LayerNorm in our kernel."""
-
-    def prepare(inputs: Inputs) -> Run:
-        def call() -> Any:
-            x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
-            made = norm_fwd(x, weight, bias, EPS, seed=inputs["seed"], p=P, residual=inputs["residual"])
-            return made.y, made.stream
-
-        return call
-
-    return Contender(prepare)
+    return lambda: _ours(inputs, seed=inputs["seed"], p=P, residual=inputs["residual"])[:2]
 
 
 def _same_mask(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    stream = (x * (1 / (1 - P))).masked_fill(drop_mask(seed, x.shape, P), 0) + residual
-    return layer(stream, weight, bias), stream
+    dropped = (x * (1 / (1 - P))).masked_fill(drop_mask(seed, x.shape, P), 0)
+    return add_norm(dropped, residual, weight, bias)
 
 
 def _own_mask(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
-    stream = F.dropout(x, P) + residual
-    return layer(stream, weight, bias), stream
+    return add_norm(F.dropout(x, P), residual, weight, bias)
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
@@ -138,70 +105,33 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def _of_shape(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone: bool, first: bool) -> Iterator[Case]:
-    device, dtype = sizes.device, sizes.dtype
     names = ("weight", "bias") if centered else ("weight",)
+    label, rms = f"{'LayerNorm' if centered else 'RMSNorm'} {M} x {N}", not centered
+    of = Kernels(sizes, M, {"M": M, "N": N}, sizes.compile_modes if first else ())
+    plain = {"liger": _liger if liger() else None, "quack": _quack if quack() and rms else None}
 
-    def make(*extra: str) -> Any:
-        def drawn(rows: int, seed: int) -> Inputs:
-            shapes = {"x": (rows, N), **dict.fromkeys(names, (N,)), **dict.fromkeys(extra, (rows, N))}
-            return normal(shapes, seed, device, dtype)
+    def shapes(*extra: str) -> Callable[[int], dict[str, tuple[int, ...]]]:
+        return lambda rows: {"x": (rows, N), **dict.fromkeys(names, (N,)), **dict.fromkeys(extra, (rows, N))}
 
-        return drawn
-
-    label = f"{'LayerNorm' if centered else 'RMSNorm'} {M} x {N}"
-    eager, its = (layer, _liger_layer) if centered else (rms, _liger_rms)
-    theirs = its if liger() else None
-    quacks = _quack_rms if quack() and not centered else None
-    common: dict[str, Any] = {
-        "dtype": dtype, "rows": M, "checked_rows": sizes.checked_rows, "shape": {"M": M, "N": N},
-    }  # fmt: skip
-    modes = sizes.compile_modes if first else ()
-    yield Case(
-        "norm forward", label, make=make(), priority=later, **common,
-        contenders={"seqfuse": _forward(centered), **peers_of(forward_of, eager, modes, liger=theirs, quack=quacks)},
-    )  # fmt: skip
     wanted = ("x", *names)
-    yield Case(
-        "norm backward", label, make=make("dy"), priority=later, **common,
-        contenders={
-            "seqfuse": _backward(centered, False),
-            **peers_of(lambda f: backward_of(f, wanted), eager, modes, liger=theirs, quack=quacks),
-        },
-    )  # fmt: skip
+    yield of.case("norm forward", label, later, shapes(), _forward, norm, others=plain)
+    yield of.case("norm backward", label, later, shapes("dy"), _backward, norm, wanted=wanted, others=plain)
     if alone:
         return
-    yield Case(
-        "norm backward + residual", label, make=make("dy", "dstream"), priority=later + 1, **common,
-        contenders={
-            "seqfuse": _backward(centered, True),
-            **peers_of(
-                lambda f: backward_of(_with_stream(f), wanted, ("dy", "dstream")), eager, modes, liger=theirs,
-                quack=quacks,
-            ),
-        },
+    yield of.case(
+        "norm backward + residual", label, later + 1, shapes("dy", "dstream"), _backward, _with_stream(norm),
+        wanted=wanted, douts=("dy", "dstream"), others={name: _with_stream(f) for name, f in plain.items()},
     )  # fmt: skip
-    both = add_layer if centered else add_rms
-    fused = {
-        "liger": _liger_add_rms if liger() and not centered else None,
-        "quack": _quack_add_rms if quack() and not centered else None,
-    }
-    yield Case(
-        "add + norm forward", label, make=make("residual"), priority=later, **common,
-        contenders={"seqfuse": _add_forward(centered), **peers_of(forward_of, both, modes, **fused)},
-    )  # fmt: skip
+    fused = {"liger": _liger_add if liger() and rms else None, "quack": _quack_add if quack() and rms else None}
+    yield of.case("add + norm forward", label, later, shapes("residual"), _add_forward, add_norm, others=fused)
     if centered:
-        yield _with_dropout(label, make("residual"), common, max(0, later - 2), modes)
 
+        def seeded(rows: int, seed: int) -> Inputs:
+            found = normal(shapes("residual")(rows), seed, sizes.device, sizes.dtype)
+            return {**found, "seed": seed_tensor(seed, sizes.device)}
 
-def _with_dropout(label: str, make: Any, common: dict[str, Any], priority: int, modes: tuple[str, ...]) -> Case:
-    def drawn(rows: int, seed: int) -> Inputs:
-        found = make(rows, seed)
-        return {**found, "seed": seed_tensor(seed, found["x"].device)}
-
-    peers = peers_of(forward_of, _own_mask, modes)
-    peers = {name: Contender(peer.prepare, checked=False) for name, peer in peers.items()}
-    same = forward_of(_same_mask)
-    return Case(
-        "dropout + add + norm", label, make=drawn, priority=priority, **common,
-        contenders={"seqfuse": _dropped(), **peers}, unfused=same, exact=same,
-    )  # fmt: skip
+        same = forward_of(_same_mask)
+        yield of.case(
+            "dropout + add + norm", label, max(0, later - 2), shapes(), _dropped, _own_mask, checked=False, make=seeded,
+            unfused=same, exact=same,
+        )  # fmt: skip

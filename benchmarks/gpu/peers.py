@@ -6,10 +6,11 @@ choice.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from .case import Contender, Inputs, Run
+from .case import Case, Contender, Inputs, Run
+from .draw import normal
+from .sizes import Sizes
 
 DISTRIBUTIONS = {"liger": "liger-kernel", "quack": "quack-kernels"}
 
@@ -89,25 +92,6 @@ def backward_of(function: Function, wanted: Sequence[str], douts: Sequence[str] 
     return Contender(prepare)
 
 
-def both_of(function: Function, wanted: Sequence[str], douts: Sequence[str] = ("dy",)) -> Contender:
-    """Results of `function(**inputs)` and gradients of `wanted`."""
-
-    def prepare(inputs: Inputs) -> Run:
-        leaves, rest = _leaves(inputs, wanted, douts)
-
-        def call() -> Sequence[Tensor]:
-            outputs = several(function(**leaves, **rest))
-            return *outputs, *torch.autograd.grad(outputs, list(leaves.values()), [inputs[d] for d in douts])
-
-        return call
-
-    def forward(inputs: Inputs) -> Any:
-        leaves, rest = _leaves(inputs, wanted, douts)
-        return function(**leaves, **rest)
-
-    return Contender(prepare, forward)
-
-
 def _leaves(inputs: Inputs, wanted: Sequence[str], douts: Sequence[str]) -> tuple[Inputs, Inputs]:
     leaves = {name: inputs[name].detach().requires_grad_() for name in wanted}
     return leaves, {name: t for name, t in inputs.items() if name not in leaves and name not in douts}
@@ -123,11 +107,59 @@ def compiled(function: Any, mode: str = "default") -> Any:
     return torch.compile(function, dynamic=False, mode=None if mode == "default" else mode)
 
 
-def peers_of(
-    make: Callable[[Function], Contender], eager: Function, modes: Sequence[str], **others: Function | None
-) -> dict[str, Contender]:
-    """Eager, `torch.compile` in its first mode, and the other peers that are there."""
-    found = {"eager": make(eager)}
-    if modes:
-        found["compile"] = make(compiled(eager, modes[0]))
-    return found | {name: make(function) for name, function in others.items() if function is not None}
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What rows of one kernel and shape share.
+
+    Args:
+        sizes: of all rows.
+        rows: of the timed inputs.
+        shape: numbers for tables.
+        modes: of `torch.compile`, as a peer; those of `sizes` if left out.
+        checked_rows: on which the numeric rule is asked; those of `sizes` if left out.
+    """
+
+    sizes: Sizes
+    rows: int
+    shape: dict[str, Any]
+    modes: Sequence[str] | None = None
+    checked_rows: int | None = None
+
+    def case(
+        self, group: str, name: str, priority: int, shapes: Callable[[int], dict[str, tuple[int, ...]]],
+        ours: Callable[[Inputs], Run], eager: Function, *, wanted: Sequence[str] = (), douts: Sequence[str] = ("dy",),
+        checked: bool = True, others: Mapping[str, Function | None] | None = None, **rest: Any,
+    ) -> Case:  # fmt: skip
+        """A row: ours beside eager, `torch.compile` in its first mode, and the others that are there.
+
+        Args:
+            group: rows of one kind.
+            name: of the row.
+            priority: of the row.
+            shapes: by names, of the inputs of so many rows.
+            ours: for one set of inputs, what is timed.
+            eager: the same function of the inputs in torch; of a row with gradients, its forward pass.
+            wanted: inputs whose gradients the row is of; without any it is a forward pass.
+            douts: incoming gradients.
+            checked: whether peers are compared.
+            others: functions of peers, `None` where a peer is not there.
+            rest: of the `Case`.
+        """
+        sizes = self.sizes
+        modes = sizes.compile_modes if self.modes is None else self.modes
+        functions = {"eager": eager, **({"compile": compiled(eager, modes[0])} if modes else {}), **(others or {})}
+        peers = {
+            name: backward_of(function, wanted, douts) if wanted else forward_of(function)
+            for name, function in functions.items()
+            if function is not None
+        }
+
+        def make(rows: int, seed: int) -> Inputs:
+            return normal(shapes(rows), seed, sizes.device, sizes.dtype)
+
+        contenders = {n: dataclasses.replace(c, checked=checked) for n, c in peers.items()}
+        known = {"make": make, "checked_rows": self.checked_rows or sizes.checked_rows, "shape": self.shape, **rest}
+        return Case(
+            group, name, sizes.dtype, rows=self.rows, contenders={"seqfuse": Contender(ours), **contenders},
+            priority=priority, **known,
+        )  # fmt: skip

@@ -159,7 +159,6 @@ def test_over_shared_memory_depends_on_the_target() -> None:
 
 
 def test_the_table_ends_with_what_was_found() -> None:
-    pytest.importorskip("rich")
     command = ["benchmarks/kernels_table.py", "_device", "--targets", "sm_90", "--only", "bf16 (2|8)$"]
     done = Script(*command, folder=ROOT, bare=True).done()
     last = done.stdout.strip().splitlines()[-1]
@@ -168,7 +167,6 @@ def test_the_table_ends_with_what_was_found() -> None:
 
 
 def test_a_module_and_target_is_recorded_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import kernels_table
     import record
