@@ -52,17 +52,11 @@ class Case:
         least = self.least or fewest(*self.inputs, *outputs)
         moved, cached, partials = _split(traffic)
         return {
-            "kernel": self.kernel,
-            "what": self.what,
-            "shape": self.shape,
-            "launches": len(traffic.launches),
-            "fewest": least,
-            "moved": moved,
-            "cached": cached,
-            "partials": partials,
+            "kernel": self.kernel, "what": self.what, "shape": self.shape, "launches": len(traffic.launches),
+            "fewest": least, "moved": moved, "cached": cached, "partials": partials,
             "outside": sum(launch.outside for launch in traffic.launches),
             "written_twice": sum(m.stored - m.stored_once for one in traffic.launches for m in one.arguments.values()),
-        }
+        }  # fmt: skip
 
 
 def _split(traffic: Traffic) -> tuple[int, int, int]:
@@ -97,34 +91,31 @@ def pointwise_cases() -> Iterator[Case]:
     from seqfuse.kernels import pointwise as k
     from seqfuse.kernels.activations import ACTIVATIONS
 
-    gelu, silu = ACTIVATIONS["gelu"], ACTIVATIONS["silu"]
+    gelu, silu = k.act(ACTIVATIONS["gelu"]), ACTIVATIONS["silu"]
+    dgelu, sums, drop = k.dact(ACTIVATIONS["gelu"]), k.column_sum(), k.dropout(0.1)
     x, other, packed = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS), drawn(ROWS, 2 * COLUMNS)
     row, row2, seed = drawn(COLUMNS), drawn(2 * COLUMNS), torch.tensor(1)
-    chains: tuple[tuple[str, Tensor, k.Chain, tuple[Tensor, ...], bool], ...] = (
-        ("gelu", x, k.Chain(k.act(gelu)), (), True),
-        ("bias, gelu", x, k.Chain(k.bias(), k.act(gelu)), (row,), True),
-        ("bias, gelu, pre-activation", x, k.Chain(k.bias(), k.store(), k.act(gelu)), (row,), True),
-        ("swiglu", packed, k.Chain(k.gated(silu)), (), True),
-        ("bias, swiglu, [gate; up]", packed, k.Chain(k.bias(), k.store(), k.gated(silu)), (row2,), True),
-        ("scale, add", x, k.Chain(k.scale(0.5), k.add()), (other,), True),
-        ("dropout, add", x, k.Chain(k.dropout(0.1), k.add()), (seed, other), True),
-        ("bias, dropout, add", x, k.Chain(k.bias(), k.dropout(0.1), k.add()), (row, seed, other), True),
-        ("d gelu", x, k.Chain(k.dact(gelu)), (other,), True),
-        ("d gelu, d bias", x, k.Chain(k.dact(gelu), k.column_sum()), (other,), True),
-        ("d gelu, d bias, gelu again", x, k.Chain(k.emit(gelu), k.dact(gelu), k.column_sum()), (other, other), True),
-        ("d dropout, d gelu, d bias", x, k.Chain(k.dropout(0.1), k.dact(gelu), k.column_sum()), (seed, other), True),
-        ("d swiglu, d bias", x, k.Chain(k.dgated(silu), k.column_sum()), (packed,), True),
-        ("d dropout, d bias", x, k.Chain(k.dropout(0.1), k.column_sum()), (seed,), True),
-        ("add, d dropout, d bias", x, k.Chain(k.add(), k.store(), k.dropout(0.1), k.column_sum()), (other, seed), True),
-        ("d bias alone", x, k.Chain(k.column_sum()), (), False),
+    chains: tuple[tuple[str, Tensor, tuple[Any, ...], tuple[Tensor, ...]], ...] = (
+        ("gelu", x, (gelu,), ()),
+        ("bias, gelu", x, (k.bias(), gelu), (row,)),
+        ("bias, gelu, pre-activation", x, (k.bias(), k.store(), gelu), (row,)),
+        ("swiglu", packed, (k.gated(silu),), ()),
+        ("bias, swiglu, [gate; up]", packed, (k.bias(), k.store(), k.gated(silu)), (row2,)),
+        ("scale, add", x, (k.scale(0.5), k.add()), (other,)),
+        ("dropout, add", x, (drop, k.add()), (seed, other)),
+        ("bias, dropout, add", x, (k.bias(), drop, k.add()), (row, seed, other)),
+        ("d gelu", x, (dgelu,), (other,)),
+        ("d gelu, d bias", x, (dgelu, sums), (other,)),
+        ("d gelu, d bias, gelu again", x, (k.emit(ACTIVATIONS["gelu"]), dgelu, sums), (other, other)),
+        ("d dropout, d gelu, d bias", x, (drop, dgelu, sums), (seed, other)),
+        ("d swiglu, d bias", x, (k.dgated(silu), sums), (packed,)),
+        ("d dropout, d bias", x, (drop, sums), (seed,)),
+        ("add, d dropout, d bias", x, (k.add(), k.store(), drop, sums), (other, seed)),
+        ("d bias alone", x, (sums,), ()),
     )
-    for what, source, chain, operands, result in chains:
-        yield Case(
-            "pointwise", what, (ROWS, COLUMNS), [source, *operands],
-            lambda source=source, chain=chain, operands=operands, result=result: k.pointwise(
-                source, chain, operands, result=result
-            ),
-        )  # fmt: skip
+    for what, source, steps, operands in chains:
+        run = functools.partial(k.pointwise, source, k.Chain(*steps), operands, result="alone" not in what)
+        yield Case("pointwise", what, (ROWS, COLUMNS), [source, *operands], run)
 
 
 def norm_cases() -> Iterator[Case]:
@@ -136,50 +127,27 @@ def norm_cases() -> Iterator[Case]:
     for rows, N in ((ROWS, COLUMNS), (3, WIDE)):
         x, dy, other = (drawn(rows, N) for _ in range(3))
         weight, bias, branch = (drawn(N) for _ in range(3))
-        mean, rstd = torch.zeros(rows), torch.ones(rows)
         before: dict[str, Any] = {"pre_bias": branch, "seed": seed, "p": 0.1, "residual": other}
-        after: dict[str, Any] = {
-            "dstream": other, "seed": seed, "p": 0.1, "dbranch": True, "dpre_bias": bf16,
-        }  # fmt: skip
+        after: dict[str, Any] = {"dstream": other, "seed": seed, "p": 0.1, "dbranch": True, "dpre_bias": bf16}
         for kernel, centered in (("layernorm", True), ("rmsnorm", False)):
             parameters = (weight, bias if centered else None)
-            stats = (mean if centered else None, rstd)
-            forward = functools.partial(norm_fwd, centered=centered)
-            sums: dict[str, Any] = {"dweight": bf16} | ({"dbias": bf16} if centered else {})
-
-            def case(
-                what: str,
-                inputs: tuple[Tensor | None, ...],
-                run: Callable[..., Any],
-                *args: Any,
-                kernel: str = kernel,
-                shape: tuple[int, int] = (rows, N),
-                **named: Any,
-            ) -> Case:
-                return Case(kernel, what, shape, [t for t in inputs if t is not None], lambda: run(*args, **named))
-
-            yield case("forward", (x, *parameters), forward, x, *parameters, 1e-5)
-            yield case("forward, gelu", (x, *parameters), forward, x, *parameters, 1e-5, act=gelu)
-            yield case(
-                "bias, dropout, add, forward",
-                (x, *parameters, branch, seed, other),
-                forward,
-                x,
-                *parameters,
-                1e-5,
-                **before,
-            )
-            read = (dy, x, *stats, weight)
-            yield case("backward", read, norm_bwd, dy, x, *stats, weight, **sums)
-            yield case("backward, dx alone", read, norm_bwd, dy, x, *stats, weight)
-            yield case(
-                "backward, d gelu", (dy, x, *stats, *parameters), norm_bwd, dy, x, *stats, *parameters, act=gelu, **sums
-            )
-            yield case("backward, add", (*read, other), norm_bwd, dy, x, *stats, weight, dstream=other, **sums)
-            yield case(
-                "backward, add, d dropout, d bias", (*read, other, seed), norm_bwd, dy, x, *stats, weight, **sums,
-                **after,
+            read = (dy, x, torch.zeros(rows) if centered else None, torch.ones(rows), weight)
+            forward = functools.partial(norm_fwd, x, *parameters, 1e-5, centered=centered)
+            sums = dict.fromkeys(("dweight", "dbias") if centered else ("dweight",), bf16)
+            back = functools.partial(norm_bwd, *read)
+            every: tuple[tuple[str, tuple[Tensor | None, ...], Callable[..., Any]], ...] = (
+                ("forward", (x, *parameters), forward),
+                ("forward, gelu", (x, *parameters), functools.partial(forward, act=gelu)),
+                ("bias, dropout, add, forward", (x, *parameters, branch, seed, other),
+                 functools.partial(forward, **before)),
+                ("backward", read, functools.partial(back, **sums)),
+                ("backward, dx alone", read, back),
+                ("backward, d gelu", (*read, parameters[1]), functools.partial(back, parameters[1], act=gelu, **sums)),
+                ("backward, add", (*read, other), functools.partial(back, dstream=other, **sums)),
+                ("backward, add, d dropout, d bias", (*read, other, seed), functools.partial(back, **sums, **after)),
             )  # fmt: skip
+            for what, inputs, run in every:
+                yield Case(kernel, what, (rows, N), [t for t in inputs if t is not None], run)
 
 
 def heads_cases() -> Iterator[Case]:
@@ -188,33 +156,26 @@ def heads_cases() -> Iterator[Case]:
 
     heads, kv_heads, size = 4, 2, 64
     width, known = (heads + 2 * kv_heads) * size, heads + kv_heads
-    x, bias, positions = drawn(ROWS, width), drawn(width), torch.arange(ROWS)
-    gains = [drawn(size), drawn(size)]
-    rstd, bf16 = torch.ones(ROWS, known), torch.bfloat16
+    x, dy, bias, positions = drawn(ROWS, width), drawn(ROWS, width), drawn(width), torch.arange(ROWS)
+    gains, rstd, bf16 = [drawn(size), drawn(size)], torch.ones(ROWS, known), torch.bfloat16
     turn = k.Rotation("half", size)
     angles = k.frequencies_of(turn, x.device)
     weights: dict[str, Any] = dict(zip(("q_weight", "k_weight"), gains, strict=True))
-    norm: dict[str, Any] = {"norm_eps": 1e-6, **weights}
-    before: dict[str, Any] = {"x": x, "rstd": rstd, **weights}
+    norm: dict[str, Any] = {"bias": bias, "norm_eps": 1e-6, **weights}
     sums: dict[str, Any] = {"dbias": bf16, "dq_weight": bf16, "dk_weight": bf16}
-    forward: tuple[tuple[str, list[Tensor], dict[str, Any]], ...] = (
-        ("rotation", [x, angles], {}),
-        ("rotation, positions", [x, angles, positions], {"positions": positions}),
-        ("bias, norm, rotation", [x, angles, bias, *gains], {"bias": bias, **norm}),
-        ("bias, norm, rotation, x + bias", [x, angles, bias, *gains], {"bias": bias, "store": True, **norm}),
-    )
-    for what, inputs, named in forward:
-        run = functools.partial(k.rope_fwd, x, heads, kv_heads, turn, **named)
-        yield Case("rope", what, (ROWS, width), inputs, run)
-    dy = drawn(ROWS, width)
-    backward: tuple[tuple[str, list[Tensor], dict[str, Any]], ...] = (
-        ("d rotation", [dy, angles], {}),
-        ("d rotation, d bias", [dy, angles], {"dbias": bf16}),
-        ("d rotation, d norm, d bias, d gains", [dy, angles, x[:, : known * size], rstd, *gains], {**before, **sums}),
-    )
-    for what, inputs, named in backward:
-        run = functools.partial(k.rope_bwd, dy, heads, kv_heads, turn, **named)
-        yield Case("rope", what, (ROWS, width), inputs, run)
+    both: tuple[tuple[str, Callable[..., Any], list[Tensor], dict[str, Any]], ...] = (
+        ("rotation", k.rope_fwd, [x], {}),
+        ("rotation, positions", k.rope_fwd, [x, positions], {"positions": positions}),
+        ("bias, norm, rotation", k.rope_fwd, [x, bias, *gains], norm),
+        ("bias, norm, rotation, x + bias", k.rope_fwd, [x, bias, *gains], {"store": True, **norm}),
+        ("d rotation", k.rope_bwd, [dy], {}),
+        ("d rotation, d bias", k.rope_bwd, [dy], {"dbias": bf16}),
+        ("d rotation, d norm, d bias, d gains", k.rope_bwd, [dy, x[:, : known * size], rstd, *gains],
+         {"x": x, "rstd": rstd, **weights, **sums}),
+    )  # fmt: skip
+    for what, function, inputs, named in both:
+        run = functools.partial(function, inputs[0], heads, kv_heads, turn, **named)
+        yield Case("rope", what, (ROWS, width), [*inputs, angles], run)
 
 
 def attention_cases() -> Iterator[Case]:
@@ -236,16 +197,13 @@ def attention_cases() -> Iterator[Case]:
         of_keys = functools.partial(of_rows, turned=True)
         rows, shape = H * S * D * element, (S, H * D)
         tiles = 2 * rows + lse.nbytes + 2 * H * of_rows(fwd.m, fwd.n) * D * element
-        yield Case(
-            "attention", f"forward{named}", shape, [q, key, value],
-            functools.partial(run, k.attention_fwd, q, key, value, **limits), tiles=tiles,
-        )  # fmt: skip
+        forward = functools.partial(run, k.attention_fwd, q, key, value, **limits)
+        yield Case("attention", f"forward{named}", shape, [q, key, value], forward, tiles=tiles)
         tiles = 4 * rows + lse.nbytes + 2 * H * of_rows(dq.m, dq.n) * D * element
         tiles += 4 * key.nbytes + H * of_keys(dkv.n, dkv.m) * (2 * D * element + lse.element_size())
-        yield Case(
-            "attention", f"backward{named}", shape, [dy, q, key, value, y, lse],
-            functools.partial(run, k.attention_bwd, dy, q, key, value, y, lse, out, **limits), tiles=tiles,
-        )  # fmt: skip
+        given = [dy, q, key, value, y, lse]
+        backward = functools.partial(run, k.attention_bwd, *given, out, **limits)
+        yield Case("attention", f"backward{named}", shape, given, backward, tiles=tiles)
 
 
 def _read(length: int, block: int, other: int, *, causal: bool, window: int, turned: bool = False) -> int:
@@ -268,28 +226,20 @@ def decode_cases() -> Iterator[Case]:
     lengths, q, new = torch.tensor([300, 77]), drawn(B, H, D), drawn(B, 1, D)
     x, turn = drawn(B, (H + 2) * D), rope.Rotation("half", D)
     angles = rope.frequencies_of(turn, x.device)
-    for kind in (torch.bfloat16, torch.int8):
+    for kind, name in ((torch.bfloat16, ""), (torch.int8, ", int8")):
         keys, values = (torch.ones(B, 1, most, D, dtype=kind) for _ in range(2))
         scales = [torch.ones(B, 1, most) for _ in range(2 * (kind is torch.int8))]
         caches: dict[str, Any] = {"k": keys, "v": values, "lengths": lengths}
         caches |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
         row = 2 * (D * keys.element_size() + 4 * len(scales) // 2)  # of both caches
-        name = "" if kind is torch.bfloat16 else ", int8"
-        yield Case(
-            "decode", f"attention{name}", (most, H * D), [],
-            lambda caches=caches: (k.decode_attention(q, **caches),),
-            least=2 * q.nbytes + lengths.nbytes + int(lengths.sum()) * row,
-        )  # fmt: skip
-        yield Case(
-            "decode", f"write{name}", (most, H * D), [],
-            lambda caches=caches: (k.cache_write(new, new, **caches),),
-            least=2 * new.nbytes + lengths.nbytes + B * row,
-        )  # fmt: skip
-        yield Case(
-            "decode", f"rotation, write{name}", (most, H * D), [],
-            lambda caches=caches: (rope.rope_write(x, H, 1, turn, **caches),),
-            least=x.nbytes + q.nbytes + angles.nbytes + lengths.nbytes + B * row,
-        )  # fmt: skip
+        read, written = 2 * q.nbytes + lengths.nbytes + int(lengths.sum()) * row, lengths.nbytes + B * row
+        for what, function, given, least in (
+            ("attention", k.decode_attention, (q,), read),
+            ("write", k.cache_write, (new, new), 2 * new.nbytes + written),
+            ("rotation, write", rope.rope_write, (x, H, 1, turn), x.nbytes + q.nbytes + angles.nbytes + written),
+        ):
+            run = functools.partial(function, *given, **caches)
+            yield Case("decode", f"{what}{name}", (most, H * D), [], lambda run=run: (run(),), least=least)
 
 
 def main() -> None:
