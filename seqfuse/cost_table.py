@@ -193,11 +193,11 @@ def load(path: Path, machine: Machine) -> dict[str, Measurement]:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {error}") from None
     try:
         given, entries = document["machine"], {key: Measurement(**one) for key, one in document["entries"].items()}
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"it is no table of measurements: {error}") from None
+        raise ValueError(f"it is not a table of measurements: {error}") from None
     if given != dataclasses.asdict(machine):
         raise ValueError(f"it was measured on another machine or with other versions, {given}")
     return entries

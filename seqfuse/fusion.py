@@ -138,7 +138,7 @@ class FusedOperation:
                 if name not in records:
                     if not name.startswith("d_"):
                         slots = [s.name for s in cls.slots]
-                        fault = f"bwd names {name!r}, which is no slot ({', '.join(slots)}) and no d_<output>"
+                        fault = f"bwd names {name!r}, which is not a slot ({', '.join(slots)}) or d_<output>"
                         if name in slots:
                             fault = f"bwd names slot {name!r}; it reads the fusion's own Saved, as saved.<field>"
                         raise definition_error(cls, fault, "def bwd" if name in slots else name)

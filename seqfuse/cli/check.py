@@ -97,7 +97,7 @@ def _fusion(
     target: Target, fusion: type[FusedOperation], x: Tensor, seed: int, dtypes: Sequence[torch.dtype]
 ) -> CheckResult:
     if fusion.is_contract:
-        raise Unable(f"{target.name} is no fusion but a base of fusions")
+        raise Unable(f"{target.name} is a base class of fusions, not a fusion")
     name = f"testing.check_fusion {fusion.__name__}"
     if fusion.kernels and Env.of(x.device).kernels not in fusion.kernels:
         hint = "; TRITON_INTERPRET=1 runs Triton kernels on a CPU, slowly" if x.device.type == "cpu" else ""

@@ -117,7 +117,7 @@ class Spec:
                 return torch.randn(self.shape, generator=generator).to(device, self.dtype)
             return torch.randint(below, self.shape, generator=generator, dtype=self.dtype).to(device)
         except (RuntimeError, MemoryError) as error:
-            raise Unable(f"no {self} can be made on {device}: {str(error).partition(chr(10))[0]}") from error
+            raise Unable(f"{self} cannot be made on {device}: {str(error).partition(chr(10))[0]}") from error
 
 
 def spec(text: str, default: str | None = None) -> Spec:
@@ -128,7 +128,7 @@ def spec(text: str, default: str | None = None) -> Spec:
     """
     found = _SPEC.fullmatch(text)
     if found is None:
-        raise Unable(f"{text!r} is no input: write the shape and, if it is not float32, the dtype, such as 8x1024:bf16")
+        raise Unable(f"{text!r} is not an input: write a shape and a dtype (default float32), such as 8x1024:bf16")
     sizes, kind = found[1].split("x"), dtype(found[2] or default or "float32")
     if max(map(len, sizes)) > 18 or math.prod(max(1, int(size)) for size in sizes) * kind.itemsize >= MOST:
         raise Unable(f"{text if len(text) < 60 else text[:57] + '...'} has more bytes than a tensor can have")
@@ -139,7 +139,7 @@ def channel(text: str, default: str | None = None) -> tuple[str, Spec]:
     """An extra input written as `residual=8x1024:bf16`, its dtype as that of an input."""
     name, equals, rest = text.partition("=")
     if not equals or not name.isidentifier():
-        raise Unable(f"{text!r} is no channel: write its name and the tensor, such as residual=8x1024:bf16")
+        raise Unable(f"{text!r} is not a channel: write its name and the tensor, such as residual=8x1024:bf16")
     return name, spec(rest, default)
 
 
@@ -186,9 +186,7 @@ def device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     Env.of(name)  # raises for what is no device
     if is_elsewhere(name):
-        raise Unable(
-            f"{name} describes a machine that need not be here, and this command runs on one: cpu, cuda, cuda:0"
-        )
+        raise Unable(f"{name} names an architecture, and this command runs on a device: cpu, cuda, cuda:0")
     found = torch.device(name)
     count = torch.cuda.device_count() if found.type == "cuda" else 1
     if found.type not in ("cpu", "cuda") or (found.index or 0) >= count:

@@ -40,7 +40,7 @@ def ending_of(as_json: bool, output: Path | None) -> str:
     """
     ending = ".json" if as_json else ".txt" if output is None else output.suffix or ".txt"
     if ending not in ENDINGS:
-        raise Unable(f"{output} says no form of a plan: end it with one of {', '.join(ENDINGS)}, or ask for --json")
+        raise Unable(f"{output} has no known ending: write one of {', '.join(ENDINGS)}, or ask for --json")
     return ending
 
 

@@ -40,10 +40,10 @@ def plan(
     """Show what is fused and why not more, here or for --device h100. A model without a Sequential is converted."""
     ending, on = ending_of(json, output), on or Under()
     if memory == FRONT and ending != ".txt":
-        raise Unable("--memory front is text alone: without it, JSON has the same numbers under choices")
+        raise Unable("--memory front prints text only; --json without it has the same numbers under choices")
     spec = None if input is None else on.spec(input)
     if on.channel and spec is None:
-        raise Unable("--channel says what enters beside the input: give --input, too")
+        raise Unable("--channel adds an argument to the input: give --input, too")
     model = on.build(target, spec)
     part = part_of(model, target, on.part)
     if not holds_sequence(part):

@@ -71,7 +71,7 @@ def load(name: str) -> Target:
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
-        raise Unable(f"{name!r} is no MODULE:NAME, such as package.module:build or path/to/file.py:build")
+        raise Unable(f"{name!r} is not MODULE:NAME, such as package.module:build or path/to/file.py:build")
     folder, module = os.getcwd(), where
     path = Path(where)
     if where.endswith(".py") or os.sep in where:
@@ -94,7 +94,7 @@ def _imported(module: str, file: Path | None) -> ModuleType:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            raise Unable(f"there is no module {module} here or among what is installed") from None
+            raise Unable(f"there is no module {module} in this folder or among the installed packages") from None
         raise Unable(f"importing {module} raised {said(error)}") from error
     except (Exception, SystemExit) as error:
         raise Unable(f"importing {module} raised {said(error)}") from error

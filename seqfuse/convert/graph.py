@@ -54,9 +54,10 @@ def spelled(node: Any) -> str | None:
 
 
 def name_of(node: Node) -> str:
-    """The name of a call, of torch or of anybody else."""
+    """The name of a call as the model spells it, of torch or of anybody else."""
     target: Any = getattr(node.target, "overloadpacket", node.target)
-    return spelled(node) or getattr(target, "__name__", str(target))
+    name = spelled(node) or getattr(target, "__name__", str(target))
+    return node.meta.get(NAMED, name) if name in ("matmul", "linear") else name
 
 
 _POSITIONAL = {
@@ -303,6 +304,9 @@ def ahead(node: Node, names: set[str]) -> Node | None:
 
 WRITTEN = "seqfuse_written"
 """What notes of a node that a matcher wrote it, for what it raises; it need not run if nobody reads it."""
+
+NAMED = "seqfuse_named"
+"""Where a GEMM that is written for an `einsum` or `bmm` notes that name, for reports."""
 
 PATH = "seqfuse_path"
 """Where a node notes the path of the module that it was called in, if that is known."""

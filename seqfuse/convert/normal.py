@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .effects import State, are_changed, in_place, leave, states
-from .graph import WRITTEN, argument, back, example, is_fixed, same_shape, spelled
+from .graph import NAMED, WRITTEN, argument, back, example, is_fixed, same_shape, spelled
 
 
 class Writer:
@@ -49,6 +49,8 @@ class Writer:
         self.added.append(made)
         made.meta = {key: value for key, value in self.node.meta.items() if key not in ("example_value", "val")}
         made.meta[WRITTEN] = True
+        if spelled(made) in ("matmul", "linear") and spelled(self.node) in ("einsum", "bmm", "baddbmm"):
+            made.meta[NAMED] = spelled(self.node)
         given: Any = map_arg((args, kwargs), _value)
         run: Any = target if kind == "call_function" else getattr(torch.Tensor, target)
         with contextlib.ExitStack() as stack:

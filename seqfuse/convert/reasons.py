@@ -64,7 +64,7 @@ class Left:
 def left_in(graph: Graph, reasons: Mapping[Node, str], allowed: Callable[[Node], bool]) -> tuple[Left, ...]:
     """The calls of a graph that are worth a line, with the reason that was found, or that is in their form."""
     return tuple(
-        Left(name_of(n), kind, owner(n), reasons.get(n) or (_form(name_of(n), kind) if allowed(n) else NOT_ALLOWED))
+        Left(name_of(n), kind, owner(n), reasons.get(n) or (_form(n, kind) if allowed(n) else NOT_ALLOWED))
         for n in graph.nodes
         if (kind := _kind(n, n in reasons)) is not None
     )
@@ -75,7 +75,7 @@ def _kind(node: Node, explained: bool) -> str | None:
     name = name_of(node) if node.op in ("call_function", "call_method") else ""
     if explained and name == "softmax":
         return "attention"
-    if name == "einsum" and not _contracts(node):
+    if spelled(node) == "einsum" and not _contracts(node):
         return None
     if name == "normalize" and argument(node, 1, "p", 2.0) != 2:  # shares of a sum
         return None
@@ -108,23 +108,26 @@ def kind_of(module: nn.Module) -> str | None:
     return "activation" if where.endswith((".activation", ".activations")) else None
 
 
-def _form(name: str, kind: str) -> str:
+def _form(node: Node, kind: str) -> str:
+    name = spelled(node) or name_of(node)
     return _FORMS.get(name, f"no operation matches {name}" + (" here" if kind == "attention" else ""))
 
 
 NOT_ALLOWED = "left out by filter_fn"
 
 _FORMS = {
-    "linear": "its weight and bias are no tensors of fixed sizes, or its input is no tensor of floating-point numbers",
-    "addmm": "it is no x.view(-1, n) times a parameter, viewed as the other dimensions of x again",
-    "matmul": "neither is a parameter of two dimensions on the right, and they are not part of attention",
+    "linear": "its weight and bias are not tensors of fixed sizes, or its input is not floating point",
+    "addmm": "it is not x.view(-1, n) times a parameter, viewed as the dimensions of x again",
+    "matmul": "its right operand is not a 2-D parameter, and it is not part of attention",
     "_transformer_encoder_layer_fwd": (
         "torch's own fast path of nn.TransformerEncoderLayer in eval() without gradients: leave it off by "
         "torch.backends.mha.set_fastpath_enabled(False) before the first call"
     ),
     "layer_norm": "it normalizes more than the last dimension, or has a bias and no weight",
     "rms_norm": "it normalizes more than the last dimension",
-    **dict.fromkeys(("gelu", "silu", "relu", "tanh", "sigmoid"), "it changes its input in place, or that is no float"),
+    **dict.fromkeys(
+        ("gelu", "silu", "relu", "tanh", "sigmoid"), "it changes its input in place, or its input is not floating point"
+    ),
 }
 """Which form a call has that operations stand for otherwise."""
 

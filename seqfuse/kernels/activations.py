@@ -426,7 +426,7 @@ def activation_of(text: str) -> Any:
         ValueError: for one that this process knows nothing by.
     """
     if text not in _TEXTS:
-        raise ValueError(f"{text!r} is no activation that this process knows; ours are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"{text!r} is not an activation of this process; known are {', '.join(ACTIVATIONS)}")
     return _TEXTS[text]
 
 

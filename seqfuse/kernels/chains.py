@@ -209,7 +209,7 @@ def parse(text: str) -> Chain:
         elif kind == "dropout" and len(arguments) == 2:
             steps.append(dropout(float(arguments[0]), arguments[1] == "1"))
         else:
-            raise ValueError(f"{part!r} is no step of a chain")
+            raise ValueError(f"{part!r} is not a step of a chain")
     return Chain(*steps)
 
 

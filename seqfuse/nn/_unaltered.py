@@ -93,7 +93,7 @@ class _Comparison:
         if fresh is None:
             yield "is a parameter that was added"
         elif given is None:
-            yield "is no parameter any more"
+            yield "is not a parameter any more"
         elif type(given) is not nn.Parameter:
             yield f"is {_of(given)}, no plain parameter"
         elif given.shape != fresh.shape:

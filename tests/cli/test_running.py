@@ -76,7 +76,7 @@ def test_a_file_of_the_users_that_is_no_table_is_refused(cli: Cli, tmp_path: Pat
     own.write_text("print('mine')")
     done = cli("tune", "M:build", "--input", "8x16", "--file", "own.py", "--modes", "eval", "--device", "cpu")
     assert (done.status, done.out) == (2, "")
-    assert "own.py holds no measurements of this machine, and is left as it is: it is no JSON" in done.err
+    assert "own.py holds no measurements of this machine, and is left as it is: it is not JSON" in done.err
     assert own.read_text() == "print('mine')"
     done = cli("tune", "M:build", "--input", "8x16", "--file", "no/table.json", "--modes", "eval", "--device", "cpu")
     assert done.status == 2

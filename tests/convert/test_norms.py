@@ -146,7 +146,7 @@ NONE: dict[str, tuple[Normed, str, str]] = {
     "of another tensor": (lambda y, m: y / torch.sqrt(square(m.c(y)) + EPS), "sqrt", "not the tensor whose mean"),
     "centered, by a mean square": (lambda y, m: centered(y) / torch.sqrt(square(y) + EPS), "sqrt", "not the tensor"),
     "by a variance": (lambda y, m: y / torch.sqrt(variance(y) + EPS), "sqrt", "not the tensor whose mean square"),
-    "an eps of data": (lambda y, m: y / torch.sqrt(square(y) + m.w[:1] ** 2), "sqrt", "eps is no fixed number"),
+    "an eps of data": (lambda y, m: y / torch.sqrt(square(y) + m.w[:1] ** 2), "sqrt", "eps is not a fixed number"),
     "no mean": (lambda y, m: y * torch.rsqrt(y.pow(2) + EPS), "rsqrt", "not that of the mean square"),
 }  # fmt: skip
 

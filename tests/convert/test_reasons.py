@@ -42,7 +42,7 @@ ATTENTION: dict[str, tuple[Weigh, str]] = {
     ),
     "bent by tanh": (
         lambda q, k, v: (torch.tanh(scores(q, k)) * 3).softmax(-1) @ v,
-        "its scores are bent by tanh, which is no soft cap: that is cap * tanh(scores / cap)",
+        "its scores go through tanh, but not as a soft cap, cap * tanh(scores / cap)",
     ),
 }  # fmt: skip
 
@@ -71,7 +71,7 @@ STAYS: dict[str, tuple[Spelling, str, str]] = {
     ),
     "softplus": (lambda m, x: F.softplus(m.a(x)), "activation", "no operation matches softplus"),
     "layer_norm": (lambda m, x: F.layer_norm(m.a(x), (4, 8)), "norm", "it normalizes more than the last dimension"),
-    "matmul": (lambda m, x: m.a(x) @ m.b(x).mT, "GEMM", "neither is a parameter of two dimensions on the right"),
+    "matmul": (lambda m, x: m.a(x) @ m.b(x).mT, "GEMM", "its right operand is not a 2-D parameter"),
     "einsum": (
         lambda m, x: torch.einsum("bsh,h,oh->bso", x, m.w, m.a.weight), "GEMM", "no operation matches einsum"
     ),
@@ -83,6 +83,17 @@ STAYS: dict[str, tuple[Spelling, str, str]] = {
         "no operation matches grouped_mm_fallback",
     ),
 }  # fmt: skip
+
+
+def test_a_gemm_is_named_as_the_model_spells_it():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        return torch.bmm(torch.einsum("bsh,bth->bst", m.a(x), x).tanh(), x)
+
+    (graph,) = Replayed(More(spelling).double(), X).graphs
+    assert {(left.call, left.reason.partition(",")[0]) for left in graph.left if left.kind == "GEMM"} >= {
+        (call, "its right operand is not a 2-D parameter") for call in ("einsum", "bmm")
+    }
+    assert "matmul" not in graph.beside
 
 
 @torch.library.custom_op("seqfuse_tests::grouped_mm_fallback", mutates_args=())

@@ -118,7 +118,7 @@ LLAMA: dict[str, tuple[Callable[[Any], object], str]] = {
         at(Q, lambda m: setattr(m, "weight", nn.Parameter(torch.ones(64, 32)))),
         rf"{Q}.weight has shape \(64, 32\), not \(32, 32",
     ),
-    "no weight": (at(NORM, lambda m: setattr(m, "weight", None)), f"{NORM}.weight is no parameter any more"),
+    "no weight": (at(NORM, lambda m: setattr(m, "weight", None)), f"{NORM}.weight is not a parameter any more"),
     "a module beside": (
         at(MLP, lambda m: m.add_module("adapter", nn.Linear(2, 2))), f"{MLP}.adapter is a .*that was added"
     ),

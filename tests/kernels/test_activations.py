@@ -158,7 +158,7 @@ def test_operators_take_any_activation_by_its_text(device: torch.device) -> None
 
 def test_an_operator_refuses_an_unknown_activation(device: torch.device) -> None:
     x, weight = torch.randn(5, 7, device=device), torch.ones(7, device=device)
-    with pytest.raises(ValueError, match="is no activation that this process knows; ours are identity, relu"):
+    with pytest.raises(ValueError, match="is not an activation of this process; known are identity, relu"):
         torch.ops.seqfuse.norm(x, weight, None, 1e-5, act="swish")
 
 

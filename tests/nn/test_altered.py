@@ -103,7 +103,7 @@ ALTERED: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: m.set_submodule(NORM, nn.LayerNorm(24, elementwise_affine=False)), "elementwise_affine=False, not"
     ),
     "a norm without a bias": (
-        lambda m: m.set_submodule(f"{LAYER}.norm2", nn.LayerNorm(24, bias=False)), "norm2.bias is no parameter any more"
+        lambda m: m.set_submodule(f"{LAYER}.norm2", nn.LayerNorm(24, bias=False)), "norm2.bias is not a parameter any"
     ),
     "a norm of root mean squares": (lambda m: m.set_submodule(NORM, nn.RMSNorm(24)), f"{NORM} is a .*RMSNorm, not"),
     "the number of heads": (having(ATTN, num_heads=2), f"{ATTN} has head_dim=6, not 12"),

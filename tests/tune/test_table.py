@@ -208,7 +208,7 @@ def test_a_file_of_the_users_that_changes_while_it_is_in_use_is_not_written_over
     with cache_warnings() as caught:
         assert sf.tune(pair(Slow), X, modes="train", file=path).measured == 1
     assert len(caught) == 1
-    assert "kept in memory only: it is no JSON" in caught[0]
+    assert "kept in memory only: it is not JSON" in caught[0]
     assert path.read_text() == "theirs"
     assert slow_is_refused()
 

@@ -511,7 +511,7 @@ def test_parametrized_and_untraceable_parts_are_skipped_with_a_reason() -> None:
     odd = sf.Sequential(ops.Bias(4), Halve(), fusions=(Quick,))
     odd[0].bias = Own(torch.zeros(4))
     report = sf.tune(odd, X, modes="train")
-    assert report.skipped == ("the model 0-1: its parameters are no plain tensors, so that it runs unfused",)
+    assert report.skipped == ("the model 0-1: its parameters are not plain tensors, so it runs unfused",)
     assert report.rows == ()
 
 

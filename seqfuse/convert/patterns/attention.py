@@ -53,13 +53,13 @@ def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], nod
     Queries, keys and values that are not made by one `Linear`, or by several of one tensor, are read as they are.
     """
     if any(isinstance(number, Node) for number in how.values()):
-        return "its scale or dropout is no fixed number"
+        return "its scale or dropout is not a fixed number"
     parts = [_heads_of(part) for part in qkv]
     out = _joined(node) or Inner()
     if isinstance(out, Inner):
         e = example(node)
         if e is None or e.ndim != 4 or not is_fixed(e.shape[1], e.shape[3]):
-            return "its heads are no dimension of a fixed size"
+            return "its heads are not a dimension of fixed size"
         out.views.append(View(node, 0, e.shape[1], e.shape[3]))
     first = _from_one(parts, how, node)
     mask = limited(mask, how, qkv, by_hand=spelled(node) == "matmul", window=not isinstance(first, str))
@@ -263,7 +263,7 @@ def raise_attention_by_hand(node: Node) -> Found:
         return found
     q, k, masks = found.q, found.k, found.masks
     if any((m := example(t)) is None or not m.is_floating_point() for t, _ in masks):
-        return "what is added to its scores is no tensor of floating-point numbers"
+        return "the tensor added to its scores is not floating point"
     weights, dropout = node, 0.0
     while (following := ahead(weights, {*CASTS, "dropout"})) is not None:
         if spelled(following) == "dropout" and is_same(following) is None:

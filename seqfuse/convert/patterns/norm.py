@@ -111,7 +111,7 @@ def _called(node: Any) -> FoundNorm | str | None:
     if len(sizes) != 1 or not isinstance(sizes[0], int) or (weight is None and bias is not None):
         return None
     if not isinstance(eps, int | float) and (layer or eps is not None):
-        return "its eps is no fixed number"
+        return "its eps is not a fixed number"
     return FoundNorm(x, node, sizes[0], eps, "layer" if layer else "rms", weight, bias)
 
 
@@ -207,7 +207,7 @@ def _radicand(node: Any) -> tuple[_Average | None, float, str | None]:
     for eps, average in either(pair):
         if (found := _average(back(average))) is not None:
             number = isinstance(eps, int | float)
-            return found, float(eps) if number else 0.0, None if number else "its eps is no fixed number"
+            return found, float(eps) if number else 0.0, None if number else "its eps is not a fixed number"
     return None, 0.0, None
 
 

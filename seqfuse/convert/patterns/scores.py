@@ -53,7 +53,7 @@ def scores_behind(node: Any, how: dict[str, Any]) -> ScoreTerms | str:
         elif (capped := scaled(node)) is not None and spelled(narrow_of(capped[0])) == "tanh" and softcap is None:
             divided = scaled(narrow_of(capped[0]).args[0])
             if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6 or scale != 1:
-                return "its scores are bent by tanh, which is no soft cap: that is cap * tanh(scores / cap)"
+                return "its scores go through tanh, but not as a soft cap, cap * tanh(scores / cap)"
             node, softcap = divided[0], capped[1]
         elif (factor := scaled(node)) is not None:
             node, scale = factor[0], scale * factor[1]
