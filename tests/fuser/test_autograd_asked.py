@@ -14,7 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.run.node import MOST
 
+from .fusions import Calls
 from .kit_b import draw, randomize
 
 
@@ -28,6 +30,22 @@ def test_gradients_that_are_not_asked_for_are_not_computed():
         with FlopCounterMode(display=False) as counter:
             torch.autograd.grad(y, wanted, draw(3, 3))
         assert counter.get_total_flops() == flops
+    y = model(x)
+    with Calls() as calls:  # of what stands before, nothing runs
+        torch.autograd.grad(y, [model[2].weight], draw(3, 3))
+    assert calls.count("tanh_backward", "mm") == 1
+
+
+def test_of_many_ways_to_ask_for_gradients_no_more_are_kept_than_a_number():
+    model = sf.Sequential(*(ops.Bias(2) for _ in range(8)), ops.Tanh()).double()
+    y = model(draw(3, 2).requires_grad_())
+    (region,) = model._fuser.op_list().parts
+    ((segment, _),) = region.program.segments
+    sizes: list[int] = []
+    for names in itertools.islice(itertools.combinations(range(8), 4), MOST + 6):
+        torch.autograd.grad(y, [model[i].bias for i in names], draw(3, 2), retain_graph=True)
+        sizes.append(len(segment.codes))
+    assert sizes[-1] < max(sizes) <= MOST
 
 
 def test_gradients_are_those_of_the_whole_whichever_were_asked_for_before():

@@ -214,6 +214,24 @@ def test_a_graph_keeps_what_its_backward_needs_and_no_more() -> None:
     assert left() == []
 
 
+def test_a_channel_is_let_go_where_nothing_reads_it_any_more() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Watch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            left.append([ref() is not None for ref in seen])
+            seen.append(weakref.ref(x))
+            return x.clone()
+
+    model = sf.Sequential(ops.Scale(2.0), ops.Fork("skip"), Watch(), ops.Add("skip"), Watch(), ops.Tanh())
+    for _ in range(2):
+        left: list[list[bool]] = []
+        seen.clear()
+        with torch.no_grad():
+            model(tensor(3, 5))
+        assert left == [[], [False]]
+
+
 def test_a_plan_holds_its_model_to_measure_its_memory() -> None:
     model, x = fused(), tensor(3, 5)
     expected, plan, root = str(model.plan(x)), model.plan(x), weakref.ref(model)
