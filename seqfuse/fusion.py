@@ -47,6 +47,7 @@ class FusedOperation:
         casts: whether it takes account of a cast between its operations, as autocast has them; else refused there.
         quantized: whether it takes operations that a recipe quantizes; else refused there.
         any_dy: whether `bwd` takes dy in another dtype than that of y, as `UnfusedOperation.any_dy`.
+        separable: whether a backward fusion may run in two calls, as `UnfusedOperation.separable`.
         reorders: whether it multiplies in another order than the operations, as by a factor before a GEMM and not
             behind it: of numbers that are not finite it may then give NaN for Inf, and Inf for NaN.
         saves_memory: whether it saves less for the backward pass and takes longer: a candidate where a `Sequential` is
@@ -63,6 +64,7 @@ class FusedOperation:
     casts: ClassVar[bool] = False
     quantized: ClassVar[bool] = False
     any_dy: ClassVar[bool] = False
+    separable: ClassVar[bool] = False
     reorders: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()

@@ -179,6 +179,8 @@ class UnfusedOperation(FusableOperation):
         costly: whether y takes GEMMs, so that it is worth saving where what is around it runs again. A field x that
             `Saved` may have is then x itself.
         any_dy: whether `bwd` takes dy in another dtype than that of y. Else a gradient is cast before it is given.
+        separable: whether `bwd` computes nothing twice where the gradients of parameters are needed first and that of x
+            in a second call, so that tensors which the first reads need not be held in the second.
         redistribution: where this operation is a collective, how tensors are sharded before and after it.
         SavedQuantized: what `fwd` returns where it is given a `recipe`, of an operation whose GEMMs can be quantized:
             `fwd`, `bwd` and `reference` name `recipe` then, and `gemms` says their sizes. `operation.recipe = r` gives
@@ -202,6 +204,7 @@ class UnfusedOperation(FusableOperation):
     native: ClassVar[bool] = False
     autocast: Literal["lower", "float32", "promote", "same", "exchange"] | None = None
     any_dy: ClassVar[bool] = False
+    separable: ClassVar[bool] = False
     SavedQuantized: ClassVar[type[Saved]] = Saved
     costly: ClassVar[bool] = False
     redistribution: Redistribution | None = None

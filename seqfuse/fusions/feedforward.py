@@ -15,6 +15,7 @@ from ..hardware import STEP
 from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Add, Bias, Linear
+from ..ops._mm import addmm, mm
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._shared import (
@@ -110,8 +111,12 @@ class ActivationLinearJoint(JointFusion):
             asked = sums, again, "x" in needs, d.dtype
             kernel = self.decided((numbers_of(self.act), *asked), self._backward, *asked)
             row = () if bias is None else (bias,)
-            dx, *made = kernel(dgrad(d, saved.weight), *row, *(x,) * (1 + again))
-            h = made[0] if again else None
+            if again and "x" in needs and not main_grads and _worth_parts(d):
+                dx, grads["linear.weight"], *made = _in_parts(kernel, as_rows(d), saved.weight, row, as_rows(x))
+                dx = dx.view(x.shape)
+            else:
+                dx, *made = kernel(dgrad(d, saved.weight), *row, *(x,) * (1 + again))
+                h = made[0] if again else None
             if sums:
                 grads["bias.bias"] = made[-1]
         elif again:
@@ -145,3 +150,26 @@ class ActivationLinearJoint(JointFusion):
         steps += [*[(emit, *of)] * again, (dact, *of), *[("column_sum",)] * sums]
         given = [*[dtype] * again, *[row.dtype for _ in range(sums) if row is not None]]
         return pointwise_of()(chain_of(steps), None, given, result)
+
+
+PART = 1024
+"""Rows of which a CPU makes dh, h and dx at a time: they stay in its caches, and none of them is ever whole but dx."""
+
+
+def _worth_parts(d: Tensor) -> bool:
+    """Whether the backward pass runs part by part. Sums of 16-bit parts would be rounded once for each."""
+    rows = d.numel() // max(1, d.shape[-1])
+    return d.is_cpu and d.dtype.itemsize >= 4 and not torch.compiler.is_compiling() and rows >= 2 * PART
+
+
+def _in_parts(
+    kernel: Callable[..., Any], d: Tensor, weight: Tensor, row: tuple[Tensor, ...], x: Tensor
+) -> tuple[Tensor, ...]:
+    """dx, dweight and the sums over all rows of dx, made of some rows after the other. d: [M, N], x, dx: [M, F]."""
+    dx, sums = torch.empty_like(x, memory_format=torch.contiguous_format), ()
+    for at in range(0, len(x), PART):
+        own, part = d[at : at + PART], x[at : at + PART]
+        dx[at : at + PART], h, *made = kernel(mm(own, weight), *row, part, part)
+        found = mm(own.mT, h) if not sums else addmm(sums[0], own.mT, h), *made
+        sums = found[:1] + tuple(map(torch.add, sums[1:], made)) if sums else found
+    return dx, *sums

@@ -333,6 +333,7 @@ class BackwardLinearAdd(BackwardFusion):
 
     native_below = C_WORTHWHILE
     layout = "any"
+    separable = True
 
     def requires(self, env: Env) -> Requirements:
         return _addend_fits(self.linear, self.bias, env)
@@ -371,6 +372,7 @@ class BackwardMergedLinearAdd(BackwardFusion):
     linear: MergedLinear
 
     layout = "any"
+    separable = True
 
     def requires(self, env: Env) -> Requirements:
         yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
@@ -412,6 +414,7 @@ class BackwardLinearScale(BackwardFusion):
     second: Linear | Scale
 
     layout = "any"
+    separable = True
 
     @property
     def _linear(self) -> Linear:
@@ -461,6 +464,7 @@ class LinearBiasBackward(BackwardFusion):
 
     native_below = math.inf
     layout = "any"
+    separable = True
 
     def requires(self, env: Env) -> Requirements:
         yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"

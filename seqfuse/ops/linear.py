@@ -239,6 +239,7 @@ class Linear(Scaled, sf.UnfusedOperation):
 
     native = True
     costly = True
+    separable = True
     same_dtype = True
     autocast = "lower"
     bias: nn.Parameter | None

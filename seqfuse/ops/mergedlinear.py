@@ -73,6 +73,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         weight_inverses: tuple[Tensor, ...] = sf.field(for_="x")
 
     costly = True
+    separable = True
     same_dtype = True
     autocast = "lower"
 

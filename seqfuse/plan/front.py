@@ -163,7 +163,11 @@ class Front:
         """
         if b <= self._live or any(a <= p < b for p in self.once):
             return
-        path = best(states, lambda t, m: (t << 64) + m)
+        lean = best(states, fewest)
+        for path in (best(states, lambda t, m: (t << 64) + m), lean):
+            yield from self._running(a, b, path, keeps and path is not lean)
+
+    def _running(self, a: int, b: int, path: Path, keeps: bool) -> Iterator[Option]:
         chosen, steps = self._steps(a, b, path)
         running = steps[0][: ending(steps[0])]
         costly = [step.start for step in running if step.costly and step.restored is not None]

@@ -14,7 +14,7 @@ import torch
 from .. import pictures
 from ..casts import dtype_of
 from ..compiler import compiler
-from ..env import Env, short
+from ..env import Env, short, tokens_of
 from ..fusion import FusedOperation
 from ..pictures.data import (
     FORMAT,
@@ -367,7 +367,8 @@ def _chosen(
     kept = None if memory == "fast" else look(stretch, found)
     if kept is not None and not isinstance(kept, str):
         if memory in ("balanced", "lean"):
-            return _Chosen(*chosen_for(memory, start, stop, found, live, kept, stretch.env))
+            tokens = None if stretch.x is None else tokens_of(stretch.x)
+            return _Chosen(*chosen_for(memory, start, stop, found, live, kept, stretch.env, tokens))
         try:
             return _within(stretch, found, memory, kept, weighing, segment_bytes)
         except Unknown as error:

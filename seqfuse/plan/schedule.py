@@ -225,17 +225,26 @@ class MemoryChoice:
 
 
 def chosen_for(
-    memory: Choice, start: int, stop: int, candidates: Sequence[Candidate], live_from: int, kept: Kept, env: Env
+    memory: Choice,
+    start: int,
+    stop: int,
+    candidates: Sequence[Candidate],
+    live_from: int,
+    kept: Kept,
+    env: Env,
+    tokens: int | None = None,
 ) -> tuple[list[Candidate], list[Candidate]]:
     """The fusions of the best pair of schedules of positions `start..stop`: forward, backward.
 
     Of all pairs, `"lean"` takes the one that saves the fewest bytes, and `"balanced"` the least sum of time and bytes.
-    Each is exact; `"fast"` is what `cheapest` finds.
+    Each is exact; `"fast"` is what `cheapest` finds. `tokens` are those of the input whose bytes are `kept`; the times
+    are of as many as `env` says.
     """
     states = [*graph(start, stop, candidates, live_from, kept)]
     if memory != "balanced":
         return passes_of(best(states, fewest), live_from)
-    rate, per = (env.microseconds(Savings(bytes=BALANCED)) * 1000).as_integer_ratio()
+    worth = BALANCED * env.tokens / (tokens or env.tokens)
+    rate, per = (env.microseconds(Savings(bytes=worth)) * 1000).as_integer_ratio()
     return passes_of(best(states, weigher(per, rate << TIES)), live_from)
 
 

@@ -85,7 +85,7 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         results = ["x", *["made"] * bool(step.operation.outputs)]
         if not step.inference:
             results.append(f"s{i}" if i in saving else "_s")
-        called, first = segment.context.called(step, "fwd"), "x"
+        called, first = segment.context.called(step, step.operation.fwd), "x"
         if step.fused and not step.joint and not all(before.repeatable for before in segment.forward[:i]):
             called, first = functools.partial(instead, step, called), "segment, seeds, x"
         fwd = s.put(called)
@@ -284,7 +284,7 @@ class _Backward:
         came = [(keyword, channel, has.get(channel)) for keyword, channel in step.incoming]
         if not self.known and all(name is None for _, _, name in came):
             return
-        layout, bwd = step.operation.layout, s.put(self.segment.context.called(step, "bwd"))
+        layout, bwd = step.operation.layout, s.put(self._called(step))
         zeros = bool(came) and step.zeros and not isinstance(step.operation, BackwardFusion)
         if not self.known:
             s.add(f"d = kept[2][{step.stop}][''].zeros()" if zeros else "d = None")
@@ -326,6 +326,14 @@ class _Backward:
         self._grads(step)
         self.steps.append(step)
         self.known = "x" in step.needs[0]
+
+    def _called(self, step: Step) -> Callable[..., Any]:
+        """The `bwd` of a step; in two calls where tensors that the first has read can be let go."""
+        run, needed = step.operation.bwd, step.needed
+        lets_go = (self.segment.replays or self.asked.packed) and not self.asked.adds and step.recipe is None
+        if lets_go and step.operation.separable and "x" in needed and len(needed) > 1:
+            run = functools.partial(_parted, run, needed - {"x"})
+        return self.segment.context.called(step, run)
 
     def _grads(self, step: Step) -> None:
         s, has = self.s, self.has
@@ -403,6 +411,21 @@ def _check_backward(
         return
     if check_backward(segment.context, step, d, out, given) and asked.needed is None:
         segment.checked.add((step.key, True))
+
+
+def _parted(run: Callable[..., Any], first: frozenset[str], *given: Any, needs: Any, **named: Any) -> tuple[Any, Any]:
+    """Run a `bwd` for the gradients of parameters, let go of what only they read, and run it for the one of x."""
+    _, grads = run(*given, needs=first, **named)
+    for record in (*given, *named.values()):
+        fields: dict[str, Any] = record.__dict__ if isinstance(record, Saved) else {}
+        for name in record.fields if fields else ():
+            if name not in record.kept(_X):
+                fields.pop(name, None)
+                fields.get("_late", {}).pop(name, None)
+    return run(*given, needs=_X, **named)[0], grads
+
+
+_X = frozenset({"x"})
 
 
 def _left(step: Step, key: str, buffers: MainGrads | None, g: Any) -> Tensor | None:

@@ -69,9 +69,8 @@ class Context:
         mixed = bool(stretch.borders)
         return cls(nodes, stretch.wants, env, mixed, likes, entering, {}, falls_back, note, on_step, lock)
 
-    def called(self, step: Step, name: str) -> Callable[..., Any]:
-        """The `fwd` or `bwd` of a step, as `on_step` has it called."""
-        run = getattr(step.operation, name)
+    def called(self, step: Step, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, the `fwd` or `bwd` of a step, as `on_step` has it called."""
         return run if self.on_step is None else functools.partial(self.on_step, step, run)
 
 

@@ -214,7 +214,9 @@ def _place(value: Any, memo: dict[int, int], tensors: list[Any]) -> Any:
     if value is None:
         return None
     if isinstance(value, Tensor):
-        place = memo.setdefault(id(value), len(tensors))
+        place = len(tensors)
+        if not torch.compiler.is_dynamo_compiling():  # which knows no identity of a tensor in a tuple
+            place = memo.setdefault(id(value), place)
         tensors += [value] * (place == len(tensors))
         return place
     if isinstance(value, Recompute):

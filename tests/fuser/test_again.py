@@ -424,6 +424,14 @@ def measured(model: nn.Module, x: Tensor) -> int:
     return tally.most(0, [number for number in others if number is not None])
 
 
+def test_the_gradient_of_a_weight_comes_first_and_lets_its_input_go(again: Any):
+    """Of two wide tensors that one call of `bwd` would hold at once, the input of a GEMM and its gradient."""
+    again()
+    list_ = ops.Linear(4, 64, bias=False), ops.Linear(64, 4, bias=False)
+    wide, model = 512 * 64 * 4, sf.Sequential(*list_, memory="lean")
+    assert wide < measured(model, torch.randn(512, 4)) < 1.5 * wide
+
+
 CHOICES = ("fast", "balanced", "lean", *(sf.Budget(part=part / 10) for part in (9, 8, 7, 6, 5, 4)), "least")
 
 

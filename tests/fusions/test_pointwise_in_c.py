@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from seqfuse import compiler, fusions, ops
+from seqfuse.fusions import feedforward
 from seqfuse.testing import check_fusion, seeded_randn
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
@@ -39,3 +40,16 @@ def test_takes_the_place_of_what_it_replaces(name: str):
     found = check_fusion(fusion, seeded_randn((5, 8), 0), *(make() for make in makers), dtypes=[dtype], **other)
     assert found.cases > 8
     assert all("no gradient: it is not used" in case for case in found.skipped)  # of fusions of both passes
+
+
+@pytest.mark.parametrize("act", [ops.GeLU, ops.SwiGLU])
+def test_many_rows_run_part_by_part(act: Any, monkeypatch: pytest.MonkeyPatch):
+    """Each gradient is the one of all rows, the last part being shorter; with a main_grad they run at once."""
+    sizes, whole = list[int](), feedforward._in_parts
+    monkeypatch.setattr(feedforward, "PART", 2)
+    monkeypatch.setattr(feedforward, "_in_parts", lambda *given: (sizes.append(len(given[1])), whole(*given))[1])
+    width = 16 if act is ops.SwiGLU else 8
+    list_ = ops.Bias(width), act(), ops.Linear(8, 8), ops.Add("other")
+    given = {"other": seeded_randn((7, 8), 1)}
+    check_fusion(fusions.ActivationLinearJoint, seeded_randn((7, width), 0), *list_, dtypes=[torch.float32], **given)
+    assert 7 in sizes
