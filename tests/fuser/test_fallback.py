@@ -547,6 +547,22 @@ def test_what_may_run_once_does_not_run_again_where_an_operation_fails(
     assert Counting.ran == ["fwd", "bwd"][: 1 + (broken == "bwd")]
 
 
+@pytest.mark.parametrize("calls", [0, 2], ids=["first call", "third call"])
+@pytest.mark.parametrize(("fusion", "broken"), [(FaultyJoint, "fwd"), (FaultyBackward, "bwd")])
+def test_what_may_run_once_does_not_run_again_where_a_fusion_fails(fusion: Any, broken: str, calls: int):
+    """Behind it in the forward pass of a joint fusion, and behind it in the backward pass."""
+    pair = ops.Bias(4), ops.Tanh()
+    model = sf.Sequential(*((Counting(), *pair) if broken == "fwd" else (*pair, Counting())), fusions=(fusion,))
+    x = draw(3, 4).float().requires_grad_()
+    for _ in range(calls):
+        model(x).sum().backward()
+    Faults.always(broken, BOOM)
+    Counting.ran.clear()
+    with pytest.raises(KernelError, match="cannot run twice"):
+        model(x).sum().backward()
+    assert Counting.ran == ["fwd", "bwd"][: 1 + (broken == "bwd")]
+
+
 class Varying(sf.UnfusedOperation):
     """y = 2 x; each call saves something else."""
 
