@@ -2,11 +2,13 @@
 
     python tools/mutate.py --map MAP                                      which test runs which function, once
     python tools/mutate.py --map MAP --sample 400 --seed 0 --out FILE     mutants, and those that survive
+    python tools/mutate.py --rooms plan/front.py tune --tests tests/tune --sample 20 --out FILE     of rooms or files
 
-Both are of the tree in the working directory. The first runs the tests with a trace of the functions that they call.
+All are of the tree in the working directory. The first runs the tests with a trace of the functions that they call.
 The second draws mutants of operations, fusions, kernels and the engine, and runs for each the tests that call the
 changed function, those of few functions and little time first, until one fails. A mutant is drawn by what it says, the
-name of its function and the change, so that it is drawn again after its file has moved.
+name of its function and the change, so that it is drawn again after its file has moved. The third draws so many of
+each of these rooms or files of the package, and runs these tests for each.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import ast
 import copy
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
@@ -28,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +180,17 @@ def _fields(function: Any) -> dict[str, str]:
     return {f"{n}.{a}": b for n, r in rounds.items() if len(r) > 1 for a, b in zip(r, (*r[1:], r[0]), strict=True)}
 
 
-def sample(root: Path, count: int, seed: int) -> tuple[list[Mutant], int]:
-    """So many mutants of the package, drawn at random, and how many there are."""
-    found: list[Mutant] = []
-    for file in sorted((root / "seqfuse").rglob("*.py")):
-        if file.relative_to(root).parts[1] not in LEFT_OUT:
-            found += mutants(str(file.relative_to(root)), file.read_bytes())
-    return sorted(found, key=lambda mutant: mutant.drawn(seed))[:count], len(found)
+def sample(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> tuple[list[Mutant], int]:
+    """So many mutants of the package, drawn at random, or of each of some rooms or files; and how many there are."""
+    drawn, every = list[Mutant](), 0
+    for room in rooms or ("",):
+        place, found = root / "seqfuse" / room, list[Mutant]()
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            if rooms or file.relative_to(root).parts[1] not in LEFT_OUT:
+                found += mutants(str(file.relative_to(root)), file.read_bytes())
+        drawn += sorted(found, key=lambda mutant: mutant.drawn(seed))[:count]
+        every += len(found)
+    return drawn, every
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -277,8 +284,11 @@ def _run_tests(half: str, names: list[str], folder: Path) -> None:
         os._exit(code)
 
 
-def run(mutants: list[Mutant], known: dict[str, Any], results: Path, root: Path, seconds: float) -> None:
-    """Run mutants in a copy of the tree, and append what became of each to a file."""
+def run(mutants: list[Mutant], known: Any, results: Path, root: Path, seconds: float) -> None:
+    """Run mutants in a copy of the tree, and append what became of each to a file.
+
+    What is `known` of tests is the map, or a function that gives what `chosen` does.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "tree")
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
@@ -286,7 +296,7 @@ def run(mutants: list[Mutant], known: dict[str, Any], results: Path, root: Path,
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, folder / name)
         for number, mutant in enumerate(mutants):
-            tests, took, called = chosen(mutant, known, seconds)
+            tests, took, called = known() if callable(known) else chosen(mutant, known, seconds)
             file = folder / mutant.path
             source, begun = file.read_bytes(), time.monotonic()
 
@@ -327,7 +337,10 @@ def report(results: Path, out: Path, about: dict[str, Any]) -> None:
 def main() -> int:
     """Write the map of tests, or run mutants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--map", type=Path, required=True, help="which test runs which function")
+    parser.add_argument("--map", type=Path, help="which test runs which function")
+    parser.add_argument("--rooms", nargs="+", default=(), help="rooms or files of the package, with a draw for each")
+    parser.add_argument("--tests", nargs="+", help="what is run for each mutant, in place of what the map says")
+    parser.add_argument("--half", default="plain", choices=["plain", "kernels"], help="of these tests")
     parser.add_argument("--out", type=Path, metavar="FILE", help="mutants that survive; without it, the map is made")
     parser.add_argument("--sample", type=int, default=400, metavar="N", help="how many mutants")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw")
@@ -337,8 +350,8 @@ def main() -> int:
     if given.out is None:
         calls.write_map(given.map)
         return 0
-    known, root = json.loads(lzma.decompress(given.map.read_bytes())), Path.cwd()
-    drawn, count = sample(root, given.sample, given.seed)
+    root = Path.cwd()
+    drawn, count = sample(root, given.sample, given.seed, given.rooms)
     results = given.out.with_suffix(".lines")
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     finished = {(row["path"], row["line"], row["change"]) for row in done}  # in a run that was cut off
@@ -346,7 +359,11 @@ def main() -> int:
     for name in ("torch", "numpy", "pytest"):
         importlib.import_module(name)
     sys.path[:] = [place for place in sys.path if Path(place).resolve() not in (root, Path(__file__).parent)]
-    seconds = given.part * sum(took for traced in known.values() for took, _ in traced["tests"].values())
+    known: Any = functools.partial(tuple, ({given.half: given.tests}, 300.0, "its function"))
+    seconds = 0.0
+    if given.tests is None:
+        known = json.loads(lzma.decompress(given.map.read_bytes()))
+        seconds = given.part * sum(took for traced in known.values() for took, _ in traced["tests"].values())
     workers = [_forked(left[i :: given.jobs], known, results, root, seconds) for i in range(given.jobs)]
     for worker in workers:
         os.waitpid(worker, 0)

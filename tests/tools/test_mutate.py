@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tools.mutate import mutants
+from tools.mutate import mutants, sample
 
 SOURCE = b'''
 """A file."""
@@ -84,3 +85,16 @@ def test_a_mutant_is_drawn_alike_where_its_file_has_moved() -> None:
     pairs = [*zip(mutants("scale.py", SOURCE), there, strict=True)]
     assert all(a.drawn(3) == b.drawn(3) and a.line + 2 == b.line for a, b in pairs)
     assert len({a.drawn(3) for a, _ in pairs}) == len(pairs)
+
+
+def test_a_draw_is_of_the_package_or_of_each_of_some_rooms_and_files(tmp_path: Path) -> None:
+    for name in ("ops/scale.py", "tune/scale.py", "tune/again.py"):
+        file = tmp_path / "seqfuse" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(SOURCE)
+    drawn, count = sample(tmp_path, 1000, 0)
+    assert {mutant.path for mutant in drawn} == {"seqfuse/ops/scale.py"}
+    assert len(drawn) == count == len(CHANGES)
+    drawn, count = sample(tmp_path, 3, 0, ["tune", "ops/scale.py"])
+    assert [mutant.path.split("/")[1] for mutant in drawn] == ["tune"] * 3 + ["ops"] * 3
+    assert count == 3 * len(CHANGES)
