@@ -70,7 +70,7 @@ class Group:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_named, (self.name,)) if self.size > 1 else (Group, ())
+        return (named, (self.name,)) if self.size > 1 else (Group, ())
 
     def __str__(self) -> str:
         if self.process_group is None:
@@ -124,7 +124,8 @@ class Group:
         return StateError(message, code="SF506", operation=what, hint=hint)
 
 
-def _named(name: str) -> Group:
+def named(name: str) -> Group:
+    """The group whose name torch knows it by."""
     from torch.distributed import distributed_c10d
 
     try:

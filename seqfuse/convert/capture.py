@@ -327,10 +327,9 @@ class Conversion:
             now = dynamo.current_call()
             if now is not None and not now.ran:
                 now.ran = True
-                if captured.until is not None:
-                    # The call cannot run again from its beginning, if Dynamo fails behind the break; so Dynamo lets
-                    # that part of the code run as it is.
-                    dynamo.set_until_the_call_ends("suppress_errors", True)
+                # The call cannot run again from its beginning, if Dynamo fails in a later part of it; so Dynamo lets
+                # that part of the code run as it is.
+                dynamo.set_until_the_call_ends("suppress_errors", True)
             return run(*args)
 
         return running

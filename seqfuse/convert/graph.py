@@ -23,6 +23,7 @@ _MODULES = {
     "_operator",
     "torch._tensor",
     "seqfuse.convert.experts",
+    "seqfuse.convert.dtensor",
 }
 _ALIKE = {
     "multiply": "mul", "concat": "cat", "concatenate": "cat", "divide": "truediv", "div": "truediv",
@@ -111,14 +112,20 @@ def arguments(node: Node, *names: str) -> Any:
 
 
 def example(node: Any) -> Tensor | None:
-    """The fake tensor that Dynamo computed for a node; `None` where it is no tensor, or one of `torch.func`."""
+    """The fake tensor that Dynamo computed for a node; `None` for another value, a DTensor, or one of `torch.func`."""
     found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
     return found if is_plain(found) else None
 
 
 def is_plain(value: Any) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor, and none of `torch.func`."""
-    return isinstance(value, Tensor) and not _functorch.is_functorch_wrapped_tensor(value)
+    """Whether a value is a tensor, and neither a DTensor nor one of `torch.func`."""
+    plain = isinstance(value, Tensor) and not is_dtensor(value)
+    return plain and not _functorch.is_functorch_wrapped_tensor(value)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a tensor that torch shards over a mesh of processes."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
 
 
 def alike(a: Any, b: Any) -> bool:

@@ -36,7 +36,7 @@ def _launches(node: Node) -> bool:
 
 
 # Of what a region returns, whose memory is not known.
-_VIEWS = {"transpose", "unflatten", "detach", "t"}
+_VIEWS = {"transpose", "unflatten", "detach", "t", "to_local"}
 
 
 def _memories(node: Node) -> Iterator[int]:

@@ -35,6 +35,14 @@ class Writer:
             return self._write("call_function", _FUNCTIONS[name], args, kwargs)
         return self._write("call_method", name, args, kwargs)
 
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A function."""
+        return self._write("call_function", function, args, kwargs)
+
+    def like(self, call: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        """The same function or method, of other arguments."""
+        return self._write(call.op, call.target, args, kwargs)
+
     def again(self, x: Node, call: Node | None = None) -> Node:
         """The same call, or another with its module, of another tensor."""
         call = call or self.node
@@ -52,7 +60,7 @@ class Writer:
         if spelled(made) in ("matmul", "linear") and spelled(self.node) in ("einsum", "bmm", "baddbmm"):
             made.meta[NAMED] = spelled(self.node)
         given: Any = map_arg((args, kwargs), _value)
-        run: Any = target if kind == "call_function" else getattr(torch.Tensor, target)
+        run: Any = target if kind == "call_function" else getattr(cast("Any", type(given[0][0])), target)
         with contextlib.ExitStack() as stack:
             mode = next((m for t in made.all_input_nodes if (m := getattr(example(t), "fake_mode", None))), None)
             stack.enter_context(mode or cast("Any", torch.random).fork_rng(devices=()))

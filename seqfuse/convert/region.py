@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
@@ -17,6 +18,7 @@ from torch.fx import Node
 from .. import ops
 from ..env import Env, rows_of
 from ..errors import SeqfuseError
+from ..group import identity, with_backward
 from ..plan.facts import Memory
 from ..plan.plan import Plan
 from ..plan.reference import draw
@@ -67,6 +69,7 @@ class CapturedRegion(nn.Module):
         self._fuser.segment_bytes = SEGMENT_BYTES
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
+        self._distributed = dist.is_available() and dist.is_initialized()
         self._multiplies = isinstance(order.members[0].operation, ops.Linear | ops.MergedLinear)
         self._lock = self._fuser.lock = threading.RLock()
         self._ran: tuple[Plan, Plan] | None = None  # the plan of the last call, and the same with its bytes
@@ -243,12 +246,14 @@ class CapturedRegion(nn.Module):
         """Run the chain."""
         if torch.compiler.is_compiling():
             return self._run(x, tensors)
+        if self._distributed:
+            x, *tensors = map(_arrived, (x, *tensors))
         if self._multiplies and not x.is_contiguous():
             x = _as_rows(x)
         with self._lock:  # threads that call one model would lend to one operation
             return self._run(x, tensors)
 
-    def _run(self, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
+    def _run(self, x: Tensor, tensors: Sequence[Tensor]) -> Any:
         names = self._names
         try:
             self._lend(tensors[len(names) :])
@@ -286,6 +291,15 @@ def gemms_of(raised: Raised) -> tuple[str, ...]:
 def excluded(names: Iterable[str], path: str) -> bool:
     """Whether a path is among these names, or has one of them between two dots."""
     return any(f".{name}." in f".{path}." for name in names)
+
+
+def _arrived(x: Any) -> Tensor:
+    """A tensor; what a DTensor makes of a collective may still be on its way, of a class that has no plan."""
+
+    def wait(t: Any) -> Tensor:
+        return t.trigger_wait()
+
+    return with_backward(wait, identity, x) if hasattr(x, "trigger_wait") else x
 
 
 def _as_rows(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from ..plan.schedule import Choice
 from ..recipes import Recipe
 from ..run.sequential import Fusions
 from .chains import RaisedChain, chains_of, needed, order_of
+from .dtensor import localize
 from .effects import CannotOrder, Effects, in_place, sort, states, views_are_changed
 from .graph import WRITTEN, example, fold_sizes, numbers, owner, positional, same_shape, spelled
 from .launches import Before, launching
@@ -87,6 +88,7 @@ def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> li
         return options.allowed(owner(node))
 
     positional(graph)
+    localize(gm, allowed)
     fold_sizes(graph)
     normalize(graph, allowed)
     functional(graph)

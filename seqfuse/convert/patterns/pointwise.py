@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch.fx import Node
 
 from ... import ops
 from ...operation import FusableOperation
+from ..dtensor import collective
 from ..effects import in_place
 from ..graph import (
     alike,
@@ -161,6 +162,12 @@ def _is_fresh(changed: Node, node: Node) -> bool:
     return False
 
 
+def raise_collective(node: Node) -> Found:
+    """A collective of tensor parallelism."""
+    x, *given = cast("Any", node.args)
+    return one(collective(spelled(node) or "", *given), x, node)
+
+
 def raise_scale(node: Node) -> Found:
     """A tensor times a number, in either order, or divided by one."""
     found = scaled(node)
@@ -217,6 +224,7 @@ MATCHERS = (
     matcher(raise_dropout, "dropout"),
     matcher(raise_add, "add", "iadd"),
     matcher(raise_scale, "mul", "truediv"),
+    matcher(raise_collective, "copy_to_tensor_parallel", "all_reduce", "all_gather", "reduce_scatter"),
 )
 
 PRODUCTS = (matcher(raise_product, "mul"), matcher(raise_shift, "add"))

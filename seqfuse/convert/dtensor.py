@@ -1,0 +1,346 @@
+"""DTensors in captured graphs, as the tensor parallel styles of torch make them: local tensors and collectives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from .. import ops
+from ..group import Redistribution, named, with_backward
+from ..ops.collectives import Collective
+from ..plan.fake import is_fake
+from .effects import in_place, states
+from .graph import WRITTEN, argument, is_dtensor, is_fixed, name_of, spelled
+from .normal import Writer
+
+# The placement of a tensor is the dimension that is sharded, or one of these.
+_REPLICATED, _PARTIAL = "replicated", "partial"
+
+
+def collective(name: str, group: str, *dim: int) -> Collective:
+    """The operation that a call of one of the functions below stands for.
+
+    A captured graph has the gradients of parameters summed and draws its random numbers as the model does, so the
+    operation says nothing about how the tensors around it are sharded.
+    """
+    made: Collective = _COLLECTIVES[name](named(group), *dim)
+    made.redistribution = Redistribution(made.group, "replicated", "replicated")
+    return made
+
+
+def copy_to_tensor_parallel(x: Tensor, group: str) -> Tensor:
+    """Return x; its gradient is summed over the processes of a group."""
+    return collective("copy_to_tensor_parallel", group).reference(x)
+
+
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """The sum of x over the processes of a group, whose gradient each of them has."""
+    return collective("all_reduce", group).reference(x)
+
+
+def all_gather(x: Tensor, group: str, dim: int) -> Tensor:
+    """The x of all processes along a dimension; the sum of their gradients is sharded as x."""
+    return collective("all_gather", group, dim).reference(x)
+
+
+def reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
+    """The process's shard of the sum of x over the processes of a group."""
+    return collective("reduce_scatter", group, dim).reference(x)
+
+
+def part_of_sum(bias: Tensor, size: int) -> Tensor:
+    """The part of a bias that each of several processes adds before a sum; its gradient is that of the bias."""
+    return with_backward(lambda b: b / size, lambda d: d, bias)
+
+
+def shard_with_part(x: Any) -> Tensor:
+    """The shard of a replicated parameter, whose gradient is the sum of those of all processes, when it is read."""
+    from torch.distributed.tensor import Partial
+
+    return x.to_local(grad_placements=[Partial()])
+
+
+_COLLECTIVES: dict[str, Any] = {
+    "copy_to_tensor_parallel": ops.CopyToTensorParallel,
+    "all_reduce": ops.AllReduce,
+    "all_gather": ops.AllGather,
+    "reduce_scatter": ops.ReduceScatter,
+}
+
+
+class _Layout(NamedTuple):
+    """How a DTensor is sharded over a mesh of one dimension: its group by name and size, and its placement."""
+
+    group: str
+    size: int
+    placement: int | str
+
+
+class _AsDTensor(nn.Module):
+    """Makes the DTensor that a call, which stays as it was, reads."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__()
+        self._mesh, self._placements = like.device_mesh, like.placements
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a DTensor of the process's shard."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(x, self._mesh, self._placements, run_check=False)  # pyright: ignore
+
+
+def localize(gm: GraphModule, allowed: Callable[[Node], bool]) -> None:
+    """Write calls of DTensors as calls of the process's shards, with the collectives that torch runs between them.
+
+    A value that is replicated has a gradient that is replicated. What computes a part of it, as a `Linear` that is
+    sharded along its output features does, reads it by way of `copy_to_tensor_parallel`, which sums the parts. A call
+    that this does not know stays, and reads DTensors.
+    """
+    sharded = [value for node in gm.graph.nodes if is_dtensor(value := _value(node))]
+    for placement in (placement for value in sharded for placement in value.placements):
+        # Of an embedding whose rows are sharded: torch keeps it until the result is summed, maybe in a later graph.
+        mask: Any = getattr(placement, "mask_buffer", None)
+        if mask is not None and is_fake(mask.data):
+            mask.data, mask.refcount = None, 0
+    if sharded:
+        _Localized(gm, allowed).run()
+
+
+class _Localized:
+    def __init__(self, gm: GraphModule, allowed: Callable[[Node], bool]) -> None:
+        self.gm, self.allowed = gm, allowed
+        self.modes = states(gm.graph.nodes)
+        self.local: dict[Node, Node] = {}  # the shards of DTensors whose calls are written anew
+        self.read: dict[Node, Node] = {}  # the shards of others
+        self.copied: dict[tuple[Node, str], Node] = {}
+        self.gathered: set[Node] = set()  # whose gradients are summed and sharded again
+        self.wrapped: dict[Node, Node] = {}
+        self.write: Any = None
+
+    def run(self) -> None:
+        """Write the calls of the graph."""
+        gone: list[Node] = []
+        for node in list(self.gm.graph.nodes):
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            write = self.write = Writer(node, self.modes[node].autocast)
+            memory = dict(self.read), dict(self.copied)
+            found = None
+            if node.op != "output" and not in_place(node) and self.allowed(node):
+                try:
+                    with torch.set_grad_enabled(self.modes[node].grad is not False):
+                        found = self._shard(node)
+                except Exception:  # a form that nobody thought of
+                    found = None
+            if found is None or not _is_shard(found, node):
+                write.undo()
+                self.read, self.copied = memory
+                self.gathered.discard(node)
+                self._wrap(node)
+                continue
+            for made in write.added:
+                made.meta.pop(WRITTEN, None)
+            gone.append(node)
+            if is_dtensor(_value(node)):
+                self.local[node] = found
+            else:
+                node.replace_all_uses_with(found)
+        for node in reversed(gone):
+            if not node.users:
+                self.gm.graph.erase_node(node)
+
+    def _wrap(self, node: Node) -> None:
+        """Let a call that stays read DTensors that are made of shards."""
+        for given in node.all_input_nodes:
+            if given not in self.local:
+                continue
+            if given not in self.wrapped:
+                name = f"seqfuse_dtensor_{given.name}"
+                self.gm.add_submodule(name, _AsDTensor(_value(given)))
+                with self.gm.graph.inserting_before(node):
+                    made = self.gm.graph.call_module(name, (self.local[given],))
+                made.meta = dict(given.meta)
+                self.wrapped[given] = made
+            node.replace_input_with(given, self.wrapped[given])
+
+    def _shard(self, node: Node) -> Node | None:
+        """The shard of a call's result, or what a call makes of a shard."""
+        name, args, kwargs = _call(node)
+        layout = _layout(node)
+        if name == "from_local" and layout is not None and layout.placement != _PARTIAL:
+            plain = not kwargs.get("run_check") and kwargs.get("grad_placements") is None and len(args) <= 2
+            return cast("Node", node.args[0]) if plain else None
+        if name == "to_local":
+            return self._to_local(node, args[0] if args else kwargs.get("grad_placements"))
+        if layout is None:
+            return None
+        if name == "redistribute":
+            return self._redistribute(node, layout)
+        if name == "linear" and not is_dtensor(_value(node.args[0])):
+            return None
+        return self._linear(node, layout) if name == "linear" else self._alike(node, layout)
+
+    def _to_local(self, node: Node, grad_placements: Any) -> Node | None:
+        source = cast("Node", node.args[0])
+        layout, x = _layout(source), self._of(source)
+        if layout is None or x is None or layout.placement == _PARTIAL:
+            return None
+        if grad_placements is None:
+            return None if source in self.gathered else x
+        (placement,) = grad_placements
+        if layout.placement == _REPLICATED and placement.is_partial():
+            return self._summed(source, layout)
+        return x if placement == _value(source).placements[0] else None
+
+    def _redistribute(self, node: Node, to: _Layout) -> Node | None:
+        source = cast("Node", node.args[0])
+        layout, x = _layout(source), self._of(source)
+        if layout is None or x is None or not _is_usual(node):
+            return None
+        if layout.placement == to.placement:
+            return None if source in self.gathered else x
+        if layout.placement == _PARTIAL:
+            if to.placement == _REPLICATED:
+                return self.write.call(all_reduce, x, to.group)
+            return self.write.call(reduce_scatter, x, to.group, to.placement)
+        parts = all(self._reads_a_part(user, node) for user in node.users)
+        if isinstance(layout.placement, str) or to.placement != _REPLICATED or not parts:
+            return None
+        self.gathered.add(node)
+        return self.write.call(all_gather, x, to.group, layout.placement)
+
+    def _reads_a_part(self, user: Node, node: Node) -> bool:
+        """Whether a call gives back a part of the gradient of a replicated tensor."""
+        if name_of(user) == "linear":
+            x, weight = argument(user, 0, "input"), argument(user, 1, "weight")
+            layout = _layout(weight)
+            return x is node and layout is not None and layout.placement == 0 and self.allowed(user)
+        name, args, kwargs = _call(user)
+        given = args[0] if args else kwargs.get("grad_placements")
+        return name == "to_local" and given is not None and all(p.is_partial() for p in given)
+
+    def _linear(self, node: Node, layout: _Layout) -> Node | None:
+        given = [argument(node, i, name) for i, name in enumerate(("input", "weight", "bias"))]
+        x, weight, bias = given
+        layouts = [None if t is None else _layout(t) for t in given]
+        if layouts[0] is None or layouts[1] is None:
+            return None
+        placements = [None if at is None else at.placement for at in layouts]
+        last = _value(x).ndim - 1
+        if placements[0] == _REPLICATED and placements[1] == 0 and placements[2] in (None, 0):
+            if layout.placement != last:
+                return None
+            own = [self._of(weight), None if bias is None else self._of(bias)]
+            return self.write.call(torch.nn.functional.linear, self._summed(x, layouts[0]), *own)
+        if placements[0] == last and placements[1] == 1 and placements[2] in (None, _REPLICATED):
+            reduced = all(name_of(u) and _call(u)[0] == "redistribute" and _is_usual(u) for u in node.users)
+            if layout.placement != _PARTIAL or not reduced:
+                return None
+            part = None if bias is None else self.write.call(part_of_sum, self._of(bias), layout.size)
+            return self.write.call(torch.nn.functional.linear, self._of(x), self._of(weight), part)
+        return self._alike(node, layout) if placements[0] != last else None
+
+    def _alike(self, node: Node, layout: _Layout) -> Node | None:
+        """A call whose result is sharded as what it reads, along a dimension that it does not compute over."""
+        if spelled(node) not in _ALONG_TOKENS or layout.placement == _PARTIAL:
+            return None
+        at, ndim = layout.placement, _value(node).ndim
+        if isinstance(at, int) and spelled(node) not in _EACH and at == ndim - 1:
+            return None
+        shards: dict[Node, Node] = {}
+        for given in node.all_input_nodes:
+            own, t = _layout(given), _value(given)
+            x = self._of(given)
+            if own is None or x is None or given in self.gathered:
+                return None
+            aligned = at - ndim + t.ndim if isinstance(at, int) else None
+            if own.placement == _REPLICATED and aligned is not None:
+                if spelled(node) in _EACH and aligned >= 0 and t.shape[aligned] != 1:
+                    return None
+                x = self._summed(given, own)
+            elif own.placement != (_REPLICATED if aligned is None else aligned):
+                return None
+            shards[given] = x
+        args: Any = map_arg(node.args, shards.__getitem__)
+        return self.write.like(node, args, cast("Any", map_arg(node.kwargs, shards.__getitem__)))
+
+    def _of(self, node: Node) -> Node | None:
+        """The shard of a DTensor."""
+        found = self.local.get(node, self.read.get(node))
+        layout = _layout(node)
+        if found is None and layout is not None and layout.placement != _PARTIAL:
+            found = self.read[node] = self.write("to_local", node)
+        return found
+
+    def _summed(self, node: Node, layout: _Layout) -> Node:
+        """A replicated tensor for a call that gives back a part of its gradient."""
+        if (x := self._of(node)) is None or node in self.gathered or not _value(x).requires_grad:
+            return cast("Node", x)
+        if (key := (x, layout.group)) not in self.copied:
+            parameter = node.op in ("placeholder", "get_attr")
+            function, *given = (shard_with_part, node) if parameter else (copy_to_tensor_parallel, *key)
+            self.copied[key] = self.write.call(function, *given)
+        return self.copied[key]
+
+
+_EACH = {
+    "add", "sub", "mul", "truediv", "neg", "pow", "square", "rsqrt", "gelu", "silu", "relu", "tanh", "sigmoid", "to",
+    "float", "type_as",
+}  # fmt: skip
+"""Calls that compute each element by itself."""
+_ALONG_TOKENS = {*_EACH, "linear", "layer_norm", "rms_norm", "mean"}
+"""Calls that compute each token by itself."""
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def _layout(node: Any) -> _Layout | None:
+    """How the DTensor that a node makes is sharded, if that is in equal parts over a mesh of one dimension."""
+    value = _value(node)
+    if not is_dtensor(value) or value.device_mesh.ndim != 1:
+        return None
+    from torch.distributed.tensor import Shard
+
+    (placement,) = value.placements
+    group, size = value.device_mesh.get_group(), value.device_mesh.size()
+    if type(placement) is Shard:
+        dim: int = placement.dim % value.ndim  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        even = is_fixed(value.shape[dim]) and value.shape[dim] % size == 0
+        return _Layout(group.group_name, size, dim) if even else None
+    if placement.is_partial():
+        return _Layout(group.group_name, size, _PARTIAL) if placement.reduce_op == "sum" else None
+    return _Layout(group.group_name, size, _REPLICATED) if placement.is_replicate() else None
+
+
+def _call(node: Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The name of a call of DTensor, and what it is given but for the tensor; torch 2.11 has that in a closure."""
+    if node.op == "call_function" and getattr(node.target, "__name__", "").endswith("fn_with_prim_types"):
+        held = inspect.getclosurevars(cast("Any", node.target)).nonlocals
+        names = ("from_local", "redistribute", "to_local")
+        name = next((name for name in names if name in cast("Any", node.target).__qualname__), "")
+        return name, tuple(held.get("args_as_value", ())), dict(held.get("kwargs_as_value", {}))
+    return name_of(node), node.args[1:], dict(node.kwargs)
+
+
+def _is_usual(node: Node) -> bool:
+    """Whether a DTensor is redistributed in its own dtype."""
+    _, args, kwargs = _call(node)
+    return len(args) <= 2 and not kwargs.keys() - {"device_mesh", "placements", "async_op"}
+
+
+def _is_shard(made: Node, node: Node) -> bool:
+    """Whether what was written is the process's shard of what a call makes."""
+    got, wanted = _value(made), _value(node)
+    local = wanted.to_local() if is_dtensor(wanted) else wanted
+    if not isinstance(got, Tensor) or not isinstance(local, Tensor):
+        return False
+    return got.shape == local.shape and got.dtype is local.dtype and got.requires_grad is wanted.requires_grad

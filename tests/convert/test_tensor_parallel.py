@@ -1,0 +1,260 @@
+"""Models under the tensor parallel styles of torch, converted: losses and gradients are those of one process."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.convert import Conversion
+from seqfuse.convert.graph import spelled
+from tests.processes import Facts
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+WIDTH, HEADS, VOCABULARY, LENGTH = 32, 4, 64, 8
+TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(heads.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """GPT-2 of Linears, as the styles of torch take them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.2)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def llama() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS, use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def whole_plan(model: nn.Module) -> dict[str, Any]:
+    """Column after row, with whole tensors between."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if isinstance(model, Gpt):
+        columns, rows, head = (
+            ("attention.q", "attention.k", "attention.v", "mlp.up"),
+            ("attention.o", "mlp.down"),
+            "head",
+        )
+        layers, tokens = "layers", "tokens"
+    else:
+        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        rows, head, layers, tokens = (
+            ("self_attn.o_proj", "mlp.down_proj"),
+            "lm_head",
+            "model.layers",
+            "model.embed_tokens",
+        )
+    plan: dict[str, Any] = {f"{layers}.*.{name}": ColwiseParallel() for name in columns}
+    plan |= {f"{layers}.*.{name}": RowwiseParallel() for name in rows}
+    return plan | {
+        tokens: RowwiseParallel(input_layouts=Replicate()),
+        head: ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def sequence_plan() -> dict[str, Any]:
+    """Shards of tokens between a row and a column."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    plan: dict[str, Any] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    layer = {"norm": SequenceParallel(), "attention": gather, "norm2": SequenceParallel(), "mlp": gather}
+    layer |= {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
+    layer |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o", "mlp.down")}
+    layer["mlp.up"] = ColwiseParallel()
+    return plan | {f"layers.*.{name}": style for name, style in layer.items()}
+
+
+def mesh(*names: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = (dist.get_world_size(),) if len(names) == 1 else (2, dist.get_world_size() // 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def parallel(model: nn.Module, plan: dict[str, Any], over: Any) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    parallelize_module(model, over, plan)
+
+
+def trained(model: nn.Module, tokens: Tensor = TOKENS) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and whole gradients."""
+    model.zero_grad()
+    y = model(tokens)
+    y = y if isinstance(y, Tensor) else y.logits
+    loss = F.cross_entropy(y[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all(g is not None for g in grads.values())
+    return loss.detach(), {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in grads.items()}
+
+
+def assert_trains_alike(model: nn.Module, wanted: tuple[Tensor, dict[str, Tensor]], tokens: Tensor = TOKENS) -> None:
+    loss, grads = trained(model, tokens)
+    torch.testing.assert_close(loss, wanted[0], rtol=1e-6, atol=1e-7)
+    assert grads.keys() == wanted[1].keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, wanted[1][name], rtol=1e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_in_chains(conversion: Conversion, gemms: int, *collectives: type) -> None:
+    """So many GEMMs are in chains, with the collectives between."""
+    assert all(c.plan is not None for g in conversion.graphs for c in g.regions), str(conversion)
+    members = [r for g in conversion.graphs for c in g.regions for r in c.order.members]
+    assert sum(spelled(node) == "linear" for node in {n for r in members for n in r.took}) == gemms, str(conversion)
+    assert {type(r.operation) for r in members} >= set(collectives), str(conversion)
+
+
+def converted_under(model: nn.Module, plan: dict[str, Any], gemms: int, *collectives: type) -> None:
+    torch._dynamo.reset()
+    wanted = trained(copy.deepcopy(model))
+    parallel(model, plan, mesh("tp"))
+    before = trained(model)
+    conversion = sf.convert(model)
+    assert_trains_alike(model, wanted)
+    assert_trains_alike(model, wanted)
+    assert_in_chains(conversion, gemms, *collectives)
+    placements = {n: p.grad.placements for n, p in model.named_parameters() if hasattr(p.grad, "placements")}
+    conversion.undo()
+    assert_trains_alike(model, before)
+    after = {n: p.grad.placements for n, p in model.named_parameters() if hasattr(p.grad, "placements")}
+    assert {n: str(p) for n, p in placements.items()} == {n: str(p) for n, p in after.items()}
+
+
+def a_gpt() -> None:
+    model = Gpt()
+    converted_under(model, whole_plan(model), 2 * 6 + 1, ops.CopyToTensorParallel, ops.AllReduce)
+
+
+def a_llama() -> None:
+    model = llama()
+    converted_under(model, whole_plan(model), 2 * 7 + 1, ops.CopyToTensorParallel, ops.AllReduce)
+
+
+def a_gpt_whose_tokens_are_sharded() -> None:
+    converted_under(Gpt(), sequence_plan(), 2 * 6 + 1, ops.AllGather, ops.ReduceScatter)
+
+
+def a_converted_gpt_that_is_parallelized() -> None:
+    torch._dynamo.reset()
+    model = Gpt()
+    wanted = trained(copy.deepcopy(model))
+    conversion = sf.convert(model)
+    parallel(model, whole_plan(model), mesh("tp"))
+    assert_trains_alike(model, wanted)
+    assert_in_chains(conversion, 2 * 6 + 1, ops.AllReduce)
+
+
+def a_llama_by_the_plan_of_its_class() -> None:
+    """As `from_pretrained(..., tp_plan="auto")` shards it."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    torch._dynamo.reset()
+    model: Any = llama()
+    wanted = trained(copy.deepcopy(model))
+    plan: dict[str, str] = {}
+    for name, _ in model.named_parameters():
+        module = name.removesuffix(".weight")
+        style = model.tp_plan.get(re.sub(r"\d+", "*", module))
+        plan |= {module: style, name: style} if style is not None else {}
+    apply_tensor_parallelism(model, mesh("tp"), plan)
+    conversion = sf.convert(model)
+    assert_trains_alike(model, wanted)
+    assert_in_chains(conversion, 2 * 7 + 1, ops.CopyToTensorParallel, ops.AllReduce)
+
+
+def a_gpt_over_two_dimensions() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch._dynamo.reset()
+    model, both = Gpt(), mesh("dp", "tp")
+    rows = TOKENS[both["dp"].get_local_rank()][None]
+    wanted = trained(copy.deepcopy(model), TOKENS[:1])[1], trained(copy.deepcopy(model), TOKENS[1:])[1]
+    mean = {name: (wanted[0][name] + wanted[1][name]) / 2 for name in wanted[0]}
+    parallel(model, whole_plan(model), both["tp"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=both["dp"])
+    fully_shard(model, mesh=both["dp"])
+    loss, _ = trained(model, rows)
+    conversion = sf.convert(model)
+    assert_trains_alike(model, (loss, mean), rows)
+    assert_in_chains(conversion, 2 * 6, ops.AllReduce)  # the head runs by itself between the calls of FSDP2
+
+
+EITHER = [a_gpt, a_llama, a_gpt_whose_tokens_are_sharded]
+FACTS = Facts({
+    2: [*EITHER, a_converted_gpt_that_is_parallelized, a_llama_by_the_plan_of_its_class],
+    4: [*EITHER, a_gpt_over_two_dimensions],
+})  # fmt: skip
+
+test_a_model_trains_as_in_one_process = FACTS.test
