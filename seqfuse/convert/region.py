@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -247,13 +247,13 @@ class CapturedRegion(nn.Module):
         if torch.compiler.is_compiling():
             return self._run(x, tensors)
         if self._distributed:
-            x, *tensors = map(_arrived, (x, *tensors))
+            x, tensors = _arrived(x), tuple(map(_arrived, tensors))
         if self._multiplies and not x.is_contiguous():
             x = _as_rows(x)
         with self._lock:  # threads that call one model would lend to one operation
             return self._run(x, tensors)
 
-    def _run(self, x: Tensor, tensors: Sequence[Tensor]) -> Any:
+    def _run(self, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
         names = self._names
         try:
             self._lend(tensors[len(names) :])
