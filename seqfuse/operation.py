@@ -21,6 +21,7 @@ from .signature import Signature, check_pass_names, checks_arguments, show_argum
 
 if TYPE_CHECKING:
     from .env import Env
+    from .recipes import Recipe
 
 Grads = Mapping[str, Tensor | Accumulated | None]
 """Gradients by name: parameter names and extra-input names; `None` where one is not needed."""
@@ -310,6 +311,10 @@ class UnfusedOperation(FusableOperation):
     def gemms(self) -> tuple[tuple[int, int], ...]:
         """`in_features` and `out_features` of each GEMM that a recipe quantizes."""
         return ()
+
+    def not_quantized(self, recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
+        """Why a GPU that has GEMMs for a recipe has none for this operation, which runs in the dtype of x then."""
+        return None
 
     def traffic(self, env: Env, backward: bool) -> Traffic:
         """What a pass launches, reads and writes unfused; the estimated gain of a fusion follows from it.

@@ -81,10 +81,10 @@ class Recipe:
         """Rows and columns of a matrix that share a scale; `None` for all of them."""
         raise NotImplementedError
 
-    def scaling(self, role: Role) -> str:
-        """What shares a scale, in the words of a plan."""
+    def scaling(self, role: Role, one: str = "tensor") -> str:
+        """What shares a scale, in the words of a plan; `one` is what a tensor is, or the group of one."""
         rows, columns = self.block(role, "rows")
-        return "per tensor" if rows is None else "per row" if columns is None else f"{rows}x{columns}"
+        return f"per {one}" if rows is None else "per row" if columns is None else f"{rows}x{columns}"
 
     @property
     def whole_rows(self) -> bool:
@@ -164,8 +164,8 @@ class Float8DelayedScaling(Recipe):
     def block(self, role: Role, direction: Direction) -> _Block:
         return None, None
 
-    def scaling(self, role: Role) -> str:
-        return "per tensor, delayed"
+    def scaling(self, role: Role, one: str = "tensor") -> str:
+        return f"per {one}, delayed"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,13 @@ def recipe_of(name: str, *values: Any) -> Recipe:
 
 
 def quantize(
-    x: Tensor, recipe: Recipe, role: Role, direction: Direction, *, scale: Tensor | None = None
+    x: Tensor,
+    recipe: Recipe,
+    role: Role,
+    direction: Direction,
+    *,
+    scale: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The 8-bit numbers of a GEMM operand, and the inverse of their scales: x ~ data * inverse_scale.
 
@@ -238,14 +244,18 @@ def quantize(
         recipe: a recipe, such as `Float8BlockScaling()`.
         role: `"x"`, `"weight"` or `"dy"`, by which the format and the blocks are chosen.
         direction: `"rows"` where the GEMM sums along N, `"columns"` where it sums along M.
-        scale: of `Float8DelayedScaling` the scale, float32 []; 1 if left out.
+        scale: of `Float8DelayedScaling` the scale, float32 [], with `offsets` [G]; 1 if left out.
+        offsets: [G] integers, where groups of rows end, as the tokens of experts: no scale is of two groups, and blocks
+            begin with each group. Rows beyond the last end are of no group. The offsets are not read on the host.
 
     Returns:
         data: [*, N], `torch.float8_e4m3fn` or `torch.float8_e5m2`; in the layout of x, not transposed, for both
             directions.
         inverse_scale: float32, of `MXFP8` `torch.float8_e8m0fnu`. By what shares a scale: a tensor []; a row [M, 1]; a
             column [1, N]; 1 x B numbers [M, ceil(N / B)]; B x 1 [ceil(M / B), N]; 128 x 128
-            [ceil(M / 128), ceil(N / 128)]. The last block of a row or column may be shorter.
+            [ceil(M / 128), ceil(N / 128)]. The last block of a row or column may be shorter. With `offsets` a tensor of
+            each group [G]; a column of each [G, N]; B x 1 [floor(M / B) + G, N], the blocks of one group behind those
+            of the other, then 1 for what is unused.
 
     Raises:
         InputError: (SF102) for an x that is not floating or has no dimension, (SF106) for another role, direction or
@@ -261,32 +271,85 @@ def quantize(
         raise InputError(message, code="SF102")
     dtype, size = recipe.dtype(role), recipe.block(role, direction)
     rows = _matrix(x.detach())
-    blocks = _blocks(rows, size)
+    places = _places(offsets, len(rows), size[0])
+    blocks = _blocks(rows, size if places is None else (1, size[1]))
     largest = torch.finfo(dtype).max
     most = rows.new_zeros(blocks.shape[0], blocks.shape[2])
     if blocks.numel() and not recipe.keeps_state:
         most = blocks.abs().amax((1, 3))
+    if places is not None:
+        most = _most(most, *places)
     if isinstance(recipe, Float8DelayedScaling):
-        scale = torch.ones_like(most) if scale is None else scale.to(torch.float32).reshape(1, 1)
-        inverse = (torch.ones_like(scale) / scale).reshape(())
+        scale = torch.ones_like(most) if scale is None else scale.to(torch.float32).reshape(-1, 1)
+        inverse = torch.ones_like(scale) / scale
     elif isinstance(recipe, MXFP8):
         inverse, scale = _scales_mx(most, _EXPONENT[dtype])
     else:
         scale = _scales(most, largest, recipe.power_of_two)
         inverse = torch.ones_like(scale) / scale
-        inverse = inverse.reshape(()) if size == (None, None) else inverse
+    if size == (None, None):
+        inverse = inverse.reshape(() if offsets is None else -1)
+    if places is not None:
+        scale = _spread(scale, places[0])
     # Torch casts of different versions make 448, Inf or NaN of what is beyond the range.
-    codes = (blocks * scale[:, None, :, None]).clamp(-largest, largest)
+    codes = (blocks * scale.unsqueeze(1).unsqueeze(-1)).clamp(-largest, largest)
     codes = torch.where(blocks.isfinite(), codes, torch.nan)
     return _whole(codes, rows).to(dtype).reshape(x.shape), inverse
 
 
-def dequantize(data: Tensor, inverse_scale: Tensor, recipe: Recipe, role: Role, direction: Direction) -> Tensor:
+def dequantize(
+    data: Tensor,
+    inverse_scale: Tensor,
+    recipe: Recipe,
+    role: Role,
+    direction: Direction,
+    *,
+    offsets: Tensor | None = None,
+) -> Tensor:
     """The numbers that a GEMM multiplies, data * inverse_scale in float32; arguments and results of `quantize`."""
-    rows = _matrix(data)
-    blocks = _blocks(rows, recipe.block(role, direction))
-    inverse = inverse_scale.to(torch.float32).reshape(blocks.shape[0], 1, blocks.shape[2], 1)
-    return _whole(blocks * inverse, rows).reshape(data.shape)
+    rows, size, inverse = _matrix(data), recipe.block(role, direction), inverse_scale.to(torch.float32)
+    places = _places(offsets, len(rows), size[0])
+    if places is not None:
+        size, inverse = (1, size[1]), _spread(inverse.reshape(places[1], -1), places[0])
+    blocks = _blocks(rows, size)
+    return _whole(blocks * inverse.reshape(blocks.shape[0], 1, blocks.shape[2], 1), rows).reshape(data.shape)
+
+
+def largest_of_groups(x: Tensor, offsets: Tensor) -> Tensor:
+    """Max |x| of the rows of each group, float32 [G]; 0 of none. x: [M, N]."""
+    places = _places(offsets, len(x), None)
+    assert places is not None
+    most = x.detach().abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1)
+    return _most(most.to(torch.float32), *places).reshape(-1)
+
+
+def _places(offsets: Tensor | None, rows: int, high: int | None) -> tuple[Tensor, int] | None:
+    """Of each row which scale of those of all groups it has, and how many there are, which a row of no group has.
+
+    `None` where rows have scales of their own, or all are of one group. `high` rows share a scale, or all of a group.
+    """
+    if offsets is None or high == 1:
+        return None
+    groups, at = offsets.shape[0], torch.arange(rows, device=offsets.device)
+    ends = offsets.to(torch.int64)
+    group = torch.searchsorted(ends, at, right=True)
+    if high is None:
+        return group, groups
+    starts, count = F.pad(ends.clamp(max=rows), (1, 0)), rows // high + groups
+    blocks = (starts.diff() + (high - 1)) // high
+    first = F.pad(blocks.cumsum(0) - blocks, (0, 1), value=count)
+    return (first.index_select(0, group) + (at - starts.index_select(0, group)) // high).clamp(max=count), count
+
+
+def _most(most: Tensor, places: Tensor, count: int) -> Tensor:
+    """The largest of the rows that share a scale, [count, N] of [M, N]."""
+    index = places.unsqueeze(-1).expand_as(most)
+    return most.new_zeros(count + 1, most.shape[1]).scatter_reduce(0, index, most, "amax").narrow(0, 0, count)
+
+
+def _spread(scale: Tensor, places: Tensor) -> Tensor:
+    """The scale of each row, [M, N] of [count, N]; 1 for a row of no group."""
+    return F.pad(scale, (0, 0, 0, 1), value=1.0).index_select(0, places)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -309,7 +372,7 @@ def _blocks(rows: Tensor, size: _Block) -> Tensor:
 def _whole(blocks: Tensor, rows: Tensor) -> Tensor:
     """The matrix of these blocks, of the shape of `rows`."""
     m, n = rows.shape
-    return blocks.flatten(2).flatten(0, 1)[:m, :n] if rows.numel() else rows
+    return blocks.flatten(2).flatten(0, 1).narrow(0, 0, m).narrow(1, 0, n) if rows.numel() else rows
 
 
 def _scales(most: Tensor, largest: float, power_of_two: bool) -> Tensor:
@@ -322,7 +385,7 @@ def _scales(most: Tensor, largest: float, power_of_two: bool) -> Tensor:
 
 def next_scale(recipe: Float8DelayedScaling, role: Role, history: Tensor, scale: Tensor) -> Tensor:
     """The scale of the next step, of a history with the newest maximum first, and of the scale up to now."""
-    most = history.amax() if recipe.algorithm == "max" else history[0]
+    most = history.amax(0) if recipe.algorithm == "max" else history[0]
     new = torch.full_like(most, torch.finfo(recipe.dtype(role)).max) / most
     new = (new / 2.0**recipe.margin).clamp(max=_FLOAT32_MAX)
     return torch.where((most > 0) & most.isfinite(), new, scale)

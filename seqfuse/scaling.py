@@ -24,7 +24,10 @@ _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 
 
 class KeptScale(NamedTuple):
-    """What an operation keeps of a tensor: its scale, and the newest entry of its history, [1], for its maximum."""
+    """What an operation keeps of a tensor: its scale, and the newest entry of its history, [1], for its maximum.
+
+    Of groups with scales of their own [G] and [1, G].
+    """
 
     scale: Tensor
     newest: Tensor | None
@@ -37,6 +40,11 @@ class Scaled(nn.Module):
     """
 
     _delayed: Float8DelayedScaling | None = None
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scale of a tensor."""
+        return ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -60,8 +68,9 @@ class Scaled(nn.Module):
         for name in self.scaled():
             old = self._buffers.get(f"{name}_amax_history")
             if old is None:
-                self.register_buffer(f"{name}_amax_history", torch.zeros(recipe.history, device=device))
-                self.register_buffer(f"{name}_scale", torch.ones((), device=device))
+                shape = self.scale_shape
+                self.register_buffer(f"{name}_amax_history", torch.zeros(recipe.history, *shape, device=device))
+                self.register_buffer(f"{name}_scale", torch.ones(shape, device=device))
             elif len(old) != recipe.history:
                 self._buffers[f"{name}_amax_history"] = _resized(old, recipe.history)
 
@@ -70,7 +79,7 @@ class Scaled(nn.Module):
         if not isinstance(recipe, Float8DelayedScaling):
             return None
         if type(x) not in (Tensor, nn.Parameter) or x.is_meta or _get_mode(_FAKE) is not None:  # without data
-            return KeptScale(x.new_ones((), dtype=torch.float32), None)
+            return KeptScale(x.new_ones(self.scale_shape, dtype=torch.float32), None)
         if self._delayed != recipe or f"{name}_scale" not in self._buffers:
             self.keep_scales(recipe)
         history, scale = (cast(Tensor, self._buffers[f"{name}_{what}"]) for what in ("amax_history", "scale"))
@@ -130,7 +139,7 @@ def keep_scales(container: nn.Module, recipe: Float8DelayedScaling) -> None:
 
 def _resized(history: Tensor, length: int) -> Tensor:
     """The newest entries, and zeros where there are no more."""
-    new = history.new_zeros(length)
+    new = history.new_zeros(length, *history.shape[1:])
     kept = min(length, len(history))
     new[:kept] = history[:kept]
     return new
@@ -169,13 +178,14 @@ def _update(operations: Iterable[Scaled], group: Any = None) -> None:
                 found.append((recipe, role, history, scale))
     reduced = [history for recipe, _, history, _ in found if recipe.reduce]
     if reduced and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        newest = torch.stack([history[0] for history in reduced])
+        newest = torch.cat([history[0].reshape(-1) for history in reduced])
         dist.all_reduce(newest, dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
-        for history, most in zip(reduced, newest, strict=True):
-            history[0] = most
+        parts = newest.split_with_sizes([history[0].numel() for history in reduced])
+        for history, most in zip(reduced, parts, strict=True):
+            history[0] = most.view_as(history[0])
     for recipe, role, history, scale in found:
         scale.copy_(next_scale(recipe, role, history, scale))
-        history.copy_(history.roll(1))
+        history.copy_(history.roll(1, 0))
         history[0] = 0
 
 

@@ -63,7 +63,7 @@ class CapturedRegion(nn.Module):
         self._model = (Sequential(*order.operations, recipe=recipe),)
         self.recipe = recipe
         for r in order.members if recipe is not None else ():
-            if id(r.operation) in kept_out and isinstance(r.operation, ops.Linear | ops.MergedLinear):
+            if id(r.operation) in kept_out and with_gemms(r.operation):
                 r.operation.recipe = None
         self._fuser = Fuser(self.model, default_fusions() if fusions is None else fusions, memory=memory)
         self._fuser.segment_bytes = SEGMENT_BYTES
@@ -128,7 +128,7 @@ class CapturedRegion(nn.Module):
         members = {id(r.operation): r for r in self.order.members}
         for position, node in enumerate(self._fuser.op_list().nodes):
             raised = members.get(id(node.operation))
-            if raised is not None and isinstance(node.operation, ops.Linear | ops.MergedLinear):
+            if raised is not None and with_gemms(node.operation):
                 why = (
                     None
                     if position in at
@@ -280,6 +280,11 @@ class CapturedRegion(nn.Module):
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")
             if module:
                 error.path = module  # that within the chain is of operations that the user did not make
+
+
+def with_gemms(operation: Any) -> bool:
+    """Whether an operation has GEMMs that a recipe quantizes."""
+    return bool(getattr(operation, "gemms", ()))
 
 
 def gemms_of(raised: Raised) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from .. import ops
 from ..env import autocast_of
 from ..errors import one_line
 from ..plan.schedule import Choice
@@ -37,7 +36,7 @@ from .patterns.rope import ADDED, PURE
 from .patterns.scores import around
 from .raising import Raised, Transposed, node_of, raised
 from .reasons import ALONE, alone, left_in
-from .region import CapturedRegion, excluded, gemms_of
+from .region import CapturedRegion, excluded, gemms_of, with_gemms
 from .report import GraphReport
 
 
@@ -61,8 +60,8 @@ class RewriteOptions:
 
     def quantizes(self, raised: Raised) -> bool:
         """Whether the recipe is for an operation."""
-        has_gemms = isinstance(raised.operation, ops.Linear | ops.MergedLinear)
-        return self.recipe is not None and has_gemms and not any(excluded(self.exclude, p) for p in gemms_of(raised))
+        has_gemms = self.recipe is not None and with_gemms(raised.operation)
+        return has_gemms and not any(excluded(self.exclude, p) for p in gemms_of(raised))
 
 
 def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> list[GraphReport]:

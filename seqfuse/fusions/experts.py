@@ -48,7 +48,7 @@ class PermuteGroupedLinear(ForwardFusion):
 
     def fwd(self, x: Tensor, *, permute_experts: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
         rows, made, of_permute = self.permute.fwd(x, experts=permute_experts)
-        y, of_linear = self.linear.fwd(rows, offsets=made["offsets"])
+        y, of_linear = self.linear.run(rows, made["offsets"])
         again = functools.partial(_again, of_linear.x.dtype)
         late = context.Recompute(again, x, made["rows"], made["offsets"])
         record = GroupedLinear.Saved(x=late, weight=of_linear.weight, offsets=of_linear.offsets)  # pyright: ignore
@@ -116,7 +116,7 @@ class GatedGroupedLinearUnpermute(JointFusion):
         kernel = self.decided(numbers_of(self.gated), _chain, self.gated, ("gated", "token_scale"))
         (scaled,) = kernel(x, scales.view(x.shape[:-1]))
         assert scaled is not None
-        y, record = self.linear.fwd(scaled, offsets=linear_offsets)
+        y, record = self.linear.run(scaled, linear_offsets)
         return summed(y, unpermute_rows, unpermute_offsets, None), self.Saved(
             x=x,
             scaled=record.x,
@@ -152,7 +152,7 @@ class GatedGroupedLinearUnpermute(JointFusion):
     def unfused(self, saved: Saved) -> dict[str, Any]:
         """What the operations themselves would have saved."""
         h, of_gated = self.gated.fwd(saved.x)
-        y, of_linear = self.linear.fwd(h, offsets=saved.offsets)
+        y, of_linear = self.linear.run(h, saved.offsets)
         probs = saved.scales.reshape(-1).index_select(0, saved.rows.reshape(-1)).view(saved.rows.shape)
         back = Unpermute.Saved(x=y, probs=probs, rows=saved.rows, offsets=saved.offsets)
         return {"gated": of_gated, "linear": of_linear, "unpermute": back}

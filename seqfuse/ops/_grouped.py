@@ -48,6 +48,11 @@ def inside(offsets: Tensor, rows: int) -> Tensor:
     return (torch.arange(rows, device=offsets.device) < last(offsets)).unsqueeze(-1)
 
 
+def group_at(offsets: Tensor, rows: int) -> Tensor:
+    """The group of each row, int64 [rows], the number of groups for a row of none; nothing is read."""
+    return torch.searchsorted(offsets.to(torch.int64), torch.arange(rows, device=offsets.device), right=True)
+
+
 def last(offsets: Tensor) -> Tensor:
     """The last end, [1]."""
     return offsets.narrow(0, offsets.shape[0] - 1, 1)
@@ -153,15 +158,19 @@ def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
             return grouped_gemm(_with_rows(x), weight, offsets, bias, tf32=_tf32(x))
         return plain(x, weight, offsets, bias)
     y = F.grouped_mm(_row_major(x), _of_weights(weight).mT, offs=offsets.to(torch.int32).clamp(max=rows))
+    return finished(y, offsets, bias)
+
+
+def finished(y: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    """What a grouped GEMM of torch made, with the biases of groups, and zeros in the rows of none."""
     if _in_triton(y):
         from ..kernels.grouped import finish_rows_
 
         finish_rows_(y, offsets, bias)
         return y.contiguous()  # torch pads rows to 16 bytes
     if bias is not None:
-        group = torch.searchsorted(offsets, torch.arange(rows, device=x.device, dtype=offsets.dtype), right=True)
-        y = y + bias.index_select(0, group.clamp(max=bias.shape[0] - 1))
-    return torch.where(inside(offsets, rows), y, 0)
+        y = y + bias.index_select(0, group_at(offsets, len(y)).clamp(max=bias.shape[0] - 1))
+    return torch.where(inside(offsets, len(y)), y, 0)
 
 
 def _weight_grad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

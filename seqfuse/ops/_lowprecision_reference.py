@@ -12,6 +12,7 @@ from torch import Tensor
 from ..autograd import with_gradients
 from ..casts import lowered
 from ..recipes import Recipe, recipe_of
+from . import _grouped_lowprecision as grouped
 from . import _lowprecision as low
 
 
@@ -22,11 +23,23 @@ def linear_by_reference(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def grouped_linear_by_reference(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
+    """The rows of groups times their weights, of quantized operands and differentiable as `linear_by_reference`."""
+    x, weight = lowered(x, always=True), lowered(weight, always=True)
+    return _differentiable_by_group(x, weight, offsets, *recipe.constants)
+
+
 # A compiler takes strings and numbers for constants, and torch 2.11 makes other gradients of the function inside.
 @torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _differentiable(x: Tensor, weight: Tensor, *constants: Any) -> Tensor:
     recipe = recipe_of(*constants)
     return with_gradients(partial(_linear, recipe), partial(_gradients, recipe), x, weight)
+
+
+@torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def _differentiable_by_group(x: Tensor, weight: Tensor, offsets: Tensor, *constants: Any) -> Tensor:
+    recipe = recipe_of(*constants)
+    return with_gradients(partial(_grouped_linear, recipe), partial(_grouped_gradients, recipe), x, weight, offsets)
 
 
 def _linear(recipe: Recipe, x: Tensor, weight: Tensor) -> Tensor:
@@ -42,3 +55,25 @@ def _gradients(recipe: Recipe, dy: Tensor, x: Tensor, weight: Tensor, needs: Seq
     if down is not None:
         dweight = low.weight_grad(down, low.down(x, recipe, "x"), recipe, dy.dtype)
     return dx, dweight
+
+
+def _grouped_linear(recipe: Recipe, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    (qx, _), (qweight, _) = grouped.quantized_rows(x, recipe, "x", offsets), grouped.quantized_weights(weight, recipe)
+    assert qx is not None
+    return grouped.linear(qx, qweight, recipe, offsets, x.dtype)
+
+
+def _grouped_gradients(
+    recipe: Recipe, dy: Tensor, x: Tensor, weight: Tensor, offsets: Tensor, needs: Sequence[bool]
+) -> tuple[Any, Any, None]:
+    dx = dweight = None
+    along, down = grouped.quantized_rows(dy, recipe, "dy", offsets, rows=needs[0], columns=needs[1])
+    if along is not None:
+        _, columns = grouped.quantized_weights(weight, recipe, columns=True)
+        assert columns is not None
+        dx = grouped.dgrad(along, columns, recipe, offsets, dy.dtype)
+    if down is not None:
+        _, columns = grouped.quantized_rows(x, recipe, "x", offsets, rows=False, columns=True)
+        assert columns is not None
+        dweight = grouped.weight_grad(down, columns, recipe, offsets, dy.dtype)
+    return dx, dweight, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,21 @@ from ..casts import lowered
 from ..env import Env, autocast_of
 from ..errors import InputError
 from ..maingrad import Accumulated, accumulated
-from ._grouped import grouped_bias_grad, grouped_linear, grouped_weight_grad, plain, spans
+from ..recipes import Recipe
+from ..saved import maker
+from ..scaling import Scaled
+from . import _grouped_lowprecision as low
+from ._grouped import finished, grouped_bias_grad, grouped_linear, grouped_weight_grad, plain, spans
+from ._lowprecision import operand
 from ._parameters import parameter, required
 from ._tensors import check_last, is_whole
 from .linear import gemm_traffic
 
+_EVERY = frozenset({"x", "weight"})
+_NOTHING = None, None
 
-class GroupedLinear(sf.UnfusedOperation):
+
+class GroupedLinear(Scaled, sf.UnfusedOperation):
     """y_i = x_i weight_g^T + bias_g for row i of group g: a `Linear` for each group of rows, which lie in order.
 
     Rows are those of x with all leading dimensions taken as one. Group g has the rows from offsets[g - 1] (0 for the
@@ -31,7 +39,8 @@ class GroupedLinear(sf.UnfusedOperation):
 
     x: [*, in_features], y: [*, out_features], weight: [groups, out_features, in_features],
     bias: [groups, out_features], offsets: [groups] int32 or int64, not falling; ends beyond the last row are that row.
-    Saved: x for dweight, weight for dx, under autocast its cast, offsets.
+    Saved: x for dweight, weight for dx, under autocast its cast, offsets. Under a recipe x and weights are saved in 8
+    bits, down their columns. Each group has scales of its own: blocks of x and dy begin with its rows.
     Initial values are those of a `torch.nn.Linear` for each group.
     Source: Shazeer et al. 2017, arXiv:1701.06538; Gale et al. 2022, arXiv:2211.15841, of groups of any size.
 
@@ -50,6 +59,13 @@ class GroupedLinear(sf.UnfusedOperation):
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")  # [*, in_features]
         weight: Tensor = sf.field(for_="x")  # [groups, out_features, in_features], the parameter, or its cast
+        offsets: Tensor  # [groups]
+
+    class SavedQuantized(sf.Saved):
+        x: Tensor | None = sf.field(for_="weight")  # [R, in_features], 8 bits, quantized down its columns
+        x_inverse: Tensor | None = sf.field(for_="weight")  # the inverse of its scales
+        weight: Tensor | None = sf.field(for_="x")  # [groups, out_features, in_features], 8 bits, down their columns
+        weight_inverse: Tensor | None = sf.field(for_="x")
         offsets: Tensor  # [groups]
 
     same_dtype = True
@@ -92,25 +108,67 @@ class GroupedLinear(sf.UnfusedOperation):
             message = f"expects the ends of {self.groups} groups, integers {(self.groups,)}, got {got}"
             raise InputError(message, code="SF101", operation="GroupedLinear")
 
-    def reference(self, x: Tensor, *, offsets: Tensor) -> Tensor:
+    def reference(self, x: Tensor, *, offsets: Tensor, recipe: Recipe | None = None) -> Tensor:
         self.check(offsets)
-        y = plain(x.reshape(-1, self.in_features), self.weight, offsets, parameter(self, "bias"))
+        rows, bias = x.reshape(-1, self.in_features), parameter(self, "bias")
+        if recipe is None:
+            y = plain(rows, self.weight, offsets, bias)
+        else:
+            from ._lowprecision_reference import grouped_linear_by_reference
+
+            y = grouped_linear_by_reference(rows, self.weight, offsets, recipe)
+            y = finished(y, offsets, None if bias is None else bias.to(y.dtype))
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    def fwd(self, x: Tensor, *, offsets: Tensor) -> tuple[Tensor, Saved]:
+    def fwd(
+        self, x: Tensor, *, offsets: Tensor, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
+    ) -> tuple[Tensor, Saved | SavedQuantized]:
+        return self.run(x, offsets) if recipe is None else self._quantized(x, offsets, recipe, needs)
+
+    def run(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Saved]:
+        """`fwd` without a recipe."""
         self.check(offsets)
-        weight, bias = required(self, "weight"), parameter(self, "bias")
-        given, dtype = x, autocast_of(x.device.type)
-        if dtype is not None and x.dtype is not torch.float64:
-            given, weight = x.to(dtype), lowered(weight, always=True)
-            bias = None if bias is None else bias.to(dtype)
+        given, weight, bias = self._operands(x)
         y = grouped_linear(given.reshape(-1, self.in_features), weight, offsets, bias)
         return y.view(*x.shape[:-1], self.out_features), self._saved(given, weight, offsets)
 
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, weight and bias, under autocast in its dtype."""
+        weight, bias = required(self, "weight"), parameter(self, "bias")
+        dtype = autocast_of(x.device.type)
+        if dtype is not None and x.dtype is not torch.float64:
+            x, weight = x.to(dtype), lowered(weight, always=True)
+            bias = None if bias is None else bias.to(dtype)
+        return x, weight, bias
+
+    def _quantized(
+        self, x: Tensor, offsets: Tensor, recipe: Recipe, needs: frozenset[str]
+    ) -> tuple[Tensor, SavedQuantized]:
+        self.check(offsets)
+        given, weight, bias = self._operands(x)
+        rows = given.reshape(-1, self.in_features)
+        kept = [self.scale_for(name, t, recipe, bool(needs)) for name, t in (("x", rows), ("weight", weight))]
+        qx, x_down = low.quantized_rows(rows, recipe, "x", offsets, columns="weight" in needs, kept=kept[0])
+        qweight, weight_down = low.quantized_weights(weight, recipe, columns="x" in needs, kept=kept[1])
+        assert qx is not None
+        y = low.linear(qx, qweight, recipe, offsets, rows.dtype, bias)
+        saved = _saved_quantized(*(x_down or _NOTHING), *(weight_down or _NOTHING), offsets)
+        return y.view(*x.shape[:-1], self.out_features), saved
+
     def bwd(
-        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
+        self,
+        dy: Tensor,
+        saved: Saved | SavedQuantized,
+        *,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor] | None = None,
+        recipe: Recipe | None = None,
     ) -> tuple[Tensor | None, sf.Grads]:
         rows, dx = dy.reshape(-1, self.out_features), None
+        if recipe is not None:
+            of = cast(GroupedLinear.SavedQuantized, saved)
+            return self._quantized_grads(dy, rows, of, recipe, needs, main_grads)
+        assert isinstance(saved, GroupedLinear.Saved)
         if "x" in needs:
             weight = saved.weight.conj() if dy.is_complex() else saved.weight
             rows = rows if rows.dtype is weight.dtype else rows.to(weight.dtype)
@@ -126,6 +184,30 @@ class GroupedLinear(sf.UnfusedOperation):
             grads["weight"] = self._weight_grad(rows, x, saved.offsets, buffer)
         return dx, grads
 
+    def _quantized_grads(
+        self,
+        dy: Tensor,
+        rows: Tensor,
+        saved: SavedQuantized,
+        recipe: Recipe,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor] | None,
+    ) -> tuple[Tensor | None, sf.Grads]:
+        grads: dict[str, Tensor | Accumulated | None] = {"offsets": None}
+        if "bias" in needs:
+            grads["bias"] = grouped_bias_grad(rows, saved.offsets)
+        kept = None if needs.isdisjoint(_EVERY) else self.scale_for("dy", rows, recipe, True)
+        asked = {"rows": "x" in needs, "columns": "weight" in needs}
+        along, down = low.quantized_rows(rows, recipe, "dy", saved.offsets, **asked, kept=kept)
+        dx = None
+        if along is not None:
+            weight = operand(saved.weight, saved.weight_inverse)
+            dx = low.dgrad(along, weight, recipe, saved.offsets, dy.dtype).view(*dy.shape[:-1], self.in_features)
+        if down is not None:
+            x, buffer = operand(saved.x, saved.x_inverse), main_grads.pop("weight", None) if main_grads else None
+            grads["weight"] = low.weight_grad(down, x, recipe, saved.offsets, dy.dtype, buffer)
+        return dx, grads
+
     def _weight_grad(self, dy: Tensor, x: Tensor, offsets: Tensor, buffer: Tensor | None) -> Tensor | Accumulated:
         if buffer is None:
             return grouped_weight_grad(dy, x, offsets)
@@ -139,6 +221,20 @@ class GroupedLinear(sf.UnfusedOperation):
     @property
     def features(self) -> tuple[int, int]:
         return self.in_features, self.out_features
+
+    def scaled(self) -> tuple[str, ...]:
+        return "x", "weight", "dy"
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        return (self.groups,)
+
+    @property
+    def gemms(self) -> tuple[tuple[int, int], ...]:
+        return (self.features,)
+
+    def not_quantized(self, recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
+        return low.why_not(recipe, dtype, arch)
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
         return gemm_traffic(env, *self.features, backward)
@@ -160,3 +256,6 @@ class GroupedLinear(sf.UnfusedOperation):
             f"{self.groups}, {self.in_features}, {self.out_features}, bias={self._parameters.get('bias') is not None}"
         )
         return text + (f", offsets={self.offsets!r}" if self.offsets != "offsets" else "")
+
+
+_saved_quantized = maker(GroupedLinear.SavedQuantized)

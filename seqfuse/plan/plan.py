@@ -172,15 +172,16 @@ class Plan:
         """Operands that are quantized: x and weight in the forward pass and dy in the backward pass, by position."""
         found: list[Quantization] = []
         for step in self.forward:
-            for position, recipe, needs in zip(step.covers, step.recipes, step.needs, strict=False):
+            for position, node, recipe, needs in zip(step.covers, step.nodes, step.recipes, step.needs, strict=False):
                 if recipe is None:
                     continue
+                one = "group" if getattr(node.operation, "scale_shape", ()) else "tensor"
                 roles: list[Role] = ["x", "weight"]
                 if any(name == "x" or name.startswith("weight") for name in needs):
                     roles.append("dy")
                 for role in roles:
                     dtype = short(recipe.dtype(role)).removeprefix("float8_").removesuffix("fn")
-                    found.append(Quantization(position, role, dtype, recipe.scaling(role)))
+                    found.append(Quantization(position, role, dtype, recipe.scaling(role, one)))
         return tuple(found)
 
     @cached_property

@@ -60,13 +60,16 @@ def recipe_at(
         return None
     reason = f"{node.name} derives from {node.derives.__name__}" if node.derives else None
     reason = reason or _why_not(operation, recipe, dtype, wide)
+    there = None if env is None or env.device in ("cpu", "meta") or recipe.emulate else env
+    if reason is None and there is not None and _has_gemms(recipe, there):
+        reason = operation.not_quantized(recipe, dtype, there.arch)
     if reason is not None:
         if recipe.strict:
             raise InputError(f"{recipe} is strict, and {reason}", code="SF108", **located(nodes, position))
         return Unquantized(position, recipe, reason)
-    if env is not None and env.device not in ("cpu", "meta") and not recipe.emulate and not _has_gemms(recipe, env):
+    if there is not None and not _has_gemms(recipe, there):
         hint = f"sf.recipes.{recipe}(emulate=True) computes the same numbers, by GEMMs in float32"
-        message = f"{recipe} has no kernels for {env.arch}" + " yet" * (not recipe.whole_rows)
+        message = f"{recipe} has no kernels for {there.arch}" + " yet" * (not recipe.whole_rows)
         raise InputError(message, code="SF108", hint=hint, **located(nodes, position))
     return recipe
 
