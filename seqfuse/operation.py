@@ -21,7 +21,6 @@ from .signature import Signature, check_pass_names, checks_arguments, show_argum
 
 if TYPE_CHECKING:
     from .env import Env
-    from .recipes import Recipe
 
 Grads = Mapping[str, Tensor | Accumulated | None]
 """Gradients by name: parameter names and extra-input names; `None` where one is not needed."""
@@ -312,7 +311,7 @@ class UnfusedOperation(FusableOperation):
         """`in_features` and `out_features` of each GEMM that a recipe quantizes."""
         return ()
 
-    def not_quantized(self, recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
+    def not_quantized(self, recipe: Any, dtype: torch.dtype | None, arch: str) -> str | None:
         """Why a GPU that has GEMMs for a recipe has none for this operation, which runs in the dtype of x then."""
         return None
 

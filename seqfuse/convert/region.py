@@ -290,6 +290,8 @@ def with_gemms(operation: Any) -> bool:
 def gemms_of(raised: Raised) -> tuple[str, ...]:
     """The paths of the modules whose GEMMs an operation stands for."""
     nodes = [node for node in raised.took if spelled(node) in ("linear", "addmm", "matmul")] or [raised.node]
+    if isinstance(raised.operation, ops.GroupedLinear):  # the router before it was taken with it
+        nodes = [raised.node]
     return tuple(sorted({owner(node) for node in nodes}))
 
 
