@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -177,17 +177,25 @@ def _unit_of(module: Any) -> Unit | str:
     if any(not isinstance(p, Tensor) or p.ndim != 3 for p in parameters):
         return f"its {' and '.join(names)} are not one tensor for all experts"
     apply: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
-    drawn = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)) * 4
     try:
-        with torch.no_grad(), torch.device("cpu"):
-            expected = apply(drawn.clone())
-            for unit in _candidates(module):
-                y = made(unit).reference(drawn)
-                if y.shape == expected.shape and torch.allclose(y, expected, rtol=1e-5, atol=1e-6):
-                    return unit
+        found = unit_like(apply, _candidates(module))
     except Exception as error:
         return f"its activation cannot be tried: {type(error).__name__}: {error}"
-    return "its activation is none that this library knows"
+    return found or "its activation is none that this library knows"
+
+
+def unit_like(
+    apply: Callable[[Tensor], Tensor], units: Iterable[Unit] = _UNITS, shape: Sequence[int] = (16, 32)
+) -> Unit | None:
+    """The unit that gives the values of a function, found by trying it."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 4
+    with torch.no_grad(), torch.device("cpu"):
+        expected = apply(drawn.clone())
+        for unit in units:
+            y = made(unit).reference(drawn)
+            if y.shape == expected.shape and torch.allclose(y, expected.to(y.dtype), rtol=1e-5, atol=1e-6):
+                return unit
+    return None
 
 
 def _candidates(module: Any) -> Iterator[Unit]:

@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """The transpose of a matrix, such as the weight of GPT-2's `Conv1D`."""
+    """The transpose of a matrix, such as the weight of GPT-2's `Conv1D`, or of the matrix of each expert."""
 
     node: Node
 

@@ -186,7 +186,7 @@ class CapturedRegion(nn.Module):
             node = node_of(given)
             if node not in made:
                 made[node] = fake(node)
-            return made[node].t() if isinstance(given, Transposed) else made[node]
+            return made[node].mT if isinstance(given, Transposed) else made[node]
 
         return list(map(like, values))
 

@@ -248,7 +248,8 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
     with graph.inserting_after(after):
         call = graph.call_module(name, ())
     with graph.inserting_before(call):
-        made = {g: graph.call_method("t", (g.node,)) for g in dict.fromkeys(region.given) if isinstance(g, Transposed)}
+        turned = (g for g in dict.fromkeys(region.given) if isinstance(g, Transposed))
+        made = {g: graph.call_method("transpose", (g.node, -2, -1)) for g in turned}
     given = [made[g] if isinstance(g, Transposed) else g for g in region.given]
     call.args = (order.x, *order.channels.values(), *given)
     added, holders = [*made.values(), call], dict[Node, Node]()

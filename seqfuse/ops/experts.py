@@ -113,7 +113,7 @@ class Route(sf.UnfusedOperation):
         floating(x, "Route")
         logits = self._logits(x, self.weight, parameter(self, "bias"))
         scores = self._scores(logits)
-        experts = self.chosen(scores.detach())
+        experts = self.chosen(scores.detach(), logits.detach())
         return x, {"experts": experts, "probs": self._factors(scores.gather(-1, experts))}
 
     def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,9 +122,11 @@ class Route(sf.UnfusedOperation):
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
-    def chosen(self, scores: Tensor) -> Tensor:
+    def chosen(self, scores: Tensor, logits: Tensor) -> Tensor:
         """The experts of each token."""
         correction = self._buffers.get("correction")
+        if self.score == "sigmoid" and correction is None and self.groups is None:
+            return logits.topk(self.top_k, -1).indices  # of the greatest ones scores are all 1
         scores = scores if correction is None else scores + correction
         if self.groups is not None:
             cut, taken = self.groups
@@ -149,7 +151,7 @@ class Route(sf.UnfusedOperation):
         weight, bias = required(self, "weight"), parameter(self, "bias")
         logits = self._logits(x, weight, bias)
         scores = self._scores(logits)
-        experts = self.chosen(scores)
+        experts = self.chosen(scores, logits)
         probs = self._factors(scores.gather(-1, experts))
         return x, {"experts": experts, "probs": probs}, self.Saved(x=x, weight=weight, logits=logits, experts=experts)
 

@@ -79,6 +79,14 @@ def test_a_softmax_over_what_is_chosen_is_a_normalized_one():
     torch.testing.assert_close(made["probs"], chosen.values.softmax(-1))
 
 
+def test_of_logits_whose_sigmoids_are_1_the_greatest_is_chosen():
+    op = ops.Route(4, 4, 1, "sigmoid", normalize=False)
+    op.weight.data = torch.diag(torch.tensor([40.0, 50.0, 60.0, 45.0]))
+    _, made, _ = op.fwd(torch.ones(3, 4))
+    assert made["experts"].tolist() == [[2], [2], [2]]
+    assert torch.equal(op.reference(torch.ones(3, 4))[1]["experts"], made["experts"])
+
+
 @pytest.mark.parametrize(
     "named", [{"top_k": 0}, {"top_k": 7}, {"groups": (4, 1)}, {"groups": (3, 0)}, {"groups": (6, 1)}]
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,11 +14,13 @@ from torch.fx.node import map_arg
 
 from ... import ops
 from ...operation import FusableOperation
-from ..experts import operations
+from ..experts import made as unit_of
+from ..experts import operations, unit_like
 from ..graph import argument, back, channel, example, is_fixed, numbers, read_by, spelled
-from ..raising import META, Found, Given, Inner, Raised, Value, matcher
+from ..raising import META, Found, Given, Inner, Raised, Transposed, Value, matcher
 
 _DIVIDE, _DIVIDE_IN_PLACE = (getattr(operator, name) for name in ("truediv", "itruediv"))
+_PRODUCTS = ("bmm", "matmul")
 _ROWS = 256
 """Tokens of which a router is compared with `Route`."""
 
@@ -58,14 +60,89 @@ def raise_mixture(node: Node) -> Found:
     return found
 
 
+def raise_batched(node: Node) -> Found:
+    """Every expert for every token by `bmm`, of tokens times the factor of the one expert that each has, as Llama 4."""
+    second = _rows_of(node.args[0]) if argument(node, 1, "dim") in (0, (0,), [0]) else None
+    if not isinstance(second, Node) or spelled(second) not in _PRODUCTS or not isinstance(second.args[0], Node):
+        return None
+    inner, down = cast("tuple[Node, Node]", second.args)
+    first = _last_of(_PRODUCTS, _behind(inner))
+    product = None if first is None else _rows_of(first.args[0])
+    if first is None or not isinstance(product, Node) or spelled(product) != "mul":
+        return None
+    up = cast(Node, first.args[1])
+    shapes = [numbers(e.shape) for given in (up, down) if (e := example(given)) is not None and is_fixed(*e.shape)]
+    repeated = next((n for n in product.all_input_nodes if spelled(n) == "repeat"), None)
+    if len(shapes) != 2 or repeated is None or len(product.all_input_nodes) != 2:
+        return None
+    x, experts = back(repeated.args[0]), shapes[0][0]
+    (factor,) = (n for n in product.all_input_nodes if n is not repeated)
+    logits = _last_of(("linear",), _behind(factor))
+    e, wanted = example(x), (experts, 1)
+    if e is None or logits is None or e.ndim != 2 or repeated.args[1:] not in (wanted, (wanted,)):
+        return None
+    source, weight, bias = (argument(logits, i, name) for i, name in enumerate(("input", "weight", "bias")))
+    w = example(weight)
+    if _rows_of(source) is not _rows_of(x) or w is None or tuple(w.shape) != (experts, e.shape[-1]):
+        return None
+    (count, width, inside), hidden = shapes[0], shapes[1][1]
+    unit = unit_like(lambda drawn: _value(inner, {first: drawn}), shape=(count, 5, inside))
+    if unit is None or not _is_best_of(logits, factor, experts):
+        return None
+    made: dict[str, Any] = {"device": META, "dtype": e.dtype}
+    names = {name: f"{name}_{node.name}" for name in ("experts", "probs", "offsets", "rows")}
+    to, ends = (names["experts"], names["probs"]), (names["offsets"], names["rows"])
+    operations: list[tuple[FusableOperation, dict[str, Given]]] = [
+        (
+            ops.Route(width, count, 1, "sigmoid", False, bias is not None, to=to, **made),
+            _given(back(weight), bias),
+        ),
+        (ops.TokenScale(to[1]), {}),
+        (ops.Permute(count, 1, name=to[0], to=ends), {}),
+        (ops.GroupedLinear(count, width, inside, False, **made, offsets=ends[0]), {"weight": Transposed(up)}),
+        (unit_of(unit), {}),
+        (ops.GroupedLinear(count, hidden, width, False, **made, offsets=ends[0]), {"weight": Transposed(down)}),
+        (ops.Unpermute(None, rows=ends[1], offsets=ends[0]), {}),
+    ]
+    values: list[Value] = [x, *(Inner() for _ in operations[1:]), node]
+    return [
+        Raised(operation, before, after, node, given)
+        for (operation, given), before, after in zip(operations, values[:-1], values[1:], strict=True)
+    ]
+
+
+def _is_best_of(logits: Node, factor: Node, count: int) -> bool:
+    """Whether the factors are sigmoids of the greatest logit of each token, and zeros for the other experts."""
+    (tokens, _) = numbers(example(logits).shape)  # pyright: ignore[reportOptionalMemberAccess]
+    drawn = 4 * torch.randn(tokens, count, generator=torch.Generator().manual_seed(0))
+    best = drawn.max(-1, keepdim=True)
+    expected = torch.zeros_like(drawn).scatter(1, best.indices, best.values.sigmoid())
+    with torch.no_grad():
+        found: Tensor = _value(factor, {logits: drawn})
+    tolerance = 1e-2 if example(factor).dtype.itemsize < 4 else 1e-5  # pyright: ignore[reportOptionalMemberAccess]
+    return torch.allclose(found.float().reshape(count, tokens).t(), expected, rtol=tolerance, atol=1e-6)
+
+
+def _value(node: Any, known: dict[Node, Any]) -> Any:
+    """What the calls of a graph make of the values that are known; raises `KeyError` for others."""
+    if node not in known:
+        if node.op not in ("call_function", "call_method"):
+            raise KeyError(node)
+        args, kwargs = (map_arg(given, lambda n: _value(n, known)) for given in (node.args, node.kwargs))
+        target: Any = node.target
+        known[node] = (
+            target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], target)(*args[1:], **kwargs)
+        )
+    return known[node]
+
+
 def _given(weight: Any, bias: Any) -> dict[str, Given]:
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
 
 def _route(x: Any, experts: Node, probs: Node) -> tuple[ops.Route, dict[str, Given]] | None:
     """The router that chose experts and factors of x, if it is one of this library's, and its parameters."""
-    behind = _behind(experts) & _behind(probs)
-    logits = next((n for n in reversed(list(experts.graph.nodes)) if n in behind and spelled(n) == "linear"), None)
+    logits = _last_of(("linear",), _behind(experts) & _behind(probs))
     if logits is None:
         return None
     source, weight, bias = (argument(logits, i, name) for i, name in enumerate(("input", "weight", "bias")))
@@ -106,6 +183,12 @@ def _behind(node: Node) -> set[Node]:
             found.add(at)
             stack += read_by(at)
     return found
+
+
+def _last_of(calls: Sequence[str], nodes: set[Node]) -> Node | None:
+    """The last of these calls among nodes of a graph."""
+    every = [n for node in itertools.islice(nodes, 1) for n in node.graph.nodes]
+    return next((n for n in reversed(every) if n in nodes and spelled(n) in calls), None)
 
 
 def _like(
@@ -204,10 +287,14 @@ def functional(graph: Graph) -> None:
         if node.target is _DIVIDE_IN_PLACE and of in ("topk", "gather"):
             if not later:
                 node.target = _DIVIDE
-        elif node.target == "scatter_" and spelled(values) == "zeros_like" and len(later) == len(values.users) - 1:
+        elif (
+            node.target == "scatter_"
+            and spelled(values) in ("zeros_like", "full_like")
+            and len(later) == len(values.users) - 1
+        ):
             node.target = "scatter"
             for user in later:
                 user.replace_input_with(values, node)
 
 
-MATCHERS = (matcher(raise_mixture, "mixture"),)
+MATCHERS = (matcher(raise_mixture, "mixture"), matcher(raise_batched, "sum"))
