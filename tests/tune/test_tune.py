@@ -1033,6 +1033,14 @@ def test_settings_of_every_plain_kind_tell_operations_apart():
     assert len(known) == len(values)
 
 
+def test_operations_that_compute_the_same_are_told_alike_in_each_mode():
+    models = [sf.Sequential(ops.Linear(4, 3), ops.LayerNorm(3), ops.GeLU()) for _ in range(2)]
+    models[1].eval()
+    one, other = ([cost_lookup.describe(node) for node in flatten(model)] for model in models)
+    assert one == other
+    assert "weight float32[3, 4]" in one[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool], ids=str)
 def test_what_is_measured_on_is_like_what_enters(dtype: torch.dtype) -> None:
     made = timing.scratch_like(torch.ones(4, 3, dtype=dtype), torch.Generator().manual_seed(0))
