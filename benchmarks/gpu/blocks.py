@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import plain
@@ -49,10 +49,10 @@ class Models:
         model.load_state_dict(self.ours.state_dict(), strict=True)
         return model
 
-    def lean(self) -> Any:
-        """Ours, saving the least for the backward pass."""
+    def choosing(self, memory: Any) -> Any:
+        """Ours on the same parameters, with another choice of memory."""
         made = plain.fused(self.what, self.spec, self.layers, **{**self.made, "device": "meta"})
-        made.memory = "lean"
+        made.memory = memory
         return self.with_weights_of_ours(made)
 
     @functools.cached_property
@@ -77,21 +77,33 @@ class Models:
         return copy.deepcopy(self.ours).double()
 
 
-def trained(model: Any, *, fusing: bool = True, checked: bool = True) -> Contender:
-    """Result and all gradients, as a step of training makes them; `model` makes it when it is first used."""
+Within = Callable[[], contextlib.AbstractContextManager[Any]]
+unfused: Within = functools.partial(sf.fusing, False)  # pyright: ignore[reportAssignmentType]
+"""A block in which no fusion applies."""
 
-    def scope() -> Any:
-        return contextlib.nullcontext() if fusing else sf.fusing(False)
+
+def trained(
+    model: Any, within: Within = contextlib.nullcontext, checked: bool = True, leaves: Sequence[str] = ("x",)
+) -> Contender:
+    """Result and all gradients, as a step of training makes them; `model` makes it when it is first used.
+
+    It takes x, and the other inputs but dy by name; `leaves` are those that have gradients.
+    """
+
+    def entering(inputs: Inputs) -> tuple[list[Tensor], Callable[[], Tensor]]:
+        given = {name: t.detach() for name, t in inputs.items() if name != "dy"}
+        wanted = [given[name].requires_grad_() for name in leaves]
+        x = given.pop("x")
+        return wanted, lambda: model()(x, **given)
 
     def prepare(inputs: Inputs) -> Run:
-        own = model()
-        x = inputs["x"].detach().requires_grad_()
-        wanted = [x, *own.parameters()]
+        wanted, run = entering(inputs)
+        wanted += model().parameters()
 
         def call() -> Any:
-            with scope():
-                y = own(x)
-            y.backward(inputs["dy"])
+            with within():
+                y = run()
+                y.backward(inputs["dy"])
             grads = [t.grad for t in wanted]
             for t in wanted:
                 t.grad = None
@@ -100,20 +112,20 @@ def trained(model: Any, *, fusing: bool = True, checked: bool = True) -> Contend
         return call
 
     def forward(inputs: Inputs) -> Tensor:
-        with scope():
-            return model()(inputs["x"].detach().requires_grad_())
+        with within():
+            return entering(inputs)[1]()
 
     return Contender(prepare, forward, lambda: list(model().parameters()), checked)
 
 
-def read(model: Any, *, fusing: bool = True) -> Contender:
+def read(model: Any, within: Within = contextlib.nullcontext) -> Contender:
     """The result, without gradients."""
 
     def prepare(inputs: Inputs) -> Run:
         own = model()
 
         def call() -> Any:
-            with torch.no_grad(), contextlib.nullcontext() if fusing else sf.fusing(False):
+            with torch.no_grad(), within():
                 return (own(inputs["x"]),)
 
         return call
@@ -121,7 +133,7 @@ def read(model: Any, *, fusing: bool = True) -> Contender:
     return Contender(prepare)
 
 
-def stepped(model: Any, *, fusing: bool = True) -> Contender:
+def stepped(model: Any, within: Within = contextlib.nullcontext) -> Contender:
     """A step of training; what it gives is from before the step, which is too small to change the next one's."""
     kept: list[Any] = []
 
@@ -134,7 +146,7 @@ def stepped(model: Any, *, fusing: bool = True) -> Contender:
         def call() -> Any:
             x.grad = None
             kept[0].zero_grad(set_to_none=True)
-            with contextlib.nullcontext() if fusing else sf.fusing(False):
+            with within():
                 y = own(x)
             y.backward(inputs["dy"])
             kept[0].step()
@@ -226,13 +238,13 @@ def block_case(
         if liger():
             contenders["liger"] = trained(lambda: models.ligers, checked=same)
         if what == "feedforward" and not model.llama:
-            contenders["seqfuse lean"] = trained(functools.cache(models.lean))
+            contenders["seqfuse lean"] = trained(functools.cache(lambda: models.choosing("lean")))
     return Case(
         GROUPS[what], f"{model.name} {rows}{' best modes' if best else ''}",
         make=drawn(sizes, model, "x", "dy"), priority=priority, **_common(sizes, model, rows),
         flops=3 * flops(what, model, rows, min(sizes.sequence, rows)), contenders=contenders,
         notes=planned(lambda: models.ours),
-        unfused=trained(lambda: models.ours, fusing=False), exact=trained(lambda: models.exact, fusing=False),
+        unfused=trained(lambda: models.ours, unfused), exact=trained(lambda: models.exact, unfused),
     )  # fmt: skip
 
 
@@ -253,8 +265,8 @@ def _stack(sizes: Sizes, model: Model) -> Case:
     return Case(
         f"{sizes.layers} layers and optimizer", f"{model.name} {rows}", make=drawn(sizes, model, "x", "dy"), priority=8,
         flops=3 * sizes.layers * flops("layer", model, rows, min(sizes.sequence, rows)), **common,
-        contenders=contenders, notes=planned(mine), unfused=stepped(lambda: models.ours, fusing=False),
-        exact=stepped(lambda: models.exact, fusing=False),
+        contenders=contenders, notes=planned(mine), unfused=stepped(lambda: models.ours, unfused),
+        exact=stepped(lambda: models.exact, unfused),
     )  # fmt: skip
 
 
@@ -267,6 +279,6 @@ def _prefill(sizes: Sizes, model: Model) -> Case:
     return Case(
         "prefill, one layer", f"{model.name} {rows}", make=drawn(sizes, model, "x"),
         priority=5 + 2 * (model.name not in MAIN), **_common(sizes, model, rows), contenders=contenders,
-        flops=flops("layer", model, rows, rows), unfused=read(lambda: models.ours, fusing=False),
-        exact=read(lambda: models.exact, fusing=False),
+        flops=flops("layer", model, rows, rows), unfused=read(lambda: models.ours, unfused),
+        exact=read(lambda: models.exact, unfused),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 import seqfuse as sf
 
-from .blocks import drawn, flops, stepped, trained
+from .blocks import drawn, flops, stepped, trained, unfused
 from .case import Case, Contender, Inputs, Run
 from .peers import compiled, module
 from .sizes import Model, Sizes
@@ -174,10 +174,10 @@ def _passes(
     if model.llama and module("liger_kernel.transformers") is not None:
         contenders["liger"] = trained(functools.cache(lambda: with_liger(made.again())))
     every = {name: without_zeros(c, lambda: made.eager) for name, c in contenders.items()}
-    exact, unfused = (
-        without_zeros(c, lambda: made.eager) for c in (trained(lambda: made.exact), trained(mine, fusing=False))
+    exact, own = (
+        without_zeros(c, lambda: made.eager) for c in (trained(lambda: made.exact), trained(mine, unfused))
     )
-    return _case(sizes, GROUPS[0], model, layers, priority, every, exact, unfused, mine, length, rows)
+    return _case(sizes, GROUPS[0], model, layers, priority, every, exact, own, mine, length, rows)
 
 
 def _compiled(model: OfVectors, sizes: Sizes) -> Any:

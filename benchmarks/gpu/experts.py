@@ -5,10 +5,9 @@ The router is left out: its scores differ by roundings, and with them the expert
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,8 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.ops import _grouped
 
-from .case import Case, Contender, Inputs, Outputs, Run
+from .blocks import trained, unfused
+from .case import Case, Inputs, Outputs
 from .draw import generator, normal
 from .peers import module
 from .sizes import Mixture, Sizes
@@ -107,40 +107,9 @@ class Models:
         return copy.deepcopy(self.loop).double()
 
 
-def unfused() -> Any:
-    """A block in which no fusion applies."""
-    return sf.fusing(False)
-
-
 def with_our_gemm() -> Any:
     """A block in which torch's grouped GEMM takes nothing."""
     return mock.patch.object(_grouped, "_takes", return_value=False)
-
-
-def trained(model: Callable[[], Any], *, within: Callable[[], Any] = contextlib.nullcontext) -> Contender:
-    """Result and the gradients of tokens, factors and weights; `model` makes it when it is first used."""
-
-    def called(inputs: Inputs, leaves: Sequence[Tensor]) -> Tensor:
-        return model()(leaves[0], experts=inputs["experts"], probs=leaves[1])
-
-    def leaves_of(inputs: Inputs) -> list[Tensor]:
-        return [inputs[name].detach().requires_grad_() for name in ("x", "probs")]
-
-    def prepare(inputs: Inputs) -> Run:
-        leaves, own = leaves_of(inputs), list(model().parameters())
-
-        def call() -> Outputs:
-            with within():
-                y = called(inputs, leaves)
-                return y, *torch.autograd.grad(y, [*leaves, *own], inputs["dy"])
-
-        return call
-
-    def forward(inputs: Inputs) -> Tensor:
-        with within():
-            return called(inputs, leaves_of(inputs))
-
-    return Contender(prepare, forward, lambda: list(model().parameters()))
 
 
 def of_one_expert(outputs: Outputs) -> Outputs:
@@ -171,21 +140,22 @@ def _case(sizes: Sizes, mixture: Mixture) -> Case:
         load = torch.bincount(inputs["experts"].flatten(), minlength=mixture.experts)
         return {"plan": [step.name for step in (*plan.forward, *plan.backward)], "most_of_an_expert": int(load.max())}
 
+    training = functools.partial(trained, leaves=("x", "probs"))
     contenders = {
-        "seqfuse": trained(lambda: models.ours),
-        "seqfuse, our GEMM": trained(lambda: models.ours, within=with_our_gemm),
-        "seqfuse lean": trained(lambda: models.lean),
-        "loop": trained(lambda: models.loop),
+        "seqfuse": training(lambda: models.ours),
+        "seqfuse, our GEMM": training(lambda: models.ours, with_our_gemm),
+        "seqfuse lean": training(lambda: models.lean),
+        "loop": training(lambda: models.loop),
     }
     if module("transformers.integrations.moe") is None:
         contenders["eager"] = contenders.pop("loop")
     else:
-        for name, implementation in (("eager", "eager"), ("grouped_mm", "grouped_mm")):
-            contenders[name] = trained(functools.cache(functools.partial(models.theirs, implementation)))
+        for name in ("eager", "grouped_mm"):
+            contenders[name] = training(functools.cache(functools.partial(models.theirs, name)))
     return Case(
         GROUP, f"{mixture.name} {rows}", sizes.dtype, make, rows, contenders,
         judged=of_one_expert, checked_rows=min(rows, sizes.checked_rows), as_called=True, priority=1, notes=notes,
         flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
-        unfused=trained(lambda: models.ours, within=unfused), exact=trained(lambda: models.exact),
+        unfused=training(lambda: models.ours, unfused), exact=training(lambda: models.exact),
         shape={"model": mixture.name, "M": rows, "H": mixture.H, "F": mixture.F, "experts": mixture.experts},
     )  # fmt: skip

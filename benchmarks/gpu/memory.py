@@ -6,13 +6,12 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 
-from .blocks import Models, drawn, flops, spec_of, trained
+from .blocks import Models, drawn, flops, spec_of, trained, unfused
 from .case import Case, Inputs
 from .sizes import MAIN, Model, Sizes
 
@@ -38,13 +37,6 @@ class Checkpointed(nn.Module):
         return norm(x)
 
 
-def chosen(models: Models, memory: Any) -> Any:
-    """Ours on the same parameters, with another choice of memory."""
-    made = plain.fused(models.what, models.spec, models.layers, **{**models.made, "device": "meta"})
-    made.memory = memory
-    return models.with_weights_of_ours(made)
-
-
 def cases(sizes: Sizes) -> Iterator[Case]:
     """A few layers of the main models."""
     mains = [m for m in sizes.models if m.name in MAIN] or sizes.models
@@ -56,7 +48,7 @@ def _case(sizes: Sizes, model: Model, priority: int) -> Case:
     rows = sizes.tokens[0]
     models = Models("stack", spec_of(model), sizes, LAYERS)
     ours: dict[str, Callable[[], Any]] = {
-        name: functools.cache(functools.partial(chosen, models, memory)) for name, memory in CHOICES.items()
+        name: functools.cache(functools.partial(models.choosing, memory)) for name, memory in CHOICES.items()
     }
     contenders = {name: trained(make) for name, make in ours.items()}
     contenders["eager"] = trained(lambda: models.torch)
@@ -65,7 +57,7 @@ def _case(sizes: Sizes, model: Model, priority: int) -> Case:
         GROUP, f"{model.name} x {LAYERS} {rows}", sizes.dtype, make=drawn(sizes, model, "x", "dy"), rows=rows,
         contenders=contenders, checked_rows=min(rows, sizes.checked_rows), as_called=True, priority=priority,
         flops=3 * LAYERS * flops("layer", model, rows, min(sizes.sequence, rows)), notes=said(ours),
-        unfused=trained(lambda: models.ours, fusing=False), exact=trained(lambda: models.exact, fusing=False),
+        unfused=trained(lambda: models.ours, unfused), exact=trained(lambda: models.exact, unfused),
         shape={"model": model.name, "M": rows, "H": model.H, "F": model.F, "layers": LAYERS},
     )  # fmt: skip
 

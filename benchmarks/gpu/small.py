@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from seqfuse.kernels.decode import decode_attention
 
-from .blocks import Models, drawn, trained
+from .blocks import Models, drawn, trained, unfused
 from .case import Case, Contender, Inputs, Run
 from .draw import normal
 from .peers import compiled
@@ -67,6 +67,6 @@ def _host(sizes: Sizes, llama: bool) -> Case:
         contenders["compile"] = trained(functools.cache(lambda: compiled(models.torch)))
     return Case(
         "host", f"{model.name} feed-forward block 4 x 16", sizes.dtype, drawn(sizes, model, "x", "dy"), 4, contenders,
-        unfused=trained(lambda: models.ours, fusing=False), exact=trained(lambda: models.exact, fusing=False),
+        unfused=trained(lambda: models.ours, unfused), exact=trained(lambda: models.exact, unfused),
         as_called=True, priority=2, shape={"M": 4, "H": 16},
     )  # fmt: skip
