@@ -424,7 +424,9 @@ def plan_region(
     weighing: Callable[[Stretch], Scales] | None = None,
 ) -> Plan:
     """Plan a stretch; with `near` it says which patterns are nearly there. `weighing` is needed for a budget."""
-    start, live = stretch.start, stretch.wants.live_from
+    start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
+    if live == stop:  # without a gradient nothing is saved, so there is nothing to choose
+        memory = "fast"
     found, refused = matcher.find(stretch, Known(stretch), memory != "fast" and stretch.is_entered, near)
     chosen = _chosen(stretch, found, memory, weighing, segment_bytes)
     forward, backward = chosen.forward, chosen.backward
@@ -441,7 +443,6 @@ def plan_region(
             asked = memory if not chosen.unknown else "fast"
             reason = _why_not(c, [*rivals.values()], asked)
             refused.append(Refusal(c.name, c.start, reason, True, own=is_own(type(c.fusion))))
-    stop = stretch.positions.stop
     ahead, back = steps_of(stretch, forward, start, stop), steps_of(stretch, backward, max(start, live), stop)
     for p in chosen.once:
         refused.append(Refusal("recomputation", p, ONCE.format(stretch.nodes[p].name)))

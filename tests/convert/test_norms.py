@@ -133,6 +133,7 @@ NONE: dict[str, tuple[Normed, str, str]] = {
         lambda y, m: y / (torch.norm(y, dim=-1, keepdim=True) * 8**-0.5).clamp(min=EPS) * m.w, "norm", "the length of"
     ),
     "normalize": (lambda y, m: F.normalize(y, dim=1) * 8**0.5 * m.w, "normalize", "another dimension than the last"),
+    "normalize by an eps": (lambda y, m: F.normalize(y, dim=-1, eps=2.0), "normalize", "the length and an eps of 2"),
     "a deviation": (lambda y, m: m.w * centered(y) / (std(y) + EPS) + m.a.bias, "std", "a standard deviation"),
     "an unbiased variance": (
         lambda y, m: centered(y) / torch.sqrt(y.var(-1, keepdim=True) + EPS), "sqrt", "of n - 1 elements"

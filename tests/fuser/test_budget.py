@@ -270,7 +270,10 @@ def test_where_there_is_nothing_to_choose_nothing_is_said():
     model = sf.Sequential(ops.Scale(2.0), memory="lean")
     assert model.plan(tensor(4, 8)).choices == ()
     with torch.no_grad():
-        assert block().plan(tensor(4, 16, grad=False)).choices == ()
+        for memory in ("fast", 1, sf.Budget(part=0.1)):
+            plan = sf.Sequential(*block(), memory=memory).plan(tensor(4, 16, grad=False))
+            assert plan.choices == ()
+            assert "memory=" not in str(plan)
 
 
 def test_no_fusion_that_saves_memory_is_a_candidate_where_it_was_not_asked_for():

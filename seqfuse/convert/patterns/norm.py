@@ -68,11 +68,15 @@ def _operation(norm: FoundNorm) -> Found:
     return one(made, norm.x, norm.out, weight=norm.weight, bias=norm.bias)
 
 
+NEGLIGIBLE = 1e-5
+"""The largest eps of `F.normalize` that is taken as far below the length of every vector but zero."""
+
+
 def raise_normalize(node: Node) -> Found:
     """F.normalize(x, dim=-1), also times a number and a weight: RMSNorm gives sqrt(D) times that.
 
     Torch divides by the larger of the length and eps, RMSNorm by the root of the sum of their squares: these are the
-    same for all vectors but those of a length near eps, 1e-12.
+    same for all vectors but those of a length near eps, which is 1e-12 where it is left out.
     """
     x, eps = argument(node, 0, "input"), argument(node, 3, "eps", 1e-12)
     e = example(x)
@@ -80,6 +84,8 @@ def raise_normalize(node: Node) -> Found:
         return None
     if not is_last(argument(node, 2, "dim", 1), x) or not is_fixed(e.shape[-1]):
         return "it divides by the length along another dimension than the last"
+    if eps > NEGLIGIBLE:
+        return f"it divides by the larger of the length and an eps of {eps:g}, and RMSNorm adds eps"
     size: int = e.shape[-1]
     norm, root = FoundNorm(x, node, size, eps * eps / size), math.sqrt(size)
     product = next(iter(node.users)) if len(node.users) == 1 else node
