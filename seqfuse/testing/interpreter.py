@@ -20,7 +20,7 @@ import importlib.util
 import inspect
 import os
 import types
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -73,7 +73,7 @@ def corrected(faster: Any = None) -> Generator[None]:
 
     _probe(interpreter)
     replaced: list[tuple[Any, str, Any]] = []
-    language = _LanguagePatch(interpreter, () if faster is None else faster.methods(interpreter))
+    language = _LanguagePatch(interpreter, faster)
     parts = [*_replacements(interpreter), *interpreter_bounds.replacements(interpreter)]
     parts += () if faster is None else faster.replacements(interpreter)
     parts += [(interpreter, "_patch_lang", language.patch)]
@@ -289,9 +289,9 @@ class _LanguagePatch:
 
     _changes: ClassVar[list[tuple[Any, str, Any]]] = []  # of Triton's patch, which makes the same ones each time
 
-    def __init__(self, interpreter: Any, methods: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, interpreter: Any, faster: Any) -> None:
         self._interpreter, self._patch, self._scope = interpreter, interpreter._patch_lang, None
-        self._methods = [*methods]
+        self._faster = faster
 
     def patch(self, fn: Any) -> Any:
         """Stands for `_patch_lang`, which a launch and each call of a device function calls, and then `restore`."""
@@ -308,7 +308,7 @@ class _LanguagePatch:
                 self._scope.set_attr(*change)
             # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
             self._scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-            for name, of in self._methods:
+            for name, of in () if self._faster is None else self._faster.methods(self._interpreter):
                 self._scope.set_attr(tl.tensor, name, of(getattr(tl.tensor, name)))
         return _Open()
 

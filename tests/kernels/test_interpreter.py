@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from seqfuse.kernels._launch import launch
 from seqfuse.testing.interpreter import as_on_a_gpu, corrected
 from seqfuse.testing.interpreter_bounds import OutOfBounds
-from tests.interpreter_operators import operators
+from tests.interpreter_operators import methods
 from tests.processes import Script
 
 from .conftest import DEVICE
@@ -162,9 +162,9 @@ def test_operators_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*found]
 
     with monkeypatch.context() as patch:  # before the first launch of a block, at which its operators are replaced
-        patch.setattr("tests.interpreter_operators.operators", lambda _: ())
+        patch.setattr("tests.interpreter_operators.methods", lambda _: ())
         theirs = results()
-    for name, quick in operators(interpreter):
+    for name, quick in methods(interpreter):
         monkeypatch.setattr(tl.tensor, name, quick(getattr(tl.tensor, name)))
     torch.testing.assert_close(results(), theirs, rtol=0, atol=0, equal_nan=True)
 
