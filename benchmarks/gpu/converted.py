@@ -174,9 +174,7 @@ def _passes(
     if model.llama and module("liger_kernel.transformers") is not None:
         contenders["liger"] = trained(functools.cache(lambda: with_liger(made.again())))
     every = {name: without_zeros(c, lambda: made.eager) for name, c in contenders.items()}
-    exact, own = (
-        without_zeros(c, lambda: made.eager) for c in (trained(lambda: made.exact), trained(mine, unfused))
-    )
+    exact, own = (without_zeros(c, lambda: made.eager) for c in (trained(lambda: made.exact), trained(mine, unfused)))
     return _case(sizes, GROUPS[0], model, layers, priority, every, exact, own, mine, length, rows)
 
 
