@@ -464,6 +464,15 @@ def test_a_lost_device_ends_it_and_is_remembered(
     assert "illegal memory access" in pair(Breaks).plan(X).refused[0].reason
 
 
+def test_a_device_that_is_lost_while_times_are_taken_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(run: Any) -> float:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(timing, "clock", lambda device: lost)
+    with pytest.raises(sf.KernelError, match="its state is lost"):
+        timing.measure(lambda: (int, int), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("what", ["compiling", "capturing", "global hooks", "vmap"])
 def test_where_nothing_can_be_timed_the_declared_costs_stay(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, handle = pair(Slow), X, None
