@@ -217,6 +217,7 @@ class Route(sf.UnfusedOperation):
         return text + ("" if self.scale == 1.0 else f", scale={self.scale:g}")
 
 
+_LARGEST = torch.iinfo(torch.int64).max
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -293,13 +294,11 @@ class Permute(sf.UnfusedOperation):
 
     def sorted(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Which pair of a token and an expert each row of y is, where each pair's row is, and the ends of experts."""
-        flat = experts.reshape(-1).to(torch.int64)
-        flat = torch.where((flat < 0) | (flat >= self.experts), self.experts, flat)
-        order = flat.argsort(stable=True)
+        # Without its sign bit an expert below 0 is greater than all, so that it is sorted behind them.
+        flat, order = (experts.reshape(-1).to(torch.int64) & _LARGEST).sort(stable=True)
         rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        return order, rows.view(experts.shape), counts.narrow(0, 0, self.experts).cumsum(0).to(torch.int32)
+        behind = torch.arange(1, self.experts + 1, device=order.device)
+        return order, rows.view(experts.shape), torch.searchsorted(flat, behind, out_int32=True)
 
     def reference(self, x: Tensor, *, experts: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         self.check(x.shape, experts)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.convert.launches import Launches
 from seqfuse.fusions import (
     GatedGroupedLinearUnpermute,
     PermuteGroupedLinear,
@@ -17,6 +20,7 @@ from seqfuse.fusions import (
     RecomputeGatedGroupedLinearUnpermute,
     experts,
 )
+from seqfuse.ops import _grouped, grouped
 from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.cases import Case, Specimen
 from seqfuse.testing.judge import judge
@@ -149,6 +153,85 @@ def test_a_block_saves_less_where_it_is_to():
     pairs = 4 * 512 * 2
     assert saved["fast"] - saved["lean"] == pairs * (64 + 128)
     torch.testing.assert_close(found["lean"], found["fast"])
+
+
+class Named(Launches):
+    """Launches, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before, out = self.count, super().__torch_dispatch__(func, types, args, kwargs)
+        self.names += [func.overloadpacket.__name__] * (self.count - before)
+        return out
+
+
+def launched(model: sf.Sequential, plan: sf.Plan, tokens: int) -> tuple[Named, Named]:
+    """What the steps of a plan for a GPU launch, on tensors of a GPU without data: of those a read would raise."""
+    steps: dict[int, Any] = {}
+    channels: dict[str, Tensor] = {}
+    with FakeTensorMode(), torch.no_grad():
+        for module in model.modules():
+            for name, p in [*module._parameters.items()]:
+                if p is not None:
+                    made = torch.empty(p.shape, dtype=p.dtype, device="cuda")
+                    module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
+        x = torch.empty(tokens, model[0].in_features, dtype=torch.bfloat16, device="cuda")
+        with Named() as forward:
+            for step in plan.forward:
+                x, made, saved = step.returned(step.call(plan.env, x, channels, None)[0])
+                channels.update((channel, made[name]) for name, channel in step.writes)
+                each = step.fused and not step.joint
+                steps |= {
+                    p: saved[m[0].partition(".")[0]] if each else saved
+                    for p, m in zip(step.covers, step.members, strict=True)
+                }
+        grads: dict[str, Tensor | None] = {}
+        with Named() as backward:
+            for step in sorted(plan.backward, key=lambda step: -step.start):
+                given = step.constants(plan.env, backward=True) | {"main_grads": {}}
+                given |= {f"d_{n}": grads.get(c) for n, c in step.writes if not step.fused}
+                names = step.operation.backward_signature
+                given = {k: v for k, v in given.items() if k.startswith("d_") or getattr(names, k, False)}
+                if step.fused and not step.joint:
+                    slots = {m[0].partition(".")[0]: steps[p] for p, m in zip(step.covers, step.members, strict=True)}
+                    x, found = step.operation.bwd(x, **slots, **given)
+                else:
+                    x, found = step.operation.bwd(x, steps[step.start], **given)
+                grads |= {channel: found.get(key) for key, channel in step.channel_grads}
+    return forward, backward
+
+
+def test_launches_of_a_dispatch_to_8_experts_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """Beside Hugging Face's grouped GEMMs, and its loop over experts; nothing is read on the host."""
+    for name, run in (("grouped_linear", _grouped._forward), ("grouped_weight_grad", _grouped._weight_grad)):
+        monkeypatch.setattr(grouped, name, run)  # what they launch, not one operator
+    transformers = pytest.importorskip("transformers")
+    moe = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    model, tokens = block(256, 512, 8, 2).bfloat16(), 16384
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=tokens))
+    forward, backward = launched(model, plan, tokens)
+    theirs: dict[str, tuple[int, int]] = {}
+    for used in ("grouped_mm", "eager"):
+        config = transformers.MixtralConfig(
+            hidden_size=64, intermediate_size=128, num_local_experts=8, num_experts_per_tok=2,
+            experts_implementation=used,
+        )  # fmt: skip
+        other = moe.MixtralSparseMoeBlock(config).bfloat16().train()
+        for p in other.parameters():
+            torch.nn.init.normal_(p, std=0.1)
+        x = seeded_randn((1, 512, 64), 0, dtype=torch.bfloat16).requires_grad_()
+        with Launches() as ahead:
+            y = other(x)
+        with Launches() as back:
+            torch.autograd.grad(y, [x, *other.parameters()], torch.ones_like(y))
+        theirs[used] = ahead.count, back.count
+    print(f"launches, forward + backward: {forward.count} + {backward.count}; Hugging Face: {theirs}")
+    assert (forward.count, backward.count) == (22, 30), (forward.names, backward.names)
+    assert forward.count < theirs["grouped_mm"][0] < theirs["eager"][0]
+    assert backward.count < theirs["grouped_mm"][1] < theirs["eager"][1]
 
 
 @pytest.mark.parametrize(("memory", "most"), [("fast", 0.70), ("lean", 0.45)])
