@@ -43,6 +43,9 @@ ONEDNN_FLOAT32_WORTHWHILE = 2**21
 """Multiplications of a float32 GEMM from which oneDNN is faster than MKL without AVX-512: on one thread 16.6 us beside
 10.5 at 0.4 M of them, 22.3 beside 23.5 at 1 M, 52.6 beside 86.7 at 4 M. A call of it costs 13 us, one of MKL 2."""
 
+ONEDNN_FLOAT32_NEW = 2**25
+"""The same where sizes differ in each call, as those of groups: oneDNN takes some 0.3 ms to prepare for new ones."""
+
 ONEDNN_FLOAT32_LEAST = 16
 """Rows, columns and terms of each sum of such a GEMM: of fewer, memory decides, and both take as long."""
 

@@ -52,9 +52,9 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b)
 
 
-def _is_large(a: Tensor, columns: int) -> bool:
+def _is_large(a: Tensor, columns: int, least: int = ONEDNN_FLOAT32_WORTHWHILE) -> bool:
     """Whether a product of `a` with so many columns may be oneDNN's."""
-    return env.ONEDNN_FLOAT32 and a.numel() * columns >= ONEDNN_FLOAT32_WORTHWHILE
+    return env.ONEDNN_FLOAT32 and a.numel() * columns >= least
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,17 +82,19 @@ def _lies_plainly(t: Tensor) -> bool:
     return (along == 1 and down >= columns) or (down == 1 and along >= rows)
 
 
-def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def linear_into(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, least: int = ONEDNN_FLOAT32_WORTHWHILE
+) -> None:
     """Write x weight^T + bias into `out`, a slice; an x that is wider than the weight is rounded where the GEMM is not.
 
-    x: [M, K], weight: [N, K], bias: [N], out: [M, N].
+    x: [M, K], weight: [N, K], bias: [N], out: [M, N]. GEMMs of fewer than `least` products are not oneDNN's.
     """
     if out.dtype in env.WIDENED and out.is_cpu:
         with autocasting("cpu", None):
             out.copy_(_linear(x.float(), weight.float(), None if bias is None else bias.float()))
         return
     x = x if x.dtype is weight.dtype else x.to(weight.dtype)
-    if _is_large(x, weight.shape[0]) and _fits_onednn(x, weight, bias):
+    if _is_large(x, weight.shape[0], least) and _fits_onednn(x, weight, bias):
         out.copy_(_onednn(x, weight, bias))
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
