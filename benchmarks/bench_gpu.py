@@ -146,7 +146,6 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
                 return ENDED
             row["seconds"] = round(time.time() - begun, 2)
             book.add(case.key, row)
-            case.after()
             print(_line(case.key, row), flush=True)
             if not _alive():
                 return ENDED

@@ -1,4 +1,4 @@
-"""Blocks forward and backward, layers with an optimizer, and passes without gradients."""
+"""Blocks forward and backward, and passes without gradients."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ class Models:
         """The model on the same tensors."""
         model.load_state_dict(self.ours.state_dict(), strict=True, assign=True)
         return model.requires_grad_()
-
-    def own_weights(self, model: nn.Module) -> nn.Module:
-        """The model on copies, which an optimizer may change."""
-        model.load_state_dict(self.ours.state_dict(), strict=True)
-        return model
 
     def choosing(self, memory: Any) -> Any:
         """Ours on the same parameters, with another choice of memory."""
@@ -133,30 +128,6 @@ def read(model: Any, within: Within = contextlib.nullcontext) -> Contender:
     return Contender(prepare)
 
 
-def stepped(model: Any, within: Within = contextlib.nullcontext) -> Contender:
-    """A step of training; what it gives is from before the step, which is too small to change the next one's."""
-    kept: list[Any] = []
-
-    def prepare(inputs: Inputs) -> Run:
-        own = model()
-        if not kept:
-            kept.append(torch.optim.AdamW(own.parameters(), lr=1e-7, foreach=True))
-        x = inputs["x"].detach().requires_grad_()
-
-        def call() -> Any:
-            x.grad = None
-            kept[0].zero_grad(set_to_none=True)
-            with within():
-                y = own(x)
-            y.backward(inputs["dy"])
-            kept[0].step()
-            return y, x.grad
-
-        return call
-
-    return Contender(prepare)
-
-
 def planned(model: Any) -> Any:
     """What notes say of a model of operations: its fused steps, by name."""
 
@@ -200,8 +171,6 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             for what, first in (("feedforward", 0), ("layer", 1), ("attention", 3)):
                 if what != "attention" or rank == 0:
                     yield _block(sizes, model, what, tokens, first + late)
-    for name in ("llama3-1b", "gpt2-xl") if len(sizes.models) > 2 else [m.name for m in sizes.models]:
-        yield _stack(sizes, next(m for m in sizes.models if m.name == name))
     yield from (_prefill(sizes, model) for model in sizes.models)
     if sizes.compile_modes:
         mains = [model for model in sizes.models if model.name in MAIN]
@@ -245,28 +214,6 @@ def block_case(
         flops=3 * flops(what, model, rows, min(sizes.sequence, rows)), contenders=contenders,
         notes=planned(lambda: models.ours),
         unfused=trained(lambda: models.ours, unfused), exact=trained(lambda: models.exact, unfused),
-    )  # fmt: skip
-
-
-def _stack(sizes: Sizes, model: Model) -> Case:
-    """Layers with an optimizer."""
-    rows = sizes.tokens[0]
-    models = Models("stack", spec_of(model), sizes, sizes.layers)
-    made = {"device": sizes.device, "dtype": sizes.dtype}
-    mine = functools.cache(lambda: models.own_weights(plain.fused("stack", models.spec, sizes.layers, **made)))
-    theirs = functools.cache(lambda: models.own_weights(plain.build("stack", models.spec, None, sizes.layers, **made)))
-    contenders = {"seqfuse": stepped(mine), "eager": stepped(theirs)}
-    if sizes.compile_modes:
-        other = functools.cache(
-            lambda: models.own_weights(plain.build("stack", models.spec, None, sizes.layers, **made))
-        )
-        contenders["compile"] = stepped(functools.cache(lambda: compiled(other(), sizes.compile_modes[0])))
-    common = _common(sizes, model, rows) | {"checked_rows": min(rows, 128)}
-    return Case(
-        f"{sizes.layers} layers and optimizer", f"{model.name} {rows}", make=drawn(sizes, model, "x", "dy"), priority=8,
-        flops=3 * sizes.layers * flops("layer", model, rows, min(sizes.sequence, rows)), **common,
-        contenders=contenders, notes=planned(mine), unfused=stepped(lambda: models.ours, unfused),
-        exact=stepped(lambda: models.exact, unfused),
     )  # fmt: skip
 
 

@@ -60,7 +60,6 @@ class Case:
         anywhere: whether eager and unfused are functions of the inputs alone, which a CPU can compute as well.
         shape: numbers for tables.
         notes: what else is to be written down, asked when the row is measured.
-        after: called when the row is done.
     """
 
     group: str
@@ -80,7 +79,6 @@ class Case:
     anywhere: bool = False
     shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: Callable[[Inputs], Mapping[str, Any]] = lambda _: {}
-    after: Callable[[], None] = lambda: None
 
     @property
     def key(self) -> str:

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_map
 
 import seqfuse as sf
 
-from .blocks import drawn, flops, stepped, trained, unfused
+from .blocks import drawn, flops, trained, unfused
 from .case import Case, Contender, Inputs, Run
 from .peers import compiled, module
 from .sizes import Model, Sizes
 
 BERT = Model("bert-large", 1024, 4096, 16, 16, 64, 30522, False)
-GROUPS = ("converted: forward + backward", "converted: layers and optimizer")
+GROUP = "converted: forward + backward"
 
 
 class Float64(TorchFunctionMode):
@@ -148,7 +148,7 @@ def chains(made: Callable[[], OfVectors]) -> Any:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """Layers of three models, forward and backward, and of one with an optimizer."""
+    """Layers of three models, forward and backward."""
     if hugging() is None:
         return
     named = {model.name: model for model in sizes.models}
@@ -158,7 +158,6 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     yield _passes(sizes, of_llama, "Llama", 2, 1)
     yield _passes(sizes, of_gpt, "GPT2", 2, 1)
     yield _passes(sizes, bert_model, "Bert", 2, 2, sequence=512)
-    yield _steps(sizes, named.get("llama3-1b", sizes.models[-1]), "Llama", 4, 4)
 
 
 def _passes(
@@ -170,47 +169,17 @@ def _passes(
     lean = functools.cache(lambda: made.converted(memory="lean"))
     contenders = {"seqfuse": trained(mine), "eager": trained(lambda: made.eager), "seqfuse lean": trained(lean)}
     if sizes.compile_modes:
-        contenders["compile"] = trained(functools.cache(lambda: _compiled(made.again(), sizes)))
+        contenders["compile"] = trained(functools.cache(lambda: compiled(made.again(), sizes.compile_modes[0])))
     if model.llama and module("liger_kernel.transformers") is not None:
         contenders["liger"] = trained(functools.cache(lambda: with_liger(made.again())))
+    # The model as it is rounds more often, so all rows are compared with the same operations.
+    contenders |= {"exact": trained(lambda: made.exact), "unfused": trained(mine, unfused)}
     every = {name: without_zeros(c, lambda: made.eager) for name, c in contenders.items()}
-    exact, own = (without_zeros(c, lambda: made.eager) for c in (trained(lambda: made.exact), trained(mine, unfused)))
-    return _case(sizes, GROUPS[0], model, layers, priority, every, exact, own, mine, length, rows)
-
-
-def _compiled(model: OfVectors, sizes: Sizes) -> Any:
-    return compiled(model, sizes.compile_modes[0])
-
-
-def _steps(sizes: Sizes, model: Model, family: str, layers: int, priority: int) -> Case:
-    rows, length = sizes.tokens[0], min(sizes.sequence, sizes.tokens[0])
-    made = Shared(lambda: build(family, model, layers, length), sizes)
-
-    def own() -> Shared:
-        """With parameters that an optimizer may change."""
-        other = Shared(lambda: nn.Identity(), sizes)
-        vars(other)["eager"] = copy.deepcopy(made.eager)
-        return other
-
-    mine = functools.cache(lambda: own().converted())
-    theirs, others = (functools.cache(own) for _ in range(2))
-    contenders = {"seqfuse": stepped(mine), "eager": stepped(lambda: theirs().eager)}
-    if sizes.compile_modes:
-        contenders["compile"] = stepped(functools.cache(lambda: _compiled(others().eager, sizes)))
-    exact, unfused = stepped(lambda: made.exact), stepped(lambda: made.eager)
-    return _case(sizes, GROUPS[1], model, layers, priority, contenders, exact, unfused, mine, length, rows)
-
-
-def _case(
-    sizes: Sizes, group: str, model: Model, layers: int, priority: int, contenders: dict[str, Contender],
-    exact: Contender, unfused: Contender, mine: Callable[[], OfVectors], length: int, rows: int,
-) -> Case:  # fmt: skip
     return Case(
-        group, f"{model.name} x {layers} {rows}", sizes.dtype,
+        GROUP, f"{model.name} x {layers} {rows}", sizes.dtype,
         make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"), rows=rows,
-        contenders=contenders, checked_rows=min(rows, sizes.checked_rows), priority=priority,
-        # The model as it is rounds more often, so all rows are compared with the same operations.
-        exact=exact, unfused=unfused,
+        exact=every.pop("exact"), unfused=every.pop("unfused"), contenders=every,
+        checked_rows=min(rows, sizes.checked_rows), priority=priority,
         # Rows of gradients of queries are mostly one early token's: tests/gpu judges these over several draws.
         judged=lambda outputs: outputs[:2],
         flops=3 * layers * flops("layer", model, rows, length), as_called=True, notes=chains(mine),

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from targets import TARGETS
 
-from . import attention, blocks, converted, experts, memory, norms, pointwise, small, tuned
+from . import attention, blocks, converted, experts, memory, norms, pointwise, small
 from .case import Case
 from .sizes import Sizes
 
-ROOMS = (norms, blocks, pointwise, small, attention, experts, tuned, converted, memory)
+ROOMS = (norms, blocks, pointwise, small, attention, experts, converted, memory)
 
 
 def cases(sizes: Sizes) -> list[Case]:

@@ -68,7 +68,6 @@ class Sizes:
         tokens: rows of those.
         sequence: length of the sequences that attention sees.
         decodes: batch and cache length.
-        layers: of the stack that is trained.
         mixtures: whose experts are measured.
     """
 
@@ -81,7 +80,6 @@ class Sizes:
     tokens: tuple[int, ...]
     sequence: int
     decodes: tuple[Shape, ...]
-    layers: int
     mixtures: tuple[Mixture, ...]
     dtype: torch.dtype = torch.bfloat16
 
@@ -112,7 +110,6 @@ def real() -> Sizes:
             (64, 32768),
             *((b, n) for n in (128, 512) for b in (64, 16, 1)),
         ),
-        layers=12,
         mixtures=MIXTURES,
     )
 
@@ -128,7 +125,6 @@ def few(dtype: torch.dtype) -> Sizes:
         models=tuple(model for model in MODELS if model.name in MAIN),
         tokens=(2048,),
         decodes=((16, 8192), (1, 32768), (64, 129)),
-        layers=2,
         mixtures=(Mixture("few", 1024, 1536, 8, 2), Mixture("many", 512, 256, 64, 8)),
     )
 
@@ -145,7 +141,6 @@ def tiny(dtype: torch.dtype = torch.float32) -> Sizes:
         tokens=(16,),
         sequence=8,
         decodes=((2, 12),),
-        layers=2,
         mixtures=(Mixture("mixture", 16, 24, 4, 2),),
         dtype=dtype,
     )

@@ -11,7 +11,7 @@ from gpu.sizes import few, tiny
 HERE = torch.cuda.is_available()
 DTYPES = (torch.bfloat16, torch.float32, torch.float16) if HERE else (torch.bfloat16, torch.float32)
 
-ELSEWHERE = ("tuned", "optimizer", "converted", "memory")  # on a GPU, where other tests have the last two
+ELSEWHERE = ("converted", "memory")  # on a GPU, where other tests have them
 
 
 def cases(dtype: torch.dtype) -> list[Case]:
@@ -21,15 +21,10 @@ def cases(dtype: torch.dtype) -> list[Case]:
     return [case for case in rows.cases(few(dtype)) if not any(word in case.group for word in ELSEWHERE)]
 
 
-def later(case: Case, number: int) -> bool:
-    """Whether a row waits for --full where it is interpreted: all but one dtype in turn, and whole layers as they are
-    tuned, whose parts are tuned in others."""
-    return not HERE and (number % 2 == 1 or case.group == "layer forward + backward, tuned")
-
-
 # By their keys: a row that was made holds its models, and all of them together are more than a GPU has room for.
+# Where they are interpreted, all dtypes but one in turn wait for --full.
 ALL = [
-    pytest.param(dtype, case.key, id=f"{case.key} {case.dtype}", marks=[pytest.mark.full] * later(case, i + at))
+    pytest.param(dtype, case.key, id=f"{case.key} {case.dtype}", marks=[pytest.mark.full] * (not HERE and (i + at) % 2))
     for at, dtype in enumerate(DTYPES)
     for i, case in enumerate(cases(dtype))
 ]
