@@ -78,6 +78,7 @@ class Env:
             `None` for none, `False` where recipes are switched off.
         width: for `saves`, the last dimension of what enters a fusion, as the operations around it state it; 0 where
             none does.
+        absorbs: for `requires`, whether the fusion can quantize a result for the operation that reads it.
     """
 
     device: str = "cpu"
@@ -91,6 +92,7 @@ class Env:
     along: tuple[torch.dtype | None, ...] = ()
     width: int = 0
     recipe: Recipe | Literal[False] | None = None
+    absorbs: bool = False
 
     @classmethod
     def of(

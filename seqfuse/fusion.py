@@ -12,6 +12,7 @@ from torch import Tensor
 from .env import Env, Kernels, Savings
 from .errors import PluginError, definition_error
 from .operation import Grads, UnfusedOperation, config_version
+from .quantized import Quantize, Quantized
 from .saved import Layout, Saved, always_saved, check_layout, class_hints
 from .signature import Signature, check_pass_names
 from .slots import Slot as Slot
@@ -221,6 +222,13 @@ class FusedOperation:
         saved = () if told or isinstance(self, InferenceFusion) else tuple(self.saved_at())
         return gain(self.operations(), env, saved=saved, **passes)
 
+    def can_quantize(self, to: Quantize, env: Env) -> bool:
+        """Whether its `fwd` (`to.role` is `"x"`) or `bwd` (`"dy"`), which names `to`, can quantize its result so.
+
+        Where it is told `to`, it returns a `Quantized` in the place of y or dx.
+        """
+        return True
+
     def saved_at(self) -> Iterable[int]:
         """Where tensors between its operations are saved: how many of them stand before; for estimates."""
         for i, operation in enumerate(self.operations()):
@@ -243,7 +251,7 @@ class BackwardFusion(FusedOperation, contract=True):
     """Substitutes the backward pass only: `bwd(dy, *, <slot>: Saved, ...) -> (dx, {"slot.param": grad})`."""
 
     replaces_backward = True
-    bwd: ClassVar[Callable[..., tuple[Tensor | None, Grads]]]
+    bwd: ClassVar[Callable[..., tuple[Tensor | Quantized | None, Grads]]]
 
 
 class JointFusion(FusedOperation, contract=True):
@@ -257,7 +265,7 @@ class JointFusion(FusedOperation, contract=True):
     replaces_backward = True
     has_record = True
     fwd: ClassVar[Callable[..., Any]]
-    bwd: ClassVar[Callable[..., tuple[Tensor | None, Grads]]]
+    bwd: ClassVar[Callable[..., tuple[Tensor | Quantized | None, Grads]]]
 
 
 class InferenceFusion(FusedOperation, contract=True):

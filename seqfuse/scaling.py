@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .errors import InputError
 from .operation import FusableOperation
+from .quantized import Quantized
 from .recipes import MULTIPLE, Float8DelayedScaling, Recipe, Role, next_scale
 
 # Operations that took a maximum, by their `id`, in the order of their first forward pass: that of all processes.
@@ -74,9 +75,9 @@ class Scaled(nn.Module):
             elif len(old) != recipe.history:
                 self._buffers[f"{name}_amax_history"] = _resized(old, recipe.history)
 
-    def scale_for(self, name: str, x: Tensor, recipe: Recipe, record: bool) -> KeptScale | None:
+    def scale_for(self, name: str, x: Tensor | Quantized, recipe: Recipe, record: bool) -> KeptScale | None:
         """What is kept of a tensor under a delayed recipe, the history only if it is to be noted; else `None`."""
-        if not isinstance(recipe, Float8DelayedScaling):
+        if not isinstance(recipe, Float8DelayedScaling) or isinstance(x, Quantized):
             return None
         if type(x) not in (Tensor, nn.Parameter) or x.is_meta or _get_mode(_FAKE) is not None:  # without data
             return KeptScale(x.new_ones(self.scale_shape, dtype=torch.float32), None)

@@ -32,6 +32,7 @@ class Signature:
     seeds: bool = False
     main_grads: bool = False
     dtype: bool = False
+    to: bool = False
     recipe: bool = False
     optional: frozenset[str] = frozenset()  # those of the extras that have a default
 
@@ -54,7 +55,8 @@ class Signature:
             fault = f"{function} must take ({wanted}, *, {named}): {positional[-1]} by position, the rest by keyword"
             raise definition_error(owner, fault, f"def {function}")
         extra = parameters[len(first) :]
-        reserved = {"needs", "env", "seed", "dtype" if fused else "recipe", *["main_grads"] * (function == "bwd")}
+        reserved = {"needs", "env", "seed", *(["dtype", "to"] if fused else ["recipe"])}
+        reserved |= {"main_grads"} if function == "bwd" else set[str]()
         reserved |= {"seeds"} if fused and function == "fwd" else set[str]()
         for p in extra:
             if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | reserved):

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
     "operation", "pointwise", "slots", "traffic", "fusion", "store", "cost_table", "pictures", "hardware", "compiler",
-    "recipes", "scaling",
+    "recipes", "scaling", "quantized",
 }  # fmt: skip
 COLLECTIONS = {"plan", "run", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compiler": {"errors", "settings", "store"},
     "env": {"compiler", "errors", "hardware", "recipes"},
     "recipes": {"errors"},
-    "scaling": {"errors", "operation", "recipes"},
+    "scaling": {"errors", "operation", "quantized", "recipes"},
+    "quantized": {"recipes"},
     "hardware": set(),
     "casts": {"env"},
     "settings": {"errors"},
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pointwise": {"env", "saved", "signature", "operation", "errors"},
     "slots": {"operation", "errors"},
     "traffic": {"env", "hardware", "operation"},
-    "fusion": {"slots", "saved", "signature", "env", "operation", "traffic", "errors"},
+    "fusion": {"quantized", "slots", "saved", "signature", "env", "operation", "traffic", "errors"},
     "store": set(),
     "pictures": set(),
     "cost_table": {"compiler", "store", "env", "settings", "operation", "errors"},

@@ -312,7 +312,7 @@ def _chain(
     rows: int | None = None,
     result: bool = True,
     again: bool = False,
-) -> tuple[str, Callable[[], Any]]:
+) -> tuple[str, functools.partial[Any]]:
     """A call on x of `dtype` whose narrowest place has `width` columns; `again` where an operand is read twice."""
     rows = rows or (1000 if width >= 1000 else 20_000)  # several steps for a program
     operands: list[Tensor] = []
@@ -509,6 +509,26 @@ def _quantizations(target: str) -> Calls:
                 **given,
             )
             yield f"{{kernel}} {scaling} {way} {_name(dtype)}{' odd' * (rows % 16 > 0)}", call
+    p = pointwise
+    chains = (
+        Chain(p.gated(GELU)), Chain(p.bias(), p.store(), p.act(GELU)), Chain(p.dgated(GELU)),
+        Chain(p.dgated(GELU), p.column_sum()), Chain(p.dact(GELU), p.column_sum()),
+        Chain(p.bias(), p.store(), p.gated(GELU)),
+    )  # fmt: skip
+    for chain, to, dtype in itertools.product(chains, _codes(), (BF16, F16)):
+        if (chain is not chains[-1] or to.scaling != "1x128") and (dtype is BF16 or to.down_columns):
+            arguments = _chain(chain, dtype)[1].args
+            way = "rows+columns" if to.down_columns else "rows"
+            largest = _new(1, dtype=F32) if to.scaling == "given" else None
+            call = functools.partial(pointwise.pointwise_codes, *arguments, to, largest)
+            yield f"{{kernel}} {chain.name} {to.scaling} {way} {_name(dtype)}", call
+
+
+def _codes() -> Iterator[quantize.As]:
+    """Every scaling of kernels that quantize their result, along rows and as in training."""
+    for scaling, down in itertools.product(("1x128", "1x32", "given"), (True, False)):
+        given = _new(1, dtype=F32) if scaling == "given" else None
+        yield quantize.As(scaling, torch.float8_e4m3fn, scaling == "1x128", True, down, given)
 
 
 def _groups(target: str) -> Calls:

@@ -17,7 +17,10 @@ from ..generated import Source
 from ..hardware import STEP
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear, Scale
+from ..ops._lowprecision import as_codes, as_quantized
 from ..pointwise import Pointwise
+from ..quantized import Quantize, Quantized
+from ..recipes import MULTIPLE
 from ..saved import Saved, maker
 from ._shared import (
     act_fits,
@@ -77,17 +80,23 @@ class PointwiseChain(ChainOfParts, ForwardFusion):
     first: Part
     rest: tuple[Part, ...]
 
-    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], needs: frozenset[str]) -> Any:
-        forward, parts = self.decided(bool(needs), self._forward, bool(needs))
+    def can_quantize(self, to: Quantize, env: Env) -> bool:
+        last = _active(self.parts)[-1]
+        return not env.grad or not isinstance(last, Pointwise) or last.reads == "input"  # it saves y
+
+    def fwd(
+        self, x: Tensor, *, seeds: tuple[Tensor | None, ...], needs: frozenset[str], to: Quantize | None = None
+    ) -> Any:
+        forward, parts = self.decided((bool(needs), to), self._forward, bool(needs), to)
         y, kept = forward(x, seeds)
         if not needs:
             return y
         first, *rest = map(_record, parts, kept)
         return y, {"first": first, "rest": tuple(rest)}
 
-    def _forward(self, keep: bool) -> tuple[ForwardPass, tuple[Part, ...]]:
+    def _forward(self, keep: bool, to: Quantize | None) -> tuple[ForwardPass, tuple[Part, ...]]:
         parts = self.parts
-        return forward_of(parts, parts, keep), parts
+        return forward_of(parts, parts, keep, to), parts
 
 
 class PointwiseChainBackward(ChainOfParts, BackwardFusion):
@@ -103,26 +112,26 @@ class PointwiseChainBackward(ChainOfParts, BackwardFusion):
     layout = "any"  # its kernel is handed copies of what does not fit
 
     def bwd(
-        self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]
-    ) -> tuple[Tensor | None, Grads]:
+        self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str], to: Quantize | None = None
+    ) -> tuple[Tensor | Quantized | None, Grads]:
         records = (first, *rest)
-        gradient = self.decided(needs, self._without_numbers, needs)
+        gradient = self.decided((needs, to), self._without_numbers, needs, to)
         if gradient is None:
             numbers = tuple(map(_numbers_in, self.parts, records))
-            gradient = self.decided((needs, numbers), self._gradient, records, needs)
+            gradient = self.decided((needs, numbers, to), self._gradient, records, needs, to)
         return gradient(dy, records)
 
-    def _without_numbers(self, needs: frozenset[str]) -> BackwardPass | None:
-        return None if any(map(_has_numbers, self.parts)) else self._gradient((), needs)
+    def _without_numbers(self, needs: frozenset[str], to: Quantize | None) -> BackwardPass | None:
+        return None if any(map(_has_numbers, self.parts)) else self._gradient((), needs, to)
 
-    def _gradient(self, records: Sequence[Any], needs: frozenset[str]) -> BackwardPass:
+    def _gradient(self, records: Sequence[Any], needs: frozenset[str], to: Quantize | None) -> BackwardPass:
         places: list[Place] = []
         for i, (slot, part) in enumerate(zip(_slots(self.rest), self.parts, strict=True)):
             number = _numbers_in(part, records[i])[0] if isinstance(part, Scale | Dropout) else 0.0
             drops = isinstance(part, Dropout) and records[i].seed is not None
             kept = ("x" if part.reads == "input" else "y") if isinstance(part, Pointwise) else "seed"
             places.append(Place(slot, part, f"kept[{i}].{kept}", number, drops))
-        return backward_of(places, needs)
+        return backward_of(places, needs, to)
 
 
 class PointwiseChainJoint(ChainOfParts, JointFusion):
@@ -238,22 +247,28 @@ def _joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[tuple[int, 
     return found
 
 
-ForwardPass = Callable[[Tensor, Sequence[Tensor | None]], tuple[Tensor, tuple[Tensor | None, ...]]]
+ForwardPass = Callable[[Tensor, Sequence[Tensor | None]], tuple[Any, tuple[Tensor | None, ...]]]
 """Of x and the seeds, the result y and what the parts keep, in one pass."""
-BackwardPass = Callable[[Tensor, Sequence[Any]], tuple[Tensor | None, Grads]]
+BackwardPass = Callable[[Tensor, Sequence[Any]], tuple[Any, Grads]]
 """Of dy and what the parts keep, dx and the gradients of biases, in one pass."""
 
 
-def forward_of(kept_of: Sequence[Part | Run], parts: Sequence[Part], keep: bool = True) -> ForwardPass:
+def forward_of(
+    kept_of: Sequence[Part | Run], parts: Sequence[Part], keep: bool = True, to: Quantize | None = None
+) -> ForwardPass:
     """The pass of these parts as they are now; `kept_of` are the same or joined, each of which keeps what it does."""
     _, kept = _forward_steps(kept_of, keep)
 
-    def kernel(*given: Tensor) -> tuple[Tensor | None, ...]:  # of activations whose numbers may change unannounced
-        return pointwise_of()(chain_of(_forward_steps(kept_of, keep)[0]))(*given)
+    def made() -> Callable[..., tuple[Any, ...]]:
+        chain = chain_of(_forward_steps(kept_of, keep)[0])
+        return pointwise_of()(chain) if to is None else codes_of(chain, to)
+
+    def kernel(*given: Tensor) -> tuple[Any, ...]:  # of activations whose numbers may change unannounced
+        return made()(*given)
 
     source = Source("forward", "x, seeds")
     numbered = any(isinstance(part, Pointwise) and _has_numbers(part) for part in parts)
-    source.constants["kernel"] = kernel if numbered else pointwise_of()(chain_of(_forward_steps(kept_of, keep)[0]))
+    source.constants["kernel"] = kernel if numbered else made()
     operands = [
         f"{source.put(part.read)}()" if isinstance(part, Bias) else f"seeds[{i}]"
         for i, part in enumerate(parts)
@@ -289,7 +304,7 @@ def _forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list
     return steps, kept
 
 
-def backward_of(places: Sequence[Place], needs: frozenset[str]) -> BackwardPass:
+def backward_of(places: Sequence[Place], needs: frozenset[str], to: Quantize | None = None) -> BackwardPass:
     """The pass of these parts: dx and the sums as far as they are needed, of what stands in the places of the kept."""
     steps: list[tuple[Any, ...]] = []
     operands: list[str] = []
@@ -308,7 +323,9 @@ def backward_of(places: Sequence[Place], needs: frozenset[str]) -> BackwardPass:
             summed.append((f"{slot}.bias", part))
     source = Source("gradient", "dy, kept")
     dtypes = [bias.dtype for _, bias in summed]
-    source.constants["kernel"] = pointwise_of()(chain_of(steps), None, dtypes, "x" in needs)
+    chain, result = chain_of(steps), "x" in needs
+    plain = pointwise_of()(chain, None, dtypes, result)
+    source.constants["kernel"] = plain if to is None or not result else codes_of(chain, to, dtypes)
     sums = [f"{source.put(name)}: out[{i}]" for i, (name, _) in enumerate(summed, 1)]
     source.add(f"out = kernel({', '.join(['dy', *operands])})", f"return out[0], {{{', '.join(sums)}}}")
     return source.define()
@@ -352,6 +369,25 @@ def _has_numbers(part: Part) -> bool:
 
 
 _chains: dict[Any, Chain] = {}
+
+
+def codes_of(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = ()) -> Callable[..., tuple[Any, ...]]:
+    """A function of x and the operands of a chain, whose last value it gives quantized."""
+    from ..kernels.pointwise import pointwise_codes
+
+    before, behind = chain.parts[0], chain.parts[-1]
+
+    def run(x: Tensor, *operands: Tensor) -> tuple[Any, ...]:
+        # Of other numbers of tokens columns are not aligned, and each element's address takes registers.
+        if not x.numel() or (to.columns and x.numel() // x.shape[-1] % MULTIPLE):
+            return pointwise_of()(chain, None, dtypes)(x, *operands)
+        shape = (*x.shape[:-1], x.shape[-1] * behind // before)
+        wanted, newest = as_codes(to, x)
+        given = [t.contiguous() for t in operands]
+        codes, rest = pointwise_codes(x.contiguous(), chain, given, wanted, newest, dtypes=dtypes)
+        return as_quantized(codes, wanted, shape, x.dtype, x.device), *rest
+
+    return run
 
 
 @functools.cache

@@ -14,8 +14,9 @@ from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, TokenScale
 from ..pointwise import Gated
+from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import act_fits, bias_fits, kernels_run, numbers_of, unit_of
-from .chain import chain_of, pointwise_of
+from .chain import chain_of, codes_of, pointwise_of
 
 
 class BiasGated(ForwardFusion):
@@ -32,10 +33,14 @@ class BiasGated(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         return _gated_fits(self.bias, self.gated, env)
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def can_quantize(self, to: Quantize, env: Env) -> bool:
+        # Behind a bias a tile of 128 x 128 does not fit in registers.
+        return self.gated.packing != "interleaved" and (self.bias is None or to.block != COLUMNS)
+
+    def fwd(self, x: Tensor, *, to: Quantize | None = None) -> tuple[Tensor | Quantized, dict[str, Any]]:
         gated, bias = self.gated, self.bias
         steps = ("gated",) if bias is None else ("bias", "store", "gated")
-        kernel = self.decided(numbers_of(gated), _gated_kernel, gated, steps)
+        kernel = self.decided((numbers_of(gated), to), _gated_kernel, gated, steps, True, (), to)
         y: Any
         packed: Any = x
         if bias is None:
@@ -59,10 +64,17 @@ class BiasGatedBackward(BackwardFusion):
     def requires(self, env: Env) -> Requirements:
         return _gated_fits(self.bias, self.gated, env)
 
-    def bwd(self, dy: Tensor, *, gated: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+    def can_quantize(self, to: Quantize, env: Env) -> bool:
+        # Of the gradients of gate and up, which lie side by side, each has whole tiles.
+        width = to.operation.features[1]
+        return self.gated.packing != "interleaved" and width % (2 * COLUMNS) == 0
+
+    def bwd(
+        self, dy: Tensor, *, gated: Any, needs: frozenset[str], to: Quantize | None = None
+    ) -> tuple[Tensor | Quantized | None, Grads]:
         steps = ("dgated", "column_sum") if "bias.bias" in needs else ("dgated",)
-        key = needs, numbers_of(self.gated)
-        dx, *sums = self.decided(key, _gated_kernel, self.gated, steps, "x" in needs)(dy, gated.x)
+        key, to = (needs, numbers_of(self.gated), to), to if "x" in needs else None
+        dx, *sums = self.decided(key, _gated_kernel, self.gated, steps, "x" in needs, (), to)(dy, gated.x)
         return dx, {"bias.bias": sums[0]} if sums else {}
 
 
@@ -131,11 +143,15 @@ def _gated_fits(bias: Bias | None, gated: Gated, env: Env) -> Requirements:
 
 
 def _gated_kernel(
-    gated: Gated, steps: Sequence[str], result: bool = True, dtypes: Sequence[torch.dtype] = ()
-) -> Callable[..., tuple[Tensor | None, ...]]:
+    gated: Gated,
+    steps: Sequence[str],
+    result: bool = True,
+    dtypes: Sequence[torch.dtype] = (),
+    to: Quantize | None = None,
+) -> Callable[..., tuple[Any, ...]]:
     """The chain of these steps; `dtypes` are of what they give, by default that of x."""
     of = unit_of(gated)
     chain = chain_of(
         [(s, *of) if "gated" in s else (s, True) if s == "shift" else (s,) for s in steps]  # a packed bias
     )
-    return pointwise_of()(chain, None, dtypes, result)
+    return pointwise_of()(chain, None, dtypes, result) if to is None else codes_of(chain, to, dtypes)

@@ -101,23 +101,38 @@ def _quantize_kernel(
     there; "1x128" and "1x32", of which a tile has whole blocks; "128x128", of which it is one.
     """
     tile, row, col = _tile(x, stride, M, N, BLOCK_M, BLOCK_N)
-    first = (row == 0) & (col == 0)
     one = scale
-    if largest is not None:
-        bits = magnitude(tile.to(tl.float32))
-        tl.atomic_max(largest, tl.max(tl.max(bits, 1), 0), sem="relaxed")
     if SCALING == "given":
         one = tl.load(scale)
-        if rows_inverse is not None:
-            tl.store(rows_inverse, inverse_of(one), mask=first)
     elif SCALING == "tensor":
         one, inverse = scales_of(tl.load(whole), LARGEST, POWER_OF_TWO)
-        tl.store(rows_inverse, inverse, mask=first)
+        tl.store(rows_inverse, inverse, mask=(row == 0) & (col == 0))
     elif SCALING == "128x128":
         bits = magnitude(tile.to(tl.float32))
         one, inverse = scales_of(tl.max(tl.max(bits, 1), 0), LARGEST, POWER_OF_TWO)
         across = tl.cdiv(tl.cast(N, tl.int64), BLOCK_N)
         tl.store(rows_inverse + row // BLOCK_M * across + col // BLOCK_N, inverse)
+    quantize_tile(
+        tile, one, largest, by_row, by_column, rows, rows_inverse, columns, columns_inverse, row, col, M, N,
+        SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def quantize_tile(
+    tile, one, largest, by_row, by_column, rows, rows_inverse, columns, columns_inverse, row, col, M, N,
+    SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write codes and inverse scales of a tile, which is 0 outside the matrix.
+
+    `one` is the scale, unless each row or block has its own. The maximum goes to `largest`, where it is asked for.
+    """
+    if largest is not None:
+        bits = magnitude(tile.to(tl.float32))
+        tl.atomic_max(largest, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+    if SCALING == "given":
+        tl.store(rows_inverse, inverse_of(one), mask=(row == 0) & (col == 0))
     if rows is not None:
         _write(
             tile, one, by_row, rows, rows_inverse, row, col, M, N,

@@ -23,6 +23,7 @@ from . import chains
 from ._device import column_sums, dropped
 from ._launch import cdiv, launch, processors, stops
 from ._operators import TEXTS, Text, as_rows, bound, operator
+from ._quantize_kernel import quantize_tile
 from .activations import apply, entry, gradient, is_half
 from .c import chain as c_chain
 from .chains import (
@@ -46,10 +47,11 @@ from .chains import (
     store,
     token_scale,
 )
+from .quantize import As, Codes
 
 __all__ = [
     "Chain", "act", "add", "bias", "column_sum", "dact", "dgated", "dot_gated", "dropout", "emit", "emit_gated",
-    "gated", "parse", "pointwise", "pointwise_of", "scale", "shift", "store", "token_scale",
+    "gated", "parse", "pointwise", "pointwise_codes", "pointwise_of", "scale", "shift", "store", "token_scale",
 ]  # fmt: skip
 
 _ACT = tl.constexpr(chains.ACT)
@@ -254,7 +256,7 @@ def _walk(
     IN_TURN: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    """One tile through all steps; returns what the sums over rows get from it."""
+    """One tile through all steps; returns the last value, and what the sums over rows get from it."""
     # Where both ends have 16 bits: what is stored or summed on the way was made of numbers of 16 bits.
     HALF: tl.constexpr = is_half(x.dtype.element_ty) and (y is None or is_half(y.dtype.element_ty))  # pyright: ignore[reportAssignmentType]
     at = _placed(rows, col, M, width, BLOCK_N)
@@ -305,7 +307,7 @@ def _walk(
             summed = summed + _masked(tiles, at[2])
     if y is not None:
         _stored(y, tiles, at, IN_TURN)
-    return summed
+    return tiles, summed
 
 
 @triton.jit
@@ -350,6 +352,61 @@ def _chain_kernel(
 
 
 @triton.jit
+def _chain_codes_kernel(
+    x,
+    operands,
+    outputs,
+    codes,
+    scale,
+    largest,
+    partials,
+    x_stride,
+    strides,
+    M,
+    width,
+    KINDS: tl.constexpr,
+    FNS: tl.constexpr,
+    PS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    IN_TURN: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    SCALING: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """A tile per program, of which each part of the result is rounded and quantized: one has registers at a time."""
+    width = tl.cast(width, tl.int64)
+    across = tl.cdiv(width, BLOCK_N)
+    pid = tl.program_id(0).to(tl.int64)
+    down = pid // across
+    row, col = down * BLOCK_M, (pid % across) * BLOCK_N
+    rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+    one = scale
+    if SCALING == "given":
+        one = tl.load(scale)
+    for j in tl.static_range(PARTS):
+        tiles, summed = _walk(
+            x, None, operands, outputs, x_stride, strides, M, width, rows, col,
+            KINDS, FNS, PS, TILES, BLOCK_N, GROUPED, COMPUTE, IN_TURN, SWAPPED,
+        )  # fmt: skip
+        for s in tl.static_range(SUMS):
+            if s % PARTS == j:
+                tl.store(partials + (down * SUMS + s) * width + cols, tl.sum(summed[s], 0), mask=cols < width)
+        tile = tl.where((rows < M)[:, None] & (cols < width)[None, :], tiles[j], 0.0).to(x.dtype.element_ty)
+        quantize_tile(
+            tile, one, largest, None, None, codes[0], codes[1], codes[2], codes[3], row, col + j * width, M,
+            width * PARTS, SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
 def _chain_sums_kernel(
     x,
     y,
@@ -386,7 +443,7 @@ def _chain_sums_kernel(
     sums = _zeros(SUMS, BLOCK_M, BLOCK_N, COMPUTE)
     for step in tl.range(0, steps, num_stages=STAGES):
         rows = first + tl.cast(step, tl.int64) * BLOCK_M
-        summed = _walk(
+        _, summed = _walk(
             x, y, operands, outputs, x_stride, strides, M, width, rows, col,
             KINDS, FNS, PS, TILES, BLOCK_N, GROUPED, COMPUTE, IN_TURN, SWAPPED,
         )  # fmt: skip
@@ -431,17 +488,47 @@ def pointwise(
     Raises:
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
-    given: Sequence[Tensor | None] = operands
-    if chain.reads_again:  # `None` stands for what an earlier step has read
-        left, given, read = iter(operands), [], None
-        for step, again in zip(chain.steps, chain.again, strict=True):
-            operand = next(left, None) if step.operand else None
-            if operand is not None:
-                given.append(None if again and operand is read else operand)
-                read = operand if step.kind in READERS else read
-        given += left
-    made = _run(x, chain, given, dtype=dtype, dtypes=dtypes, result=result)
+    made = _run(x, chain, _once(chain, operands), dtype=dtype, dtypes=dtypes, result=result)
     return made if len(made) > chain.outputs else (None, *made)  # an operator's results are all tensors
+
+
+def pointwise_codes(
+    x: Tensor,
+    chain: Chain,
+    operands: Sequence[Tensor],
+    to: As,
+    largest: Tensor | None = None,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+) -> tuple[Codes, tuple[Tensor | None, ...]]:
+    """`pointwise` of 16 bits whose last value exists in 8 bits alone: the codes of what it would be, and the rest.
+
+    Args:
+        x: of bfloat16 or float16.
+        chain: the steps, of which none is interleaved.
+        operands: in the order of the steps that take one.
+        to: how the last value is quantized. Of two parts each has a multiple of 128 columns.
+        largest: float32 of one number, with a scale that is given: becomes max |y| where that is larger, or NaN.
+        dtypes: of what steps give; x's by default.
+
+    Raises:
+        ValueError: as `pointwise`, and for what cannot be quantized so.
+    """
+    made = _run(x, chain, _once(chain, operands), dtypes=dtypes or (x.dtype,) * chain.outputs, to=to, largest=largest)
+    return to.named([t for t in made[chain.outputs :] if t is not None]), made[: chain.outputs]
+
+
+def _once(chain: Chain, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Operands with `None` for what an earlier step has read."""
+    if not chain.reads_again:
+        return operands
+    left, given, read = iter(operands), list[Tensor | None](), None
+    for step, again in zip(chain.steps, chain.again, strict=True):
+        operand = next(left, None) if step.operand else None
+        if operand is not None:
+            given.append(None if again and operand is read else operand)
+            read = operand if step.kind in READERS else read
+    return [*given, *left]
 
 
 def pointwise_of(
@@ -462,7 +549,7 @@ def pointwise_of(
 TEXTS[Chain] = Text(lambda chain: chain.text, parse)
 
 
-@operator("pointwise", in_c=c_chain.decide)
+@operator("pointwise", written=("largest",), in_c=c_chain.decide)
 def _run(
     x: Tensor,
     chain: Chain,
@@ -471,17 +558,24 @@ def _run(
     dtype: torch.dtype | None = None,
     dtypes: Sequence[torch.dtype] | None = None,
     result: bool = True,
+    to: As | None = None,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """`pointwise`, where `None` stands for the operand that a step has read before."""
+    """`pointwise`, where `None` stands for the operand that a step has read before; codes are last."""
     dtype = dtype or x.dtype
     width, made = chain.results(x.shape, dtype, dtypes)
-    made = made if result else made[:-1]
+    parts_made = chain.parts[-1]
+    if to is not None:
+        _check_codes(x, chain, width)
+    made = made if result and to is None else made[:-1]
     results = [torch.empty(shape, dtype=of, device=x.device) for shape, of in made]
-    y = results.pop() if result else None
-    if stops():
-        return (y, *results)
+    y = results.pop() if result and to is None else None
     lead, source = tuple(x.shape[:-1]), as_rows("x", x, x.shape[-1] if x.ndim else 1)
     M = source.shape[0]
+    codes = None if to is None else to.made(M, width * parts_made, x.device)
+    every = (y, *results) if codes is None else (*results, *[t for t in codes if t is not None])
+    if stops():
+        return every
     given = iter(operands)
     left = iter(results)
     taken: list[Tensor | None] = []
@@ -517,6 +611,25 @@ def _run(
     if M == 0 or width == 0:
         for total in sums:
             total.zero_()
+    elif to is not None and codes is not None:
+        tile = to.tile(parts_made)
+        down, across = cdiv(M, tile.m), cdiv(width, tile.n)
+        partials = torch.empty(down * chain.sums * width, dtype=compute, device=x.device) if sums else None
+        given_largest = None if largest is None else largest.view(torch.int32)
+        fixed = {name: value for name, value in constexprs.items() if name not in ("SUMS", "STAGES", "SUMS_IN_TURN")}
+        fixed |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, **to.constexprs, "PARTS": parts_made, "SUMS": chain.sums}
+        launch(
+            _chain_codes_kernel,
+            down * across,
+            (
+                source, tuple(taken), tuple(outputs), tuple(codes), to.given_scale, given_largest, partials,
+                source.stride(0), tuple(strides), M, width,
+            ),
+            fixed,
+            tile.num_warps,
+        )  # fmt: skip
+        if partials is not None:
+            column_sums(partials.view(down, chain.sums * width), width, *sums)
     elif sums:
         down = max(1, min(cdiv(M, block_m), _PROGRAMS * processors(x.device) // across))
         steps = cdiv(cdiv(M, block_m), down)
@@ -528,7 +641,16 @@ def _run(
         launch(_chain_kernel, cdiv(M, block_m) * across, head + sizes, constexprs, _NUM_WARPS)
     for total, parts in dots:
         total.copy_(parts.sum(1).view(total.shape))
-    return (y, *results)
+    return every
+
+
+def _check_codes(x: Tensor, chain: Chain, width: int) -> None:
+    """Raise `ValueError` where the last value of a chain cannot be quantized by its kernel."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or chain.interleaved or not x.numel():
+        raise ValueError(f"{chain}: quantized are numbers of bfloat16 and float16 that do not lie in turn")
+    parts = chain.parts[-1]
+    if width * parts % 16 or (parts > 1 and width % 128):
+        raise ValueError(f"{chain}: {parts} parts of {width} columns are not quantized by its kernel")
 
 
 def _alike(operand: Tensor | None, read: Tensor | None) -> bool:

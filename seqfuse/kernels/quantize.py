@@ -8,7 +8,8 @@ With a scale for a tensor, or for a row or column, a pass before it finds the la
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,42 @@ class Codes(NamedTuple):
     columns_inverse: Tensor | None
 
 
+class As(NamedTuple):
+    """How a kernel quantizes its result before it writes it; arguments are those of `quantize`."""
+
+    scaling: Literal["given", "1x128", "1x32"]
+    code_dtype: torch.dtype | None = None
+    power_of_two: bool = False
+    along_rows: bool = False
+    down_columns: bool = False
+    given_scale: Tensor | None = None
+
+    def tile(self, parts: int) -> QuantizeTile:
+        """Rows and columns of the result that a program has at a time, and warps; of a result of so many parts.
+
+        Where these are made one after the other of what both read, more registers are needed than 16 warps have.
+        """
+        tile = tile_of(self.scaling, True)
+        return tile if parts == 1 else dataclasses.replace(tile, num_warps=8)
+
+    def made(self, M: int, N: int, device: torch.device) -> Codes:
+        """The results for a matrix."""
+        assert self.code_dtype is not None
+        return _made(M, N, self.code_dtype, self.scaling, self.along_rows, self.down_columns, device)
+
+    def named(self, made: Sequence[Tensor]) -> Codes:
+        """The results, of those that there are."""
+        shared, left = self.scaling == "given", iter(made)
+        there = self.along_rows, shared or self.along_rows, self.down_columns, self.down_columns and not shared
+        return Codes(*[next(left) if one else None for one in there])
+
+    @property
+    def constexprs(self) -> dict[str, Any]:
+        """Of a launch."""
+        assert self.code_dtype is not None
+        return _constexprs(self.scaling, self.code_dtype, self.power_of_two)
+
+
 @operator("quantize", written=("largest",))
 def quantize(
     x: Tensor,
@@ -92,15 +129,7 @@ def quantize(
         asked = f"rows={rows} and columns={columns}"
         raise ValueError(f"expects rows of a multiple of {MULTIPLE} numbers, got {tuple(x.shape)} with {asked}")
     (M, N), device = x.shape, x.device
-    kind = torch.uint8 if scaling == "1x32" else torch.float32
-    shared = {"given": (1,), "tensor": (1,), "128x128": (cdiv(M, _BLOCK), cdiv(N, _BLOCK))}.get(scaling)
-    size = {"1x128": 128, "1x32": 32}.get(scaling)
-    along, down = ((M,), (N,)) if size is None else ((cdiv(N, size), M), (cdiv(M, size), N))
-    out = torch.empty((M, N), dtype=dtype, device=device) if rows else None
-    turned = torch.empty((N, M), dtype=dtype, device=device) if columns else None
-    inverse = torch.empty(shared or along, dtype=kind, device=device) if shared or rows else None
-    turned_inverse = torch.empty(down, dtype=kind, device=device) if columns and not shared else None
-    results = Codes(out, inverse, turned, turned_inverse)
+    results = _made(M, N, dtype, scaling, rows, columns, device)
     if stops():
         return results
     source = as_rows("x", x, N)
@@ -120,12 +149,31 @@ def quantize(
         grid,
         (
             source, scale, None if largest is None else largest.view(torch.int32), whole, by_row, by_column,
-            out, inverse, turned, turned_inverse, source.stride(0), M, N,
+            *results, source.stride(0), M, N,
         ),
-        {
-            "SCALING": scaling, "LARGEST": torch.finfo(dtype).max, "EXPONENT": _EXPONENT[dtype],
-            "POWER_OF_TWO": power_of_two, **sizes,
-        },
+        {**_constexprs(scaling, dtype, power_of_two), **sizes},
         tile.num_warps,
     )  # fmt: skip
     return results
+
+
+def _made(
+    M: int, N: int, dtype: torch.dtype, scaling: Scaling, rows: bool, columns: bool, device: torch.device
+) -> Codes:
+    kind = torch.uint8 if scaling == "1x32" else torch.float32
+    shared = {"given": (1,), "tensor": (1,), "128x128": (cdiv(M, _BLOCK), cdiv(N, _BLOCK))}.get(scaling)
+    size = {"1x128": 128, "1x32": 32}.get(scaling)
+    along, down = ((M,), (N,)) if size is None else ((cdiv(N, size), M), (cdiv(M, size), N))
+    return Codes(
+        torch.empty((M, N), dtype=dtype, device=device) if rows else None,
+        torch.empty(shared or along, dtype=kind, device=device) if shared or rows else None,
+        torch.empty((N, M), dtype=dtype, device=device) if columns else None,
+        torch.empty(down, dtype=kind, device=device) if columns and not shared else None,
+    )
+
+
+def _constexprs(scaling: Scaling, dtype: torch.dtype, power_of_two: bool) -> dict[str, Any]:
+    return {
+        "SCALING": scaling, "LARGEST": torch.finfo(dtype).max, "EXPONENT": _EXPONENT[dtype],
+        "POWER_OF_TWO": power_of_two,
+    }  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,12 @@ from torch import Tensor
 from ..casts import autocasting
 from ..kernels import triton_installed
 from ..maingrad import Accumulated, accumulated
+from ..quantized import Operand, Quantize, Quantized
 from ..recipes import MULTIPLE, Recipe, Role, dequantize, quantize
 from ..scaling import KeptScale
 
-
-class Operand(NamedTuple):
-    """A quantized matrix: 8-bit numbers and the inverse of their scales, as `recipes.quantize` gives them."""
-
-    data: Tensor
-    inverse: Tensor
+if TYPE_CHECKING:
+    from ..kernels.quantize import As, Codes
 
 
 def operand(data: Tensor | None, inverse: Tensor | None) -> Operand:
@@ -37,13 +34,21 @@ def operand(data: Tensor | None, inverse: Tensor | None) -> Operand:
 
 
 def quantized(
-    x: Tensor, recipe: Recipe, role: Role, *, rows: bool = True, columns: bool = False, kept: KeptScale | None = None
+    x: Tensor | Quantized,
+    recipe: Recipe,
+    role: Role,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    kept: KeptScale | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """An operand quantized along its rows, and down its columns, as far as these are asked for. x: [M, N].
 
     Both are one where they share their scales. A delayed recipe is given what is `kept`: max |x| is noted there.
     On GPUs what is quantized down its columns lies in memory column by column, as GEMMs read it.
     """
+    if isinstance(x, Quantized):
+        return x.rows if rows else None, x.columns if columns else None
     kernels = kernels_for(x, columns) if rows or columns else None
     if kernels is not None:
         return _by_kernels(kernels, x, recipe, role, rows, columns, kept)
@@ -85,6 +90,22 @@ def apart(one: Operand, parts: Sequence[int]) -> list[Operand]:
     return [Operand(*pair) for pair in pairs]
 
 
+def split(dy: Quantized, parts: Sequence[int]) -> list[Quantized]:
+    """The parts, side by side, of a dy that is quantized both ways, each of whole blocks along its rows."""
+
+    def beside(one: Operand | None) -> list[Operand | None]:
+        if one is None:
+            return [None] * len(parts)
+        # A scale of a row is that of several columns.
+        sizes = ([size * t.shape[1] // sum(parts) for size in parts] for t in one)
+        data, inverse = (t.split_with_sizes(each, 1) for t, each in zip(one, sizes, strict=True))
+        return [Operand(*pair) for pair in zip(data, inverse, strict=True)]
+
+    sizes = [torch.Size((*dy.shape[:-1], size)) for size in parts]
+    three = zip(beside(dy.rows), beside(dy.columns), sizes, strict=True)
+    return [Quantized(*each, dy.dtype, dy.device) for each in three]
+
+
 _SCALINGS: dict[Any, Any] = {
     (None, None): "tensor",
     (1, None): "row",
@@ -102,7 +123,11 @@ def _by_kernels(
     scaling = _SCALINGS[recipe.block(role, "rows")] if kept is None else "given"
     given: dict[str, Any] = {} if kept is None else {"scale": kept.scale.view(1), "largest": kept.newest}
     how: dict[str, Any] = {"power_of_two": recipe.power_of_two, "rows": rows, "columns": columns}
-    found = kernels.quantize(x, recipe.dtype(role), scaling, **how, **given)
+    return _operands(kernels.quantize(x, recipe.dtype(role), scaling, **how, **given), scaling)
+
+
+def _operands(found: Codes, scaling: str) -> tuple[Operand | None, Operand | None]:
+    """Codes of kernels, in the shapes of `recipes.quantize`."""
     inverse: Any = found.rows_inverse
     down: Any = inverse if found.columns_inverse is None else found.columns_inverse
     if scaling in ("given", "tensor"):
@@ -113,8 +138,23 @@ def _by_kernels(
         kind = torch.float8_e8m0fnu if scaling == "1x32" else torch.float32
         inverse, down = (None if t is None else t.view(kind) for t in (inverse, down))
         inverse = None if inverse is None else inverse.t()
-    along = Operand(found.rows, inverse) if rows else None
-    return along, Operand(found.columns.t(), down) if columns else None
+    along = None if found.rows is None else Operand(found.rows, inverse)
+    return along, None if found.columns is None else Operand(found.columns.t(), down)
+
+
+def as_codes(to: Quantize, x: Tensor) -> tuple[As, Tensor | None]:
+    """What a kernel is told that quantizes its result, and where it notes the maximum; x is of the same size."""
+    from ..kernels.quantize import As
+
+    kept, recipe = to.kept(x), to.recipe
+    scaling: Any = _SCALINGS[recipe.block(to.role, "rows")] if kept is None else "given"
+    scale, newest = (None, None) if kept is None else (kept.scale.view(1), kept.newest)
+    return As(scaling, recipe.dtype(to.role), recipe.power_of_two, to.rows, to.columns, scale), newest
+
+
+def as_quantized(codes: Codes, to: As, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Quantized:
+    """What such a kernel gave in the place of a tensor of this shape and dtype."""
+    return Quantized(*_operands(codes, to.scaling), torch.Size(shape), dtype, device)
 
 
 def kernels_for(x: Tensor, columns: bool) -> Any:

@@ -18,7 +18,8 @@ from ..errors import InputError
 from ..group import Group, ParameterShard
 from ..hardware import FLOAT32_SLOWER
 from ..maingrad import Accumulated, accumulated
-from ..recipes import Recipe
+from ..quantized import Quantized
+from ..recipes import Recipe, Role
 from ..saved import maker
 from ..scaling import Scaled
 from . import _lowprecision as low
@@ -361,14 +362,15 @@ class Linear(Scaled, sf.UnfusedOperation):
         return F.linear(x, self.weight, cast(Bias, following).read()) if self.joins(following) else None
 
     def fwd(
-        self, x: Tensor, *, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
+        self, x: Tensor | Quantized, *, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
     ) -> tuple[Tensor, Saved | SavedQuantized]:
         if recipe is not None:
             return self._quantized(x, recipe, needs)
+        assert isinstance(x, Tensor)
         weight = self.weight_for(x)
         return linear(x, weight), self._saved(x, weight)
 
-    def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
+    def _quantized(self, x: Tensor | Quantized, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
         rows, weight, record = _rows(x), lowered(required(self, "weight"), always=True), bool(needs)
         kept = [self.scale_for(name, t, recipe, record) for name, t in (("x", rows), ("weight", weight))]
         qx, x_down = low.quantized(rows, recipe, "x", columns="weight" in needs, kept=kept[0])
@@ -390,7 +392,7 @@ class Linear(Scaled, sf.UnfusedOperation):
 
     def bwd(
         self,
-        dy: Tensor,
+        dy: Tensor | Quantized,
         saved: Saved | SavedQuantized,
         *,
         needs: frozenset[str],
@@ -399,6 +401,7 @@ class Linear(Scaled, sf.UnfusedOperation):
     ) -> tuple[Tensor | None, sf.Grads]:
         if recipe is not None:
             return self._quantized_grads(dy, cast(Linear.SavedQuantized, saved), recipe, needs, main_grads)
+        assert isinstance(dy, Tensor)
         assert isinstance(saved, Linear.Saved)
         flat, conjugate = dy.ndim == 2, dy.dtype.is_complex
         rows = dy if flat else _rows(dy)
@@ -415,7 +418,7 @@ class Linear(Scaled, sf.UnfusedOperation):
 
     def _quantized_grads(
         self,
-        dy: Tensor,
+        dy: Tensor | Quantized,
         saved: SavedQuantized,
         recipe: Recipe,
         needs: frozenset[str],
@@ -442,6 +445,10 @@ class Linear(Scaled, sf.UnfusedOperation):
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:
         return ((self.in_features, self.out_features),)
+
+    def wants_quantized(self, role: Role, recipe: Recipe, needs: frozenset[str]) -> tuple[bool, bool]:
+        """Whether a tensor is read along its rows and down its columns, where the kernel before quantizes it."""
+        return role == "x" or "x" in needs, "weight" in needs
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
         return gemm_traffic(env, *self.features, backward)
@@ -485,8 +492,8 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
     return accumulated
 
 
-def _rows(x: Tensor) -> Tensor:
-    if x.ndim == 2:
+def _rows(x: Any) -> Any:
+    if isinstance(x, Quantized) or x.ndim == 2:
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 

@@ -13,7 +13,8 @@ from .. import operation as sf
 from ..casts import lowered
 from ..env import Env, autocast_of
 from ..maingrad import Accumulated
-from ..recipes import Recipe
+from ..quantized import Quantized
+from ..recipes import Recipe, Role
 from ..saved import maker
 from ..scaling import Scaled
 from . import _lowprecision as low
@@ -200,15 +201,17 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return torch.cat([y if bias is None else y + bias.to(y.dtype) for y, bias in parts], -1)
 
     def fwd(
-        self, x: Tensor, *, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
+        self, x: Tensor | Quantized, *, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
     ) -> tuple[Tensor, Saved | SavedQuantized]:
         if recipe is not None:
             return self._quantized(x, recipe, needs)
+        assert isinstance(x, Tensor)
         weights = self.weights_for(x)
         return self.gemm(x, weights, self.biases()), self._saved(x, weights)
 
-    def _quantized(self, x: Tensor, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
-        rows, weights, biases = x.reshape(-1, self.in_features), self.weights(), self.biases()
+    def _quantized(self, x: Tensor | Quantized, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
+        rows = x.reshape(-1, self.in_features) if isinstance(x, Tensor) else x
+        weights, biases = self.weights(), self.biases()
         record, kept = bool(needs), self.scale_for
         one = one_gemm(weights, biases) if low.ends_with_blocks(recipe, self.parts) else None
         if one is None:
@@ -252,7 +255,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
 
     def bwd(
         self,
-        dy: Tensor,
+        dy: Tensor | Quantized,
         saved: Saved | SavedQuantized,
         *,
         needs: frozenset[str],
@@ -261,6 +264,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
     ) -> tuple[Tensor | None, sf.Grads]:
         if recipe is not None:
             return self._quantized_grads(dy, cast(MergedLinear.SavedQuantized, saved), recipe, needs, main_grads)
+        assert isinstance(dy, Tensor)
         assert isinstance(saved, MergedLinear.Saved)
         rows = dy if dy.ndim == 2 else dy.reshape(-1, self.out_features)
         dx = None
@@ -271,18 +275,21 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
 
     def _quantized_grads(
         self,
-        dy: Tensor,
+        dy: Tensor | Quantized,
         saved: SavedQuantized,
         recipe: Recipe,
         needs: frozenset[str],
         main_grads: dict[str, Tensor] | None,
     ) -> tuple[Tensor | None, sf.Grads]:
-        rows = dy.reshape(-1, self.out_features)
-        parts, names = rows.split_with_sizes(self.parts, 1), _WEIGHTS[: len(self.parts)]
-        grads: dict[str, Tensor | Accumulated | None] = {}
-        for d, bias in zip(parts, _BIASES, strict=False):
-            if bias in needs:
-                grads[bias] = d.sum(0)
+        names, grads = _WEIGHTS[: len(self.parts)], dict[str, Tensor | Accumulated | None]()
+        if isinstance(dy, Quantized):  # no bias of it needs a gradient
+            rows, parts = dy, low.split(dy, self.parts)
+        else:
+            rows = dy.reshape(-1, self.out_features)
+            parts = rows.split_with_sizes(self.parts, 1)
+            for d, bias in zip(parts, _BIASES, strict=False):
+                if bias in needs:
+                    grads[bias] = d.sum(0)
         quantized = not needs.isdisjoint(_EVERY)
         together = "x" in needs and len(saved.weights) == 1 < len(parts)
         groups = [(rows, names)] if together else [(d, (name,)) for d, name in zip(parts, names, strict=True)]
@@ -345,6 +352,14 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
     def scaled(self) -> tuple[str, ...]:
         numbers = range(len(self.parts))
         return ("x", *_WEIGHTS[: len(self.parts)], *(f"dy_{i}" for i in numbers))
+
+    def wants_quantized(self, role: Role, recipe: Recipe, needs: frozenset[str]) -> tuple[bool, bool]:
+        """As of `Linear`; not a dy whose parts have scales of their own, or are summed for a bias."""
+        weights = not needs.isdisjoint(_WEIGHTS)
+        if role == "x":
+            return True, weights
+        whole = low.ends_with_blocks(recipe, self.parts) and needs.isdisjoint(_BIASES)
+        return whole and "x" in needs, whole and weights
 
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:

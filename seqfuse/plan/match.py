@@ -18,6 +18,7 @@ from ..operation import UnfusedOperation
 from ..recipes import Recipe
 from ..settings import Fusing
 from ..traffic import entering
+from .absorbed import absorbed_by, savings
 from .flatten import Node
 from .inputs import Border, along_of
 from .quantized import Unquantized
@@ -193,7 +194,9 @@ class Matcher:
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)
                     along = along_of(around, cls.forward_signature.dtype)
-                    reason = self._refuses(bound, nodes, a, b, live_from, env.between(along))
+                    absorbed = [*absorbed_by(stretch, bound, a, b)] if recipes else []
+                    here = dataclasses.replace(env, absorbs=True) if absorbed else env
+                    reason = self._refuses(bound, nodes, a, b, live_from, here.between(along))
                     measured = known(bound, a, b) if known is not None and reason is None else None
                     if reason is None:
                         # Where nothing needs a gradient a joint fusion is worth its forward only.
@@ -203,6 +206,7 @@ class Matcher:
                             wanted = for_saves[key] = dataclasses.replace(env, width=key[0], grad=key[1])
                         cost = self._cost(bound, wanted.between(along), measured)
                         if isinstance(cost, int):
+                            cost -= sum(math.floor(env.microseconds(savings(to, env)) * 1000) for to in absorbed)
                             cost = -1000 * length**2 if fusing.all_costs else cost
                             found.append(Candidate(bound, a, b, cost, rank))
                             continue

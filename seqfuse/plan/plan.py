@@ -29,6 +29,7 @@ from ..pictures.data import (
 )
 from ..pictures.svg import FULL
 from ..recipes import Role
+from .absorbed import absorbing, within
 from .cost_lookup import Known
 from .facts import Memory, Unknown, look
 from .flatten import Node
@@ -53,6 +54,8 @@ def segments_of(
         return ()
     first = backward[0].start if backward else stop
     borders = {s.start for s in forward} & {*(s.start for s in backward), *range(start, first)}
+    # What exists in 8 bits alone does not leave a segment.
+    borders -= {max(s.start, s.to.at) for s in (*forward, *backward) if s.to is not None}
     cuts, before = [start], _bytes_before(stretch) if least else int
     while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
         aims = range(cuts[-1] + SEGMENT, stop - SEGMENT // 2)
@@ -171,6 +174,7 @@ class Plan:
     def quantizations(self) -> tuple[Quantization, ...]:
         """Operands that are quantized: x and weight in the forward pass and dy in the backward pass, by position."""
         found: list[Quantization] = []
+        inside = {(s.to.at, s.to.role): s.name for s in (*self.forward, *self.backward) if s.to is not None}
         for step in self.forward:
             for position, node, recipe, needs in zip(step.covers, step.nodes, step.recipes, step.needs, strict=False):
                 if recipe is None:
@@ -181,7 +185,8 @@ class Plan:
                     roles.append("dy")
                 for role in roles:
                     dtype = short(recipe.dtype(role)).removeprefix("float8_").removesuffix("fn")
-                    found.append(Quantization(position, role, dtype, recipe.scaling(role, one)))
+                    by = inside.get((position, role))
+                    found.append(Quantization(position, role, dtype, recipe.scaling(role, one), by))
         return tuple(found)
 
     @cached_property
@@ -229,7 +234,7 @@ class Plan:
 
     def as_dict(self) -> PlanData:
         """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""
-        stated = [f.name for f in dataclasses.fields(self.env) if f.name not in ("along", "width")]
+        stated = [f.name for f in dataclasses.fields(self.env) if f.name not in ("along", "width", "absorbs")]
         env = {name: getattr(self.env, name) for name in stated}
         env["recipe"] = "off" if self.env.recipe is False else self.env.recipe and str(self.env.recipe)
         env |= {name: short(value) for name, value in env.items() if isinstance(value, torch.dtype)}
@@ -444,6 +449,7 @@ def plan_region(
             reason = _why_not(c, [*rivals.values()], asked)
             refused.append(Refusal(c.name, c.start, reason, True, own=is_own(type(c.fusion))))
     ahead, back = steps_of(stretch, forward, start, stop), steps_of(stretch, backward, max(start, live), stop)
+    ahead, back = absorbing(stretch, ahead, back)
     for p in chosen.once:
         refused.append(Refusal("recomputation", p, ONCE.format(stretch.nodes[p].name)))
     if chosen.why is not None:
@@ -452,6 +458,8 @@ def plan_region(
         refused.append(Refusal("memory=fast", start, ONLY_MEMORY))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     segments = chosen.segments or segments_of(stretch, ahead, back, segment_bytes)
+    ahead = within(ahead, segments, [at for _, keeps in chosen.recomputed for at in keeps])
+    back = within(back, segments)
     cost = sum(c.cost for c in used.values()) + chosen.extra
     return Plan(stretch.env, ahead, back, segments, chosen.recomputed, tuple(refused), cost=cost)
 

@@ -16,6 +16,7 @@ from ..casts import held
 from ..env import Env
 from ..fusion import ForwardFusion, FusedOperation, InferenceFusion
 from ..operation import UnfusedOperation
+from ..quantized import Quantize
 from ..recipes import Recipe
 from ..saved import Layout, Saved, always_saved, kind_of
 from ..settings import Fusing, fusing_now
@@ -60,6 +61,7 @@ class Step:
         needs: the gradients that are needed at those positions.
         borders: the dtypes before each of those positions and behind the last, where dtypes differ along the sequence.
         recipes: the recipe by which each of those operations is quantized, or `None`; empty where none is.
+        to: how the kernel of a fusion quantizes its result, for the step that reads it; `None` where it does not.
         start: the first position.
         stop: the position after the last.
         key: tells it from the other steps of its pass.
@@ -73,6 +75,7 @@ class Step:
     needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
     borders: tuple[Border, ...] = dataclasses.field(default=(), compare=False, repr=False)
     recipes: tuple[Recipe | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    to: Quantize | None = dataclasses.field(default=None, compare=False, repr=False)
     start: int = dataclasses.field(init=False, compare=False, repr=False)
     stop: int = dataclasses.field(init=False, compare=False, repr=False)
     # Compilers do not trace a hash of the step itself.
@@ -302,6 +305,8 @@ class Step:
             fixed["recipe"] = self.recipe
         if signature.dtype:
             fixed["dtype"] = None if not self.borders else self.borders[0 if backward else -1].taken
+        if self.to is not None:
+            fixed["to"] = self.to
         return fixed
 
     def call(

@@ -17,6 +17,7 @@ from ..plan.described import describe
 from ..plan.fake import faking, is_fake
 from ..plan.inputs import Like
 from ..plan.step import Step
+from ..quantized import Quantized
 from ..saved import Recompute, Saved
 from .lower import Context
 
@@ -90,7 +91,7 @@ def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
     wanted = f"({', '.join(form)})" if len(form) > 1 else "y"
     right = len(form) == 1 or _is_tuple(out, len(form))
     y, made, saved = step.returned(out) if right else (None, dict[str, Any](), None)
-    right = isinstance(y, Tensor) and _is_mapping(made)
+    right = isinstance(y, Tensor | Quantized) and _is_mapping(made)
     if right and not step.fused:
         right = set(made) == set(names) and all(isinstance(t, Tensor) for t in made.values())
     if not right or not (type(saved) is own if own else step.inference or _is_mapping(saved)):
@@ -123,14 +124,14 @@ def _compare(step: Step, what: str, got: Any, own: Any) -> None:
             _compare(step, what, a, b)
         return
     same = type(own) is type(got)
-    if isinstance(own, Tensor) and isinstance(got, Tensor):
+    if isinstance(own, Tensor) and isinstance(got, Tensor | Quantized):
         same = own.shape == got.shape and own.dtype == got.dtype and own.device == got.device
     if not same:
         raise _wrong(step, f"{what} should be {_describe(own)}, not {_describe(got)}")
 
 
 def _describe(value: Any) -> str:
-    if isinstance(value, Tensor | Like):
+    if isinstance(value, Tensor | Like | Quantized):
         return f"{short(value.dtype)}{list(value.shape)} on {value.device}"
     return repr(value)
 
@@ -148,7 +149,7 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
 
 def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, given: Mapping[str, Any]) -> bool:
     """Check the gradients a backward returned, by name, shape, dtype, device and alias; `False` to be asked again."""
-    if is_fake(d) or (d is not None and is_batchedtensor(d)):
+    if is_fake(d) or (isinstance(d, Tensor) and is_batchedtensor(d)):
         return False
     fused = step.fused
 
@@ -166,9 +167,9 @@ def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, giv
     unknown = sorted(name for name, g in grads.items() if g is not None and name not in owners)
     if unknown:
         raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, owners)) or 'none'}")
-    if not isinstance(dx, Tensor) and "x" in step.needs[0]:
+    if not isinstance(dx, Tensor | Quantized) and "x" in step.needs[0]:
         raise wrong("bwd returned no gradient of x, which is needed")
-    if isinstance(dx, Tensor) and "x" in step.needs[0]:
+    if isinstance(dx, Tensor | Quantized) and "x" in step.needs[0]:
         own, leaving = context.entering[step.start], context.entering[step.stop]
         # Plans are kept by rows: y may look as it did where an operation folds other leading dimensions into them.
         alike = d is not None and d.shape == leaving.shape and own.shape[:-1] == leaving.shape[:-1]

@@ -303,4 +303,5 @@ def _as_configured(step: Step, configured_at: Mapping[int, Any]) -> Step:
     own = [configured_at[position] for position in step.covers]
     operation = step.operation.with_operations(own) if step.fused else own[0]
     nodes = [dataclasses.replace(node, operation=one) for node, one in zip(step.nodes, own, strict=True)]
-    return dataclasses.replace(step, operation=operation, nodes=tuple(nodes))
+    to = None if step.to is None else dataclasses.replace(step.to, operation=configured_at[step.to.at])
+    return dataclasses.replace(step, operation=operation, nodes=tuple(nodes), to=to)

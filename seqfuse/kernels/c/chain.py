@@ -261,8 +261,12 @@ def decide(
     dtype: torch.dtype | None,
     dtypes: Sequence[torch.dtype] | None,
     result: bool,
+    to: Any,
+    largest: Tensor | None,
 ) -> Decided:
     """`pointwise.pointwise`; an operand that a step has read before may be `None`."""
+    if to is not None or largest is not None:
+        raise ValueError("no C kernel quantizes its result")
     dtype = dtype or x.dtype
     width, made = chain.results(x.shape, dtype, dtypes)
     lead, columns = tuple(x.shape[:-1]), width * chain.parts[0]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops, recipes
+from seqfuse.plan import plan as planning
 from seqfuse.recipes import Recipe
-from seqfuse.testing import seeded_randn
+from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from tests.triton_fixtures import DEVICE
+
+pytestmark = pytest.mark.filterwarnings("error::seqfuse.errors.FallbackWarning")
 
 RECIPES = recipes.Float8CurrentScaling(), recipes.Float8RowScaling(), recipes.Float8BlockScaling(), recipes.MXFP8()
 
@@ -41,3 +47,99 @@ def test_norms_units_and_residuals_around_quantized_gemms(recipe: Recipe):
         # What differs in the last bit may fall to the next code: far less than what quantizing changes.
         assert float((a - b).norm()) <= 1e-3 * float(b.norm())
         assert float((c - b).norm()) > 5e-3 * float(b.norm())
+
+
+def gated(recipe: Recipe | None, **how: Any) -> sf.Sequential:
+    parts = ops.RMSNorm(80), ops.MergedLinear(80, (128, 128), False), ops.SwiGLU(**how), ops.Linear(128, 80, bias=False)
+    return sf.Sequential(ops.Linear(80, 80), ops.Residual(*parts), ops.RMSNorm(80), ops.Linear(80, 48), recipe=recipe)
+
+
+def biased(recipe: Recipe | None) -> sf.Sequential:
+    parts = ops.LayerNorm(80), ops.Linear(80, 144), ops.GeLU(), ops.Linear(144, 80)
+    return sf.Sequential(ops.Residual(*parts), ops.Linear(80, 256), ops.GEGLU(), ops.Linear(128, 16), recipe=recipe)
+
+
+LOCAL = [
+    recipes.Float8BlockScaling(),
+    recipes.Float8BlockScaling(format="hybrid", power_of_two=False),
+    recipes.MXFP8(),
+    recipes.Float8DelayedScaling(history=3),
+]
+
+
+def absorbed(model: sf.Sequential, x: Tensor) -> set[tuple[str, str | None]]:
+    return {(one.role, one.inside) for one in model.plan(x).quantizations if one.inside}
+
+
+@pytest.mark.parametrize("make", [gated, biased])
+@pytest.mark.parametrize("recipe", LOCAL, ids=lambda recipe: f"{type(recipe).__name__}-{recipe.format}")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_kernels_quantize_what_they_write_bit_for_bit(
+    make: Callable[..., sf.Sequential], recipe: Recipe, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    def made() -> sf.Sequential:
+        torch.manual_seed(0)
+        return make(recipe).to(DEVICE, dtype)
+
+    x = (seeded_randn((144, 80), 1) + 0.1).to(DEVICE, dtype)
+    model, steps = made(), 2 if recipe.keeps_state else 1
+    fused = [passes(model, x) for _ in range(steps)]
+    inside = absorbed(model, x)
+    unit, back = ("BiasGated", "BiasGatedBackward") if make is gated else ("PointwiseChain", "PointwiseChainBackward")
+    assert ("x", unit) in inside
+    assert (("x", "BiasGated") in inside) == (make is gated or recipe.block("x", "rows")[1] != 128)
+    # Each part of a MergedLinear has a scale of its own there.
+    assert ("dy", back) in inside or (recipe.keeps_state and make is gated)
+    for p in [*model.parameters()][:2]:
+        p.requires_grad_(requires_grad=False)
+    frozen = passes(model, x)
+    with torch.no_grad():
+        inferred = model(x)
+    monkeypatch.setattr(planning, "absorbing", lambda stretch, forward, backward: (tuple(forward), tuple(backward)))
+    other = made()
+    assert_bitwise_equal([passes(other, x) for _ in range(steps)], fused)
+    assert not absorbed(other, x)
+    assert_bitwise_equal([*model.buffers()], [*other.buffers()])
+    for p in [*other.parameters()][:2]:
+        p.requires_grad_(requires_grad=False)
+    assert_bitwise_equal(passes(other, x), frozen)
+    with torch.no_grad():
+        assert_bitwise_equal(other(x), inferred)
+
+
+def test_what_kernels_cannot_quantize_is_a_pass_of_its_own():
+    x = (seeded_randn((5, 80), 1) + 0.1).to(DEVICE, torch.bfloat16)
+    for recipe in (recipes.Float8CurrentScaling(), recipes.Float8RowScaling()):  # scales of more than a tile
+        assert not absorbed(gated(recipe).to(DEVICE, torch.bfloat16), x)
+    block = recipes.Float8BlockScaling()
+    assert not absorbed(gated(block).to(DEVICE), x.float())  # of float32 tiles are not transposed
+    # Gate and up in turn, and parts that tiles do not divide.
+    assert not absorbed(gated(block, packing="interleaved").to(DEVICE, torch.bfloat16), x)
+    odd = sf.Sequential(ops.MergedLinear(80, (64, 64), False), ops.SwiGLU(), ops.Linear(64, 16), recipe=block)
+    assert absorbed(odd.to(DEVICE, torch.bfloat16), x) == {("x", "BiasGated")}
+    saved = sf.Sequential(ops.Bias(80), ops.ReLU(), ops.Linear(80, 16), recipe=block).to(DEVICE, torch.bfloat16)
+    assert not absorbed(saved, x)  # y is saved in 16 bits
+    with torch.no_grad():
+        assert absorbed(saved, x) == {("x", "PointwiseChain")}
+        assert saved(x[:0]).shape == (0, 16)
+    for tokens in (0, 33):  # of which transposed rows are not aligned
+        model = gated(block).to(DEVICE, torch.bfloat16)
+        passes(model, seeded_randn((tokens, 80), 2).to(DEVICE, torch.bfloat16))
+
+
+def test_a_kernel_that_fails_gives_way_to_its_operations(monkeypatch: pytest.MonkeyPatch):
+    from seqfuse.fusions import chain
+
+    x = (seeded_randn((32, 80), 1) + 0.1).to(DEVICE, torch.bfloat16)
+    torch.manual_seed(0)
+    model = gated(recipes.Float8BlockScaling()).to(DEVICE, torch.bfloat16)
+    with sf.fusing(exclude=("BiasGated", "BiasGatedBackward")):
+        wanted = passes(model, x)
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(chain, "as_codes", fails)
+    with pytest.warns(sf.errors.FallbackWarning, match="no such kernel"):
+        found = passes(model, x)
+    assert_bitwise_equal(found, wanted)
