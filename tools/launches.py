@@ -517,7 +517,7 @@ def _quantizations(target: str) -> Calls:
     )  # fmt: skip
     for chain, to, dtype in itertools.product(chains, _codes(), (BF16, F16)):
         if (chain is not chains[-1] or to.scaling != "1x128") and (dtype is BF16 or to.down_columns):
-            arguments = _chain(chain, dtype)[1].args
+            arguments = _chain(chain, dtype, rows=8192)[1].args
             way = "rows+columns" if to.down_columns else "rows"
             largest = _new(1, dtype=F32) if to.scaling == "given" else None
             call = functools.partial(pointwise.pointwise_codes, *arguments, to, largest)

@@ -23,6 +23,7 @@ from seqfuse import kernels, ops
 from seqfuse.kernels import _launch, _operators, pointwise, rope
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_fwd
+from seqfuse.kernels.quantize import As
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 from .conftest import DEVICE
@@ -102,11 +103,21 @@ CALLS: dict[str, Call] = {
         lambda f, x, dy, w, b: f(x, pointwise.Chain(pointwise.bias(), pointwise.act(GELU), pointwise.add()), (b, dy)),
         ROWS,
     ),
+    "pointwise.pointwise_codes": Call(
+        "pointwise",
+        lambda f, x: f(
+            x.bfloat16(), pointwise.Chain(pointwise.act(GELU)), (), As("1x32", torch.float8_e4m3fn, False, True)
+        )[0],
+        {"x": (5, 16)},
+    ),
     "quantize.quantize": Call("quantize", lambda f, x: f(x, torch.float8_e4m3fn, "row"), {"x": (5, 16)}),
     "rope.rope_fwd": Call("rope", lambda f, x, dy: f(x, 2, 1, TURN), PACKED),
     "rope.rope_bwd": Call("rope_backward", lambda f, x, dy: f(dy, 2, 1, TURN, dbias=F32), PACKED),
     "rope.rope_write": Call("rope_write", lambda f, x, k, v, lengths: f(x, 2, 1, TURN, k, v, lengths), ROW),
 }
+
+
+ALONG = As("1x32", torch.float8_e4m3fn, along_rows=True)
 
 
 def entries() -> Iterator[str]:
