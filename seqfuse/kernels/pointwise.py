@@ -139,8 +139,8 @@ def pointwise_of(
 TEXTS[Chain] = Text(lambda chain: chain.text, parse)
 
 
-# It writes to `largest`, and does not say so: an operator that does can give no list. That is for compilers to know, and
-# these refuse recipes that keep scales.
+# It writes to `largest`, and does not say so: an operator that does can give no list. Compilers would have to know, and
+# they refuse recipes that keep scales.
 @operator("pointwise", in_c=c_chain.decide)
 def _run(
     x: Tensor,
