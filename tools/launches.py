@@ -515,7 +515,7 @@ def _quantizations(target: str) -> Calls:
         Chain(p.dgated(GELU), p.column_sum()), Chain(p.dact(GELU), p.column_sum()),
         Chain(p.bias(), p.store(), p.gated(GELU)),
     )  # fmt: skip
-    for chain, to, dtype in itertools.product(chains, _codes(), (BF16, F16)):
+    for chain, to, dtype in itertools.product(chains, _codes(target), (BF16, F16)):
         if (chain is not chains[-1] or to.scaling != "1x128") and (dtype is BF16 or to.down_columns):
             arguments = _chain(chain, dtype, rows=8192)[1].args
             way = "rows+columns" if to.down_columns else "rows"
@@ -524,9 +524,10 @@ def _quantizations(target: str) -> Calls:
             yield f"{{kernel}} {chain.name} {to.scaling} {way} {_name(dtype)}", call
 
 
-def _codes() -> Iterator[quantize.As]:
-    """Every scaling of kernels that quantize their result, along rows and as in training."""
-    for scaling, down in itertools.product(("1x128", "1x32", "given"), (True, False)):
+def _codes(target: str) -> Iterator[quantize.As]:
+    """Every scaling of kernels that quantize their result, along rows and as in training, on GPUs where they do."""
+    scalings = ("1x128", "1x32", "given") if target == "sm_90" else ("1x32", "given") if target[:2] == "sm" else ()
+    for scaling, down in itertools.product(scalings, (True, False)):
         given = _new(1, dtype=F32) if scaling == "given" else None
         yield quantize.As(scaling, torch.float8_e4m3fn, scaling == "1x128", True, down, given)
 

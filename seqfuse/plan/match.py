@@ -15,10 +15,10 @@ from ..errors import InputError, meant
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..hardware import C_WORTHWHILE
 from ..operation import UnfusedOperation
+from ..quantized import Quantize
 from ..recipes import Recipe
 from ..settings import Fusing
 from ..traffic import entering
-from .absorbed import absorbed_by, savings
 from .flatten import Node
 from .inputs import Border, along_of
 from .quantized import Unquantized
@@ -194,7 +194,7 @@ class Matcher:
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)
                     along = along_of(around, cls.forward_signature.dtype)
-                    absorbed = [*absorbed_by(stretch, bound, a, b)] if recipes else []
+                    absorbed = [*stretch.absorbed(bound, a, b)] if recipes else []
                     here = dataclasses.replace(env, absorbs=True) if absorbed else env
                     reason = self._refuses(bound, nodes, a, b, live_from, here.between(along))
                     measured = known(bound, a, b) if known is not None and reason is None else None
@@ -206,7 +206,7 @@ class Matcher:
                             wanted = for_saves[key] = dataclasses.replace(env, width=key[0], grad=key[1])
                         cost = self._cost(bound, wanted.between(along), measured)
                         if isinstance(cost, int):
-                            cost -= sum(math.floor(env.microseconds(savings(to, env)) * 1000) for to in absorbed)
+                            cost -= sum(_absorbed(to, env) for to in absorbed)
                             cost = -1000 * length**2 if fusing.all_costs else cost
                             found.append(Candidate(bound, a, b, cost, rank))
                             continue
@@ -343,6 +343,13 @@ def _check_named(fusing: Fusing) -> None:
         close = meant(name, [n for n in known if isinstance(n, str)])
         hint = close or "name a fusion of the fusion set, as a plan shows them"
         raise InputError(f"sf.fusing names {name!r}, and there is no such fusion", code="SF106", hint=hint)
+
+
+def _absorbed(to: Quantize, env: Env) -> int:
+    """Nanoseconds of a launch that quantizes, and of a tensor that is neither written nor read."""
+    width = to.operation.features[0 if to.role == "x" else 1]
+    saved = Savings(launches=1, bytes=2 * env.tokens * width * env.itemsize)
+    return math.floor(env.microseconds(saved) * 1000)
 
 
 def _lengths(slots: Sequence[Slot], k: int, fits: Sequence[frozenset[int]], i: int) -> list[tuple[int, ...]]:

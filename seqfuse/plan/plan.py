@@ -28,8 +28,7 @@ from ..pictures.data import (
     StepData,
 )
 from ..pictures.svg import FULL
-from ..recipes import Role
-from .absorbed import absorbing, within
+from ..recipes import Recipe, Role
 from .cost_lookup import Known
 from .facts import Memory, Unknown, look
 from .flatten import Node
@@ -418,6 +417,34 @@ def _within(
     again = tuple((span, keeps) for span, keeps in spans if keeps is not None)
     cuts, extra = tuple(span for span, _ in spans), sum(o.extra for o in options)
     return _Chosen(*chosen, cuts, again, extra, why, once=front.once)
+
+
+def absorbing(
+    stretch: Stretch, forward: Sequence[Step], backward: Sequence[Step]
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The steps of both schedules, with what their kernels quantize where the operation that reads it is not fused."""
+
+    def told(steps: Sequence[Step], role: Role) -> Iterator[Step]:
+        unfused = {step.start for step in steps if not step.fused}
+        for step in steps:
+            found = stretch.absorbed(step.operation, step.start, step.stop) if step.fused else ()
+            to = next((to for to in found if to.role == role and to.at in unfused), None)
+            yield step if to is None else dataclasses.replace(step, to=to)
+
+    if not any(isinstance(recipe, Recipe) for recipe in stretch.recipes.values()):
+        return tuple(forward), tuple(backward)
+    return tuple(told(forward, "x")), tuple(told(backward, "dy"))
+
+
+def within(steps: Sequence[Step], segments: Sequence[range], saved: Sequence[int] = ()) -> tuple[Step, ...]:
+    """The steps; none quantizes for a step of another segment, or a result that is saved at one of these positions."""
+
+    def stands(step: Step) -> bool:
+        assert step.to is not None
+        near = any(step.start in span and step.to.at in span for span in segments)
+        return near and not (step.to.role == "x" and step.start in saved)
+
+    return tuple(s if s.to is None or stands(s) else dataclasses.replace(s, to=None) for s in steps)
 
 
 def plan_region(

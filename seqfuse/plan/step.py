@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,8 +17,8 @@ from ..casts import held
 from ..env import Env
 from ..fusion import ForwardFusion, FusedOperation, InferenceFusion
 from ..operation import UnfusedOperation
-from ..quantized import Quantize
-from ..recipes import Recipe
+from ..quantized import COLUMNS, Quantize, is_local
+from ..recipes import Recipe, Role
 from ..saved import Layout, Saved, always_saved, kind_of
 from ..settings import Fusing, fusing_now
 from ..signature import Signature
@@ -494,3 +495,31 @@ class Stretch:
         nodes, found = tuple(self.nodes[a:b]), [self.recipes.get(p) for p in range(a, b)]
         recipes = tuple([one if isinstance(one, Recipe) else None for one in found]) if any(found) else ()
         return Step(operation, range(a, b), name, fusion is not None, nodes, needs, self.around(a, b), recipes)
+
+    def absorbed(self, fusion: FusedOperation, a: int, b: int) -> Iterator[Quantize]:
+        """How the kernels of a fusion at positions `a..b` can quantize their results for the operations around it."""
+        around, env = self.around(a, b), self.env
+        behind, before = (around[-1], around[0]) if around else (None, None)
+        casts = fusion.forward_signature.dtype
+        if fusion.forward_signature.to and b < self.positions.stop and (not behind or behind.cast is None or casts):
+            yield from self._asked(fusion, b, "x", behind.taken if behind else env.dtype)
+        if fusion.backward_signature.to and a > self.start and (not before or before.cast is None):
+            yield from self._asked(fusion, a - 1, "dy", before.taken if before else env.dtype)
+
+    def _asked(self, fusion: FusedOperation, at: int, role: Role, dtype: torch.dtype | None) -> Iterator[Quantize]:
+        recipe, operation, env = self.recipes.get(at), self.nodes[at].operation, self.env
+        wants = getattr(operation, "wants_quantized", None)
+        if not isinstance(recipe, Recipe) or wants is None or not is_local(recipe):
+            return
+        # Before sm_90 Triton goes from float32 to 8 bits by way of float16, which rounds twice. Other GPUs than sm_90
+        # have no GEMMs for blocks of 128, and on some of them such tiles do not fit in registers.
+        arch = re.fullmatch(r"sm_(\d+)a?", env.arch)
+        number = 0 if arch is None else int(arch[1])
+        known = number == 90 or (number > 90 and recipe.block(role, "rows")[1] != COLUMNS)
+        if not env.triton or dtype not in (torch.bfloat16, torch.float16) or not (env.device == "cpu" or known):
+            return
+        needs = self.wants.needs[at]
+        rows, columns = wants(role, recipe, needs)
+        to = Quantize(at, operation, recipe, role, rows, columns, record=role == "dy" or bool(needs))
+        if (rows or columns) and fusion.can_quantize(to, env):
+            yield to

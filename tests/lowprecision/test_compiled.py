@@ -34,4 +34,4 @@ def test_quotients_are_rounded_once_and_tiles_are_transposed_in_16_bits(target: 
         # Codes that rows and columns share, moved from thread to thread in 8 bits, were wrong on an H100.
         moved = re.findall(r"ttg\.convert_layout .*: tensor<\d{2,}x\d{2,}x(f8\w+|i8),", asm["ttgir"])
         assert not moved or any(part in variant.name for part in PER_BLOCK), variant.name
-    assert found == {"quantize": 12, "codes": 17}
+    assert found == {"quantize": 12, "codes": 17 if target == "sm_90" else 12}

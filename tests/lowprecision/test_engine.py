@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops, recipes
+from seqfuse.nn import TransformerLayer
 from seqfuse.plan import plan as planning
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
@@ -357,6 +359,33 @@ def test_devices_without_kernels_for_a_recipe_say_so(recipe: Recipe):
         assert model.plan(env=env).quantizations
         model.recipe = recipe
     assert model_of().plan(env=sf.Env.of("cuda:sm_80")).quantizations == ()
+
+
+def test_launches_of_a_llama_layer_beside_those_in_bfloat16():
+    """The middle one of three: its steps are those of bfloat16, and each quantization by itself is one launch more."""
+    rotary = functools.partial(ops.RotaryEmbedding, style="half")
+    layer = functools.partial(
+        TransformerLayer, 1024, 8, 2, hidden_dim=4096, activation=ops.SwiGLU, norm=ops.RMSNorm, bias=False,
+        causal=True, rotary=rotary,
+    )  # fmt: skip
+    model = sf.Sequential(*(layer() for _ in range(3)))
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=8192)
+    plain = model.plan(env=env)
+    model.recipe = BLOCK
+    plan = model.plan(env=env)
+    middle = [i for i, path in enumerate(plan.paths) if path.startswith("1.")]
+    for found, wanted in ((plan.forward, plain.forward), (plan.backward, plain.backward)):
+        assert [s.key for s in found if s.start in middle] == [s.key for s in wanted if s.start in middle]
+    own = {(q.at - middle[0], q.role): q.inside for q in plan.quantizations if q.at in middle}
+    names = [plan.names[i] for i in middle]
+    qkv, out, up, down = (i for i, name in enumerate(names) if name == "Linear")
+    assert {place: by for place, by in own.items() if by} == {(down, "x"): "BiasGated", (up, "dy"): "BiasGatedBackward"}
+    left = sorted(place for place, by in own.items() if by is None)
+    said = ", ".join(f"{role} of {('qkv', 'out', 'up', 'down')[(qkv, out, up, down).index(at)]}" for at, role in left)
+    print(f"{len(left)} launches more than in bfloat16: {said}")
+    # Norms and their backward have a few rows at a time, and columns need 128; weights have no kernel before them.
+    weights = {(at, "weight") for at in (qkv, out, up, down)}
+    assert set(left) == weights | {(qkv, "x"), (up, "x"), (out, "x"), (qkv, "dy"), (out, "dy"), (down, "dy")}
 
 
 @each_recipe
