@@ -34,7 +34,7 @@ def convert_model(
     output: Output = None,
     on: Annotated[Under | None, Parameter(name="*")] = None,
 ) -> None:
-    """Convert any model, call it once, and show what is fused and why not more; also for --device h100."""
+    """Convert any model, call it once, and report what is fused and why the rest is not, also for --device h100."""
     on = on or Under()
     spec = on.spec(input)
     model = part_of(on.build(target, spec), target, on.part)
@@ -78,7 +78,12 @@ def show(
         write(json.dumps(_data(conversion, plans), indent=2), to)
     else:
         text = [conversion.report(launches=launches)]
-        text += [f"\n{plan}" for plan in plans if elsewhere is not None]
+        if elsewhere is not None:
+            text.insert(0, "Converted and called on this CPU; plans for the other device follow.")
+            chains: dict[str, list[str]] = {}
+            for number, plan in enumerate(plans, 1):
+                chains.setdefault(str(plan), []).append(str(number))
+            text += [f"\nChain {', '.join(numbers)}\n{plan}" for plan, numbers in chains.items()]
         write("\n".join(text) if to is not None else colored("\n".join(text)), to)
 
 

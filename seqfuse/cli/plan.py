@@ -37,7 +37,7 @@ def plan(
     output: Output = None,
     on: Annotated[Under | None, Parameter(name="*")] = None,
 ) -> None:
-    """Show what is fused and why not more, here or for --device h100. A model without a Sequential is converted."""
+    """Print what is fused and why the rest is not, on this machine or for --device h100. Other models are converted."""
     ending, on = ending_of(json, output), on or Under()
     if memory == FRONT and ending != ".txt":
         raise Unable("--memory front prints text only; --json without it has the same numbers under choices")

@@ -59,7 +59,10 @@ class GraphReport:
 
     def body(self, launches: bool = False) -> list[str]:
         """Its chains, what is beside them, and what was left, in lines; the launches of a CPU if they are asked for."""
-        text = [f"  {line}" for region in self.regions for line in _chain(region, launches)]
+        alike: dict[str, list[CapturedRegion]] = {}
+        for region in self.regions:
+            alike.setdefault("\n".join(_chain(region, launches)), []).append(region)
+        text = [f"  {line}" for same in alike.values() for line in _chain(same[0], launches, len(same))]
         if not self.regions:
             none = "no operation matches its calls" if not self.left else "the reasons are below"
             text.append(f"  nothing converted: {none}")
@@ -102,9 +105,10 @@ _LIMIT = (
 )
 
 
-def _chain(region: CapturedRegion, launches: bool) -> list[str]:
+def _chain(region: CapturedRegion, launches: bool, times: int = 1) -> list[str]:
     names = [type(op).__name__ for op in region.order.operations if not isinstance(op, Fork)]
-    head = f"chain of {counted(len(region.order.members), 'operation')}: {_folded(names)}"
+    head = "chain" if times == 1 else f"{times} chains, each"
+    head += f" of {counted(len(region.order.members), 'operation')}: {_folded(names)}"
     lines = textwrap.wrap(head, 96, subsequent_indent="    ")
     plan = region.plan
     if plan is None:

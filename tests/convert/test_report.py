@@ -47,6 +47,14 @@ def test_graphs_that_are_alike_are_printed_once():
     ]
 
 
+def test_chains_that_are_alike_are_printed_once():
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Softplus()) for _ in range(3)]
+    conversion = sf.convert(model := nn.Sequential(*layers))
+    model(torch.randn(4, 8, requires_grad=True))
+    assert "\n  3 chains, each of 2 operations: LayerNorm, Linear\n      forward: " in str(conversion)
+    assert str(conversion).count("forward: ") == 1
+
+
 class WithASequence(nn.Module):
     def __init__(self) -> None:
         super().__init__()
