@@ -172,17 +172,22 @@ def _values(given: Any) -> Iterator[Any]:
 
 
 def matrix() -> str:
-    """The operations: dtypes in which both passes run on a CPU and are tested, and the fusions that take each."""
-    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
-    found = checked(*OPERATIONS, by=COMPARES)
+    """The operations that some dtype is not compared for, and the fusions that take each."""
+    tested = checked(*OPERATIONS, by=COMPARES)
     sets = {"ATen calls": fusions.aten, "Triton kernels": fusions.triton, "C kernels": in_c()}
-    lines = [f"| operation | {' | '.join(names)} | {' | '.join(f'fusions of {one}' for one in sets)} |"]
-    lines += [f"| --- | {' | '.join('---' for _ in names)} | {' | '.join('---:' for _ in sets)} |"]
+    lacking: dict[str, list[str]] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for operation in operations():
-        known = found.get(operation.__name__, set())
-        cells = [("tested" if dtype in known else "runs") if runs(operation, dtype) else "-" for dtype in DTYPES]
-        groups = (fused_in(operation, one) for one in sets.values())
-        lines.append(f"| `{operation.__name__}` | {' | '.join((*cells, *groups))} |")
+        name = f"`{operation.__name__}`"
+        for dtype in DTYPES:
+            if dtype not in tested.get(operation.__name__, ()) or not runs(operation, dtype):
+                kind = "runs, not compared" if runs(operation, dtype) else "does not run"
+                lacking.setdefault(f"{str(dtype).removeprefix('torch.')}, {kind}", []).append(name)
+        alike.setdefault(tuple(fused_in(operation, one) for one in sets.values()), []).append(name)
+    lines = [f"- {kind}: {', '.join(names)}" for kind, names in lacking.items()]
+    lines += ["", f"| operations | {' | '.join(f'fusions of {one}' for one in sets)} |"]
+    lines += [f"| --- | {' | '.join('---:' for _ in sets)} |"]
+    lines += [f"| {', '.join(names)} | {' | '.join(counts)} |" for counts, names in alike.items()]
     return "\n".join(lines) + "\n"
 
 
