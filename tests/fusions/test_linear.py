@@ -144,6 +144,15 @@ def test_leaves_the_residual_as_it_was():
     assert_bitwise_equal(other, before)
 
 
+def test_a_residual_of_another_dtype_promotes_as_in_torch():
+    model = sf.Sequential(ops.Linear(8, 8), ops.Add("other")).bfloat16()
+    x, other = seeded_randn((4, 8), 0).bfloat16(), seeded_randn((4, 8), 1)
+    assert model.plan(x, other=other).count("LinearBiasAdd") == 1
+    y = model(x, other=other)
+    assert y.dtype is torch.float32
+    torch.testing.assert_close(y, torch.nn.functional.linear(x, model[0].weight, model[0].bias) + other)
+
+
 @pytest.mark.parametrize("other", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_keeps_the_dtype_of_the_residual(other: torch.dtype):
     model = sf.Sequential(ops.Linear(6, 8), ops.Add("other"))
