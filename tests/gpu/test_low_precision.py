@@ -14,6 +14,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.kernels import quantize as kernels
 from seqfuse.ops import _lowprecision as low
+from seqfuse.ops._grouped_lowprecision import why_not
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal
 from tests.kernels.test_quantize import assert_as_defined, by_kernels, widened
@@ -343,3 +344,31 @@ def test_plans_and_launches_say_what_runs(recipe: Recipe, device: torch.device):
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts.get("aten::_scaled_mm", 0) + counts.get("aten::_scaled_mm_v2", 0) == 6, counts
     assert not {"aten::mm", "aten::addmm", "aten::linear"} & counts.keys(), counts
+
+
+@pytest.mark.parametrize("recipe", [*ALL, recipes.Float8CurrentScaling(format="e4m3")], ids=named)
+def test_groups_have_the_codes_and_results_of_a_cpu(recipe: Recipe, device: torch.device):
+    """By torch's grouped GEMM where it takes the recipe, else emulated; one group is empty, and rows are of none."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if HERE else "cpu"
+    if why_not(recipe, torch.bfloat16, arch) is not None:
+        recipe = type(recipe)(**{**vars(recipe), "emulate": True})
+    ends, rows = torch.tensor([200, 200, 901]), 1027
+    for role in ("x", "dy"):
+        for direction in DIRECTIONS:
+            x = draw(rows, 400, seed=1, dtype=torch.bfloat16)
+            places = (device, torch.device("cpu"))
+            found = [recipes.quantize(x.to(at), recipe, role, direction, offsets=ends.to(at)) for at in places]
+            for mine, theirs in zip(*found, strict=True):
+                assert torch.equal(bits(mine.cpu()), bits(theirs))
+    op: Any = ops.GroupedLinear(3, 256, 400, dtype=torch.bfloat16)
+    results: list[list[Tensor]] = []
+    for at in (torch.device("cpu"), device):
+        model = sf.Sequential(op.to(at), recipe=recipe)
+        x = draw(rows, 256, seed=2, dtype=torch.bfloat16).to(at).requires_grad_()
+        dy, offsets = draw(rows, 400, seed=3, dtype=torch.bfloat16).to(at), ends.to(at)
+        y = model(x, offsets=offsets)
+        results.append([y, *torch.autograd.grad(y, [x, op.weight, op.bias], dy)])
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=0.02, atol=0.01 * float(theirs.detach().abs().max()))
+    assert not results[1][0][901:].any()
+    assert not results[1][2][1].any()
