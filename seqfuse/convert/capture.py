@@ -258,6 +258,8 @@ class ChainBackend:
 class Conversion:
     """What `convert` did to a model; printed, what became of each graph that was captured.
 
+    In a copied or pickled model that refers to its conversion there is `None` instead, as the copy is not converted.
+
     Attributes:
         model: the model, the same object as before.
         graphs: a report for each graph captured up to now; none before the first call.
@@ -282,6 +284,9 @@ class Conversion:
             call = functools.partial(_guarded, self._calls, compiled, place)
             vars(call)["conversion"] = self
             place._compiled_call_impl = call  # pyright: ignore[reportPrivateUsage]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
     @property
     def graphs(self) -> tuple[GraphReport, ...]:

@@ -159,11 +159,13 @@ def test_a_copy_is_not_converted_and_may_be():
 
 def test_what_is_saved_is_the_model_and_what_is_loaded_counts():
     model, _, _ = pair()
+    model.kept = sf.conversion(model)
     wanted, file = passes(model, X), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for other in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))):
+    for other in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert_equal(passes(other, X), wanted)
+        assert other.kept is None
     other, _, _ = pair(seed=5)
     other.load_state_dict(model.state_dict())
     assert_equal(passes(other, X), wanted)
