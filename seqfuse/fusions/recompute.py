@@ -98,10 +98,6 @@ class _Recomputed(ForwardFusion, contract=True):
             found -= Savings(launches=RECOMPUTING * len(again) if env.device == "cpu" else 0)
         return found
 
-    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str]) -> Any:
-        y, _, saved = self._run(x, seeds, env, needs)
-        return (y, saved) if needs else y
-
     def _run(
         self, x: Tensor, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str], **extras: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
@@ -215,15 +211,23 @@ class _Recomputed(ForwardFusion, contract=True):
 class RecomputeNorm(_Recomputed):
     """y = norm(x) weight^T + bias, where norm(x) is not saved: the gradient of the weight makes it again from x.
 
-    dweight = dy^T norm(x).  The backward pass takes one more norm, the forward pass saves one tensor less.
+    dweight = dy^T norm(x).  The backward pass takes one more norm, the forward pass saves one tensor less. Where a
+    residual begins behind the norm, as in BERT, norm(x) is fork_out.
 
-    x: [*, in_features], y: [*, out_features].
+    x, fork_out: [*, in_features], y: [*, out_features].
     Source: Chen et al. 2016, arXiv:1604.06174, of saving less and recomputing it.
     """
 
     norm: LayerNorm | RMSNorm
+    fork: Fork | None
     linear: Linear | MergedLinear
     bias: Bias | None
+
+    outputs = ("fork_out",)
+
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str]) -> Any:
+        made = self._run(x, seeds, env, needs)
+        return made if needs else made[:2]
 
 
 class RecomputeActivation(_Recomputed):
@@ -265,13 +269,14 @@ class RecomputeHeads(_Recomputed):
     The backward pass makes them again from x: it takes one more norm, GEMM and, where they are there, norm and RoPE of
     the heads, so that it is for whoever wants the least memory. The output of attention and its log-sum-exp are saved.
     Where another operation reads queries, keys and values, too, such as a cache that a model returns, they are
-    fork_out.
+    fork_out; where a residual begins behind the norm, norm(x) is residual_out.
 
-    x: [*, S, in_features], y: [*, S, H D], fork_out: [*, S, (H + 2 Hkv) D].
+    x, residual_out: [*, S, in_features], y: [*, S, H D], fork_out: [*, S, (H + 2 Hkv) D].
     Source: Korthikanti et al. 2022, arXiv:2205.05198, of recomputing a part of a layer.
     """
 
     norm: LayerNorm | RMSNorm
+    residual: Fork | None
     linear: Linear | MergedLinear
     bias: Bias | None
     qk_norm: QKNorm | None
@@ -279,7 +284,7 @@ class RecomputeHeads(_Recomputed):
     fork: Fork | None
     attention: Attention
 
-    outputs = ("fork_out",)
+    outputs = ("residual_out", "fork_out")
 
     def fwd(
         self,

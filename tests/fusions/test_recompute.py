@@ -19,6 +19,13 @@ def test_of_a_norm(norm: nn.Module, bias: bool):
     check_fusion(RecomputeNorm, seeded_randn((2, 5, 6), 0), norm, ops.Linear(6, 7, bias=bias))
 
 
+def test_of_a_norm_that_a_residual_begins_behind():
+    x, merged = seeded_randn((2, 5, 6), 0), parts(6, 6, 6, 6)
+    check_fusion(RecomputeNorm, x, ops.LayerNorm(6), ops.Fork("out"), ops.Linear(6, 7))
+    list_ = ops.RMSNorm(6), ops.Fork("residual"), merged, ops.Fork("out"), ops.Attention(2, 2)
+    check_fusion(RecomputeHeads, x, *list_, dtypes=[torch.float32])
+
+
 @pytest.mark.parametrize(
     "inner",
     [(ops.GeLU(),), (ops.SiLU(), ops.Dropout(0.3)), (ops.SwiGLU(),), (ops.SwiGLU(), ops.Dropout(0.3).eval())],
