@@ -16,14 +16,17 @@ from ..fusion import ForwardFusion, Requirements
 from ..hardware import RECOMPUTING
 from ..operation import UnfusedOperation
 from ..ops import (
+    Add,
     Attention,
     Bias,
     Dropout,
     Fork,
     GroupedLinear,
     LayerNorm,
+    LayerScale,
     Linear,
     MergedLinear,
+    Multiply,
     QKNorm,
     RMSNorm,
     RotaryEmbedding,
@@ -211,22 +214,33 @@ class _Recomputed(ForwardFusion, contract=True):
 class RecomputeNorm(_Recomputed):
     """y = norm(x) weight^T + bias, where norm(x) is not saved: the gradient of the weight makes it again from x.
 
-    dweight = dy^T norm(x).  The backward pass takes one more norm, the forward pass saves one tensor less. Where a
-    residual begins behind the norm, as in BERT, norm(x) is fork_out.
+    dweight = dy^T norm(x).  The backward pass takes one more norm, the forward pass saves one tensor less. norm(x) may
+    be multiplied and shifted, as adaLN does; where a residual begins behind it, as in BERT, it is fork_out.
 
-    x, fork_out: [*, in_features], y: [*, out_features].
+    x, fork_out, gain_other, shift_other: [*, in_features], y: [*, out_features].
     Source: Chen et al. 2016, arXiv:1604.06174, of saving less and recomputing it.
     """
 
     norm: LayerNorm | RMSNorm
+    gain: Multiply | LayerScale | None
+    shift: Add | None
     fork: Fork | None
     linear: Linear | MergedLinear
     bias: Bias | None
 
     outputs = ("fork_out",)
 
-    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str]) -> Any:
-        made = self._run(x, seeds, env, needs)
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        seeds: tuple[Tensor | None, ...],
+        env: Env,
+        needs: frozenset[str],
+        gain_other: Tensor | None = None,
+        shift_other: Tensor | None = None,
+    ) -> Any:
+        made = self._run(x, seeds, env, needs, gain_other=gain_other, shift_other=shift_other)
         return made if needs else made[:2]
 
 
@@ -269,13 +283,15 @@ class RecomputeHeads(_Recomputed):
     The backward pass makes them again from x: it takes one more norm, GEMM and, where they are there, norm and RoPE of
     the heads, so that it is for whoever wants the least memory. The output of attention and its log-sum-exp are saved.
     Where another operation reads queries, keys and values, too, such as a cache that a model returns, they are
-    fork_out; where a residual begins behind the norm, norm(x) is residual_out.
+    fork_out; where a residual begins behind the norm, norm(x) is residual_out. norm(x) may be multiplied and shifted.
 
-    x, residual_out: [*, S, in_features], y: [*, S, H D], fork_out: [*, S, (H + 2 Hkv) D].
+    x, residual_out, gain_other, shift_other: [*, S, in_features], y: [*, S, H D], fork_out: [*, S, (H + 2 Hkv) D].
     Source: Korthikanti et al. 2022, arXiv:2205.05198, of recomputing a part of a layer.
     """
 
     norm: LayerNorm | RMSNorm
+    gain: Multiply | LayerScale | None
+    shift: Add | None
     residual: Fork | None
     linear: Linear | MergedLinear
     bias: Bias | None
@@ -293,6 +309,8 @@ class RecomputeHeads(_Recomputed):
         seeds: tuple[Tensor | None, ...],
         env: Env,
         needs: frozenset[str],
+        gain_other: Tensor | None = None,
+        shift_other: Tensor | None = None,
         rotary_position_ids: Tensor | None = None,
         rotary_cos: Tensor | None = None,
         rotary_sin: Tensor | None = None,
@@ -304,6 +322,8 @@ class RecomputeHeads(_Recomputed):
             seeds,
             env,
             needs,
+            gain_other=gain_other,
+            shift_other=shift_other,
             rotary_position_ids=rotary_position_ids,
             rotary_cos=rotary_cos,
             rotary_sin=rotary_sin,

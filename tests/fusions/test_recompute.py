@@ -26,6 +26,14 @@ def test_of_a_norm_that_a_residual_begins_behind():
     check_fusion(RecomputeHeads, x, *list_, dtypes=[torch.float32])
 
 
+def test_of_a_norm_that_is_multiplied_and_shifted():
+    x, drawn = seeded_randn((2, 5, 6), 0), {"gain": seeded_randn((2, 5, 6), 1), "shift": seeded_randn((2, 5, 6), 2)}
+    moved = ops.LayerNorm(6, elementwise_affine=False), ops.Multiply("gain"), ops.Add("shift")
+    check_fusion(RecomputeNorm, x, *moved, ops.Linear(6, 7), **drawn)
+    check_fusion(RecomputeNorm, x, ops.RMSNorm(6), ops.LayerScale(6), ops.Fork("out"), ops.Linear(6, 7))
+    check_fusion(RecomputeHeads, x, *moved, parts(6, 6, 6, 6), ops.Attention(2, 2), dtypes=[torch.float32], **drawn)
+
+
 @pytest.mark.parametrize(
     "inner",
     [(ops.GeLU(),), (ops.SiLU(), ops.Dropout(0.3)), (ops.SwiGLU(),), (ops.SwiGLU(), ops.Dropout(0.3).eval())],
