@@ -211,7 +211,7 @@ def _einsum(node: Node, write: Writer) -> Node | None:
     # Of several letters of one operand all but the last are batches that the other one is repeated for.
     whole = [letter for letter in made if letter in (*batch, *left[:-1], *right[:-1])]
     rows, columns, (k,) = left[-1], right[-1], summed
-    product = write("matmul", _aligned(write, x, a, [*whole, rows, k]), _aligned(write, y, b, [*whole, k, columns]))
+    product = _bmm_of(write, _aligned(write, x, a, [*whole, rows, k]), _aligned(write, y, b, [*whole, k, columns]))
     return _permuted(write, product, [[*whole, rows, columns].index(letter) for letter in made])
 
 

@@ -144,7 +144,9 @@ def _regions(
         left: list[tuple[Raised, str]] = []
         begins = set[Raised]()
         for chain in chains:
-            lonely = len(chain.members) == 1 or not any(r.counts for r in chain.members)
+            # Attention by hand saves its weights, so it is worth a chain by itself.
+            by_hand = any(spelled(t) == "softmax" for r in chain.members for t in r.took)
+            lonely = (len(chain.members) == 1 and not by_hand) or not any(r.counts for r in chain.members)
             if lonely and not any(map(options.quantizes, chain.members)):
                 left += [(r, ALONE) for r in chain.members]
                 lone.append(chain)

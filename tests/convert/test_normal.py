@@ -30,6 +30,12 @@ def by_einsum(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("b h i j, b h j d -> b h i d", torch.einsum("...id,...jd->...ij", q, k).softmax(-1), v)
 
 
+def by_einsum_of_merged_heads(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.reshape(4, 4, 4) for t in (q, k, v))
+    weights = (torch.einsum("b i d, b j d -> b i j", q, k) * 0.5).softmax(-1)
+    return torch.einsum("b i j, b j d -> b i d", weights, v).view(2, 2, 4, 4)
+
+
 def by_bmm(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     return torch.bmm(F.dropout(torch.bmm(q, k.transpose(1, 2)).div(2).softmax(-1), 0.5, False), v).unflatten(0, (2, 2))
@@ -52,6 +58,7 @@ LEAST = torch.finfo(torch.float64).min
 HIDDEN = torch.tensor([[[1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], [[0, 1, 0, 0]] * 4]).bool()[:, None]
 ATTENTION: dict[str, Weigh] = {
     "einsum": by_einsum,
+    "einsum of merged heads": by_einsum_of_merged_heads,
     "bmm": by_bmm,
     "baddbmm": by_baddbmm,
     "cosines, a factor for each head and a bias": of_cosines,
@@ -65,6 +72,9 @@ ATTENTION: dict[str, Weigh] = {
     "where a mask is true, a method": lambda m, q, k, v: scores(q, k).where(~HIDDEN, LEAST).softmax(-1) @ v,
     "hidden by infinity": lambda m, q, k, v: scores(q, k).masked_fill(HIDDEN[1:], -math.inf).softmax(-1) @ v,
     "a mask of data and a bias": lambda m, q, k, v: (scores(q, k) + m.w[:4]).masked_fill(HIDDEN, -1e9).softmax(-1) @ v,
+    "a factor that is learned": lambda m, q, k, v: (
+        (scores(q, k) * m.w[0].exp()).masked_fill(HIDDEN, -1e9).softmax(-1) @ v
+    ),
     "values scaled": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v * 0.5),
     "queries normalized alone": lambda m, q, k, v: F.scaled_dot_product_attention(F.rms_norm(q, (4,)), k, v),
     "values of other rows": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v.flip(2)),
@@ -80,6 +90,14 @@ def test_attention_in_another_form_is_attention(name: str):
 
     replayed = assert_same_recorded(Layers(spelling).double(), X)
     assert bool({"Attention", "CrossAttention"} & {*operations(replayed)}) is (name not in LEFT)
+
+
+def test_attention_by_hand_is_worth_a_chain_by_itself():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        q, k, v = ((x * m.w + i).sin().view(2, 4, 2, 4).transpose(1, 2) for i in range(3))
+        return joined(scores(q, k).softmax(-1) @ v).cos()
+
+    assert operations(assert_same_recorded(Layers(spelling).double(), X)) == ["CrossAttention"]
 
 
 def test_heads_that_nobody_puts_side_by_side_are_views_of_attention():

@@ -26,7 +26,7 @@ class ScoreTerms(NamedTuple):
         scale: what their product is multiplied by.
         softcap: the bound on that.
         masks: what is added behind it, and what that is multiplied by.
-        factors: tensors with a number for each head, which queries are multiplied by.
+        factors: tensors with a number, or one for each head, which queries are multiplied by.
     """
 
     q: Node
@@ -112,10 +112,10 @@ def _swapped(where: Node) -> list[Any]:
 
 
 def _factor(product: tuple[Any, Any]) -> tuple[Node, Node] | None:
-    """Scores, and a tensor [H, 1, 1] that they are multiplied by."""
+    """Scores, and a tensor [] or [H, 1, 1] that they are multiplied by."""
     for scores, factor in either(product):
         e, f = example(scores), example(factor)
-        if e is None or f is None or e.ndim != 4 or not 2 < f.ndim <= 4 or not _leads_to_gemm(scores):
+        if e is None or f is None or e.ndim != 4 or f.ndim not in (0, 3, 4) or not _leads_to_gemm(scores):
             continue
         if all(same_size(size, 1) for size in (*f.shape[:-3], *f.shape[-2:])):
             return scores, factor
