@@ -187,7 +187,7 @@ def is_same(node: Any) -> Node | None:
     if name == "getitem":
         index: Any = node.args[1]
         every = [index] if not isinstance(index, tuple) else cast("tuple[Any, ...]", index)
-        whole = all(i is Ellipsis or (isinstance(i, slice) and i in _WHOLE) for i in every)
+        whole = all(i is Ellipsis or (isinstance(i, slice) and cast("Any", i).step in (None, 1)) for i in every)
         source = node.args[0]
         return source if whole and isinstance(source, Node) and alike(source, node) else None
     if name == "cat":
@@ -199,9 +199,6 @@ def is_same(node: Any) -> Node | None:
         return None  # through `data` it may change when it was read, and what was saved for the backward pass with it
     source = node.args[0]
     return source if alike(source, node) and example(source).device == example(node).device else None  # pyright: ignore[reportOptionalMemberAccess]
-
-
-_WHOLE = (slice(None), slice(0, None), slice(None, None, 1), slice(0, None, 1))
 
 
 def unchanged(node: Any) -> Iterator[Any]:

@@ -446,7 +446,9 @@ def _getitem(node: Node, write: Writer) -> Node | None:
     e = example(norm)
     if spelled(norm) not in ("layer_norm", "rms_norm") or list(norm.users) != [node] or e is None:
         return None
-    indices = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
+    indices = list(cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,)))
+    while indices[1:] and indices[-1] == slice(None):
+        indices.pop()
     whole = e.ndim - len(argument(norm, 1, "normalized_shape"))
     if len(indices) > whole or not all(map(_takes, indices)):
         return None

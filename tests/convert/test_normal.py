@@ -274,6 +274,8 @@ def norm(m: Layers, x: Tensor) -> Tensor:
 TAKEN: dict[str, tuple[Spelling, bool]] = {
     "the class token": (lambda m, x: m.b(norm(m, x)[:, 0]), True),
     "some tokens": (lambda m, x: m.b(norm(m, x)[:, 1:3]), True),
+    "the last token, of all features": (lambda m, x: m.b(norm(m, x)[:, slice(-1, None), :]), True),
+    "all tokens, by the number of them": (lambda m, x: m.b(norm(m, x)[:, slice(-4, None), :]), True),
     "a sequence": (lambda m, x: m.b(F.rms_norm(m.a(x), (8,), m.w)[1]), True),
     "some elements": (lambda m, x: m.b(F.pad(norm(m, x)[..., :4], (0, 4))), False),
     "elements, by a whole index": (lambda m, x: norm(m, x)[:, 0, 2:] @ m.b.weight[2:, :3], False),
