@@ -113,7 +113,7 @@ def layer() -> str:
         for i, (choice, color, how) in enumerate(bars):
             y = top + 42 + 38 * i
             p.box(right, y, 122 * saved[choice] / saved["eager"], 9, color)
-            p.text(right, y + 22, f"{mib[choice]} kept", "small")
+            p.text(right, y + 22, f"{mib[choice]} saved", "small")
             p.text(right, y + 36, how, "small soft")
     return p.svg()
 
@@ -196,7 +196,7 @@ def memory() -> str:
     least = {row["model"]: row["kept"]["seqfuse lean"] / row["kept"]["eager"] for row in rows}
     p = Picture(840, 336, "Bytes that a feed-forward block saves for backward: PyTorch and three choices of memory")
     low, high = (f"{f(least[model] for model in shown):.0%}" for f in (min, max))
-    p.text(20, 34, f'memory="lean" keeps {low} to {high} of the bytes that eager PyTorch keeps', "big")
+    p.text(20, 34, f'memory="lean" saves {low} to {high} of the bytes that eager PyTorch saves', "big")
     about = "A feed-forward block in bfloat16, 8,192 tokens, dropout 0.1. Counted from plans for an H100, not measured."
     p.text(20, 56, about, "small soft")
     for k, (model, title) in enumerate(shown.items()):
@@ -211,7 +211,7 @@ def memory() -> str:
             if name != "eager":
                 said += f", {size / row['kept']['eager']:.0%}"
             if row["cost"].get(name):
-                said += f", an estimated {row['cost'][name]:.1%} more time"
+                said += f", +{row['cost'][name]:.1%} time (est.)"
             p.text(268 + 400 * size / row["kept"]["eager"], y + 13, said, "small")
     return p.svg()
 
