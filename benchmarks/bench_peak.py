@@ -104,7 +104,7 @@ def times() -> dict[str, dict[str, float]]:
 def alone(*arguments: str, script: str = __file__) -> Any:
     """What a script measures with these arguments, in a process of its own."""
     # Freed tensors go back to the system at once where memory is measured, so that what is resident is what is in use.
-    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if arguments[0] != "times" else {}
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if arguments[0] == "bytes" else {}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SEQFUSE_TUNE": "0", **returned}
     command = [sys.executable, script, *arguments]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)

@@ -144,8 +144,9 @@ def _choices(regions: Sequence[CapturedRegion]) -> list[str]:
     sums: list[ChoiceData] = []
     plans = [plan for region in regions if (plan := region.plan) is not None and plan.env.grad]
     for name in dict.fromkeys(choice.memory for plan in plans for choice in plan.choices):
-        found = [next((c for c in plan.choices if c.memory == name), None) for plan in plans]
-        # In a chain without choices each is the plan that it has.
+        # A budget that does not fit a chain is left out of its choices. Without choices each is the plan that it has.
+        named = [{c.memory: c for c in plan.choices} for plan in plans]
+        found = [of.get(name, of.get("least")) for of in named]
         kept = peak = 0
         for plan, c in zip(plans, found, strict=True):
             saved, own = (c.saved, c.peak) if c is not None else _held(plan)

@@ -280,10 +280,14 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
         y, lse, state = _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens, how.p)
         how.seed = state if how.p else how.seed
         return y, lse
-    if kernel == "c" and type(q) is Tensor:  # else shapes and FLOPs are asked, which are those of torch's
+    _held: Tensor | None = None
+    if kernel == "c":
         from ..kernels.c.attention import attention_fwd as run_in_c
+        from ..kernels.c.attention import scratch
 
-        return run_in_c(q, k, v, how.scale, **how.arguments_in_c())
+        if type(q) is Tensor:
+            return run_in_c(q, k, v, how.scale, **how.arguments_in_c())
+        _held = scratch(*qkv)  # bytes are asked, and shapes and FLOPs, which are those of torch's
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
         y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)

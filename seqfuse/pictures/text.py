@@ -44,6 +44,8 @@ def choices_table(choices: Sequence[ChoiceData], used: str) -> list[str]:
     for choice in choices:
         time = extra_time(choice["microseconds"]) if choice["microseconds"] else ""
         said = f"{time} {used}".strip() if choice["used"] else time
+        if choice["memory"] == "least" and any(choice["saved"] > other["saved"] for other in choices):
+            said += " (lowest peak, not fewest bytes saved)"
         rows.append((choice["memory"], sized(choice["saved"], saves), sized(choice["peak"], peaks), said))
     name, saved, peak = (max((len(row[i]) for row in rows), default=0) for i in range(3))
     return [f"{a:<{name}}  {b:>{saved}}  {c:>{peak}}  {d}".rstrip() for a, b, c, d in rows]

@@ -408,7 +408,7 @@ def _within(
     options = None if limit is None else front.within(limit)
     if options is None:
         options = front.within(least := front.least()) or []
-        if limit is not None:
+        if limit is not None and not _is_bare(stretch, memory, kept):
             taken = f"the plan with the lowest peak was taken, whose peak is {least:,} bytes"
             said = f"{taken}, and {limit:,} are allowed here"
             why = f"does not fit: {said}"
@@ -445,6 +445,13 @@ def within(steps: Sequence[Step], segments: Sequence[range], saved: Sequence[int
         return near and not (step.to.role == "x" and step.start in saved)
 
     return tuple(s if s.to is None or stands(s) else dataclasses.replace(s, to=None) for s in steps)
+
+
+def _is_bare(stretch: Stretch, memory: Choice, kept: Kept) -> bool:
+    """Whether no operation saves more than what enters, as in an Embedding alone: no part of that is a budget."""
+    x = stretch.x
+    entering = 0 if x is None else x.numel() * x.element_size()
+    return isinstance(memory, Budget) and memory.part is not None and kept.unfused <= entering
 
 
 def plan_region(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, cast
@@ -161,7 +162,7 @@ class Budget:
         part: instead, a part of what the operations would save unfused, from 0 to 1.
 
     Raises:
-        InputError: (SF106) for a number that is none of these, or for both.
+        InputError: (SF106) for a number that is none of these, or for both; for 1 to 100 bytes, which are a slip.
     """
 
     bytes: int | None = None
@@ -174,6 +175,10 @@ class Budget:
             given = f"bytes={self.bytes!r}, part={self.part!r}"
             message = f"takes a whole number of bytes, or a part from 0 to 1 of what is saved unfused: got {given}"
             hint = "sf.Budget(2 * 2**30), or sf.Budget(part=0.65)"
+            raise InputError(message, code="SF106", operation="Budget", hint=hint)
+        if type(self) is Budget and self.bytes is not None and 0 < self.bytes <= 100:  # a percentage, or MiB
+            hint = f"sf.Budget(part={self.bytes / 100:g}), or sf.Budget({self.bytes} * 2**20) for MiB"
+            message = f"takes a number of bytes: {self.bytes} are fewer than any plan needs"
             raise InputError(message, code="SF106", operation="Budget", hint=hint)
 
     def __str__(self) -> str:
@@ -207,6 +212,10 @@ def choice_of(given: AnyChoice) -> Choice:
         if mode in MODES:
             return mode
     hint = 'memory is "fast", "balanced", "lean", "least", a number of bytes, or an sf.Budget'
+    if isinstance(given, float):
+        hint = f"sf.Budget(part={given:g})" if 0 <= given <= 1 else f"a whole number of bytes, {given:.0f}"
+    elif isinstance(given, str) and (near := difflib.get_close_matches(given.lower(), MODES, 1, 0.25)):
+        hint = f'did you mean "{near[0]}"? {hint}'
     raise InputError(f"memory must not be {given!r}", code="SF106", hint=hint)
 
 

@@ -136,6 +136,8 @@ def plan_ahead(
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
         every = {choice: planned(choice) for choice in dict.fromkeys((*MODES[:-1], HALF, MODES[-1], memory))}
+        if memory != HALF and any(refusal.fusion == f"memory={HALF}" for refusal in every[HALF].refused):
+            del every[HALF]  # it does not fit: its plan is the one of "least"
         if len({(plan.forward, plan.backward, plan.recomputed) for plan in every.values()}) == 1:
             return ()
         found, least = list[MemoryChoice](), every["fast"].cost

@@ -305,6 +305,29 @@ def test_another_choice_is_an_error(bad: Any):
         sf.Budget(bad)
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("low", 'did you mean "lean"?'), ("Least", 'did you mean "least"?'), (0.5, "sf.Budget(part=0.5)"),
+        (2e9, "a whole number of bytes, 2000000000"), (50, "sf.Budget(part=0.5), or sf.Budget(50 * 2**20) for MiB"),
+    ],
+)  # fmt: skip
+def test_an_error_says_what_was_meant(given: Any, hint: str):
+    with pytest.raises(sf.InputError, match=re.escape(f"Hint: {hint}")):
+        sf.Sequential(memory=given)
+
+
+def test_a_budget_asks_nothing_of_an_embedding_alone(recwarn: pytest.WarningsRecorder):
+    """Tokens are all that it saves, so that no part of what it saves is enough for its result."""
+    model = sf.Sequential(ops.Embedding(50, 16), nn.Identity(), *block(), memory=sf.Budget(part=0.9))
+    tokens = torch.arange(64).reshape(4, 16) % 50
+    assert not [
+        refusal for refusal in model.plan(tokens).refused if refusal.fusion.startswith("memory=") and not refusal.at
+    ]
+    model(tokens).sum().backward()
+    assert not [w for w in recwarn.list if "does not fit" in str(w.message)]
+
+
 @pytest.mark.parametrize("part", [70, 1.01, -0.1, float("nan")])
 def test_a_part_is_from_0_to_1(part: float):
     with pytest.raises(sf.InputError, match=r"a part from 0 to 1 .*got bytes=None, part=(70|1\.01|-0\.1|nan)"):
@@ -322,7 +345,7 @@ def test_bytes_are_of_the_rows_of_each_call():
         assert kept_by(model, tensor(rows, 16)) == plan.memory.saved
 
 
-@pytest.mark.parametrize("memory", [1, sf.Budget(part=0.01)])
+@pytest.mark.parametrize("memory", [128, sf.Budget(part=0.01)])
 def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan_and_says_so(memory: Any):
     x, model = tensor(64, 16), block()
     model.memory = "least"
@@ -351,7 +374,7 @@ def test_a_budget_that_several_regions_share_is_named_as_it_was_given():
 def test_each_of_several_regions_says_that_a_budget_does_not_fit_it():
     model = sf.Sequential(*block()[:1], nn.Identity(), *block()[:1])
     x = tensor(64, 16)
-    model.memory = 1
+    model.memory = 256
     plan = model.plan(x)
     found = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
     said = [re.search(r"whose peak is ([\d,]+) bytes", refusal.reason) for refusal in found]

@@ -75,11 +75,23 @@ def attention_fwd(
     new, wide = allocator(), torch.float32
     y, lse = new((B, S, H, D), (S * H * D, H * D, D, 1), q.dtype), new((B, H, S), (H * S, S, 1), wide)
     n = _shape((q, k, v, y.transpose(1, 2)), False, causal, window, mask, p if seed is not None else 0.0)
-    shared = n.D * n.M + (0 if n.direct else n.N * n.P)
-    threads = _threads(q, k, B * H * -(-S // n.rows))
-    memory = new((B * k.shape[1] * shared + threads * n.memory,), (1,), wide)
+    threads, floats = _forward_memory(q, k, n)
+    memory = new((floats,), (1,), wide)
     _call(False, (q, k, v, mask, y, lse, memory), n, (scale, softcap, p), seed, threads)
     return y, lse
+
+
+def scratch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A tensor of the bytes that `attention_fwd` takes while it runs, for a plan that counts them."""
+    floats = _forward_memory(q, k, _shape((q, k, v, q), False, False, None, None, 0.0))[1]
+    return torch.empty(floats, dtype=torch.float32, device=q.device)
+
+
+def _forward_memory(q: Tensor, k: Tensor, n: Any) -> tuple[int, int]:
+    """The threads of a forward pass, and the float32 numbers that they hold."""
+    shared = n.D * n.M + (0 if n.direct else n.N * n.P)
+    threads = _threads(q, k, q.shape[0] * q.shape[1] * -(-q.shape[2] // n.rows))
+    return threads, q.shape[0] * k.shape[1] * shared + threads * n.memory
 
 
 def attention_bwd(
@@ -93,11 +105,12 @@ def attention_bwd(
 
     dy: [B, S, H, D]; the rest as `attention_fwd` has it.
     """
-    if faking():
-        return
     dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).transpose(1, 2)
     n = _shape((q, k, v, dy, *out), True, causal, window, mask, p if seed is not None else 0.0)
     threads = _threads(q, k, q.shape[0] * k.shape[1])
+    if faking():  # held until it is counted
+        _ = torch.empty(threads * n.memory, dtype=torch.float32, device=q.device)
+        return
     memory = allocator()((threads * n.memory,), (1,), torch.float32)
     _call(True, (q, k, v, mask, dy, *out, memory), n, (scale, softcap, p), seed, threads)
 
