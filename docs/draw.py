@@ -216,6 +216,38 @@ def memory() -> str:
     return p.svg()
 
 
+def front() -> str:
+    """Time over peak of a step of Llama: ours, checkpointing, torch.compile, as benchmarks/bench_front.py measured."""
+    found = json.loads((RESULTS / "front.json").read_text())
+    rows = {row["side"]: row for row in found["rows"] if row["model"] == "Llama"}
+    eager = rows["eager"]["peak"]
+    p = Picture(840, 400, "Time over peak memory of a training step: budgets of seqfuse and other ways to save memory")
+    p.text(20, 34, "Any budget: less memory than checkpointing, and less time", "big")
+    length = "{} x {:,}".format(*found["tokens"])
+    about = f"Forward and backward of a Llama of {found['layers']} layers of width {found['width']} on {length} tokens"
+    p.text(20, 56, f"{about}, one thread of a CPU. Relative to eager PyTorch.", "small soft")
+    low, high = 0.2, max(row["peak"] / eager for row in rows.values()) + 0.05
+    slow = max(row["step"]["ratio"] for row in rows.values()) + 0.05
+    for tick in (0.2, 0.4, 0.6, 0.8, 1.0):
+        p.text(80 + 700 * (tick - low) / (high - low), 368, f"{tick:.1f}", "small middle")
+    for tick in (0.0, 0.5, 1.0, 1.5):
+        if tick < slow:
+            p.text(66, 352 - 266 * tick / slow, f"{tick:.1f}", "small right")
+    p.text(430, 388, "peak memory that the step adds", "small middle")
+    p.text(20, 80, "CPU time", "small")
+    said = {"eager": "eager", "checkpointed": "layers checkpointed", "selective": "selective checkpointing"}
+    said |= {name: f'"{name}"' for name in ("fast", "balanced", "lean", "least")}
+    said |= {name: f"torch.compile, budget {name.split()[1]}" for name in rows if name.startswith("compile")}
+    for name, row in rows.items():
+        ours = name[0].isdigit() or name in ("fast", "balanced", "lean", "least")
+        x, y = 80 + 700 * (row["peak"] / eager - low) / (high - low), 348 - 266 * row["step"]["ratio"] / slow
+        p.ticks(x - 3.5, y - 3.5, 1, "forward" if ours else "plain")
+        if name in said:
+            right = x > 640
+            p.text(x - 8 if right else x + 8, y - 6 if ours else y + 4, said[name], "small right" if right else "small")
+    return p.svg()
+
+
 def plan(width: int = FULL) -> str:
     """The plan of a feed-forward block for an H100, as the library draws it."""
     operations = ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024), ops.Dropout(0.1)
@@ -235,7 +267,7 @@ def whole(make: str) -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "layer": layer, "contract": contract, "segments": segments, "memory": memory,
+    "layer": layer, "contract": contract, "segments": segments, "memory": memory, "front": front,
     "plan": plan, "plan_narrow": functools.partial(plan, 430),
 }  # fmt: skip
 MODELS: dict[str, Callable[[], str]] = {

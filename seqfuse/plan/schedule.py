@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from ..env import Env, Savings
 from ..errors import InputError
@@ -212,9 +212,10 @@ def choice_of(given: AnyChoice) -> Choice:
         if mode in MODES:
             return mode
     hint = 'memory is "fast", "balanced", "lean", "least", a number of bytes, or an sf.Budget'
-    if isinstance(given, float):
-        hint = f"sf.Budget(part={given:g})" if 0 <= given <= 1 else f"a whole number of bytes, {given:.0f}"
-    elif isinstance(given, str) and (near := difflib.get_close_matches(given.lower(), MODES, 1, 0.25)):
+    value: Any = given
+    if type(value) is float:
+        hint = f"sf.Budget(part={value:g})" if 0 <= value <= 1 else f"a whole number of bytes, {value:.0f}"
+    elif type(given) is str and (near := difflib.get_close_matches(given.lower(), MODES, 1, 0.25)):
         hint = f'did you mean "{near[0]}"? {hint}'
     raise InputError(f"memory must not be {given!r}", code="SF106", hint=hint)
 

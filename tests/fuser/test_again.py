@@ -278,6 +278,32 @@ def test_a_parameter_changed_in_between_is_an_error_as_torch_raises_it(again: An
             y.sum().backward()
 
 
+def test_an_input_changed_in_between_is_an_error_as_torch_raises_it(again: Any):
+    again()
+    x, model = 1 * x_of().requires_grad_(), gpt()
+    y = model(x)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_module_between_may_checkpoint_what_is_in_it(again: Any):
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = sf.Sequential(ops.Linear(WIDTH, WIDTH), ops.Tanh())
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    wanted = run(sf.Sequential(*gpt(), Inner(), *llama()), x_of())
+    again()
+    model = sf.Sequential(*gpt(), Inner(), *llama())
+    for _ in range(2):
+        assert all(map(torch.equal, run(model, x_of()), wanted))
+
+
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_a_parametrized_tensor_is_evaluated_once_and_stays_parametrized(name: str, again: Any):
     class Scaled(nn.Module):

@@ -159,12 +159,12 @@ def test_less_is_saved_the_leaner_the_choice():
 
 def test_the_plan_tells_bytes_and_estimated_time_of_each_choice():
     model, x = block(), tensor(64, 16)
-    names = ["fast", "balanced", "lean", "Budget(part=0.5)", "least"]
+    names = ["fast", "balanced", "lean", "least"]  # half does not fit
     for memory in ("save", *names[:3], "least", sf.Budget(part=0.7)):
         model.memory = memory
         memory = model.memory
         plan = model.plan(x)
-        assert [choice.memory for choice in plan.choices][:5] == names
+        assert [choice.memory for choice in plan.choices][:4] == names
         (used,) = [choice for choice in plan.choices if choice.used]
         assert used.memory == str(memory)
         assert (used.saved, used.peak) == (plan.memory.saved, plan.memory.peak)
