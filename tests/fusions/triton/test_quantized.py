@@ -67,6 +67,17 @@ LOCAL = [
 ]
 
 
+def same_but_for_sums(found: list[Tensor], wanted: list[Tensor]) -> None:
+    """Bit for bit, but for gradients of biases: sums over tokens in float32, which tiles make in another order."""
+    for one, other in zip(found, wanted, strict=True):
+        if one.ndim == 1:
+            smallest = torch.finfo(one.dtype).smallest_normal * torch.finfo(one.dtype).eps
+            atol = max(smallest, 2.0**-20 * float(other.abs().max()))
+            torch.testing.assert_close(one, other, rtol=torch.finfo(one.dtype).eps, atol=atol)
+        else:
+            assert_bitwise_equal(one, other)
+
+
 def absorbed(model: sf.Sequential, x: Tensor) -> set[tuple[str, str | None]]:
     return {(one.role, one.inside) for one in model.plan(x).quantizations if one.inside}
 
@@ -97,12 +108,13 @@ def test_kernels_quantize_what_they_write_bit_for_bit(
         inferred = model(x)
     monkeypatch.setattr(planning, "absorbing", lambda stretch, forward, backward: (tuple(forward), tuple(backward)))
     other = made()
-    assert_bitwise_equal([passes(other, x) for _ in range(steps)], fused)
+    for one in fused:
+        same_but_for_sums(passes(other, x), one)
     assert not absorbed(other, x)
     assert_bitwise_equal([*model.buffers()], [*other.buffers()])
     for p in [*other.parameters()][:2]:
         p.requires_grad_(requires_grad=False)
-    assert_bitwise_equal(passes(other, x), frozen)
+    same_but_for_sums(passes(other, x), frozen)
     with torch.no_grad():
         assert_bitwise_equal(other(x), inferred)
 
