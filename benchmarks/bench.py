@@ -22,6 +22,7 @@ PARTS = {
     "memory": "bench_memory.py",
     "convert": "bench_convert.py",
     "peak": "bench_peak.py",
+    "front": "bench_front.py",
     "traffic": "traffic.py",
 }
 

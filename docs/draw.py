@@ -222,7 +222,7 @@ def front() -> str:
     rows = {row["side"]: row for row in found["rows"] if row["model"] == "Llama"}
     eager = rows["eager"]["peak"]
     p = Picture(840, 400, "Time over peak memory of a training step: budgets of seqfuse and other ways to save memory")
-    p.text(20, 34, "Any budget: less memory than checkpointing, and less time", "big")
+    p.text(20, 34, "At every peak, less time than checkpointing and torch.compile", "big")
     length = "{} x {:,}".format(*found["tokens"])
     about = f"Forward and backward of a Llama of {found['layers']} layers of width {found['width']} on {length} tokens"
     p.text(20, 56, f"{about}, one thread of a CPU. Relative to eager PyTorch.", "small soft")
