@@ -323,12 +323,11 @@ def _layout(node: Any) -> _Layout | None:
 
 def _call(node: Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """The name of a call of DTensor, and what it is given but for the tensor; torch 2.11 has that in a closure."""
-    if node.op == "call_function" and getattr(node.target, "__name__", "").endswith("fn_with_prim_types"):
-        held = inspect.getclosurevars(cast("Any", node.target)).nonlocals
-        names = ("from_local", "redistribute", "to_local")
-        name = next((name for name in names if name in cast("Any", node.target).__qualname__), "")
-        return name, tuple(held.get("args_as_value", ())), dict(held.get("kwargs_as_value", {}))
-    return name_of(node), node.args[1:], dict(node.kwargs)
+    name = name_of(node)
+    if name.startswith("prim") and inspect.isfunction(node.target):
+        held = inspect.getclosurevars(node.target).nonlocals
+        return name[5:], tuple(held.get("args_as_value", ())), dict(held.get("kwargs_as_value", {}))
+    return name, node.args[1:], dict(node.kwargs)
 
 
 def _is_usual(node: Node) -> bool:
