@@ -66,9 +66,9 @@ class Comparison:
     def __str__(self) -> str:
         found = self.difference
         if found is None:
-            agreed = f"{self.first} and {self.second} agree within tolerance at all {len(self.places)} places"
-            hint = "try others too, with an odd number of tokens and more than a block of a kernel, such as 67"
-            return f"{agreed}, for one input alone, {self.given}{hinted(hint)}"
+            agreed = f"{self.first} and {self.second} agree within tolerance in all {len(self.places)} tensors"
+            hint = "try other inputs, too: an odd number of tokens, more than a block of a kernel, such as 67"
+            return f"{agreed}, for this input only: {self.given}{hinted(hint)}"
         lines = [f"{self.first} and {self.second} differ first in {found}"]
         agreed = self.places.index(found)
         lines += [f"  {failure}" for failure in found.failures]

@@ -36,9 +36,9 @@ def test_fused_and_unfused_agree_everywhere(options: tuple[str, ...], cli: Cli) 
     assert {("y", 4), ("y", 5), ("y", 8), ("dx", 2), ("dx", 5), ("0.1.weight.grad", 2), ("0.1.bias.grad", 3)} <= seen
     assert any(p["fusion"] for p in data["places"])
     done = cli("compare", "M:build", *options, "--device", "cpu")
-    assert "agree within tolerance at all" in done.out
-    assert "for one input alone, 33x16:" in done.out
-    assert "\nHint: try others too" in done.out
+    assert "agree within tolerance in all" in done.out
+    assert "for this input only: 33x16:" in done.out
+    assert "\nHint: try other inputs" in done.out
 
 
 def test_a_wrong_forward_is_found_where_it_is(cli: Cli) -> None:
