@@ -59,15 +59,15 @@ def convert(
             no chain has, which the report names as left, are not quantized.
         exclude: modules that are not quantized: their paths, or names in these, such as `"lm_head"` or `"layers.0"`. By
             default the output layer and what routes tokens to experts. Where Linears are merged into one GEMM, one
-            of them excludes all. `regions="layers"` has one graph for layers that are alike, and names of the first.
+            of them excludes all. With `regions="layers"` the same in all layers that are alike, which share a graph.
 
     Returns:
         The conversion: `print` it after a call, `undo()` ends it. `conversion(model)` returns it again.
 
     Raises:
-        InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert, and for
-            another recipe; (SF108) where a strict recipe does not fit a Linear of the model, or its device has no
-            kernels for the recipe.
+        InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert, for
+            another recipe, and for `exclude` that differs between layers that share a graph; (SF108) where a strict
+            recipe does not fit a Linear of the model, or its device has no kernels for the recipe.
     """
     from .capture import start  # here, because what it needs of torch takes long to import
 

@@ -105,6 +105,7 @@ def start(
     if not places:
         none = "no ModuleList or Sequential in it has a member with submodules"
         raise _wrong(f"{type(model).__name__} has no layers: {none}", 'use regions="model"')
+    _check_excluded_alike(model, places, made.options)
     return Conversion(model, places, made)
 
 
@@ -167,6 +168,19 @@ def _check_recipe_fits(model: nn.Module, options: RewriteOptions) -> None:
             except InputError as error:
                 error.position, error.path = None, path
                 raise
+
+
+def _check_excluded_alike(model: nn.Module, places: Sequence[nn.Module], options: RewriteOptions) -> None:
+    """Raise where `exclude` names other parts of one layer than of another that is alike: both share a graph."""
+    if options.recipe is None or len(places) == 1:
+        return
+    paths, known = paths_of(model), dict[str, tuple[str, set[str]]]()
+    for at, place in ((paths[place], place) for place in places):
+        named = {name for name, _ in named_modules(place) if excluded(options.exclude, f"{at}.{name}".rstrip("."))}
+        first, before = known.setdefault(repr(place), (at, named))
+        if named != before:
+            message = f"exclude differs between {first} and {at}, which are alike and share a graph"
+            raise _wrong(message, 'regions="model" has a name for each layer')
 
 
 def _check_filter(filter_fn: Any) -> None:

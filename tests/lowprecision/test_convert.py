@@ -108,6 +108,20 @@ def test_names_that_are_excluded():
     assert said["lm_head"] is None
 
 
+def test_layers_that_share_a_graph_are_excluded_alike():
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU()) for _ in range(3)))
+
+    for names in (("1",), ("2",), ("0.1", "2.1")):
+        with pytest.raises(sf.InputError, match=r"SF106 .*exclude differs between 0 and [12]"):
+            sf.convert(build(), regions="layers", recipe=recipes.MXFP8(), exclude=names)
+        sf.convert(build(), regions="layers", exclude=names)
+    model = build()
+    conversion = sf.convert(model, regions="layers", recipe=recipes.MXFP8(), exclude=("0.1", "1.1", "2.1"))
+    model(seeded_randn((4, 32), 1))
+    assert set(reported(conversion).values()) == {"excluded"}
+
+
 def test_layers_and_a_backend_take_a_recipe():
     family = FAMILIES["llama"]
     model = randomized(family.build()).eval()
