@@ -25,9 +25,9 @@ from ..settings import settings
 from ..traffic import unfused
 from .candidates import CalledRegion, passes, real, stretches
 from .ranks import Ranks
-from .report import NOT_KEPT, OUT_OF_BUDGET, Row, TuneReport, progress
+from .report import NOT_KEPT, OUT_OF_BUDGET, Row, TuneReport
 from .shadow import MODES, Shadow
-from .timing import SECONDS, TRIES, Unmeasurable, doubt, is_passing, measure
+from .timing import SECONDS, TRIES, Unmeasurable, doubt, is_passing, time_passes
 
 __all__ = ["Row", "TuneReport", "tune"]
 
@@ -47,11 +47,10 @@ def tune(
 
     Each candidate, and the operations that it replaces, run by turns on random tensors of the shapes they would see;
     the medians take the place of the cost that the fusion declares. Kernels are compiled before times are taken. One
-    that is not faster or that fails is refused from then on, with that reason in the plan; one that takes longer than
-    30 s only in this process. A measurement whose noise exceeds the difference, or that is noisy and 100 times as long
-    as estimated, is made again after the others; if that is of no use, as on a busy machine, it is not kept, and the
-    fusion keeps its estimated cost. What was measured before is not measured again, so that a call that was cut off
-    goes on where it stopped.
+    that is not faster or that fails is refused from then on, with that reason in the plan. A measurement whose noise
+    exceeds the difference, or that is noisy and 100 times as long as estimated, is made again after the others; if that
+    is of no use, as on a busy machine, it is not kept, and the fusion keeps its estimated cost. What was measured
+    before is not measured again, so that a call that was cut off goes on where it stopped.
 
     The model is not run: a copy on fake tensors shows what would be. Its parameters are read; gradients, buffers,
     modes, hooks and torch's generators are left alone.
@@ -191,19 +190,19 @@ class _Search:
         todo.sort(key=lambda job: job.candidate.cost)
         found: dict[Machine, dict[str, Measurement]] = {}
         try:
-            with progress(len(todo), self._shown) as done:
-                for attempt in range(1, TRIES + 1):
-                    for job in todo:
-                        if self._budget is not None and time.perf_counter() - begun >= self._budget:
-                            job.note = job.note or OUT_OF_BUDGET
-                            continue
-                        result = self._one(job, files[job.machine], attempt)
-                        if result is not None:
-                            found.setdefault(job.machine, {})[job.key] = result
-                        if attempt == 1:
-                            done(job.candidate.name)
-                        self._ranks.beat()
-                    todo = [job for job in todo if job.unkept is not None]
+            for attempt in range(1, TRIES + 1):
+                for number, job in enumerate(todo, 1):
+                    if self._budget is not None and time.perf_counter() - begun >= self._budget:
+                        job.note = job.note or OUT_OF_BUDGET
+                        continue
+                    result = self._one(job, files[job.machine], attempt)
+                    if result is not None:
+                        found.setdefault(job.machine, {})[job.key] = result
+                    if self._shown:
+                        again = f" (again, as it was noisy: {attempt} of {TRIES})" if attempt > 1 else ""
+                        print(f"tuning {number}/{len(todo)} {job.candidate.name}{again}", file=sys.stderr, flush=True)
+                    self._ranks.beat()
+                todo = [job for job in todo if job.unkept is not None]
         finally:
             for machine, several in found.items():
                 cost_table.add(machine, several)
@@ -215,7 +214,7 @@ class _Search:
             with real(job.stretch, job.candidate):
                 device = job.stretch.site.entering[job.candidate.start][0].device
                 seconds = attempt**2 * SECONDS
-                result = measure(lambda: passes(job.stretch, job.candidate), device, seconds)
+                result = time_passes(lambda: passes(job.stretch, job.candidate), device, seconds)
         except Unmeasurable as error:
             job.note = f"not measured: {error}"
         except KernelError as error:
@@ -267,11 +266,9 @@ class _Search:
     def report(self) -> TuneReport:
         """What is known now."""
         steps: dict[int, set[tuple[str, range]]] = {}
-        for job in self._jobs.values():
-            for stretch, _ in job.places:
-                if id(stretch) not in steps:
-                    plan = stretch.plan()
-                    steps[id(stretch)] = {(s.name, s.covers) for s in (*plan.forward, *plan.backward) if s.fused}
+        for site in {id(s.site): s.site for job in self._jobs.values() for s, _ in job.places}.values():
+            plan = site.plan()
+            steps[id(site)] = {(s.name, s.covers) for s in (*plan.forward, *plan.backward) if s.fused}
         rows: list[Row] = []
         for job in self._jobs.values():
             known = cost_table.table(job.machine).get(job.key)
@@ -279,7 +276,7 @@ class _Search:
             times = (None, None, None)
             if shown is not None and not shown.failed:
                 times = shown.fused / 1000, shown.unfused / 1000, shown.noise / 1000
-            used = any((c.name, range(c.start, c.stop)) in steps[id(s)] for s, c in job.places)
+            used = any((c.name, range(c.start, c.stop)) in steps[id(s.site)] for s, c in job.places)
             note = known.refusal or "" if known is not None and known.failed else job.note
             rows.append(Row(job.candidate.name, _places(job), job.stretch.site.mode, *times, used, note))
         machines = self._machines()

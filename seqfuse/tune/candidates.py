@@ -16,14 +16,12 @@ from ..fusion import BackwardFusion, JointFusion
 from ..plan.cost_lookup import Known
 from ..plan.flatten import has_own_graph
 from ..plan.match import Matcher
-from ..plan.plan import Plan, plan_region
+from ..plan.plan import Plan
 from ..plan.schedule import Candidate
 from ..plan.step import Stretch
-from ..run.ahead import choice_in
 from ..run.lower import Context, Segment, lower
 from ..run.node import Alone, back_alone, run_alone
 from ..run.regions import Region
-from ..run.trial import weighing
 from ..settings import fusing_now
 from .shadow import Site
 from .timing import Passes, scratch_like
@@ -43,16 +41,6 @@ class CalledRegion:
     def known(self) -> Known:
         """What is known of candidates by measurement, now."""
         return Known(self.entered)
-
-    def plan(self) -> Plan:
-        """Its plan, with what is known now."""
-        x, channels = self.site.entering[self.region.start]
-        x, *given = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x, *channels.values()))
-        named, fuser = dict(zip(channels, given, strict=True)), self.site.fuser
-        about = {"x": x, "channels": named, "place": x.device, "fusing": fusing_now()}
-        entered = dataclasses.replace(self.entered, **about)
-        choice = choice_in(fuser.memory, self.site.op_list, self.region)
-        return plan_region(entered, Matcher(fuser.fusions), choice, weighing=weighing)
 
 
 def stretches(site: Site) -> Generator[CalledRegion | str]:

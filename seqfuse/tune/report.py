@@ -1,11 +1,8 @@
-"""What tuning found, and how far it is."""
+"""What tuning found."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Generator
 from pathlib import Path
 
 OUT_OF_BUDGET = "not measured: the budget ran out"
@@ -73,29 +70,3 @@ class TuneReport:
 
     def _columns(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
         return ("candidate", [r.fusion for r in self.rows]), ("at", [r.at for r in self.rows])
-
-
-@contextlib.contextmanager
-def progress(total: int, wanted: bool) -> Generator[Callable[[str], None]]:
-    """A bar on the terminal where rich is installed, else a line per candidate; to be called after each."""
-    if not wanted or not total:
-        yield lambda name: None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        done = 0
-
-        def line(name: str) -> None:
-            nonlocal done
-            done += 1
-            print(f"tuning {done}/{total} {name}", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    text = TextColumn("tuning {task.fields[text]}")
-    columns = text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(compact=True)
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        bar = bars.add_task("tuning", total=total, text="")
-        yield lambda name: bars.update(bar, advance=1, text=name)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SeqfuseError
+from ..plan import Plan
 from ..plan.fake import faking
 from ..plan.inputs import validate
 from ..plan.reference import check_channels, draw, walk_reference
@@ -38,6 +39,12 @@ class Site:
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Where its fake tensors can be used, in its mode."""
         return self.shadow.tracing()
+
+    def plan(self) -> Plan:
+        """Its plan for such a call, with what is known now."""
+        x, channels = self.entering[0]
+        with self.tracing():
+            return self.fuser.plan(x, **{name: channels[name] for name in self.op_list.inputs})
 
     def run(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the references, and note what enters them."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +12,6 @@ from torch import Tensor
 
 from ..cost_table import Measurement
 from ..errors import KernelError, device_is_lost
-
-LIMIT = 30.0
-"""Seconds that timing one candidate may take."""
-
-COMPILING = 120.0
-"""Seconds that its first call may take, in which its kernels are compiled and loaded."""
 
 ROUNDS, SECONDS = (3, 100), 0.2
 TRIES = 3
@@ -31,7 +23,6 @@ TIE = 0.05
 FAR, STEADY = 100, 0.1
 """How many times as long as estimated a pass may take, unless its noise is below this part of its time."""
 
-_TOO_LONG = "it took longer than"
 FLUSHED_BYTES = 256 << 20  # more than any second-level cache there is
 SLEEPS = 400_000, 100_000_000
 """Cycles that a device sleeps at first, and at most, while the host launches."""
@@ -80,18 +71,33 @@ def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
 Passes = tuple[Callable[[], Any], Callable[[], Any]]
 
 
-def compare(
-    make: Callable[[], Passes],
-    device: torch.device,
-    compiled: Callable[[], None] = lambda: None,
-    seconds: float | None = None,
-) -> Measurement:
-    """Medians of the two passes, by turns, so that what else the machine does meets both; and the noise of that.
+def time_passes(make: Callable[[], Passes], device: torch.device, seconds: float | None = None) -> Measurement:
+    """Medians of the two passes of `make()`, by turns, so that what else the machine does meets both, and the noise.
 
-    Each runs once before, so that nothing is compiled while times are taken; then `compiled` is called. Samples are
-    taken for so many `seconds`, by default `SECONDS`.
+    Each runs once before, so that nothing is compiled while times are taken. Samples are taken for so many `seconds`,
+    by default `SECONDS`. A fused pass that fails is a measurement, too.
+
+    Raises:
+        Unmeasurable: if the unfused pass itself fails.
+        KernelError: (SF401) if the device is lost.
     """
-    seconds = SECONDS if seconds is None else seconds
+    caches = torch.is_autocast_cache_enabled()
+    with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        torch.set_autocast_cache_enabled(False)  # casts made here are of scratch tensors
+        try:
+            return _time_passes(make, device, SECONDS if seconds is None else seconds)
+        except Unmeasurable:
+            raise
+        except Exception as error:
+            if device_is_lost(error) or (error.__cause__ is not None and device_is_lost(error.__cause__)):
+                message = f"the device reported {error}; its state is lost and nothing can run after it"
+                raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer") from error
+            return Measurement(failed=_said(error)[:200])
+        finally:
+            torch.set_autocast_cache_enabled(caches)
+
+
+def _time_passes(make: Callable[[], Passes], device: torch.device, seconds: float) -> Measurement:
     try:
         timed = clock(device)
         fused, unfused = make()
@@ -101,7 +107,6 @@ def compare(
             raise
         raise Unmeasurable(f"what it would replace raised {_said(error)}") from error
     fused()
-    compiled()
     for run in (unfused, fused):
         timed(run)
     times: tuple[list[float], list[float]] = ([], [])
@@ -136,75 +141,15 @@ def doubt(found: Measurement, estimated: float) -> str | None:
     return "the noise exceeds the difference"
 
 
-def measure(make: Callable[[], Passes], device: torch.device, seconds: float | None = None) -> Measurement:
-    """Measure what `make()` returns, for so many `seconds`: the fused pass and the unfused one.
-
-    It happens in a thread of its own, which is left behind when compiling takes longer than `COMPILING`, or timing
-    longer than `LIMIT`.
-
-    Raises:
-        Unmeasurable: if the unfused pass itself fails.
-        KernelError: if the device is lost.
-    """
-    done: list[Measurement | BaseException] = []
-    compiled = threading.Event()
-
-    def work() -> None:
-        try:
-            with torch.no_grad(), _on(device):
-                done.append(compare(make, device, compiled.set, seconds))
-        except BaseException as error:
-            done.append(error)
-        finally:
-            compiled.set()
-
-    context = contextvars.copy_context()
-    autocast, threads = _autocast_here(device.type), torch.get_num_threads()
-
-    def enter() -> None:
-        torch.set_num_threads(threads)  # libraries beneath torch start each thread with their own number
-        with autocast:
-            torch.set_autocast_cache_enabled(False)  # casts made here are of scratch tensors; the thread's own setting
-            work()
-
-    thread = threading.Thread(target=context.run, args=(enter,), daemon=True, name="seqfuse-tune")
-    thread.start()
-    if not compiled.wait(COMPILING):
-        return Measurement(failed=f"{_TOO_LONG} {COMPILING:g} s before it could be timed")
-    thread.join(LIMIT)
-    if not done:
-        return Measurement(failed=f"{_TOO_LONG} {LIMIT:g} s")
-    (result,) = done
-    if isinstance(result, Measurement):
-        return result
-    if isinstance(result, Unmeasurable):
-        raise result
-    if device_is_lost(result) or (result.__cause__ is not None and device_is_lost(result.__cause__)):
-        message = f"the device reported {result}; its state is lost and nothing can run after it"
-        raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer") from result
-    return Measurement(failed=_said(result)[:200])
-
-
 def is_passing(measurement: Measurement) -> bool:
-    """Whether it failed for want of memory or time, which says nothing about the next process."""
-    return any(reason in measurement.failed for reason in ("MemoryError", _TOO_LONG))  # torch's is an OutOfMemoryError
+    """Whether it failed for want of memory, which says nothing about the next process."""
+    return "MemoryError" in measurement.failed  # torch's is an OutOfMemoryError
 
 
 def _said(error: BaseException) -> str:
     if isinstance(error, KernelError) and error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def _autocast_here(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """The caller's autocast region, for another thread."""
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind)  # to the dtype that is set here
 
 
 def scratch_like(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -77,17 +77,17 @@ def a_group_has_its_own_first_rank() -> None:
 
 def an_error_of_the_first_rank_reaches_the_others() -> None:
     tuning: Any = sys.modules["seqfuse.tune"]
-    original = tuning.measure
+    original = tuning.time_passes
 
     def fails(*args: Any) -> Any:
         raise RuntimeError("the fan stopped")
 
-    tuning.measure = fails
+    tuning.time_passes = fails
     try:
         with pytest.raises(sf.StateError if dist.get_rank() else RuntimeError, match="the fan stopped"):
             sf.tune(pair(Slow, width=7), torch.ones(6, 7), modes="train")
     finally:
-        tuning.measure = original
+        tuning.time_passes = original
 
 
 def an_error_of_another_rank_leaves_the_first_one_alone() -> None:
