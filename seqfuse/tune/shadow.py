@@ -43,8 +43,9 @@ class Site:
     def plan(self) -> Plan:
         """Its plan for such a call, with what is known now."""
         x, channels = self.entering[0]
+        given: dict[str, Any] = {name: channels[name] for name in self.op_list.inputs}
         with self.tracing():
-            return self.fuser.plan(x, **{name: channels[name] for name in self.op_list.inputs})
+            return self.fuser.plan(x, **given)
 
     def run(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the references, and note what enters them."""
