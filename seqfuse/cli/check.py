@@ -13,12 +13,12 @@ from torch import Tensor
 from .. import Env, FusedOperation, Fuser, Sequential, UnfusedOperation
 from ..errors import PluginError
 from ..testing import NotRun, check_fusion, check_op
-from ..testing.structure import copied
+from ..testing.structure import copied_module
 from . import FOUND, NOT_RUN, inputs
 from .compare import compare_runs
 from .inputs import Json, Named, On, Spec
 from .output import tell, tell_json
-from .target import Target, Unable, container, load, said
+from .target import Target, Unable, container, load_target, said
 
 _BOTH = (torch.float32, torch.bfloat16)
 
@@ -67,10 +67,10 @@ def check(
 def _checked(name: str, given: str | None, on: On, seed: int) -> Iterator[CheckResult]:
     """Make the checks that fit what is named, one after the other."""
     torch.default_generator.manual_seed(0)
-    here, seed = inputs.device(on.device), inputs.seed(seed)
-    dtypes = _BOTH if on.dtype is None else (inputs.floating(on.dtype),)
-    spec = inputs.spec(given or "4x64")
-    for target in load(name).members:
+    here, seed = inputs.device_here(on.device), inputs.parse_seed(seed)
+    dtypes = _BOTH if on.dtype is None else (inputs.parse_floating(on.dtype),)
+    spec = inputs.parse_spec(given or "4x64")
+    for target in load_target(name).members:
         torch.default_generator.manual_seed(0)
         value = target.value
         is_fusion = target.is_class and issubclass(value, FusedOperation)
@@ -150,7 +150,7 @@ def _model(
         return run(x, *args, **kwargs)
 
     with torch.no_grad():
-        fuser = Fuser(copied(model).to(device, dtypes[0]), on_step=note)
+        fuser = Fuser(copied_module(model).to(device, dtypes[0]), on_step=note)
         drawn = {name: one.draw(device, 0, inputs.vocabulary(model)) for name, one in {"x": spec, **channels}.items()}
         fuser(**{name: t.to(dtypes[0]) if t.is_floating_point() else t for name, t in drawn.items()})
     for kind, (operation, entering) in foreign.items():

@@ -15,7 +15,7 @@ from ..errors import InputError, hinted
 from ..testing.cases import seeded
 from ..testing.numerics import FusedMismatch, assert_fused_close
 from ..testing.observe import pass_name
-from ..testing.structure import copied
+from ..testing.structure import copied_module
 from . import inputs
 from .inputs import InputText, Json, Named, Spec, Under
 from .output import tell, tell_json
@@ -126,7 +126,7 @@ class ModelRun:
     def __call__(self, root: Sequential, x: Spec, channels: Mapping[str, Spec], seed: int, grad: bool) -> Recorder:
         """Run a copy of a model and its backward on inputs of its dtype, and keep all that its steps return."""
         low = _dtype(root, x)
-        model: Sequential = copied(root).to(self.device)
+        model: Sequential = copied_module(root).to(self.device)
         model = model.double() if self.wide else model
         seen = Recorder()
         fuser = Fuser(model, root.fusions, memory=root.memory, on_step=seen)
@@ -236,8 +236,8 @@ def compare_model(
 ) -> int:
     """Find the first operation at which fused and unfused runs differ beyond tolerance; exit 1 if there is one."""
     on = on or Under()
-    here, x = inputs.device(on.device), on.spec(input)
-    torch.default_generator.manual_seed(inputs.seed(seed))
+    here, x = inputs.device_here(on.device), on.spec(input)
+    torch.default_generator.manual_seed(inputs.parse_seed(seed))
     model = container(on.build(target, x), target, on.part).to(here)
     options: dict[str, Any] = {"grad": not no_grad, "autocast": on.autocast, "seed": seed}
     found = compare_runs(model, x, on.channels(), here, **options)

@@ -16,8 +16,8 @@ from ..convert import Conversion
 from ..convert import convert as start
 from . import inputs
 from .inputs import InputText, Json, Named, NoGrad, Output, Spec, Under
-from .output import colored, ending_of, write
-from .target import Unable, part_of, said
+from .output import colored, ending_of, write_text
+from .target import Unable, named_part, said
 
 
 def convert_model(
@@ -37,13 +37,13 @@ def convert_model(
     """Convert any model, call it once, and report what is fused and why the rest is not, also for --device h100."""
     on = on or Under()
     spec = on.spec(input)
-    model = part_of(on.build(target, spec), target, on.part)
-    show(
+    model = named_part(on.build(target, spec), target, on.part)
+    show_conversion(
         model, target, spec, on, memory, grad=not no_grad, launches=launches, ending=ending_of(json, output), to=output
     )
 
 
-def show(
+def show_conversion(
     model: nn.Module,
     name: str,
     given: Spec,
@@ -61,7 +61,7 @@ def show(
         Unable: if the call fails, or a picture is asked for of several plans.
     """
     elsewhere = on.device if on.device is not None and inputs.is_elsewhere(on.device) else None
-    device = inputs.device(on.device) if elsewhere is None else torch.device("cpu")
+    device = inputs.device_here(on.device) if elsewhere is None else torch.device("cpu")
     conversion = start(model.to(device), memory=cast(Any, memory))
     x, drawn = on.drawn(model, given, device)
     try:
@@ -73,9 +73,9 @@ def show(
     if ending == ".svg":
         if len(plans) != 1:
             raise Unable(f"the model has {len(plans)} chains, and a picture is of one: --part chooses a module")
-        write(plans[0].svg(), to)
+        write_text(plans[0].svg(), to)
     elif ending == ".json":
-        write(json.dumps(_data(conversion, plans), indent=2), to)
+        write_text(json.dumps(_data(conversion, plans), indent=2), to)
     else:
         text = [conversion.report(launches=launches)]
         if elsewhere is not None:
@@ -84,7 +84,7 @@ def show(
             for number, plan in enumerate(plans, 1):
                 chains.setdefault(str(plan), []).append(str(number))
             text += [f"\nChain {', '.join(numbers)}\n{plan}" for plan, numbers in chains.items()]
-        write("\n".join(text) if to is not None else colored("\n".join(text)), to)
+        write_text("\n".join(text) if to is not None else colored("\n".join(text)), to)
 
 
 def _plans(conversion: Conversion, elsewhere: str | None, on: Under, grad: bool) -> list[Plan]:
@@ -92,7 +92,7 @@ def _plans(conversion: Conversion, elsewhere: str | None, on: Under, grad: bool)
     chains = [region for graph in conversion.graphs for region in graph.regions]
     if elsewhere is None:
         return [plan for chain in chains if (plan := chain.plan) is not None]
-    low = None if on.autocast is None else inputs.floating(on.autocast)
+    low = None if on.autocast is None else inputs.parse_floating(on.autocast)
     return [chain.plan_for(elsewhere, autocast=low, grad=grad) for chain in chains]
 
 

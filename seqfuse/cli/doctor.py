@@ -70,7 +70,7 @@ def doctor(
     if json:
         tell_json({**dataclasses.asdict(report), "executable": sys.executable})
     else:
-        show(report, verbose)
+        show_report(report, verbose)
     return int(bool(report.warnings))
 
 
@@ -212,7 +212,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
     return reasons[0] if reasons else "it matches none of the examples that were made for it"
 
 
-def show(report: Examination, verbose: bool) -> None:
+def show_report(report: Examination, verbose: bool) -> None:
     """Print a report for a reader; the fusions by name if it is to be long."""
     tell("versions", "bold")
     for name, version in report.versions.items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..hardware import CARDS
-from .target import Unable, load
+from .target import Unable, load_target
 
 Named = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
 InputText = Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")]
@@ -33,7 +33,7 @@ _DTYPES = {
     torch.int64: ("int64", "i64", "long"),
     torch.int32: ("int32", "i32", "int"),
 }
-DTYPES = {name: dtype for dtype, names in _DTYPES.items() for name in names}
+DTYPES = {name: parse_dtype for parse_dtype, names in _DTYPES.items() for name in names}
 MOST = 1 << 63
 _SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
@@ -42,13 +42,13 @@ _SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 class On:
     """What a model is, and what it runs on."""
 
-    device: Annotated[
+    device_here: Annotated[
         str | None,
         Parameter(help="cpu, cuda or cuda:0, for a plan also cuda:sm_90 or h100; else the first GPU."),
     ] = None
-    dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
+    parse_dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
     part: Annotated[str | None, Parameter(help="Path of the Sequential in the model that is meant.")] = None
-    channel: Annotated[
+    parse_channel: Annotated[
         list[str] | None,
         Parameter(
             negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."
@@ -60,11 +60,11 @@ class On:
 
     def spec(self, text: str) -> Spec:
         """The input, in the dtype that is named where it says none."""
-        return spec(text, self.dtype)
+        return parse_spec(text, self.dtype)
 
     def channels(self) -> dict[str, Spec]:
         """Extra inputs by name."""
-        return dict(channel(text, self.dtype) for text in self.channel or ())
+        return dict(parse_channel(text, self.dtype) for text in self.channel or ())
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -75,9 +75,9 @@ class Under(On):
 
     def build(self, name: str, given: Spec | None) -> nn.Module:
         """The model that is named: in the named dtype, else in that of a floating input, but under autocast."""
-        model = load(name).build()
+        model = load_target(name).build()
         if self.dtype is not None:
-            named = floating(self.dtype)
+            named = parse_floating(self.dtype)
             if given is not None and given.dtype.is_floating_point and given.dtype is not named:
                 warnings.warn(f"the input is {given.dtype} and the parameters are {named}", stacklevel=2)
             model = model.to(named)
@@ -100,7 +100,7 @@ class Spec:
     """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    parse_dtype: torch.dtype
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape))}:{_DTYPES[self.dtype][0]}"
@@ -120,7 +120,7 @@ class Spec:
             raise Unable(f"{self} cannot be made on {device}: {str(error).partition(chr(10))[0]}") from error
 
 
-def spec(text: str, default: str | None = None) -> Spec:
+def parse_spec(text: str, default: str | None = None) -> Spec:
     """A tensor written as `8x1024:bf16`; where it says no dtype, the default if there is one, else float32.
 
     Raises:
@@ -129,21 +129,21 @@ def spec(text: str, default: str | None = None) -> Spec:
     found = _SPEC.fullmatch(text)
     if found is None:
         raise Unable(f"{text!r} is not an input: write a shape and a dtype (default float32), such as 8x1024:bf16")
-    sizes, kind = found[1].split("x"), dtype(found[2] or default or "float32")
+    sizes, kind = found[1].split("x"), parse_dtype(found[2] or default or "float32")
     if max(map(len, sizes)) > 18 or math.prod(max(1, int(size)) for size in sizes) * kind.itemsize >= MOST:
         raise Unable(f"{text if len(text) < 60 else text[:57] + '...'} has more bytes than a tensor can have")
     return Spec(tuple(map(int, sizes)), kind)
 
 
-def channel(text: str, default: str | None = None) -> tuple[str, Spec]:
+def parse_channel(text: str, default: str | None = None) -> tuple[str, Spec]:
     """An extra input written as `residual=8x1024:bf16`, its dtype as that of an input."""
     name, equals, rest = text.partition("=")
     if not equals or not name.isidentifier():
         raise Unable(f"{text!r} is not a channel: write its name and the tensor, such as residual=8x1024:bf16")
-    return name, spec(rest, default)
+    return name, parse_spec(rest, default)
 
 
-def seed(number: int) -> int:
+def parse_seed(number: int) -> int:
     """A seed that generators take, and those that are counted from it.
 
     Raises:
@@ -154,7 +154,7 @@ def seed(number: int) -> int:
     return number
 
 
-def dtype(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> torch.dtype:
     """A dtype by one of its names."""
     if name not in DTYPES:
         known = ", ".join(names[min(1, len(names) - 1)] for names in _DTYPES.values())
@@ -162,9 +162,9 @@ def dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def floating(name: str) -> torch.dtype:
+def parse_floating(name: str) -> torch.dtype:
     """A dtype of parameters, or of autocast."""
-    found = dtype(name)
+    found = parse_dtype(name)
     if not found.is_floating_point:
         raise Unable(f"parameters and autocast take a floating dtype, not {name}")
     return found
@@ -176,7 +176,7 @@ def is_elsewhere(device: str) -> bool:
     return device.lower() in CARDS or (bool(arch) and not arch.isdigit())
 
 
-def device(name: str | None) -> torch.device:
+def device_here(name: str | None) -> torch.device:
     """A device of this machine: the one that is named, else the first GPU, else the CPU.
 
     Raises:
@@ -204,6 +204,6 @@ def vocabulary(model: nn.Module) -> int:
 @contextlib.contextmanager
 def surroundings(kind: str, autocast: str | None, grad: bool) -> Generator[None]:
     """A block under autocast and with or without gradients, as asked."""
-    low = contextlib.nullcontext() if autocast is None else torch.autocast(kind, floating(autocast))
+    low = contextlib.nullcontext() if autocast is None else torch.autocast(kind, parse_floating(autocast))
     with torch.set_grad_enabled(grad), low:
         yield

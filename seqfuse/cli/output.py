@@ -66,7 +66,7 @@ def _painted(cell: str, color: int) -> str:
     return f"\x1b[38;5;{color}m{cell}\x1b[0m" if cell.startswith(("[", "|")) else cell
 
 
-def write(text: str, file: Path | None) -> None:
+def write_text(text: str, file: Path | None) -> None:
     """Write to a file, or to the output where there is none.
 
     Raises:

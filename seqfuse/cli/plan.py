@@ -11,10 +11,10 @@ from torch import nn
 from .. import Env, Plan
 from ..env import rows_of
 from . import inputs
-from .convert import show
+from .convert import show_conversion
 from .inputs import Json, Named, NoGrad, Output, Spec, Under
-from .output import colored, ending_of, write
-from .target import Unable, container, holds_sequence, part_of
+from .output import colored, ending_of, write_text
+from .target import Unable, container, holds_sequence, named_part
 
 
 def plan(
@@ -34,20 +34,20 @@ def plan(
     if on.channel and spec is None:
         raise Unable("--channel adds an argument to the input: give --input, too")
     model = on.build(target, spec)
-    part = part_of(model, target, on.part)
+    part = named_part(model, target, on.part)
     if not holds_sequence(part):
         if spec is None:
             raise Unable(f"{target} has no Sequential, so it is converted and called: give --input")
-        show(part, target, spec, on, memory or "fast", grad=not no_grad, ending=ending, to=output)
+        show_conversion(part, target, spec, on, memory or "fast", grad=not no_grad, ending=ending, to=output)
         return
     made = _planned(model, target, spec, on, memory, not no_grad)
     text = {".svg": made.svg, ".json": lambda: made.json(indent=2), ".txt": lambda: str(made)}[ending]()
-    write(text if output is not None else colored(text), output)
+    write_text(text if output is not None else colored(text), output)
 
 
 def _planned(model: nn.Module, name: str, spec: Spec | None, on: Under, memory: str | None, grad: bool) -> Plan:
     elsewhere = on.device is not None and inputs.is_elsewhere(on.device)
-    device = on.device if elsewhere and on.device else inputs.device(on.device)
+    device = on.device if elsewhere and on.device else inputs.device_here(on.device)
     chosen = container(model if isinstance(device, str) else model.to(device), name, on.part)
     if memory is not None:
         chosen.memory = cast(Any, int(memory) if memory.isdecimal() else memory)
@@ -56,7 +56,7 @@ def _planned(model: nn.Module, name: str, spec: Spec | None, on: Under, memory: 
         x, drawn = on.drawn(chosen, spec, device)
         with on.surroundings(device.type, grad):
             return chosen.plan(x, **drawn)
-    low = None if on.autocast is None else inputs.floating(on.autocast)
+    low = None if on.autocast is None else inputs.parse_floating(on.autocast)
     if spec is None:
         return chosen.plan(env=Env.of(device, dtype=dtype, autocast=low, grad=grad))
     dtype = spec.dtype if spec.dtype.is_floating_point else dtype

@@ -18,7 +18,7 @@ from ..tune.shadow import MODES
 from . import inputs
 from .inputs import InputText, Json, Named, Under
 from .output import tell, tell_json
-from .target import Unable, part_of
+from .target import Unable, named_part
 
 
 def tune_model(
@@ -34,8 +34,8 @@ def tune_model(
 ) -> None:
     """Measure every candidate fusion here, so that plans use those that are faster."""
     on = on or Under()
-    here, spec = inputs.device(on.device), on.spec(input)
-    model = part_of(on.build(target, spec).to(here), target, on.part)
+    here, spec = inputs.device_here(on.device), on.spec(input)
+    model = named_part(on.build(target, spec).to(here), target, on.part)
     x, extra = on.drawn(model, spec, here)
     with on.surroundings(here.type, True):
         report = tune(model, x, modes=MODES if modes == "both" else modes, budget=budget, file=file, **extra)
@@ -54,7 +54,7 @@ def warm(target: Named, /, *, input: InputText, on: Annotated[Under | None, Para
     model = on.build(target, spec).train(grad)
     if not any(isinstance(module, FusableOperation) for module in model.modules()):
         convert(model)
-    chosen = cast(Any, part_of(model, target, on.part))
+    chosen = cast(Any, named_part(model, target, on.part))
     x, extra = on.drawn(model, spec, here)
     before = _kernels()
     # One step with random numbers.

@@ -63,7 +63,7 @@ class Target:
         return made
 
 
-def load(name: str) -> Target:
+def load_target(name: str) -> Target:
     """Import what `package.module:NAME` or `path/to/file.py:NAME` names; dots may follow in NAME.
 
     Raises:
@@ -109,7 +109,7 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def part_of(model: nn.Module, name: str, part: str | None) -> nn.Module:
+def named_part(model: nn.Module, name: str, part: str | None) -> nn.Module:
     """The module at `part` of a model, or the model where no part is named.
 
     Raises:
@@ -133,7 +133,7 @@ def container(model: nn.Module, name: str, part: str | None) -> Sequential:
     Raises:
         Unable: if there is none, or it is not clear which.
     """
-    model = part_of(model, name, part)
+    model = named_part(model, name, part)
     if isinstance(model, Sequential):
         return model
     if isinstance(model, FusableOperation):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ..env import why_no_c
 from ..ops import Fork
 from ..pictures.data import ChoiceData
-from ..pictures.text import choices_table, compared, counted
+from ..pictures.text import bytes_against, choices_table, counted
 from ..plan.plan import Plan
 from ..plan.step import Step
 from .calls import Calls, Captured
@@ -135,7 +135,7 @@ def _chain(region: CapturedRegion, launches: bool, times: int = 1) -> list[str]:
         lines.append(f"    kernel launches{', forward + backward' * plan.env.grad}: {own}; eager torch {theirs}")
     if (memory := plan.memory) is not None and plan.env.grad:
         others = {} if eager is None else {"eager_torch": eager.saved}
-        lines.append(f"    saved for backward: {compared(memory.saved, **others, unfused=memory.saved_unfused)}")
+        lines.append(f"    saved for backward: {bytes_against(memory.saved, **others, unfused=memory.saved_unfused)}")
     return lines
 
 

@@ -423,7 +423,7 @@ _AMD: dict[str, dict[int, _Row]] = {
 _TILES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL, "gfx942": _AMD}
 
 
-def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> ScoreTile:
+def score_tile(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> ScoreTile:
     """What a kernel works on at a time: `"fwd"`, `"dq"` or `"dkv"`; `load` as in the tables."""
     width = max(64, next_power_of_2(size))
     if dtype is torch.float32:

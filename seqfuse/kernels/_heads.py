@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from ._launch import MAX_GRID, faking
+from ._launch import MAX_GRID, is_faking
 from ._operators import inner_contiguous
 
 MAX_HEAD = 1024
@@ -24,7 +24,7 @@ class Rotation(NamedTuple):
     base: float = 10000.0
 
 
-def checked(
+def head_sizes(
     x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None = None
 ) -> tuple[int, int]:
     """Sizes of a head, and of its part that has RoPE."""
@@ -117,7 +117,7 @@ def frequencies_of(rotation: Rotation | None, device: torch.device) -> Tensor | 
     found = _known.get(key)
     if found is None:
         # That they are made once is no part of a call that is recorded, to be done again.
-        with contextlib.nullcontext() if faking() else _disable_current_modes():
+        with contextlib.nullcontext() if is_faking() else _disable_current_modes():
             powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
             found = (rotation.base**powers).float()
         on_gpu = device.type == "cuda"

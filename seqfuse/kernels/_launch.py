@@ -99,14 +99,14 @@ traced: Any = torch._C._len_torch_dispatch_stack
 """How many dispatch modes watch, such as one that counts FLOPs or records a graph: with any, operators are called."""
 
 
-def faking() -> bool:
+def is_faking() -> bool:
     """Whether tensors have no memory here: shapes are wanted, and a kernel would write to address 0."""
     return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 def stops() -> bool:
     """Whether a host function stops where its results are made: it is the fake of an operator."""
-    return faking() or getattr(_local, "stops", False)
+    return is_faking() or getattr(_local, "stops", False)
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def launch(
     """
     if traced() and recording():
         raise RuntimeError(f"{kernel.__name__} was launched where a compiler records what runs; call its operator")
-    if grid <= 0 or faking():
+    if grid <= 0 or is_faking():
         return
     if grid > MAX_GRID:
         raise ValueError(f"{kernel.__name__}: {grid} programs, at most {MAX_GRID} can be launched")

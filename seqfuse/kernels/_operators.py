@@ -452,7 +452,7 @@ def inner_contiguous(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def columns_of(x: Tensor, **rows: Tensor | None) -> int:
+def norm_columns(x: Tensor, **rows: Tensor | None) -> int:
     """The columns of x, if they can be normalized with these parameters; raises `ValueError` else."""
     N = x.shape[-1] if x.ndim else 0
     if not x.ndim:

@@ -32,10 +32,10 @@ class Activation(NamedTuple):
     P: tuple[Any, ...] = ()
 
 
-def name_of(activation: Any) -> str:
+def activation_name(activation: Any) -> str:
     """What tables and errors call it: the function's name, the class's where it is stated there, and the numbers."""
     if parts := _composed_of(activation):
-        return "+".join(map(name_of, parts))
+        return "+".join(map(activation_name, parts))
     function = getattr(activation.value, "fn", activation.value)
     name = getattr(function, "__qualname__", "function").removesuffix(".value").rpartition(".")[2]
     return name + (str(list(activation.P)) if activation.P else "")
@@ -399,7 +399,7 @@ ACTIVATIONS = {
 _TEXTS: dict[str, Any] = dict(ACTIVATIONS)
 
 
-def text_of(activation: Any) -> str:
+def activation_text(activation: Any) -> str:
     """What stands for an activation where a text is needed, as in an operator's arguments: ours by their names.
 
     Any other one is known by this text from now on, in this process.
@@ -409,7 +409,7 @@ def text_of(activation: Any) -> str:
         if _parts(known) == parts:
             return name
     inner = _composed_of(activation)
-    arguments = ",".join(map(text_of, inner) if inner else map(repr, activation.P))
+    arguments = ",".join(map(activation_text, inner) if inner else map(repr, activation.P))
     first = text = f"{function.__module__}.{function.__qualname__}({arguments})"
     count = 1
     # Of two functions of one name, as a notebook defines them, each keeps a text of its own.
@@ -430,7 +430,7 @@ def activation_of(text: str) -> Any:
     return _TEXTS[text]
 
 
-TEXTS[Activation] = Text(text_of, activation_of, "(id({0}.value), id({0}.derivative), {0}.reads, {0}.P)")
+TEXTS[Activation] = Text(activation_text, activation_of, "(id({0}.value), id({0}.derivative), {0}.reads, {0}.P)")
 
 
 def _fields(activation: Any) -> tuple[Any, Any, Any, tuple[Any, ...]]:

@@ -21,7 +21,7 @@ from ._attention_kernel import (
     _attention_dkv_kernel,
     _attention_dq_kernel,
     _attention_fwd_kernel,
-    tile_of,
+    score_tile,
 )
 from ._device import threshold_and_scale
 from ._launch import architecture, cdiv, interpreted, launch, next_power_of_2, stops
@@ -98,7 +98,7 @@ def attention_fwd(
     if keys == 0:
         return y.zero_(), lse.zero_()
     window = _seen(window, rows, keys)
-    tile = tile_of("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
+    tile = score_tile("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
     # An exponent of 2 saves a product for each score. It costs float32, and a mask that is added, some of their digits.
     base_2 = q.dtype is not torch.float32 and not _added(mask)
     _, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, base_2)
@@ -176,7 +176,7 @@ def attention_bwd(
     counts = (*mask_strides, heads, rows, keys, *limits, scale, factor, cap)
     seed, added = seed if p else None, {"ADDED": _added(mask)}
     parts = torch.empty(deltas.shape, dtype=torch.float32, device=q.device) if _added(mask) else None
-    tile = tile_of("dq", size, q.dtype, arch, load)
+    tile = score_tile("dq", size, q.dtype, arch, load)
     launch(
         _attention_dq_kernel,
         batch * heads * cdiv(rows, tile.m),
@@ -185,7 +185,7 @@ def attention_bwd(
         tile.num_warps,
         tile.num_stages,
     )
-    tile = tile_of("dkv", size, q.dtype, arch, load)
+    tile = score_tile("dkv", size, q.dtype, arch, load)
     launch(
         _attention_dkv_kernel,
         batch * k.shape[1] * cdiv(keys, tile.n),
@@ -210,7 +210,7 @@ def _added(mask: Tensor | None) -> bool:
     return mask is not None and mask.is_floating_point()
 
 
-def takes(dtype: torch.dtype, size: int) -> bool:
+def takes_heads(dtype: torch.dtype, size: int) -> bool:
     """Whether there are kernels for heads of this dtype and size."""
     return 0 < size <= (MAX_HEAD if dtype in _HALF else 128 if dtype is torch.float32 else 0)
 
@@ -236,7 +236,7 @@ def _checked(
     (batch, heads, rows, size), (kv_heads, keys) = q.shape, k.shape[1:3]
     if not kv_heads or heads % kv_heads:
         raise ValueError(f"{kv_heads} key heads must divide {heads} heads")
-    if not takes(q.dtype, size) or k.dtype is not q.dtype or v.dtype is not q.dtype:
+    if not takes_heads(q.dtype, size) or k.dtype is not q.dtype or v.dtype is not q.dtype:
         got = f"{q.dtype}, {k.dtype} and {v.dtype} of {size}"
         raise ValueError(f"the kernels are for heads of 1 to 256 in float16 or bfloat16, 128 in float32, not {got}")
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):

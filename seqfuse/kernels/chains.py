@@ -21,7 +21,7 @@ from torch import Tensor
 from ._device import threshold_and_scale
 from ._launch import next_power_of_2
 from ._operators import as_rows
-from .activations import ACTIVATIONS, activation_of, name_of, text_of
+from .activations import ACTIVATIONS, activation_name, activation_of, activation_text
 
 ACT = 0
 DACT = 1
@@ -72,9 +72,9 @@ class ChainStep:
 
 
 def _unary(kind: int, prefix: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> ChainStep:
-    text = f"{prefix}:{text_of(activation)}"
+    text = f"{prefix}:{activation_text(activation)}"
     label = "" if prefix == "act" else prefix + "_"
-    return ChainStep(kind, label + name_of(activation), functions, tuple(activation.P), text=text, **rest)
+    return ChainStep(kind, label + activation_name(activation), functions, tuple(activation.P), text=text, **rest)
 
 
 def act(activation: Any) -> ChainStep:
@@ -94,8 +94,9 @@ def _unit(kind: int, prefix: str, activation: Any, up: Any, packing: str, deriva
     functions = tuple(of.value for of in pair)
     if derivatives:
         functions += tuple(part for of in pair for part in (of.derivative, of.reads == "output"))
-    text = f"{prefix}:{text_of(activation)}:{text_of(up)}:{packing}"
-    label = f"{prefix}_{name_of(activation)}" + (f"_{name_of(up)}" if up is not ACTIVATIONS["identity"] else "")
+    text = f"{prefix}:{activation_text(activation)}:{activation_text(up)}:{packing}"
+    label = f"{prefix}_{activation_name(activation)}"
+    label += f"_{activation_name(up)}" if up is not ACTIVATIONS["identity"] else ""
     label += f"_{packing}" if packing != PACKINGS[0] else ""
     numbers = tuple(activation.P), tuple(up.P)
     return ChainStep(kind, label, functions, numbers, packing=packing, text=text, **rest)
@@ -333,7 +334,7 @@ def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
     return elements // block_n, block_n
 
 
-def fit(step: ChainStep, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
+def fit_operand(step: ChainStep, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
     """An operand of a step as kernels read it: rows of one stride, a row, factors or a seed; else `ValueError`."""
     if step.operand == "seed":
         if operand.numel() != 1 or operand.dtype is not torch.int64:

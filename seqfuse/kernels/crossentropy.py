@@ -13,7 +13,7 @@ from ._launch import architecture, launch, next_power_of_2, register_limit, stop
 from ._operators import operator
 from .activations import exponential, is_half, tanh
 from .c import crossentropy as c_crossentropy
-from .c.crossentropy import check
+from .c.crossentropy import check_logits
 
 _WIDEST = 8192  # bytes
 # Rows of more bytes than this take a program of 32 warps, of which a processor has room for one: 132 rows of 128k
@@ -169,7 +169,7 @@ def cross_entropy_(
     Raises:
         ValueError: for shapes that differ, no or more than 2^30 classes, or classes that are not contiguous.
     """
-    check(logits, targets, scale, softmax)
+    check_logits(logits, targets, scale, softmax)
     R, V = logits.shape
     compute, triton_compute = (
         (torch.float64, tl.float64) if logits.dtype is torch.float64 else (torch.float32, tl.float32)

@@ -222,7 +222,7 @@ def _precision(x: Tensor, tf32: bool) -> str:
     return "tf32" if tf32 or x.element_size() == 2 else "ieee"
 
 
-def takes(*operands: Tensor) -> bool:
+def multiplies(*operands: Tensor) -> bool:
     """Whether the kernels multiply tensors of these dtypes."""
     first = operands[0].dtype
     return first in (torch.float32, torch.bfloat16, torch.float16) and all(t.dtype is first for t in operands)
@@ -231,7 +231,7 @@ def takes(*operands: Tensor) -> bool:
 def _checked(offsets: Tensor, **matrices: Tensor) -> None:
     if offsets.ndim != 1 or not 0 < len(offsets) <= _MOST_GROUPS:
         raise ValueError(f"expects the ends of 1 to {_MOST_GROUPS} groups, got {tuple(offsets.shape)}")
-    if not takes(*matrices.values()):
+    if not multiplies(*matrices.values()):
         raise ValueError(f"expects matrices of one dtype, got {[str(t.dtype) for t in matrices.values()]}")
     for name, t in matrices.items():
         if t.ndim == 2 and t.stride(1) != 1 and t.shape[1] > 1 and len(t):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ._device import column_sums, threshold_and_scale
 from ._launch import architecture, cdiv, family, launch, next_power_of_2, processors, register_limit, stops
 from ._norm_kernel import _norm_bwd_kernel, _norm_fwd_kernel, _norm_sums_kernel
-from ._operators import as_rows, bound, columns_of, operator
+from ._operators import as_rows, bound, norm_columns, operator
 from .activations import Activation, is_composed
 from .c import norm as c_norm
 
@@ -207,7 +207,7 @@ def norm_fwd(
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
     """
-    N = columns_of(x, weight=weight, bias=bias, pre_bias=pre_bias)
+    N = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias)
     compute, triton_compute = _compute(x)
     prologue = pre_bias is not None or seed is not None or residual is not None
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
@@ -288,7 +288,7 @@ def norm_bwd(
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
     """
-    N = columns_of(x, weight=weight, bias=bias)
+    N = norm_columns(x, weight=weight, bias=bias)
     centered, device = mean is not None, x.device
     wanted = (dweight, dbias, dpre_bias)
     out = torch.empty(x.shape, dtype=x.dtype, device=device) if dx else None
@@ -369,7 +369,7 @@ def norm_bwd(
     return results
 
 
-def backward_of(
+def norm_backward_of(
     centered: bool,
     zero_centered: bool,
     dx: bool,

@@ -32,7 +32,7 @@ from .chains import (
     dropout,
     emit,
     emit_gated,
-    fit,
+    fit_operand,
     gated,
     parse,
     scale,
@@ -183,7 +183,7 @@ def _run(
         for step, parts, again in zip(chain.steps, chain.parts, chain.again, strict=False):
             operand = next(given) if step.operand else None
             if operand is not None:
-                operand = fit(step, operand, lead, parts * width)
+                operand = fit_operand(step, operand, lead, parts * width)
             elif again:
                 operand = read
             taken.append(None if again and _alike(operand, read) else operand)

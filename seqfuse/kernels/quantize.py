@@ -38,7 +38,7 @@ class QuantizeTile:
     num_warps: int
 
 
-def tile_of(scaling: Scaling, many: bool) -> QuantizeTile:
+def quantize_tile(scaling: Scaling, many: bool) -> QuantizeTile:
     """A block of 128 x 128 where blocks are of 128, 32 numbers per thread; twice as many unless there are `many`."""
     return QuantizeTile(128, 128, 16 if many else 8) if "128" in scaling else QuantizeTile(64, 128, 8)
 
@@ -135,7 +135,7 @@ def quantize(
     source = as_rows("x", x, N)
     # Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
     many = not columns or M % MULTIPLE == 0 or family(architecture(device)) == "sm_90"
-    tile = tile_of(scaling, many)
+    tile = quantize_tile(scaling, many)
     grid, sizes = cdiv(M, tile.m) * cdiv(N, tile.n), {"BLOCK_M": tile.m, "BLOCK_N": tile.n}
     whole = by_row = by_column = None
     if scaling in ("tensor", "row"):

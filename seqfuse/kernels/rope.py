@@ -20,8 +20,8 @@ from ._heads import (
     check_normed,
     check_scales,
     check_weights,
-    checked,
     frequencies_of,
+    head_sizes,
     rows_of_angles,
     spread,
 )
@@ -42,7 +42,7 @@ class HeadTile:
     num_warps: int
 
 
-def tile_of(heads: int, size: int, rotary: int, most: int, amd: bool) -> HeadTile:
+def head_tile(heads: int, size: int, rotary: int, most: int, amd: bool) -> HeadTile:
     """At most `most` elements, of four heads where they fit; of one where masks cut a head, which costs registers.
 
     On NVIDIA masks are few registers of their own, on AMD pairs of scalars for each address.
@@ -137,7 +137,7 @@ def rope_fwd(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
-    size, rotary = checked(x, heads, kv_heads, rotation, bias=bias)
+    size, rotary = head_sizes(x, heads, kv_heads, rotation, bias=bias)
     check_weights(size, q_weight, k_weight)
     norm, known = norm_eps is not None, heads + kv_heads
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -148,7 +148,7 @@ def rope_fwd(
     source = as_rows("x", x, x.shape[-1])
     M = source.shape[0]
     around, period, by_pair = _angles_of(x, rotation, positions, cos, sin)
-    tile = tile_of(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
+    tile = head_tile(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
     launch(
         _rope_fwd_kernel,
         cdiv(M, tile.m) * cdiv(heads + 2 * kv_heads, tile.h),
@@ -202,7 +202,7 @@ def rope_bwd(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
-    size, rotary = checked(dy, heads, kv_heads, rotation)
+    size, rotary = head_sizes(dy, heads, kv_heads, rotation)
     check_normed(dy, x, rstd)
     check_weights(size, q_weight, k_weight)
     width, parts, known, device = dy.shape[-1], heads + 2 * kv_heads, heads + kv_heads, dy.device
@@ -222,7 +222,7 @@ def rope_bwd(
             if total is not None:
                 total.zero_()
         return results
-    tile = tile_of(parts, size, rotary, _BACKWARD, _amd(device))
+    tile = head_tile(parts, size, rotary, _BACKWARD, _amd(device))
     across = cdiv(parts, tile.h)
     programs = min(cdiv(M, tile.m), max(1, 8 * processors(device) // across))
     steps = cdiv(cdiv(M, tile.m), programs)
@@ -291,7 +291,7 @@ def rope_write(
     """
     if x.ndim != 2:
         raise ValueError(f"x must be [B, C], one row of each sequence, got {tuple(x.shape)}")
-    size, rotary = checked(x.unsqueeze(1), heads, kv_heads, rotation, bias=bias)
+    size, rotary = head_sizes(x.unsqueeze(1), heads, kv_heads, rotation, bias=bias)
     check_weights(size, q_weight, k_weight)
     batch, rows = x.shape[0], k.shape[2] if k.ndim == 4 else 0
     q = torch.empty((batch, heads, size), dtype=x.dtype, device=x.device)
@@ -307,7 +307,7 @@ def rope_write(
     for name, tensor in (("x", x), ("k", k), ("v", v)):
         inner_contiguous(name, tensor)
     norm = norm_eps is not None
-    fixed = _constexprs(tile_of(1, size, rotary, 1, amd=False), norm, size, rotation, zero_centered)
+    fixed = _constexprs(head_tile(1, size, rotary, 1, amd=False), norm, size, rotation, zero_centered)
     del fixed["BLOCK_M"], fixed["BLOCK_H"]
     launch(
         _rope_write_kernel,

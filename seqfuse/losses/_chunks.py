@@ -64,7 +64,7 @@ class How(NamedTuple):
 _HINTS = typing.get_type_hints(How)
 
 
-def check(how: How, x: Any, weight: Any, targets: Any, bias: Any) -> torch.dtype:
+def check_inputs(how: How, x: Any, weight: Any, targets: Any, bias: Any) -> torch.dtype:
     """Check what was given; the dtype of the GEMMs."""
     named: dict[str, Any] = {"x": x, "weight": weight, "targets": targets}
     named |= {} if bias is None else {"bias": bias}

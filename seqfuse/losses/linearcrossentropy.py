@@ -17,7 +17,7 @@ from ._chunks import (
     LinearCrossEntropyNode,
     LinearCrossEntropyRows,
     Reduction,
-    check,
+    check_inputs,
     check_targets,
     counted_rows,
     flat,
@@ -193,7 +193,7 @@ def linear_cross_entropy(
 
 
 def _run(how: How, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-    product = check(how, x, weight, targets, bias)
+    product = check_inputs(how, x, weight, targets, bias)
     given = (x, weight, targets) if bias is None else (x, weight, targets, bias)
     if (
         torch.compiler.is_compiling()

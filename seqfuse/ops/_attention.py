@@ -121,13 +121,13 @@ class Scores:
             return False
         from ..kernels.c import attention, mask
 
-        if watched() or not all(mask.takes(t) for t in (q, self.seed, self.mask) if t is not None):
+        if watched() or not all(mask.makes_mask(t) for t in (q, self.seed, self.mask) if t is not None):
             return False
         if type(q) is not Tensor:  # a plan, which has no numbers
-            attention.ask(drops, self.softcap is not None, q.dtype)
+            attention.ask_for_both(drops, self.softcap is not None, q.dtype)
             return True
         try:
-            attention.compiled(drops, self.softcap is not None, q.dtype)
+            attention.compile_both(drops, self.softcap is not None, q.dtype)
         except CompileError as error:
             gave_up("Attention", error)
             return False

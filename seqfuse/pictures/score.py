@@ -61,7 +61,7 @@ class Block:
         return self.columns[0].operation["at"] + self.times * len(self.columns) - 1
 
 
-def columns_of(plan: PlanData) -> list[Column]:
+def plan_columns(plan: PlanData) -> list[Column]:
     """One column for each position."""
     ahead, back = _marks(plan["forward"]), _marks(plan["backward"])
     segment: dict[int, int] = {}

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from .data import Kind, PlanData
 from .markup import Markup, cut, cut_before, escaped, number, tag, width
-from .score import ANY, Block, Column, Mark, columns_of, fold, lines_of
+from .score import ANY, Block, Column, Mark, fold, lines_of, plan_columns
 from .style import COLORS, NAMES, SHAPES, SIGNS
 from .text import counted, sized
 
@@ -56,7 +56,7 @@ class _Picture:
     def __init__(self, plan: PlanData, most: int) -> None:
         self._plan, self._turns = plan, 0
         self._backward = bool(plan["backward"])
-        columns = columns_of(plan)
+        columns = plan_columns(plan)
         self._saves = any(c.operation["saves"] or (c.forward and c.forward.saves) for c in columns)
         self._blocks = fold(columns, looks)
         names = max((_least(c.operation["name"], _NAME) for c in columns), default=0.0) + 16

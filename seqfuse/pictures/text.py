@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, QuantizationData, RefusalData
 from .markup import printable
-from .score import Mark, columns_of, fold
+from .score import Mark, fold, plan_columns
 
 WIDTH = 80
 NARROWEST = 60
@@ -67,7 +67,7 @@ def render(plan: PlanData, width: int | None = None) -> str:
     width = width or terminal_width()
     head, counts, *memory = plan["summary"]
     lines = _wrap(f"{head}: {counts}", "  ", width)
-    blocks = fold(columns_of(plan), lambda column: (column.operation["name"], column.forward, column.backward))
+    blocks = fold(plan_columns(plan), lambda column: (column.operation["name"], column.forward, column.backward))
     rows = [(_label(c.operation), _marked(c.forward), _marked(c.backward)) for block in blocks for c in block.columns]
     wide, ahead, back = _widths([("operation", "forward", "backward"), *rows], width - 10)
     lines.append(f"{'at':>4}  {'operation':<{wide}}  {'forward':<{ahead}}  backward".rstrip())
@@ -267,7 +267,7 @@ def sized(n: int, like: int | None = None) -> str:
     return f"{n / scale:,.{2 if like < 10 * scale else 1 if like < 100 * scale else 0}f} {unit}"
 
 
-def compared(n: int, **others: int) -> str:
+def bytes_against(n: int, **others: int) -> str:
     """A number of bytes, and what multiple it is of others, which are named, all in one unit."""
     most = max(n, *others.values())
     than = (

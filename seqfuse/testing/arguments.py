@@ -14,7 +14,7 @@ from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 
 
-def check_arguments(kit: str, x: object, ops: Iterable[object], dtypes: object) -> None:
+def check_kit_arguments(kit: str, x: object, ops: Iterable[object], dtypes: object) -> None:
     """Refuse an x that is no floating-point tensor, operations that are no modules, dtypes that nothing can be run in.
 
     Raises:

@@ -23,7 +23,7 @@ from ..recipes import within
 from ..run import Fuser, Sequential
 from ..run.lower import OnStep
 from ..settings import at_all_costs
-from .structure import Tree, Untouched, assert_bitwise_equal, copied
+from .structure import Tree, Untouched, assert_bitwise_equal, copied_module
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
 HUGE, _MOST_SUBSETS = "huge", 32
@@ -153,7 +153,7 @@ class Specimen:
 
     def at(self, dtype: torch.dtype, *, wide: bool = False) -> Sequential:
         """A copy of the sequence with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
-        return copied(self.root).to(dtype).to(torch.float64 if wide else dtype)
+        return copied_module(self.root).to(dtype).to(torch.float64 if wide else dtype)
 
     def bench(
         self,

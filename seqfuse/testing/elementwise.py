@@ -85,7 +85,7 @@ def activations(specimen: Specimen) -> Iterator[Pointwise]:
                 yield found
 
 
-def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequence[torch.dtype]) -> str | None:
+def compare_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequence[torch.dtype]) -> str | None:
     """Compare `value` and `derivative` in a kernel with the passes of the operation; or the reason that nothing was.
 
     Raises AssertionError naming the case, and y or d_x.

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..env import Env
 from ..fusion import FusedOperation
 from ..settings import fusing
-from .arguments import check_arguments, check_fusion_arguments
+from .arguments import check_fusion_arguments, check_kit_arguments
 from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
 from .judge import saying
 from .operations import DTYPES
-from .patterns import at_another_width, configured_once, configured_otherwise, described, example_lists
+from .patterns import at_another_width, configured_once, configured_otherwise, example_lists, listed_types
 from .probe import NotRun, Probe
 
 
@@ -95,7 +95,7 @@ def check_fusion(
     """
     __tracebackhide__ = True
     check_fusion_arguments(fusion, env)
-    check_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes)
+    check_kit_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes)
     try:
         with seeded(seed, x.device), as_on_a_gpu(), fusing(unmeasured=True):
             found = _check(fusion, x, ops, seed, dtypes, env, channels)
@@ -127,7 +127,7 @@ def _check(
     unused: dict[str, list[str]] = {}
     count, matched = 0, False
     for i, (operations, x) in enumerate(lists):
-        where = f"{name} on {described(operations)}"
+        where = f"{name} on {listed_types(operations)}"
         if env is not None:
             with saying(where):
                 planned = Probe(fusion, Specimen(operations, x, channels, seed), env.dtype)
@@ -139,16 +139,16 @@ def _check(
             if refused is None:
                 made, left_out = probe.check(where, whole=i == 0)
                 count += made
-                skipped += [f"{described(operations)}, {what}" for what in left_out]
+                skipped += [f"{listed_types(operations)}, {what}" for what in left_out]
                 unknown = None if checked else probe.unknown_memory()
                 skipped += [f"what it saves for backward: {unknown}"] if unknown is not None else []
-                checked += [described(operations)] * (described(operations) not in checked)
+                checked += [listed_types(operations)] * (listed_types(operations) not in checked)
             elif env is None and dtypes is not None and i == 0:
                 raise type(refused)(f"{where}: {refused}{_interpreted(refused, x)}")
             else:
                 matched = matched or isinstance(refused, NotRun)
-                skipped.append(f"{described(operations)} in {dtype}: {refused}")
-                unused.setdefault(str(refused), []).append(f"{described(operations)} in {dtype}")
+                skipped.append(f"{listed_types(operations)} in {dtype}: {refused}")
+                unused.setdefault(str(refused), []).append(f"{listed_types(operations)} in {dtype}")
     if not checked and env is None:
         why = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in unused.items())
         raise (NotRun if matched else AssertionError)(f"{name} is never used; {why}{_interpreted(why, x)}")
@@ -176,7 +176,7 @@ def _otherwise(
     misses = f"{fusion.__name__} misses a configuration, to be respected or refused in `requires`: "
     others = [(f"{misses}{operations}", operations, like) for operations, like in configured_otherwise(fusion, x)]
     for operations, like in at_another_width(fusion, x) if not channels else ():
-        others.append((f"{fusion.__name__} on {described(operations)}, {like.shape[-1]} columns", operations, like))
+        others.append((f"{fusion.__name__} on {listed_types(operations)}, {like.shape[-1]} columns", operations, like))
     for where, operations, like in others:
         for dtype in dtypes or DTYPES:
             with saying(where):

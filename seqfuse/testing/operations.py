@@ -15,9 +15,9 @@ from ..errors import StateError
 from ..operation import UnfusedOperation
 from ..plan.step import Wants
 from ..saved import Saved, copied
-from .arguments import check_arguments
+from .arguments import check_kit_arguments
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
-from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
+from .elementwise import activations, assert_elementwise, check_derivative_reference, compare_device_functions
 from .fakes import assert_fakes_alike
 from .judge import (
     LOW,
@@ -98,7 +98,7 @@ def check_op(
         PluginError: where the engine found that the class breaks its contract.
     """
     __tracebackhide__ = True
-    check_arguments("check_op", x, [op], dtypes)
+    check_kit_arguments("check_op", x, [op], dtypes)
     try:
         with seeded(seed, x.device):
             return _check(op, x, seed, dtypes, channels)
@@ -143,7 +143,7 @@ def _check(
     for act in activations(specimen):
         part = "" if type(act) is type(op) else f"activation {type(act).__name__}: "
         with saying(f"{name}, {part[:-2]}" if part else name):
-            unchecked = check_device_functions(act, x, seed, dtypes)
+            unchecked = compare_device_functions(act, x, seed, dtypes)
         skipped += [part + unchecked] if unchecked else []
     other = Specimen([copy.deepcopy(op).train(not op.training)], x, channels, seed)
     _check_numbers(f"{name} in {'evaluation' if op.training else 'training'}", other, small)

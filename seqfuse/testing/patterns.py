@@ -211,6 +211,6 @@ def _bare(operation: UnfusedOperation) -> UnfusedOperation:
     return operation
 
 
-def described(operations: Sequence[torch.nn.Module]) -> str:
+def listed_types(operations: Sequence[torch.nn.Module]) -> str:
     """A sequence as `[Linear, Bias]`."""
     return f"[{', '.join(type(operation).__name__ for operation in operations)}]"

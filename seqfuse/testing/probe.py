@@ -199,7 +199,7 @@ class Probe:
                 dict(zip(places, made[self.start :], strict=False))
                 for made in (own, self._own(case, seed, wide=True)[1])
             )
-            for field in compared(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
+            for field in saved_fields(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
                 tensors = field.fused, field.unfused, field.reference
                 f[field.name], u[field.name], r[field.name] = map(_spoiled, tensors) if infinite else tensors
         trees: list[dict[str, Any]] = [fused.tree, unfused.tree, self.specimen.references(case, seed, wide=True).tree]
@@ -315,7 +315,7 @@ class SavedField:
     reference: Tensor
 
 
-def compared(
+def saved_fields(
     fusion: FusedOperation,
     saved: Mapping[str, Any],
     own: Mapping[str, Saved],

@@ -12,7 +12,7 @@ from torch import Tensor
 Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"] | None
 
 
-def copied(module: Any) -> Any:
+def copied_module(module: Any) -> Any:
     """A deep copy. Each module has ten empty dictionaries of hooks, half of what a copy takes: those are not walked."""
     attributes: list[dict[str, Any]] = [vars(inner) for inner in module.modules()]
     held = [value for of_one in attributes for value in of_one.values()]

@@ -23,7 +23,7 @@ from ..plan.reference import transformed
 from ..plan.schedule import Candidate
 from ..settings import settings
 from ..traffic import unfused
-from .candidates import CalledRegion, passes, real, stretches
+from .candidates import CalledRegion, called_regions, passes, real_parameters
 from .ranks import Ranks
 from .report import NOT_KEPT, OUT_OF_BUDGET, Row, TuneReport
 from .shadow import MODES, Shadow
@@ -162,7 +162,7 @@ class _Search:
             if ended is not None:
                 self._skipped.append(f"what comes after an error in {mode} mode: {ended}")
             for site in sites:
-                for stretch in stretches(site):
+                for stretch in called_regions(site):
                     if isinstance(stretch, str):
                         self._skipped.append(stretch)
                     else:
@@ -211,7 +211,7 @@ class _Search:
         lost: KernelError | None = None
         result, job.unkept, job.note = None, None, ""
         try:
-            with real(job.stretch, job.candidate):
+            with real_parameters(job.stretch, job.candidate):
                 device = job.stretch.site.entering[job.candidate.start][0].device
                 seconds = attempt**2 * SECONDS
                 result = time_passes(lambda: passes(job.stretch, job.candidate), device, seconds)

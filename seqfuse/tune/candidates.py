@@ -43,7 +43,7 @@ class CalledRegion:
         return Known(self.entered)
 
 
-def stretches(site: Site) -> Generator[CalledRegion | str]:
+def called_regions(site: Site) -> Generator[CalledRegion | str]:
     """The regions of a container that ran, or why one cannot be measured."""
     op_list = site.op_list
     for part in op_list.parts:
@@ -123,7 +123,7 @@ def _segment(stretch: CalledRegion, a: int, b: int, candidate: Candidate, ahead:
 
 
 @contextlib.contextmanager
-def real(stretch: CalledRegion, candidate: Candidate) -> Generator[None]:
+def real_parameters(stretch: CalledRegion, candidate: Candidate) -> Generator[None]:
     """Within the block, the parameters that a candidate reads are copies of the model's, rather than fake."""
     inside = stretch.site.op_list.nodes[candidate.start : candidate.stop]
     owners = [m for node in inside for m in node.operation.modules()]

@@ -122,11 +122,11 @@ def test_one_function_is_composed_of_itself() -> None:
 
 def test_a_composition_has_a_name_and_is_known_by_its_text() -> None:
     first, again = made("composed"), made("composed")
-    assert activations.name_of(first) == "silu+scaled[1.5]+tanh+gelu"
-    assert activations.text_of(first) == activations.text_of(again)
+    assert activations.activation_name(first) == "silu+scaled[1.5]+tanh+gelu"
+    assert activations.activation_text(first) == activations.activation_text(again)
     other = activations.composed(activations.ACTIVATIONS["gelu"], activations.scale(2.5))
-    assert activations.text_of(other) != activations.text_of(first)
-    assert activations.activation_of(activations.text_of(other)).P == other.P
+    assert activations.activation_text(other) != activations.activation_text(first)
+    assert activations.activation_of(activations.activation_text(other)).P == other.P
 
 
 @triton.jit
@@ -144,15 +144,15 @@ class Rooted:
 
 
 def test_operators_take_any_activation_by_its_text(device: torch.device) -> None:
-    text, gelu = activations.text_of(Rooted), activations.ACTIVATIONS["gelu"]
+    text, gelu = activations.activation_text(Rooted), activations.ACTIVATIONS["gelu"]
     assert text == f"{__name__}._rooted(3.0)"
     same = activations.Activation(*[getattr(gelu, name) for name in activations.Activation._fields])
-    assert activations.text_of(same) == "gelu"
+    assert activations.activation_text(same) == "gelu"
     x, weight = torch.randn(5, 7, device=device), torch.ones(7, device=device)
     y = torch.ops.seqfuse.norm(x, weight, None, 1e-5, act=text)[0]
     assert_bitwise_equal(y, norm_fwd(x, weight, None, 1e-5, act=Rooted).y)
     other = SimpleNamespace(value=_rooted, derivative=_rooted, reads="input", P=(3.0,))
-    assert activations.text_of(other) == f"{text}#2"
+    assert activations.activation_text(other) == f"{text}#2"
     assert activations.activation_of(f"{text}#2").derivative is _rooted
 
 

@@ -39,7 +39,7 @@ def small(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) 
 
 @pytest.fixture(autouse=True)
 def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "tile_of", small)
+    monkeypatch.setattr(attention, "score_tile", small)
 
 
 def test_tiles_are_of_sizes_that_can_be_compiled() -> None:
@@ -244,7 +244,7 @@ def test_any_regime_of_numbers(regime: str, dtype: torch.dtype, device: torch.de
 def test_the_size_of_a_block_is_of_no_consequence(
     tile: ScoreTile, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(attention, "tile_of", lambda *_: tile)
+    monkeypatch.setattr(attention, "score_tile", lambda *_: tile)
     for how in ("causal window", "packed"):
         check(functools.partial(drawn, 1, 2, 1, 70, 8, torch.float32, device), limits(how, 70, device))
 
@@ -487,20 +487,20 @@ def test_every_architecture_has_the_tiles_of_its_family() -> None:
 def test_operations_know_what_the_kernels_take() -> None:
     for dtype in (*DTYPES, torch.float64):
         for size in (0, 1, 128, 129, 256, 257):
-            assert attention.takes(dtype, size) == (0 < size <= _attention._WIDEST.get(dtype, 0))
+            assert attention.takes_heads(dtype, size) == (0 < size <= _attention._WIDEST.get(dtype, 0))
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 def test_moves_the_fewest_bytes_where_a_block_holds_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and dq read each of their tensors once and write once; dk and dv, too. Nothing is of size S x S."""
-    monkeypatch.setattr(attention, "tile_of", lambda *_: ScoreTile(64, 16))
+    monkeypatch.setattr(attention, "score_tile", lambda *_: ScoreTile(64, 16))
     qkv, dy = drawn(2, 2, 2, 48, 16, torch.bfloat16, torch.device("cpu"))
     with counted() as traffic:
         (y, *grads), lse = ours(qkv, dy, {"causal": True})
     ahead, dq, dkv = traffic.launches
     assert ahead.total == fewest(*qkv, y, lse)
     assert dq.total == fewest(*qkv, dy, y, lse, grads[0], lse.clone())
-    monkeypatch.setattr(attention, "tile_of", lambda *_: ScoreTile(16, 64))
+    monkeypatch.setattr(attention, "score_tile", lambda *_: ScoreTile(16, 64))
     with counted() as traffic:
         ours(qkv, dy, {"causal": True})
     assert traffic.launches[2].total == fewest(*qkv, dy, lse, *grads[1:], lse.clone())
@@ -511,7 +511,7 @@ def test_moves_the_fewest_bytes_where_a_block_holds_all_rows(monkeypatch: pytest
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 @pytest.mark.parametrize("how", ["causal", "window", "packed"])
 def test_blocks_that_no_row_sees_are_not_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "tile_of", lambda *_: ScoreTile(16, 16))
+    monkeypatch.setattr(attention, "score_tile", lambda *_: ScoreTile(16, 16))
     qkv, dy = drawn(1, 1, 1, 64, 16, torch.float32, torch.device("cpu"))
     given = limits(how, 64, dy.device)
     qkv = tuple(t.contiguous() for t in qkv)

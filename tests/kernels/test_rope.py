@@ -179,7 +179,7 @@ def test_one_pass_equals_the_operations_everywhere(name: str, dtype: torch.dtype
 
 @pytest.mark.triton
 def test_many_rows_go_through_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rope, "tile_of", lambda heads, size, rotary, most, amd: rope.HeadTile(2, 2, 8, 4, 4))
+    monkeypatch.setattr(rope, "head_tile", lambda heads, size, rotary, most, amd: rope.HeadTile(2, 2, 8, 4, 4))
     monkeypatch.setattr(rope, "processors", lambda device: 1)
     check(CASES["all_interleaved"], drawn(CASES["all_interleaved"], (2, 20), torch.float32))
 

@@ -20,12 +20,12 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.pictures import PlanData, style, svg
 from seqfuse.pictures.markup import cut, cut_before, escaped, tag, width
-from seqfuse.pictures.score import LONG, Block, columns_of, fold, lines_of
+from seqfuse.pictures.score import LONG, Block, fold, lines_of, plan_columns
 from seqfuse.pictures.svg import MOST, looks
 from seqfuse.pictures.svg import _listed as listed
 from seqfuse.pictures.svg import _split as split_name
 from seqfuse.pictures.svg import headline as svg_headline
-from seqfuse.pictures.text import compared, extra_time, render, sized
+from seqfuse.pictures.text import bytes_against, extra_time, render, sized
 from seqfuse.plan import Plan
 from seqfuse.run.regions import Region
 from tests.pictures import drawn as drawn_now
@@ -349,7 +349,7 @@ def test_identical_blocks_stand_once_with_their_number() -> None:
     assert len(plan.svg()) < 60_000
     root = drawn(plan)
     assert "× 107" in [text.text for text in root.iter(f"{SVG}text")]
-    blocks = fold(columns_of(plan.as_dict()), looks)
+    blocks = fold(plan_columns(plan.as_dict()), looks)
     assert [b.times for b in blocks if b.times > 1] == [107]
 
 
@@ -357,7 +357,7 @@ def test_blocks_are_folded_where_segments_do_not_end_with_them() -> None:
     rotary = functools.partial(ops.RotaryEmbedding, style="half")
     like: dict[str, Any] = {"norm": ops.RMSNorm, "activation": ops.SwiGLU, "bias": False, "rotary": rotary}
     data = sf.nn.TransformerStack(32, 16, 2, **like, device="meta").plan(env=GPU).as_dict()
-    columns = columns_of(data)
+    columns = plan_columns(data)
     loose = fold(columns, looks)
     assert max(block.times for block in loose) == 31
     assert [made for made, _ in unfolded(loose)] == [looks(c) for c in columns]
@@ -378,7 +378,7 @@ def test_a_long_list_without_repeats_is_drawn_whole_and_stays_narrow() -> None:
 
 
 def test_folding_is_exact(plan: Plan) -> None:
-    columns = columns_of(plan.as_dict())
+    columns = plan_columns(plan.as_dict())
     blocks = fold(columns, looks)
     assert unfolded(blocks) == [(looks(c), c.opens) for c in columns]
     at = 0
@@ -402,7 +402,7 @@ def test_whatever_repeats_is_folded_and_can_be_unfolded(
     modules = [kinds[i]() for i in (*before, *unit * times, *after)]
     # Segments and gradients that begin somewhere are part of what is drawn, so a list without either.
     plan = sf.Sequential(*modules, fusions=()).plan(env=sf.Env.of("cpu", grad=False))
-    columns = columns_of({**plan.as_dict(), "segments": []})
+    columns = plan_columns({**plan.as_dict(), "segments": []})
     blocks = fold(columns, looks)
     assert unfolded(blocks) == [(looks(c), c.opens) for c in columns]
     if len(columns) > LONG and (times - 1) * len(unit) > 20:
@@ -411,7 +411,7 @@ def test_whatever_repeats_is_folded_and_can_be_unfolded(
 
 def test_lines_are_cut_between_steps_where_that_can_be() -> None:
     for make in (PLANS["short"], PLANS["deep"], PLANS["unlike"]):
-        for b in fold(columns_of(make().as_dict()), looks):
+        for b in fold(plan_columns(make().as_dict()), looks):
             lines = lines_of(b, MOST)
             assert [c for line in lines for c in line] == [*b.columns]
             assert all(0 < len(line) <= MOST for line in lines)
@@ -434,20 +434,20 @@ def made(steps: list[int], names: str, segments: list[tuple[int, int]]) -> PlanD
 
 def test_a_block_does_not_begin_within_a_step() -> None:
     # From position 1 on everything repeats itself, but that is the second half of a step.
-    blocks = fold(columns_of(made([2] * 40, "xb" + "ab" * 39, [])), looks)
+    blocks = fold(plan_columns(made([2] * 40, "xb" + "ab" * 39, [])), looks)
     assert [(len(b.columns), b.times) for b in blocks] == [(2, 1), (2, 39)]
 
 
 def test_a_short_segment_does_not_make_a_short_line() -> None:
-    (block,) = fold(columns_of(made([1, 1, 1, 1, 2, 2, 2, 2], "a" * 12, [(0, 4), (4, 12)])), looks)
+    (block,) = fold(plan_columns(made([1, 1, 1, 1, 2, 2, 2, 2], "a" * 12, [(0, 4), (4, 12)])), looks)
     assert [len(line) for line in lines_of(block, 10)] == [10, 2]
-    (block,) = fold(columns_of(made([1] * 12, "a" * 12, [(0, 7), (7, 12)])), looks)
+    (block,) = fold(plan_columns(made([1] * 12, "a" * 12, [(0, 7), (7, 12)])), looks)
     assert [len(line) for line in lines_of(block, 10)] == [7, 5]
 
 
 def test_a_step_longer_than_a_line_goes_on_in_the_next() -> None:
     data = made([1, 14, 1], "a" * 16, [(0, 16)])
-    (block,) = fold(columns_of(data), looks)
+    (block,) = fold(plan_columns(data), looks)
     assert [len(line) for line in lines_of(block, 10)] == [1, 10, 5]
     root = ElementTree.fromstring(svg(data))
     drawn_steps = [title.removeprefix("F, forward fusion, ") for *_, title in boxes(root, {"forward"})]
@@ -508,8 +508,8 @@ def test_times_are_whole_microseconds_or_milliseconds_and_bytes_have_a_ratio() -
         "+0.6 ms",
         "-2.2 ms",
     ]
-    assert compared(2**19, eager_torch=2**20, unfused=0) == "0.50 MiB, 0.50x eager torch (1.00 MiB)"
-    assert compared(90624, unfused=172544) == "0.09 MiB, 0.53x unfused (0.16 MiB)"
+    assert bytes_against(2**19, eager_torch=2**20, unfused=0) == "0.50 MiB, 0.50x eager torch (1.00 MiB)"
+    assert bytes_against(90624, unfused=172544) == "0.09 MiB, 0.53x unfused (0.16 MiB)"
 
 
 @pytest.mark.parametrize("most", [430, 700, 904])

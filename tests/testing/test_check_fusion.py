@@ -14,7 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
 from seqfuse.testing import NotRun, check_fusion, seeded_randn
-from seqfuse.testing.patterns import described, example_lists, known_finals
+from seqfuse.testing.patterns import example_lists, known_finals, listed_types
 from tests.selection import few_cases as few_cases
 
 from .kinds import (
@@ -332,7 +332,7 @@ def test_operations_have_the_dtype_of_the_environment_that_is_asked_for():
 
 
 def lists_for(fusion: type[sf.FusedOperation]) -> list[str]:
-    return [described(made) for made, _ in example_lists(fusion, X)]
+    return [listed_types(made) for made, _ in example_lists(fusion, X)]
 
 
 @FEW

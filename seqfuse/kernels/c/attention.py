@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import compiler
 from .._device import threshold_and_scale
-from .._launch import faking
+from .._launch import is_faking
 from .call import NAMES, CKernel, allocator, header
 
 _LANES, _WIDTH = 16, 64  # multiples of those of `tile.h`
@@ -43,14 +43,14 @@ def _kernel(backward: bool, drops: bool, bends: bool, dtype: torch.dtype) -> CKe
     return CKernel("\n".join([text, *parts]), 11 if backward else 9, 0, 3)
 
 
-def ask(drops: bool, bends: bool, dtype: torch.dtype) -> None:
+def ask_for_both(drops: bool, bends: bool, dtype: torch.dtype) -> None:
     """Have both kernels compiled before they are called."""
     for backward in (False, True):
         compiler.ask(_kernel(backward, drops, bends, dtype).source)
 
 
 @functools.cache
-def compiled(drops: bool, bends: bool, dtype: torch.dtype) -> None:
+def compile_both(drops: bool, bends: bool, dtype: torch.dtype) -> None:
     """Compile both kernels.
 
     Raises:

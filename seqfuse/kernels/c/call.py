@@ -40,12 +40,12 @@ def header(name: str) -> str:
     return Path(__file__).with_name(name).read_text()
 
 
-def load(dtype: torch.dtype, pointer: str, at: str) -> str:
+def load_as(dtype: torch.dtype, pointer: str, at: str) -> str:
     """The element of an array, as float."""
     return f"ld_{_name(dtype)}({pointer}, {at})"
 
 
-def store(dtype: torch.dtype, pointer: str, at: str, value: str) -> str:
+def store_as(dtype: torch.dtype, pointer: str, at: str, value: str) -> str:
     """A statement that rounds a float and stores it."""
     return f"st_{_name(dtype)}({pointer}, {at}, {value});"
 
@@ -198,7 +198,7 @@ def _alike(given: Sequence[Tensor]) -> Callable[..., bool]:
     return lambda *others: [(t.device, t.dtype, t.shape, t.stride()) for t in others] == known
 
 
-def rows_of(t: Tensor, columns: int) -> tuple[int, bool]:
+def row_stride(t: Tensor, columns: int) -> tuple[int, bool]:
     """The stride from row to row of a tensor as [M, columns], and whether it has to be copied to have one."""
     if t.is_contiguous() or t.numel() == 0:
         return columns, False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import activations, chains
-from .call import CKernel, Decided, by_parts, copies, load, parts_of, rows_of, store, written
+from .call import CKernel, Decided, by_parts, copies, load_as, parts_of, row_stride, store_as, written
 from .trace import Lines, Number, apply, gradient
 
 
@@ -99,12 +99,11 @@ def printed(
         return [f"2 * c + {j}" if chain.interleaved and count == 2 else f"c + {j} * W" for j in range(count)]
 
     def matrix(of: torch.dtype, pointer: str, stride: str, count: int) -> list[Number]:
-        return [lines.number(load(of, pointer, f"row * {stride} + {column}")) for column in columns(count)]
+        return [lines.number(load_as(of, pointer, f"row * {stride} + {column}")) for column in columns(count)]
 
     def row(values: Sequence[Number], of: torch.dtype, pointer: str) -> list[Number]:
-        return [
-            v + lines.number(load(of, pointer, column)) for v, column in zip(values, columns(len(values)), strict=True)
-        ]
+        pairs = zip(values, columns(len(values)), strict=True)
+        return [v + lines.number(load_as(of, pointer, column)) for v, column in pairs]
 
     def read(count: int) -> list[Number]:
         at, of = reader
@@ -113,7 +112,7 @@ def printed(
 
     def give(values: Sequence[Number], of: torch.dtype, pointer: str) -> None:
         for value, column in zip(values, columns(len(values)), strict=True):
-            lines.add(store(of, pointer, f"row * {len(values)} * W + {column}", value.name))
+            lines.add(store_as(of, pointer, f"row * {len(values)} * W + {column}", value.name))
 
     tiles = matrix(of_x, "x", "sx", chain.parts[0])
 
@@ -164,7 +163,7 @@ def printed(
             dots.append((of, len(outputs)))
             outputs.append("tokens")
         elif step.kind == chains.TOKEN_SCALE:
-            factor = lines.number(load(of_operand, f"p{operands}", "row"))
+            factor = lines.number(load_as(of_operand, f"p{operands}", "row"))
             tiles = [t * factor for t in tiles]
         elif step.kind == chains.SHIFT:
             shift = f"p{operands}", of_operand
@@ -229,15 +228,14 @@ def _kernel(
             f"{simd}\nfor (I c = c0; c < c0 + n; c++) {{\n{body}\n}}\n}}"
         )
     if dots:
-        kept = "\n".join(store(of, f"o{at}", "row", f"(float)d{i}") for i, (of, at) in enumerate(dots))
+        kept = "\n".join(store_as(of, f"o{at}", "row", f"(float)d{i}") for i, (of, at) in enumerate(dots))
         inner = f"double {', '.join(f'd{i} = 0' for i in range(len(dots)))};\n{inner}\n{kept}"
     start = f"float *restrict s = scratch + part * {sums} * W;\nmemset(s, 0, 4 * {sums} * W);\n" if sums else ""
     text = by_parts("M", f"{start}{keys}\n", f"{inner}\n")
     at = 0
     for i, (of, count) in zip((i for i, kind in enumerate(outputs) if kind == "row"), totals, strict=True):
-        text += (
-            f"{{\nI from = {at} * W, N = {count} * W;\n{total(sums, store(of, f'o{i}', 'c', '(float)sum[c - c0]'))}}}\n"
-        )
+        keep = store_as(of, f"o{i}", "c", "(float)sum[c - c0]")
+        text += f"{{\nI from = {at} * W, N = {count} * W;\n{total(sums, keep)}}}\n"
         at += count
     return written(pointers, integers, numbers.names("f"), text, *["philox.h"] * bool(drops))
 
@@ -271,7 +269,7 @@ def decide(
     width, made = chain.results(x.shape, dtype, dtypes)
     lead, columns = tuple(x.shape[:-1]), width * chain.parts[0]
     rows = x.numel() // columns if columns else 0
-    stride, copy = rows_of(x, columns)
+    stride, copy = row_stride(x, columns)
     strides, copied = [stride], [0] * copy
     left: Iterator[Tensor | None] = iter(operands)
     at = 0
@@ -282,11 +280,11 @@ def decide(
                 continue
             at += 1
             if step.operand in ("seed", "row", "packed row", "tokens"):
-                chains.fit(step, given, lead, parts * width)
+                chains.fit_operand(step, given, lead, parts * width)
                 stride, copy = 0, not given.is_contiguous()
             else:
                 own = parts * width * (2 if step.operand == "packed" else 1)
-                stride, copy = rows_of(given, own)
+                stride, copy = row_stride(given, own)
                 if given.ndim and tuple(given.shape) != (*lead, own):
                     raise ValueError(f"{step.name} takes shape {(*lead, own)}, got {tuple(given.shape)}")
             strides.append(stride)

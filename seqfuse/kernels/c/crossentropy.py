@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import activations
 from .._operators import inner_contiguous
-from .call import CKernel, Decided, by_parts, load, parts_of, store, written
+from .call import CKernel, Decided, by_parts, load_as, parts_of, store_as, written
 from .trace import Lines, Number, _language, apply
 
 MAX_CLASSES = 2**30
@@ -26,7 +26,7 @@ _BLOCK = 1024
 
 def _logit(lines: Lines, of: torch.dtype, at: str, softcap: bool) -> tuple[Number, Number]:
     """A logit after the soft-cap, and what went into that."""
-    u = z = lines.number(load(of, "logits", at))
+    u = z = lines.number(load_as(of, "logits", at))
     if softcap:
         cap = Number(lines, "softcap")
         u = z / cap
@@ -81,7 +81,7 @@ def kernel_of(
         lines = Lines()
         each, _ = _logit(lines, of, "at + c", softcap)
         exponential = "\n".join(lines.lines)
-        raw, most = load(of, "logits", "at + c + j"), load(of, "logits", "at + c")
+        raw, most = load_as(of, "logits", "at + c + j"), load_as(of, "logits", "at + c")
         capped = Lines()
         largest = Number(capped, "most")
         bent = apply(activations.tanh, largest / Number(capped, "softcap"), ()) * Number(capped, "softcap")
@@ -100,7 +100,7 @@ def kernel_of(
             f"I last = c0 + {_BLOCK} < V ? c0 + {_BLOCK} : V;\nfloat sum = 0.f, away = 0.f;\n"
             f"#pragma omp simd reduction(+ : sum, away)\nfor (I c = c0; c < last; c++) {{\n{exponential}\n"
             f"float z = {each.name} - top, e = exp_(z);\nsum += e;\n{'away += z;' if smoothing else ''}\n"
-            f"{store(of, 'logits', 'at + c', 'e') if kept else ''}\n}}\n"
+            f"{store_as(of, 'logits', 'at + c', 'e') if kept else ''}\n}}\n"
             f"total += sum;\n{'plain += away;' if smoothing else ''}\n}}\n"
             "double value = log(total) - (1. - smoothing) * ((double)picked - top);\n"
         )
@@ -108,18 +108,22 @@ def kernel_of(
         row += "double lse = top + log(total);\nvalue += z_loss * lse * lse;\n" if z_loss else ""
         row += "loss[row] = counted ? (float)value : 0.f;\nmade[row] = top;\nmade[R + row] = (float)total;\n"
     if gradient:
-        g = "1.f" if scaled is None else load(scaled, "scale", "row")
+        g = "1.f" if scaled is None else load_as(scaled, "scale", "row")
         row += (
             f"double g = counted ? {g} : 0.f, spread = smoothing / V;\nfloat by_softmax = (float)(g / total);\n"
             "float away = (float)(g * spread), at_target = (float)(g * (1. - smoothing + spread));\n"
         )
         row += "float of_lse = (float)(2. * z_loss * (top + log(total)));\n" if z_loss else ""
-        exponential = load(of, "logits", "at + target") if kept else None
+        exponential = load_as(of, "logits", "at + target") if kept else None
         lines, value = _gradient(of, "at + target", "at_target", softcap, z_loss, exponential)
         row += f"float own = 0.f;\nif (known) {{\n{lines}\nown = {value};\n}}\n"
-        lines, value = _gradient(of, "at + c", "away", softcap, z_loss, load(of, "logits", "at + c") if kept else None)
-        row += f"#pragma omp simd\nfor (I c = 0; c < V; c++) {{\n{lines}\n{store(of, 'logits', 'at + c', value)}\n}}\n"
-        row += f"if (known) {store(of, 'logits', 'at + target', 'own')}\n"
+        lines, value = _gradient(
+            of, "at + c", "away", softcap, z_loss, load_as(of, "logits", "at + c") if kept else None
+        )
+        row += (
+            f"#pragma omp simd\nfor (I c = 0; c < V; c++) {{\n{lines}\n{store_as(of, 'logits', 'at + c', value)}\n}}\n"
+        )
+        row += f"if (known) {store_as(of, 'logits', 'at + target', 'own')}\n"
     pointers = ["void *restrict logits", "const int64_t *restrict targets"]
     pointers += ["const void *restrict scale"] * (scaled is not None)
     pointers += ["const float *restrict softmax"] if given else ["float *restrict loss", "float *restrict made"]
@@ -128,7 +132,7 @@ def kernel_of(
     return written(pointers, integers, floats, by_parts("R", "", row))
 
 
-def check(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:
+def check_logits(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:
     """Raise `ValueError` for what no kernel takes."""
     if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
         raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
@@ -154,7 +158,7 @@ def decide(
     gradient: bool,
 ) -> Decided:
     """`crossentropy.cross_entropy_`."""
-    check(logits, targets, scale, softmax)
+    check_logits(logits, targets, scale, softmax)
     if targets.dtype is not torch.int64 or (softmax is not None and softmax.dtype is not torch.float32):
         raise ValueError("targets must be int64, and softmax float32")
     R, V = logits.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import compiler
 from .. import recording
 from .._device import threshold_and_scale
-from .._launch import faking, traced
+from .._launch import is_faking, traced
 from .call import PARALLEL, CKernel, written
 
 _PIECE = 4096
@@ -37,9 +37,9 @@ def _kernel() -> CKernel:
     return written(pointers, ["spans", "length", "threshold"], [], body, "philox.h")
 
 
-def takes(seed: Tensor) -> bool:
+def makes_mask(seed: Tensor) -> bool:
     """Whether a mask is made here: of a plain tensor that nobody watches, or of a fake one, whose shape is all."""
-    return (faking() and not recording()) or (type(seed) is Tensor and not traced())
+    return (is_faking() and not recording()) or (type(seed) is Tensor and not traced())
 
 
 def drop_mask(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | None = None) -> Tensor:
@@ -50,7 +50,7 @@ def drop_mask(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | Non
     one int64.
     """
     drop = torch.empty(shape, dtype=torch.bool, device="cpu")  # whatever the default device is
-    if faking():
+    if is_faking():
         compiler.ask(_kernel().source)
         return drop
     size = drop.numel()

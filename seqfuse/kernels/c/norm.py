@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .._device import threshold_and_scale
-from .._operators import columns_of
-from .call import CKernel, Decided, by_parts, copies, load, parts_of, rows_of, store, written
+from .._operators import norm_columns
+from .call import CKernel, Decided, by_parts, copies, load_as, parts_of, row_stride, store_as, written
 from .chain import Numbers, Printed, dropped, total
 from .trace import Lines, Number, apply, gradient
 
@@ -25,7 +25,7 @@ _Act = tuple[Any, Any, bool, tuple[Any, ...]] | None  # value, derivative, wheth
 
 
 def _gain(lines: Lines, of_weight: torch.dtype, zero_centered: bool) -> Number:
-    gain = lines.number(load(of_weight, "weight", "c"))
+    gain = lines.number(load_as(of_weight, "weight", "c"))
     return gain + 1.0 if zero_centered else gain
 
 
@@ -44,7 +44,7 @@ def _row(of: torch.dtype, pointer: str, stride: str) -> str:
     """C that makes `z` a row in float32: where it lies, if it is."""
     if of is torch.float32:
         return f"const float *restrict z = (const float *){pointer} + row * {stride};\n"
-    return _columns(f"z[c] = {load(of, pointer, f'row * {stride} + c')};", False)
+    return _columns(f"z[c] = {load_as(of, pointer, f'row * {stride} + c')};", False)
 
 
 def _kernel(
@@ -85,14 +85,14 @@ def _printed_forward(
     numbers = Numbers(behind)
     row, source, of_source, stride = "", "x", of_x, "sx"
     if of_stream is not None:
-        z = before.number(load(of_x, "x", "row * sx + c"))
+        z = before.number(load_as(of_x, "x", "row * sx + c"))
         if of_pre_bias is not None:
-            z = z + before.number(load(of_pre_bias, "pre_bias", "c"))
+            z = z + before.number(load_as(of_pre_bias, "pre_bias", "c"))
         if p is not None:
             z = dropped(z, "w[c - c0]", numbers, threshold_and_scale(p), before)
         if of_residual is not None:
-            z = z + before.number(load(of_residual, "residual", "row * sr + c"))
-        before.add(store(of_stream, "stream", "row * W + c", z.name))
+            z = z + before.number(load_as(of_residual, "residual", "row * sr + c"))
+        before.add(store_as(of_stream, "stream", "row * W + c", z.name))
         row = _columns("\n".join(before.lines), p is not None)
         source, of_source, stride = "stream", of_stream, "W"
     row += _row(of_source, source, stride)
@@ -103,10 +103,10 @@ def _printed_forward(
     if of_weight is not None:
         y = y * _gain(behind, of_weight, zero_centered)
     if of_bias is not None:
-        y = y + behind.number(load(of_bias, "bias", "c"))
+        y = y + behind.number(load_as(of_bias, "bias", "c"))
     if act is not None:
         y = apply(act[0], y, numbers.of(act[0], act[3]))
-    behind.add(store(of_y, "y", "row * W + c", y.name))
+    behind.add(store_as(of_y, "y", "row * W + c", y.name))
     row += _columns("\n".join(behind.lines), False)
     made = ["void *restrict y", *["void *restrict stream"] * (of_stream is not None)]
     made += [*["float *restrict means"] * centered, "float *restrict rstds"]
@@ -130,8 +130,8 @@ def _printed_backward(
     spread = of_dx is not None or of_branch is not None or dpre_bias
     first, second = Lines(), Lines()
     numbers = Numbers(first)
-    d = first.number(load(of_dy, "dy", "row * sd + c"))
-    x = first.number(load(of_x, "x", "row * sx + c"))
+    d = first.number(load_as(of_dy, "dy", "row * sd + c"))
+    x = first.number(load_as(of_x, "x", "row * sx + c"))
     xhat = (x - first.number("mean") if centered else x) * first.number("rstd")
     gain = None if of_weight is None else _gain(first, of_weight, zero_centered)
     if act is not None:
@@ -139,16 +139,16 @@ def _printed_backward(
         P = numbers.of(value, P)
         taken = xhat if gain is None else xhat * gain
         if of_bias is not None:
-            taken = taken + first.number(load(of_bias, "bias", "c"))
+            taken = taken + first.number(load_as(of_bias, "bias", "c"))
         d = gradient(derivative, d, apply(value, taken, P) if of_output else taken, P)
     g = d if gain is None else d * gain
     if dweight:
         first.add(f"s[c] += {(d * xhat).name};")
     if dbias:
         first.add(f"s[{int(dweight)} * W + c] += {d.name};")
-    row = f"const float rstd = {load(of_rstd, 'rstds', 'row')};\n"
+    row = f"const float rstd = {load_as(of_rstd, 'rstds', 'row')};\n"
     if of_mean is not None:
-        row += f"const float mean = {load(of_mean, 'means', 'row')};\n"
+        row += f"const float mean = {load_as(of_mean, 'means', 'row')};\n"
     if spread:
         first.add(f"g[c] = {g.name};\nh[c] = {xhat.name};\nby += {g.name} * {xhat.name};")
         if centered:
@@ -170,13 +170,13 @@ def _printed_backward(
             out = out - second.number("plain")
         out = out * second.number("rstd")
         if of_dstream is not None:
-            out = out + second.number(load(of_dstream, "dstream", "row * sa + c"))
+            out = out + second.number(load_as(of_dstream, "dstream", "row * sa + c"))
         if of_dx is not None:
-            second.add(store(of_dx, "dx", "row * W + c", out.name))
+            second.add(store_as(of_dx, "dx", "row * W + c", out.name))
         if p is not None:
             out = dropped(out, "w[c - c0]", numbers, threshold_and_scale(p), second)
         if of_branch is not None:
-            second.add(store(of_branch, "dbranch", "row * W + c", out.name))
+            second.add(store_as(of_branch, "dbranch", "row * W + c", out.name))
         if dpre_bias:
             second.add(f"s[{dweight + dbias} * W + c] += {out.name};")
         row += _columns("\n".join(second.lines), p is not None)
@@ -188,7 +188,7 @@ def _printed_backward(
         made.append("float *restrict scratch")
         part = f"float *restrict s = scratch + part * {len(totals)} * W;\nmemset(s, 0, 4 * {len(totals)} * W);\n"
     for i, (name, of) in enumerate(totals):
-        keep = store(of, name, "c", "(float)sum[c - c0]")
+        keep = store_as(of, name, "c", "(float)sum[c - c0]")
         after += f"{{\nI from = {i} * W, N = W;\n{total(len(totals), keep)}}}\n"
     memory = "float *restrict memory = malloc(8 * W), *restrict g = memory, *restrict h = g + W;\n" if spread else ""
     kernel = _kernel(given, made, strides, numbers, [], memory, part, row, after, p is not None and spread)
@@ -214,7 +214,7 @@ class _Reads:
     def rows(self, name: str, t: Tensor) -> None:
         if t.shape != self._shape:
             raise ValueError(f"{name} must have shape {tuple(self._shape)}, got {tuple(t.shape)}")
-        stride, copy = rows_of(t, self._columns)
+        stride, copy = row_stride(t, self._columns)
         self.strides.append(stride)
         self._next(copy)
 
@@ -232,7 +232,7 @@ def decide_forward(
     stream_dtype: _Dtype,
 ) -> Decided:  # fmt: skip
     """`norm.norm_fwd`."""
-    W = columns_of(x, weight=weight, bias=bias, pre_bias=pre_bias)
+    W = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias)
     given = _Reads(x, W)
     given.rows("x", x)
     for t in (weight, bias, pre_bias, seed):
@@ -258,7 +258,7 @@ def decide_backward(
     dbias: _Dtype, dbranch: bool, dpre_bias: _Dtype, branch_dtype: _Dtype,
 ) -> Decided | None:  # fmt: skip
     """`norm.norm_bwd`; `None` where nothing is asked for."""
-    W = columns_of(x, weight=weight, bias=bias)
+    W = norm_columns(x, weight=weight, bias=bias)
     given = _Reads(x, W)
     given.rows("dy", dy)
     given.rows("x", x)

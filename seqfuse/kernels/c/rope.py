@@ -20,12 +20,12 @@ from .._heads import (
     Rotation,
     check_normed,
     check_weights,
-    checked,
     frequencies_of,
+    head_sizes,
     rows_of_angles,
     spread,
 )
-from .call import CKernel, Decided, by_parts, load, parts_of, rows_of, store, written
+from .call import CKernel, Decided, by_parts, load_as, parts_of, row_stride, store_as, written
 from .chain import total
 
 # Of float32 angles of any size, as in `_rope_kernel._sine_cosine`: reduced to a quarter turn in float64, where adding
@@ -70,7 +70,7 @@ class Angles(NamedTuple):
             if self.positions in _POSITIONS:
                 position = f"((const {_POSITIONS[self.positions]} *)positions)[place]"
             elif self.positions is not None:
-                position = load(self.positions, "positions", "place")
+                position = load_as(self.positions, "positions", "place")
             made = "turn(position * ((const float *)frequencies)[i], &s1[i], &c1[i]);"
             return f"float position = (float){position};\n" + _loop("R / 2", made)
         if self.by_pair:
@@ -80,7 +80,7 @@ class Angles(NamedTuple):
                 (f"{n}{j + 1}", n, of, f"place * R + {self.at('i')[j]}")
                 for n, of in (("c", self.cos), ("s", self.sin)) for j in (0, 1)
             ]  # fmt: skip
-        return _loop("R / 2", *(f"{to}[i] = {load(of, {'c': 'cos', 's': 'sin'}[n], at)};" for to, n, of, at in each))
+        return _loop("R / 2", *(f"{to}[i] = {load_as(of, {'c': 'cos', 's': 'sin'}[n], at)};" for to, n, of, at in each))
 
     def at(self, i: str) -> tuple[str, str]:
         """Where in a head the members of a pair are."""
@@ -102,7 +102,7 @@ def _gains(weights: tuple[torch.dtype, torch.dtype] | None, zero_centered: bool)
     if weights is None:
         return ""
     one = " + 1.f" if zero_centered else ""
-    each = [f"g{n}[i] = {load(of, f'{n}_weight', 'i')}{one};" for n, of in zip("qk", weights, strict=True)]
+    each = [f"g{n}[i] = {load_as(of, f'{n}_weight', 'i')}{one};" for n, of in zip("qk", weights, strict=True)]
     return f"float gq[{MAX_HEAD}], gk[{MAX_HEAD}];\n" + _loop("D", *each)
 
 
@@ -132,14 +132,14 @@ def forward_kernel(
     """The forward pass; `keep` for one that stores x + bias."""
 
     def read(at: str) -> str:
-        found = load(of, "x", f"row * sx + h * D + {at}")
-        return found if of_bias is None else f"{found} + {load(of_bias, 'bias', f'h * D + {at}')}"
+        found = load_as(of, "x", f"row * sx + h * D + {at}")
+        return found if of_bias is None else f"{found} + {load_as(of_bias, 'bias', f'h * D + {at}')}"
 
     def summed(count: str) -> tuple[str, str]:
         """What is to be done for the sum, and the sum: where it is stored, as the backward pass will read it."""
         if not keep:
             return "", read("i")
-        return _loop(count, store(of, "z", "to + i", read("i"))), load(of, "z", "to + i")
+        return _loop(count, store_as(of, "z", "to + i", read("i"))), load_as(of, "z", "to + i")
 
     def normed(at: str) -> str:
         return f"v[{at}] * r" + (f" * g[{at}]" if weights else "") if norm else f"v[{at}]" if keep else read(at)
@@ -157,14 +157,14 @@ def forward_kernel(
         head += _loop(
             "R / 2",
             f"float a = {normed(one)}, b = {normed(two)};",
-            store(of, "y", f"to + {one}", "a * c1[i] - b * s1[i]"),
-            store(of, "y", f"to + {two}", f"b * {c2}[i] + a * {s2}[i]"),
+            store_as(of, "y", f"to + {one}", "a * c1[i] - b * s1[i]"),
+            store_as(of, "y", f"to + {two}", f"b * {c2}[i] + a * {s2}[i]"),
         )
-    head += _loop("D", store(of, "y", "to + i", normed("i")), first="R")
+    head += _loop("D", store_as(of, "y", "to + i", normed("i")), first="R")
     before, value = summed("K * D")
     row = (
         f"for (I h = 0; h < Q + K; h++) {{\nI to = row * C + h * D;\n{head}}}\n"
-        f"{{\nI h = Q + K, to = row * C + h * D;\n{before}{_loop('K * D', store(of, 'y', 'to + i', value))}}}\n"
+        f"{{\nI h = Q + K, to = row * C + h * D;\n{before}{_loop('K * D', store_as(of, 'y', 'to + i', value))}}}\n"
     )
     pointers = ["x", *["bias"] * (of_bias is not None), *(angles.pointers() if angles else [])]
     pointers += ["q_weight", "k_weight"] * (weights is not None)
@@ -192,11 +192,11 @@ def backward_kernel(
     def give(at: str, value: str) -> list[str]:
         """What is done with an element of dx; `h * D + at` is its column."""
         found = [f"float v = {value};"]
-        found += [store(of, "dx", f"row * C + h * D + {at}", "v")] * dx
+        found += [store_as(of, "dx", f"row * C + h * D + {at}", "v")] * dx
         return found + [f"s[h * D + {at}] += v;"] * (dbias is not None)
 
     def dy(at: str) -> str:
-        return load(of, "dy", f"row * sdy + h * D + {at}")
+        return load_as(of, "dy", f"row * sdy + h * D + {at}")
 
     def back(at: str, value: str) -> list[str]:
         return [f"u[{at}] = {value};"] if norm else ["{", *give(at, value), "}"]
@@ -217,7 +217,7 @@ def backward_kernel(
         head += "float r = ((const float *)rstd)[row * (Q + K) + h], along = 0.f;\n"
         head += _loop(
             "D",
-            f"float e = {load(of_x, 'x', 'row * sx + h * D + i')} * r, d = u[i];",
+            f"float e = {load_as(of_x, 'x', 'row * sx + h * D + i')} * r, d = u[i];",
             *["w[i] += d * e;"] * any(dweights),
             *["d *= g[i];"] * (weights is not None),
             "u[i] = d;",
@@ -236,12 +236,12 @@ def backward_kernel(
     tail = ""
     end, width = "", []
     if dbias is not None:
-        end += f"{{\nI from = 0, N = C;\n{total(1, store(dbias, 'dbias', 'c', '(float)sum[c - c0]'))}}}\n"
+        end += f"{{\nI from = 0, N = C;\n{total(1, store_as(dbias, 'dbias', 'c', '(float)sum[c - c0]'))}}}\n"
         width.append("C")
     for n, kind in zip("qk", dweights, strict=True):
         if kind is not None:
             tail += _loop("D", f"s[{at} + i] += w{n}[i];")
-            put = store(kind, f"d{n}_weight", "c", "(float)sum[c - c0]")
+            put = store_as(kind, f"d{n}_weight", "c", "(float)sum[c - c0]")
             end += f"{{\nI from = {at}, N = D;\n{total(1, put)}}}\n"
             at += " + D"
             width.append("D")
@@ -315,13 +315,13 @@ def decide_forward(
     zero_centered: bool, store: bool,
 ) -> Decided:  # fmt: skip
     """`rope.rope_fwd`."""
-    size, rotary = checked(x, heads, kv_heads, rotation, bias=bias)
+    size, rotary = head_sizes(x, heads, kv_heads, rotation, bias=bias)
     given = _Takes(
         x=x, bias=bias, positions=positions, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight
     )  # fmt: skip
     norm, columns = norm_eps is not None, x.shape[-1]
     check_weights(size, *((q_weight, k_weight) if norm else ()))
-    stride, copy = rows_of(x, columns)
+    stride, copy = row_stride(x, columns)
     given.take("x", _copied(copy))
     given.take("bias")
     angles, period = given.angles(x, rotation)
@@ -345,7 +345,7 @@ def decide_backward(
     dk_weight: torch.dtype | None,
 ) -> Decided | None:  # fmt: skip
     """`rope.rope_bwd`; `None` where nothing is asked for."""
-    size, rotary = checked(dy, heads, kv_heads, rotation)
+    size, rotary = head_sizes(dy, heads, kv_heads, rotation)
     check_normed(dy, x, rstd)
     if not dx and dbias is dq_weight is dk_weight is None:
         return None
@@ -354,7 +354,7 @@ def decide_backward(
     )  # fmt: skip
     columns, weights = dy.shape[-1], None
     sums = (dbias, dq_weight, dk_weight) if x is not None else (dbias, None, None)
-    (of_dy, copy), (of_x, copy_x) = rows_of(dy, columns), (0, False) if x is None else rows_of(x, columns)
+    (of_dy, copy), (of_x, copy_x) = row_stride(dy, columns), (0, False) if x is None else row_stride(x, columns)
     given.take("dy", _copied(copy))
     angles, period = given.angles(dy, rotation)
     if x is not None:

@@ -100,8 +100,8 @@ def test_every_kernel_compiles_with_it(
 
 
 def test_is_called_by_the_name_of_its_class() -> None:
-    assert activations.name_of(Mish()) == "Mish"
-    assert activations.name_of(Leaky(0.5)) == "leaky[0.5]"
+    assert activations.activation_name(Mish()) == "Mish"
+    assert activations.activation_name(Leaky(0.5)) == "leaky[0.5]"
 
 
 @triton.jit

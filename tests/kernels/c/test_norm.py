@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from seqfuse import compiler
 from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
-from seqfuse.kernels.norm import backward_of, norm_bwd, norm_fwd
+from seqfuse.kernels.norm import norm_backward_of, norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.judge import judge
@@ -255,7 +255,7 @@ def test_a_backward_of_everything_but_tensors_gives_the_same(centered: bool, wei
     x, dy, dstream = (seeded_randn((9, 24), i) for i in range(3))
     weight = seeded_randn((24,), 3) if weighted else None
     f = norm_fwd(x, weight, None, EPS, centered=centered)
-    bound = backward_of(centered, False, True, torch.float32, None, weighted, True)
+    bound = norm_backward_of(centered, False, True, torch.float32, None, weighted, True)
     for d in (dy, dy.t().contiguous().t(), dy[:1].expand(9, 24)):
         expected = norm_bwd(d.contiguous(), x, f.mean, f.rstd, weight, dstream=dstream, dweight=torch.float32)
         for _ in range(2):
