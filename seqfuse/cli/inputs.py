@@ -33,7 +33,7 @@ _DTYPES = {
     torch.int64: ("int64", "i64", "long"),
     torch.int32: ("int32", "i32", "int"),
 }
-DTYPES = {name: parse_dtype for parse_dtype, names in _DTYPES.items() for name in names}
+DTYPES = {name: dtype for dtype, names in _DTYPES.items() for name in names}
 MOST = 1 << 63
 _SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
@@ -42,13 +42,13 @@ _SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 class On:
     """What a model is, and what it runs on."""
 
-    device_here: Annotated[
+    device: Annotated[
         str | None,
         Parameter(help="cpu, cuda or cuda:0, for a plan also cuda:sm_90 or h100; else the first GPU."),
     ] = None
-    parse_dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
+    dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
     part: Annotated[str | None, Parameter(help="Path of the Sequential in the model that is meant.")] = None
-    parse_channel: Annotated[
+    channel: Annotated[
         list[str] | None,
         Parameter(
             negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."
@@ -100,7 +100,7 @@ class Spec:
     """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
-    parse_dtype: torch.dtype
+    dtype: torch.dtype
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape))}:{_DTYPES[self.dtype][0]}"

@@ -16,15 +16,16 @@ from ..env import Env
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from ..ops import _attention
-from ..plan import Plan, flatten
-from ..plan.flatten import Node, public_channels
+from ..plan import Plan
 from ..plan.reference import by_reference
 from ..recipes import within
 from ..run import Fuser, Sequential
-from ..run.lower import OnStep
 from ..settings import at_all_costs
 from .structure import Tree, Untouched, assert_bitwise_equal, copied_module
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
+
+OnStep = Callable[..., Any]
+"""As of a `Fuser`: called in place of each pass of a step, with the step and the pass."""
 
 HUGE, _MOST_SUBSETS = "huge", 32
 _ROWS = 33  # enough for the bias part of the rule, and no power of two
@@ -87,7 +88,7 @@ class Bench:
         self._fuser = Fuser(root, fusions, on_step=on_step or _run)
 
     @property
-    def nodes(self) -> Sequence[Node]:
+    def nodes(self) -> Sequence[Any]:
         """The operations."""
         return self._fuser.op_list().nodes
 
@@ -142,8 +143,9 @@ class Specimen:
     def __init__(self, operations: Sequence[nn.Module], x: Tensor, channels: Mapping[str, Tensor], seed: int) -> None:
         self.root = Sequential(*copy.deepcopy(list(operations)), fusions=())
         self.x, self.channels, self.seed = x.detach(), dict(channels), seed
-        self.nodes = flatten(self.root)
-        self.inputs, self.outputs = public_channels(self.nodes)
+        op_list = Fuser(self.root).op_list()
+        self.nodes: Sequence[Any] = op_list.nodes
+        self.inputs, self.outputs = op_list.inputs, op_list.outputs
         self.places = dict.fromkeys(range(len(self.nodes)), "")
         self.refused: list[str] = []
         for i, parameter in enumerate(self.root.parameters()):
@@ -170,7 +172,7 @@ class Specimen:
         """Run the references under plain autograd; `wide` in float64."""
         return self.run(self.bench(case.dtype, wide=wide), case, seed, reference=True, wide=wide)
 
-    def named(self, nodes: Sequence[Node]) -> dict[str, Tensor]:
+    def named(self, nodes: Sequence[Any]) -> dict[str, Tensor]:
         """Parameters of a copy by name, under the places of their operations."""
         found: dict[str, Tensor] = {}
         for at, node in enumerate(nodes):
@@ -264,7 +266,7 @@ class Specimen:
         inputs = self.inputs_for(case, seed)
         if wide:
             inputs = {n: t.double().contiguous() if t.is_floating_point() else t for n, t in inputs.items()}
-        parameters = self.named(flatten(bench.root))
+        parameters = self.named(bench.nodes)
         for name, t in (*inputs.items(), *parameters.items()):
             t.requires_grad_(name not in case.frozen and t.is_floating_point())
         for p in parameters.values() if seed != self.seed else ():

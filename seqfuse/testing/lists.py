@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from .. import ops
+from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from ..ops import Residual
 from ..plan.reference import random_seeds
 from ..run import Sequential
-from ..run.sequential import Fusions
 from .cases import seeded
 from .tensors import generator, laid_out, seeded_randn
 
@@ -155,7 +155,7 @@ class ListSpec:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         other: torch.dtype | None = None,
-        fusions: Fusions | None = None,
+        fusions: Sequence[type[FusedOperation]] | None = None,
     ) -> Sequential:
         """The sequence, with random numbers also where fresh parameters are constant; `other` is its second dtype."""
         with seeded(seed, torch.device("cpu")):

@@ -15,11 +15,9 @@ from ..env import Savings
 from ..errors import FallbackWarning, KernelError
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, records_of
 from ..plan import Plan, Step
-from ..plan.flatten import Node
-from ..run.lower import OnStep
 from ..saved import Recompute, Saved
 from ..settings import fusing
-from .cases import Bench, Case, Outcome, Specimen, cases, few_rows, subsets
+from .cases import Bench, Case, OnStep, Outcome, Specimen, cases, few_rows, subsets
 from .fakes import assert_fakes_alike
 from .judge import (
     assert_only_wanted,
@@ -295,7 +293,7 @@ class Probe:
             raise AssertionError("it did not run")
 
 
-def _wanted_of(node: Node, own: set[str]) -> tuple[str, ...]:
+def _wanted_of(node: Any, own: set[str]) -> tuple[str, ...]:
     """Names of the gradients that an operation in a fusion can owe to others: not of channels made in the fusion."""
     return (*node.slots, *(name for name, channel in node.inputs if channel not in own))
 

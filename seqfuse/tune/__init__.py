@@ -18,15 +18,11 @@ from torch import Tensor, nn
 from .. import cost_table
 from ..cost_table import Machine, Measurement
 from ..errors import InputError, KernelError
-from ..plan.flatten import global_hooks
-from ..plan.reference import transformed
-from ..plan.schedule import Candidate
 from ..settings import settings
 from ..traffic import unfused
-from .candidates import CalledRegion, called_regions, passes, real_parameters
 from .ranks import Ranks
 from .report import NOT_KEPT, OUT_OF_BUDGET, Row, TuneReport
-from .shadow import MODES, Shadow
+from .shadow import MODES, CalledRegion, Candidate, Shadow, called_regions, passes, real_parameters, why_not_now
 from .timing import SECONDS, TRIES, Unmeasurable, doubt, is_passing, time_passes
 
 __all__ = ["Row", "TuneReport", "tune"]
@@ -78,7 +74,7 @@ def tune(
         KernelError: (SF401) if the device was lost.
     """
     chosen = _checked(x, modes, budget, file)
-    reason = _why_not_now(x)
+    reason = why_not_now(x)
     if reason is not None:
         warnings.warn(f"nothing was tuned: {reason}; fusions keep the costs they declare", UserWarning, stacklevel=2)
         return TuneReport((), skipped=(reason,))
@@ -114,14 +110,6 @@ def _checked(x: Any, modes: Any, budget: Any, file: Any) -> tuple[str, ...]:
     if file is not None and not isinstance(file, str | os.PathLike):
         raise InputError(f"file must be a path, not {file!r}", code="SF106")
     return tuple(dict.fromkeys(chosen))
-
-
-def _why_not_now(x: Tensor) -> str | None:
-    if torch.compiler.is_compiling() or transformed():
-        return "the call is being traced or transformed"
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is being captured"
-    return "global module hooks are registered" if global_hooks() else None
 
 
 @dataclasses.dataclass(eq=False)
