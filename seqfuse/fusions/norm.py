@@ -340,7 +340,7 @@ def gradients_of(
     dweight, dbias = (None if t is None else t.dtype for t in map(owners.get, ("weight", "bias")))
     source = Source("gradients", "dy, saved, weight, dstream")
     how = norm.centered, norm.zero_centered, "x" in needs, dweight, dbias, weighted, added
-    source.constants["kernel"] = _kernels().backward_of(*how)
+    source.constants["kernel"] = _kernels().norm_backward_of(*how)
     given = ["dy", "saved.x", *["saved.mean"] * norm.centered, "saved.rstd", *["weight"] * weighted]
     given += ["dstream"] * added
     sums = [f"{source.put(f'norm.{name}')}: out.d{name}" for name in owners]

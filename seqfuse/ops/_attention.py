@@ -32,7 +32,7 @@ _flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
 )
 
 _HALF = (torch.float16, torch.bfloat16)
-# What `kernels.attention.takes`, which cannot be asked where Triton is not installed.
+# What `kernels.attention.takes_heads` says, which cannot be asked where Triton is not installed.
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 # Whether our kernels run on a CPU, in Triton's interpreter, in place of all others: tests say so.
 interpreting = False

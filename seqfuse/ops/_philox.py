@@ -151,7 +151,7 @@ def _in_c(seed: Tensor, p: float) -> bool:
     """Whether a C kernel makes a mask now: there is one, and nothing records what runs."""
     if p >= 1 or not has_c(seed) or watched():
         return False
-    return _c_mask().takes(seed)
+    return _c_mask().makes_mask(seed)
 
 
 @functools.cache
