@@ -214,7 +214,7 @@ def called_regions(site: Site) -> Generator[CalledRegion | str]:
             continue
         plain = all(type(site.shadow.original(p)) in (Tensor, nn.Parameter) for p in present)
         if not plain or has_own_graph(site.fuser.root):
-            yield f"{where}: its parameters are no plain tensors, so that it runs unfused"
+            yield f"{where}: its parameters are not plain tensors, so it runs unfused"
             continue
         with site.tracing():
             yield _stretch(site, part, x, channels, present)
