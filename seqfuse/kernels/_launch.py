@@ -344,6 +344,12 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def programs_of(tiles: int, most: int) -> tuple[int, int]:
+    """How many programs, at most so many, have how many tiles each; none is without one."""
+    steps = cdiv(tiles, max(1, min(tiles, most)))
+    return cdiv(tiles, steps), steps
+
+
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least `n`, and 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()

@@ -12,26 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import chains
 from ._device import dropped
 from ._quantize_kernel import quantize_tile
 from .activations import apply, entry, gradient, is_half
-
-_ACT = tl.constexpr(chains.ACT)
-_DACT = tl.constexpr(chains.DACT)
-_GATED = tl.constexpr(chains.GATED)
-_DGATED = tl.constexpr(chains.DGATED)
-_BIAS = tl.constexpr(chains.BIAS)
-_ADD = tl.constexpr(chains.ADD)
-_SCALE = tl.constexpr(chains.SCALE)
-_DROPOUT = tl.constexpr(chains.DROPOUT)
-_STORE = tl.constexpr(chains.STORE)
-_SUM = tl.constexpr(chains.SUM)
-_EMIT = tl.constexpr(chains.EMIT)
-_EMIT_GATED = tl.constexpr(chains.EMIT_GATED)
-_SHIFT = tl.constexpr(chains.SHIFT)
-_TOKEN_SCALE = tl.constexpr(chains.TOKEN_SCALE)
-_DOT_GATED = tl.constexpr(chains.DOT_GATED)
 
 
 @triton.jit
@@ -227,45 +210,45 @@ def _walk(
     summed = ()
     shift = None
     for s in tl.static_range(len(KINDS)):
-        if KINDS[s] == _ACT:
+        if KINDS[s] == "act":
             tiles = _act(tiles, FNS[s][0], entry(PS, s), HALF)
-        elif KINDS[s] == _DACT:
+        elif KINDS[s] == "dact":
             if operands[s] is not None:  # else what the step before has read
                 saved = _shifted(operands[s], shift, at, strides[s], len(tiles), COMPUTE, IN_TURN)
             tiles = _dact(tiles, saved, FNS[s][0], entry(PS, s), HALF)
-        elif KINDS[s] == _GATED:
+        elif KINDS[s] == "gated":
             tiles = _gated(tiles, entry(FNS, s), entry(PS, s), SWAPPED[s], HALF)
-        elif KINDS[s] == _DGATED:
+        elif KINDS[s] == "dgated":
             if operands[s] is not None:
                 saved = _shifted(operands[s], shift, at, strides[s], 2 * len(tiles), COMPUTE, IN_TURN)
             tiles = _dgated(tiles, saved, entry(FNS, s), entry(PS, s), SWAPPED[s], HALF)
-        elif KINDS[s] == _BIAS:
+        elif KINDS[s] == "bias":
             tiles = _bias(tiles, operands[s], at, COMPUTE, IN_TURN)
-        elif KINDS[s] == _ADD:
+        elif KINDS[s] == "add":
             tiles = _plus(tiles, _loaded(operands[s], at, strides[s], len(tiles), COMPUTE, IN_TURN))
-        elif KINDS[s] == _SCALE:
+        elif KINDS[s] == "scale":
             tiles = _times(tiles, PS[s][0])
-        elif KINDS[s] == _TOKEN_SCALE:
+        elif KINDS[s] == "token_scale":
             factors = tl.load(operands[s] + rows, mask=rows < M, other=0.0).to(COMPUTE)
             tiles = _times(tiles, factors[:, None])
-        elif KINDS[s] == _DROPOUT:
+        elif KINDS[s] == "dropout":
             tiles = _dropout(tiles, operands[s], rows, col, width, entry(PS, s), BLOCK_N, GROUPED)
-        elif KINDS[s] == _STORE:
+        elif KINDS[s] == "store":
             _stored(outputs[s], tiles, at, IN_TURN)
-        elif KINDS[s] == _EMIT:
+        elif KINDS[s] == "emit":
             saved = _shifted(operands[s], shift, at, strides[s], len(tiles), COMPUTE, IN_TURN)
             _stored(outputs[s], _act(saved, FNS[s][0], entry(PS, s), HALF), at, IN_TURN)
-        elif KINDS[s] == _EMIT_GATED or KINDS[s] == _DOT_GATED:
+        elif KINDS[s] == "emit_gated" or KINDS[s] == "dot_gated":
             if operands[s] is not None:
                 saved = _shifted(operands[s], shift, at, strides[s], 2 * len(tiles), COMPUTE, IN_TURN)
             made = _gated(saved, entry(FNS, s), entry(PS, s), SWAPPED[s], HALF)
-            if KINDS[s] == _EMIT_GATED:
+            if KINDS[s] == "emit_gated":
                 _stored(outputs[s], made, at, IN_TURN)
             else:
                 _dotted(outputs[s], tiles, made, at, BLOCK_N)
-        elif KINDS[s] == _SHIFT:
+        elif KINDS[s] == "shift":
             shift = operands[s]
-        elif KINDS[s] == _SUM:
+        elif KINDS[s] == "sum":
             # Rows beyond the last hold what a step made of zeros.
             summed = summed + _masked(tiles, at[2])
     if y is not None:

@@ -23,22 +23,6 @@ from ._launch import next_power_of_2
 from ._operators import as_rows
 from .activations import ACTIVATIONS, activation_name, activation_of, activation_text
 
-ACT = 0
-DACT = 1
-GATED = 2
-DGATED = 3
-BIAS = 4
-ADD = 5
-SCALE = 6
-DROPOUT = 7
-STORE = 8
-SUM = 9
-EMIT = 10
-EMIT_GATED = 11
-SHIFT = 12
-TOKEN_SCALE = 13
-DOT_GATED = 14
-
 PACKINGS = ("gate_up", "up_gate", "interleaved")
 """How a gated unit finds gate and up in a row: two halves in either order, or in turn, the gate first."""
 
@@ -48,7 +32,7 @@ class ChainStep:
     """One step of a chain; the functions below make them.
 
     Args:
-        kind: what the kernel does.
+        kind: what the kernel does, as `parse` reads it.
         name: for tables and errors.
         functions: device functions, and for a gated gradient whether the derivative reads the activation's output.
         P: configuration numbers of the functions, or of the step.
@@ -60,7 +44,7 @@ class ChainStep:
         text: what `parse` makes the step from again.
     """
 
-    kind: int
+    kind: str
     name: str
     functions: tuple[Any, ...] = ()
     P: tuple[Any, ...] = ()
@@ -71,31 +55,31 @@ class ChainStep:
     text: str = ""
 
 
-def _unary(kind: int, prefix: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> ChainStep:
-    text = f"{prefix}:{activation_text(activation)}"
-    label = "" if prefix == "act" else prefix + "_"
+def _unary(kind: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> ChainStep:
+    text = f"{kind}:{activation_text(activation)}"
+    label = "" if kind == "act" else kind + "_"
     return ChainStep(kind, label + activation_name(activation), functions, tuple(activation.P), text=text, **rest)
 
 
 def act(activation: Any) -> ChainStep:
     """A function, y = f(x): anything with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
-    return _unary(ACT, "act", activation, (activation.value,))
+    return _unary("act", activation, (activation.value,))
 
 
 def dact(activation: Any) -> ChainStep:
     """A function's gradient, dx = dy f'(t), where the operand t [*, N] is f's input or output as `reads` says."""
-    return _unary(DACT, "dact", activation, (activation.derivative,), operand="matrix")
+    return _unary("dact", activation, (activation.derivative,), operand="matrix")
 
 
-def _unit(kind: int, prefix: str, activation: Any, up: Any, packing: str, derivatives: bool, **rest: Any) -> ChainStep:
+def _unit(kind: str, activation: Any, up: Any, packing: str, derivatives: bool, **rest: Any) -> ChainStep:
     """A step of a gated unit f(gate) g(up). Functions: f, g, then the derivative of each and whether it reads y."""
     up = ACTIVATIONS["identity"] if up is None else up
     pair = activation, up
     functions = tuple(of.value for of in pair)
     if derivatives:
         functions += tuple(part for of in pair for part in (of.derivative, of.reads == "output"))
-    text = f"{prefix}:{activation_text(activation)}:{activation_text(up)}:{packing}"
-    label = f"{prefix}_{activation_name(activation)}"
+    text = f"{kind}:{activation_text(activation)}:{activation_text(up)}:{packing}"
+    label = f"{kind}_{activation_name(activation)}"
     label += f"_{activation_name(up)}" if up is not ACTIVATIONS["identity"] else ""
     label += f"_{packing}" if packing != PACKINGS[0] else ""
     numbers = tuple(activation.P), tuple(up.P)
@@ -104,7 +88,7 @@ def _unit(kind: int, prefix: str, activation: Any, up: Any, packing: str, deriva
 
 def gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
     """A gated unit, y = f(gate) g(up) for packed [gate; up]: half as many columns come out. Without `up` g is 1."""
-    return _unit(GATED, "gated", activation, up, packing, False, gate=-1)
+    return _unit("gated", activation, up, packing, False, gate=-1)
 
 
 def dgated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
@@ -112,49 +96,49 @@ def dgated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainSt
 
     The operand is the packed [gate; up], [*, 2 N].
     """
-    return _unit(DGATED, "dgated", activation, up, packing, True, operand="packed", gate=1)
+    return _unit("dgated", activation, up, packing, True, operand="packed", gate=1)
 
 
 def bias() -> ChainStep:
     """A bias, y = x + b, b the operand [N]."""
-    return ChainStep(BIAS, "bias", operand="row", text="bias")
+    return ChainStep("bias", "bias", operand="row", text="bias")
 
 
 def add() -> ChainStep:
     """A residual, y = x + other, other the operand [*, N]."""
-    return ChainStep(ADD, "add", operand="matrix", text="add")
+    return ChainStep("add", "add", operand="matrix", text="add")
 
 
 def scale(factor: float) -> ChainStep:
     """A constant factor, y = factor x."""
     factor = float(factor)
-    return ChainStep(SCALE, f"scale[{factor:g}]", P=(factor,), text=f"scale:{factor!r}")
+    return ChainStep("scale", f"scale[{factor:g}]", P=(factor,), text=f"scale:{factor!r}")
 
 
 def dropout(p: float, upscale: bool = True) -> ChainStep:
     """Dropout, y = keep x / (1 - p), or keep x without `upscale`; the operand is the seed. Its own gradient."""
     text = f"dropout:{float(p)!r}:{int(upscale)}"
-    return ChainStep(DROPOUT, f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed", text=text)
+    return ChainStep("dropout", f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed", text=text)
 
 
 def store() -> ChainStep:
     """Give what the chain holds here as a tensor [*, N] of its own."""
-    return ChainStep(STORE, "store", output="matrix", text="store")
+    return ChainStep("store", "store", output="matrix", text="store")
 
 
 def column_sum() -> ChainStep:
     """Give the sum over all rows of what the chain holds here, [N]: the gradient of a bias."""
-    return ChainStep(SUM, "sum", output="row", text="sum")
+    return ChainStep("sum", "sum", output="row", text="sum")
 
 
 def emit(activation: Any) -> ChainStep:
     """Give f(t) of an operand t [*, N] as a tensor of its own: an activation that was not kept."""
-    return _unary(EMIT, "emit", activation, (activation.value,), operand="matrix", output="matrix")
+    return _unary("emit", activation, (activation.value,), operand="matrix", output="matrix")
 
 
 def emit_gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
     """Give f(gate) g(up) of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N]."""
-    return _unit(EMIT_GATED, "emit_gated", activation, up, packing, False, operand="packed", output="matrix")
+    return _unit("emit_gated", activation, up, packing, False, operand="packed", output="matrix")
 
 
 def dot_gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
@@ -162,12 +146,12 @@ def dot_gated(activation: Any, up: Any = None, packing: str = "gate_up") -> Chai
 
     It is the gradient of a factor for each token that the gated unit was multiplied by.
     """
-    return _unit(DOT_GATED, "dot_gated", activation, up, packing, False, operand="packed", output="tokens")
+    return _unit("dot_gated", activation, up, packing, False, operand="packed", output="tokens")
 
 
 def token_scale() -> ChainStep:
     """A factor for each token, y = factor x, the factors the operand [*]."""
-    return ChainStep(TOKEN_SCALE, "token_scale", operand="tokens", text="token_scale")
+    return ChainStep("token_scale", "token_scale", operand="tokens", text="token_scale")
 
 
 def shift(packed: bool = False) -> ChainStep:
@@ -176,14 +160,14 @@ def shift(packed: bool = False) -> ChainStep:
     With `packed` the operand is [2 N], and what is read [gate; up].
     """
     text = f"shift:{int(packed)}"
-    return ChainStep(SHIFT, "shift", operand="packed row" if packed else "row", text=text)
+    return ChainStep("shift", "shift", operand="packed row" if packed else "row", text=text)
 
 
 _OF_ACTIVATION = {"act": act, "dact": dact, "emit": emit}
 _OF_UNIT: dict[str, Any] = {"gated": gated, "dgated": dgated, "emit_gated": emit_gated, "dot_gated": dot_gated}
-READERS = (DACT, DGATED, EMIT, EMIT_GATED, DOT_GATED)
+READERS = ("dact", "dgated", "emit", "emit_gated", "dot_gated")
 # Two of these steps that may read one operand, of which the second has it from the first.
-AGAIN = frozenset({(EMIT, DACT), (EMIT_GATED, DGATED), (DOT_GATED, DGATED), (EMIT_GATED, DOT_GATED)})
+AGAIN = frozenset({("emit", "dact"), ("emit_gated", "dgated"), ("dot_gated", "dgated"), ("emit_gated", "dot_gated")})
 _PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum, "token_scale": token_scale}
 
 
@@ -227,7 +211,7 @@ class Chain:
         self.kinds = tuple(step.kind for step in steps)
         self.functions = tuple(step.functions for step in steps)
         self.numbers = tuple(step.P for step in steps)
-        self.emits = not {EMIT, EMIT_GATED, DOT_GATED}.isdisjoint(self.kinds)
+        self.emits = not {"emit", "emit_gated", "dot_gated"}.isdisjoint(self.kinds)
         # Whether a step may take what an earlier one has read: that reader is the last one, of as many parts.
         self.again = tuple(_reads_again(steps))
         self.reads_again = any(self.again)
@@ -241,13 +225,13 @@ class Chain:
         self.parts = tuple(2 ** (d - lowest) for d in depths)
         if max(self.parts) > 4:
             raise ValueError(f"{self}: at most two gated steps in one chain")
-        sums = [n for n, step in zip(self.parts, steps, strict=False) if step.kind == SUM]
+        sums = [n for n, step in zip(self.parts, steps, strict=False) if step.kind == "sum"]
         self.sums = sum(sums)
         packings = {step.packing for step in steps if step.packing}
         # Whether part j of a row of two parts is every second column, from column j.
         self.interleaved = "interleaved" in packings
         if self.interleaved:
-            drops = any(step.kind == DROPOUT for step in steps)
+            drops = any(step.kind == "dropout" for step in steps)
             if len(packings) > 1 or max(self.parts) > 2 or drops or len(sums) > 1:
                 has = "one packing, one gated step, at most one sum over rows and no dropout"
                 raise ValueError(f"{self}: a chain with an interleaved gated unit has {has}")
@@ -277,7 +261,7 @@ class Chain:
             }
             if self.sums:
                 # With fewer stages fewer addresses live at once, of which a sum over columns needs the registers.
-                stages = 1 if itemsize == 8 or DOT_GATED in self.kinds else 3
+                stages = 1 if itemsize == 8 or "dot_gated" in self.kinds else 3
                 constexprs |= {"SUMS": self.sums, "STAGES": stages, "SUMS_IN_TURN": self.interleaved_sums}
             found = self._tiles[key] = (block_m, block_n, constexprs)
         return found
@@ -314,7 +298,7 @@ def _reads_again(steps: Sequence[ChainStep]) -> Iterator[bool]:
     reader: int | None = None
     for step in steps:
         yield (reader, step.kind) in AGAIN
-        if step.gate or step.kind == SHIFT:  # it reads other columns from here on, or something is added
+        if step.gate or step.kind == "shift":  # it reads other columns from here on, or something is added
             reader = None
         elif step.kind in READERS:
             reader = step.kind
@@ -329,7 +313,7 @@ def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
     live = max(chain.parts) * (2 if chain.emits else 1)
     elements = 2048 // itemsize // max(1, live // 2) if chain.sums else 8192 // itemsize // live
     if width % 16:
-        elements = max(elements // 4, 128 if DOT_GATED in chain.kinds else 256)
+        elements = max(elements // 4, 128 if "dot_gated" in chain.kinds else 256)
     block_n = max(4, min(next_power_of_2(width), 128 if chain.sums else 1024, elements))
     return elements // block_n, block_n
 

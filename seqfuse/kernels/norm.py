@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._device import column_sums, threshold_and_scale
-from ._launch import architecture, cdiv, family, launch, next_power_of_2, processors, register_limit, stops
+from ._launch import architecture, cdiv, family, launch, next_power_of_2, processors, programs_of, register_limit, stops
 from ._norm_kernel import _norm_bwd_kernel, _norm_fwd_kernel, _norm_sums_kernel
 from ._operators import as_rows, bound, norm_columns, operator
 from .activations import Activation, is_composed
@@ -323,14 +323,12 @@ def norm_bwd(
         "OF_OUTPUT": act is not None and act.reads == "output", "ACT_P": () if act is None else tuple(act.P),
     }  # fmt: skip
     flags = {name: kind is not None for name, kind in zip(("DWEIGHT", "DBETA", "DBIAS"), wanted, strict=True)}
-    programs = min(cdiv(M, tile.m), processors(device) * tile.per_processor)
-    steps = cdiv(cdiv(M, tile.m), programs)
-    programs = cdiv(cdiv(M, tile.m), steps)
+    programs, steps = programs_of(cdiv(M, tile.m), processors(device) * tile.per_processor)
     partials: Tensor | None = None
     in_rows = flags if not wide else dict.fromkeys(flags, False)
     sums = len(summed)
     if not wide and sums:
-        partials = torch.empty(programs * sums * N, dtype=compute, device=device)
+        partials = torch.empty((programs, sums * N), dtype=compute, device=device)
     if dx or branch is not None or (sums and not wide):
         launch(
             _norm_bwd_kernel,
@@ -350,10 +348,8 @@ def norm_bwd(
     if wide and sums:
         s = sums_tile(x.element_size(), act)
         across = cdiv(N, s.n)
-        programs = max(1, min(cdiv(M, s.m), 8 * processors(device) // across))
-        steps = cdiv(cdiv(M, s.m), programs)
-        programs = cdiv(cdiv(M, s.m), steps)
-        partials = torch.empty(programs * sums * N, dtype=compute, device=device)
+        programs, steps = programs_of(cdiv(M, s.m), 8 * processors(device) // across)
+        partials = torch.empty((programs, sums * N), dtype=compute, device=device)
         launch(
             _norm_sums_kernel,
             programs * across,
@@ -365,7 +361,7 @@ def norm_bwd(
             s.num_warps,
         )  # fmt: skip
     if partials is not None:
-        column_sums(partials[: programs * sums * N].view(programs, sums * N), N, *summed)
+        column_sums(partials, N, *summed)
     return results
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._device import column_sums
-from ._launch import cdiv, launch, processors, stops
+from ._launch import cdiv, launch, processors, programs_of, stops
 from ._operators import TEXTS, Text, as_rows, bound, operator
 from ._pointwise_kernel import _chain_codes_kernel, _chain_kernel, _chain_sums_kernel
 from .c import chain as c_chain
@@ -223,12 +223,10 @@ def _run(
         if partials is not None:
             column_sums(partials.view(down, chain.sums * width), width, *sums)
     elif sums:
-        down = max(1, min(cdiv(M, block_m), _PROGRAMS * processors(x.device) // across))
-        steps = cdiv(cdiv(M, block_m), down)
-        down = cdiv(cdiv(M, block_m), steps)
-        partials = torch.empty(down * chain.sums * width, dtype=compute, device=x.device)
+        down, steps = programs_of(cdiv(M, block_m), _PROGRAMS * processors(x.device) // across)
+        partials = torch.empty((down, chain.sums * width), dtype=compute, device=x.device)
         launch(_chain_sums_kernel, down * across, (*head, partials, *sizes, steps), constexprs, _NUM_WARPS)
-        column_sums(partials[: down * chain.sums * width].view(down, chain.sums * width), width, *sums)
+        column_sums(partials, width, *sums)
     elif results or result:
         launch(_chain_kernel, cdiv(M, block_m) * across, head + sizes, constexprs, _NUM_WARPS)
     for total, parts in dots:

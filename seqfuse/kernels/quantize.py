@@ -38,7 +38,7 @@ class QuantizeTile:
     num_warps: int
 
 
-def quantize_tile(scaling: Scaling, many: bool) -> QuantizeTile:
+def codes_tile(scaling: Scaling, many: bool) -> QuantizeTile:
     """A block of 128 x 128 where blocks are of 128, 32 numbers per thread; twice as many unless there are `many`."""
     return QuantizeTile(128, 128, 16 if many else 8) if "128" in scaling else QuantizeTile(64, 128, 8)
 
@@ -71,7 +71,7 @@ class As(NamedTuple):
 
         Where these are made one after the other of what both read, more registers are needed than 16 warps have.
         """
-        tile = tile_of(self.scaling, True)
+        tile = codes_tile(self.scaling, True)
         return tile if parts == 1 else dataclasses.replace(tile, num_warps=8)
 
     def made(self, M: int, N: int, device: torch.device) -> Codes:
@@ -135,7 +135,7 @@ def quantize(
     source = as_rows("x", x, N)
     # Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
     many = not columns or M % MULTIPLE == 0 or family(architecture(device)) == "sm_90"
-    tile = quantize_tile(scaling, many)
+    tile = codes_tile(scaling, many)
     grid, sizes = cdiv(M, tile.m) * cdiv(N, tile.n), {"BLOCK_M": tile.m, "BLOCK_N": tile.n}
     whole = by_row = by_column = None
     if scaling in ("tensor", "row"):

@@ -25,7 +25,7 @@ from ._heads import (
     rows_of_angles,
     spread,
 )
-from ._launch import architecture, cdiv, launch, next_power_of_2, processors, stops
+from ._launch import architecture, cdiv, launch, next_power_of_2, processors, programs_of, stops
 from ._operators import as_rows, inner_contiguous, operator
 from ._rope_kernel import _rope_bwd_kernel, _rope_fwd_kernel, _rope_write_kernel
 from .c import rope as c_rope
@@ -224,14 +224,12 @@ def rope_bwd(
         return results
     tile = head_tile(parts, size, rotary, _BACKWARD, _amd(device))
     across = cdiv(parts, tile.h)
-    programs = min(cdiv(M, tile.m), max(1, 8 * processors(device) // across))
-    steps = cdiv(cdiv(M, tile.m), programs)
-    programs = cdiv(cdiv(M, tile.m), steps)
+    programs, steps = programs_of(cdiv(M, tile.m), 8 * processors(device) // across)
     biases = gains = None
     if dbias is not None:
-        biases = torch.empty(programs * width, dtype=torch.float32, device=device)
+        biases = torch.empty((programs, width), dtype=torch.float32, device=device)
     if dq_weight is not None or dk_weight is not None:
-        gains = torch.empty(programs * known * size, dtype=torch.float32, device=device)
+        gains = torch.empty((known * programs, size), dtype=torch.float32, device=device)
     around, period, by_pair = _angles_of(dy, rotation, positions, cos, sin)
     launch(
         _rope_bwd_kernel,
@@ -244,13 +242,12 @@ def rope_bwd(
         tile.num_warps,
     )  # fmt: skip
     if results.dbias is not None and biases is not None:
-        column_sums(biases[: programs * width].view(programs, width), width, results.dbias)
+        column_sums(biases, width, results.dbias)
     if gains is not None:
-        table = gains[: known * programs * size].view(known * programs, size)
         if results.dq_weight is not None:
-            column_sums(table[: heads * programs], size, results.dq_weight)
+            column_sums(gains[: heads * programs], size, results.dq_weight)
         if results.dk_weight is not None:
-            column_sums(table[heads * programs :], size, results.dk_weight)
+            column_sums(gains[heads * programs :], size, results.dk_weight)
     return results
 
 

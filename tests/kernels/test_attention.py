@@ -25,7 +25,7 @@ from tools.traffic import counted, fewest
 from .conftest import DEVICE
 
 SEED = 0x1234_5678_9ABC
-TILE_OF = attention.tile_of
+TILE_OF = attention.score_tile
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(2, 2, 32), (4, 2, 40), (3, 1, 33), (2, 1, 80)]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]

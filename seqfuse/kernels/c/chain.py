@@ -128,46 +128,46 @@ def printed(
         else:
             P = numbers.of(functions[0], step.P) if functions else step.P
         of = next(wanted) if step.output else torch.float32
-        if step.kind == chains.ACT:
+        if step.kind == "act":
             tiles = [apply(functions[0], t, P) for t in tiles]
-        elif step.kind == chains.DACT:
+        elif step.kind == "dact":
             tiles = [gradient(functions[0], t, v, P) for t, v in zip(tiles, read(len(tiles)), strict=True)]
-        elif step.kind == chains.GATED:
+        elif step.kind == "gated":
             tiles = _gated(step, tiles, P)
-        elif step.kind == chains.DGATED:
+        elif step.kind == "dgated":
             tiles = _dgated(step, tiles, read(2 * len(tiles)), P)
-        elif step.kind == chains.BIAS:
+        elif step.kind == "bias":
             tiles = row(tiles, of_operand, f"p{operands}")
-        elif step.kind == chains.ADD:
+        elif step.kind == "add":
             others = matrix(of_operand, f"p{operands}", f"s{operands}", len(tiles))
             tiles = [t + v for t, v in zip(tiles, others, strict=True)]
-        elif step.kind == chains.SCALE:
+        elif step.kind == "scale":
             factor = numbers.number(step.P[0])
             tiles = [t * factor for t in tiles]
-        elif step.kind == chains.DROPOUT:
+        elif step.kind == "dropout":
             before.append(f"keys_of(*(const int64_t *)p{operands}, &k{s});")
             words = [f"w{s}_{j}" for j in range(len(tiles))]
             tiles = [dropped(t, f"{w}[c - c0]", numbers, step.P, lines) for t, w in zip(tiles, words, strict=True)]
-        elif step.kind == chains.STORE:
+        elif step.kind == "store":
             give(tiles, of, f"o{len(outputs)}")
             outputs.append("matrix")
-        elif step.kind == chains.EMIT:
+        elif step.kind == "emit":
             give([apply(functions[0], v, P) for v in read(len(tiles))], of, f"o{len(outputs)}")
             outputs.append("matrix")
-        elif step.kind == chains.EMIT_GATED:
+        elif step.kind == "emit_gated":
             give(_gated(step, read(2 * len(tiles)), P), of, f"o{len(outputs)}")
             outputs.append("matrix")
-        elif step.kind == chains.DOT_GATED:
+        elif step.kind == "dot_gated":
             for t, v in zip(tiles, _gated(step, read(2 * len(tiles)), P), strict=True):
                 lines.add(f"d{len(dots)} += {(t * v).name};")
             dots.append((of, len(outputs)))
             outputs.append("tokens")
-        elif step.kind == chains.TOKEN_SCALE:
+        elif step.kind == "token_scale":
             factor = lines.number(load_as(of_operand, f"p{operands}", "row"))
             tiles = [t * factor for t in tiles]
-        elif step.kind == chains.SHIFT:
+        elif step.kind == "shift":
             shift = f"p{operands}", of_operand
-        elif step.kind == chains.SUM:
+        elif step.kind == "sum":
             for t, column in zip(tiles, columns(len(tiles)), strict=True):
                 lines.add(f"s[{sums} * W + {column}] += {t.name};")
             totals.append((of, len(tiles)))
@@ -213,7 +213,7 @@ def _kernel(
     pointers += ["float *restrict scratch"] * bool(sums)
     integers = ["M", "W", "parts", "sx", *(f"s{i}" for i in range(operands)), *numbers.names("n")]
     body = "\n".join(lines.lines)
-    drops = [(s, chain.parts[s]) for s, step in enumerate(chain.steps) if step.kind == chains.DROPOUT]
+    drops = [(s, chain.parts[s]) for s, step in enumerate(chain.steps) if step.kind == "dropout"]
     keys = "".join(f"Keys k{s};\n" for s, _ in drops) + "\n".join(before)
     words = "\n".join(
         f"uint32_t w{s}_{j}[NB]; words(&k{s}, row * {n} * W + {j} * W + c0, n, w{s}_{j});"
