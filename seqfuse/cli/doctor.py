@@ -8,7 +8,6 @@ import itertools
 import os
 import platform
 import re
-import stat
 import sys
 import textwrap
 import warnings
@@ -29,18 +28,6 @@ from .inputs import Json
 from .output import tell, tell_json
 
 _PACKAGES = ("seqfuse", "torch", "triton", "numpy", "cyclopts", "rich", "transformers")
-
-# Variables of other libraries that name code to run, or change what a kernel is compiled to.
-_DANGEROUS = {
-    "TRITON_CACHE_MANAGER": "Triton imports and runs the class it names",
-    "TRITON_REMOTE_CACHE_BACKEND": "Triton imports and runs the class it names",
-    "HELION_REMOTE_CACHE_BACKEND": "Helion imports and runs the class it names",
-    "TRITON_KERNEL_OVERRIDE": "Triton runs kernels from files in place of those it compiles",
-    "TRITON_OVERRIDE_DIR": "where Triton takes such files from",
-    "PTXAS_OPTIONS": "it changes what every kernel is compiled to",
-}
-_DANGEROUS_PATH = re.compile(r"TRITON_\w*_PATHS?")
-
 
 _EXAMPLES = 8
 
@@ -88,10 +75,6 @@ def examine() -> Examination:
         caches=[],
         plugins=[dataclasses.asdict(plugin) for plugin in plugins.available()],
     )
-    for name in sorted(os.environ):
-        does = _DANGEROUS.get(name) or (_DANGEROUS_PATH.fullmatch(name) and "Triton runs or loads what it names")
-        if does and os.environ[name]:
-            report.warnings.append(f"{name} is set: {does}")
     _caches(report)
     owners: dict[str, list[str]] = {}
     for plugin in report.plugins:
@@ -153,24 +136,6 @@ def _caches(report: Examination) -> None:
             state = f"not used: {error}"
             report.warnings.append(f"the cache of {of} is not used: {error}")
         report.caches.append({"of": of, "path": str(path), "state": state})
-    home = os.environ.get("TRITON_HOME") or str(Path("~").expanduser())
-    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
-    state = _state(triton)
-    report.caches.append({"of": "Triton's kernels", "path": str(triton), "state": state})
-    if state not in ("none yet", "private"):
-        report.warnings.append(f"Triton's cache {triton}: {state}; what is in it is run")
-
-
-def _state(folder: Path) -> str:
-    try:
-        about = os.stat(folder)
-    except FileNotFoundError:
-        return "none yet"
-    except OSError as error:
-        return f"cannot be looked at: {error.strerror}"
-    if hasattr(os, "getuid") and about.st_uid != os.getuid():
-        return "belongs to another user"
-    return "others may write to it" if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else "private"
 
 
 def _fusions(device: str) -> tuple[list[str], dict[str, list[str]]]:
