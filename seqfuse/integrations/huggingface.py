@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import Sequential, ops
 from ..nn import TransformerStack, pack_qkv
-from ..nn._unaltered import check_unaltered
+from ._unaltered import check_unaltered
 
 _LIKE_LLAMA = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2")
 _GELUS: dict[str, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}

@@ -128,7 +128,7 @@ TWINS: dict[type, str] = {
     nn.SiLU: "ops.SiLU", nn.Sigmoid: "ops.Sigmoid", nn.Tanh: "ops.Tanh",
 }  # fmt: skip
 _CONTAINERS: dict[type, str] = {
-    nn.Sequential: "seqfuse.Sequential", nn.TransformerEncoderLayer: "seqfuse.nn.from_torch",
+    nn.Sequential: "seqfuse.Sequential", nn.TransformerEncoderLayer: "seqfuse.convert",
     nn.TransformerEncoder: "seqfuse.convert",
 }  # fmt: skip
 

@@ -768,7 +768,7 @@ def test_only_a_short_pattern_in_which_one_class_is_named_is_nearly_there(middle
         (nn.Identity(), "ops.Identity"),
         (nn.Dropout(), "ops.Dropout"),
         (nn.Sequential(nn.ReLU()), "seqfuse.Sequential"),
-        (nn.TransformerEncoderLayer(5, 1, 5), "seqfuse.nn.from_torch"),
+        (nn.TransformerEncoderLayer(5, 1, 5), "seqfuse.convert"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

@@ -53,6 +53,40 @@ def agree(mine: nn.Module, its: nn.Module, dtype: torch.dtype, *, ours: dict[str
     judge_together(measure, 0)
 
 
+def attention_like(its: Any, **attention: Any) -> MultiHeadAttention:
+    """Attention on the parameters of torch's."""
+    bias = its.in_proj_bias is not None
+    mine = MultiHeadAttention(its.embed_dim, its.num_heads, bias=bias, dropout=its.dropout, device="meta", **attention)
+    qkv: Any = mine.qkv
+    qkv.weight, qkv.bias = its.in_proj_weight, its.in_proj_bias
+    take(mine.out, its.out_proj)
+    return mine
+
+
+def layer_like(its: Any, activation: Any = ops.ReLU, **attention: Any) -> TransformerLayer:
+    """A layer on the parameters of torch's."""
+    own, bias = its.self_attn, its.linear1.bias is not None
+    mine: Any = TransformerLayer(
+        own.embed_dim, own.num_heads, hidden_dim=its.linear1.out_features, activation=activation,
+        norm=functools.partial(ops.LayerNorm, bias=bias), pre_norm=its.norm_first, bias=bias,
+        dropout=its.dropout.p, hidden_dropout=its.dropout.p, device="meta", **attention,
+    )  # fmt: skip
+    first, second = mine.attention, mine.feedforward
+    first.mixer = attention_like(own, **attention)
+    norms = (first.norm, second.norm) if its.norm_first else (mine.attention_norm, mine.feedforward_norm)
+    take(second.mixer.up, its.linear1)
+    take(second.mixer.down, its.linear2)
+    take(norms[0], its.norm1)
+    take(norms[1], its.norm2)
+    return mine
+
+
+def take(mine: Any, its: Any) -> None:
+    mine.weight = its.weight
+    if its.bias is not None:
+        mine.bias = its.bias
+
+
 def call_attention(module: Any, x: Tensor, given: dict[str, Tensor]) -> Tensor:
     mask = given.get("m")
     hidden = mask if mask is None or mask.is_floating_point() else ~mask
@@ -64,7 +98,7 @@ def call_attention(module: Any, x: Tensor, given: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", [None, "bool", "float"])
 def test_attention_is_that_of_torch(kind: str | None, bias: bool, dtype: torch.dtype):
     its = randomized(nn.MultiheadAttention(24, 4, bias=bias, batch_first=True, dtype=dtype))
-    mine = from_torch(its, **({} if kind is None else {"mask": "m"}))
+    mine: Any = attention_like(its, **({} if kind is None else {"mask": "m"}))
     drawn = seeded_randn((18, 18), 2)
     drawn.fill_diagonal_(1)
     masks: dict[str | None, Any] = {None: {}, "bool": {"m": drawn > -0.5}, "float": {"m": drawn.to(dtype)}}
@@ -79,10 +113,14 @@ def call_layer(module: Any, x: Tensor, given: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("activation", [F.relu, F.gelu, nn.GELU("tanh")], ids=["relu", "gelu", "gelu tanh"])
+@pytest.mark.parametrize(
+    ("activation", "own"),
+    [(F.relu, ops.ReLU), (F.gelu, ops.GeLU), (nn.GELU("tanh"), functools.partial(ops.GeLU, "tanh"))],
+    ids=["relu", "gelu", "gelu tanh"],
+)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_a_layer_is_that_of_torch(norm_first: bool, bias: bool, activation: Any, dtype: torch.dtype):
+def test_a_layer_is_that_of_torch(norm_first: bool, bias: bool, activation: Any, own: Any, dtype: torch.dtype):
     its: Any = randomized(
         nn.TransformerEncoderLayer(
             24, 4, 40, 0.0, activation, batch_first=True, norm_first=norm_first, bias=bias, dtype=dtype
@@ -91,8 +129,8 @@ def test_a_layer_is_that_of_torch(norm_first: bool, bias: bool, activation: Any,
     if activation is F.relu and dtype is torch.bfloat16:
         pytest.skip("one rounding more or less moves a number across the corner, where the gradient jumps")
     seen = torch.ones(18, 18, dtype=torch.bool).tril()
-    agree(from_torch(its, mask="m"), its, dtype, ours={"m": seen}, theirs=call_layer)
-    causal = from_torch(its, causal=True)
+    agree(layer_like(its, own, mask="m"), its, dtype, ours={"m": seen}, theirs=call_layer)
+    causal = layer_like(its, own, causal=True)
     if dtype is torch.float32:
         x = seeded_randn((2, 18, 24), 0)
         torch.testing.assert_close(causal(x), its(x, ~seen))
@@ -102,7 +140,7 @@ def test_a_layer_is_that_of_torch(norm_first: bool, bias: bool, activation: Any,
 def test_layers_in_a_row_and_a_norm_are_those_of_torch():
     layers = [nn.TransformerEncoderLayer(24, 4, 40, 0.0, batch_first=True, norm_first=True) for _ in range(3)]
     its: Any = randomized(nn.Sequential(*layers, nn.LayerNorm(24, 0.1)))
-    mine = from_torch(its)
+    mine = sf.Sequential(*map(layer_like, its[:3]), from_torch(its[3]))
     agree(mine, its, torch.float32, ours={}, theirs=lambda module, x, given: module(x))
     assert list(mine.state_dict())[-2:] == ["3.weight", "3.bias"]
     optimizer = torch.optim.SGD(mine.parameters(), 0.1)
@@ -190,11 +228,10 @@ def test_keys_say_what_a_parameter_is_for():
 
 
 def plain() -> nn.Sequential:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU("tanh"), nn.Dropout(0.2), nn.Linear(16, 8, False))
     acts = nn.Sequential(nn.ReLU(inplace=True), nn.SiLU(), nn.Sigmoid(), nn.Tanh(), nn.GELU(), nn.Identity())
     norms = [nn.RMSNorm(8, 1e-3), nn.LayerNorm(8, 1e-3, False), nn.LayerNorm(8, bias=False)]
-    return nn.Sequential(nn.Embedding(20, 8, padding_idx=1), block, layer, *norms, acts, nn.Linear(8, 20))
+    return nn.Sequential(nn.Embedding(20, 8, padding_idx=1), block, *norms, acts, nn.Linear(8, 20))
 
 
 def test_a_sequential_of_torch_becomes_one_of_operations_on_its_parameters():
@@ -204,8 +241,7 @@ def test_a_sequential_of_torch_becomes_one_of_operations_on_its_parameters():
     x = torch.randint(20, (2, 5), generator=torch.Generator().manual_seed(1))
     assert not mine.plan(x).eager
     assert {id(p) for p in mine.parameters()} == {id(p) for p in its.parameters()}
-    alike = {name: p for name, p in its.named_parameters() if not name.startswith("2.")}
-    assert all(mine.get_parameter(name) is p for name, p in alike.items())
+    assert all(mine.get_parameter(name) is p for name, p in its.named_parameters())
     assert mine.training
     mine, its = from_torch(its.eval()), its.eval()
     assert not mine.training
@@ -217,7 +253,7 @@ def test_a_sequential_of_torch_becomes_one_of_operations_on_its_parameters():
 
 
 def test_a_layer_of_torch_drops_where_torch_does():
-    mine = from_torch(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25))
+    mine = layer_like(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25))
     assert [m.p for m in mine.modules() if isinstance(m, ops.Dropout)] == [0.25] * 3
     assert [m.dropout for m in mine.modules() if isinstance(m, ops.Attention)] == [0.25]
 
@@ -229,25 +265,6 @@ def test_one_module_becomes_one_operation(module: nn.Module):
     assert list(mine.parameters()) == list(module.parameters())
     x = seeded_randn((5, 4), 0)
     torch.testing.assert_close(mine(x), module(x))
-
-
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-def test_what_a_torch_sequential_cannot_become_is_refused():
-    for module in (nn.Sequential(nn.Linear(3, 3), nn.Bilinear(3, 3, 3)), nn.Sequential(nn.Sequential(nn.Flatten()))):
-        with pytest.raises(TypeError, match=r"no layer here stands for (Bilinear|Flatten)"):
-            from_torch(module)
-    for inside in (nn.TransformerEncoderLayer(8, 2), nn.MultiheadAttention(8, 2, batch_first=True)):
-        with pytest.raises(ValueError, match="1 of a torch Sequential must take one input, with its batch first"):
-            from_torch(nn.Sequential(nn.Linear(8, 8), inside))
-    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-        with pytest.raises(ValueError, match=f"no operation here has {name} of Embedding"):
-            from_torch(nn.Embedding(4, 3, **{name: True}))
-    with pytest.raises(ValueError, match="Linear has no attention that would take causal"):
-        from_torch(nn.Linear(3, 3), causal=True)
-    hooked = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    hooked[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"altered.*0 has hooks"):
-        from_torch(hooked)
 
 
 BRANCHES = {
@@ -320,13 +337,5 @@ def test_the_norm_of_queries_and_keys_may_be_made_otherwise():
 
 
 def test_what_has_no_layer_is_refused():
-    with pytest.raises(TypeError, match="no layer here stands for Bilinear"):
-        from_torch(nn.Bilinear(3, 3, 3))
-    with pytest.raises(ValueError, match="bias_k, bias_v"):
-        from_torch(nn.MultiheadAttention(8, 2, add_bias_kv=True))
-    with pytest.raises(ValueError, match="kdim or vdim"):
-        from_torch(nn.MultiheadAttention(8, 2, kdim=4))
-    with pytest.raises(TypeError, match="activation"):
-        from_torch(nn.TransformerEncoderLayer(8, 2, activation=torch.tanh))
     with pytest.raises(ValueError, match="heads must divide embed_dim, got 3 and 8"):
         MultiHeadAttention(8, 3)
