@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..pictures.markup import printable
 from .target import Unable
 
 
@@ -16,12 +17,8 @@ def tell(text: str = "", style: str = "") -> None:
     """Print lines; a style, `"bold"` or `"yellow"`, counts on a terminal only."""
     code = {"bold": 1, "yellow": 33}.get(style)
     colored = code is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\x1b[{code}m{printable(text)}\x1b[0m" if colored else printable(text))
-
-
-def printable(text: str) -> str:
-    """The text without characters that a terminal would obey."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    text = "\n".join(map(printable, text.split("\n")))
+    print(f"\x1b[{code}m{text}\x1b[0m" if colored else text)
 
 
 def tell_json(data: Any) -> None:

@@ -295,7 +295,7 @@ class Chain:
 
 
 def _reads_again(steps: Sequence[ChainStep]) -> Iterator[bool]:
-    reader: int | None = None
+    reader: str | None = None
     for step in steps:
         yield (reader, step.kind) in AGAIN
         if step.gate or step.kind == "shift":  # it reads other columns from here on, or something is added
