@@ -29,7 +29,9 @@ _CASTS = frozenset((source, target) for source in ("int1", *_KNOWN) for target i
 
 def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     """The parts of Triton to replace: owner, name, and what stands in its place."""
+    import numpy as np
     import triton.language.core as core
+    from triton.language import random
 
     constexpr, block_type, pointer_type = core.constexpr, core.block_type, core.pointer_type
 
@@ -121,6 +123,23 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
             return lhs, rhs
         return alike(self, lhs, rhs, *given, **named)
 
+    rounds = random.philox_impl
+
+    def philox_impl(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any) -> Any:
+        if c0.dtype != core.uint32:
+            return rounds(c0, c1, c2, c3, k0, k1, n_rounds)
+        low, width = np.uint64(0xFFFFFFFF), np.uint64(32)
+        words = (x.handle.data.astype(np.uint64) for x in (c0, c1, c2, c3, k0, k1))
+        w0, w1, w2, w3, key0, key1 = words
+        for _ in range(int(n_rounds)):
+            a, b = w0 * np.uint64(0xD2511F53), w2 * np.uint64(0xCD9E8D57)
+            w0, w1, w2, w3 = (b >> width) ^ w1 ^ key0, b & low, (a >> width) ^ w3 ^ key1, a & low
+            key0, key1 = (key0 + np.uint64(0x9E3779B9)) & low, (key1 + np.uint64(0xBB67AE85)) & low
+        drawn = (handle(w.astype(np.uint32), core.uint32) for w in (w0, w1, w2, w3))
+        return tuple(core.tensor(one, c0.type) for one in drawn)
+
+    if isinstance(rounds, interpreter.InterpretedFunction):  # not where kernels are compiled in this process
+        yield random, "philox_impl", philox_impl
     yield interpreter, "_patch_attr", patch_attr
     yield semantic, "cast", quick_cast
     yield semantic, "binary_op_type_checking_impl", binary_op_type_checking_impl

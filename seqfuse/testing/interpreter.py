@@ -6,7 +6,7 @@ BLAS does, otherwise where the factors change places, lets a kernel write anywhe
 at every launch and call of a device function. Inside `corrected()` both formats go through float32 and come back
 rounded to nearest even, float8 saturating, columns are summed in pairs, products are made in float64 and rounded before
 they are added, `interpreter_bounds` refuses an access outside the tensors of a launch, and a number that is a global
-of its module. The patch is made once a block, and the rounds of Philox for whole arrays, with the same numbers.
+of its module. The patch is made once a block.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -43,7 +43,6 @@ _METHODS = {
 }
 _REDUCTIONS = {"sum": ("input",), "min_max": ("input", "val_reduce_op", "idx_reduce_op")}
 _LAUNCH = {"_init_args_hst": ("args_dev", "kwargs")}
-_PHILOX = ["c0", "c1", "c2", "c3", "k0", "k1", "n_rounds"]
 
 _FLOAT8 = {
     "fp8e4nv": torch.float8_e4m3fn,
@@ -113,7 +112,6 @@ def as_on_a_gpu() -> Generator[None]:
 
 def _probe(interpreter: Any) -> None:
     import triton
-    from triton.language import random
 
     unknown = [name for name in ("_patch_lang", "TensorHandle", "_get_np_dtype") if not hasattr(interpreter, name)]
     accesses = {**ACCESSES, **_METHODS}
@@ -124,8 +122,6 @@ def _probe(interpreter: Any) -> None:
             last = len(arguments) + 1 if name in ACCESSES else None
             if function is None or tuple(inspect.signature(function).parameters)[1:last] != arguments:
                 unknown.append(f"{owner}.{name}")
-    if getattr(getattr(random, "philox_impl", None), "arg_names", None) != _PHILOX:
-        unknown.append("random.philox_impl")
     if unknown:
         raise RuntimeError(
             f"Triton {triton.__version__} has another interpreter than the one that is corrected here: "
@@ -136,7 +132,6 @@ def _probe(interpreter: Any) -> None:
 def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     import numpy as np
     import triton.language as tl
-    from triton.language import random
 
     TensorHandle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
     plain = {name: getattr(builder, name) for name in _METHODS}
@@ -259,20 +254,6 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         place = idx_reduce_op(values, axis=self.axis, keepdims=self.keep_dims)
         return extreme, self.to_tensor(place, tl.int32)
 
-    rounds = random.philox_impl
-
-    def philox_impl(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any) -> Any:
-        if c0.dtype != tl.uint32:
-            return rounds(c0, c1, c2, c3, k0, k1, n_rounds)
-        low, width = np.uint64(0xFFFFFFFF), np.uint64(32)
-        words = (x.handle.data.astype(np.uint64) for x in (c0, c1, c2, c3, k0, k1))
-        w0, w1, w2, w3, key0, key1 = words
-        for _ in range(int(n_rounds)):
-            a, b = w0 * np.uint64(0xD2511F53), w2 * np.uint64(0xCD9E8D57)
-            w0, w1, w2, w3 = (b >> width) ^ w1 ^ key0, b & low, (a >> width) ^ w3 ^ key1, a & low
-            key0, key1 = (key0 + np.uint64(0x9E3779B9)) & low, (key1 + np.uint64(0xBB67AE85)) & low
-        return tuple(tl.tensor(TensorHandle(w.astype(np.uint32), tl.uint32), c0.type) for w in (w0, w1, w2, w3))
-
     methods = (
         cast_impl, create_fp_to_fp, binary_op, ternary_op, unary_op, create_fma, create_dot, create_erf, create_rsqrt,
     )  # fmt: skip
@@ -280,8 +261,6 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         yield builder, method.__name__, method
     yield interpreter.ReduceOps, "sum", total
     yield interpreter.ReduceOps, "min_max", min_max
-    if isinstance(rounds, interpreter.InterpretedFunction):  # not where kernels are compiled in this process
-        yield random, "philox_impl", philox_impl
 
 
 class _LanguagePatch:
