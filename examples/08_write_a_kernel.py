@@ -114,7 +114,7 @@ def main() -> None:
     forward = testing.compile_kernel(forward_kernel, y=x, **given)
     backward = testing.compile_kernel(backward_kernel, dy=x, dx=x, sums=gamma, TOKENS=TOKENS, **given)
     for one in (*forward, *backward):
-        print(f"{one.variant} for {one.target}: {one.spills} bytes spilled, {one.narrow} narrow accesses")
+        print(f"{one.variant} for {one.target}: {one.registers} registers, {one.spills} bytes spilled")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import seqfuse.testing.compile as compiling
-from seqfuse.testing.compile import DEFINED, NAME, Variant, built, ended, in_child, resources, why
+from seqfuse.testing.compile import Variant, built, ended, in_child, resources, why
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376}
@@ -31,11 +31,17 @@ class Compiled(compiling.Compiled):
     """What came of one configuration on one target.
 
     Args:
+        wide: global accesses of 16 bytes, and tiles moved by descriptors.
+        narrow: all other global accesses.
+        int32_multiplications: 32-bit products that an address is made of.
         mma: matrix instructions of the target's own kind.
         late_reads: single values read where other threads of the program may have written already.
         has_dot: whether the configuration multiplies matrices.
     """
 
+    wide: int = 0
+    narrow: int = 0
+    int32_multiplications: int = 0
     mma: int = 0
     late_reads: int = 0
     has_dot: bool = False
@@ -116,11 +122,76 @@ def compile_one(variant: Variant, target: str, module: str = "") -> Compiled:
         variant=variant.name,
         target=target,
         mma=code.count(MMA.get(target, "mma.sync")),
+        int32_multiplications=int32_multiplications(kernel.asm["ttir"]),
         late_reads=late_reads(kernel.asm["ttir"]),
+        **_accesses(code, target),
         has_dot=variant.has_dot,
         **resources(kernel, target),
         seconds=time.perf_counter() - begun,
     )
+
+
+_ACCESS = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?(?:(ld|st)\.global\S*|cp\.async\.c[ag]\.shared\.global\S*)\s(.*)$", re.MULTILINE
+)
+
+
+def _accesses(code: str, target: str) -> dict[str, int]:
+    """How many accesses to global memory move 16 bytes, and how many less."""
+    if target.startswith("gfx"):
+        kinds: list[str] = re.findall(r"^\s*(?:global|buffer|flat)_(?:load|store)_(\S+)", code, re.MULTILINE)
+        wide = sum(kind.startswith(("dwordx4", "b128")) for kind in kinds)
+        return {"wide": wide, "narrow": len(kinds) - wide}
+    descriptors, are_wide = len(re.findall(r"cp\.async\.bulk\.tensor", code)), list[bool]()
+    for access in _ACCESS.finditer(code):
+        text = access.group(0)
+        if access.group(1) is None:
+            are_wide.append("0x10" in text)
+        else:
+            vector = re.search(r"\.v4\.[bfsu]32|\.v2\.[bfsu]64|\.v8\.[bfsu](16|32)|\.v4\.[bfsu]64", text)
+            are_wide.append(vector is not None)
+    return {"wide": descriptors + sum(are_wide), "narrow": are_wide.count(False)}
+
+
+_DEFINED = re.compile(r"^\s*(%[\w#:, %]+?)\s*=\s*(?:\"?)([\w.]+)(.*)$")
+_NAME = re.compile(r"%[\w]+")
+
+
+def int32_multiplications(ttir: str) -> int:
+    """How many 32-bit products the addresses in a kernel's Triton IR are made of: each may wrap beyond 2^31 elements.
+
+    Coordinates of descriptors are 32-bit by their nature and not counted.
+    """
+    operation: dict[str, tuple[str, list[str], str]] = {}
+    carried: dict[str, list[str]] = {}
+    roots: list[str] = []
+    for line in ttir.splitlines():
+        line = line.split(" loc(")[0]
+        for name, value in re.findall(r"(%[\w]+) = (%[\w]+)", line.partition("iter_args(")[2]):
+            carried.setdefault(name, []).append(value)
+        match = _DEFINED.match(line)
+        if match is None:
+            continue
+        results, kind, rest = match.groups()
+        inputs = _NAME.findall(rest.partition("iter_args(")[0])
+        for result in results.split(","):
+            operation[result.strip().split(":")[0]] = (kind, inputs, rest)
+        if kind == "tt.addptr":
+            roots.extend(inputs[1:2])
+    seen: set[str] = set()
+    products = 0
+    while roots:
+        name = roots.pop().split("#")[0]
+        if name in seen:
+            continue
+        seen.add(name)
+        roots.extend(carried.get(name, ()))
+        kind, inputs, rest = operation.get(name, ("", [], ""))
+        if kind == "tt.load":
+            continue  # an index read from memory is what it is
+        products += kind == "arith.muli" and re.search(r": (?:tensor<[\dx]*x)?i32", rest) is not None
+        roots.extend(inputs)
+    return products
 
 
 def late_reads(ttir: str) -> int:
@@ -133,8 +204,8 @@ def late_reads(ttir: str) -> int:
     unordered: dict[str, int] = {}
     late = 0
     for line in ttir.splitlines():
-        match = DEFINED.match(line)
-        names: list[str] = NAME.findall(line)
+        match = _DEFINED.match(line)
+        names: list[str] = _NAME.findall(line)
         if match is not None and match.group(2) in ("tt.addptr", "tt.splat", "tt.broadcast", "tt.bitcast"):
             base[names[0]] = base.get(names[1], names[1])
         elif match is not None and match.group(2) == "tt.load" and ": !tt.ptr<" in line:

@@ -93,9 +93,6 @@ class Compiled:
         registers: per thread.
         spills: bytes of local memory per thread on NVIDIA, spilled registers on AMD.
         shared: bytes of shared memory per program.
-        wide: global accesses of 16 bytes, and tiles moved by descriptors.
-        narrow: all other global accesses.
-        int32_multiplications: 32-bit products that an address is made of.
         seconds: time it took.
     """
 
@@ -106,9 +103,6 @@ class Compiled:
     registers: int = 0
     spills: int = 0
     shared: int = 0
-    wide: int = 0
-    narrow: int = 0
-    int32_multiplications: int = 0
     seconds: float = 0.0
 
 
@@ -324,29 +318,13 @@ def _numbers(kind: Type, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def resources(kernel: Any, target: str) -> dict[str, int]:
     """The numbers of a `Compiled`, of what `built` gives."""
-    found = _nvidia(kernel) if target.startswith("sm_") else _amd(kernel.asm["amdgcn"])
-    products = int32_multiplications(kernel.asm["ttir"])
-    return {"shared": kernel.metadata.shared, "int32_multiplications": products, **found}
+    found = _nvidia(kernel.asm["cubin"]) if target.startswith("sm_") else _amd(kernel.asm["amdgcn"])
+    return {"shared": kernel.metadata.shared, **found}
 
 
-_ACCESS = re.compile(
-    r"^\s*(?:@!?%p\d+\s+)?(?:(ld|st)\.global\S*|cp\.async\.c[ag]\.shared\.global\S*)\s(.*)$", re.MULTILINE
-)
-
-
-def _nvidia(kernel: Any) -> dict[str, int]:
-    ptx: str = kernel.asm["ptx"]
-    wide = len(re.findall(r"cp\.async\.bulk\.tensor", ptx))
-    narrow = 0
-    for access in _ACCESS.finditer(ptx):
-        text = access.group(0)
-        if access.group(1) is None:
-            is_wide = "0x10" in text
-        else:
-            is_wide = re.search(r"\.v4\.[bfsu]32|\.v2\.[bfsu]64|\.v8\.[bfsu](16|32)|\.v4\.[bfsu]64", text) is not None
-        wide, narrow = wide + is_wide, narrow + (not is_wide)
+def _nvidia(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-        binary.write(kernel.asm["cubin"])
+        binary.write(cubin)
         binary.flush()
         tool = Path(importlib.import_module("triton").__file__ or "").parent / "backends/nvidia/bin/cuobjdump"
         printed = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
@@ -354,59 +332,15 @@ def _nvidia(kernel: Any) -> dict[str, int]:
     if not usage:
         raise RuntimeError(f"cuobjdump printed no resource usage: {printed!r}")
     registers = max(int(u["REG"]) for u in usage)
-    spills = max(int(u["STACK"]) + int(u["LOCAL"]) for u in usage)
-    return {"registers": registers, "spills": spills, "wide": wide, "narrow": narrow}
+    return {"registers": registers, "spills": max(int(u["STACK"]) + int(u["LOCAL"]) for u in usage)}
 
 
 def _amd(text: str) -> dict[str, int]:
     def number(name: str) -> int:
         return max((int(n) for n in re.findall(rf"\.{name}:\s*(\d+)", text)), default=0)
 
-    accesses = re.findall(r"^\s*(?:global|buffer|flat)_(?:load|store)_(\S+)", text, re.MULTILINE)
-    wide = sum(a.startswith(("dwordx4", "b128")) for a in accesses)
     spills = number("vgpr_spill_count") + number("sgpr_spill_count")
-    return {"registers": number("vgpr_count"), "spills": spills, "wide": wide, "narrow": len(accesses) - wide}
-
-
-DEFINED = re.compile(r"^\s*(%[\w#:, %]+?)\s*=\s*(?:\"?)([\w.]+)(.*)$")
-NAME = re.compile(r"%[\w]+")
-
-
-def int32_multiplications(ttir: str) -> int:
-    """How many 32-bit products the addresses in a kernel's Triton IR are made of: each may wrap beyond 2^31 elements.
-
-    Coordinates of descriptors are 32-bit by their nature and not counted.
-    """
-    operation: dict[str, tuple[str, list[str], str]] = {}
-    carried: dict[str, list[str]] = {}
-    roots: list[str] = []
-    for line in ttir.splitlines():
-        line = line.split(" loc(")[0]
-        for name, value in re.findall(r"(%[\w]+) = (%[\w]+)", line.partition("iter_args(")[2]):
-            carried.setdefault(name, []).append(value)
-        match = DEFINED.match(line)
-        if match is None:
-            continue
-        results, kind, rest = match.groups()
-        inputs = NAME.findall(rest.partition("iter_args(")[0])
-        for result in results.split(","):
-            operation[result.strip().split(":")[0]] = (kind, inputs, rest)
-        if kind == "tt.addptr":
-            roots.extend(inputs[1:2])
-    seen: set[str] = set()
-    products = 0
-    while roots:
-        name = roots.pop().split("#")[0]
-        if name in seen:
-            continue
-        seen.add(name)
-        roots.extend(carried.get(name, ()))
-        kind, inputs, rest = operation.get(name, ("", [], ""))
-        if kind == "tt.load":
-            continue  # an index read from memory is what it is
-        products += kind == "arith.muli" and re.search(r": (?:tensor<[\dx]*x)?i32", rest) is not None
-        roots.extend(inputs)
-    return products
+    return {"registers": number("vgpr_count"), "spills": spills}
 
 
 def why(error: BaseException) -> str:

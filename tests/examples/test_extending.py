@@ -76,9 +76,8 @@ def test_a_kernel_of_one_s_own_is_checked_in_both_passes_and_compiled(tmp_path: 
     lines = run(str(KERNEL), folder=tmp_path, PYTHONPATH=str(ROOT), TRITON_INTERPRET="1")
     checked, *compiled = lines
     assert re.fullmatch(r"TanhScale: [1-9]\d+ cases on \[Tanh, LayerScale\]", checked), lines
-    assert compiled == [
-        f"{name}_kernel for sm_90: 0 bytes spilled, 0 narrow accesses" for name in ("forward", "backward")
-    ]
+    for name, line in zip(("forward", "backward"), compiled, strict=True):
+        assert re.fullmatch(rf"{name}_kernel for sm_90: \d+ registers, 0 bytes spilled", line), line
 
 
 def assert_planned(lines: list[str]) -> None:
