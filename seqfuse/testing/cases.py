@@ -24,7 +24,7 @@ from ..settings import at_all_costs
 from .structure import Tree, Untouched, assert_bitwise_equal, copied_module
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
-OnStep = Callable[..., Any]
+OnPass = Callable[..., Any]
 """As of a `Fuser`: called in place of each pass of a step, with the step and the pass."""
 
 HUGE, _MOST_SUBSETS = "huge", 32
@@ -82,7 +82,7 @@ class Bench:
     """
 
     def __init__(
-        self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), on_step: OnStep | None = None
+        self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), on_step: OnPass | None = None
     ) -> None:
         self.root = root
         self._fuser = Fuser(root, fusions, on_step=on_step or _run)
@@ -161,7 +161,7 @@ class Specimen:
         self,
         dtype: torch.dtype,
         fusions: Sequence[type[FusedOperation]] = (),
-        on_step: OnStep | None = None,
+        on_step: OnPass | None = None,
         *,
         wide: bool = False,
     ) -> Bench:

@@ -17,7 +17,7 @@ from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFus
 from ..plan import Plan, Step
 from ..saved import Recompute, Saved
 from ..settings import fusing
-from .cases import Bench, Case, OnStep, Outcome, Specimen, cases, few_rows, subsets
+from .cases import Bench, Case, OnPass, Outcome, Specimen, cases, few_rows, subsets
 from .fakes import assert_fakes_alike
 from .judge import (
     assert_only_wanted,
@@ -53,7 +53,7 @@ class Probe:
         self.combination = next(text for kind, text in _COMBINATIONS.items() if issubclass(fusion, kind))
         self.start = 0
 
-    def bench(self, on_step: OnStep | None = None) -> Bench:
+    def bench(self, on_step: OnPass | None = None) -> Bench:
         """The sequence with the fusion, on a fresh copy."""
         return self.specimen.bench(self.dtype, (self.fusion,), on_step)
 

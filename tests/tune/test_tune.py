@@ -20,7 +20,7 @@ from seqfuse import cost_table, ops
 from seqfuse.operation import config_version
 from seqfuse.plan import cost_lookup, described, flatten
 from seqfuse.testing.cases import Bench
-from seqfuse.tune import TuneReport, _Search, candidates, timing
+from seqfuse.tune import TuneReport, _Search, shadow, timing
 from seqfuse.tune.ranks import Ranks
 from seqfuse.tune.shadow import Shadow
 from tests.tune import kit
@@ -115,7 +115,7 @@ def test_each_kind_is_timed_in_the_passes_that_it_replaces(monkeypatch: pytest.M
     assert [s.name for s in (*plan.forward, *plan.backward) if s.fused] == ["Quick", "QuickBackward"]
     with torch.no_grad():
         assert model.plan(X).count("QuickInference") == 1
-    monkeypatch.setattr(candidates, "back_alone", None)  # without gradients there is none, which would take its time
+    monkeypatch.setattr(shadow, "back_alone", None)  # without gradients there is none, which would take its time
     assert times(sf.tune(pair(QuickJoint, width=5), torch.ones(6, 5), modes="eval")) == {
         ("QuickJoint", "eval"): (11, 50, True)
     }
@@ -964,10 +964,10 @@ def test_the_test_kit_uses_a_fusion_whatever_was_measured() -> None:
 
 def test_a_copy_of_a_model_holds_real_numbers_within_the_block_only() -> None:
     model = pair(Quick)
-    shadow = Shadow(model, "eval")
-    bias: Any = next(m for m in shadow.model.modules() if isinstance(m, ops.Bias))
+    copied = Shadow(model, "eval")
+    bias: Any = next(m for m in copied.model.modules() if isinstance(m, ops.Bias))
     fake = bias.bias
-    with shadow.real([bias]):
+    with copied.real([bias]):
         assert torch.equal(bias.bias, model[0].bias)
         assert bias.bias is not model[0].bias
     assert bias.bias is fake
