@@ -108,7 +108,7 @@ def attention_bwd(
     dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).transpose(1, 2)
     n = _shape((q, k, v, dy, *out), True, causal, window, mask, p if seed is not None else 0.0)
     threads = _threads(q, k, q.shape[0] * k.shape[1])
-    if faking():  # held until it is counted
+    if is_faking():  # held until it is counted
         _ = torch.empty(threads * n.memory, dtype=torch.float32, device=q.device)
         return
     memory = allocator()((threads * n.memory,), (1,), torch.float32)
