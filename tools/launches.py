@@ -564,8 +564,11 @@ def _permutes(target: str) -> Calls:
             yield f"{of} sums", both
 
 
-WITHOUT: dict[str, tuple[str, ...]] = {"sm_80": ("quantize",), "sm_89": ("quantize",)}
-"""Modules of which nothing is launched on an architecture."""
+WITHOUT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("sm_80", "sm_89"), ("quantize", "_chain_codes_kernel")),
+    "gfx942": ("_chain_codes_kernel",),
+}
+"""Modules of which nothing is launched on an architecture, and kernels."""
 
 CALLS: dict[str, Callable[[str], Calls]] = {
     "_device": _sums,
