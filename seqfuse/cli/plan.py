@@ -10,11 +10,20 @@ from torch import nn
 
 from .. import Env, Plan
 from ..env import rows_of
+from ..pictures.text import curve
 from . import inputs
 from .convert import show_conversion
 from .inputs import Json, Named, NoGrad, Output, Spec, Under
 from .output import colored, ending_of, write_text
 from .target import Unable, container, holds_sequence, named_part
+
+FRONT = "front"
+"""`--memory front` shows the peak and the time of budgets, rather than a plan."""
+
+
+def front(plan: Plan) -> str:
+    """The choices of a plan as a curve."""
+    return curve(plan.as_dict()["choices"])
 
 
 def plan(
@@ -22,7 +31,7 @@ def plan(
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
-    memory: Annotated[str | None, Parameter(help="fast, balanced, lean, least, or bytes.")] = None,
+    memory: Annotated[str | None, Parameter(help="fast, balanced, lean, least, bytes, or front: all of them.")] = None,
     no_grad: NoGrad = False,
     json: Json = False,
     output: Output = None,
@@ -30,6 +39,8 @@ def plan(
 ) -> None:
     """Print what is fused and why the rest is not, on this machine or for --device h100. Other models are converted."""
     ending, on = ending_of(json, output), on or Under()
+    if memory == FRONT and ending != ".txt":
+        raise Unable("--memory front prints text only; --json without it has the same numbers under choices")
     spec = None if input is None else on.spec(input)
     if on.channel and spec is None:
         raise Unable("--channel adds an argument to the input: give --input, too")
@@ -38,10 +49,13 @@ def plan(
     if not holds_sequence(part):
         if spec is None:
             raise Unable(f"{target} has no Sequential, so it is converted and called: give --input")
+        if memory == FRONT:
+            raise Unable(f"--memory front needs a Sequential; without it, the report of {target} has all choices")
         show_conversion(part, target, spec, on, memory or "fast", grad=not no_grad, ending=ending, to=output)
         return
     made = _planned(model, target, spec, on, memory, not no_grad)
     text = {".svg": made.svg, ".json": lambda: made.json(indent=2), ".txt": lambda: str(made)}[ending]()
+    text = front(made) if memory == FRONT else text
     write_text(text if output is not None else colored(text), output)
 
 
@@ -49,7 +63,7 @@ def _planned(model: nn.Module, name: str, spec: Spec | None, on: Under, memory: 
     elsewhere = on.device is not None and inputs.is_elsewhere(on.device)
     device = on.device if elsewhere and on.device else inputs.device_here(on.device)
     chosen = container(model if isinstance(device, str) else model.to(device), name, on.part)
-    if memory is not None:
+    if memory is not None and memory != FRONT:
         chosen.memory = cast(Any, int(memory) if memory.isdecimal() else memory)
     dtype = next((p.dtype for p in chosen.parameters() if p.is_floating_point()), torch.float32)
     if spec is not None and not isinstance(device, str):

@@ -51,6 +51,22 @@ def choices_table(choices: Sequence[ChoiceData], used: str) -> list[str]:
     return [f"{a:<{name}}  {b:>{saved}}  {c:>{peak}}  {d}".rstrip() for a, b, c, d in rows]
 
 
+def curve(choices: Sequence[ChoiceData], width: int | None = None) -> str:
+    """The front: a line for each choice of memory, its peak, and a mark as far to the right as it takes longer."""
+    ordered = sorted(choices, key=lambda choice: (-choice["peak"], choice["microseconds"]))
+    if not ordered:
+        return "there is nothing to choose: no gradient is needed, all plans are one, or their bytes are not known"
+    low, high = (f(choice["microseconds"] for choice in ordered) for f in (min, max))
+    peaks = [sized(choice["peak"], ordered[0]["peak"]) for choice in ordered]
+    wide, name = max(map(len, peaks)), max(len(choice["memory"]) for choice in ordered)
+    room = (width or terminal_width()) - wide - name - 18
+    lines = [f"{'peak':>{wide}}  time (est.) beyond the fastest plan, from {extra_time(low)} to {extra_time(high)}"]
+    for choice, peak in zip(ordered, peaks, strict=True):
+        at = round((room - 1) * (choice["microseconds"] - low) / ((high - low) or 1))
+        lines.append(f"{peak:>{wide}}  |{' ' * at}o {choice['memory']}, {extra_time(choice['microseconds'])}")
+    return "\n".join(lines)
+
+
 def _recomputed(plan: PlanData) -> Iterator[str]:
     """The segments that run again, and what of them does not."""
     names = [operation["name"] for operation in plan["operations"]]

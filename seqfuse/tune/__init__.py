@@ -43,10 +43,11 @@ def tune(
 
     Each candidate, and the operations that it replaces, run by turns on random tensors of the shapes they would see;
     the medians take the place of the cost that the fusion declares. Kernels are compiled before times are taken. One
-    that is not faster or that fails is refused from then on, with that reason in the plan. A measurement whose noise
-    exceeds the difference, or that is noisy and 100 times as long as estimated, is made again after the others; if that
-    is of no use, as on a busy machine, it is not kept, and the fusion keeps its estimated cost. What was measured
-    before is not measured again, so that a call that was cut off goes on where it stopped.
+    that is not faster or that fails is refused from then on, with that reason in the plan; one that takes longer than
+    30 s only in this process. A measurement whose noise exceeds the difference, or that is noisy and 100 times as long
+    as estimated, is made again after the others; if that is of no use, as on a busy machine, it is not kept, and the
+    fusion keeps its estimated cost. What was measured before is not measured again, so that a call that was cut off
+    goes on where it stopped.
 
     The model is not run: a copy on fake tensors shows what would be. Its parameters are read; gradients, buffers,
     modes, hooks and torch's generators are left alone.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,12 @@ from torch import Tensor
 
 from ..cost_table import Measurement
 from ..errors import KernelError, device_is_lost
+
+LIMIT = 30.0
+"""Seconds that timing one candidate may take."""
+
+COMPILING = 120.0
+"""Seconds that its first call may take, in which its kernels are compiled and loaded."""
 
 ROUNDS, SECONDS = (3, 100), 0.2
 TRIES = 3
@@ -23,6 +31,7 @@ TIE = 0.05
 FAR, STEADY = 100, 0.1
 """How many times as long as estimated a pass may take, unless its noise is below this part of its time."""
 
+_TOO_LONG = "it took longer than"
 FLUSHED_BYTES = 256 << 20  # more than any second-level cache there is
 SLEEPS = 400_000, 100_000_000
 """Cycles that a device sleeps at first, and at most, while the host launches."""
@@ -75,29 +84,57 @@ def time_passes(make: Callable[[], Passes], device: torch.device, seconds: float
     """Medians of the two passes of `make()`, by turns, so that what else the machine does meets both, and the noise.
 
     Each runs once before, so that nothing is compiled while times are taken. Samples are taken for so many `seconds`,
-    by default `SECONDS`. A fused pass that fails is a measurement, too.
+    by default `SECONDS`. A fused pass that fails is a measurement, too. All of it happens in a thread of its own, which
+    is left behind when compiling takes longer than `COMPILING`, or timing longer than `LIMIT`.
 
     Raises:
         Unmeasurable: if the unfused pass itself fails.
         KernelError: (SF401) if the device is lost.
     """
-    caches = torch.is_autocast_cache_enabled()
-    with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        torch.set_autocast_cache_enabled(False)  # casts made here are of scratch tensors
-        try:
-            return _time_passes(make, device, SECONDS if seconds is None else seconds)
-        except Unmeasurable:
-            raise
-        except Exception as error:
-            if device_is_lost(error) or (error.__cause__ is not None and device_is_lost(error.__cause__)):
-                message = f"the device reported {error}; its state is lost and nothing can run after it"
-                raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer") from error
-            return Measurement(failed=_said(error)[:200])
-        finally:
-            torch.set_autocast_cache_enabled(caches)
+    done: list[Measurement | BaseException] = []
+    compiled, threads, autocast = threading.Event(), torch.get_num_threads(), _autocast_here(device.type)
+    there = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+    def work() -> None:
+        torch.set_num_threads(threads)  # libraries beneath torch start each thread with their own number
+        with autocast, torch.no_grad(), there:
+            torch.set_autocast_cache_enabled(False)  # casts made here are of scratch tensors; the thread's own setting
+            try:
+                done.append(_time_passes(make, device, compiled.set, SECONDS if seconds is None else seconds))
+            except BaseException as error:
+                done.append(error)
+            finally:
+                compiled.set()
+
+    here = contextvars.copy_context()
+    thread = threading.Thread(target=here.run, args=(work,), daemon=True, name="seqfuse-tune")
+    thread.start()
+    if not compiled.wait(COMPILING):
+        return Measurement(failed=f"{_TOO_LONG} {COMPILING:g} s before it could be timed")
+    thread.join(LIMIT)
+    if not done:
+        return Measurement(failed=f"{_TOO_LONG} {LIMIT:g} s")
+    (result,) = done
+    if isinstance(result, Measurement):
+        return result
+    if isinstance(result, Unmeasurable):
+        raise result
+    if device_is_lost(result) or (result.__cause__ is not None and device_is_lost(result.__cause__)):
+        message = f"the device reported {result}; its state is lost and nothing can run after it"
+        raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer") from result
+    return Measurement(failed=_said(result)[:200])
 
 
-def _time_passes(make: Callable[[], Passes], device: torch.device, seconds: float) -> Measurement:
+def _autocast_here(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """The caller's autocast region, for another thread."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind)  # to the dtype that is set here
+
+
+def _time_passes(
+    make: Callable[[], Passes], device: torch.device, compiled: Callable[[], None], seconds: float
+) -> Measurement:
     try:
         timed = clock(device)
         fused, unfused = make()
@@ -107,6 +144,7 @@ def _time_passes(make: Callable[[], Passes], device: torch.device, seconds: floa
             raise
         raise Unmeasurable(f"what it would replace raised {_said(error)}") from error
     fused()
+    compiled()
     for run in (unfused, fused):
         timed(run)
     times: tuple[list[float], list[float]] = ([], [])
@@ -142,8 +180,8 @@ def doubt(found: Measurement, estimated: float) -> str | None:
 
 
 def is_passing(measurement: Measurement) -> bool:
-    """Whether it failed for want of memory, which says nothing about the next process."""
-    return "MemoryError" in measurement.failed  # torch's is an OutOfMemoryError
+    """Whether it failed for want of memory or time, which says nothing about the next process."""
+    return any(reason in measurement.failed for reason in ("MemoryError", _TOO_LONG))  # torch's is an OutOfMemoryError
 
 
 def _said(error: BaseException) -> str:

@@ -92,6 +92,8 @@ WRONG = {
     ),
     ("plan", "M:fed", "--input", "4x16", "--channel", "other=3x16", "--device", "cuda:sm_90"): "position 2 (Add): adds",
     ("plan", "M:build", "--output", "no/such/folder.svg"): "cannot be written",
+    ("plan", "M:build", "--memory", "front", "--json"): "--memory front prints text only",
+    ("plan", "M:build", "--memory", "front", "--output", "front.svg"): "--memory front prints text only",
     ("plan", "M:build", "--output", "plan.pdf"): "plan.pdf has no known ending: write one of .svg, .json",
     ("plan", "M:build", "--frob"): "--frob",
     ("plan", "torch.nn:Flatten"): "has no Sequential, so it is converted and called: give --input",

@@ -98,6 +98,16 @@ def test_a_choice_of_memory_is_planned(there: tuple[str, ...], cli: Cli) -> None
     assert least <= peak("--memory", str(most - 1)) < most
 
 
+def test_the_front_of_memory_is_drawn(cli: Cli) -> None:
+    first, *lines = cli("plan", "M:build", "--input", "64x16", "--memory", "front").out.splitlines()
+    assert "time (est.) beyond the fastest plan, from +0 us to +" in first
+    names = [line.partition("o ")[2].partition(",")[0] for line in lines]
+    assert {*names} == {"fast", "balanced", "lean", "least"}  # half does not fit
+    marks = {name: line.index("o ") for name, line in zip(names, lines, strict=True)}
+    assert marks["fast"] <= marks["balanced"] <= marks["lean"] < marks["least"]
+    assert "nothing to choose" in cli("plan", "M:build", "--input", "64x16", "--no-grad", "--memory", "front").out
+
+
 def test_parts_of_other_modules(cli: Cli) -> None:
     whole = cli("plan", "M:build", "--input", "4x16", "--device", "cpu").out
     assert cli("plan", "M:Outer", "--input", "4x16", "--device", "cpu").out == whole

@@ -6,7 +6,7 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -340,6 +340,51 @@ def test_one_that_wants_memory_is_tried_again_by_the_next_process(monkeypatch: p
     assert sf.tune(model, X, modes="train").measured == 1
 
 
+class Hangs(kit._Pair, sf.ForwardFusion):
+    """Never returns from its second call on, or from its first."""
+
+    bias: ops.Bias
+    halve: Halve
+    quick = 0
+    ended = threading.Event()
+
+    def fwd(self, x: Tensor) -> Any:
+        if Hangs.quick == 0:
+            assert Hangs.ended.wait(100)
+        Hangs.quick -= 1
+        return self.both(x)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends what hangs, so that no later test is timed beside it."""
+    monkeypatch.setattr(Hangs, "ended", threading.Event())
+    yield
+    Hangs.ended.set()
+    for thread in threading.enumerate():
+        if thread.name == "seqfuse-tune":
+            thread.join(100)
+
+
+@pytest.mark.parametrize(
+    ("quick", "why"),
+    [(0, "it took longer than 0.6 s before it could be timed"), (1, "it took longer than 0.5 s")],
+    ids=["compiling", "timing"],
+)
+def test_one_that_never_returns_is_left_behind_and_tried_again_by_the_next_process(
+    quick: int, why: str, monkeypatch: pytest.MonkeyPatch, hanging: None
+) -> None:
+    monkeypatch.setattr(timing, "LIMIT", 0.5)
+    monkeypatch.setattr(timing, "COMPILING", 0.6)
+    monkeypatch.setattr(Hangs, "quick", quick)
+    model = pair(Hangs, Quick)
+    report = sf.tune(model, X, modes="train")
+    assert {r.fusion: r.note for r in report.rows} == {"Hangs": f"it failed when it was measured: {why}", "Quick": ""}
+    assert sf.tune(model, X, modes="train").measured == 0
+    forget(monkeypatch)
+    assert sf.tune(model, X, modes="train").measured == 1
+
+
 def test_what_is_compiled_in_the_first_call_is_not_in_the_time() -> None:
     seen: list[str] = []
 
@@ -425,7 +470,7 @@ def test_a_device_that_is_lost_while_times_are_taken_ends_it(monkeypatch: pytest
 
     monkeypatch.setattr(timing, "clock", lambda device: lost)
     with pytest.raises(sf.KernelError, match="its state is lost"):
-        timing.measure(lambda: (int, int), torch.device("cpu"))
+        timing.time_passes(lambda: (int, int), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("what", ["compiling", "capturing", "global hooks", "vmap"])
