@@ -190,7 +190,7 @@ def attention_cases() -> Iterator[Case]:
     q, y, dy = drawn(1, H, S, D), drawn(1, S, H, D), drawn(1, S, H, D)
     key, value, lse = drawn(1, 1, S, D), drawn(1, 1, S, D), torch.zeros(1, H, S)
     out = (drawn(1, H, S, D), drawn(1, 1, S, D), drawn(1, 1, S, D))
-    fwd, dq, dkv = (k.head_tile(name, D, q.dtype, "sm_90") for name in ("fwd", "dq", "dkv"))
+    fwd, dq, dkv = (k.score_tile(name, D, q.dtype, "sm_90") for name in ("fwd", "dq", "dkv"))
     for limits in ({}, {"causal": True}, {"causal": True, "window": 64}):
         named = ", ".join(("", *(name if how is True else f"{name} {how}" for name, how in limits.items())))
         of_rows = functools.partial(_read, S, causal=limits.get("causal", False), window=limits.get("window", S))
