@@ -8,6 +8,7 @@ import inspect
 import itertools
 import sys
 import types
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from .. import ops
 from ..env import Env
-from ..errors import InputError
+from ..errors import InputError, hinted, meant
 from ..fusion import checked
 from ..operation import UnfusedOperation
 from ..pictures.text import counted
@@ -101,6 +102,7 @@ def start(
         _check_filter(filter_fn)
     _check_not_converted(model)
     _check_recipe_fits(model, made.options)
+    _warn_of_unknown(model, made.options)
     places = [model] if regions == "model" else _layers(model)
     if not places:
         none = "no ModuleList or Sequential in it has a member with submodules"
@@ -168,6 +170,16 @@ def _check_recipe_fits(model: nn.Module, options: RewriteOptions) -> None:
             except InputError as error:
                 error.position, error.path = None, path
                 raise
+
+
+def _warn_of_unknown(model: nn.Module, options: RewriteOptions) -> None:
+    """Warn of a name in `exclude` that no module has; those of the default are of no model in particular."""
+    paths = [path for path, _ in named_modules(model)] if options.recipe is not None else []
+    for name in options.exclude if paths else ():
+        if name not in UNQUANTIZED and not any(excluded((name,), path) for path in paths):
+            hint = meant(name, {part for path in paths for part in path.split(".")})
+            message = f"convert: exclude names {name!r}, and no module of the model has that name{hinted(hint)}"
+            warnings.warn(message, UserWarning, stacklevel=4)
 
 
 def _check_excluded_alike(model: nn.Module, places: Sequence[nn.Module], options: RewriteOptions) -> None:

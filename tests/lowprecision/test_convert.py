@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +108,15 @@ def test_names_that_are_excluded():
     attention = [f"model.layers.{i}.self_attn.{n}_proj" for i in range(2) for n in "qkvo"]
     assert kept_out == {*attention, *(f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up", "down"))}
     assert said["lm_head"] is None
+
+
+def test_a_name_that_no_module_has_is_told():
+    def build() -> nn.Module:
+        return nn.Sequential(OrderedDict(norm=nn.LayerNorm(32), head=nn.Linear(32, 32)))
+
+    with pytest.warns(UserWarning, match=r"exclude names 'heed', and no module .*\nHint: did you mean 'head'") as told:
+        sf.convert(build(), recipe=recipes.MXFP8(), exclude=("heed", "head", "lm_head"))
+    assert [Path(one.filename).name for one in told] == [Path(__file__).name]
 
 
 def test_layers_that_share_a_graph_are_excluded_alike():
