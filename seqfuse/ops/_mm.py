@@ -52,9 +52,9 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b)
 
 
-def _is_large(a: Tensor, columns: int, least: int = ONEDNN_FLOAT32_WORTHWHILE) -> bool:
+def _is_large(a: Tensor, columns: int, least: int | None = None) -> bool:
     """Whether a product of `a` with so many columns may be oneDNN's."""
-    return env.ONEDNN_FLOAT32 and a.numel() * columns >= least
+    return env.ONEDNN_FLOAT32 and a.numel() * columns >= (ONEDNN_FLOAT32_WORTHWHILE if least is None else least)
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,9 +82,7 @@ def _lies_plainly(t: Tensor) -> bool:
     return (along == 1 and down >= columns) or (down == 1 and along >= rows)
 
 
-def linear_into(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, least: int = ONEDNN_FLOAT32_WORTHWHILE
-) -> None:
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, least: int | None = None) -> None:
     """Write x weight^T + bias into `out`, a slice; an x that is wider than the weight is rounded where the GEMM is not.
 
     x: [M, K], weight: [N, K], bias: [N], out: [M, N]. GEMMs of fewer than `least` products are not oneDNN's.

@@ -162,7 +162,7 @@ class Budget:
         part: instead, a part of what the operations would save unfused, from 0 to 1.
 
     Raises:
-        InputError: (SF106) for a number that is none of these, or for both; for 1 to 100 bytes, which are a slip.
+        InputError: (SF106) for a number that is none of these, or for both.
     """
 
     bytes: int | None = None
@@ -175,10 +175,6 @@ class Budget:
             given = f"bytes={self.bytes!r}, part={self.part!r}"
             message = f"takes a whole number of bytes, or a part from 0 to 1 of what is saved unfused: got {given}"
             hint = "sf.Budget(2 * 2**30), or sf.Budget(part=0.65)"
-            raise InputError(message, code="SF106", operation="Budget", hint=hint)
-        if type(self) is Budget and self.bytes is not None and 0 < self.bytes <= 100:  # a percentage, or MiB
-            hint = f"sf.Budget(part={self.bytes / 100:g}), or sf.Budget({self.bytes} * 2**20) for MiB"
-            message = f"takes a number of bytes: {self.bytes} are fewer than any plan needs"
             raise InputError(message, code="SF106", operation="Budget", hint=hint)
 
     def __str__(self) -> str:

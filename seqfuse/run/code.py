@@ -413,7 +413,9 @@ def _check_backward(
         segment.checked.add((step.key, True))
 
 
-def _parted(run: Callable[..., Any], first: frozenset[str], *given: Any, needs: Any, **named: Any) -> tuple[Any, Any]:
+def _parted(
+    run: Callable[..., Any], first: frozenset[str], /, *given: Any, needs: Any, **named: Any
+) -> tuple[Any, Any]:
     """Run a `bwd` for the gradients of parameters, let go of what only they read, and run it for the one of x."""
     _, grads = run(*given, needs=first, **named)
     for record in (*given, *named.values()):
