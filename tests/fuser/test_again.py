@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -655,3 +656,16 @@ def test_tokens_behind_an_embedding_need_no_record_of_their_own(recwarn: pytest.
         assert not [r for r in model.plan(tokens).refused if "not known" in r.reason]
     assert_same(*found)
     assert not recwarn.list
+
+
+def test_a_fusion_with_a_slot_of_any_name_runs_in_two_calls() -> None:
+    layers = [(ops.LayerNorm(32), ops.Tanh(), ops.Linear(32, 32, bias=False), ops.Scale(0.5)) for _ in range(4)]
+    fusions = (sf.fusions.BackwardLinearScale,)  # with a slot `first`
+    model = sf.Sequential(*itertools.chain(*layers), memory="least", fusions=fusions)
+    x = torch.randn(64, 32, requires_grad=True)
+    with sf.fusing(unmeasured=True), warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        plan = model.plan(x)
+        again = {position for span, _ in plan.recomputed for position in span}
+        assert any(step.fused and step.start in again for step in plan.backward)
+        model(x).sum().backward()
