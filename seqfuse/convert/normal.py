@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .effects import State, are_changed, in_place, leave, states
-from .graph import NAMED, WRITTEN, argument, back, example, is_fixed, same_shape, spelled
+from .graph import NAMED, WRITTEN, argument, back, example, is_fixed, is_same, same_shape, spelled
 
 
 class Writer:
@@ -125,7 +125,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
                 graph.erase_node(gone)
     _made_once(graph, allowed, modes)
     for node in reversed(list(graph.nodes)):
-        if not node.users and spelled(node) in _PURE and not in_place(node) and allowed(node):
+        if not node.users and spelled(node) in _PURE | _NORMS and not in_place(node) and allowed(node):
             graph.erase_node(node)
 
 
@@ -171,6 +171,7 @@ def _key(given: Any) -> Any:
     return (type(given), given)
 
 
+_NORMS = {"layer_norm", "rms_norm"}
 _PURE = {
     "getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "expand", "transpose", "permute",
     "contiguous", "cos", "sin", "conj", "to", "type_as", "float", "double", "half", "bfloat16", "neg", "cat", "stack",
@@ -444,7 +445,7 @@ def _getitem(node: Node, write: Writer) -> Node | None:
     """Tokens that are taken of a norm's result, such as that of the class: the norm is of these alone."""
     norm, index = cast("Any", node.args)
     e = example(norm)
-    if spelled(norm) not in ("layer_norm", "rms_norm") or list(norm.users) != [node] or e is None:
+    if spelled(norm) not in _NORMS or list(norm.users) != [node] or e is None or is_same(node) is not None:
         return None
     indices = list(cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,)))
     while indices[1:] and indices[-1] == slice(None):
@@ -455,6 +456,17 @@ def _getitem(node: Node, write: Writer) -> Node | None:
     if are_changed([norm, *norm.all_input_nodes]):
         return None
     return write.again(write("getitem", argument(norm, 0, "input"), index), norm)
+
+
+def _cat(node: Node, write: Writer) -> Node | None:
+    """What is joined with empty tensors alone, such as the part of a head that is not rotated where all of it is."""
+    alone = is_same(node)
+    if alone is None or _is_returned(node) or are_changed([alone, node]):
+        return None
+    of_any_strides = all(spelled(user) in ("cat", "scaled_dot_product_attention") for user in node.users)
+    e, w = example(alone), example(node)
+    fits = e is not None and w is not None and same_shape(e.stride(), w.stride())
+    return alone if fits or of_any_strides else None
 
 
 def _takes(index: Any) -> bool:
@@ -496,4 +508,5 @@ _RULES: dict[str, Rule] = {
     "reshape": _view,
     "transpose": _transpose,
     "getitem": _getitem,
+    "cat": _cat,
 }

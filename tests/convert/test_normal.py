@@ -290,6 +290,19 @@ def test_tokens_are_taken_before_a_norm(name: str):
     replayed = assert_same_recorded(Layers(spelling).double(), X)
     chains = [[type(op).__name__ for op in region.order.operations] for g in replayed.graphs for region in g.regions]
     assert any(chain[-2:] in (["LayerNorm", "Linear"], ["RMSNorm", "Linear"]) for chain in chains) is before, chains
+    assert not before or not [
+        graph.beside for graph in replayed.graphs if graph.beside.keys() & {"layer_norm", "rms_norm"}
+    ]
+
+
+def test_a_gemm_does_not_run_again_for_an_empty_part_of_what_it_gives():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        y = m.a(F.layer_norm(x, (8,), m.w))
+        turned = F.silu(y[..., :8])
+        return m.b(torch.cat([turned, y[..., 8:]], -1)) + torch.cat([turned, y[..., 8:]], -1).sum()
+
+    conversion = assert_same(Layers(spelling).double(), X)
+    assert [graph.beside.get("linear", 0) for graph in conversion.graphs] == [0] * len(conversion.graphs)
 
 
 def test_tokens_are_not_taken_before_a_norm_whose_input_is_changed_in_between():
