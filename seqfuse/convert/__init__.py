@@ -59,7 +59,8 @@ def convert(
             no chain has, which the report names as left, are not quantized.
         exclude: modules that are not quantized: their paths, or names in these, such as `"lm_head"` or `"layers.0"`. By
             default the output layer and what routes tokens to experts. Where Linears are merged into one GEMM, one
-            of them excludes all. With `regions="layers"` the same in all layers that are alike, which share a graph.
+            of them excludes all. With `regions="layers"` the same in all layers that are alike, which share a graph. A
+            name that no module has is warned of.
 
     Returns:
         The conversion: `print` it after a call, `undo()` ends it. `conversion(model)` returns it again.

@@ -108,6 +108,7 @@ def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
             s.needs,
             s.borders,
             s.recipes,
+            s.to and (s.to.at - segment.span.start, s.to.recipe, s.to.role, s.to.rows, s.to.columns, s.to.record),
         )
         for s in (*segment.forward, *segment.backward)
     ]

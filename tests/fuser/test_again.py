@@ -518,6 +518,10 @@ def test_gradients_agree_at_every_budget(name: str, monkeypatch: pytest.MonkeyPa
     """Within the error bound with those of other fusions; bit for bit with those of the same where all is saved."""
     x, planned, again = x_of(33), running.plan_region, 0
     wanted = run(MODELS[name](), x)
+
+    def saving(*given: Any, **named: Any) -> Any:
+        return dataclasses.replace(planned(*given, **named), recomputed=())
+
     for memory in CHOICES:
         model, other = MODELS[name](), MODELS[name]()
         model.memory = other.memory = memory
@@ -525,7 +529,6 @@ def test_gradients_agree_at_every_budget(name: str, monkeypatch: pytest.MonkeyPa
         for mine, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
         with monkeypatch.context() as patch:
-            saving = lambda *given, **named: dataclasses.replace(planned(*given, **named), recomputed=())  # noqa: E731
             patch.setattr(running, "plan_region", saving)
             assert all(map(torch.equal, run(other, x), found)), memory
         (part,) = other._fuser.op_list().parts
