@@ -305,7 +305,8 @@ def _footprint(
     for step in steps:
         if step.fused:
             reached, after = before[step.start - first], before[step.stop - first]
-            fused[step.start, step.operation] = tried(step, *reached, env, after)[2]
+            alone = dataclasses.replace(step, to=None)  # what is quantized, its reader saves
+            fused[step.start, step.operation] = tried(alone, *reached, env, after)[2]
     return Kept(own, fused, tried.sizes)
 
 

@@ -18,6 +18,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.nn import TransformerLayer
 from seqfuse.plan import plan as planning
+from seqfuse.plan import step
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
@@ -417,3 +418,21 @@ def test_a_compiler_is_told_of_a_recipe_that_it_does_not_see():
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with sf.fusing(False):
         torch.testing.assert_close(compiled(X), model(X), rtol=2e-2, atol=2e-2)
+
+
+def test_a_plan_for_a_gpu_says_the_memory_of_what_kernels_quantize(monkeypatch: pytest.MonkeyPatch):
+    def plan() -> sf.Plan:
+        parts = ops.Linear(256, 512, bias=False), ops.SwiGLU(), ops.Linear(256, 256, bias=False)
+        model = sf.Sequential(*parts, recipe=recipes.Float8BlockScaling()).to(torch.bfloat16)
+        env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
+        return model.plan(torch.randn(1024, 256, dtype=torch.bfloat16), env=env)
+
+    found = plan()
+    assert [s.name for s in found.forward if s.to is not None] == ["BiasGated"]
+    assert found.memory is not None, found.memory_unknown
+    monkeypatch.setattr(step.Stretch, "absorbed", lambda *_: ())
+    apart = plan().memory
+    assert apart is not None
+    assert found.memory.saved == apart.saved
+    assert found.memory.peak is not None and apart.peak is not None
+    assert found.memory.peak < apart.peak  # the result of the unit exists in 8 bits alone
