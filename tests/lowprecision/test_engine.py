@@ -18,7 +18,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.nn import TransformerLayer
 from seqfuse.plan import plan as planning
-from seqfuse.plan import step
+from seqfuse.plan.step import Stretch
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
@@ -430,9 +430,10 @@ def test_a_plan_for_a_gpu_says_the_memory_of_what_kernels_quantize(monkeypatch: 
     found = plan()
     assert [s.name for s in found.forward if s.to is not None] == ["BiasGated"]
     assert found.memory is not None, found.memory_unknown
-    monkeypatch.setattr(step.Stretch, "absorbed", lambda *_: ())
+    monkeypatch.setattr(Stretch, "absorbed", lambda *_: ())
     apart = plan().memory
     assert apart is not None
     assert found.memory.saved == apart.saved
-    assert found.memory.peak is not None and apart.peak is not None
+    assert found.memory.peak is not None
+    assert apart.peak is not None
     assert found.memory.peak < apart.peak  # the result of the unit exists in 8 bits alone
