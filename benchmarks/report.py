@@ -514,6 +514,30 @@ _CHOICES = {
 }
 
 
+@drawn("front", "front")
+def budgets(found: Results) -> Lines:
+    """Time and peak of a step on a CPU for each choice of memory, beside what torch has."""
+    models = list(dict.fromkeys(row["model"] for row in found["rows"]))
+    rows = {(row["model"], row["side"]): row for row in found["rows"]}
+    named = {
+        "eager": "eager PyTorch",
+        "checkpointed": "each layer checkpointed",
+        "selective": "selective checkpointing",
+    }
+    cells: list[Lines] = []
+    for side in dict.fromkeys(side for _, side in rows):
+        ours = f"`sf.Budget(part={float(side):g})`" if side[0].isdigit() else f'`memory="{side}"`'
+        compiled = f"`torch.compile`, `activation_memory_budget = {side.rpartition(' ')[2]}`"
+        cells.append([named.get(side, compiled if side.startswith("compile") else ours)])
+        for model in models:
+            row, eager = rows[model, side], rows[model, "eager"]
+            cells[-1] += [f"{row['peak'] / eager['peak']:.2f}", between(row["step"])]
+    head = "", *(cell for model in models for cell in (f"{model}, peak", "CPU time"))
+    about = f"{found['layers']} layers of width {found['width']}, {{}} x {{:,}} tokens, one thread; medians of"
+    said = f"{about} {found['rounds']} rounds and quartiles, relative to eager PyTorch; the GPT has dropout 0.1."
+    return [where(found), "", *table(head, cells), "", wrapped(said.format(*found["tokens"]))]
+
+
 @drawn("gpu_memory", "gpu")
 def front(found: Results) -> Lines:
     """Time against peak of layers, for each choice of memory: what torch counted, and what the plan says."""

@@ -242,9 +242,10 @@ def front() -> str:
         ours = name[0].isdigit() or name in ("fast", "balanced", "lean", "least")
         x, y = 80 + 700 * (row["peak"] / eager - low) / (high - low), 348 - 266 * row["step"]["ratio"] / slow
         p.ticks(x - 3.5, y - 3.5, 1, "forward" if ours else "plain")
-        if name in said:
-            right = x > 640
-            p.text(x - 8 if right else x + 8, y - 6 if ours else y + 4, said[name], "small right" if right else "small")
+        if name in said and ours:
+            p.text(x, y + 18, said[name], "small middle")
+        elif name in said:
+            p.text(*((x - 8, y + 4, said[name], "small right") if x > 640 else (x + 8, y + 4, said[name], "small")))
     return p.svg()
 
 
