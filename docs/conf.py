@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import urllib.request
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -39,3 +42,22 @@ html_theme = "furo"
 html_title = f"seqfuse {release}"
 html_static_path = ["_static"]
 html_css_files = ["pictures.css"]
+
+
+def both_widths(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the narrow drawing of a picture behind the wide one: pictures.css shows the one that fits."""
+    folder = Path(__file__).parent / "pictures"
+
+    def both(found: re.Match[str]) -> str:
+        if not (folder / f"{found[3]}_narrow.svg").exists():
+            return found[0]
+        image = "```{{image}} {}{}.svg\n:alt: {}\n:class: {}\n```\n"
+        widths = ("", "wide"), ("_narrow", "narrow")
+        return "".join(image.format(found[2], found[3] + end, " ".join(found[1].split()), kind) for end, kind in widths)
+
+    source[0] = re.sub(r"^!\[([^\]]*)\]\((\S*pictures/)(\w+)\.svg\)$", both, source[0], flags=re.MULTILINE)
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what pages are read through."""
+    app.connect("source-read", both_widths)

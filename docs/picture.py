@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from seqfuse.pictures.markup import Markup, number, tag
+from collections.abc import Sequence
+
+from seqfuse.pictures.markup import Markup, number, tag, wrapped
 from seqfuse.pictures.style import COLORS, SHAPES
 
 STYLE = (
@@ -28,6 +30,16 @@ class Picture:
     def __init__(self, width: float, height: float, title: str) -> None:
         self.width, self.height, self.title = width, height, title
         self.parts: list[Markup] = []
+
+    def head(self, titles: Sequence[str], about: Sequence[str]) -> float:
+        """Titles and what is said about them, in lines that fit; returns the baseline of the last one."""
+        y = 12.0
+        for texts, size, wide, kind, apart in ((titles, 17.0, 0.62, "big", 22), (about, 11.0, 0.55, "small soft", 16)):
+            for line in (line for text in texts for line in wrapped(text, self.width - 40, size, wide)):
+                y += apart
+                self.text(20, y, line, kind)
+            y += 6
+        return y - 6
 
     def text(self, x: float, y: float, words: str, kind: str = "word") -> None:
         """A line of text from x on, or around it if `kind` says middle, or up to it if it says right."""

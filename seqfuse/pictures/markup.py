@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
+from collections.abc import Iterator
 
 
 class Markup(str):
@@ -44,6 +45,18 @@ def printable(text: str) -> str:
 def width(text: str, size: float, wide: float = 0.57) -> float:
     """About how long a line of text is, in the unit of its size; `wide` is that of a common character."""
     return size * sum(1.0 if unicodedata.east_asian_width(c) in "WF" else wide for c in text)
+
+
+def wrapped(text: str, room: float, *letters: float) -> Iterator[str]:
+    """A sentence in lines that there is room for, by words."""
+    line = ""
+    for word in text.split():
+        longer = f"{line} {word}".strip()
+        if line and width(longer, *letters) > room:
+            yield line
+            longer = word
+        line = longer
+    yield line
 
 
 def cut(text: str, room: float, size: float, wide: float = 0.57) -> str:

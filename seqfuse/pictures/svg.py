@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 
 from .data import Kind, PlanData
-from .markup import Markup, cut, cut_before, escaped, number, tag, width
+from .markup import Markup, cut, cut_before, escaped, number, tag, width, wrapped
 from .score import ANY, Block, Column, Mark, fold, lines_of, plan_columns
 from .style import COLORS, NAMES, SHAPES, SIGNS
 from .text import counted, sized
@@ -75,11 +75,11 @@ class _Picture:
         y = _MARGIN + 15
         room = self._width - 2 * _MARGIN
         for i, whole in enumerate(headline(self._plan)):
-            for line in _wrapped(whole, room, 12.0 if i else 15.0, _BOLD):
+            for line in wrapped(whole, room, 12.0 if i else 15.0, _BOLD):
                 parts.append(tag("text", line, x=_MARGIN, y=y, class_="name" if i else "title"))
                 y += 19
         for whole in self._plan["summary"][:2]:
-            for line in _wrapped(whole, room, 11.0):
+            for line in wrapped(whole, room, 11.0):
                 parts.append(tag("text", line, x=_MARGIN, y=y, class_="faint"))
                 y += 16
         y += 6
@@ -267,18 +267,6 @@ class _Picture:
                 inside += [tag("text", sign, x=x + 11, y=y + 5, class_="middle")] if sign else []
                 yield tag("g", tag("g", *inside, class_=kind), label)
                 x += 28 + width(name, 11) + 18
-
-
-def _wrapped(text: str, room: float, *letters: float) -> Iterator[str]:
-    """A sentence in lines that there is room for, by words."""
-    line = ""
-    for word in text.split():
-        longer = f"{line} {word}".strip()
-        if line and width(longer, *letters) > room:
-            yield line
-            longer = word
-        line = longer
-    yield line
 
 
 def _title(lines: Sequence[str]) -> Markup:
