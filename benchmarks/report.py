@@ -506,11 +506,11 @@ _CHOICES = {
     "eager": "eager PyTorch",
     "checkpointed": "eager PyTorch, each layer checkpointed",
     "seqfuse": '`memory="fast"`',
-    "seqfuse balanced": '`"balanced"`',
-    "seqfuse lean": '`"lean"`',
+    "seqfuse balanced": '`memory="balanced"`',
+    "seqfuse lean": '`memory="lean"`',
     "seqfuse 0.5": "`sf.Budget(part=0.5)`",
     "seqfuse 0.3": "`sf.Budget(part=0.3)`",
-    "seqfuse least": '`"least"`',
+    "seqfuse least": '`memory="least"`',
 }
 
 
@@ -562,19 +562,17 @@ def front(found: Results) -> Lines:
 
 @drawn("gpu_memory_summary", "gpu")
 def summary(found: Results) -> Lines:
-    """What README.md says of choices of memory on a GPU, in a sentence for each model."""
+    """What README.md shows of `gpu_memory`: ratios alone."""
     lines: Lines = []
     for row in _of(found, "memory"):
-        lean, half, again = (
-            f"{_ratio(row['times'], side, 'eager')} of eager's time at "
-            f"{row['memory'][side]['peak'] / row['memory']['eager']['peak']:.2f} of its peak"
-            for side in ("seqfuse lean", "seqfuse 0.5", "checkpointed")
-        )
-        lines += ["", wrapped(
-            f'{_model(row)}, forward and backward: with `memory="lean"` {lean}, with `sf.Budget(part=0.5)` {half}, '
-            f"and with each layer of eager PyTorch checkpointed {again}."
-        )]  # fmt: skip
-    return lines[1:]
+        eager = row["memory"]["eager"]["peak"]
+        cells = [
+            [_CHOICES[side], _ratio(row["times"], side, "eager"), f"{row['memory'][side]['peak'] / eager:.2f}"]
+            for side in ("eager", "checkpointed", "seqfuse lean", "seqfuse 0.5")
+        ]
+        head = f"{_model(row)}, forward + backward", "GPU time", "added to memory at its peak"
+        lines += [*table(head, cells), ""]
+    return lines[:-1]
 
 
 _RECIPES = {

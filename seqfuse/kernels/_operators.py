@@ -356,7 +356,8 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
         decided = operator.call(operator.in_c, args)
         if decided is None:
             return operator.make(args)
-        check, run = decided.entry(given, getattr(operator.result, "_make", tuple))
+        one = itemgetter(0) if operator.result is Tensor else tuple
+        check, run = decided.entry(given, getattr(operator.result, "_make", one))
         _keep(key, tensors, check, run, operator.alive(args))
         return run(*given)
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
