@@ -457,7 +457,8 @@ def _step(row: dict[str, Any]) -> Lines:
 
 def _how_steps(found: Results) -> str:
     return wrapped(f"""{found["about"]["device"]}, torch {found["about"]["torch"]}, bfloat16, 8,192 tokens, dropout 0.1
-        in the layers of GPTs, random data; medians of calls that take turns. Below 1.0 seqfuse is faster.""")
+        in the layers of GPTs, random data; medians of calls that take turns. Below 1.0 seqfuse is faster. A dash: no
+        valid result of that peer.""")
 
 
 @drawn("speed")
@@ -478,28 +479,6 @@ def _of(found: Results, group: str) -> Rows:
 def _model(row: dict[str, Any]) -> str:
     shape = row["shape"]
     return f"{shape['layers']} layers of {shape['model']}, {shape['M']:,} tokens"
-
-
-@drawn("gpu_models", "gpu")
-def gpu_models(found: Results) -> Lines:
-    """Converted models beside eager ones and peers: time as they are called, of the device alone, and bytes."""
-    cells: list[Lines] = []
-    for row in _of(found, "converted"):
-        for side, name in (("seqfuse", "`sf.convert(model)`"), ("seqfuse lean", '`memory="lean"`')):
-            if side in row["times"]:
-                ratios = [_ratio(row["as_called"], side, peer) for peer in _PEERS]
-                mine, theirs = row["memory"][side], row["memory"]["eager"]
-                bytes_of = [f"{mine[what] / theirs[what]:.2f}" if mine[what] else "-" for what in ("kept", "peak")]
-                cells.append([_model(row), name, *ratios, _ratio(row["times"], side, "eager"), *bytes_of])
-    if not cells:
-        return []
-    head = (
-        "forward + backward of", "", *(f"time / {name}" for name in _PEERS.values()), "GPU time / eager",
-        "saved / eager", "peak / eager",
-    )  # fmt: skip
-    note = """bfloat16, dropout 0, random data; medians of calls that take turns, with the time of the host but for the
-        column of GPU time. Below 1.0 seqfuse is faster, or takes less memory."""
-    return [where(found), "", *table(head, cells, left=2), "", wrapped(note)]
 
 
 _CHOICES = {
@@ -598,6 +577,26 @@ def low_precision(found: Results) -> Lines:
         for side, name in _RECIPES.items()
     ]
     return table(("", *rows), cells, left=1)
+
+
+_SCALES = {
+    "copy": "a copy, for comparison",
+    "kernel given rows and columns": "a given scale (`Float8DelayedScaling`)",
+    "kernel tensor rows and columns": "one scale of the tensor (`Float8CurrentScaling`)",
+    "kernel 128x128 rows and columns": "one of 128 x 128 (weights of `Float8BlockScaling`)",
+    "kernel row rows and columns": "one of a row or column (`Float8RowScaling`)",
+    "kernel 1x128 rows and columns": "one of 128 numbers (`Float8BlockScaling`)",
+    "kernel 1x32 rows and columns": "one of 32 numbers (`MXFP8`)",
+    "ATen current rows": "ATen, one scale of the tensor, along rows only",
+}
+
+
+@drawn("gpu_quantize", "gpu_low_precision")
+def quantizing(found: Results) -> Lines:
+    """Microseconds of quantizing a tensor of each size, by what has a scale."""
+    rows = {n.removeprefix("quantize "): row["times"] for n, row in found["rows"].items() if n.startswith("quantize")}
+    cells = [[name, *(f"{times[how]['median']:,.0f}" for times in rows.values())] for how, name in _SCALES.items()]
+    return table(("scales", *rows), cells)
 
 
 def redrawn(page: str) -> str:
