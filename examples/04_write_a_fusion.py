@@ -32,7 +32,7 @@ class HardSwish(sf.Pointwise):
 
 
 class ScaleTanhScale(sf.JointFusion):
-    """y = up tanh(down x) in one pass each way, which caps scores softly; keeps the tanh.  x, y: [*, H]."""
+    """y = up tanh(down x) in one pass each way, a soft cap of scores; saves the tanh.  x, y: [*, H]."""
 
     down: ops.Scale
     tanh: ops.Tanh

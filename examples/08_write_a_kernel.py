@@ -39,7 +39,7 @@ def backward_kernel(
         t = tanh(tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
         tl.store(dx + at, d * factor * (1.0 - t * t), mask=inside)
         total += d * t
-    # Each program has a row of its own, which are summed afterwards: atomic additions give other bits in each run.
+    # Each program writes its own row; the rows are summed afterwards. Atomic additions would give other bits in each run.
     sums_at = tl.program_id(0).to(tl.int64) * size + column
     tl.store(sums + sums_at, tl.sum(total, 0)[None, :], mask=column < size)
 
@@ -81,7 +81,7 @@ def gradients(dy: Tensor, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TanhScale(sf.JointFusion):
-    """y = gamma tanh(x), one kernel in each pass; saves x, of which the backward pass makes the tanh again."""
+    """y = gamma tanh(x), one kernel in each pass; saves x, and recomputes the tanh."""
 
     act: ops.Tanh
     scale: ops.LayerScale
