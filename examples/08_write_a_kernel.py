@@ -39,7 +39,7 @@ def backward_kernel(
         t = tanh(tl.load(x + at, mask=inside, other=0.0).to(tl.float32))
         tl.store(dx + at, d * factor * (1.0 - t * t), mask=inside)
         total += d * t
-    # Each program writes its own row; the rows are summed afterwards. Atomic additions would give other bits in each run.
+    # Each program writes its own row; rows are summed later: atomic additions would change bits from run to run.
     sums_at = tl.program_id(0).to(tl.int64) * size + column
     tl.store(sums + sums_at, tl.sum(total, 0)[None, :], mask=column < size)
 
