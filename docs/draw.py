@@ -312,7 +312,7 @@ def plan(width: int = FULL) -> str:
     """The plan of a feed-forward block for an H100, as the library draws it."""
     operations = ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024), ops.Dropout(0.1)
     x = torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta")
-    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=8192)
     return sf.Sequential(ops.Residual(*operations)).to("meta", torch.bfloat16).plan(x, env=env).svg(width)
 
 
@@ -322,7 +322,7 @@ def whole(make: str) -> str:
     import models
 
     x = torch.empty(counts(make)["x"], dtype=torch.bfloat16, device="meta")  # as that of the command beside it
-    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=x.shape[0] * x.shape[1])
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=x.shape[0] * x.shape[1])
     return getattr(models, make)().bfloat16().plan(x, env=env).svg()
 
 
