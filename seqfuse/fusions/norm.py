@@ -54,7 +54,7 @@ class NormForward(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from norm_fits(self.norm, env)
         wasteful = self.norm.converts(env) or self.norm.y_is_cast(env)
-        yield wasteful or _is_faster(self.norm, env), "ATen's kernel makes one pass as well"
+        yield wasteful or _is_faster(self.norm, env), "ATen also runs this norm in one pass"
 
     def saves(self, env: Env) -> Savings:
         if (env.kernels == "c" and isinstance(self.norm, RMSNorm)) or not _is_faster(self.norm, env):
