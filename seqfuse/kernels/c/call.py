@@ -146,7 +146,7 @@ class Decided(NamedTuple):
         function = kernel.function()
         parallel, threads = work >= PARALLEL, torch.get_num_threads
         absent = [i for i, (_, of) in enumerate(made) if of is None]
-        outlines = [(shape, _strides(shape), of) for shape, of in made if of is not None]
+        outlines = [(tuple(shape), _strides(shape), of) for shape, of in made if of is not None]
         if scratch is not None:
             outlines.append(((scratch,), (1,), torch.float32))
 
