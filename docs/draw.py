@@ -300,11 +300,11 @@ def front(narrow: bool = False) -> str:
         ours = name[0].isdigit() or name in ("fast", "balanced", "lean", "least")
         x, y = across(row["peak"] / eager), up(row["step"]["ratio"]) - 4
         p.ticks(x - 3.5, y - 3.5, 1, "forward" if ours else "plain")
-        if name in said:
-            before = x > right * ((0.4 if ours else 0.62) if narrow else 0.8)
-            p.text(
-                x - 8 if before else x + 8, y - 6 if ours else y + 4, said[name], "small right" if before else "small"
-            )
+        if name in said and ours:
+            p.text(x, y + 18, said[name], "small middle")
+        elif name in said:
+            before = x > right * (0.62 if narrow else 0.8)
+            p.text(x - 8 if before else x + 8, y + 4, said[name], "small right" if before else "small")
     return p.svg()
 
 
