@@ -14,6 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.plan.reference import random_seeds
 from seqfuse.testing import laid_out
+from tests.selection import few_cases as few_cases
 
 from .kit_b import assert_same, draw, passes, randomize
 
@@ -301,6 +302,7 @@ def test_a_dropout_alone_and_one_in_a_list_of_one_are_the_same():
     assert torch.equal(sf.Sequential(drop)(x), want)
 
 
+@pytest.mark.usefixtures("few_cases")
 def test_a_fusion_takes_the_seeds_of_all_its_operations():
     parts = ops.Dropout(0.3), ops.Scale(2.0), ops.Dropout(0.0), ops.Dropout(0.6), ops.Dropout(0.5)
     parts[4].eval()

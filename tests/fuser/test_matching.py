@@ -403,19 +403,6 @@ def test_reasons_of_gradient_modes() -> None:
     assert {r.fusion: r.reason for r in plan.refused} == {"BiasReLUBack": "no gradient is needed here"}
 
 
-def test_no_rows_refuse_every_fusion_and_give_empty_results() -> None:
-    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR))
-    for shape in ((0, 5), (3, 0, 5)):
-        x = tensor(*shape)
-        plan = model.plan(x)
-        assert not any(s.fused for s in (*plan.forward, *plan.backward))
-        assert {r.reason for r in plan.refused} == {"the input has no rows"}
-        got = run(model, x)
-        assert got["y0"].shape == got["d_x"].shape == shape
-        assert torch.equal(got["d_0.bias"], torch.zeros(5))
-    assert fused_names(model.plan(tensor(1, 5)))[0] == ["BiasReLU"]
-
-
 def test_every_match_that_is_not_used_is_among_the_refused() -> None:
     everything = tuple(dict.fromkeys(f for c in CASES for f in c.fusions))
     for case in CASES:

@@ -825,6 +825,3 @@ def test_a_plain_tensor_that_later_wants_a_gradient_is_seen() -> None:
     weight.requires_grad_()
     mine(x).sum().backward()
     assert weight.grad is not None
-
-
-# Nothing is kept.

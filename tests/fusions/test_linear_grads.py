@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -38,27 +37,6 @@ def test_the_backward_takes_the_place_of_what_it_replaces(shape: tuple[int, ...]
 def test_the_forward_takes_the_place_of_what_it_replaces(shape: tuple[int, ...]):
     x = seeded_randn(shape, 0)
     assert check_fusion(fusions.ForwardLinearScaleAdd, x, *forward(shape[-1]), dtypes=BOTH).cases
-
-
-WIDE = seeded_randn((14, 14), 0, dtype=torch.float64)
-FORMS = {"strided": WIDE[::3, ::2], "expanded": WIDE[:1, :7].expand(5, 7), "transposed": WIDE[:7, :5].t()}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("list_", [[*BACKWARD["before, with a bias"](7)], forward(7)], ids=["backward", "forward"])
-def test_take_any_strides(list_: list[sf.FusableOperation], form: str):
-    model, x = sf.Sequential(*list_).double(), FORMS[form].detach().requires_grad_()
-    y_like = x.new_ones(6).expand(5, 6)
-    channels: dict[str, Any] = {"other": y_like} if type(list_[-1]) is ops.Add else {}
-    counts = {name: model.plan(x, **channels).count(name) for name in ("BackwardLinearScale", "ForwardLinearScaleAdd")}
-    assert counts["ForwardLinearScaleAdd" if channels else "BackwardLinearScale"] == 1
-
-    def results(fusing: bool) -> list[Tensor]:
-        with sf.fusing(fusing, on_error="raise"):
-            y = model(x, **channels)
-            return [y, *torch.autograd.grad(y.sum(), [x, *model.parameters()])]  # dy is expanded
-
-    torch.testing.assert_close(results(True), results(False))
 
 
 def whole(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -166,18 +144,6 @@ def test_behind_a_fork_takes_the_place_of_what_it_replaces(shape: tuple[int, ...
 def block(dtype: torch.dtype = torch.float64, bias: bool = True) -> sf.Sequential:
     branch = ops.Residual(ops.Linear(7, 9, bias=bias), ops.Tanh(), ops.Linear(9, 7, bias=bias))
     return sf.Sequential(ops.Tanh(), branch).to(dtype)
-
-
-def gradients(model: sf.Sequential, x: Tensor, fusing: bool) -> list[Tensor]:
-    with sf.fusing(fusing, on_error="raise"):
-        return list(torch.autograd.grad(model(x).sum(), [x, *model.parameters()]))  # dy is expanded
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_takes_any_strides(form: str):
-    model, x = block(), FORMS[form].detach().requires_grad_()
-    assert model.plan(x).count("BackwardLinearAdd") == 1
-    torch.testing.assert_close(gradients(model, x, True), gradients(model, x, False))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

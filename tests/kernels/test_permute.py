@@ -17,6 +17,7 @@ from seqfuse.kernels import permute
 from seqfuse.ops import experts
 from seqfuse.testing import assert_bitwise_equal, check_op, guarded, red_zones, seeded_randn
 from seqfuse.testing.judge import judge
+from tests.selection import few_cases as few_cases
 from tools.compiled import Compiled
 
 from .conftest import DEVICE
@@ -149,6 +150,7 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Tensor], message: str) 
         permute.spread_rows(*(given[name] for name in ("x", "rows", "offsets")), factors=given.get("factors"))
 
 
+@pytest.mark.usefixtures("few_cases")
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="tests/gpu/test_experts.py runs them there")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, 3])

@@ -63,13 +63,6 @@ def test_starts_from_the_numbers_of_torch(bias: bool):
     assert repr(op) == "Linear(6, 4, bias=True)" if bias else "Linear(6, 4, bias=False)"
 
 
-def test_checkpoints_of_torch_load_strictly():
-    op, twin = ops.Linear(6, 4), nn.Linear(6, 4)
-    op.load_state_dict(twin.state_dict(), strict=True)
-    twin.load_state_dict(op.state_dict(), strict=True)
-    assert list(op.state_dict()) == ["weight", "bias"]
-
-
 @pytest.mark.parametrize(
     ("needs", "products"),
     [({"x"}, 1), ({"weight"}, 1), ({"x", "weight"}, 2), (set(), 0)],

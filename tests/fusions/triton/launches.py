@@ -81,8 +81,8 @@ def rows() -> Iterator[tuple[str, tuple[int, int], tuple[int, int], tuple[int, i
         for act in (ops.SwiGLU, ops.GeLU):
             for blocks in (1, 12):
                 with torch.device("meta"):
-                    planned = sf.Sequential(*(block(act) for _ in range(blocks))).bfloat16()
-                model = sf.Sequential(*(block(act) for _ in range(blocks))).bfloat16()
+                    planned, model = (sf.Sequential(*(block(act) for _ in range(blocks))).bfloat16() for _ in range(2))
+                model.to_empty(device="cpu")  # nothing is run
                 here, wanted = (
                     [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
                     for plan in (
@@ -165,8 +165,8 @@ def layer_rows() -> Iterator[tuple[str, list[int]]]:
     with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
         for name in LAYERS:
             with torch.device("meta"):
-                planned = layer(name)
-            model = layer(name)
+                planned, model = layer(name), layer(name)
+            model.to_empty(device="cpu")
             here, wanted = (
                 [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
                 for plan in (model.plan(x.requires_grad_()), planned.plan(x.to("meta").requires_grad_(), env=there))

@@ -17,16 +17,6 @@ from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_ran
 ALL = (BlockBoundary, BlockBoundaryBackward)
 
 
-def boundary(kind: str, *, fork: bool, norm: type[sf.UnfusedOperation], p: float = 0.3) -> list[sf.UnfusedOperation]:
-    before = {
-        "all": [ops.Bias(8), ops.Dropout(p)],
-        "bias": [ops.Bias(8)],
-        "dropout": [ops.Dropout(p)],
-        "nothing": [],
-    }[kind]
-    return [*before, ops.Add("other"), *([ops.Fork("out")] if fork else []), norm(8)]
-
-
 def on(device: torch.device, operations: list[sf.UnfusedOperation]) -> list[sf.UnfusedOperation]:
     return [operation.to(device) for operation in operations]
 
@@ -84,21 +74,6 @@ def test_the_stream_takes_the_dtype_of_the_sum(wide: str, device: torch.device):
         y, stream = model(x, other=other)
     assert y.dtype is stream.dtype is torch.float32
     assert_bitwise_equal(stream.detach(), x.float() + other)
-
-
-def test_leaves_the_residual_as_it_was(device: torch.device):
-    model = sf.Sequential(*boundary("all", fork=True, norm=ops.LayerNorm), fusions=ALL).to(device)
-    x, other = (seeded_randn((5, 8), i).to(device) for i in range(2))
-    before = other.clone()
-    model(x, other=other)
-    assert_bitwise_equal(other, before)
-
-
-@pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")
-def test_another_shape_is_the_error_of_the_add(device: torch.device):
-    model = sf.Sequential(ops.Add("other"), ops.LayerNorm(8), fusions=ALL).to(device)
-    with pytest.raises(sf.InputError, match="adds tensors of one shape"):
-        model(seeded_randn((5, 8), 0).to(device), other=torch.ones(8, device=device))
 
 
 def test_the_other_mode_of_dropout_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,7 @@ from seqfuse.kernels.c import call
 from seqfuse.kernels.rope import Rotation
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 from tests.kernels.test_rope import CASES, EPS, HEADS, KV, PARTS, check, drawn, run
-
-FORMS = {
-    "all": ("bias", "norm", "rotary"),
-    "no bias": ("norm", "rotary"),
-    "no norm": ("bias", "rotary"),
-    "rotary": ("rotary",),
-}
+from tests.selection import few_cases as few_cases
 
 
 def test_kernels_are_c() -> None:
@@ -182,35 +177,24 @@ def test_a_wrong_kernel_is_found(name: str, altered: Callable[[str, str], None])
         check(CASES[of], drawn(CASES[of], (2, 70), torch.float32))
 
 
-def operations(*names: str, **rotary: Any) -> list[Any]:
-    made = {
-        "bias": lambda: ops.Bias(32),
-        "norm": lambda: ops.QKNorm(8, 2, 1),
-        "rotary": lambda: ops.RotaryEmbedding(2, 1, **{"style": "half", **rotary}),
-    }
-    return [made[name]() for name in names]
+ROTARY, NORM = ("BiasQKNormRotary", "BiasQKNormRotaryBackward"), ("BiasQKNorm", "BiasQKNormBackward")
+PLACES = [
+    *itertools.product(ROTARY, ("bias norm rotary", "norm rotary", "bias rotary", "rotary")),
+    *itertools.product(NORM, ("bias norm", "norm")),
+]
 
 
-@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
-@pytest.mark.parametrize("names", FORMS)
-def test_fusions_with_a_rotation(kind: str, names: str) -> None:
-    assert "c" in getattr(fusions, kind).kernels
-    check_fusion(getattr(fusions, kind), seeded_randn((5, 32), 0), *operations(*FORMS[names]))
+@pytest.mark.usefixtures("few_cases")
+@pytest.mark.parametrize(("kind", "names"), PLACES)
+def test_fusions_of_whole_heads(kind: str, names: str) -> None:
+    fusion, rotary = getattr(fusions, kind), ops.RotaryEmbedding(2, 1, style="half")
+    made = {"bias": ops.Bias(32), "norm": ops.QKNorm(8, 2, 1), "rotary": rotary}
+    assert "c" in fusion.kernels
+    check_fusion(fusion, seeded_randn((5, 32), 0), *(made[name] for name in names.split()))
 
 
-@pytest.mark.parametrize("kind", ["BiasQKNorm", "BiasQKNormBackward"])
-@pytest.mark.parametrize("names", [("bias", "norm"), ("norm",)], ids="-".join)
-def test_fusions_without_a_rotation(kind: str, names: tuple[str, ...]) -> None:
-    check_fusion(getattr(fusions, kind), seeded_randn((5, 32), 0), *operations(*names))
-
-
-@pytest.mark.parametrize("names", [("bias", "norm", "rotary"), ("bias", "norm")], ids="-".join)
-def test_the_fusion_of_inference(names: tuple[str, ...]) -> None:
-    fusion = fusions.BiasQKNormRotary if "rotary" in names else fusions.BiasQKNorm
-    check_fusion(fusion, seeded_randn((5, 32), 0), *operations(*names))
-
-
-@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
+@pytest.mark.usefixtures("few_cases")
+@pytest.mark.parametrize("kind", ROTARY)
 def test_fusions_of_part_of_a_head(kind: str) -> None:
     norm, rotary = ops.QKNorm(6, 2, 1, zero_centered=True), ops.RotaryEmbedding(2, 1, style="interleaved", rotary_dim=4)
     check_fusion(getattr(fusions, kind), seeded_randn((2, 5, 24), 0), norm, rotary)
