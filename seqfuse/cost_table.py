@@ -161,7 +161,7 @@ def table(machine: Machine) -> Mapping[str, Measurement]:
     return known
 
 
-def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = False) -> None:
+def keep_measured(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = False) -> None:
     """Add measurements for plans to use, or let them take the place of all that were known."""
     known = dict(found) if instead else {**table(machine), **found}
     if known != table(machine):
@@ -180,7 +180,7 @@ def user_file(machine: Machine, *, create: bool) -> Path | None:
     return None if folder is None else folder / machine.file_name
 
 
-def load(path: Path, machine: Machine) -> dict[str, Measurement]:
+def measured_in(path: Path, machine: Machine) -> dict[str, Measurement]:
     """The measurements in a file, none where there is no file; nothing in it is code.
 
     Raises:
@@ -207,7 +207,7 @@ def load_own(path: Path, machine: Machine) -> dict[str, Measurement]:
     """Likewise of a file in the user's cache: a corrupt one is removed, with a warning."""
     try:
         try:
-            return load(path, machine)
+            return measured_in(path, machine)
         except ValueError as error:
             path.unlink()
             warnings.warn(f"{path} was corrupt and is removed: {error}", CacheWarning, stacklevel=2)
@@ -223,7 +223,7 @@ def save(path: Path, machine: Machine, found: Mapping[str, Measurement]) -> None
     try:
         # A file of the user's with this name is unlikely: `poetry.lock` is none of `poetry`.
         with FileLock(path.with_name(f"{path.name}.seqfuse.lock"), timeout=LOCK_SECONDS, mode=0o600):
-            entries = {key: dataclasses.asdict(one) for key, one in {**load(path, machine), **found}.items()}
+            entries = {key: dataclasses.asdict(one) for key, one in {**measured_in(path, machine), **found}.items()}
             document = {"machine": dataclasses.asdict(machine), "entries": entries}
             store.write(path, json.dumps(document, indent=1, allow_nan=False).encode())
     except (OSError, ValueError, NotImplementedError) as error:  # what is there is not written over

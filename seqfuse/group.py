@@ -17,7 +17,7 @@ _ops: Any = torch.ops._c10d_functional
 _divided = False
 
 
-def divide() -> None:
+def mark_divided() -> None:
     """Say that a model of this process is divided over several, whose random numbers follow from their seeds."""
     global _divided
     _divided = True
@@ -64,7 +64,7 @@ class Group:
         self.name: str = group.group_name
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         if self.size > 1:
-            divide()
+            mark_divided()
 
     def __deepcopy__(self, memo: Any) -> Group:
         return self
@@ -227,9 +227,9 @@ def with_backward(run: Callable[[Tensor], Tensor], run_backward: Callable[[Tenso
 
 def summed_gradient(group: Group, x: Tensor) -> Tensor:
     """Return x; its gradient, of which each process computes a part, is summed over the processes."""
-    return with_backward(identity, lambda d: group.all_reduce(d, "a gradient"), x)
+    return with_backward(handed_on, lambda d: group.all_reduce(d, "a gradient"), x)
 
 
-def identity(x: Tensor) -> Tensor:
+def handed_on(x: Tensor) -> Tensor:
     """Return x: nothing is exchanged in this pass."""
     return x

@@ -59,19 +59,24 @@ PACKAGE = Path(sf.__file__).parent
 
 
 def defined(body: Iterable[ast.stmt], outermost: bool = True) -> Iterator[str]:
-    """The classes of a file, also within others, and its type aliases; but for `Saved...`, which operations define."""
+    """The public functions of a file, its classes, also within others, and its type aliases.
+
+    But for `Saved...`, which operations define.
+    """
     for node in body:
         if isinstance(node, ast.ClassDef):
             if outermost or node.name not in ("Saved", "SavedQuantized"):
                 yield node.name
             yield from defined(node.body, outermost=False)
+        elif outermost and isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield node.name
         elif outermost and isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             yield from (name for name in names if re.fullmatch("_?[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*", name))
 
 
-def test_the_name_of_a_class_or_of_a_type_means_one_thing():
+def test_the_name_of_a_function_of_a_class_or_of_a_type_means_one_thing():
     files: dict[str, set[str]] = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
         for name in defined(ast.parse(path.read_text()).body):

@@ -500,7 +500,7 @@ def _quantizations(target: str) -> Calls:
             of = torch.float8_e5m2 if (dtype is F32) == (scaling == "tensor") else torch.float8_e4m3fn
             asked = {name: name in way.split("+") for name in ("rows", "columns")}
             call = functools.partial(
-                quantize.quantize,
+                quantize.quantize_matrix,
                 _new(rows, 1024, dtype=dtype),
                 of,
                 scaling,

@@ -37,7 +37,7 @@ from .buffers import Buffers
 from .calls import Calls, Captured, ModelCall, name_owners, named_modules, paths_of
 from .effects import is_state
 from .experts import take_over
-from .reasons import Left, kind_of
+from .reasons import Left, kind_of_module
 from .region import CapturedRegion, excluded
 from .report import GraphReport, text_of
 from .rewrite import RewriteOptions, rewrite
@@ -337,7 +337,7 @@ class Conversion:
         return tuple(
             Left(type(module).__name__, kind, path, reason)
             for path, module, reason in skipped
-            if (kind := kind_of(module)) is not None
+            if (kind := kind_of_module(module)) is not None
         )
 
     def _capture(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -94,7 +94,7 @@ def _contracts(einsum: Node) -> bool:
     return any(sum(letter in term for term in terms) > 1 and letter not in made for letter in given if letter.isalpha())
 
 
-def kind_of(module: nn.Module) -> str | None:
+def kind_of_module(module: nn.Module) -> str | None:
     """What a module without submodules is in the words of a report, as `Left.kind`."""
     name, where = type(module).__name__, type(module).__module__
     if isinstance(module, nn.Linear | nn.Bilinear) or name == "Conv1D":  # which a GEMM is called by Hugging Face

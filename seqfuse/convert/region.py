@@ -18,7 +18,7 @@ from torch.fx import Node
 from .. import ops
 from ..env import Env, rows_of
 from ..errors import SeqfuseError
-from ..group import identity, with_backward
+from ..group import handed_on, with_backward
 from ..plan.facts import Memory
 from ..plan.plan import Plan
 from ..plan.reference import draw
@@ -306,7 +306,7 @@ def _arrived(x: Any) -> Tensor:
     def wait(t: Any) -> Tensor:
         return t.trigger_wait()
 
-    return with_backward(wait, identity, x) if hasattr(x, "trigger_wait") else x
+    return with_backward(wait, handed_on, x) if hasattr(x, "trigger_wait") else x
 
 
 def _as_rows(x: Tensor) -> Tensor:

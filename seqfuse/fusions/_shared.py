@@ -119,12 +119,12 @@ def factors_of(parts: Sequence[Pointwise | Scale]) -> tuple[float, ...]:
     return tuple(part.factor for part in parts if isinstance(part, Scale))
 
 
-def composed(parts: Sequence[Pointwise | Scale], factors: Sequence[float]) -> Any:
+def as_one_activation(parts: Sequence[Pointwise | Scale], factors: Sequence[float]) -> Any:
     """f_n(... f_1(x)) as kernels take an activation, with these factors."""
     from ..kernels import activations
 
     left = iter(factors)
-    made = [device(part) if isinstance(part, Pointwise) else activations.scale(next(left)) for part in parts]
+    made = [device(part) if isinstance(part, Pointwise) else activations.constant_factor(next(left)) for part in parts]
     return activations.composed(*made)
 
 
@@ -186,7 +186,7 @@ def output_bytes(linear: Linear | MergedLinear | GroupedLinear, env: Env) -> flo
     return float(env.tokens * linear.out_features * env.itemsize)
 
 
-def in_place(linear: Linear, env: Env) -> Savings:
+def cost_in_place(linear: Linear, env: Env) -> Savings:
     """What a pass over the output costs that ATen makes behind a GEMM in the same step, in place."""
     return Savings(launches=1 - STEP, bytes=output_bytes(linear, env))
 

@@ -16,8 +16,8 @@ from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
 from ..ops._parameters import parameter
 from ..pointwise import Pointwise
-from ._shared import composed, factors_of, functions_fit, kernels_read, sum_dtype
-from .norm import NormRecord, gives_own, norm_bwd, norm_fits, norm_fwd, norm_records, recorded_bwd, shift
+from ._shared import as_one_activation, factors_of, functions_fit, kernels_read, sum_dtype
+from .norm import NormRecord, bias_of_norm, gives_own, norm_fits, norm_records, recorded_bwd, run_norm, run_norm_bwd
 
 if TYPE_CHECKING:
     from ..kernels.norm import Normed, NormGradients
@@ -110,7 +110,7 @@ class BlockBoundaryActivation(JointFusion):
         mean: Tensor | None  # [*] float32, of LayerNorm
         rstd: Tensor  # [*] float32
         weight: Tensor | None  # [H], the parameter itself
-        shift: Tensor | None  # [H], the norm's bias, the parameter itself
+        bias_of_norm: Tensor | None  # [H], the norm's bias, the parameter itself
         seed: Tensor | None  # [] int64
         p: float
         factors: tuple[float, ...]  # of the constant factors
@@ -127,11 +127,12 @@ class BlockBoundaryActivation(JointFusion):
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
     ) -> tuple[Tensor, dict[str, Tensor], Saved]:
         parts, factors = (self.bias, self.dropout, self.norm), factors_of(self.acts)
-        act = composed(self.acts, factors)
+        act = as_one_activation(self.acts, factors)
         out, _, seed = boundary_fwd(*parts, x, add_other, dropout_seed, act=act, dtype=dtype)
         assert out.stream is not None
         saved = self.Saved(
-            z=out.stream, mean=out.mean, rstd=out.rstd, weight=parameter(self.norm, "weight"), shift=shift(self.norm),
+            z=out.stream, mean=out.mean, rstd=out.rstd, weight=parameter(self.norm, "weight"),
+            shift=bias_of_norm(self.norm),
             seed=seed, p=0.0 if self.dropout is None else self.dropout.p, factors=factors,
         )  # fmt: skip
         return out.y, {} if self.fork is None else {"fork_out": out.stream}, saved
@@ -145,8 +146,11 @@ class BlockBoundaryActivation(JointFusion):
         needs: frozenset[str],
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Grads]:
-        act, statistics = composed(self.acts, saved.factors), (saved.mean, saved.rstd, saved.weight, saved.shift)
-        run = functools.partial(norm_bwd, self.norm, dy, saved.z, *statistics, needs, act=act, dstream=d_fork_out)
+        act, statistics = (
+            as_one_activation(self.acts, saved.factors),
+            (saved.mean, saved.rstd, saved.weight, saved.shift),
+        )
+        run = functools.partial(run_norm_bwd, self.norm, dy, saved.z, *statistics, needs, act=act, dstream=d_fork_out)
         return _boundary_bwd(run, self.bias, saved.z, saved.seed, saved.p, needs, dtype)
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
@@ -213,7 +217,7 @@ def boundary_fwd(
     else:
         around |= {"seed": seed, "p": dropout.p}
     around["dtype"] = around.get("dtype") or stream
-    return *norm_fwd(norm, x, stream_dtype=stream, **around), seed
+    return *run_norm(norm, x, stream_dtype=stream, **around), seed
 
 
 def boundary_fits(bias: Bias | None, norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:

@@ -24,9 +24,9 @@ from ..recipes import MULTIPLE
 from ..saved import Saved, maker
 from ._shared import (
     act_fits,
+    as_one_activation,
     as_rows,
     bias_fits,
-    composed,
     device,
     gemm_fits,
     kernels_run,
@@ -261,7 +261,7 @@ def forward_of(
 
     def made() -> Callable[..., tuple[Any, ...]]:
         chain = chain_of(_forward_steps(kept_of, keep)[0])
-        return pointwise_of()(chain) if to is None else codes_of(chain, to)
+        return pointwise_maker()(chain) if to is None else quantized_chain(chain, to)
 
     def kernel(*given: Tensor) -> tuple[Any, ...]:  # of activations whose numbers may change unannounced
         return made()(*given)
@@ -324,8 +324,8 @@ def backward_of(places: Sequence[Place], needs: frozenset[str], to: Quantize | N
     source = Source("gradient", "dy, kept")
     dtypes = [bias.dtype for _, bias in summed]
     chain, result = chain_of(steps), "x" in needs
-    plain = pointwise_of()(chain, None, dtypes, result)
-    source.constants["kernel"] = plain if to is None or not result else codes_of(chain, to, dtypes)
+    plain = pointwise_maker()(chain, None, dtypes, result)
+    source.constants["kernel"] = plain if to is None or not result else quantized_chain(chain, to, dtypes)
     sums = [f"{source.put(name)}: out[{i}]" for i, (name, _) in enumerate(summed, 1)]
     source.add(f"out = kernel({', '.join(['dy', *operands])})", f"return out[0], {{{', '.join(sums)}}}")
     return source.define()
@@ -352,7 +352,7 @@ def _dropout_step(part: Dropout, p: float, random: bool) -> tuple[Any, ...] | No
 
 
 def _function(part: Pointwise | Run) -> Any:
-    return composed(part.parts, part.factors) if isinstance(part, Run) else device(part)
+    return as_one_activation(part.parts, part.factors) if isinstance(part, Run) else device(part)
 
 
 def _numbers_in(part: Part, record: Any) -> tuple[float, ...]:
@@ -371,7 +371,7 @@ def _has_numbers(part: Part) -> bool:
 _chains: dict[Any, Chain] = {}
 
 
-def codes_of(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = ()) -> Callable[..., tuple[Any, ...]]:
+def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = ()) -> Callable[..., tuple[Any, ...]]:
     """A function of x and the operands of a chain, whose last value it gives quantized."""
     from ..kernels.pointwise import pointwise_codes
 
@@ -380,7 +380,7 @@ def codes_of(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = ()) -> 
     def run(x: Tensor, *operands: Tensor) -> tuple[Any, ...]:
         # Of other numbers of tokens columns are not aligned, and each element's address takes registers.
         if not x.numel() or (to.columns and x.numel() // x.shape[-1] % MULTIPLE):
-            return pointwise_of()(chain, None, dtypes)(x, *operands)
+            return pointwise_maker()(chain, None, dtypes)(x, *operands)
         shape = (*x.shape[:-1], x.shape[-1] * behind // before)
         wanted, newest = as_codes(to, x)
         given = [t.contiguous() for t in operands]
@@ -391,11 +391,10 @@ def codes_of(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = ()) -> 
 
 
 @functools.cache
-def pointwise_of():  # its type is that of what it returns
+def pointwise_maker():  # its type is that of what it returns
     """`kernels.pointwise.pointwise_of`, which nothing imports before a kernel is to run."""
-    from ..kernels.pointwise import pointwise_of
 
-    return pointwise_of
+    return pointwise_maker
 
 
 def chain_of(steps: Steps) -> Chain:
@@ -446,7 +445,7 @@ class LinearBiasPointwise(ForwardFusion):
 
     def _passes(self, dtype: torch.dtype | None) -> Callable[[Tensor], tuple[Tensor, dict[str, Any]]]:
         gemm, record = linear_of(self.linear, self.bias), _recorder(self.act)
-        kernel = pointwise_of()(chain_of([("act", device(self.act))]), dtype)
+        kernel = pointwise_maker()(chain_of([("act", device(self.act))]), dtype)
 
         def run(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
             z, saved = gemm(x)
@@ -545,4 +544,4 @@ def _dropout_kernel(
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """The chain of these steps; what else it is made of is for the kernel."""
     steps: Steps = [*[("bias",)] * bias, ("dropout", p, upscale), *[("add",)] * add, *[("column_sum",)] * sums]
-    return pointwise_of()(chain_of(steps), **of)
+    return pointwise_maker()(chain_of(steps), **of)

@@ -21,7 +21,7 @@ from ..ops.experts import kept_pairs, sorted_rows, summed
 from ..pointwise import Gated
 from ..traffic import gain
 from ._shared import act_fits, kernels_run, numbers_of, unit_of
-from .chain import chain_of, pointwise_of
+from .chain import chain_of, pointwise_maker
 
 
 class PermuteGroupedLinear(ForwardFusion):
@@ -196,7 +196,7 @@ class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
 
 def _scaled(gated: tuple[Any, ...], dtype: torch.dtype, x: Tensor, scales: Tensor) -> Tensor:
     """What a gated unit makes of x, times a factor for each token."""
-    (h,) = pointwise_of()(chain_of([gated, ("token_scale",)]), None, [], True)(x, scales.reshape(x.shape[:-1]))
+    (h,) = pointwise_maker()(chain_of([gated, ("token_scale",)]), None, [], True)(x, scales.reshape(x.shape[:-1]))
     assert h is not None
     return h.to(dtype)
 
@@ -205,4 +205,4 @@ def _chain(
     gated: Gated, steps: tuple[str, ...], result: bool = True, dtypes: list[torch.dtype] | None = None
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     of = unit_of(gated)
-    return pointwise_of()(chain_of([(s, *of) if "gated" in s else (s,) for s in steps]), None, dtypes or [], result)
+    return pointwise_maker()(chain_of([(s, *of) if "gated" in s else (s,) for s in steps]), None, dtypes or [], result)

@@ -22,10 +22,10 @@ from ._shared import (
     act_fits,
     as_rows,
     bias_fits,
+    cost_in_place,
     device,
     dgrad,
     gemm_fits,
-    in_place,
     kernels_run,
     linear_of,
     numbers_of,
@@ -34,7 +34,7 @@ from ._shared import (
     reads_input,
     unit_of,
 )
-from .chain import chain_of, pointwise_of
+from .chain import chain_of, pointwise_maker
 
 
 class ActivationLinearJoint(JointFusion):
@@ -80,7 +80,7 @@ class ActivationLinearJoint(JointFusion):
         found = super().saves(env) - Savings(launches=1 + STEP, bytes=3 * h)
         if self.out_bias is not None:
             found = found - Savings(launches=1 - STEP, bytes=output_bytes(self.linear, env))
-        return found if self.add is None else found - in_place(self.linear, env)
+        return found if self.add is None else found - cost_in_place(self.linear, env)
 
     def saved_at(self) -> tuple[int, ...]:
         return (0,)
@@ -141,7 +141,7 @@ class ActivationLinearJoint(JointFusion):
 
     def _forward(self) -> Callable[..., Any]:
         act = ("gated" if isinstance(self.act, Gated) else "act", *self._of)
-        return pointwise_of()(chain_of([*[("bias",)] * (self.bias is not None), act]))
+        return pointwise_maker()(chain_of([*[("bias",)] * (self.bias is not None), act]))
 
     def _backward(self, sums: bool, again: bool, result: bool, dtype: torch.dtype) -> Callable[..., Any]:
         gated, of, row = isinstance(self.act, Gated), self._of, self.bias
@@ -149,7 +149,7 @@ class ActivationLinearJoint(JointFusion):
         steps: list[tuple[Any, ...]] = [("shift", gated)] if row is not None else []
         steps += [*[(emit, *of)] * again, (dact, *of), *[("column_sum",)] * sums]
         given = [*[dtype] * again, *[row.dtype for _ in range(sums) if row is not None]]
-        return pointwise_of()(chain_of(steps), None, given, result)
+        return pointwise_maker()(chain_of(steps), None, given, result)
 
 
 PART = 1024

@@ -16,7 +16,7 @@ from ..ops import Bias, TokenScale
 from ..pointwise import Gated
 from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import act_fits, bias_fits, kernels_run, numbers_of, unit_of
-from .chain import chain_of, codes_of, pointwise_of
+from .chain import chain_of, pointwise_maker, quantized_chain
 
 
 class BiasGated(ForwardFusion):
@@ -154,4 +154,4 @@ def _gated_kernel(
     chain = chain_of(
         [(s, *of) if "gated" in s else (s, True) if s == "shift" else (s,) for s in steps]  # a packed bias
     )
-    return pointwise_of()(chain, None, dtypes, result) if to is None else codes_of(chain, to, dtypes)
+    return pointwise_maker()(chain, None, dtypes, result) if to is None else quantized_chain(chain, to, dtypes)

@@ -36,7 +36,7 @@ from ..ops import (
 from ..ops._mm import addmm, linear, mm
 from ..ops._parameters import parameter
 from ..ops.linear import saved_linear, weight_grad
-from ._shared import as_rows, dgrad, gemm_fits, in_place, linear_of, one_dtype, output_bytes, plus_in_place
+from ._shared import as_rows, cost_in_place, dgrad, gemm_fits, linear_of, one_dtype, output_bytes, plus_in_place
 
 _IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {ReLU: torch.relu_, Sigmoid: torch.sigmoid_, Tanh: torch.tanh_}
 _gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
@@ -88,7 +88,7 @@ class LinearBiasAct(ForwardFusion):
         if self.bias is None:
             return Savings(launches=STEP)  # the same kernels
         inside = env.device == "cuda" and isinstance(self.act, ReLU) and _epilogue_keeps_nan(env.device, env.dtype)
-        return super().saves(env) - (Savings() if inside else in_place(self.linear, env))
+        return super().saves(env) - (Savings() if inside else cost_in_place(self.linear, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         weight, bias, act = self.linear.weight_for(x), self.bias, self.act
@@ -125,7 +125,7 @@ class LinearBiasGeLU(InferenceFusion):
         yield self.act.approximate == made, f'the call makes approximate="{made}" on this device'
 
     def saves(self, env: Env) -> Savings:
-        return super().saves(env) - (Savings() if env.device == "cuda" else in_place(self.linear, env))
+        return super().saves(env) - (Savings() if env.device == "cuda" else cost_in_place(self.linear, env))
 
     def fwd(self, x: Tensor) -> Tensor:
         return _epilogue(x, self.linear.weight_for(x), self.bias.read(), "gelu")
@@ -218,7 +218,7 @@ class LinearBiasAdd(ForwardFusion):
         return _bias_joins(self.linear, self.bias, env)
 
     def saves(self, env: Env) -> Savings:
-        return super().saves(env) - in_place(self.linear, env)
+        return super().saves(env) - cost_in_place(self.linear, env)
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
         y, gemm = self.decided("linear", linear_of, self.linear, self.bias)(x)

@@ -22,7 +22,7 @@ from ..ops._tensors import stats_dtype
 from ..pointwise import Pointwise
 from ._shared import (
     act_fits,
-    composed,
+    as_one_activation,
     device,
     factors_of,
     functions_fit,
@@ -64,7 +64,7 @@ class NormForward(ForwardFusion):
         return super().saves(env) + Savings(bytes=0.2 * env.tokens * self.norm.normalized_shape[-1] * env.itemsize)
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, NormRecord]]:
-        out, record = norm_fwd(self.norm, x, dtype=dtype)
+        out, record = run_norm(self.norm, x, dtype=dtype)
         return out.y, {"norm": record}
 
 
@@ -140,7 +140,7 @@ class NormActivation(ForwardFusion):
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
         norm, act = self.norm, self.act
-        out, record = norm_fwd(norm, x, act=device(act), dtype=dtype)
+        out, record = run_norm(norm, x, act=device(act), dtype=dtype)
         own: Any = out.y if act.reads == "output" else _result_later(norm, record)
         return out.y, {"norm": record, "act": act.record(own, own)}
 
@@ -179,16 +179,21 @@ class NormActivationJoint(JointFusion):
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Saved]:
         norm, factors = self.norm, factors_of(self.acts)
-        out, _ = norm_fwd(norm, x, act=composed(self.acts, factors), dtype=dtype)
+        out, _ = run_norm(norm, x, act=as_one_activation(self.acts, factors), dtype=dtype)
         saved = self.Saved(
-            x=x, mean=out.mean, rstd=out.rstd, weight=parameter(norm, "weight"), bias=shift(norm), factors=factors
+            x=x,
+            mean=out.mean,
+            rstd=out.rstd,
+            weight=parameter(norm, "weight"),
+            bias=bias_of_norm(norm),
+            factors=factors,
         )
         return out.y, saved
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
         weight, bias, dx = saved.weight, saved.bias, "x" in needs
-        act = composed(self.acts, saved.factors)
-        out, grads = norm_bwd(self.norm, dy, saved.x, saved.mean, saved.rstd, weight, bias, needs, act=act, dx=dx)
+        act = as_one_activation(self.acts, saved.factors)
+        out, grads = run_norm_bwd(self.norm, dy, saved.x, saved.mean, saved.rstd, weight, bias, needs, act=act, dx=dx)
         return out.dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
@@ -219,7 +224,7 @@ def norm_records(
 def _result_later(norm: LayerNorm | RMSNorm, record: NormRecord) -> context.Recompute:
     """A stand-in for the norm's result, made of what its record keeps."""
     mean = record.mean if isinstance(record, LayerNorm.Saved) else None
-    others = {"mean": mean, "weight": record.weight, "bias": shift(norm)}
+    others = {"mean": mean, "weight": record.weight, "bias": bias_of_norm(norm)}
     given = {name: t for name, t in others.items() if t is not None}
     return context.Recompute(_again(norm.zero_centered, *given), record.x, record.rstd, *given.values())
 
@@ -261,7 +266,7 @@ def norm_fits(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
         yield from kernels_read(name, dtype_of(norm, name), env)
 
 
-def shift(norm: LayerNorm | RMSNorm) -> Tensor | None:
+def bias_of_norm(norm: LayerNorm | RMSNorm) -> Tensor | None:
     """The bias of a norm, if it has one."""
     return parameter(norm, "bias")
 
@@ -284,10 +289,10 @@ def _kernels():
     return norm
 
 
-def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, NormRecord]:
+def run_norm(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, NormRecord]:
     """The norm with what stands around it, and the norm's own record; `around` is for the kernel."""
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
-    gain, bias = _in_one_piece(weight), _in_one_piece(shift(norm))
+    gain, bias = _in_one_piece(weight), _in_one_piece(bias_of_norm(norm))
     out = _kernels().norm_fwd(x, gain, bias, eps_of(norm, x), **kind, **around)
     source = x if out.stream is None else out.stream
     if out.mean is None:
@@ -295,7 +300,7 @@ def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Norme
     return out, LayerNorm.Saved(x=source, mean=out.mean, rstd=out.rstd, weight=weight)
 
 
-def norm_bwd(
+def run_norm_bwd(
     norm: LayerNorm | RMSNorm,
     dy: Tensor,
     x: Tensor,
@@ -326,7 +331,7 @@ def recorded_bwd(
         return None, {"norm.bias": bias}
     mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
     weight = saved.weight if dx else None
-    return norm_bwd(norm, dy, saved.x, mean, saved.rstd, weight, None, needs, dx=dx, **around)
+    return run_norm_bwd(norm, dy, saved.x, mean, saved.rstd, weight, None, needs, dx=dx, **around)
 
 
 def gradients_of(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..env import bucket
 from ..errors import InputError, StateError
 from ..ops import Attention, _cache
-from ..ops._attention import QKV, Scores, attend, kernels_run, numbers
+from ..ops._attention import QKV, Scores, attend, decoding_kernels_run, numbers_in
 
 
 class KVCache:
@@ -169,7 +169,7 @@ class KVCache:
         one = x.ndim == 3 and x.shape[1] == 1 and self._counts is None
         # Of int8 the kernel takes float32 queries of narrow heads alone.
         fits = not self.int8 or x.dtype is not torch.float32 or k.shape[-1] <= 128
-        if not one or not fits or not kernels_run(x, k.shape[-1]):
+        if not one or not fits or not decoding_kernels_run(x, k.shape[-1]):
             return None
         from ..kernels.decode import decode_attention
 
@@ -281,7 +281,7 @@ def _check_counts(counts: Tensor, batch: int, rows: int) -> None:
     if counts.is_cuda:  # without waiting for it
         torch._assert_async(~wrong)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif wrong:
-        raise InputError(f"expects counts of 0 to {rows}, got {numbers(counts)}", code="SF101")
+        raise InputError(f"expects counts of 0 to {rows}, got {numbers_in(counts)}", code="SF101")
 
 
 def _check(attention: Attention) -> None:

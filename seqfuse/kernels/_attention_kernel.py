@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._device import bend, keep_mask, masked
+from ._device import bend, keep_mask, mask_tile
 from ._launch import family, next_power_of_2
 from .activations import exponential, is_half, power, tanh_derivative
 
@@ -186,7 +186,7 @@ def _attention_fwd_kernel(
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
         if P is not None:
-            weights = masked(weights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
+            weights = mask_tile(weights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
         value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
         acc = _dot(weights.to(value.dtype), value, acc, PRECISION, INTERPRET)
         most = larger
@@ -255,7 +255,7 @@ def _attention_dq_kernel(
             total += tl.sum(weights, 1)
         dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
         if P is not None:
-            dweights = masked(dweights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
+            dweights = mask_tile(dweights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
         dscores = weights * (dweights - delta[:, None])
         if SOFTCAP:
             dscores *= tanh_derivative(bent)
@@ -322,8 +322,8 @@ def _attention_dkv_kernel(
             kept = weights
             if P is not None:
                 keep = tl.trans(_keep(seed, head, at, block, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED))
-                dweights = masked(dweights, keep, P)
-                kept = masked(weights, keep, P)
+                dweights = mask_tile(dweights, keep, P)
+                kept = mask_tile(weights, keep, P)
             own_v = _dot(kept.to(grad.dtype), grad, own_v, PRECISION, INTERPRET)
             delta = tl.load(deltas + head * rows + place, mask=place < rows, other=0.0)
             dscores = weights * (dweights - delta[None, :])

@@ -59,15 +59,15 @@ def keep_mask(seed, rows, col, width, THRESHOLD: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
-def dropped(value, seed, rows, col, width, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr):
+def drop_tile(value, seed, rows, col, width, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr):
     """A tile after dropout, `P` from `threshold_and_scale`."""
     if P[2]:
         return value * 0.0
-    return masked(value, keep_mask(seed, rows, col, width, P[0], BLOCK_N, GROUPED), P)
+    return mask_tile(value, keep_mask(seed, rows, col, width, P[0], BLOCK_N, GROUPED), P)
 
 
 @triton.jit
-def masked(value, keep, P: tl.constexpr):
+def mask_tile(value, keep, P: tl.constexpr):
     """A product with 0 or the scale, as torch's: it keeps the sign of what is dropped, and NaN and Inf become NaN.
 
     The products come before the choice: a sum after it is then no fused multiply-add, whose bits are others.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._device import dropped, rstd_of, two_sums
+from ._device import drop_tile, rstd_of, two_sums
 from .activations import apply, gradient, is_half
 
 
@@ -24,7 +24,7 @@ def _prologue(
     if bias is not None:
         z += tl.load(bias + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
     if seed is not None:
-        z = dropped(z, seed, rows, col, N, P, BLOCK_N, GROUPED)
+        z = drop_tile(z, seed, rows, col, N, P, BLOCK_N, GROUPED)
     if residual is not None:
         z += tl.load(residual + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     if stream is not None:
@@ -194,7 +194,7 @@ def _spread(
     if dx is not None:
         tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
     if seed is not None:
-        out = dropped(out, seed, rows, col, N, P, BLOCK_N, GROUPED)
+        out = drop_tile(out, seed, rows, col, N, P, BLOCK_N, GROUPED)
     if dbranch is not None:
         tl.store(dbranch + at, out.to(dbranch.dtype.element_ty), mask=mask)
     return out

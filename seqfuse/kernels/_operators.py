@@ -468,7 +468,7 @@ def norm_columns(x: Tensor, **rows: Tensor | None) -> int:
     return N
 
 
-def as_rows(name: str, tensor: Tensor, columns: int) -> Tensor:
+def viewed_as_rows(name: str, tensor: Tensor, columns: int) -> Tensor:
     """The tensor as [M, columns] without a copy; raises `ValueError` where its leading dimensions need one."""
     if tensor.ndim == 2:
         return inner_contiguous(name, tensor)

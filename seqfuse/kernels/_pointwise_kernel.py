@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._device import dropped
+from ._device import drop_tile
 from ._quantize_kernel import quantize_tile
 from .activations import apply, entry, gradient, is_half
 
@@ -167,7 +167,7 @@ def _times(tiles, factor):
 def _dropout(tiles, seed, rows, col, width, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles)):
-        kept = dropped(tiles[j], seed, rows, col + j * width, width * len(tiles), P, BLOCK_N, GROUPED)
+        kept = drop_tile(tiles[j], seed, rows, col + j * width, width * len(tiles), P, BLOCK_N, GROUPED)
         results = results + (kept,)
     return results
 

@@ -321,7 +321,7 @@ def scaled_derivative(x, P):
     return tl.zeros_like(x) + P[0]
 
 
-def scale(factor: float) -> Activation:
+def constant_factor(factor: float) -> Activation:
     """A constant factor, y = factor x."""
     return Activation(scaled, scaled_derivative, P=(float(factor),))
 

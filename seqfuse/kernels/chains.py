@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ._device import threshold_and_scale
 from ._launch import next_power_of_2
-from ._operators import as_rows
+from ._operators import viewed_as_rows
 from .activations import ACTIVATIONS, activation_name, activation_of, activation_text
 
 PACKINGS = ("gate_up", "up_gate", "interleaved")
@@ -335,4 +335,4 @@ def fit_operand(step: ChainStep, operand: Tensor, lead: tuple[int, ...], columns
         return operand.contiguous()
     if operand.ndim and tuple(operand.shape) != (*lead, columns):
         raise ValueError(f"{step.name} takes shape {(*lead, columns)}, got {tuple(operand.shape)}")
-    return as_rows(step.name, operand, columns)
+    return viewed_as_rows(step.name, operand, columns)

@@ -130,7 +130,7 @@ def _cross_entropy_kernel(
             tl.store(logits + cols, d.to(logits.dtype.element_ty), mask=inside)
 
 
-@operator("cross_entropy", written=("logits",), in_c=c_crossentropy.decide)
+@operator("cross_entropy", written=("logits",), in_c=c_crossentropy.decide_cross_entropy)
 def cross_entropy_(
     logits: Tensor,
     targets: Tensor,

@@ -19,7 +19,7 @@ from torch import Tensor
 from ._device import column_sums, threshold_and_scale
 from ._launch import architecture, cdiv, family, launch, next_power_of_2, processors, programs_of, register_limit, stops
 from ._norm_kernel import _norm_bwd_kernel, _norm_fwd_kernel, _norm_sums_kernel
-from ._operators import as_rows, bound, norm_columns, operator
+from ._operators import bound, norm_columns, operator, viewed_as_rows
 from .activations import Activation, is_composed
 from .c import norm as c_norm
 
@@ -141,7 +141,7 @@ def _same(name: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
         return None
     if tensor.shape != x.shape:
         raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(tensor.shape)}")
-    return as_rows(name, tensor, x.shape[-1])
+    return viewed_as_rows(name, tensor, x.shape[-1])
 
 
 class Normed(NamedTuple):
@@ -166,7 +166,7 @@ class NormGradients(NamedTuple):
     dpre_bias: Tensor | None  # [N]
 
 
-@operator("norm", in_c=c_norm.decide_forward)
+@operator("norm", in_c=c_norm.decide_norm)
 def norm_fwd(
     x: Tensor,
     weight: Tensor | None,
@@ -216,7 +216,7 @@ def norm_fwd(
     rstd = torch.empty(x.shape[:-1], dtype=compute, device=x.device)
     if stops():
         return Normed(y, stream, mean, rstd)
-    source, other = as_rows("x", x, N), _same("residual", residual, x)
+    source, other = viewed_as_rows("x", x, N), _same("residual", residual, x)
     M = source.shape[0]
     arch = architecture(x.device)
     fits = act is None and _measured(N, arch, x, other, pre_bias, weight, bias)
@@ -241,7 +241,7 @@ def norm_fwd(
     return Normed(y, stream, mean, rstd)
 
 
-@operator("norm_backward", in_c=c_norm.decide_backward)
+@operator("norm_backward", in_c=c_norm.decide_norm_backward)
 def norm_bwd(
     dy: Tensor,
     x: Tensor,
@@ -298,7 +298,7 @@ def norm_bwd(
     if stops():
         return results
     summed = [total for total in totals if total is not None]
-    d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
+    d, source, added = _same("dy", dy, x), viewed_as_rows("x", x, N), _same("dstream", dstream, x)
     assert d is not None
     M = source.shape[0]
     if M == 0:

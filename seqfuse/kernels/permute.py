@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import cdiv, launch, next_power_of_2, stops
-from ._operators import as_rows, operator
+from ._operators import operator, viewed_as_rows
 
 _ELEMENTS = 2048  # that a program holds at once
 _COLUMNS = 1024  # at most, of a row
@@ -125,14 +125,14 @@ def spread_rows(
     """
     _checked(rows, offsets, factors)
     columns, (tokens, top_k) = x.shape[-1], rows.shape
-    x = as_rows("x", x, columns)
+    x = viewed_as_rows("x", x, columns)
     if len(x) != tokens or (sums is not None and (other is None or other.shape != (rows.numel(), columns))):
         raise ValueError(f"expects {tokens} rows of x and {rows.numel()} of what is summed, got {tuple(x.shape)}")
     y = torch.empty((rows.numel(), columns), dtype=x.dtype, device=x.device) if spread else None
     made = torch.empty((tokens, top_k), dtype=sums, device=x.device) if sums is not None else None
     if stops():
         return y, made
-    other = as_rows("other", other, columns) if other is not None and sums is not None else None
+    other = viewed_as_rows("other", other, columns) if other is not None and sums is not None else None
     options = _options(columns, top_k, x.dtype)
     launch(
         _spread_kernel,
@@ -164,7 +164,7 @@ def gather_rows(x: Tensor, rows: Tensor, offsets: Tensor, *, factors: Tensor | N
     """
     _checked(rows, offsets, factors)
     columns, (tokens, top_k) = x.shape[-1], rows.shape
-    x = as_rows("x", x, columns)
+    x = viewed_as_rows("x", x, columns)
     if len(x) != rows.numel():
         raise ValueError(f"expects {rows.numel()} rows of x, got {tuple(x.shape)}")
     y = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._device import column_sums
 from ._launch import cdiv, launch, processors, programs_of, stops
-from ._operators import TEXTS, Text, as_rows, bound, operator
+from ._operators import TEXTS, Text, bound, operator, viewed_as_rows
 from ._pointwise_kernel import _chain_codes_kernel, _chain_kernel, _chain_sums_kernel
 from .c import chain as c_chain
 from .chains import (
@@ -141,7 +141,7 @@ TEXTS[Chain] = Text(lambda chain: chain.text, parse)
 
 # It writes to `largest`, and does not say so: an operator that does can give no list. Compilers would have to know, and
 # they refuse recipes that keep scales.
-@operator("pointwise", in_c=c_chain.decide)
+@operator("pointwise", in_c=c_chain.decide_chain)
 def _run(
     x: Tensor,
     chain: Chain,
@@ -162,7 +162,7 @@ def _run(
     made = made if result and to is None else made[:-1]
     results = [torch.empty(shape, dtype=of, device=x.device) for shape, of in made]
     y = results.pop() if result and to is None else None
-    lead, source = tuple(x.shape[:-1]), as_rows("x", x, x.shape[-1] if x.ndim else 1)
+    lead, source = tuple(x.shape[:-1]), viewed_as_rows("x", x, x.shape[-1] if x.ndim else 1)
     M = source.shape[0]
     codes = None if to is None else to.made(M, width * parts_made, x.device)
     every = (y, *results) if codes is None else (*results, *[t for t in codes if t is not None])

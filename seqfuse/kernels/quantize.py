@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._launch import architecture, cdiv, family, launch, stops
-from ._operators import as_rows, operator
+from ._operators import operator, viewed_as_rows
 from ._quantize_kernel import _largest_kernel, _quantize_kernel, _zero_kernel
 
 Scaling = Literal["given", "tensor", "row", "1x128", "128x128", "1x32"]
@@ -93,7 +93,7 @@ class As(NamedTuple):
 
 
 @operator("quantize", written=("largest",))
-def quantize(
+def quantize_matrix(
     x: Tensor,
     dtype: torch.dtype,
     scaling: Scaling,
@@ -132,7 +132,7 @@ def quantize(
     results = _made(M, N, dtype, scaling, rows, columns, device)
     if stops():
         return results
-    source = as_rows("x", x, N)
+    source = viewed_as_rows("x", x, N)
     # Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
     many = not columns or M % MULTIPLE == 0 or family(architecture(device)) == "sm_90"
     tile = codes_tile(scaling, many)

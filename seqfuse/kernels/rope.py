@@ -26,7 +26,7 @@ from ._heads import (
     spread,
 )
 from ._launch import architecture, cdiv, launch, next_power_of_2, processors, programs_of, stops
-from ._operators import as_rows, inner_contiguous, operator
+from ._operators import inner_contiguous, operator, viewed_as_rows
 from ._rope_kernel import _rope_bwd_kernel, _rope_fwd_kernel, _rope_write_kernel
 from .c import rope as c_rope
 
@@ -94,7 +94,7 @@ def _angles_of(
     return (None, None, spread(cos, rows, width), spread(sin, rows, width)), period, width < rotation.dim
 
 
-@operator("rope", in_c=c_rope.decide_forward)
+@operator("rope", in_c=c_rope.decide_rope)
 def rope_fwd(
     x: Tensor,
     heads: int,
@@ -145,7 +145,7 @@ def rope_fwd(
     rstd = torch.empty((*x.shape[:-1], known), dtype=torch.float32, device=x.device) if norm else None
     if stops():
         return Roped(y, z, rstd)
-    source = as_rows("x", x, x.shape[-1])
+    source = viewed_as_rows("x", x, x.shape[-1])
     M = source.shape[0]
     around, period, by_pair = _angles_of(x, rotation, positions, cos, sin)
     tile = head_tile(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
@@ -162,7 +162,7 @@ def rope_fwd(
     return Roped(y, z, rstd)
 
 
-@operator("rope_backward", in_c=c_rope.decide_backward)
+@operator("rope_backward", in_c=c_rope.decide_rope_backward)
 def rope_bwd(
     dy: Tensor,
     heads: int,
@@ -214,8 +214,8 @@ def rope_bwd(
     results = RopeGradients(out, *totals)
     if stops() or not any(t is not None for t in results):
         return results
-    gradient = as_rows("dy", dy, width)
-    source = None if x is None else as_rows("x", x, width)
+    gradient = viewed_as_rows("dy", dy, width)
+    source = None if x is None else viewed_as_rows("x", x, width)
     M = gradient.shape[0]
     if M == 0:
         for total in totals:

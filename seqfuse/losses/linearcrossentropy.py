@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..group import Group, ParameterShard, identity, summed_gradient, vocabulary_shard, with_backward
+from ..group import Group, ParameterShard, handed_on, summed_gradient, vocabulary_shard, with_backward
 from ..ops._parameters import divide, reset_linear
 from ..plan.reference import transformed
 from ..signature import checks_arguments
@@ -236,7 +236,7 @@ def _across(how: How, z: Tensor, targets: Tensor) -> Tensor:
     """The loss of each row where each process has logits of its own classes."""
 
     def total(t: Tensor) -> Tensor:
-        return with_backward(lambda part: how.group.all_reduce(part, how.operation), identity, t)
+        return with_backward(lambda part: how.group.all_reduce(part, how.operation), handed_on, t)
 
     counted = targets != how.ignore_index
     mine, at = own_targets(how, targets, counted, z.shape[1])

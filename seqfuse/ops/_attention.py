@@ -89,7 +89,7 @@ class Scores:
         if q.device.type == "meta" and self.cu_seqlens is None and q.is_floating_point():
             return "cpu"  # which has no numbers to limit, and makes the shapes at once
         cpu = q.device.type == "cpu"
-        ours = (not cpu or interpreting) and shape[-1] <= _WIDEST.get(q.dtype, 0) and kernels_run(q, shape[-1])
+        ours = (not cpu or interpreting) and shape[-1] <= _WIDEST.get(q.dtype, 0) and decoding_kernels_run(q, shape[-1])
         if cpu:
             if ours:
                 return "triton"
@@ -101,7 +101,7 @@ class Scores:
             if bounded or self.cu_seqlens is not None or keys != q.shape[-2]:
                 if q.dtype in _HALF and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and _sdpa.has_flash(q.device):
                     return "flash"
-            elif (found := _sdpa.backend(q, q if k is None else k, self.causal)) is not None:
+            elif (found := _sdpa.sdpa_backend(q, q if k is None else k, self.causal)) is not None:
                 return found
         return "triton" if ours else "blocks"
 
@@ -165,13 +165,13 @@ class Scores:
         return {**{name: t for name, t in self.arguments().items() if name != "cu_seqlens"}, "mask": mask}
 
 
-def kernels_run(x: Tensor, size: int) -> bool:
+def decoding_kernels_run(x: Tensor, size: int) -> bool:
     """Whether heads of this size, on the device and of the dtype of x, can be left to our kernels for decoding."""
     kind, fits = x.device.type, size <= 256 and x.dtype in _WIDEST
     return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and triton_installed()
 
 
-def numbers(ends: Tensor) -> list[int]:
+def numbers_in(ends: Tensor) -> list[int]:
     """What an int tensor holds; the host waits for it."""
     return ends.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
@@ -282,7 +282,7 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
         return y, lse
     _held: Tensor | None = None
     if kernel == "c":
-        from ..kernels.c.attention import attention_fwd as run_in_c
+        from ..kernels.c.attention import attention_on_cpu as run_in_c
         from ..kernels.c.attention import scratch
 
         if type(q) is Tensor:
@@ -339,7 +339,7 @@ def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Sc
         attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
         return
     if kernel == "c":
-        from ..kernels.c.attention import attention_bwd as run_in_c
+        from ..kernels.c.attention import attention_on_cpu_bwd as run_in_c
 
         run_in_c(dy, *qkv, out, how.scale, **how.arguments_in_c())
         return
@@ -364,7 +364,7 @@ def _flash_backward(read: Sequence[Tensor], how: Scores, mask: Tensor | None) ->
 
 
 def _sequences(cu_seqlens: Tensor) -> Iterator[slice]:
-    return (slice(a, b) for a, b in itertools.pairwise(numbers(cu_seqlens)) if b > a)
+    return (slice(a, b) for a, b in itertools.pairwise(numbers_in(cu_seqlens)) if b > a)
 
 
 def _cut(mask: Tensor | None, rows: slice) -> Tensor | None:

@@ -22,7 +22,7 @@ from ._grouped import finished, group_at, grouped_linear, grouped_weight_grad
 from ._lowprecision import Operand
 
 
-def why_not(recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
+def why_no_grouped_gemm(recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
     """Why torch has no grouped GEMM for operands of a recipe on a GPU."""
     reason = None
     if arch != "sm_90":
@@ -94,14 +94,16 @@ def _in_one(each: list[Tensor]) -> Tensor:
     return torch.stack(each if dtype.itemsize > 1 else [t.view(torch.uint8) for t in each]).view(dtype)
 
 
-def linear(
+def grouped_in_8_bits(
     x: Operand, weight: Operand, recipe: Recipe, offsets: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """Return x_g weight_g^T + bias_g, of operands quantized along their rows; zeros for rows of no group."""
     return _multiplied(x, weight, recipe, "x", offsets, dtype, bias)
 
 
-def dgrad(dy: Operand, weight: Operand, recipe: Recipe, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+def grouped_dgrad_in_8_bits(
+    dy: Operand, weight: Operand, recipe: Recipe, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return dy_g weight_g, of dy along its rows and weights down their columns; zeros for rows of no group."""
     return _multiplied(dy, weight, recipe, "dy", offsets, dtype)
 
@@ -130,7 +132,7 @@ def _multiplied(
         return grouped_linear(a, b.mT if turned else b, offsets, None if bias is None else bias.to(sums)).to(dtype)
 
 
-def weight_grad(
+def grouped_weight_grad_in_8_bits(
     dy: Operand, x: Operand, recipe: Recipe, offsets: Tensor, dtype: torch.dtype, main_grad: Tensor | None = None
 ) -> Tensor | Accumulated:
     """Return dy_g^T x_g, of both down their columns, zeros for a group without rows, or add it to `main_grad`."""

@@ -174,7 +174,9 @@ def _kernels_on(device: torch.device) -> Any:
     return quantize
 
 
-def linear(x: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def linear_in_8_bits(
+    x: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
     """Return x weight^T + bias from operands quantized along their rows. x: [M, K], weight: [N, K], y: [M, N]."""
     if by_torch(recipe, x.data):
         y = _scaled_mm(x, weight, recipe, dtype)
@@ -186,7 +188,9 @@ def linear(x: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, bias
         return F.linear(a, b, None if bias is None else bias.to(sums)).to(dtype)
 
 
-def dgrad(dy: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, addend: Tensor | None = None) -> Tensor:
+def dgrad_in_8_bits(
+    dy: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, addend: Tensor | None = None
+) -> Tensor:
     """Return addend + dy weight, of dy along its rows and weight down its columns; an addend is not rounded before.
 
     dy: [M, N], weight: [N, K], dx: [M, K].
@@ -201,7 +205,7 @@ def dgrad(dy: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, adde
         return (torch.mm(a, b) if addend is None else torch.addmm(addend, a, b)).to(dtype)
 
 
-def weight_grad(
+def weight_grad_in_8_bits(
     dy: Operand, x: Operand, recipe: Recipe, dtype: torch.dtype, main_grad: Tensor | None = None
 ) -> Tensor | Accumulated:
     """Return dy^T x, of both down their columns, or `accumulated` where it was added to `main_grad`, in its dtype.

@@ -44,23 +44,23 @@ def _differentiable_by_group(x: Tensor, weight: Tensor, offsets: Tensor, *consta
 
 def _linear(recipe: Recipe, x: Tensor, weight: Tensor) -> Tensor:
     qx, qweight = low.along(x, recipe, "x"), low.along(weight, recipe, "weight")
-    return low.linear(qx, qweight, recipe, x.dtype)
+    return low.linear_in_8_bits(qx, qweight, recipe, x.dtype)
 
 
 def _gradients(recipe: Recipe, dy: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> tuple[Any, Any]:
     dx = dweight = None
     along, down = low.quantized(dy, recipe, "dy", rows=needs[0], columns=needs[1])
     if along is not None:
-        dx = low.dgrad(along, low.down(weight, recipe, "weight"), recipe, dy.dtype)
+        dx = low.dgrad_in_8_bits(along, low.down(weight, recipe, "weight"), recipe, dy.dtype)
     if down is not None:
-        dweight = low.weight_grad(down, low.down(x, recipe, "x"), recipe, dy.dtype)
+        dweight = low.weight_grad_in_8_bits(down, low.down(x, recipe, "x"), recipe, dy.dtype)
     return dx, dweight
 
 
 def _grouped_linear(recipe: Recipe, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     (qx, _), (qweight, _) = grouped.quantized_rows(x, recipe, "x", offsets), grouped.quantized_weights(weight, recipe)
     assert qx is not None
-    return grouped.linear(qx, qweight, recipe, offsets, x.dtype)
+    return grouped.grouped_in_8_bits(qx, qweight, recipe, offsets, x.dtype)
 
 
 def _grouped_gradients(
@@ -71,9 +71,9 @@ def _grouped_gradients(
     if along is not None:
         _, columns = grouped.quantized_weights(weight, recipe, columns=True)
         assert columns is not None
-        dx = grouped.dgrad(along, columns, recipe, offsets, dy.dtype)
+        dx = grouped.grouped_dgrad_in_8_bits(along, columns, recipe, offsets, dy.dtype)
     if down is not None:
         _, columns = grouped.quantized_rows(x, recipe, "x", offsets, rows=False, columns=True)
         assert columns is not None
-        dweight = grouped.weight_grad(down, columns, recipe, offsets, dy.dtype)
+        dweight = grouped.grouped_weight_grad_in_8_bits(down, columns, recipe, offsets, dy.dtype)
     return dx, dweight, None

@@ -50,7 +50,7 @@ def has_flash(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def backend(q: Tensor, k: Tensor, causal: bool) -> Backend | None:
+def sdpa_backend(q: Tensor, k: Tensor, causal: bool) -> Backend | None:
     """The kernel that `scaled_dot_product_attention` takes for both passes, if it is one of these."""
     # Sizes that torch compares with a bound are told by the side they are on: that is what a compiler guards.
     batch, rows = 65536 if q.shape[0] > 65535 else 1, 1 if q.shape[2] == 1 else 128

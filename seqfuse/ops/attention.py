@@ -22,7 +22,7 @@ from ._attention import (
     attend_grads,
     attend_reference,
     head_size,
-    numbers,
+    numbers_in,
 )
 from ._cache import current
 from ._sdpa import aligned
@@ -324,7 +324,7 @@ class Attention(SoftmaxAttention):
                 message = f"expects x [S, C] and integer cu_seqlens [N + 1], got {got}"
                 raise InputError(message, code="SF101", operation="Attention")
             if cu_seqlens.device.type == "cpu" and type(cu_seqlens) is Tensor:
-                ends = numbers(cu_seqlens)
+                ends = numbers_in(cu_seqlens)
                 if not ends or ends[0] != 0 or ends[-1] != x.shape[0] or sorted(ends) != ends:
                     message = f"expects cu_seqlens that run from 0 to {x.shape[0]}, got {ends}"
                     raise InputError(message, code="SF107", operation="Attention")

@@ -151,7 +151,7 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         qx, x_down = low.quantized_rows(rows, recipe, "x", offsets, columns="weight" in needs, kept=kept[0])
         qweight, weight_down = low.quantized_weights(weight, recipe, columns="x" in needs, kept=kept[1])
         assert qx is not None
-        y = low.linear(qx, qweight, recipe, offsets, rows.dtype, bias)
+        y = low.grouped_in_8_bits(qx, qweight, recipe, offsets, rows.dtype, bias)
         saved = _saved_quantized(*(x_down or _NOTHING), *(weight_down or _NOTHING), offsets)
         return y.view(*x.shape[:-1], self.out_features), saved
 
@@ -202,10 +202,12 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         dx = None
         if along is not None:
             weight = operand(saved.weight, saved.weight_inverse)
-            dx = low.dgrad(along, weight, recipe, saved.offsets, dy.dtype).view(*dy.shape[:-1], self.in_features)
+            dx = low.grouped_dgrad_in_8_bits(along, weight, recipe, saved.offsets, dy.dtype).view(
+                *dy.shape[:-1], self.in_features
+            )
         if down is not None:
             x, buffer = operand(saved.x, saved.x_inverse), main_grads.pop("weight", None) if main_grads else None
-            grads["weight"] = low.weight_grad(down, x, recipe, saved.offsets, dy.dtype, buffer)
+            grads["weight"] = low.grouped_weight_grad_in_8_bits(down, x, recipe, saved.offsets, dy.dtype, buffer)
         return dx, grads
 
     def _weight_grad(self, dy: Tensor, x: Tensor, offsets: Tensor, buffer: Tensor | None) -> Tensor | Accumulated:
@@ -234,7 +236,7 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         return (self.features,)
 
     def not_quantized(self, recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
-        return low.why_not(recipe, dtype, arch)
+        return low.why_no_grouped_gemm(recipe, dtype, arch)
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
         return gemm_traffic(env, *self.features, backward)

@@ -377,7 +377,7 @@ class Linear(Scaled, sf.UnfusedOperation):
         qweight, weight_down = low.quantized(weight, recipe, "weight", columns="x" in needs, kept=kept[1])
         assert qx is not None
         assert qweight is not None
-        y = low.linear(qx, qweight, recipe, x.dtype)
+        y = low.linear_in_8_bits(qx, qweight, recipe, x.dtype)
         saved = _saved_quantized(*(x_down or _NOTHING), *(weight_down or _NOTHING))
         return y.view(*x.shape[:-1], y.shape[1]), saved
 
@@ -428,11 +428,11 @@ class Linear(Scaled, sf.UnfusedOperation):
         kept = None if needs.isdisjoint(_EVERY) else self.scale_for("dy", rows, recipe, True)
         along, down = low.quantized(rows, recipe, "dy", rows="x" in needs, columns="weight" in needs, kept=kept)
         if along is not None:
-            dx = low.dgrad(along, low.operand(saved.weight, saved.weight_inverse), recipe, dy.dtype)
+            dx = low.dgrad_in_8_bits(along, low.operand(saved.weight, saved.weight_inverse), recipe, dy.dtype)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         if down is not None:
             x, buffer = low.operand(saved.x, saved.x_inverse), main_grads.pop("weight", None) if main_grads else None
-            dweight = low.weight_grad(down, x, recipe, dy.dtype, buffer)
+            dweight = low.weight_grad_in_8_bits(down, x, recipe, dy.dtype, buffer)
         return dx, {"weight": dweight}
 
     @property

@@ -227,7 +227,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
             for name, w in zip(_WEIGHTS, weights, strict=False)
         ]
         pairs = [(cast(low.Operand, along), bias) for (along, _), bias in zip(each, biases, strict=True)]
-        ys = [low.linear(qx, weight, recipe, x.dtype, bias) for weight, bias in pairs]
+        ys = [low.linear_in_8_bits(qx, weight, recipe, x.dtype, bias) for weight, bias in pairs]
         y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
         below = [down for _, down in each if down is not None]
         data, inverses = tuple([one.data for one in below]), tuple([one.inverse for one in below])
@@ -300,13 +300,13 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
             along, down = low.quantized(d, recipe, "dy", rows="x" in needs, columns=columns, kept=kept)
             if along is not None:  # summed in float32, and rounded once
                 own = low.operand(saved.weights[i], saved.weight_inverses[i])
-                dx = low.dgrad(along, own, recipe, dy.dtype if i == last else low.wide(dy.dtype), dx)
+                dx = low.dgrad_in_8_bits(along, own, recipe, dy.dtype if i == last else low.wide(dy.dtype), dx)
             if down is not None:
                 x = low.operand(saved.x, saved.x_inverse)
                 for name, own in zip(group, low.apart(down, self.parts) if together else [down], strict=True):
                     if name in needs:
                         buffer = main_grads.pop(name, None) if main_grads else None
-                        grads[name] = low.weight_grad(own, x, recipe, dy.dtype, buffer)
+                        grads[name] = low.weight_grad_in_8_bits(own, x, recipe, dy.dtype, buffer)
         return None if dx is None else dx.view(*dy.shape[:-1], self.in_features), grads
 
     def dgrad(self, dy: Tensor, weights: tuple[Tensor, ...], addend: Tensor | None = None) -> Tensor:

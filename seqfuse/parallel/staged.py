@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from ..env import any_autocast
 from ..errors import InputError, StateError
-from ..group import divide
+from ..group import mark_divided
 from ..ops._cache import current
 from ..plan.inputs import validate
 from ..plan.reference import check_channels, draw, run_eagerly, transformed, walk_reference
@@ -63,7 +63,7 @@ class StagedFuser(Fuser):
 
     def __init__(self, root: Sequential, fusions: Any, placement: Placement) -> None:
         super().__init__(root, fusions, owned=True, memory=root.memory)
-        divide()  # a rank that ran no stage has drawn nothing
+        mark_divided()  # a rank that ran no stage has drawn nothing
         self.placement = placement
         self.device: torch.device | None = None  # of the latest input
         self._cuts: WeakKeyDictionary[OpList, tuple[Stage, ...]] = WeakKeyDictionary()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..cost_table import Machine, Measurement, table
 from ..env import bucket, rows_of, short
 from ..fusion import FusedOperation
-from .described import describe, identity
+from .described import class_identity, describe
 from .step import Stretch
 
 
@@ -36,7 +36,7 @@ class Known:
         extent = self._extent(a, b)
         if extent is None:
             return None
-        parts = [identity(type(fusion)), "; ".join(self._operation(p, live) for p in range(a, b)), extent]
+        parts = [class_identity(type(fusion)), "; ".join(self._operation(p, live) for p in range(a, b)), extent]
         parts.append(short(stretch.around(a, a)[0].taken if stretch.borders else env.dtype))
         if env.autocast is not None:
             parts.append(f"autocast {short(env.autocast)}")

@@ -38,7 +38,7 @@ def _module(module: nn.Module) -> str:
     stated = {k: v for k, v in vars(module).items() if k not in _OF_A_MODULE}
     named = [f"{name}={_plain(value)}" for name, value in sorted(stated.items())]
     named += [f"{name}={_module(child)}" for name, child in module.named_children()]
-    return f"{identity(plain_type(module))}({', '.join(named)})"
+    return f"{class_identity(plain_type(module))}({', '.join(named)})"
 
 
 def _plain(value: Any) -> str:
@@ -53,7 +53,7 @@ def _plain(value: Any) -> str:
 
 
 @functools.lru_cache(1024)
-def identity(cls: type) -> str:
+def class_identity(cls: type) -> str:
     """A class by its name; one of the user also by its source, its package's version, and what a factory gave it."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     foreign = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in (_OWN, *_FOREIGN)]

@@ -189,7 +189,7 @@ class Front:
         return (forward, backward), (steps_of(self._stretch, forward, a, b), back)
 
 
-def held(
+def bytes_held(
     weigh: Scales,
     spans: Iterable[range],
     passes: tuple[Sequence[Step], Sequence[Step]],

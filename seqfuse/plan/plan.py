@@ -32,7 +32,7 @@ from ..recipes import Recipe, Role
 from .cost_lookup import Known
 from .facts import Memory, Unknown, look
 from .flatten import Node
-from .front import Front, Scales, held, steps_of
+from .front import Front, Scales, bytes_held, steps_of
 from .match import Matcher, Refusal, is_own
 from .quantized import Quantization
 from .schedule import Budget, Candidate, Choice, Kept, MemoryChoice, best, cheapest, chosen_for, graph, passes_of
@@ -331,7 +331,7 @@ def held_by(plan: Plan, stretches: Sequence[Stretch], weighing: Callable[[Stretc
     try:
         for stretch in stretches:
             spans = [span for span in plan.segments if span.start in stretch.positions]
-            own = held(weighing(stretch), spans, (plan.forward, plan.backward), dict(plan.recomputed))
+            own = bytes_held(weighing(stretch), spans, (plan.forward, plan.backward), dict(plan.recomputed))
             kept, peak = kept + own[0], max(peak, kept + own[1])
     except Unknown:
         return None
@@ -402,7 +402,7 @@ def _within(
         chosen = passes_of(fast, live)
         steps = steps_of(stretch, chosen[0], start, stop), steps_of(stretch, chosen[1], max(start, live), stop)
         cuts = segments_of(stretch, *steps, segment_bytes)
-        if held(weigh, cuts, steps)[1] <= limit:
+        if bytes_held(weigh, cuts, steps)[1] <= limit:
             return _Chosen(*chosen, cuts)
     front, why = Front(stretch, found, fast, kept, weigh), None
     options = None if limit is None else front.within(limit)
@@ -436,7 +436,7 @@ def absorbing(
     return tuple(told(forward, "x")), tuple(told(backward, "dy"))
 
 
-def within(steps: Sequence[Step], segments: Sequence[range], saved: Sequence[int] = ()) -> tuple[Step, ...]:
+def quantized_within(steps: Sequence[Step], segments: Sequence[range], saved: Sequence[int] = ()) -> tuple[Step, ...]:
     """The steps; none quantizes for a step of another segment, or a result that is saved at one of these positions."""
 
     def stands(step: Step) -> bool:
@@ -492,8 +492,8 @@ def plan_region(
         refused.append(Refusal("memory=fast", start, ONLY_MEMORY))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     segments = chosen.segments or segments_of(stretch, ahead, back, segment_bytes)
-    ahead = within(ahead, segments, [at for _, keeps in chosen.recomputed for at in keeps])
-    back = within(back, segments)
+    ahead = quantized_within(ahead, segments, [at for _, keeps in chosen.recomputed for at in keeps])
+    back = quantized_within(back, segments)
     cost = sum(c.cost for c in used.values()) + chosen.extra
     return Plan(stretch.env, ahead, back, segments, chosen.recomputed, tuple(refused), cost=cost)
 

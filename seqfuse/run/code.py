@@ -41,7 +41,7 @@ def _local(names: dict[str, str], prefix: str, channel: str) -> str:
     return names.setdefault(channel, f"{prefix}{len(names)}")
 
 
-def look(y: Tensor, made: Mapping[str, Tensor]) -> dict[str, Like]:
+def likes_of(y: Tensor, made: Mapping[str, Tensor]) -> dict[str, Like]:
     """What y is like, by the name "", and extra outputs, by channel."""
     return {c: Like.of(t) for c, t in {"": y, **made}.items()}
 
@@ -99,7 +99,7 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         if records and step.writes and step.zeros:
             made = ", ".join(f"{s.put(channel)}: {c[channel]}" for _, channel in step.writes)
             likes.append(f"{step.stop}: l{step.stop}")
-            s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
+            s.add(f"l{step.stop} = {s.put(likes_of)}(x, {{{made}}})")
         s.add(*[f"y{step.start} = x"] * (step.start in segment.keeps))
         for j, (at, record) in enumerate(saves.records):
             if at == i:

@@ -18,10 +18,10 @@ from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Savings
 from ..errors import one_line
-from ..plan.described import describe, identity
+from ..plan.described import class_identity, describe
 from ..plan.facts import Unknown, flops_of, owned, storage_of
 from ..plan.fake import faking, is_fake, laid_like
-from ..plan.front import Weight, held
+from ..plan.front import Weight, bytes_held
 from ..plan.inputs import validate
 from ..plan.plan import Plan
 from ..plan.step import Step, Stretch
@@ -102,7 +102,7 @@ def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
     """What a trial of a segment depends on."""
     steps: list[Any] = [
         (
-            identity(s.operation.__class__),
+            class_identity(s.operation.__class__),
             s.start - segment.span.start,
             *map(describe, s.nodes),
             s.needs,
@@ -293,7 +293,7 @@ def kernels_of(plan: Plan, stretch: Stretch) -> Mapping[str, None]:
     with contextlib.suppress(Unknown):  # the call itself will say what it was that failed
         trials = weighing(stretch)
         found = trials.kernels
-        held(trials, plan.segments, (plan.forward, plan.backward), dict(plan.recomputed))
+        bytes_held(trials, plan.segments, (plan.forward, plan.backward), dict(plan.recomputed))
     return found
 
 

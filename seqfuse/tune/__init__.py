@@ -194,7 +194,7 @@ class _Search:
                 todo = [job for job in todo if job.unkept is not None]
         finally:
             for machine, several in found.items():
-                cost_table.add(machine, several)
+                cost_table.keep_measured(machine, several)
 
     def _one(self, job: _Job, file: Path | None, attempt: int) -> Measurement | None:
         lost: KernelError | None = None
@@ -226,13 +226,13 @@ class _Search:
         path = self._path
         if path is None:
             path = cost_table.user_file(machine, create=True) if settings().tune else None
-            cost_table.add(machine, {} if path is None else cost_table.load_own(path, machine))
+            cost_table.keep_measured(machine, {} if path is None else cost_table.load_own(path, machine))
             return path
         if not path.parent.is_dir():
             message = f"measurements cannot be kept in {path}: there is no folder {path.parent}"
             raise InputError(message, code="SF106", hint="make the folder first, or name a file in one that is there")
         try:
-            cost_table.add(machine, cost_table.load(path, machine))
+            cost_table.keep_measured(machine, cost_table.measured_in(path, machine))
         except (ValueError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             hint = "name a file that sf.tune has written here, or one that is not there yet"
@@ -250,7 +250,7 @@ class _Search:
         told = self._ranks.receive()
         for machine in self._machines():
             if _tag(machine) in told:
-                cost_table.add(machine, told[_tag(machine)], instead=True)
+                cost_table.keep_measured(machine, told[_tag(machine)], instead=True)
 
     def report(self) -> TuneReport:
         """What is known now."""

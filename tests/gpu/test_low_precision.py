@@ -14,7 +14,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.kernels import quantize as kernels
 from seqfuse.ops import _lowprecision as low
-from seqfuse.ops._grouped_lowprecision import why_not
+from seqfuse.ops._grouped_lowprecision import why_no_grouped_gemm
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal
 from tests.kernels.test_quantize import assert_as_defined, by_kernels, widened
@@ -350,7 +350,7 @@ def test_plans_and_launches_say_what_runs(recipe: Recipe, device: torch.device):
 def test_groups_have_the_codes_and_results_of_a_cpu(recipe: Recipe, device: torch.device):
     """By torch's grouped GEMM where it takes the recipe, else emulated; one group is empty, and rows are of none."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if HERE else "cpu"
-    if why_not(recipe, torch.bfloat16, arch) is not None:
+    if why_no_grouped_gemm(recipe, torch.bfloat16, arch) is not None:
         recipe = type(recipe)(**{**vars(recipe), "emulate": True})
     ends, rows = torch.tensor([200, 200, 901]), 1027
     for role in ("x", "dy"):

@@ -124,7 +124,7 @@ def test_a_composition_has_a_name_and_is_known_by_its_text() -> None:
     first, again = made("composed"), made("composed")
     assert activations.activation_name(first) == "silu+scaled[1.5]+tanh+gelu"
     assert activations.activation_text(first) == activations.activation_text(again)
-    other = activations.composed(activations.ACTIVATIONS["gelu"], activations.scale(2.5))
+    other = activations.composed(activations.ACTIVATIONS["gelu"], activations.constant_factor(2.5))
     assert activations.activation_text(other) != activations.activation_text(first)
     assert activations.activation_of(activations.activation_text(other)).P == other.P
 
@@ -211,7 +211,7 @@ def test_what_selects_in_a_composition_drops_all_that_is_behind_it(device: torch
     expected = {
         (relu, tanh): [0.0, 0.0, inf, nan],
         (tanh, relu): [0.0, 0.0, inf, nan],
-        (tanh, activations.scale(-1.0), squared): [nan, -inf, 0.0, 0.0],
+        (tanh, activations.constant_factor(-1.0), squared): [nan, -inf, 0.0, 0.0],
     }
     for parts, numbers in expected.items():
         torch.testing.assert_close(dx(*parts), torch.tensor([numbers], device=device), equal_nan=True)

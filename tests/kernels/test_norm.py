@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from seqfuse.kernels import _operators, norm
 from seqfuse.kernels._launch import cdiv, processors
-from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
+from seqfuse.kernels.activations import ACTIVATIONS, composed, constant_factor
 from seqfuse.kernels.norm import norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
@@ -41,7 +41,7 @@ TORCH_ACT: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "composed": lambda x: torch.tanh(0.5 * F.gelu(x)),
 }
-ACTS = {**ACTIVATIONS, "composed": composed(ACTIVATIONS["gelu"], scale(0.5), ACTIVATIONS["tanh"])}
+ACTS = {**ACTIVATIONS, "composed": composed(ACTIVATIONS["gelu"], constant_factor(0.5), ACTIVATIONS["tanh"])}
 
 
 @dataclasses.dataclass(frozen=True)

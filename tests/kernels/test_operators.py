@@ -110,7 +110,7 @@ CALLS: dict[str, Call] = {
         )[0],
         {"x": (5, 16)},
     ),
-    "quantize.quantize": Call("quantize", lambda f, x: f(x, torch.float8_e4m3fn, "row"), {"x": (5, 16)}),
+    "quantize.quantize_matrix": Call("quantize", lambda f, x: f(x, torch.float8_e4m3fn, "row"), {"x": (5, 16)}),
     "rope.rope_fwd": Call("rope", lambda f, x, dy: f(x, 2, 1, TURN), PACKED),
     "rope.rope_bwd": Call("rope_backward", lambda f, x, dy: f(dy, 2, 1, TURN, dbias=F32), PACKED),
     "rope.rope_write": Call("rope_write", lambda f, x, k, v, lengths: f(x, 2, 1, TURN, k, v, lengths), ROW),

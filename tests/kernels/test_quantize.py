@@ -130,7 +130,7 @@ def test_the_operator_is_what_it_says(scaling: Any) -> None:
         given |= {"scale": torch.tensor([2.5], device=DEVICE), "largest": torch.zeros(1, device=DEVICE)}
     schema, fake = "test_schema", "test_faketensor"  # others compare results, which torch does not in 8 bits
     torch.library.opcheck(torch.ops.seqfuse.quantize.default, (x, of, scaling), given, test_utils=(schema, fake))
-    got, made = torch.ops.seqfuse.quantize(x, of, scaling, **given), kernels.quantize(x, of, scaling, **given)
+    got, made = torch.ops.seqfuse.quantize(x, of, scaling, **given), kernels.quantize_matrix(x, of, scaling, **given)
     assert [t is None for t in got] == [t is None for t in made]
     for one, other in zip(got, made, strict=True):
         if other is not None:
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (seeded_randn((32, 16), 0).t(), {}, "contiguous in its last dimension"),
     ]:
         with pytest.raises(ValueError, match=match):
-            kernels.quantize(wrong.to(DEVICE), torch.float8_e4m3fn, "1x32", **kw)
+            kernels.quantize_matrix(wrong.to(DEVICE), torch.float8_e4m3fn, "1x32", **kw)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_no_offset_of_a_gpu_is_read(recipe: Recipe):
     """On fake tensors a read would raise, as there is nothing to read."""
     emulated = type(recipe)(**{**vars(recipe), "emulate": True})
     taken = [emulated]
-    if low.why_not(recipe, torch.bfloat16, "sm_90") is None:
+    if low.why_no_grouped_gemm(recipe, torch.bfloat16, "sm_90") is None:
         taken.append(recipe)
     for own in taken:
         with FakeTensorMode(), torch.device("cuda"):
@@ -283,12 +283,12 @@ def test_no_offset_of_a_gpu_is_read(recipe: Recipe):
             qdy, dy_down = low.quantized_rows(dy, own, "dy", ends, columns=True)
             qweight, weight_down = low.quantized_weights(weight, own, columns=True)
             assert None not in (qx, x_down, qdy, dy_down, weight_down)
-            y = low.linear(qx, qweight, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+            y = low.grouped_in_8_bits(qx, qweight, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
             assert y.shape == (64, 48)
             if own is recipe and not torch.backends.cuda.is_built():
                 continue  # torch without CUDA copies nothing there, not even without data
-            dx = low.dgrad(qdy, weight_down, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
-            dweight = low.weight_grad(dy_down, x_down, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+            dx = low.grouped_dgrad_in_8_bits(qdy, weight_down, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+            dweight = low.grouped_weight_grad_in_8_bits(dy_down, x_down, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
             assert dx.shape == (64, 32)
             assert isinstance(dweight, Tensor)
             assert dweight.shape == (4, 48, 32)

@@ -113,12 +113,12 @@ def assert_taken(recipe: Recipe, rows: int, k: int, n: int, dtype: torch.dtype, 
             for role, size in (("x", (rows, k)), ("weight", (n, k)), ("dy", (rows, n)))
         )
         found: list[tuple[Any, tuple[int, int]]] = [
-            (low.weight_grad(dy["columns"], x["columns"], recipe, dtype), (n, k))
+            (low.weight_grad_in_8_bits(dy["columns"], x["columns"], recipe, dtype), (n, k))
         ]
         if "y" in products.split():
-            found.append((low.linear(x["rows"], weight["rows"], recipe, dtype), (rows, n)))
+            found.append((low.linear_in_8_bits(x["rows"], weight["rows"], recipe, dtype), (rows, n)))
         if "dx" in products:
-            found.append((low.dgrad(dy["rows"], weight["columns"], recipe, dtype), (rows, k)))
+            found.append((low.dgrad_in_8_bits(dy["rows"], weight["columns"], recipe, dtype), (rows, k)))
         for t, shape in found:
             assert (tuple(t.shape), t.dtype, t.device.type) == (shape, dtype, "cuda")
         one = torch.empty((), device="cuda")

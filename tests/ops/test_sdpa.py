@@ -223,7 +223,7 @@ def test_the_seed_decides_the_mask_in(where: str, monkeypatch: pytest.MonkeyPatc
         with seeded(0, torch.device("cpu")):
             assert not scores.draws(q)
     elif where == "a divided model":
-        group.divide()
+        group.mark_divided()
         assert not scores.draws(q)
     elif where == "a compiler":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -289,22 +289,22 @@ def test_the_kernel_is_the_one_that_torch_takes_for_both_passes(monkeypatch: pyt
         answer["now"] = number
         monkeypatch.setattr(_sdpa, "_choices", {})
         with torch.no_grad():
-            assert _sdpa.backend(q, q, True) == expected
+            assert _sdpa.sdpa_backend(q, q, True) == expected
     assert asked[0] == ((1, H, 128, D), (1, H, 128, D), True, False, True)
     answer["now"] = 3
     monkeypatch.setattr(_sdpa, "_choices", {})
     with torch.no_grad():
-        assert _sdpa.backend(q, q[:, :KV], False) == "cudnn"
+        assert _sdpa.sdpa_backend(q, q[:, :KV], False) == "cudnn"
     assert asked[-1] == ((1, H, 128, D), (1, KV, 128, D), False, True, True)
     before = len(asked)
-    assert _sdpa.backend(q, q[:, :KV], False) == "cudnn"
+    assert _sdpa.sdpa_backend(q, q[:, :KV], False) == "cudnn"
     assert len(asked) == before, "asked once for each size"
     answer["now"] = 2
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
-        assert _sdpa.backend(q, q, False) == "efficient"
-        assert _sdpa.backend(q, q[:, :KV], False) is None, "it takes no shared heads"
+        assert _sdpa.sdpa_backend(q, q, False) == "efficient"
+        assert _sdpa.sdpa_backend(q, q[:, :KV], False) is None, "it takes no shared heads"
     answer["now"] = 1
-    assert _sdpa.backend(torch.empty(2, H, 256, 20), torch.empty(2, H, 256, 20), False) is None, (
+    assert _sdpa.sdpa_backend(torch.empty(2, H, 256, 20), torch.empty(2, H, 256, 20), False) is None, (
         "heads of 20 are padded"
     )
 
@@ -324,8 +324,8 @@ def test_a_plan_finds_the_kernel_that_a_run_finds(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_sdpa, "_is_here", lambda _: True)
     q = torch.empty(2, H, 256, D)
     with fake:
-        assert _sdpa.backend(fake.from_tensor(q), fake.from_tensor(q), True) == "cudnn"
-    assert _sdpa.backend(q, q, True) == "cudnn"
+        assert _sdpa.sdpa_backend(fake.from_tensor(q), fake.from_tensor(q), True) == "cudnn"
+    assert _sdpa.sdpa_backend(q, q, True) == "cudnn"
     assert len(_sdpa._choices) == 1
 
 
@@ -349,7 +349,7 @@ def test_a_compiler_takes_the_choice_as_a_constant(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_sdpa, "_choices", {})
 
     def double(q: Tensor) -> Tensor:
-        return q * 2 if _sdpa.backend(q, q, True) == "cudnn" else q
+        return q * 2 if _sdpa.sdpa_backend(q, q, True) == "cudnn" else q
 
     q = seeded_randn((2, H, 8, D), 1)
     for given in (q, torch.cat((q, q), 2)):

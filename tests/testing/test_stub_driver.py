@@ -32,7 +32,7 @@ from seqfuse.kernels.decode import cache_write, decode_attention
 from seqfuse.kernels.grouped import finish_rows_, group_sums, grouped_gemm, grouped_outer
 from seqfuse.kernels.norm import norm_bwd, norm_fwd
 from seqfuse.kernels.permute import gather_rows, spread_rows
-from seqfuse.kernels.quantize import As, quantize
+from seqfuse.kernels.quantize import As, quantize_matrix
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
 from tests.fusions.triton.launching import ScaleScale, said, scales
@@ -94,7 +94,7 @@ def experts() -> None:
 
 
 def codes() -> None:
-    quantize(drawn(64, 128), torch.float8_e4m3fn, "tensor", columns=True)
+    quantize_matrix(drawn(64, 128), torch.float8_e4m3fn, "tensor", columns=True)
     to = As("1x32", torch.float8_e4m3fn, along_rows=True, down_columns=True)
     pointwise.pointwise_codes(drawn(64, 128), pointwise.Chain(pointwise.act(GELU)), (), to)
 

@@ -61,7 +61,7 @@ def what_a_rank_knew_gives_way() -> None:
         os.environ["XDG_CACHE_HOME"] = str(Path(os.environ["XDG_CACHE_HOME"], "other"))
         machine = cost_table.Machine.of(sf.Env.like(x))
         assert machine is not None
-        cost_table.add(machine, {"its own": cost_table.Measurement(1.0, 2.0)})
+        cost_table.keep_measured(machine, {"its own": cost_table.Measurement(1.0, 2.0)})
     sf.tune(model, x, modes="train")
     first, second = tables()
     assert first == second

@@ -522,9 +522,9 @@ def test_processes_that_write_together_lose_nothing(tmp_path: Path) -> None:
         worker.start()
     path = folder / machine().file_name
     while any(worker.is_alive() for worker in workers):
-        cost_table.load(path, machine())
+        cost_table.measured_in(path, machine())
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    assert cost_table.load(path, machine()).keys() == {f"{n} {i}" for n in range(3) for i in range(12)}
+    assert cost_table.measured_in(path, machine()).keys() == {f"{n} {i}" for n in range(3) for i in range(12)}
     assert {p.name for p in folder.iterdir()} <= {path.name, f"{path.name}.seqfuse.lock"}
 
 
@@ -537,7 +537,7 @@ def test_what_a_killed_writer_left_is_in_nobodys_way(cache: Path) -> None:
 
 def test_what_another_process_has_measured_is_found_by_the_next_call(cache: Path) -> None:
     path = written(cache)
-    entries = cost_table.load(path, machine())
+    entries = cost_table.measured_in(path, machine())
     path.unlink()
     cost_table._tables.clear()
     sf.tune(pair(Quick), X, modes="train")

@@ -261,13 +261,13 @@ def test_two_classes_of_one_factory_and_another_source_are_others(monkeypatch: p
     sf.tune(pair(slow), X, modes="train")
     assert pair(slow).plan(X).count("Made") == 0
     assert pair(quick).plan(X).count("Made") == 1
-    assert described.identity(make(90.0)) == described.identity(slow) != described.identity(quick)
-    before = described.identity(slow)
-    described.identity.cache_clear()
+    assert described.class_identity(make(90.0)) == described.class_identity(slow) != described.class_identity(quick)
+    before = described.class_identity(slow)
+    described.class_identity.cache_clear()
     described._written.cache_clear()
     monkeypatch.setattr(inspect, "getsource", lambda cls: "written anew")
-    assert described.identity(slow) != before
-    described.identity.cache_clear()
+    assert described.class_identity(slow) != before
+    described.class_identity.cache_clear()
     described._written.cache_clear()
 
 

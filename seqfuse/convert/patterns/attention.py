@@ -31,7 +31,7 @@ from ..normal import Writer
 from ..raising import META, Found, Inner, Raised, Value, View, matcher
 from .linear import linear_ending_at, merged
 from .norm import FoundNorm, norm_ending_at
-from .pointwise import scaled
+from .pointwise import as_scaled
 from .rope import FoundRope, rope_at
 from .scores import CALL, scores_behind, weighs
 
@@ -338,7 +338,7 @@ def _heads_of(node: Any) -> Heads | str:
             node, rope = turned.x, turned
         elif norm is None and (found := norm_ending_at(node)) is not None:
             norm, node = found, found.x
-        elif norm is None and factor == 1 and (number := scaled(node)) is not None:
+        elif norm is None and factor == 1 and (number := as_scaled(node)) is not None:
             node, factor = number
         elif of == 1 and cut is None and (packed := _third_of_five(node, transposed)) is not None:
             node, heads, part, of = packed
@@ -360,7 +360,7 @@ def _heads_of(node: Any) -> Heads | str:
     if norm is None and (found := norm_ending_at(back(node))) is not None:
         norm, node = found, found.x
     node = narrow_of(node)
-    if norm is None and (found := scaled(node)) is not None:
+    if norm is None and (found := as_scaled(node)) is not None:
         node, factor = narrow_of(found[0]), factor * found[1]
     stretch = part_of(node)
     source, start = (node, first) if stretch is None else (back(stretch[0]), first + stretch[1])

@@ -33,7 +33,7 @@ from ..launches import are_saved
 from ..raising import META, Found, Given, Inner, Raised, Transposed, View, matcher, node_of, one
 
 
-def linear(x: Any, weight: Given, bias: Any, out: Node) -> Found:
+def as_linear(x: Any, weight: Given, bias: Any, out: Node) -> Found:
     """A `Linear`, if the sizes are numbers."""
     w, given = example(node_of(weight)), example(x)
     if w is None or w.ndim != 2 or given is None or given.ndim < 1 or not is_fixed(*w.shape):
@@ -48,7 +48,7 @@ def linear(x: Any, weight: Given, bias: Any, out: Node) -> Found:
 def raise_linear(node: Node) -> Found:
     """F.linear(x, weight, bias)."""
     x, weight, bias = arguments(node, "input", "weight", "bias")
-    return linear(x, weight, bias, node)
+    return as_linear(x, weight, bias, node)
 
 
 def raise_addmm(node: Node) -> Found:
@@ -58,7 +58,7 @@ def raise_addmm(node: Node) -> Found:
     bias, flat, right = arguments(node, "input", "mat1", "mat2")
     weight = _weight_of(right)
     x, out = _unflattened(flat, node)
-    return None if weight is None else linear(x, weight, bias, out)
+    return None if weight is None else as_linear(x, weight, bias, out)
 
 
 def raise_matmul(node: Node) -> Found:
@@ -66,7 +66,7 @@ def raise_matmul(node: Node) -> Found:
     weight = _weight_of(argument(node, 1, "other"))
     if weight is None or node_of(weight).op not in ("placeholder", "get_attr"):
         return None
-    return linear(argument(node, 0, "input"), weight, None, node)
+    return as_linear(argument(node, 0, "input"), weight, None, node)
 
 
 def _weight_of(node: Any) -> Given | None:

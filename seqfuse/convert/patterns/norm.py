@@ -28,7 +28,7 @@ from ..graph import (
     spelled,
 )
 from ..raising import META, Found, Inner, Raised, matcher, one
-from .pointwise import scaled
+from .pointwise import as_scaled
 
 
 class FoundNorm(NamedTuple):
@@ -89,7 +89,7 @@ def raise_normalize(node: Node) -> Found:
     size: int = e.shape[-1]
     norm, root = FoundNorm(x, node, size, eps * eps / size), math.sqrt(size)
     product = next(iter(node.users)) if len(node.users) == 1 else node
-    found = scaled(product)
+    found = as_scaled(product)
     if found is not None and found[0] is node and abs(found[1] / root - 1) < 1e-6:
         return _operation(_gained(norm._replace(out=product)))
     raised = _operation(norm)

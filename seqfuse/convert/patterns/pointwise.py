@@ -37,7 +37,7 @@ _ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
 def raise_gelu_by_hand(node: Node) -> Found:
     """0.5 x (1 + t), t = tanh(sqrt(2 / pi) (x + 0.044715 x^3)), as GPT-2 writes it, or t = erf(x / sqrt(2))."""
     tanh = spelled(node) == "tanh"
-    inner = scaled(node.args[0])
+    inner = as_scaled(node.args[0])
     if inner is None or abs(inner[1] - (math.sqrt(2 / math.pi) if tanh else math.sqrt(0.5))) > 1e-6:
         return None
     x = _cubic(inner[0]) if tanh else inner[0]
@@ -58,8 +58,8 @@ def _cubic(node: Any) -> Any:
     total = operands(node, "add")
     if total is None:
         return None
-    x, cubed = total if scaled(total[1]) is not None else (total[1], total[0])
-    cube = scaled(cubed)
+    x, cubed = total if as_scaled(total[1]) is not None else (total[1], total[0])
+    cube = as_scaled(cubed)
     if cube is None or abs(cube[1] - 0.044715) > 1e-9 or spelled(cube[0]) != "pow":
         return None
     return x if cube[0].args[0] is x and argument(cube[0], 1, "exponent") == 3.0 else None
@@ -73,7 +73,7 @@ def ahead_of_product(node: Node) -> Node | None:
 
 def _factors(node: Any, stop: Node) -> tuple[float, list[Any]]:
     """The number and the tensors that a product is made of, as far as a node."""
-    if node is not stop and (found := scaled(node)) is not None:
+    if node is not stop and (found := as_scaled(node)) is not None:
         number, factors = _factors(found[0], stop)
         return number * found[1], factors
     pair = operands(node, "mul")
@@ -83,7 +83,7 @@ def _factors(node: Any, stop: Node) -> tuple[float, list[Any]]:
     return a * b, first + second
 
 
-def scaled(node: Any) -> tuple[Any, float] | None:
+def as_scaled(node: Any) -> tuple[Any, float] | None:
     """A tensor and the number that it is multiplied by."""
     pair = operands(node, "truediv")
     if pair is not None and isinstance(pair[0], Node) and isinstance(pair[1], int | float) and pair[1]:
@@ -98,7 +98,7 @@ def scaled(node: Any) -> tuple[Any, float] | None:
 
 def raise_quick_gelu(node: Node) -> Found:
     """X sigmoid(1.702 x)."""
-    found = scaled(node.args[0])
+    found = as_scaled(node.args[0])
     if found is None or found[1] != 1.702 or len(node.users) != 1:
         return None
     out = next(iter(node.users))
@@ -170,7 +170,7 @@ def raise_collective(node: Node) -> Found:
 
 def raise_scale(node: Node) -> Found:
     """A tensor times a number, in either order, or divided by one."""
-    found = scaled(node)
+    found = as_scaled(node)
     if found is None or not alike(found[0], node):
         return None
     return one(ops.Scale(found[1]), found[0], node)

@@ -11,7 +11,7 @@ from torch.fx import Node
 from ..graph import CASTS, ahead, alike, argument, either, example, narrow_of, operands, same_size, spelled
 from ..masks import FILLING, KnownValues, scores_of
 from ..normal import Writer
-from .pointwise import scaled
+from .pointwise import as_scaled
 
 CALL = "call F.scaled_dot_product_attention"
 """What to do instead of another spelling."""
@@ -50,12 +50,12 @@ def scores_behind(node: Any, how: dict[str, Any]) -> ScoreTerms | str:
                 break
             masks.append((mask, scale))
             node = scores
-        elif (capped := scaled(node)) is not None and spelled(narrow_of(capped[0])) == "tanh" and softcap is None:
-            divided = scaled(narrow_of(capped[0]).args[0])
+        elif (capped := as_scaled(node)) is not None and spelled(narrow_of(capped[0])) == "tanh" and softcap is None:
+            divided = as_scaled(narrow_of(capped[0]).args[0])
             if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6 or scale != 1:
                 return "its scores go through tanh, but not as a soft cap, cap * tanh(scores / cap)"
             node, softcap = divided[0], capped[1]
-        elif (factor := scaled(node)) is not None:
+        elif (factor := as_scaled(node)) is not None:
             node, scale = factor[0], scale * factor[1]
         elif product is not None and (of_heads := _factor(product)) is not None:
             node, number = of_heads

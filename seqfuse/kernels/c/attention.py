@@ -60,7 +60,7 @@ def compile_both(drops: bool, bends: bool, dtype: torch.dtype) -> None:
         _kernel(backward, drops, bends, dtype).function()
 
 
-def attention_fwd(
+def attention_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, window: int | None = None,
     softcap: float | None = None, mask: Tensor | None = None, seed: Tensor | None = None, p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -82,7 +82,7 @@ def attention_fwd(
 
 
 def scratch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A tensor of the bytes that `attention_fwd` takes while it runs, for a plan that counts them."""
+    """A tensor of the bytes that `attention_on_cpu` takes while it runs, for a plan that counts them."""
     floats = _forward_memory(q, k, _shape((q, k, v, q), False, False, None, None, 0.0))[1]
     return torch.empty(floats, dtype=torch.float32, device=q.device)
 
@@ -94,7 +94,7 @@ def _forward_memory(q: Tensor, k: Tensor, n: Any) -> tuple[int, int]:
     return threads, q.shape[0] * k.shape[1] * shared + threads * n.memory
 
 
-def attention_bwd(
+def attention_on_cpu_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: tuple[Tensor, Tensor, Tensor], scale: float, *,
     causal: bool = False, window: int | None = None, softcap: float | None = None, mask: Tensor | None = None,
     seed: Tensor | None = None, p: float = 0.0,
@@ -103,7 +103,7 @@ def attention_bwd(
 
     The weights are made again: of a log-sum-exp in float32 they would not add up to one where scores are large.
 
-    dy: [B, S, H, D]; the rest as `attention_fwd` has it.
+    dy: [B, S, H, D]; the rest as `attention_on_cpu` has it.
     """
     dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).transpose(1, 2)
     n = _shape((q, k, v, dy, *out), True, causal, window, mask, p if seed is not None else 0.0)

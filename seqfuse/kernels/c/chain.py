@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import activations, chains
 from .call import CKernel, Decided, by_parts, copies, load_as, parts_of, row_stride, store_as, written
-from .trace import Lines, Number, apply, gradient
+from .trace import Lines, Number, gradient_in_c, value_in_c
 
 
 class Printed(NamedTuple):
@@ -56,7 +56,7 @@ class Numbers:
         return (self.number(constants[0]),) if function is activations.scaled else constants
 
 
-def dropped(value: Number, keep: str, numbers: Numbers, P: Sequence[Any], lines: Lines) -> Number:
+def drop_element(value: Number, keep: str, numbers: Numbers, P: Sequence[Any], lines: Lines) -> Number:
     """An element after dropout, by its random word `keep`; `P` is from `_device.threshold_and_scale`.
 
     Where p is 1 the scale is 0 and the threshold, too: what is kept is multiplied by 0 as what is dropped.
@@ -129,9 +129,9 @@ def printed(
             P = numbers.of(functions[0], step.P) if functions else step.P
         of = next(wanted) if step.output else torch.float32
         if step.kind == "act":
-            tiles = [apply(functions[0], t, P) for t in tiles]
+            tiles = [value_in_c(functions[0], t, P) for t in tiles]
         elif step.kind == "dact":
-            tiles = [gradient(functions[0], t, v, P) for t, v in zip(tiles, read(len(tiles)), strict=True)]
+            tiles = [gradient_in_c(functions[0], t, v, P) for t, v in zip(tiles, read(len(tiles)), strict=True)]
         elif step.kind == "gated":
             tiles = _gated(step, tiles, P)
         elif step.kind == "dgated":
@@ -147,12 +147,12 @@ def printed(
         elif step.kind == "dropout":
             before.append(f"keys_of(*(const int64_t *)p{operands}, &k{s});")
             words = [f"w{s}_{j}" for j in range(len(tiles))]
-            tiles = [dropped(t, f"{w}[c - c0]", numbers, step.P, lines) for t, w in zip(tiles, words, strict=True)]
+            tiles = [drop_element(t, f"{w}[c - c0]", numbers, step.P, lines) for t, w in zip(tiles, words, strict=True)]
         elif step.kind == "store":
             give(tiles, of, f"o{len(outputs)}")
             outputs.append("matrix")
         elif step.kind == "emit":
-            give([apply(functions[0], v, P) for v in read(len(tiles))], of, f"o{len(outputs)}")
+            give([value_in_c(functions[0], v, P) for v in read(len(tiles))], of, f"o{len(outputs)}")
             outputs.append("matrix")
         elif step.kind == "emit_gated":
             give(_gated(step, read(2 * len(tiles)), P), of, f"o{len(outputs)}")
@@ -191,16 +191,16 @@ def _halves(step: Any, packed: list[Number]) -> Iterator[tuple[Number, Number]]:
 
 def _gated(step: Any, packed: list[Number], P: Any) -> list[Number]:
     f, g = step.functions[:2]
-    return [apply(f, gate, P[0]) * apply(g, up, P[1]) for gate, up in _halves(step, packed)]
+    return [value_in_c(f, gate, P[0]) * value_in_c(g, up, P[1]) for gate, up in _halves(step, packed)]
 
 
 def _dgated(step: Any, tiles: list[Number], packed: list[Number], P: Any) -> list[Number]:
     f, g, df, of_output, dg, up_of_output = step.functions
     gates, ups = [], []
     for t, (gate, up) in zip(tiles, _halves(step, packed), strict=True):
-        activated, shifted = apply(f, gate, P[0]), apply(g, up, P[1])
-        gates.append(gradient(df, t * shifted, activated if of_output else gate, P[0]))
-        ups.append(gradient(dg, t * activated, shifted if up_of_output else up, P[1]))
+        activated, shifted = value_in_c(f, gate, P[0]), value_in_c(g, up, P[1])
+        gates.append(gradient_in_c(df, t * shifted, activated if of_output else gate, P[0]))
+        ups.append(gradient_in_c(dg, t * activated, shifted if up_of_output else up, P[1]))
     return ups + gates if step.packing == "up_gate" else gates + ups
 
 
@@ -251,7 +251,7 @@ def total(sums: int, keep: str) -> str:
     )
 
 
-def decide(
+def decide_chain(
     x: Tensor,
     chain: Any,
     operands: Sequence[Tensor | None],

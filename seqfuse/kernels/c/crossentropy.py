@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import activations
 from .._operators import inner_contiguous
 from .call import CKernel, Decided, by_parts, load_as, parts_of, store_as, written
-from .trace import Lines, Number, _language, apply
+from .trace import Lines, Number, _language, value_in_c
 
 MAX_CLASSES = 2**30
 """The widest row."""
@@ -30,7 +30,7 @@ def _logit(lines: Lines, of: torch.dtype, at: str, softcap: bool) -> tuple[Numbe
     if softcap:
         cap = Number(lines, "softcap")
         u = z / cap
-        z = apply(activations.tanh, u, ()) * cap
+        z = value_in_c(activations.tanh, u, ()) * cap
     return z, u
 
 
@@ -84,7 +84,7 @@ def kernel_of(
         raw, most = load_as(of, "logits", "at + c + j"), load_as(of, "logits", "at + c")
         capped = Lines()
         largest = Number(capped, "most")
-        bent = apply(activations.tanh, largest / Number(capped, "softcap"), ()) * Number(capped, "softcap")
+        bent = value_in_c(activations.tanh, largest / Number(capped, "softcap"), ()) * Number(capped, "softcap")
         row += (
             f"float picked = 0.f;\nif (known) {{\n{picked}\npicked = {z.name};\n}}\n"
             f"float lane[{_LANES}], most = -__builtin_inff();\nI c = 0;\n"
@@ -145,7 +145,7 @@ def check_logits(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax:
         raise ValueError(f"softmax must have shape (2, {R}), got {tuple(softmax.shape)}")
 
 
-def decide(
+def decide_cross_entropy(
     logits: Tensor,
     targets: Tensor,
     *,

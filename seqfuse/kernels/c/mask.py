@@ -42,7 +42,7 @@ def makes_mask(seed: Tensor) -> bool:
     return (is_faking() and not recording()) or (type(seed) is Tensor and not traced())
 
 
-def drop_mask(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | None = None) -> Tensor:
+def mask_on_cpu(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | None = None) -> Tensor:
     """True with probability p < 1, bool of `shape`.
 
     Element i of the contiguous order takes word i & 3 of counter i >> 2, and is kept iff that is at least

@@ -17,8 +17,8 @@ from torch import Tensor
 from .._device import threshold_and_scale
 from .._operators import norm_columns
 from .call import CKernel, Decided, by_parts, copies, load_as, parts_of, row_stride, store_as, written
-from .chain import Numbers, Printed, dropped, total
-from .trace import Lines, Number, apply, gradient
+from .chain import Numbers, Printed, drop_element, total
+from .trace import Lines, Number, gradient_in_c, value_in_c
 
 _Dtype = torch.dtype | None
 _Act = tuple[Any, Any, bool, tuple[Any, ...]] | None  # value, derivative, whether that reads the output, numbers
@@ -89,7 +89,7 @@ def _printed_forward(
         if of_pre_bias is not None:
             z = z + before.number(load_as(of_pre_bias, "pre_bias", "c"))
         if p is not None:
-            z = dropped(z, "w[c - c0]", numbers, threshold_and_scale(p), before)
+            z = drop_element(z, "w[c - c0]", numbers, threshold_and_scale(p), before)
         if of_residual is not None:
             z = z + before.number(load_as(of_residual, "residual", "row * sr + c"))
         before.add(store_as(of_stream, "stream", "row * W + c", z.name))
@@ -105,7 +105,7 @@ def _printed_forward(
     if of_bias is not None:
         y = y + behind.number(load_as(of_bias, "bias", "c"))
     if act is not None:
-        y = apply(act[0], y, numbers.of(act[0], act[3]))
+        y = value_in_c(act[0], y, numbers.of(act[0], act[3]))
     behind.add(store_as(of_y, "y", "row * W + c", y.name))
     row += _columns("\n".join(behind.lines), False)
     made = ["void *restrict y", *["void *restrict stream"] * (of_stream is not None)]
@@ -140,7 +140,7 @@ def _printed_backward(
         taken = xhat if gain is None else xhat * gain
         if of_bias is not None:
             taken = taken + first.number(load_as(of_bias, "bias", "c"))
-        d = gradient(derivative, d, apply(value, taken, P) if of_output else taken, P)
+        d = gradient_in_c(derivative, d, value_in_c(value, taken, P) if of_output else taken, P)
     g = d if gain is None else d * gain
     if dweight:
         first.add(f"s[c] += {(d * xhat).name};")
@@ -174,7 +174,7 @@ def _printed_backward(
         if of_dx is not None:
             second.add(store_as(of_dx, "dx", "row * W + c", out.name))
         if p is not None:
-            out = dropped(out, "w[c - c0]", numbers, threshold_and_scale(p), second)
+            out = drop_element(out, "w[c - c0]", numbers, threshold_and_scale(p), second)
         if of_branch is not None:
             second.add(store_as(of_branch, "dbranch", "row * W + c", out.name))
         if dpre_bias:
@@ -226,7 +226,7 @@ class _Reads:
         self._count += 1
 
 
-def decide_forward(
+def decide_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, zero_centered: bool,
     pre_bias: Tensor | None, seed: Tensor | None, p: float, residual: Tensor | None, act: Any, dtype: _Dtype,
     stream_dtype: _Dtype,
@@ -252,7 +252,7 @@ def decide_forward(
     return Decided(kernel, made, numbers, x.numel(), None, copies(given.copied))
 
 
-def decide_backward(
+def decide_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, *,
     zero_centered: bool, dstream: Tensor | None, seed: Tensor | None, p: float, act: Any, dx: bool, dweight: _Dtype,
     dbias: _Dtype, dbranch: bool, dpre_bias: _Dtype, branch_dtype: _Dtype,

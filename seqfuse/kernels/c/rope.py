@@ -309,7 +309,7 @@ def _weights(q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[torch.dt
     return None if q_weight is None or k_weight is None else (q_weight.dtype, k_weight.dtype)
 
 
-def decide_forward(
+def decide_rope(
     x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None, positions: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, norm_eps: float | None, q_weight: Tensor | None, k_weight: Tensor | None,
     zero_centered: bool, store: bool,
@@ -338,7 +338,7 @@ def decide_forward(
     return Decided(kernel, made, (*numbers, float(norm_eps or 0.0)), x.numel(), None, given.fit())
 
 
-def decide_backward(
+def decide_rope_backward(
     dy: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, positions: Tensor | None, cos: Tensor | None,
     sin: Tensor | None, x: Tensor | None, rstd: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
     zero_centered: bool, dx: bool, dbias: torch.dtype | None, dq_weight: torch.dtype | None,

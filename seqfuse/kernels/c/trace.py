@@ -312,22 +312,22 @@ def _arguments(function: Any) -> list[str]:
     return names[:-1] if names[-1] == "HALF" else names  # one formula for all dtypes: HALF is False
 
 
-def apply(function: Any, x: Number, P: Any) -> Number:
+def value_in_c(function: Any, x: Number, P: Any) -> Number:
     """`activations.apply`."""
     if function is activations._composed:
         for inner, _, _, numbers in P:
-            x = apply(inner, x, numbers)
+            x = value_in_c(inner, x, numbers)
         return x
     return _result(function, (x,) if len(_arguments(function)) == 1 else (x, P), x.of)
 
 
-def gradient(derivative: Any, dy: Number, t: Number, P: Any) -> Number:
+def gradient_in_c(derivative: Any, dy: Number, t: Number, P: Any) -> Number:
     """`activations.gradient`."""
     if derivative is activations._composed_derivative:
         return _composed_gradient(dy, t, P)
     names = _arguments(derivative)
     if names[0] != "dy":
-        return dy * apply(derivative, t, P)
+        return dy * value_in_c(derivative, t, P)
     return _result(derivative, (dy, t) if len(names) == 2 else (dy, t, P), dy.of)
 
 
@@ -337,8 +337,8 @@ def _composed_gradient(dy: Number, x: Number, parts: Sequence[Any]) -> Number:
     one = x.of.number("1.0f")
     slope, off = one, None
     for value, derivative, of_output, numbers in parts:
-        y = apply(value, x, numbers)
-        factor = gradient(derivative, one, y if of_output else x, numbers)
+        y = value_in_c(value, x, numbers)
+        factor = gradient_in_c(derivative, one, y if of_output else x, numbers)
         slope = slope * factor if off is None else _where(off, slope, slope * factor)
         if derivative.arg_names[0] == "dy":
             zero = factor == 0.0
@@ -362,9 +362,9 @@ def _why_not(value: Any, derivative: Any, numbers: tuple[Any, ...]) -> str | Non
         try:
             x = lines.number("x")
             if given == 1:
-                apply(function, x, numbers)
+                value_in_c(function, x, numbers)
             else:
-                gradient(function, lines.number("dy"), x, numbers)
+                gradient_in_c(function, lines.number("dy"), x, numbers)
         except Exception as error:
             name = getattr(getattr(function, "fn", function), "__qualname__", "a device function")
             return f"{name} cannot be written in C: {error}"

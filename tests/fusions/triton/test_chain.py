@@ -19,7 +19,7 @@ from seqfuse.fusions import (
     PointwiseChainBackward,
     PointwiseChainJoint,
 )
-from seqfuse.fusions.chain import chain_of, pointwise_of
+from seqfuse.fusions.chain import chain_of, pointwise_maker
 from seqfuse.kernels import activations
 from seqfuse.testing import seeded_randn
 
@@ -124,8 +124,11 @@ def test_a_sum_in_float64_is_left_to_the_operations(norm: tuple[ops.LayerNorm, .
 
 
 def test_an_activation_with_other_numbers_is_another_one(device: torch.device):
-    x, acts = seeded_randn((3, 8), 0).to(device), cast(Any, (activations.scale(1.0), activations.scale(2.0)))
-    one, two = (pointwise_of()(chain_of([("gated", act)]))(x)[0] for act in acts)
+    x, acts = (
+        seeded_randn((3, 8), 0).to(device),
+        cast(Any, (activations.constant_factor(1.0), activations.constant_factor(2.0))),
+    )
+    one, two = (pointwise_maker()(chain_of([("gated", act)]))(x)[0] for act in acts)
     assert torch.equal(two, 2 * one)
 
 

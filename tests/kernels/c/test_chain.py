@@ -62,11 +62,11 @@ def test_any_processor_computes_within_rounding(plain_c: None) -> None:
 
 
 def test_the_mask_alone_is_that_of_the_operation() -> None:
-    from seqfuse.kernels.c.mask import drop_mask
+    from seqfuse.kernels.c.mask import mask_on_cpu
 
     for shape, p in itertools.product([(1,), (5, 3), (4099,), (3, 4096)], [0.0, 0.1, 0.999]):
         seed = torch.tensor([2**63 - 5])
-        assert torch.equal(drop_mask(seed, torch.Size(shape), p), _philox._traceable_mask(seed, torch.Size(shape), p))
+        assert torch.equal(mask_on_cpu(seed, torch.Size(shape), p), _philox._traceable_mask(seed, torch.Size(shape), p))
 
 
 def test_a_mask_is_made_on_the_cpu_whatever_the_default_device_is() -> None:
@@ -78,13 +78,13 @@ def test_a_mask_is_made_on_the_cpu_whatever_the_default_device_is() -> None:
 
 
 def test_spans_of_a_mask_are_those_of_the_operation() -> None:
-    from seqfuse.kernels.c.mask import drop_mask
+    from seqfuse.kernels.c.mask import mask_on_cpu
 
     seed, starts = torch.tensor([77]), torch.tensor([0, 5, 4097, 2**33 + 1])
     whole = _philox._words(seed, (starts >> 2).unsqueeze(1) + torch.arange(1500))
     expected = torch.stack([word < int(0.3 * 2**32) for word in whole], -1).flatten(1)
     expected = expected.gather(1, (starts & 3).unsqueeze(1) + torch.arange(5000))
-    assert torch.equal(drop_mask(seed, (4, 5000), 0.3, starts), expected)
+    assert torch.equal(mask_on_cpu(seed, (4, 5000), 0.3, starts), expected)
 
 
 def test_numbers_of_dropout_and_scale_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +104,9 @@ def test_numbers_of_dropout_and_scale_compile_nothing_new(monkeypatch: pytest.Mo
 
 
 def chains_scale(factor: float) -> Activation:
-    from seqfuse.kernels.activations import scale
+    from seqfuse.kernels.activations import constant_factor
 
-    return scale(factor)
+    return constant_factor(factor)
 
 
 def test_float64_and_whole_numbers_are_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from seqfuse import compiler
-from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
+from seqfuse.kernels.activations import ACTIVATIONS, composed, constant_factor
 from seqfuse.kernels.norm import norm_backward_of, norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
@@ -206,7 +206,7 @@ def test_each_gradient_alone_is_what_it_is_beside_the_others(name: str) -> None:
 def _steps(columns: int, eps: float, p: float, factor: float, rows: int = 5) -> None:
     case = CASES["layernorm_all"]
     t = drawn(case, (rows,), columns, torch.float32)
-    act = composed(ACTIVATIONS["gelu"], scale(factor))
+    act = composed(ACTIVATIONS["gelu"], constant_factor(factor))
     around = {"pre_bias": t["pre_bias"], "residual": t["residual"], "seed": SEED, "p": p, "act": act}
     f = norm_fwd(t["x"], t["weight"], t["bias"], eps, **around)
     assert f.stream is not None
