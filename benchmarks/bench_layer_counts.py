@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import env
+from seqfuse.fake import faking
 from seqfuse.ops import _attention
-from seqfuse.plan.fake import faking
 
 sys.path[:0] = [str(ROOT / "examples")]
 models: Any = importlib.import_module("models")

@@ -6,11 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from .errors import StateError
 
 executes: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore[reportPrivateUsage]
+
+
+def transformed() -> bool:
+    """Whether a functorch transform or forward-mode AD is active: those see the reference."""
+    # torch.jit.trace counts too: in it, sizes are tensors.
+    if torch._C._get_tracing_state() is not None:  # pyright: ignore[reportPrivateUsage, reportUnnecessaryComparison]
+        return True
+    return _interpreter() is not None or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
+
+
+_interpreter: Callable[[], Any] = peek_interpreter_stack
 
 
 class Once(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import Tensor
@@ -233,6 +233,10 @@ class FusedOperation:
         """Where tensors between its operations are saved: how many of them stand before; for estimates."""
         for i, operation in enumerate(self.operations()):
             yield from (i + (side == "y") for side in always_saved(operation.Saved))
+
+
+Fusions = Sequence[type[FusedOperation]]
+"""A fusion set, in order of preference between equals."""
 
 
 class ForwardFusion(FusedOperation, contract=True):

@@ -101,7 +101,7 @@ class FusableOperation(nn.Module):
             x = named_input(channels)
         engine = self._engine[0] if self._engine else None
         if engine is None or engine.root is not self:  # a shallow copy brings its original's along
-            from .run.fuser import fuser_of  # the engine, which is above
+            from .run import fuser_of  # the engine, which is above
 
             engine = fuser_of(self)
             self._engine[:] = [engine]  # in place: the attribute is part of what a sequence is compared by

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqfuse import env, kernels
+from seqfuse.fake import faking
 from seqfuse.kernels._operators import Operator
-from seqfuse.plan.fake import faking
 from tools.launches import Launch
 
 from . import draw

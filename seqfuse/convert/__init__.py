@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from ..plan.schedule import AnyChoice
+from ..fusion import Fusions
+from ..plan import AnyChoice
 from ..recipes import Recipe
-from ..run.sequential import Fusions
 
 if TYPE_CHECKING:
     from .capture import Conversion, backend

@@ -24,14 +24,12 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 from .. import ops
 from ..env import Env
 from ..errors import InputError, hinted, meant
-from ..fusion import checked
+from ..fusion import Fusions, checked
 from ..operation import UnfusedOperation
 from ..pictures.text import counted
-from ..plan.flatten import flatten
-from ..plan.quantized import recipe_at
-from ..plan.schedule import MODES, AnyChoice, Budget
+from ..plan import MODES, AnyChoice, Budget, flatten, recipe_at
 from ..recipes import Recipe, check_recipe
-from ..run.sequential import Fusions, Sequential
+from ..run import Sequential
 from . import UNQUANTIZED, dynamo
 from .buffers import Buffers
 from .calls import Calls, Captured, ModelCall, name_owners, named_modules, paths_of

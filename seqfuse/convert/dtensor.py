@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from .. import ops
+from ..fake import is_fake
 from ..group import Redistribution, named, with_backward
 from ..ops.collectives import Collective
-from ..plan.fake import is_fake
 from .effects import in_place, states
 from .graph import WRITTEN, argument, is_dtensor, is_fixed, name_of, spelled
 from .normal import Writer

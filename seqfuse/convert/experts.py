@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .. import ops
+from ..fake import is_fake
 from ..operation import UnfusedOperation
-from ..plan.fake import is_fake
-from ..run.sequential import Sequential
+from ..run import Sequential
 
 NAME = "seqfuse"
 _INTERFACE = "transformers.integrations.moe"

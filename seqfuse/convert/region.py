@@ -18,16 +18,11 @@ from torch.fx import Node
 from .. import ops
 from ..env import Env, rows_of
 from ..errors import SeqfuseError
+from ..fusion import Fusions
 from ..group import handed_on, with_backward
-from ..plan.facts import Memory
-from ..plan.plan import Plan
-from ..plan.reference import draw
-from ..plan.schedule import Choice, MemoryChoice
+from ..plan import Choice, Memory, MemoryChoice, Plan, draw
 from ..recipes import Recipe
-from ..run.fuser import Fuser, default_fusions
-from ..run.guard import bind
-from ..run.regions import Region
-from ..run.sequential import Fusions, Sequential, install
+from ..run import Fuser, Region, Sequential, bind, default_fusions, install
 from .chains import Order
 from .graph import example, fake, numbers, owner, spelled
 from .launches import Before, Launches, Unconverted

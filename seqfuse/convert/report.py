@@ -10,8 +10,7 @@ from ..env import why_no_c
 from ..ops import Fork
 from ..pictures.data import ChoiceData
 from ..pictures.text import bytes_against, choices_table, counted
-from ..plan.plan import Plan
-from ..plan.step import Step
+from ..plan import Plan, Step
 from .calls import Calls, Captured
 from .reasons import Left
 from .region import CapturedRegion

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from ..env import autocast_of
 from ..errors import one_line
-from ..plan.schedule import Choice
+from ..fusion import Fusions
+from ..plan import Choice
 from ..recipes import Recipe
-from ..run.sequential import Fusions
 from .chains import RaisedChain, chains_of, needed, order_of
 from .dtensor import localize
 from .effects import CannotOrder, Effects, in_place, sort, states, views_are_changed

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..autograd import transformed
 from ..group import Group, ParameterShard, handed_on, summed_gradient, vocabulary_shard, with_backward
 from ..ops._parameters import divide, reset_linear
-from ..plan.reference import transformed
 from ..signature import checks_arguments
 from ._chunks import (
     How,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .. import operation as sf
 from ..env import Env
 from ..errors import InputError
-from ..run.sequential import Fusions, Sequential
+from ..fusion import Fusions
+from ..run import Sequential
 from ._tensors import broadcasts, floating, stats_dtype
 
 

@@ -7,7 +7,8 @@ from typing import Literal
 from torch import Tensor
 
 from .. import pointwise as sf
-from ..run.sequential import Fusions, Sequential
+from ..fusion import Fusions
+from ..run import Sequential
 from .activations import Clamp, ClampedSiLU, GeLU, QuickGeLU, ReLU, Sigmoid, SiLU, SquaredReLU
 from .channels import TokenScale
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..run.sequential import Fusions, Sequential
+from ..fusion import Fusions
+from ..run import Sequential
 from .norm import RMSNorm
 from .scale import Scale
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, PlanError, meant
 from ..operation import UnfusedOperation
-from ..plan.flatten import Node, flatten, located
-from ..run.sequential import Sequential, install
+from ..plan import Node, flatten, located
+from ..run import Sequential, install
 from .collectives import staged
 from .remote_tensor import blank
 from .staged import StagedFuser

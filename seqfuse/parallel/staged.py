@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..autograd import transformed
 from ..env import any_autocast
 from ..errors import InputError, StateError
 from ..group import mark_divided
 from ..ops._cache import current
-from ..plan.inputs import validate
-from ..plan.reference import check_channels, draw, run_eagerly, transformed, walk_reference
-from ..run import Fuser, Sequential
-from ..run.regions import KEPT_PROGRAMS, OpList, Region
+from ..plan import check_channels, draw, run_eagerly, validate, walk_reference
+from ..run import KEPT_PROGRAMS, Fuser, OpList, Region, Sequential
 from .remote_tensor import Elsewhere, blank
 from .transfer import Boundary, Placement, sources, stand_in, through, together
 

@@ -15,7 +15,7 @@ from ..group import Group, ParameterShard
 from ..losses import LinearCrossEntropy
 from ..nn.transformer import own_heads
 from ..operation import FusableOperation, UnfusedOperation
-from ..plan.flatten import flatten, inside_of
+from ..plan import flatten, inside_of
 from ..pointwise import Gated, Pointwise
 from .transfer import Boundary
 

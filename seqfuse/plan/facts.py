@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..casts import autocasting, cast_once
 from ..env import Env
 from ..errors import one_line
+from ..fake import faking, is_fake, laid_like
 from ..operation import FusableOperation, UnfusedOperation
 from ..saved import Recompute, Saved
 from ..traffic import FLOPS
 from .described import describe
-from .fake import faking, is_fake, laid_like
 from .flatten import HOOKS, Node, global_hooks
 from .inputs import check_dtypes
 from .reference import run_eagerly, walk_reference

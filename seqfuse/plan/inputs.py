@@ -14,7 +14,7 @@ from torch.overrides import is_tensor_like  # pyright: ignore[reportUnknownVaria
 from ..casts import dtype_of
 from ..env import Env
 from ..errors import InputError, PluginError, SeqfuseError
-from .fake import faking, is_fake
+from ..fake import faking, is_fake
 from .flatten import Node, located
 from .reference import walk_reference
 

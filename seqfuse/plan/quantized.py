@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..env import Env, constant_under_compile, short
 from ..errors import InputError
+from ..fake import is_fake
 from ..group import ParameterShard
 from ..recipes import MULTIPLE, Float8CurrentScaling, Recipe, current
-from .fake import is_fake
 from .flatten import Node, located
 
 _QUANTIZED = (torch.float32, torch.bfloat16, torch.float16)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.nn.utils import stateless
 from torch.overrides import handle_torch_function, is_tensor_like  # pyright: ignore[reportUnknownVariableType]
 
@@ -19,17 +17,6 @@ from ..operation import FusableOperation, UnfusedOperation, configured
 from ..recipes import within
 from .flatten import Node, located
 from .quantized import reference_recipe
-
-
-def transformed() -> bool:
-    """Whether a functorch transform or forward-mode AD is active: those see the reference."""
-    # torch.jit.trace counts too: in it, sizes are tensors.
-    if torch._C._get_tracing_state() is not None:  # pyright: ignore[reportPrivateUsage, reportUnnecessaryComparison]
-        return True
-    return _interpreter() is not None or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
-
-
-_interpreter: Callable[[], Any] = peek_interpreter_stack
 
 
 def number_seeds(nodes: Sequence[Node]) -> int:

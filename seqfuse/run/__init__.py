@@ -1,6 +1,30 @@
-"""Runs plans: the container, its fuser, generated code and the autograd node. Nothing is chosen here."""
+"""Runs plans: the container, its fuser, generated code and the autograd node. Nothing is chosen here.
 
-from .fuser import Fuser
-from .sequential import Sequential, remap_keys
+Other folders import what is listed here, and none of the files.
+"""
 
-__all__ = ["Fuser", "Sequential", "remap_keys"]
+from .fuser import Fuser, default_fusions, fuser_of
+from .guard import bind
+from .lower import Context, Segment, lower
+from .node import Alone, back_alone, run_alone
+from .regions import KEPT_PROGRAMS, OpList, Region
+from .sequential import Sequential, install, remap_keys
+
+__all__ = [
+    "KEPT_PROGRAMS",
+    "Alone",
+    "Context",
+    "Fuser",
+    "OpList",
+    "Region",
+    "Segment",
+    "Sequential",
+    "back_alone",
+    "bind",
+    "default_fusions",
+    "fuser_of",
+    "install",
+    "lower",
+    "remap_keys",
+    "run_alone",
+]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
+from ..fake import recorded
 from ..operation import FusableOperation
 from ..plan.facts import Arriving, Entering, Memory, entering_width, measure
-from ..plan.fake import recorded
 from ..plan.flatten import Node
 from ..plan.front import Scales
 from ..plan.inputs import borders_of, clearer, expect_tensor, validate

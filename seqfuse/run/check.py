@@ -11,10 +11,10 @@ from torch._C._functorch import is_batchedtensor
 
 from ..env import short
 from ..errors import PluginError
+from ..fake import faking, is_fake
 from ..fusion import FusedOperation, records_of
 from ..maingrad import accumulated
 from ..plan.described import describe
-from ..plan.fake import faking, is_fake
 from ..plan.inputs import Like
 from ..plan.step import Step
 from ..quantized import Quantized

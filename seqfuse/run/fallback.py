@@ -20,9 +20,9 @@ from ..errors import (
     one_line,
     step_note,
 )
+from ..fake import is_fake
 from ..fusion import records_of
 from ..maingrad import MainGrads
-from ..plan.fake import is_fake
 from ..plan.inputs import clearer
 from ..plan.step import Step
 from ..saved import Saved

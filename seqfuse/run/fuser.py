@@ -15,18 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..autograd import transformed
 from ..compiler import CompileError, compile_all, give_up
 from ..env import Env, any_autocast, autocast_of
 from ..errors import FallbackWarning, InputError, StateError
+from ..fake import is_fake
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
-from ..plan.fake import is_fake
 from ..plan.flatten import flatten, has_own_graph, public_channels
 from ..plan.inputs import check_devices, expect_tensor, validate
 from ..plan.match import NEAR, Matcher
 from ..plan.plan import Plan, plan_region
 from ..plan.quantized import check_stateless
-from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
+from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, walk_reference
 from ..plan.schedule import AnyChoice, Budget, Choice, choice_of
 from ..plan.step import Stretch
 from ..recipes import current as quantizing

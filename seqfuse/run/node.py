@@ -17,8 +17,8 @@ from ..autograd import Batched, Once, executes
 from ..casts import autocasting, cast_once
 from ..env import any_autocast
 from ..errors import PluginError, StateError
+from ..fake import is_fake
 from ..maingrad import MainGrads, main_grads
-from ..plan.fake import is_fake
 from ..saved import Recompute
 from .code import Asked, backward_code, forward_code, joint_record
 from .fallback import may_fall_back, reason_of, recovered, warn

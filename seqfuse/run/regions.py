@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import PlanError, StateError
+from ..fake import is_fake
 from ..group import Group, Redistribution, Sharding
 from ..operation import FusableOperation, UnfusedOperation
-from ..plan.fake import is_fake
 from ..plan.flatten import TWINS, Fingerprint, Node, flatten, inside_of, plain_type, public_channels
 from ..plan.plan import Plan
 from ..plan.reference import number_seeds

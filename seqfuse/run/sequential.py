@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..errors import InputError, hinted, meant
-from ..fusion import FusedOperation
+from ..fusion import Fusions
 from ..operation import NOT_GIVEN, FusableOperation, named_input, takes_input
 from ..plan.plan import Plan
 from ..plan.schedule import AnyChoice, choice_of
@@ -22,8 +22,6 @@ from ..recipes import Float8DelayedScaling, Recipe, check_recipe
 from ..scaling import keep_scales
 from ..signature import checks_arguments
 from .fuser import Fuser, default_fusions
-
-Fusions = Sequence[type[FusedOperation]]
 
 
 def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:

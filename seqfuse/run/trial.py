@@ -18,9 +18,9 @@ from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Savings
 from ..errors import one_line
+from ..fake import faking, is_fake, laid_like
 from ..plan.described import class_identity, describe
 from ..plan.facts import Unknown, flops_of, owned, storage_of
-from ..plan.fake import faking, is_fake, laid_like
 from ..plan.front import Weight, bytes_held
 from ..plan.inputs import validate
 from ..plan.plan import Plan

@@ -16,8 +16,7 @@ from ..env import Env
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from ..ops import _attention
-from ..plan import Plan
-from ..plan.reference import by_reference
+from ..plan import Plan, by_reference
 from ..recipes import within
 from ..run import Fuser, Sequential
 from ..settings import at_all_costs

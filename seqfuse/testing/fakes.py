@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..plan.fake import faking
+from ..fake import faking
 from ..saved import Saved, copied
 from .observe import Pass, leaves
 

@@ -14,7 +14,7 @@ from .. import ops
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from ..ops import Residual
-from ..plan.reference import random_seeds
+from ..plan import random_seeds
 from ..run import Sequential
 from .cases import seeded
 from .tensors import generator, laid_out, seeded_randn

@@ -12,24 +12,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..autograd import transformed
 from ..casts import cast_once
 from ..env import Env
 from ..errors import InputError, SeqfuseError
+from ..fake import faking
 from ..fusion import BackwardFusion, JointFusion
-from ..plan import Plan
-from ..plan.cost_lookup import Known
-from ..plan.fake import faking
-from ..plan.flatten import global_hooks, has_own_graph
-from ..plan.inputs import validate
-from ..plan.match import Matcher
-from ..plan.reference import check_channels, draw, transformed, walk_reference
-from ..plan.schedule import Candidate
-from ..plan.step import Stretch
-from ..run import Fuser
-from ..run.lower import Context, Segment, lower
-from ..run.node import Alone, back_alone, run_alone
-from ..run.regions import OpList, Region
-from ..run.sequential import Sequential, install
+from ..plan import (
+    Candidate,
+    Known,
+    Matcher,
+    Plan,
+    Stretch,
+    check_channels,
+    draw,
+    global_hooks,
+    has_own_graph,
+    validate,
+    walk_reference,
+)
+from ..run import Alone, Context, Fuser, OpList, Region, Segment, Sequential, back_alone, install, lower, run_alone
 from ..settings import fusing_now
 from .timing import Passes, scratch_like
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import env, hardware, ops
 from seqfuse.ops import _mm
-from seqfuse.run import lower
 from seqfuse.testing import LAYOUTS, check_op, laid_out, seeded_randn
 from tests.ops.test_widened import PRODUCTS, Gemms, gradients, model
 
+lower = importlib.import_module("seqfuse.run.lower")
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
     reason="torch was built without oneDNN",

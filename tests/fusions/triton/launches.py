@@ -19,11 +19,11 @@ import torch
 import seqfuse as sf
 from benchmarks.launch_counts import CONVERTS, FREE, Launches, counting
 from seqfuse import env, ops
+from seqfuse.fake import faking
 from seqfuse.fusions import LinearBiasActOneDNN
 from seqfuse.inference import KVCache
 from seqfuse.nn import TransformerLayer
 from seqfuse.ops import _attention
-from seqfuse.plan.fake import faking
 from tests.fusions.triton.eager import Eager
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "dev" / "kernels.md"

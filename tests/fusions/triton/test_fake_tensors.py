@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqfuse import ops
-from seqfuse.plan.fake import faking
+from seqfuse.fake import faking
 from seqfuse.testing import check_fusion
 from tests.fusions.triton.launching import ScaleScale, Tuned, said, scaled, scales
 

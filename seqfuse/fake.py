@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..casts import cast_once
+from .casts import cast_once
 
 
 @contextlib.contextmanager
