@@ -393,8 +393,9 @@ def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = 
 @functools.cache
 def pointwise_maker():  # its type is that of what it returns
     """`kernels.pointwise.pointwise_of`, which nothing imports before a kernel is to run."""
+    from ..kernels.pointwise import pointwise_of
 
-    return pointwise_maker
+    return pointwise_of
 
 
 def chain_of(steps: Steps) -> Chain:
