@@ -58,7 +58,7 @@ class _Again(NamedTuple):
     """One operation of a fusion, with all that follows from its configuration and from which inputs a call has.
 
     `made` makes its result again, and `cast` the cast before it: if the parts of a MergedLinear were made by several
-    GEMMs, and if by one.
+    GEMMs, and if by one. `is_last` says that no operation follows, which could save its result.
     """
 
     slot: str
@@ -72,6 +72,7 @@ class _Again(NamedTuple):
     from_rstd: bool
     cast: tuple[Any, Any]
     made: tuple[Any, Any]
+    is_last: bool
 
 
 class _Recomputed(ForwardFusion, contract=True):
@@ -110,7 +111,7 @@ class _Recomputed(ForwardFusion, contract=True):
         outputs: dict[str, Tensor] = {}
         made: dict[int, context.Recompute] = {}  # by the id of what it makes, which is held until the end
         held, whole = [x], False
-        present = (*(seed is None for seed in seeds), *(name for name, t in extras.items() if t is not None))
+        present = *map(type, seeds), *map(type, extras.values())
         for part in self.decided((present, env.along, needs), self._parts, seeds, extras, env, needs):
             operation = part.operation
             if part.dtype is not None and x.dtype is not part.dtype:
@@ -137,16 +138,23 @@ class _Recomputed(ForwardFusion, contract=True):
                 record = saved_merged(x, weights)
                 y = operation.gemm(x, weights, biases) if one is None else linear(x, *one)
             else:
-                given += [parameter(operation, name) for name in part.parameters]
-                inputs: dict[str, Any] = {name: extras[f"{part.slot}_{name}"] for name in part.inputs if name != "seed"}
-                if part.seed is not None:
-                    inputs["seed"] = seeds[part.seed]
-                y, record = operation.fwd(x, **inputs, **part.asked)
-                given += inputs.values()
+                for name in part.parameters:
+                    given.append(parameter(operation, name))
+                inputs = part.asked
+                if part.inputs:
+                    named = {name: extras[f"{part.slot}_{name}"] for name in part.inputs if name != "seed"}
+                    if part.seed is not None:
+                        named["seed"] = seeds[part.seed]
+                    given += named.values()
+                    inputs = {**named, **inputs}
+                y, record = operation.fwd(x, **inputs)
                 if part.from_rstd:
                     given.append(record.rstd)
-            saved[part.slot] = _without(record, made)
-            made[id(y)] = context.Recompute(part.made[whole], held[0], *given)
+            if made:
+                _make_again(record, made)
+            saved[part.slot] = record
+            if not part.is_last:
+                made[id(y)] = context.Recompute(part.made[whole], held[0], *given)
             held.append(x := y)
         return x, outputs, saved
 
@@ -161,6 +169,7 @@ class _Recomputed(ForwardFusion, contract=True):
 
         found: list[_Again] = []
         dtypes = env.along[:-1] or (None,) * len(seeds)
+        last = [operation for operation in self.operations() if not isinstance(operation, Bias)][-1]
         for i, ((slot, operation), dtype) in enumerate(zip(self.named_operations(), dtypes, strict=True)):
             if isinstance(operation, Bias):
                 continue
@@ -177,7 +186,7 @@ class _Recomputed(ForwardFusion, contract=True):
                     each.append(_Stage(copy, parameters, inputs, whole and operation is self.linear, from_rstd))
             seed = i if "seed" in inputs else None
             named = slot, operation, bias, dtype, parameters, inputs
-            found.append(_Again(*named, asked, seed, from_rstd, cast, made()))
+            found.append(_Again(*named, asked, seed, from_rstd, cast, made(), operation is last))
         return tuple(found)
 
     def _given(
@@ -333,11 +342,13 @@ class RecomputeHeads(_Recomputed):
         return made if needs else made[:2]
 
 
-def _without(record: Any, made: dict[int, context.Recompute]) -> Any:
-    """A record in which tensors that can be made again are not saved."""
+def _make_again(record: Any, made: dict[int, context.Recompute]) -> None:
+    """Let a record that nobody else has save what makes a tensor again, instead of the tensor."""
     fields: dict[str, Any] = record.__dict__
-    late = {name: made[id(value)] for name, value in fields.items() if id(value) in made}
-    return type(record)(**{**fields, **late}) if late else record
+    for name, value in [*fields.items()]:
+        if id(value) in made:
+            fields.setdefault("_late", {})[name] = made[id(value)]
+            del fields[name]
 
 
 def _replayed(stages: tuple[_Stage | torch.dtype, ...], x: Tensor, *given: Tensor) -> Tensor:

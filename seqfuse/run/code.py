@@ -1,14 +1,15 @@
 """The steps of a segment written out as Python: records, channels and gradients are local variables.
 
-A forward saves the fields of its records in one order, `Saves`, which follows from the steps: tensors first, then the
-tensors of fields that hold several. Where a field is to be made again, or hooks look at what is saved, `pack` says
-where each field is. What a call needs beyond that (checks, gradients of a few inputs alone, `main_grad` buffers) is
-written into the code of such calls, and into no other.
+A forward saves the fields of its records in one order, `Saves`, which follows from the steps: tensors first, in the
+place of a field that is made again those of which it is made, then the tensors of fields that hold several. Where that
+is not as in the first call, or hooks look at what is saved, `pack` says where each field is. What a call needs beyond
+that (checks, gradients of a few inputs alone, `main_grad` buffers) is written into the code of such calls alone.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +25,7 @@ from ..plan.step import Drawn, Record, Step, ending, fit
 from ..saved import Layout, Recompute, Saved
 from .check import check_backward, check_forward
 from .fallback import instead
-from .lower import NeededGrads, ParameterPlace, Saves, Segment
+from .lower import Late, NeededGrads, ParameterPlace, Segment
 
 
 class Asked(NamedTuple):
@@ -32,7 +33,7 @@ class Asked(NamedTuple):
 
     missing: tuple[bool, ...]  # of y and the outputs, which have no gradient
     needed: NeededGrads | None = None  # where not all gradients are
-    packed: bool = False  # whether `pack` saved the records
+    late: Late | None = ()  # the fields that are made again; `None` where `pack` saved the records
     adds: bool = False  # whether parameters have a `main_grad`
 
 
@@ -125,7 +126,8 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         drawn = "seeds" if any(segment.context.nodes[p].seed is not None for p in segment.span) else "None"
         s.add(f"f0 = dict(zip({names}, (x0, {drawn}, {entered}*{held}(), {kept})))")
     stated = f"{{{', '.join(likes)}}}" if likes else "None", "_" if leaves else "None"
-    _save(s, saves, *stated, entered, not segment.replays)
+    late = () if checked or segment.replays or not records else segment.late
+    _save(s, segment, late, *stated, entered)
     if segment.replays:
         s.add("return None")
     elif segment.outputs:
@@ -176,27 +178,39 @@ def _defined(s: Source, checked: Sequence[Step], backward: bool) -> Any:
     return function
 
 
-def _save(s: Source, saves: Saves, likes: str, leaves: str, entered: str, hooked: bool) -> None:
+def _save(s: Source, segment: Segment, late: Late, likes: str, leaves: str, entered: str) -> None:
     """Save the fields in their order; what is unusual is left to `pack`, as are hooks, where they see what is saved."""
+    saves, made_of = segment.saves, dict(late)
     data = [f"f{f.record}[{s.put(f.name)}]" for f in saves.data]
-    data += [f"len(u{i})" for i in range(len(saves.several))]
-    kept = f"ctx.kept = segment, ({''.join(f'{d}, ' for d in data)}), {likes}, {leaves}"
+    data += [*(f"len(u{i})" for i in range(len(saves.several))), *(f"m{i}.fn" for i in made_of)]
+    kept = (
+        f"ctx.kept = segment, ({''.join(f'{d}, ' for d in data)}), {likes}, {leaves}, {s.put(late) if late else '()'}"
+    )
     if not saves.records:
-        s.add(f"{kept}, None")
+        s.add(kept)
         return
     s.add(*(f"u{i} = f{f.record}.get({s.put(f.name)})" for i, f in enumerate(saves.several)))
-    usual = [f"'_late' not in f{j}" for j in dict.fromkeys(f.record for f in (*saves.tensors, *saves.several))]
+    again = [saves.tensors[i].record for i in made_of]
+    usual = [f"len(f{j}['_late']) == {again.count(j)}" for j in dict.fromkeys(again)]
+    usual += [f"len(m{i}.tensors) == {count}" for i, count in late]
+    others = dict.fromkeys(f.record for f in (*saves.tensors, *saves.several) if f.record not in again)
+    usual += [f"'_late' not in f{j}" for j in others]
     usual += [f"u{i}.__class__ is tuple" for i in range(len(saves.several))]
-    usual += ["hooks(False) is None"] * hooked
+    usual += ["hooks(False) is None"] * (not segment.replays)
+    plain = [(i, f, f"f{f.record}[{s.put(f.name)}]") for i, f in enumerate(saves.tensors)]
     # Torch would say so once the forward has returned, of an argument and of no operation.
-    foreign = [f for f in saves.tensors if not saves.records[f.record][1].cls.__module__.startswith("seqfuse.")]
-    usual += [f"isinstance(f{f.record}[{s.put(f.name)}], tensor)" for f in foreign]
-    tensors = [f"f{f.record}[{s.put(f.name)}]" for f in saves.tensors]
+    usual += [
+        f"isinstance({held}, tensor)"
+        for i, f, held in plain
+        if i not in made_of and not saves.records[f.record][1].cls.__module__.startswith("seqfuse.")
+    ]
+    tensors = [f"*m{i}.tensors" if i in made_of else held for i, _, held in plain]
     tensors += [f"*u{i}" for i in range(len(saves.several))]
     records = "".join(f"f{j}, " for j in range(len(saves.records)))
     s.add("try:")
+    s.add(*(f"    m{i} = f{f.record}['_late'][{s.put(f.name)}]" for i, f, _ in plain if i in made_of))
     s.add(f"    usual = {' and '.join(usual)}")
-    s.add("    if usual:", f"        ctx.save_for_backward({', '.join(tensors)})", f"        {kept}, None")
+    s.add("    if usual:", f"        ctx.save_for_backward({', '.join(tensors)})", f"        {kept}")
     s.add("except KeyError:", "    usual = False")  # `pack` finds out which field it was
     s.add("if not usual:", f"    wrong = pack(ctx, segment, ({records}), {likes}, {leaves})")
     s.add(f"    if wrong: return failed(ctx, segment, *wrong, seeds, x0, ({entered}*_, ), True)")
@@ -223,6 +237,9 @@ class _Backward:
         self.sums: dict[int, str] = {}
         self.made = 0  # records
         self.steps: list[Step] = []
+        self.made_of = dict(asked.late or ())
+        sizes = (self.made_of.get(i, 1) for i in range(len(self.saves.tensors)))
+        self.at = [0, *itertools.accumulate(sizes)]  # where each field begins among the tensors
 
     def write(self, failed: Callable[..., Any]) -> Any:
         """The function."""
@@ -274,17 +291,16 @@ class _Backward:
 
     def _places(self) -> None:
         """Where the fields that hold several tensors end."""
-        self.s.add(*["data = kept[1]"] * bool(self.saves.data or self.saves.several))
-        first = len(self.saves.tensors)
-        for i in range(0 if self.asked.packed else len(self.saves.several)):
-            self.s.add(f"b{i} = {f'b{i - 1}' if i else first} + data[{len(self.saves.data) + i}]")
+        self.s.add(*["data = kept[1]"] * bool(self.saves.data or self.saves.several or self.made_of))
+        for i in range(0 if self.asked.late is None else len(self.saves.several)):
+            self.s.add(f"b{i} = {f'b{i - 1}' if i else self.at[-1]} + data[{len(self.saves.data) + i}]")
 
     def _step(self, step: Step) -> None:
         s, has, env = self.s, self.has, self.segment.context.env
         came = [(keyword, channel, has.get(channel)) for keyword, channel in step.incoming]
         if not self.known and all(name is None for _, _, name in came):
             return
-        layout, bwd = step.operation.layout, s.put(self._called(step))
+        layout, lets_go = step.operation.layout, self._lets_go(step)
         zeros = bool(came) and step.zeros and not isinstance(step.operation, BackwardFusion)
         if not self.known:
             s.add(f"d = kept[2][{step.stop}][''].zeros()" if zeros else "d = None")
@@ -310,30 +326,46 @@ class _Backward:
             slots = {identifier(slot): r for slot, r in step.by_slot(own).items() if slot in named}
             keywords += [f"{n}={r}" if isinstance(r, str) else f"{n}=({', '.join(r)},)" for n, r in slots.items()]
         keywords += [f"{keyword}={name}" for keyword, name in names]
-        keywords += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(env, True).items()]
+        gone = [(r, names) for r, one in zip(own, step.records, strict=True) if (names := self._made_for_others(one))]
+        apart = lets_go and bool(gone) and not self.checked and self.segment.context.on_step is None
+        constants = {k: v for k, v in step.constants(env, True).items() if not (apart and k == "needs")}
+        keywords += [f"{identifier(k)}={s.put(v)}" for k, v in constants.items()]
         if step.operation.backward_signature.main_grads:
             offered = [(key, self.segment.index[slot]) for key, slot in step.grads]
             keywords.append(f"main_grads={f'buffers.offer({s.put(offered)})' if self.asked.adds else '{}'}")
+        run = step.operation.bwd
+        if lets_go and not apart and (gone or self.segment.replays or self.asked.late is None):
+            run = functools.partial(_parted, run, step.needed - _X)
+        bwd = s.put(self.segment.context.called(step, run))
         if self.checked:
             s.add(f"given, before = dict({', '.join(keywords)}), d")
             s.add(f"out = {bwd}({', '.join([*positional, '**given'])})")
             check = functools.partial(_check_backward, step, self.asked)
             s.add(f"{s.put(check)}(segment, before, out, given)", "d, grads = out", "out = given = before = None")
+        elif apart:
+            given = ", ".join([*positional, *keywords])
+            s.add(f"_, grads = {bwd}({given}, needs={s.put(step.needed - _X)})")
+            s.add(*(f"{s.put(_let_go)}({r}, {s.put(names)})" for r, names in gone))
+            s.add(f"d = {bwd}({given}, needs={s.put(_X)})[0]")
         else:
             s.add(f"d, grads = {bwd}({', '.join([*positional, *keywords])})")
-        if own and (self.asked.packed or self.segment.replays):  # tensors that were made again: let them go
+        if own and (self.asked.late != () or self.segment.replays):  # tensors that were made again: let them go
             s.add(f"{' = '.join(dict.fromkeys(own))} = f = None")
         self._grads(step)
         self.steps.append(step)
         self.known = "x" in step.needs[0]
 
-    def _called(self, step: Step) -> Callable[..., Any]:
-        """The `bwd` of a step; in two calls where tensors that the first has read can be let go."""
-        run, needed = step.operation.bwd, step.needed
-        lets_go = (self.segment.replays or self.asked.packed) and not self.asked.adds and step.recipe is None
-        if lets_go and step.operation.separable and "x" in needed and len(needed) > 1:
-            run = functools.partial(_parted, run, needed - {"x"})
-        return self.segment.context.called(step, run)
+    def _lets_go(self, step: Step) -> bool:
+        """Whether its `bwd` may run in two calls, so that tensors which the first has read can be let go."""
+        needed, again = step.needed, self.segment.replays or self.asked.late != ()
+        plain = not self.asked.adds and step.recipe is None
+        return again and plain and step.operation.separable and "x" in needed and len(needed) > 1
+
+    def _made_for_others(self, record: Record) -> tuple[str, ...]:
+        """The fields of a record that are made again, and not for the gradient of x."""
+        again = [self.saves.tensors[i] for i in self.made_of]
+        own = [f.name for f in again if self.saves.records[f.record][1].position == record.position]
+        return tuple([name for name in own if name not in record.cls.kept(_X)])
 
     def _grads(self, step: Step) -> None:
         s, has = self.s, self.has
@@ -366,11 +398,18 @@ class _Backward:
             return name
         s.add(f"f = {name}.__dict__")
         s.add(*(f"f[{s.put(f.name)}] = data[{i}]" for i, f in enumerate(saves.data) if f.record == j))
+        again, first = list[str](), len(saves.data) + len(saves.several)
         for i, f in enumerate((*saves.tensors, *saves.several)):
             if f.record != j:
                 continue
-            value, at = f"tensors[{i}]", i - len(saves.tensors)
-            if self.asked.packed:
+            if i in self.made_of:
+                given = "".join(f", tensors[{n}]" for n in range(self.at[i], self.at[i + 1]))
+                fn = f"data[{first + [*self.made_of].index(i)}]"
+                again.append(f"{s.put(f.name)}: {s.put(Recompute)}({fn}{given})")
+                continue
+            at = i - len(saves.tensors)
+            value = f"tensors[{i if at >= 0 else self.at[i]}]"
+            if self.asked.late is None:
                 s.add(f"{s.put(_put)}(f, {s.put(f.name)}, {value})")
                 continue
             if at >= 0:
@@ -378,14 +417,15 @@ class _Backward:
             elif layout != "any":
                 value = f"None if {value} is None else {_fitted(s, value, layout)}"
             s.add(f"f[{s.put(f.name)}] = {value}")
+        s.add(*[f"f['_late'] = {{{', '.join(again)}}}"] * bool(again))
         for i, f in enumerate((*saves.tensors, *saves.several)) if self.segment.replays else ():
             at = i - len(saves.tensors)
-            if f.record == j and at >= 0 and not self.asked.packed:
+            if f.record == j and at >= 0 and self.asked.late is not None:
                 first = f"b{at - 1}" if at else f"{i}"
                 s.add(f"tensors[{first}:b{at}] = (None,) * (b{at} - {first})")
             elif f.record == j:
                 s.add(f"tensors[{i}] = None")
-        if layout != "any" and (self.asked.packed or any(f.record == j for f in saves.several)):
+        if layout != "any" and (self.asked.late is None or again or any(f.record == j for f in saves.several)):
             s.add(f"{s.put(fit_record)}({name}, {s.put(layout)})")
         return name
 
@@ -419,12 +459,16 @@ def _parted(
     """Run a `bwd` for the gradients of parameters, let go of what only they read, and run it for the one of x."""
     _, grads = run(*given, needs=first, **named)
     for record in (*given, *named.values()):
-        fields: dict[str, Any] = record.__dict__ if isinstance(record, Saved) else {}
-        for name in record.fields if fields else ():
-            if name not in record.kept(_X):
-                fields.pop(name, None)
-                fields.get("_late", {}).pop(name, None)
+        if isinstance(record, Saved):
+            _let_go(record, [name for name in record.fields if name not in record.kept(_X)])
     return run(*given, needs=_X, **named)[0], grads
+
+
+def _let_go(record: Saved, names: Sequence[str]) -> None:
+    fields = record.__dict__
+    for name in names:
+        fields.pop(name, None)
+        fields.get("_late", {}).pop(name, None)
 
 
 _X = frozenset({"x"})

@@ -24,6 +24,8 @@ from ..saved import Saved, kind_of
 ParameterPlace = tuple[nn.Module, str]
 # The parameters (by their index), whether x, and the channels, whose gradients a backward pass needs.
 NeededGrads = tuple[frozenset[int], bool, frozenset[str]]
+# Of the tensors that a segment saves, the fields that are made again, and of how many tensors each of them is.
+Late = tuple[tuple[int, int], ...]
 OnStep = Callable[..., Any]
 """`on_step(step, run, *args, **kwargs)` is called in place of `run`, the `fwd` or `bwd` of a step."""
 
@@ -140,6 +142,7 @@ class Segment:
     code: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     first: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     codes: dict[Any, Any] = dataclasses.field(default_factory=lambda: dict[Any, Any](), init=False)
+    late: Late = dataclasses.field(default=(), init=False)  # as its first call saved them
     others: dict[Any, Segment] = dataclasses.field(default_factory=lambda: dict[Any, Segment](), init=False)
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from ..maingrad import MainGrads, main_grads
 from ..saved import Recompute
 from .code import Asked, backward_code, forward_code, joint_record
 from .fallback import may_fall_back, reason_of, recovered, warn
-from .lower import NeededGrads, Segment
+from .lower import Late, NeededGrads, Segment
 
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
 # Whether it is `backward()`, and neither `backward(inputs=)` nor `torch.autograd.grad`, that runs.
@@ -31,9 +31,9 @@ saved_hooks: Any = _top_saved_tensors_default_hooks
 _attributes = operator.attrgetter("__dict__")
 
 # What a node keeps besides its saved tensors: the segment; fields that are no tensors; what y and outputs are like, for
-# an output that the loss does not use; the parameters, where each is one that autograd accumulates into; and where
-# fields are among the saved tensors, if `pack` saved them.
-_Kept = tuple[Segment, tuple[Any, ...], Any, Sequence[nn.Parameter] | None, "_Packed | None"]
+# an output that the loss does not use; the parameters, where each is one that autograd accumulates into; and which
+# fields are made again, or, if `pack` saved them, where they are.
+_Kept = tuple[Segment, tuple[Any, ...], Any, Sequence[nn.Parameter] | None, "Late | _Packed"]
 
 
 class Seqfuse(torch.autograd.Function):
@@ -51,13 +51,14 @@ class Seqfuse(torch.autograd.Function):
         segment, packed = kept[0], kept[4]
         if segment.again is not None:
             return _run_again(ctx, kept, douts)
-        code = segment.codes.get((tuple([d is None for d in douts]), None, packed is not None, False))
+        late = None if packed.__class__ is _Packed else packed
+        code = segment.codes.get((tuple([d is None for d in douts]), None, late, False))
         if code is None or code.checks or _grad_enabled() or not _is_usual(ctx, kept, douts):
             if not torch.compiler.is_dynamo_compiling() and Batched.given(douts):
                 tensors = functools.cache(lambda: _saved_tensors(ctx, packed))  # a checkpoint hands them out once
                 return tuple(Batched.run(lambda *one: _backward(ctx, kept, one, tensors()), douts))
             return _backward(ctx, kept, douts, _saved_tensors(ctx, packed))
-        tensors = _saved_tensors(ctx, packed) if packed is None else packed.values(_saved_tensors(ctx, packed))
+        tensors = _values(packed, _saved_tensors(ctx, packed))
         if segment.autocast is None and not any_autocast():
             return code(segment, kept, tensors, None, None, *douts)
         with autocasting(segment.context.env.device, segment.autocast):
@@ -109,7 +110,7 @@ def _run_again(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> tuple[Any, ...]:
     """Run the forward of a segment again, and then its backward."""
     packed = kept[4]
     tensors = _saved_tensors(ctx, packed)
-    values = tensors if packed is None else packed.values(tensors)
+    values = _values(packed, tensors)
     if Batched.given(douts):
         return tuple(Batched.run(lambda *one: _again(ctx, kept, values, one), douts))
     grads = _again(ctx, kept, values, douts)
@@ -197,9 +198,10 @@ class _Packed:
     def __init__(self, places: Sequence[Any], mark: torch.Size | None) -> None:
         self.places, self.mark = places, mark
 
-    def values(self, tensors: Sequence[Any]) -> list[Any]:
-        """What each field holds: a tensor, several, `None`, or what makes a tensor again."""
-        return [_value(place, tensors) for place in self.places]
+
+def _values(packed: Late | _Packed, tensors: Sequence[Any]) -> Sequence[Any]:
+    """What each field holds, if `pack` saved it: a tensor, several, `None`, or what makes a tensor again."""
+    return [_value(place, tensors) for place in packed.places] if isinstance(packed, _Packed) else tensors
 
 
 def _value(place: Any, tensors: Sequence[Any]) -> Any:
@@ -251,13 +253,26 @@ def _pack(
         mark = torch.empty((0, hash(segment.signature) % (1 << 62)), dtype=torch.uint8, device="cpu")
         tensors.append(mark)
     ctx.save_for_backward(*tensors)
+    if not torch.compiler.is_dynamo_compiling():
+        segment.late = _made_again(segment, places)
     ctx.kept = segment, data, like, leaves, _Packed(places, None if mark is None else mark.shape)
     return None
 
 
-def _saved_tensors(ctx: Any, packed: _Packed | None) -> Sequence[Any]:
+def _made_again(segment: Segment, places: Sequence[Any]) -> Late:
+    """The fields that steps of this library make again, each of one number of tensors in every call; or none."""
+    saves = segment.saves
+    found = [i for i, place in enumerate(places) if place.__class__ is tuple and place[0] is not None]
+    if found and (found[-1] >= len(saves.tensors) or any(type(t) is not int for i in found for t in places[i][1:])):
+        return ()
+    kinds = [type(segment.forward[saves.records[saves.tensors[i].record][0]].operation) for i in found]
+    ours = all(kind.__module__.startswith("seqfuse.") for kind in kinds)
+    return tuple((i, len(places[i]) - 1) for i in found) if ours else ()
+
+
+def _saved_tensors(ctx: Any, packed: Late | _Packed) -> Sequence[Any]:
     """The saved tensors of a node; an error where a checkpointed forward ran another plan the second time."""
-    if packed is None or packed.mark is None:
+    if not isinstance(packed, _Packed) or packed.mark is None:
         return ctx.saved_tensors if ctx.__class__ is not _Replayed else ctx.take()
     tensors, cause = list[Any](), None
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
@@ -278,8 +293,9 @@ def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: Sequence[Any
     needed = _needed(ctx, segment)
     nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
-    asked = Asked(tuple([d is None for d in douts]), needed, packed is not None, buffers is not None)
-    values = tensors if packed is None else packed.values(tensors)
+    late = None if isinstance(packed, _Packed) else packed
+    asked = Asked(tuple([d is None for d in douts]), needed, late, buffers is not None)
+    values = _values(packed, tensors)
     read = (*douts, *tensors) if torch.is_grad_enabled() else ()
     del tensors
     with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
