@@ -129,7 +129,7 @@ class Saved:
     @classmethod
     def kept(cls, needs: frozenset[str]) -> tuple[str, ...]:
         """The fields read by at least one of the needed gradients `needs`."""
-        return tuple(f for f in cls.fields if f not in cls._for or cls._for[f] & needs) if needs else ()
+        return tuple([f for f in cls.fields if f not in cls._for or cls._for[f] & needs]) if needs else ()
 
 
 def check_layout(cls: type, layout: Any) -> None:

@@ -160,7 +160,8 @@ class Matcher:
         entered = stretch.shapes or [()] * len(widths)
         width_at = [width or (shape[-1] if shape else 0) for width, shape in zip(widths, entered, strict=False)]
         for_saves: dict[tuple[int, bool], Env] = {}
-        kinds = tuple(node.derives or node.kind for node in stretch.inside)
+        kinds = tuple([node.derives or node.kind for node in stretch.inside])
+        derived = [node for node in stretch.inside if node.derives]
         for a in stretch.positions:
             # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
             window = kinds[a - start : a - start + self._reach + 1]
@@ -177,15 +178,15 @@ class Matcher:
                 b = a + length
                 if cls.saves_memory and not (lean and b > live_from):
                     continue
-                inexact = next((node for node in nodes[a:b] if node.derives), None)
+                inexact = next((node for node in nodes[a:b] if node.derives), None) if derived else None
                 if inexact is not None:
                     base = inexact.derives.__name__ if inexact.derives else ""
                     reason = f"{inexact.name} derives from {base}, and only exact types match"
                     refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
                     continue
-                quantized = next((p for p in range(a, b) if recipes and isinstance(recipes.get(p), Recipe)), None)
-                if quantized is not None and not cls.quantized:
-                    reason = f"{recipes[quantized]} quantizes {nodes[quantized].name} here, which this fusion does not"
+                at = [p for p in range(a, b) if isinstance(recipes.get(p), Recipe)] if recipes else []
+                if at and not cls.quantized:
+                    reason = f"{recipes[at[0]]} quantizes {nodes[at[0]].name} here, which this fusion does not"
                     refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
                     continue
                 around = stretch.around(a, b)
@@ -228,9 +229,10 @@ class Matcher:
     def _matching(self, window: tuple[type, ...]) -> tuple[_Match, ...]:
         """Fusions that begin these kinds."""
         fits = self._fits(window)
-        found: list[_Match] = []
+        found, there = list[_Match](), frozenset[int]().union(*fits)
         for rank, cls in self._beginning[window[0]]:
-            found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, 0, fits, 0)]
+            if there.issuperset([id(slot) for slot in cls.slots if not slot.optional]):
+                found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, 0, fits, 0)]
         return tuple(found)
 
     def _nearly(self, window: tuple[type, ...]) -> tuple[_Near, ...]:

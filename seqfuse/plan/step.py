@@ -62,6 +62,8 @@ class Step:
         needs: the gradients that are needed at those positions.
         borders: the dtypes before each of those positions and behind the last, where dtypes differ along the sequence.
         recipes: the recipe by which each of those operations is quantized, or `None`; empty where none is.
+        joint: whether it is a fusion of both passes, with a `Saved` of its own.
+        recipe: the recipe by which an operation that is not fused is quantized.
         to: how the kernel of a fusion quantizes its result, for the step that reads it; `None` where it does not.
         start: the first position.
         stop: the position after the last.
@@ -81,10 +83,13 @@ class Step:
     stop: int = dataclasses.field(init=False, compare=False, repr=False)
     # Compilers do not trace a hash of the step itself.
     key: tuple[str, int, int] = dataclasses.field(init=False, compare=False, repr=False)
+    joint: bool = dataclasses.field(init=False, compare=False, repr=False)
+    recipe: Recipe | None = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        start, stop = self.covers.start, self.covers.stop
-        self.__dict__.update(start=start, stop=stop, key=(self.name, start, stop))
+        start, stop, fused = self.covers.start, self.covers.stop, self.fused
+        joint, recipe = fused and self.operation.has_record, self.recipes[0] if self.recipes and not fused else None
+        self.__dict__.update(start=start, stop=stop, key=(self.name, start, stop), joint=joint, recipe=recipe)
 
     @property
     def located(self) -> dict[str, Any]:
@@ -92,19 +97,9 @@ class Step:
         return {"operation": self.name, "position": self.start, "path": self.nodes[0].path if self.nodes else None}
 
     @property
-    def recipe(self) -> Recipe | None:
-        """The recipe by which an operation that is not fused is quantized."""
-        return self.recipes[0] if self.recipes and not self.fused else None
-
-    @property
     def saved_class(self) -> type[Saved]:
         """The `Saved` of an operation that is not fused, or of a joint fusion."""
         return self.operation.Saved if self.recipe is None else self.operation.SavedQuantized
-
-    @property
-    def joint(self) -> bool:
-        """Whether it is a fusion of both passes, with a `Saved` of its own."""
-        return self.fused and self.operation.has_record
 
     @cached_property
     def members(self) -> tuple[tuple[str, str, int, Node, frozenset[str]], ...]:
@@ -113,7 +108,7 @@ class Step:
         prefixes = [f"{place.replace('.', '_')}_" if self.fused else "" for place in named]
         return tuple(zip(named, prefixes, self.covers, self.nodes, self.needs, strict=True))
 
-    @property
+    @cached_property
     def inference(self) -> bool:
         """Whether its forward returns nothing that is saved."""
         told = isinstance(self.operation, ForwardFusion) and self.operation.forward_signature.needs
@@ -260,12 +255,12 @@ class Step:
     @cached_property
     def grads(self) -> tuple[tuple[str, tuple[int, str]], ...]:
         """Key in the gradients that `bwd` returns and parameter (id of its module, attribute), for each needed one."""
-        return tuple(
+        return tuple([
             ((f"{place}." if self.fused else "") + name, (id(owner), attribute))
             for place, _, _, node, needs in self.members
             for name, (owner, attribute) in node.slots.items()
             if name in needs
-        )
+        ])  # fmt: skip
 
     @cached_property
     def channel_grads(self) -> tuple[tuple[str, str], ...]:
@@ -283,7 +278,7 @@ class Step:
         """Whether its backward cannot do without the gradient of y."""
         return not getattr(self.operation, "dy_may_be_none", False)
 
-    @property
+    @cached_property
     def repeatable(self) -> bool:
         """Whether it may run twice: processes exchange nothing in it, and it writes no cache of keys and values."""
         return all(getattr(node.operation, "repeatable", True) for node in self.nodes)
@@ -291,13 +286,12 @@ class Step:
     def constants(self, env: Env, backward: bool = False) -> dict[str, Any]:
         """Keyword arguments of a pass that are the same in every call."""
         signature = self.operation.backward_signature if backward else self.operation.forward_signature
-        if backward:
-            places = [] if self.joint else [place.partition(".")[0] for place, *_ in self.members]
-            given = {*places, *(name for name, _ in self.incoming)}
-        else:
-            given = {name for name, _ in (*self.reads, *self.seeds)}
-        # The arguments of an empty optional slot are None.
-        fixed: dict[str, Any] = dict.fromkeys(n for n in signature.extras if n not in signature.optional | given)
+        fixed: dict[str, Any] = {}
+        if signature.extras:
+            places = [] if self.joint or not backward else [place.partition(".")[0] for place, *_ in self.members]
+            given = {*places, *dict(self.incoming if backward else (*self.reads, *self.seeds))}
+            # The arguments of an empty optional slot are None.
+            fixed = dict.fromkeys([n for n in signature.extras if n not in signature.optional | given])
         if signature.needs:
             fixed["needs"] = self.needed
         if signature.env:
@@ -490,7 +484,7 @@ class Stretch:
 
     def step(self, a: int, b: int, fusion: FusedOperation | None = None) -> Step:
         """The step at positions `a..b` of a schedule: a fusion, or the operation there."""
-        node, needs = self.nodes[a], tuple(self.wants.needs[p] for p in range(a, b))
+        node, needs = self.nodes[a], tuple([self.wants.needs[p] for p in range(a, b)])
         operation, name = (node.operation, node.name) if fusion is None else (fusion, type(fusion).__name__)
         nodes, found = tuple(self.nodes[a:b]), [self.recipes.get(p) for p in range(a, b)]
         recipes = tuple([one if isinstance(one, Recipe) else None for one in found]) if any(found) else ()

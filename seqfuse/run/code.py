@@ -25,7 +25,7 @@ from ..plan.step import Drawn, Record, Step, ending, fit
 from ..saved import Layout, Recompute, Saved
 from .check import check_backward, check_forward
 from .fallback import instead
-from .lower import Late, NeededGrads, ParameterPlace, Segment
+from .lower import Late, NeededGrads, ParameterPlace, SavedAt, Segment
 
 
 class Asked(NamedTuple):
@@ -71,14 +71,14 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
     entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
     s.depth += 1
     likes = list[str]()
-    saving = {at for at, _ in saves.records}
+    saving, repeatable = {at for at, _ in saves.records}, True
     for i, step in enumerate(segment.forward):
         if i:
             s.add(f"at = {i}")
         if i >= stop or (segment.replays and step.start in segment.keeps):
             _restore(s, segment, i)
             continue
-        layout = step.operation.layout
+        layout, lines = step.operation.layout, list[str]()
         _enter(s, step)
         given = [f"{identifier(k)}={_fitted(s, c[channel], layout)}" for k, channel in step.reads]
         given += [f"{identifier(k)}={_seed(index)}" for k, index in step.seeds]
@@ -87,30 +87,31 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         if not step.inference:
             results.append(f"s{i}" if i in saving else "_s")
         called, first = segment.context.called(step, step.operation.fwd), "x"
-        if step.fused and not step.joint and not all(before.repeatable for before in segment.forward[:i]):
+        if step.fused and not step.joint and not repeatable:
             called, first = functools.partial(instead, step, called), "segment, seeds, x"
+        repeatable = repeatable and step.repeatable
         fwd = s.put(called)
         if checked:
-            s.add(f"given = dict({', '.join(given)})", f"out = {fwd}({first}, **given)")
-            s.add(f"{s.put(functools.partial(_check_forward, step))}(segment, x, out, given)")
-            s.add(f"{', '.join(results)} = out", "out = given = None")
+            lines += [f"given = dict({', '.join(given)})", f"out = {fwd}({first}, **given)"]
+            lines.append(f"{s.put(functools.partial(_check_forward, step))}(segment, x, out, given)")
+            lines += [f"{', '.join(results)} = out", "out = given = None"]
         else:
-            s.add(f"{', '.join(results)} = {fwd}({', '.join([first, *given])})")
-        s.add(*(f"{_local(c, 'c', channel)} = made[{s.put(name)}]" for name, channel in step.writes))
+            lines.append(f"{', '.join(results)} = {fwd}({', '.join([first, *given])})")
+        for name, channel in step.writes:
+            lines.append(f"{_local(c, 'c', channel)} = made[{s.put(name)}]")
         if records and step.writes and step.zeros:
             made = ", ".join(f"{s.put(channel)}: {c[channel]}" for _, channel in step.writes)
             likes.append(f"{step.stop}: l{step.stop}")
-            s.add(f"l{step.stop} = {s.put(likes_of)}(x, {{{made}}})")
-        s.add(*[f"y{step.start} = x"] * (step.start in segment.keeps))
+            lines.append(f"l{step.stop} = {s.put(likes_of)}(x, {{{made}}})")
+        lines += [f"y{step.start} = x"] * (step.start in segment.keeps)
         for j, (at, record) in enumerate(saves.records):
             if at == i:
-                value = f"s{i}{''.join(f'[{s.put(key)}]' for key in record.path)}"
+                value = f"s{i}{''.join([f'[{key!r}]' for key in record.path])}"
                 value = value if record.own is None else f"{s.put(record.own)}({_seed(record.seed)})"
-                s.add(f"f{j} = {value}.__dict__")
-        gone = [name for name in ("made", "_s", f"s{i}") if name in results]
-        s.add(*[f"{' = '.join(gone)} = None"] * bool(gone))  # before the next step runs
-        leaving = {*segment.outputs}
-        s.add(*(f"{c[channel]} = None" for channel in step.ends if channel not in leaving))
+                lines.append(f"f{j} = {value}.__dict__")
+        if len(results) > 1:
+            lines.append(f"{' = '.join(results[1:])} = None")  # before the next step runs
+        s.add(*lines, *[f"{c[channel]} = None" for channel in step.ends if channel not in segment.outputs])
     s.depth -= 1
     rest = "*_, " if keep else ""
     s.add("except Exception as error:")
@@ -181,23 +182,21 @@ def _defined(s: Source, checked: Sequence[Step], backward: bool) -> Any:
 def _save(s: Source, segment: Segment, late: Late, likes: str, leaves: str, entered: str) -> None:
     """Save the fields in their order; what is unusual is left to `pack`, as are hooks, where they see what is saved."""
     saves, made_of = segment.saves, dict(late)
-    data = [f"f{f.record}[{s.put(f.name)}]" for f in saves.data]
-    data += [*(f"len(u{i})" for i in range(len(saves.several))), *(f"m{i}.fn" for i in made_of)]
-    kept = (
-        f"ctx.kept = segment, ({''.join(f'{d}, ' for d in data)}), {likes}, {leaves}, {s.put(late) if late else '()'}"
-    )
+    data = [f"f{f.record}['{f.name}']" for f in saves.data]
+    data += [*[f"len(u{i})" for i in range(len(saves.several))], *[f"m{i}.fn" for i in made_of]]
+    kept = f"ctx.kept = segment, ({', '.join([*data, ''])}), {likes}, {leaves}, {s.put(late) if late else '()'}"
     if not saves.records:
         s.add(kept)
         return
-    s.add(*(f"u{i} = f{f.record}.get({s.put(f.name)})" for i, f in enumerate(saves.several)))
+    s.add(*[f"u{i} = f{f.record}.get('{f.name}')" for i, f in enumerate(saves.several)])
     again = [saves.tensors[i].record for i in made_of]
     usual = [f"len(f{j}['_late']) == {again.count(j)}" for j in dict.fromkeys(again)]
     usual += [f"len(m{i}.tensors) == {count}" for i, count in late]
-    others = dict.fromkeys(f.record for f in (*saves.tensors, *saves.several) if f.record not in again)
-    usual += [f"'_late' not in f{j}" for j in others]
+    holding = dict.fromkeys([f.record for f in (*saves.tensors, *saves.several)])
+    usual += [f"'_late' not in f{j}" for j in holding if j not in again]
     usual += [f"u{i}.__class__ is tuple" for i in range(len(saves.several))]
     usual += ["hooks(False) is None"] * (not segment.replays)
-    plain = [(i, f, f"f{f.record}[{s.put(f.name)}]") for i, f in enumerate(saves.tensors)]
+    plain = [(i, f, f"f{f.record}['{f.name}']") for i, f in enumerate(saves.tensors)]
     # Torch would say so once the forward has returned, of an argument and of no operation.
     usual += [
         f"isinstance({held}, tensor)"
@@ -206,9 +205,9 @@ def _save(s: Source, segment: Segment, late: Late, likes: str, leaves: str, ente
     ]
     tensors = [f"*m{i}.tensors" if i in made_of else held for i, _, held in plain]
     tensors += [f"*u{i}" for i in range(len(saves.several))]
-    records = "".join(f"f{j}, " for j in range(len(saves.records)))
+    records = "".join([f"f{j}, " for j in range(len(saves.records))])
     s.add("try:")
-    s.add(*(f"    m{i} = f{f.record}['_late'][{s.put(f.name)}]" for i, f, _ in plain if i in made_of))
+    s.add(*[f"    m{i} = f{f.record}['_late']['{f.name}']" for i, f, _ in plain if i in made_of])
     s.add(f"    usual = {' and '.join(usual)}")
     s.add("    if usual:", f"        ctx.save_for_backward({', '.join(tensors)})", f"        {kept}")
     s.add("except KeyError:", "    usual = False")  # `pack` finds out which field it was
@@ -238,8 +237,11 @@ class _Backward:
         self.made = 0  # records
         self.steps: list[Step] = []
         self.made_of = dict(asked.late or ())
-        sizes = (self.made_of.get(i, 1) for i in range(len(self.saves.tensors)))
+        sizes = [self.made_of.get(i, 1) for i in range(len(self.saves.tensors))]
         self.at = [0, *itertools.accumulate(sizes)]  # where each field begins among the tensors
+        self.fields: dict[int, list[tuple[int, SavedAt]]] = {r.position: [] for _, r in self.saves.records}
+        for i, f in enumerate((*self.saves.tensors, *self.saves.several)):
+            self.fields[self.saves.records[f.record][1].position].append((i, f))
 
     def write(self, failed: Callable[..., Any]) -> Any:
         """The function."""
@@ -326,7 +328,8 @@ class _Backward:
             slots = {identifier(slot): r for slot, r in step.by_slot(own).items() if slot in named}
             keywords += [f"{n}={r}" if isinstance(r, str) else f"{n}=({', '.join(r)},)" for n, r in slots.items()]
         keywords += [f"{keyword}={name}" for keyword, name in names]
-        gone = [(r, names) for r, one in zip(own, step.records, strict=True) if (names := self._made_for_others(one))]
+        records = zip(own, step.records, strict=True) if self.made_of else ()
+        gone = [(r, names) for r, record in records if (names := self._made_for_others(record))]
         apart = lets_go and bool(gone) and not self.checked and self.segment.context.on_step is None
         constants = {k: v for k, v in step.constants(env, True).items() if not (apart and k == "needs")}
         keywords += [f"{identifier(k)}={s.put(v)}" for k, v in constants.items()]
@@ -345,7 +348,7 @@ class _Backward:
         elif apart:
             given = ", ".join([*positional, *keywords])
             s.add(f"_, grads = {bwd}({given}, needs={s.put(step.needed - _X)})")
-            s.add(*(f"{s.put(_let_go)}({r}, {s.put(names)})" for r, names in gone))
+            s.add(*[f"{s.put(_let_go)}({r}, {s.put(names)})" for r, names in gone])
             s.add(f"d = {bwd}({given}, needs={s.put(_X)})[0]")
         else:
             s.add(f"d, grads = {bwd}({', '.join([*positional, *keywords])})")
@@ -363,9 +366,8 @@ class _Backward:
 
     def _made_for_others(self, record: Record) -> tuple[str, ...]:
         """The fields of a record that are made again, and not for the gradient of x."""
-        again = [self.saves.tensors[i] for i in self.made_of]
-        own = [f.name for f in again if self.saves.records[f.record][1].position == record.position]
-        return tuple([name for name in own if name not in record.cls.kept(_X)])
+        again = [f.name for i, f in self.fields.get(record.position, ()) if i in self.made_of]
+        return tuple([name for name in again if name not in record.cls.kept(_X)])
 
     def _grads(self, step: Step) -> None:
         s, has = self.s, self.has
@@ -393,39 +395,37 @@ class _Backward:
             s.add(f"{name} = {s.put(fit_record)}(records[{record.position}], {s.put(layout)})")
             return name
         s.add(f"{name} = {s.put(record.cls.__new__)}({s.put(record.cls)})")
-        j = next((j for j, (_, r) in enumerate(saves.records) if r.position == record.position), None)
-        if j is None:
+        fields = self.fields.get(record.position)
+        if fields is None:
             return name
-        s.add(f"f = {name}.__dict__")
-        s.add(*(f"f[{s.put(f.name)}] = data[{i}]" for i, f in enumerate(saves.data) if f.record == j))
-        again, first = list[str](), len(saves.data) + len(saves.several)
-        for i, f in enumerate((*saves.tensors, *saves.several)):
-            if f.record != j:
-                continue
-            if i in self.made_of:
-                given = "".join(f", tensors[{n}]" for n in range(self.at[i], self.at[i + 1]))
-                fn = f"data[{first + [*self.made_of].index(i)}]"
-                again.append(f"{s.put(f.name)}: {s.put(Recompute)}({fn}{given})")
-                continue
+        lines, again, first = [f"f = {name}.__dict__"], list[str](), len(saves.data) + len(saves.several)
+        for i, f in enumerate(saves.data):
+            if saves.records[f.record][1].position == record.position:
+                lines.append(f"f['{f.name}'] = data[{i}]")
+        for i, f in fields:
             at = i - len(saves.tensors)
             value = f"tensors[{i if at >= 0 else self.at[i]}]"
-            if self.asked.late is None:
-                s.add(f"{s.put(_put)}(f, {s.put(f.name)}, {value})")
-                continue
-            if at >= 0:
-                value = f"tensors[{f'b{at - 1}' if at else i}:b{at}]"
+            if i in self.made_of:
+                given = "".join([f", tensors[{n}]" for n in range(self.at[i], self.at[i + 1])])
+                again.append(f"'{f.name}': {s.put(Recompute)}(data[{first + [*self.made_of].index(i)}]{given})")
+            elif self.asked.late is None:
+                lines.append(f"{s.put(_put)}(f, '{f.name}', {value})")
+            elif at >= 0:
+                lines.append(f"f['{f.name}'] = tensors[{f'b{at - 1}' if at else self.at[-1]}:b{at}]")
             elif layout != "any":
-                value = f"None if {value} is None else {_fitted(s, value, layout)}"
-            s.add(f"f[{s.put(f.name)}] = {value}")
-        s.add(*[f"f['_late'] = {{{', '.join(again)}}}"] * bool(again))
-        for i, f in enumerate((*saves.tensors, *saves.several)) if self.segment.replays else ():
+                lines.append(f"f['{f.name}'] = None if {value} is None else {_fitted(s, value, layout)}")
+            else:
+                lines.append(f"f['{f.name}'] = {value}")
+        s.add(*lines, *[f"f['_late'] = {{{', '.join(again)}}}"] * bool(again))
+        for i, _ in fields if self.segment.replays else ():
             at = i - len(saves.tensors)
-            if f.record == j and at >= 0 and self.asked.late is not None:
-                first = f"b{at - 1}" if at else f"{i}"
-                s.add(f"tensors[{first}:b{at}] = (None,) * (b{at} - {first})")
-            elif f.record == j:
+            if at >= 0 and self.asked.late is not None:
+                start = f"b{at - 1}" if at else f"{i}"
+                s.add(f"tensors[{start}:b{at}] = (None,) * (b{at} - {start})")
+            else:
                 s.add(f"tensors[{i}] = None")
-        if layout != "any" and (self.asked.late is None or again or any(f.record == j for f in saves.several)):
+        several = bool(fields) and fields[-1][0] >= len(saves.tensors)
+        if layout != "any" and (self.asked.late is None or again or several):
             s.add(f"{s.put(fit_record)}({name}, {s.put(layout)})")
         return name
 

@@ -101,7 +101,7 @@ class Saves(NamedTuple):
     def holding(cls, records: Sequence[tuple[int, Record]]) -> Saves:
         """These records, each with the index of its step."""
         fields = [SavedAt(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
-        of_kind = [tuple(f for f in fields if f.kind == kind) for kind in ("tensor", "tuple", "data")]
+        of_kind = [tuple([f for f in fields if f.kind == kind]) for kind in ("tensor", "tuple", "data")]
         return cls((*records,), *of_kind)
 
 
@@ -284,7 +284,7 @@ def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[S
             span=span,
             forward=tuple(forward),
             backward=tuple(_as_configured(s, configured_at) for s in reversed(backward)),
-            parameters=tuple({(id(owner), attribute): (owner, attribute) for owner, attribute in needed}.values()),
+            parameters=tuple(dict.fromkeys(needed)),
             inputs=inputs,
             outputs=outputs,
             crossing=frozenset(c for c in outputs if readers[c]),

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -51,14 +52,12 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        results, schema = [*_tensors(out)], func._schema
-        fresh = bool(results) and any(returned.alias_info is None for returned in schema.returns)
-        changes = any(given.alias_info is not None and given.alias_info.is_write for given in schema.arguments)
-        if (fresh or changes) and func.overloadpacket not in _FREE:
-            several = (*_tensors((args, tuple(kwargs.values()))), *results)
-            moved = sum(t.numel() * t.element_size() for t in several)
+        results, (makes, changes, makes_all) = _tensors(out), _work_of(func)
+        if (makes and results) or changes:
+            several = [*_tensors((args, tuple(kwargs.values()))), *results]
+            moved = sum([t.numel() * t.element_size() for t in several])
             self.work += Savings(1, moved, flops_of(func, args, kwargs, out))
-        if all(returned.alias_info is None for returned in schema.returns):
+        if makes_all:
             for t in results:
                 self._enter(t.untyped_storage())
         return out
@@ -90,12 +89,25 @@ class Tally(TorchDispatchMode):
         self.events.append((number, size))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in cast(Sequence[Any], value):
-            yield from _tensors(one)
+@functools.cache
+def _work_of(func: Any) -> tuple[bool, bool, bool]:
+    """Whether a call of ATen makes a result of its own, changes an argument, and makes all of its results."""
+    own = [returned.alias_info is None for returned in func._schema.returns]
+    changed = [given.alias_info is not None and given.alias_info.is_write for given in func._schema.arguments]
+    works = func.overloadpacket not in _FREE
+    return works and any(own), works and any(changed), all(own)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in lists and tuples, and in those in them, in order."""
+    found, left = list[Tensor](), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            left += cast(Sequence[Any], one)[::-1]
+    return found
 
 
 def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
