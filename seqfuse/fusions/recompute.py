@@ -368,6 +368,8 @@ def _replayed(stages: tuple[_Stage | torch.dtype, ...], x: Tensor, *given: Tenso
         elif stage.from_rstd:
             x = operation.again(x, given[at], *tensors)
             at += 1
+        elif isinstance(operation, LayerNorm) and (again := operation.again(x, *tensors)) is not None:
+            x = again
         else:
             if tensors:
                 operation = _with_parameters(operation, dict(zip(stage.parameters, tensors, strict=True)))

@@ -123,7 +123,7 @@ def _by_kernels(
     scaling = _SCALINGS[recipe.block(role, "rows")] if kept is None else "given"
     given: dict[str, Any] = {} if kept is None else {"scale": kept.scale.view(1), "largest": kept.newest}
     how: dict[str, Any] = {"power_of_two": recipe.power_of_two, "rows": rows, "columns": columns}
-    return _operands(kernels.quantize(x, recipe.dtype(role), scaling, **how, **given), scaling)
+    return _operands(kernels.quantize_matrix(x, recipe.dtype(role), scaling, **how, **given), scaling)
 
 
 def _operands(found: Codes, scaling: str) -> tuple[Operand | None, Operand | None]:

@@ -77,7 +77,7 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     size = math.prod(shape)
     if _in_c(seed, p):
         try:
-            return _c_mask().drop_mask(seed, shape, p)
+            return _c_mask().mask_on_cpu(seed, shape, p)
         except CompileError as error:
             gave_up("Dropout", error)
     groups = (size + 3) // 4
@@ -196,7 +196,7 @@ def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
     """Parts of a mask of `drop_mask`: bool [n, length], row j its elements from `starts[j]` on, in contiguous order."""
     if _in_c(seed, p):
         try:
-            return _c_mask().drop_mask(seed, (starts.shape[0], length), p, starts)
+            return _c_mask().mask_on_cpu(seed, (starts.shape[0], length), p, starts)
         except CompileError as error:
             gave_up("Dropout", error)
     counters = (starts >> 2).unsqueeze(1) + torch.arange((length + 6) // 4, device=seed.device)

@@ -217,6 +217,14 @@ class LayerNorm(Norm):
             mean, rstd = mean.float(), rstd.float()
         return (y if y.dtype is x.dtype else rounded(y, x)), self._saved(x, mean, rstd, weight)
 
+    def again(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
+        """Make y again, with the bits of `fwd`, where one call of torch does; else `None`."""
+        if self.zero_centered or weight is None or bias is None:
+            return None
+        if not x.dtype is weight.dtype is bias.dtype is torch.float32:
+            return None
+        return torch.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
     def _fit(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The input and the gain in dtypes for which ATen computes in, and gives, statistics of `stats_dtype`."""
         floating(x, "LayerNorm")

@@ -282,7 +282,7 @@ def _footprint(
     nodes, env, place = entered.nodes, entering.env, entering.place
     x = like(entering.x, env.dtype if entering.x.is_floating_point() else entering.x.dtype)
     channels = {name: like(t, t.dtype) for name, t in entering.channels.items()}
-    own, before = list[frozenset[int]](), [(x, dict(channels))]
+    own, before = list[frozenset[int]](), [x]
     seeds = torch.empty(len([n for n in nodes if n.seed is not None]), dtype=torch.int64, device=place)
     tried = _Tried(owned(nodes), seeds, counting is None)
     first = at = entered.start - parts.index(entered)
@@ -293,21 +293,45 @@ def _footprint(
                 if isinstance(part, Stretch):
                     if env.autocast is None:
                         check_dtypes(nodes, range(at, at + 1), [x.dtype])
-                    x, made, saved = tried(part.step(at, at + 1), x, channels, part.env)
+                    x, saved = tried(part.step(at, at + 1), x, channels, part.env)
                 else:
                     tried.leave_out([mode.from_tensor(p) for p in part.operation.parameters()])
-                    x, made, saved = run_aside(nodes, at, x, channels, mode), dict[str, Tensor](), frozenset[int]()
+                    given = {channel: tried.whole(channels[channel]) for _, channel in nodes[at].inputs}
+                    x, saved = run_aside(nodes, at, tried.whole(x), given, mode), frozenset[int]()
+                    channels.update(given)
                 at += 1
-                channels.update(made)
                 own.append(saved)
-                before.append((x, dict(channels)))
+                before.append(x)
     fused: dict[tuple[int, Any], frozenset[int]] = {}
     for step in steps:
         if step.fused:
-            reached, after = before[step.start - first], before[step.stop - first]
             alone = dataclasses.replace(step, to=None)  # what is quantized, its reader saves
-            fused[step.start, step.operation] = tried(alone, *reached, env, after)[2]
+            y = before[step.stop - first]
+            fused[step.start, step.operation] = tried(alone, before[step.start - first], channels, env, y)[1]
     return Kept(own, fused, tried.sizes)
+
+
+class _Alike:
+    """Stands for a tensor like one that a step gave before, and is made only where another step has to run on it."""
+
+    __slots__ = ("dtype", "number", "shape", "strides", "tensor")
+
+    def __init__(self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.strides, self.dtype = shape, strides, dtype
+        self.number: int | None = None
+        self.tensor: Tensor | None = None
+
+    def stride(self) -> tuple[int, ...]:
+        """As that of a tensor."""
+        return self.strides
+
+
+class _Form(NamedTuple):
+    """What a result is like that is no tensor a step was given."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class _Tried:
@@ -317,49 +341,91 @@ class _Tried:
         self._owned, self._seeds, self._shares, self.sizes = owned, seeds, shares, dict[int, int]()
         self._numbers: dict[int, int] = {}  # by storage
         self._held: list[Tensor] = []  # so that no storage takes the place of one that went
-        # What y is like, unless it is x, and what is saved: "x", "y", "seeds", or a tensor of so many bytes.
-        self._known: dict[Any, tuple[tuple[Any, ...] | None, tuple[str | int, ...]]] = {}
+        # Each result by its form, or by the name of the tensor that it is, and what is saved: such names, or the bytes
+        # of other tensors. Names are x, y, seeds, and those of extra inputs and outputs.
+        self._known: dict[Any, tuple[dict[str, Any], tuple[str | int, ...]]] = {}
         self._described: dict[int, str] = {}
 
     def __call__(
-        self,
-        step: Step,
-        x: Tensor,
-        channels: Mapping[str, Tensor],
-        env: Env,
-        same: tuple[Tensor, Mapping[str, Tensor]] | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor], frozenset[int]]:
-        """y, the channels it makes and the numbers of what it saves; `same` are y and channels of its operations."""
-        alone = self._shares and not any(node.inputs or node.outputs for node in step.nodes)
-        planned = step.needs, step.borders, step.recipes
-        about = (*map(self._about, step.nodes, step.covers), x.shape, x.dtype, x.stride(), *planned)
-        key: Any = (type(step.operation), about) if alone else None
+        self, step: Step, x: Any, channels: dict[str, Any], env: Env, same: Any = None
+    ) -> tuple[Any, frozenset[int]]:
+        """Its y, and the numbers of what it saves; `channels`, in which no name is made twice, gains what it makes.
+
+        `same` is the y of its operations, whose channels are there: what it gives is what they give.
+        """
+        places: dict[str, Any] = {"x": x, **{f"in {name}": channels[channel] for name, channel in step.reads}}
+        outputs = [(f"out {name}", channel) for name, channel in step.writes]
+        stored = [self._place(t) for t in places.values()]
+        forms = [(t.shape, t.dtype, t.stride()) for t in places.values()]
+        key: Any = None
+        if self._shares:
+            alike = [stored.index(place) for place in stored]
+            planned = step.needs, step.borders, step.recipes
+            key = (type(step.operation), *map(self._about, step.nodes, step.covers), *forms, *alike, *planned)
         if key in self._known:
-            like, found = self._known[key]
-            y = x if like is None else torch.empty_strided(*like[:2], dtype=like[2], device=x.device)
-            places = {"x": x, "y": y if same is None else same[0], "seeds": self._seeds}
-            return y, {}, frozenset(self._fresh(n) if isinstance(n, int) else self._number(places[n]) for n in found)
+            results, found = self._known[key]
+            for name, form in results.items():
+                places[name] = _Alike(*form) if isinstance(form, _Form) else places[form]
+            y = places["y"]
+            if same is None:
+                channels.update((channel, places[name]) for name, channel in outputs)
+            else:
+                places |= {"y": same, **{name: channels[channel] for name, channel in outputs}}
+            places["seeds"] = self._seeds
+            return y, frozenset([self._fresh(n) if isinstance(n, int) else self._number(places[n]) for n in found])
+        given = {channel: self.whole(channels[channel]) for _, channel in step.reads}
         try:
-            y, named, saved = step.returned(step.call(env, x, channels, self._seeds)[0])
+            y, named, saved = step.returned(step.call(env, self.whole(x), given, self._seeds)[0])
         except RuntimeError as error:
             if not step.fused:
                 raise
             cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
             raise RuntimeError(f"{step.name} does not run on fake tensors; {cure}: {error}") from None
-        made = {channel: named[name] for name, channel in step.writes}
-        if same is not None:
-            # What it gives is what its operations give: another step that saves it saves the same tensor.
-            for mine, theirs in ((y, same[0]), *((t, same[1][channel]) for channel, t in made.items())):
+        made = {"y": y, **{f"out {name}": named[name] for name, _ in step.writes}}
+        if same is None:
+            channels.update((channel, made[name]) for name, channel in outputs)
+        else:
+            for mine, theirs in zip(made.values(), (same, *[channels[c] for _, c in outputs]), strict=True):
                 self._numbers[storage_of(mine)] = self._number(theirs)
                 self._held.append(mine)
         records = ((record, record.among(saved, self._seeds)) for record in step.saves)
         tensors = [t for record, value in records for t in _tensors(value, record.kept) if is_fake(t)]
         tensors = [t for t in tensors if storage_of(t) not in self._owned]
-        if key is not None and (y is x or storage_of(y) != storage_of(x)):
-            names: dict[int, str | int] = {storage_of(self._seeds): "seeds", storage_of(y): "y", storage_of(x): "x"}
-            several = {storage_of(t): names.get(storage_of(t), t.untyped_storage().nbytes()) for t in tensors}
-            self._known[key] = None if y is x else (y.shape, y.stride(), y.dtype), tuple(several.values())
-        return y, made, frozenset(map(self._number, tensors))
+        if key is not None:
+            self._keep(key, {name: self.whole(t) for name, t in places.items()}, made, tensors)
+        return y, frozenset(map(self._number, tensors))
+
+    def _keep(self, key: Any, given: dict[str, Tensor], made: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
+        """Keep what a step gave, unless a result of it is a view of another tensor."""
+        results: dict[str, Any] = {}
+        known = dict(given)
+        for name, t in made.items():
+            is_of = next((other for other, one in known.items() if one is t), None)
+            if is_of is None and storage_of(t) in map(storage_of, known.values()):
+                return
+            results[name] = is_of or _Form(t.shape, t.stride(), t.dtype)
+            known[name] = t
+        names: dict[int, str | int] = {storage_of(self._seeds): "seeds"}
+        names |= {storage_of(t): name for name, t in reversed(known.items())}
+        several = {storage_of(t): names.get(storage_of(t), t.untyped_storage().nbytes()) for t in saved}
+        self._known[key] = results, tuple(several.values())
+
+    def whole(self, t: Any) -> Tensor:
+        """A tensor, made now if it was not needed before."""
+        if not isinstance(t, _Alike):
+            return t
+        if t.tensor is None:
+            t.tensor = torch.empty_strided(t.shape, t.strides, dtype=t.dtype, device=self._seeds.device)
+            if t.number is not None:
+                self._held.append(t.tensor)
+                self._numbers[storage_of(t.tensor)] = t.number
+        return t.tensor
+
+    def _place(self, t: Any) -> int:
+        """What tells the storage of a tensor from others."""
+        if isinstance(t, _Alike):
+            return -id(t) if t.tensor is None else storage_of(t.tensor)
+        return storage_of(t)
 
     def leave_out(self, tensors: Sequence[Tensor]) -> None:
         """Do not count these: they are parameters."""
@@ -371,7 +437,13 @@ class _Tried:
             self._described[at] = describe(node)
         return self._described[at]
 
-    def _number(self, t: Tensor) -> int:
+    def _number(self, t: Any) -> int:
+        if isinstance(t, _Alike) and t.tensor is None:
+            if t.number is None:
+                last = sum([(size - 1) * stride for size, stride in zip(t.shape, t.strides, strict=True)])
+                t.number = self._fresh(0 if 0 in t.shape else (last + 1) * t.dtype.itemsize)
+            return t.number
+        t = self.whole(t)
         self._held.append(t)
         at = self._numbers.get(storage_of(t))
         if at is None:

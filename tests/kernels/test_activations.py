@@ -61,9 +61,9 @@ EXACT: dict[str, Callable[[Any], Any]] = {
 def made(name: str, module: ModuleType = activations) -> activations.Activation:
     ready = module.ACTIVATIONS
     if name == "scaled":
-        return module.scale(-0.7)
+        return module.constant_factor(-0.7)
     if name == "composed":
-        return module.composed(ready["silu"], module.scale(1.5), ready["tanh"], ready["gelu"])
+        return module.composed(ready["silu"], module.constant_factor(1.5), ready["tanh"], ready["gelu"])
     return ready[name]
 
 

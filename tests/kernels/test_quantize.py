@@ -35,7 +35,7 @@ PAIRS = [
 
 def by_kernels(x: Tensor, recipe: Recipe, role: Role, module: ModuleType = kernels, **given: Any) -> Codes:
     scaling = "given" if recipe.keeps_state else SCALINGS[recipe.block(role, "rows")]
-    return module.quantize(x, recipe.dtype(role), scaling, power_of_two=recipe.power_of_two, **given)
+    return module.quantize_matrix(x, recipe.dtype(role), scaling, power_of_two=recipe.power_of_two, **given)
 
 
 def assert_as_defined(found: Codes, x: Tensor, recipe: Recipe, role: Role, **given: Any) -> None:
