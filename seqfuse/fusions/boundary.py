@@ -110,7 +110,7 @@ class BlockBoundaryActivation(JointFusion):
         mean: Tensor | None  # [*] float32, of LayerNorm
         rstd: Tensor  # [*] float32
         weight: Tensor | None  # [H], the parameter itself
-        bias_of_norm: Tensor | None  # [H], the norm's bias, the parameter itself
+        shift: Tensor | None  # [H], the norm's bias, the parameter itself
         seed: Tensor | None  # [] int64
         p: float
         factors: tuple[float, ...]  # of the constant factors

@@ -140,9 +140,9 @@ class Scores:
         algorithms are to be deterministic, in a process whose model is divided over several, and in a graph, where two
         calls that differ by their seeds alone would be taken for one.
         """
-        if seeds_decide or divided() or torch.compiler.is_compiling() or recording():
-            return False
         if not 0 < self.p < 1 or self.softcap is not None or self.mask is not None or q.device.type != "cuda":
+            return False
+        if seeds_decide or divided() or torch.compiler.is_compiling() or recording():
             return False
         # Wider heads have no backward with dropout on some of the cards.
         fits = q.dtype in _HALF and q.shape[-1] <= 192 and q.shape[-1] % 8 == 0 and 0 not in q.shape

@@ -329,7 +329,7 @@ class _Backward:
             keywords += [f"{n}={r}" if isinstance(r, str) else f"{n}=({', '.join(r)},)" for n, r in slots.items()]
         keywords += [f"{keyword}={name}" for keyword, name in names]
         records = zip(own, step.records, strict=True) if self.made_of else ()
-        gone = [(r, names) for r, record in records if (names := self._made_for_others(record))]
+        gone = [(r, others) for r, record in records if (others := self._made_for_others(record))]
         apart = lets_go and bool(gone) and not self.checked and self.segment.context.on_step is None
         constants = {k: v for k, v in step.constants(env, True).items() if not (apart and k == "needs")}
         keywords += [f"{identifier(k)}={s.put(v)}" for k, v in constants.items()]
@@ -348,7 +348,7 @@ class _Backward:
         elif apart:
             given = ", ".join([*positional, *keywords])
             s.add(f"_, grads = {bwd}({given}, needs={s.put(step.needed - _X)})")
-            s.add(*[f"{s.put(_let_go)}({r}, {s.put(names)})" for r, names in gone])
+            s.add(*[f"{s.put(_let_go)}({r}, {s.put(others)})" for r, others in gone])
             s.add(f"d = {bwd}({given}, needs={s.put(_X)})[0]")
         else:
             s.add(f"d, grads = {bwd}({', '.join([*positional, *keywords])})")

@@ -265,8 +265,8 @@ def _made_again(segment: Segment, places: Sequence[Any]) -> Late:
     found = [i for i, place in enumerate(places) if place.__class__ is tuple and place[0] is not None]
     if found and (found[-1] >= len(saves.tensors) or any(type(t) is not int for i in found for t in places[i][1:])):
         return ()
-    kinds = [type(segment.forward[saves.records[saves.tensors[i].record][0]].operation) for i in found]
-    ours = all(kind.__module__.startswith("seqfuse.") for kind in kinds)
+    steps = [segment.forward[saves.records[saves.tensors[i].record][0]] for i in found]
+    ours = all(step.operation.__class__.__module__.startswith("seqfuse.") for step in steps)
     return tuple((i, len(places[i]) - 1) for i in found) if ours else ()
 
 

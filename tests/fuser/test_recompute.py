@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError, StateError
+from seqfuse.fusions import RecomputeActivation, RecomputeNorm, recompute
 from seqfuse.operation import config_version
 from seqfuse.run import code
 from seqfuse.saved import copied
@@ -362,6 +364,52 @@ def test_generated_code_makes_a_field_again_and_lets_it_go(monkeypatch: pytest.M
     calls.clear()
     assert_same(passes(model, x), expected)
     assert calls == ["freed"] * 3
+
+
+def test_later_calls_save_what_a_field_is_made_of_without_looking_for_it():
+    layers = ops.Residual(ops.LayerNorm(6), ops.Linear(6, 12), ops.SiLU(), ops.MergedLinear(12, (4, 2))), ops.Tanh()
+    fusions = RecomputeNorm, RecomputeActivation
+    model, x = sf.Sequential(*layers, fusions=fusions, memory="lean"), draw(7, 6, dtype=torch.float32).requires_grad_()
+    randomize(model)
+    assert model.plan(x).fused[0] == 2
+    first = model(x)
+    expected = torch.autograd.grad(first, (x, *model.parameters()), torch.ones_like(first))
+    for hooks in (contextlib.nullcontext(), contextlib.nullcontext(), graph.save_on_cpu(), contextlib.nullcontext()):
+        with hooks:
+            y = model(x)
+        assert (y.grad_fn.kept[4] == ((0, 3), (3, 1))) is isinstance(hooks, contextlib.nullcontext)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+        (dweight,) = torch.autograd.grad(y, model[0][1].weight, torch.ones_like(y), retain_graph=True)
+        found = torch.autograd.grad(y, (x, *model.parameters()), torch.ones_like(y))
+        assert torch.equal(dx, expected[0])
+        assert torch.equal(dweight, expected[3])
+        assert all(map(torch.equal, found, expected))
+    unfused = sf.Sequential(*layers, fusions=())(x)
+    for mine, theirs in zip(expected, torch.autograd.grad(unfused.sum(), (x, *model.parameters())), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_what_is_made_again_for_a_weight_is_let_go_before_the_gradient_of_the_input(monkeypatch: pytest.MonkeyPatch):
+    made, alive, run, again = list[Any](), list[Any](), ops.Linear.bwd, recompute._replayed
+
+    def made_again(*given: Any) -> Tensor:
+        y = again(*given)
+        made.append(weakref.ref(y))
+        return y
+
+    def bwd(self: ops.Linear, dy: Tensor, saved: Any, *, needs: frozenset[str], **given: Any) -> Any:
+        alive.append((sorted(needs), bool(made) and made[-1]() is not None))
+        return run(self, dy, saved, needs=needs, **given)
+
+    monkeypatch.setattr(ops.Linear, "bwd", bwd)
+    monkeypatch.setattr(recompute, "_replayed", made_again)
+    model = sf.Sequential(ops.LayerNorm(6), ops.Linear(6, 5, bias=False), fusions=(RecomputeNorm,), memory="lean")
+    for _ in range(3):
+        made.clear()
+        alive.clear()
+        model(draw(4, 6, dtype=torch.float32).requires_grad_()).sum().backward()
+        assert alive == [(["weight"], False), (["x"], False)]
+        assert len(made) == 1
 
 
 @pytest.mark.parametrize("saving", [ops.Linear, lambda *sizes: ops.MergedLinear(sizes[0], (3, 4))])

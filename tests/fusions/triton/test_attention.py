@@ -109,7 +109,7 @@ def test_the_kernel_follows_what_torch_has(monkeypatch: pytest.MonkeyPatch):
     """On a GPU: what torch takes itself where it does all of it, FlashAttention for a window, ours for the rest."""
     taken = {torch.bfloat16: "cudnn", torch.float32: "efficient"}
     monkeypatch.setattr(_attention._sdpa, "has_flash", lambda device: True)
-    monkeypatch.setattr(_attention._sdpa, "backend", lambda q, k, causal: taken.get(q.dtype))
+    monkeypatch.setattr(_attention._sdpa, "sdpa_backend", lambda q, k, causal: taken.get(q.dtype))
 
     class OnGPU:
         device = torch.device("cuda")
