@@ -502,7 +502,7 @@ def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
 ):
     """In the forward pass k and v as the kernel reads them, and floats of each thread in both passes."""
     calls, kernel = list[int](), attention.attention_on_cpu
-    monkeypatch.setattr(attention, "attention_fwd", lambda *given, **of: (calls.append(1), kernel(*given, **of))[1])
+    monkeypatch.setattr(attention, "attention_on_cpu", lambda *given, **of: (calls.append(1), kernel(*given, **of))[1])
     around = ops.Linear(WIDTH, 3 * WIDTH), ops.Attention(3, causal=True, dropout=dropout), ops.Linear(WIDTH, WIDTH)
     model = sf.Sequential(ops.LayerNorm(WIDTH), *around, memory=memory)
     x = draw(2, 300, WIDTH, seed=3).float()

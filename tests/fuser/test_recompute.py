@@ -377,7 +377,7 @@ def test_later_calls_save_what_a_field_is_made_of_without_looking_for_it():
     for hooks in (contextlib.nullcontext(), contextlib.nullcontext(), graph.save_on_cpu(), contextlib.nullcontext()):
         with hooks:
             y = model(x)
-        assert (y.grad_fn.kept[4] == ((0, 3), (3, 1))) is isinstance(hooks, contextlib.nullcontext)
+        assert (y.grad_fn.kept[4] == ((4, 3), (7, 1))) is isinstance(hooks, contextlib.nullcontext)
         (dx,) = torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
         (dweight,) = torch.autograd.grad(y, model[0][1].weight, torch.ones_like(y), retain_graph=True)
         found = torch.autograd.grad(y, (x, *model.parameters()), torch.ones_like(y))
@@ -404,12 +404,12 @@ def test_what_is_made_again_for_a_weight_is_let_go_before_the_gradient_of_the_in
     monkeypatch.setattr(ops.Linear, "bwd", bwd)
     monkeypatch.setattr(recompute, "_replayed", made_again)
     model = sf.Sequential(ops.LayerNorm(6), ops.Linear(6, 5, bias=False), fusions=(RecomputeNorm,), memory="lean")
-    for _ in range(3):
+    for call in range(3):
         made.clear()
         alive.clear()
         model(draw(4, 6, dtype=torch.float32).requires_grad_()).sum().backward()
         assert alive == [(["weight"], False), (["x"], False)]
-        assert len(made) == 1
+        assert len(made) == (2 if call == 0 else 1)  # the first call compares the record with that of the operation
 
 
 @pytest.mark.parametrize("saving", [ops.Linear, lambda *sizes: ops.MergedLinear(sizes[0], (3, 4))])
