@@ -58,7 +58,9 @@ class Seqfuse(torch.autograd.Function):
                 tensors = functools.cache(lambda: _saved_tensors(ctx, packed))  # a checkpoint hands them out once
                 return tuple(Batched.run(lambda *one: _backward(ctx, kept, one, tensors()), douts))
             return _backward(ctx, kept, douts, _saved_tensors(ctx, packed))
-        tensors = _values(packed, _saved_tensors(ctx, packed))
+        tensors = _saved_tensors(ctx, packed)
+        if late is None:
+            tensors = _values(packed, tensors)
         if segment.autocast is None and not any_autocast():
             return code(segment, kept, tensors, None, None, *douts)
         with autocasting(segment.context.env.device, segment.autocast):
