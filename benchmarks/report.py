@@ -7,14 +7,11 @@ of a GPU in `docs/figures/`, and prints the targets.
 from __future__ import annotations
 
 import ast
-import functools
-import json
 import math
 import re
 import sys
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,62 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import plots
 import targets
+from tables import DRAWN, MIB, Lines, Results, Rows, between, drawn, read, table, where, wrapped
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/dev").glob("*.md"))]
 FIGURES = re.compile(
     r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
 )
-MIB = 2**20
-Results = dict[str, Any]
-Rows = list[dict[str, Any]]
-Lines = list[str]
-DRAWN: dict[str, Callable[[], str | None]] = {}
-
-
-def read(name: str) -> Results | None:
-    """What a benchmark wrote; `None` where it never ran."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def drawn(name: str, *files: str) -> Callable[[Callable[..., Lines]], Callable[[], str | None]]:
-    """Registers what draws a table of what these files have; without one of them, or without lines, there is none."""
-
-    def register(draw: Callable[..., Lines]) -> Callable[[], str | None]:
-        @functools.wraps(draw)
-        def of_results() -> str | None:
-            found = [read(file) for file in files]
-            lines = [] if None in found else draw(*found)
-            return "\n".join(lines) + "\n" if lines else None
-
-        DRAWN[name] = of_results
-        return of_results
-
-    return register
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> Lines:
-    """A Markdown table whose first columns are words and whose others are numbers."""
-    names = list(head)
-    marks = ["---" if i < left else "---:" for i in range(len(names))]
-    return [f"| {' | '.join(cells)} |" for cells in (names, marks, *rows)]
-
-
-def where(found: Results) -> str:
-    """On what and with what; the file of results has the commit, too."""
-    about = found["about"]
-    parts = [about["device"], f"torch {about['torch']}"]
-    return ", ".join(parts + ([f"Triton {about['triton']}"] if "triton" in about else [])) + "."
-
-
-def wrapped(sentences: str) -> str:
-    return textwrap.fill(" ".join(sentences.split()), 118, break_on_hyphens=False)
-
-
-def between(m: dict[str, float]) -> str:
-    return f"{m['ratio']:.2f} ({m['low']:.2f} to {m['high']:.2f})"
 
 
 @drawn("host", "host", "planning")

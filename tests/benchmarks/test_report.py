@@ -11,6 +11,7 @@ import plots
 import pytest
 import record
 import report
+import tables
 import targets
 
 ABOUT = {
@@ -50,7 +51,7 @@ def found() -> dict[str, Any]:
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     return tmp_path
 
 
