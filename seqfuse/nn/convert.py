@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ _OPERATIONS: dict[type[nn.Module], tuple[Callable[..., UnfusedOperation], tuple[
     nn.ReLU: (ops.ReLU, ()),
     nn.SiLU: (ops.SiLU, ()),
     nn.GELU: (ops.GeLU, ("approximate",)),
+    nn.GLU: (functools.partial(ops.GLU, packing="up_gate"), ()),
     nn.Sigmoid: (ops.Sigmoid, ()),
     nn.Tanh: (ops.Tanh, ()),
 }
@@ -81,6 +83,8 @@ def _alterations(module: nn.Module) -> Iterator[str]:
         yield "a forward of its own"
     beside = "_parameters" if type(module) is nn.Sequential else "_modules"
     yield from (f"{name} beside its own" for name in (*state[beside], *state["_buffers"]))
+    if state.get("dim", -1) != -1:
+        yield f"dim={state['dim']}, which no operation here has"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
         if state.get(name):
             yield f"{name}, which no operation here has"

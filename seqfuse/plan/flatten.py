@@ -125,7 +125,7 @@ def _without_switches(held: Mapping[str, Any]) -> dict[str, Any]:
 TWINS: dict[type, str] = {
     nn.Dropout: "ops.Dropout", nn.Embedding: "ops.Embedding", nn.GELU: "ops.GeLU", nn.Identity: "ops.Identity",
     nn.LayerNorm: "ops.LayerNorm", nn.Linear: "ops.Linear", nn.ReLU: "ops.ReLU", nn.RMSNorm: "ops.RMSNorm",
-    nn.SiLU: "ops.SiLU", nn.Sigmoid: "ops.Sigmoid", nn.Tanh: "ops.Tanh",
+    nn.SiLU: "ops.SiLU", nn.Sigmoid: "ops.Sigmoid", nn.Tanh: "ops.Tanh", nn.GLU: 'ops.GLU(packing="up_gate")',
 }  # fmt: skip
 _CONTAINERS: dict[type, str] = {
     nn.Sequential: "seqfuse.Sequential", nn.TransformerEncoderLayer: "seqfuse.convert",

@@ -82,6 +82,7 @@ ALTERED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     "a buffer beside": (at(LINEAR, lambda m: m.register_buffer("b", torch.ones(2))), ValueError, "b beside its own"),
     "of no operation": (lambda m: m.append(nn.Bilinear(3, 3, 3)), TypeError, "Bilinear, at 3; sf.convert"),
     "a layer": (lambda m: m.append(nn.TransformerEncoderLayer(24, 4)), TypeError, "TransformerEncoderLayer, at 3"),
+    "another dimension": (lambda m: m.append(nn.GLU(1)), ValueError, "GLU at 3 was altered: it has dim=1, which"),
     **{
         name: (lambda m, name=name: m.append(nn.Embedding(4, 24, **{name: True})), ValueError, f"has {name}, which")
         for name in ("max_norm", "scale_grad_by_freq", "sparse")

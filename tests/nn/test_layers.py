@@ -258,7 +258,7 @@ def test_a_layer_of_torch_drops_where_torch_does():
     assert [m.dropout for m in mine.modules() if isinstance(m, ops.Attention)] == [0.25]
 
 
-@pytest.mark.parametrize("module", [nn.Linear(4, 3), nn.RMSNorm(4), nn.Tanh(), nn.Dropout(0.4)], ids=str)
+@pytest.mark.parametrize("module", [nn.Linear(4, 3), nn.RMSNorm(4), nn.Tanh(), nn.GLU(), nn.Dropout(0.4)], ids=str)
 def test_one_module_becomes_one_operation(module: nn.Module):
     mine = from_torch(module.eval())
     assert type(mine) is getattr(ops, type(module).__name__)
