@@ -483,9 +483,7 @@ def test_where_nothing_can_be_timed_the_declared_costs_stay(what: str, monkeypat
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     elif what == "vmap":
         monkeypatch.setattr("torch._C._functorch.peek_interpreter_stack", lambda: 1)
-        from seqfuse.plan import reference
-
-        monkeypatch.setattr(reference, "_interpreter", lambda: 1)
+        monkeypatch.setattr("seqfuse.autograd._interpreter", lambda: 1)
     else:
         handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
     try:
