@@ -13,7 +13,7 @@ from unittest import mock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqfuse import ops
-from seqfuse.kernels import _device, attention, decode, norm, pointwise, rope
+from seqfuse.kernels import _device, attention, decode, norm, pointwise, quantize, rope
 from seqfuse.kernels._operators import Operator
 from seqfuse.ops import norm as norm_ops
 
@@ -73,7 +73,7 @@ class Launches(TorchDispatchMode):
 def counting(counted: Launches) -> Iterator[Launches]:
     """Counts the launches of Triton kernels as well, and RMSNorm as torch runs it on a GPU."""
     with contextlib.ExitStack() as stack:
-        for module in (pointwise, norm, _device, rope, attention, decode):
+        for module in (pointwise, norm, _device, rope, attention, decode, quantize):
             stack.enter_context(mock.patch.object(module, "launch", counted.launch))
             if hasattr(module, "stops"):
                 stack.enter_context(mock.patch.object(module, "stops", return_value=False))

@@ -34,6 +34,7 @@ class Signature:
     dtype: bool = False
     to: bool = False
     recipe: bool = False
+    weights: bool = False
     optional: frozenset[str] = frozenset()  # those of the extras that have a default
 
     @classmethod
@@ -57,7 +58,7 @@ class Signature:
         extra = parameters[len(first) :]
         reserved = {"needs", "env", "seed", *(["dtype", "to"] if fused else ["recipe"])}
         reserved |= {"main_grads"} if function == "bwd" else set[str]()
-        reserved |= {"seeds"} if fused and function == "fwd" else set[str]()
+        reserved |= {"seeds" if fused else "weights"} if function == "fwd" else set[str]()
         for p in extra:
             if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | reserved):
                 known = ", ".join(sorted((allowed or frozenset()) | reserved))

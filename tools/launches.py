@@ -84,7 +84,7 @@ class Launch:
     @property
     def has_dot(self) -> bool:
         """Whether it multiplies matrices by instructions that `wgmma` stands for on sm_90."""
-        fixed, half = self.constexprs, self.args[0].element_size() == 2
+        fixed, half = self.constexprs, getattr(self.args[0], "itemsize", 0) == 2  # of several tensors there is none
         if self.kernel is grouped._grouped_gemm_kernel or self.kernel is grouped._grouped_outer_kernel:
             return half
         if self.kernel is attention._attention_dkv_kernel:  # of other than 64 rows it is the instruction of sm_80
@@ -217,6 +217,33 @@ def _norms(target: str) -> Calls:
             label = "layernorm" if centered else "rmsnorm"
             name = f"{label}{'+' + ','.join(parts) if parts else ''} {kinds} {columns} {{kernel}} {{tile}}"
             yield name, functools.partial(_norm, centered, dtype, columns, parts, wide or dtype)
+    forms = (((), False), (branch[:1], False), (branch, False), ((), True), (branch, True))
+    for to, centered, dtype, (parts, autocast) in itertools.product(_codes(target), (True, False), (BF16, F16), forms):
+        of_16 = dtype is BF16 or (to.down_columns and not centered)
+        if of_16 and (to.scaling != "1x128" or not autocast):
+            label, way = "layernorm" if centered else "rmsnorm", "rows+columns" if to.down_columns else "rows"
+            name = f"{label} {{kernel}} {to.scaling} {way} {','.join(parts)} {_name(dtype)}{' in fp32' * autocast}"
+            yield name, functools.partial(_norm_codes, to, centered, dtype, F32 if autocast else dtype, parts)
+
+
+def _norm_codes(to: quantize.As, centered: bool, dtype: torch.dtype, wide: torch.dtype, parts: tuple[str, ...]) -> None:
+    """Both passes; the residual stream and all parameters may be float32. What needs too many registers has none."""
+    x, stream, row = _new(8192, 4096, dtype=dtype), _new(8192, 4096, dtype=wide), _new(4096, dtype=wide)
+    seed: dict[str, Any] = {"seed": SEED, "p": 0.1} if "seed" in parts else {}
+    most: dict[str, Any] = {"largest": _new(1, dtype=F32)} if to.scaling == "given" else {}
+    pre_bias = row if "pre_bias" in parts else None
+    norm.norm_codes(
+        x, row, row if centered else None, 1e-5, to, centered=centered, residual=stream, dtype=dtype,
+        stream_dtype=wide, pre_bias=pre_bias, **seed, **most,
+    )  # fmt: skip
+    if to.scaling == "1x128" and (centered or seed):
+        return
+    stats = _new(8192, dtype=F32)
+    norm.norm_codes_backward(
+        x, stream, stats if centered else None, stats, row, to, dstream=stream, dweight=wide,
+        dbias=wide if centered else None, dpre_bias=None if pre_bias is None else wide, branch_dtype=dtype, **seed,
+        **most,
+    )  # fmt: skip
 
 
 def _norm(centered: bool, dtype: torch.dtype, columns: int, parts: tuple[str, ...], wide: torch.dtype) -> None:
@@ -365,6 +392,26 @@ def _ropes(target: str) -> Calls:
             for int8 in (False, True) if size <= 256 else ():
                 name = f"rope_write {_name(dtype)} {size} {style}{' int8' * int8}"
                 yield name, functools.partial(_rope_write, dtype, size, rotation, int8)
+    ways = ((128, "half"), (64, "half"), (32, "half"), (128, "interleaved"), (64, "interleaved"))
+    for to, (size, style), dtype in itertools.product(_codes(target), ways, (BF16, F16)):
+        for around in ("", "positions", "cos", "cos by pair") if size == 128 or to.down_columns else ():
+            way = "rows+columns" if to.down_columns else "rows"
+            name = f"rope {{kernel}} {to.scaling} {way} {_name(dtype)} {size} {style} {around}"
+            if dtype is BF16 or to.down_columns:
+                yield name, functools.partial(_rope_codes, to, dtype, size, style, around)
+
+
+def _rope_codes(to: quantize.As, dtype: torch.dtype, size: int, style: Any, around: str) -> None:
+    heads, kv, (batch, rows) = 24, 8, (8, 1024)
+    places: dict[str, Any] = {"positions": torch.empty(batch, rows, dtype=torch.int64)} if around == "positions" else {}
+    if around.startswith("cos"):
+        angles = _new(batch, rows, size // (2 if around == "cos by pair" else 1), dtype=dtype)
+        places |= {"cos": angles, "sin": angles}
+    dy, most = _new(batch, rows, (heads + 2 * kv) * size, dtype=dtype), _new(1, dtype=F32)
+    rope.rope_codes_backward(
+        dy, heads, kv, rope.Rotation(style, size), to, dbias=dtype if around else None, **places,
+        largest=most if to.scaling == "given" else None,
+    )  # fmt: skip
 
 
 def _rope(dtype: torch.dtype, size: int, rotation: rope.Rotation | None, around: tuple[str, ...]) -> None:
@@ -509,6 +556,11 @@ def _quantizations(target: str) -> Calls:
                 **given,
             )
             yield f"{{kernel}} {scaling} {way} {_name(dtype)}{' odd' * (rows % 16 > 0)}", call
+    for scaling, dtype, way in itertools.product(("128x128", "1x32"), (BF16, F16), ("rows", "rows+columns")):
+        some = [_new(*shape, dtype=dtype) for shape in ((4096, 1024), (1024, 4096), (1024, 1024), (2048, 1024))]
+        asked = {"power_of_two": dtype is BF16, "columns": "columns" in way}
+        call = functools.partial(quantize.quantize_several, some[0], some[1:], torch.float8_e4m3fn, scaling, **asked)
+        yield f"{{kernel}} {scaling} {way} {_name(dtype)}", call
     p = pointwise
     chains = (
         Chain(p.gated(GELU)), Chain(p.bias(), p.store(), p.act(GELU)), Chain(p.dgated(GELU)),
@@ -564,9 +616,10 @@ def _permutes(target: str) -> Calls:
             yield f"{of} sums", both
 
 
+_CODES = "_chain_codes_kernel", "_norm_codes_kernel", "_norm_codes_bwd_kernel", "_rope_codes_bwd_kernel"
 WITHOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("sm_80", "sm_89"), ("quantize", "_chain_codes_kernel")),
-    "gfx942": ("_chain_codes_kernel",),
+    **dict.fromkeys(("sm_80", "sm_89"), ("quantize", *_CODES)),
+    "gfx942": _CODES,
 }
 """Modules of which nothing is launched on an architecture, and kernels."""
 

@@ -14,13 +14,26 @@ from ..env import Env, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
+from ..ops._lowprecision import as_codes, as_quantized
 from ..ops._parameters import parameter
 from ..pointwise import Pointwise
+from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import as_one_activation, factors_of, functions_fit, kernels_read, sum_dtype
-from .norm import NormRecord, bias_of_norm, gives_own, norm_fits, norm_records, recorded_bwd, run_norm, run_norm_bwd
+from .norm import (
+    bias_of_norm,
+    gives_own,
+    is_worthwhile,
+    norm_bwd_to,
+    norm_fits,
+    norm_records,
+    norm_to,
+    recorded_bwd,
+    run_norm,
+    run_norm_bwd,
+)
 
 if TYPE_CHECKING:
-    from ..kernels.norm import Normed, NormGradients
+    from ..kernels.norm import NormGradients
 
 
 class BlockBoundary(ForwardFusion):
@@ -43,12 +56,22 @@ class BlockBoundary(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from boundary_fits(self.bias, self.norm, self.dropout, env)
 
+    def can_quantize(self, to: Quantize, env: Env) -> bool:
+        return is_worthwhile(to, env)
+
     def fwd(
-        self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        out, record, _ = boundary_fwd(self.bias, self.dropout, self.norm, x, add_other, dropout_seed, dtype=dtype)
-        assert out.stream is not None
-        return out.y, {} if self.fork is None else {"fork_out": out.stream}, {"norm": record}
+        self,
+        x: Tensor,
+        *,
+        add_other: Tensor,
+        dropout_seed: Tensor | None = None,
+        dtype: torch.dtype | None,
+        to: Quantize | None = None,
+    ) -> tuple[Tensor | Quantized, dict[str, Tensor], dict[str, Any]]:
+        around, _ = boundary_around(self.bias, self.dropout, x, add_other, dropout_seed, dtype=dtype)
+        y, stream, record = norm_to(self.norm, x, to, **around)
+        assert stream is not None
+        return y, {} if self.fork is None else {"fork_out": stream}, {"norm": record}
 
 
 class BlockBoundaryBackward(BackwardFusion):
@@ -70,6 +93,11 @@ class BlockBoundaryBackward(BackwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from boundary_fits(self.bias, self.norm, self.dropout, env)
 
+    def can_quantize(self, to: Quantize, env: Env) -> bool:
+        # Under blocks of 128 neither a second sum along rows nor dropout fits in registers.
+        light = isinstance(self.norm, RMSNorm) and (self.dropout is None or not self.dropout.random)
+        return is_worthwhile(to, env) and (light or to.block != COLUMNS)
+
     def bwd(
         self,
         dy: Tensor,
@@ -79,8 +107,18 @@ class BlockBoundaryBackward(BackwardFusion):
         d_fork_out: Tensor | None = None,
         needs: frozenset[str],
         dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor | None, Grads]:
+        to: Quantize | None = None,
+    ) -> tuple[Tensor | Quantized | None, Grads]:
         seed, p = (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
+        if to is not None and "x" in needs and to.takes(dy):
+            around: dict[str, Any] = {"seed": seed, "p": p, "dstream": d_fork_out, "branch_dtype": dtype}
+            if "bias.bias" in needs and self.bias is not None:
+                around["dpre_bias"] = self.bias.dtype
+            wanted, around["largest"] = as_codes(to, dy)
+            other = "add.other" in needs
+            out, grads = norm_bwd_to(self.norm, dy, norm, wanted, needs, dx=other, **around)
+            grads |= {"add.other": out.stream if other else None, "bias.bias": out.dpre_bias}
+            return as_quantized(out.codes, wanted, dy.shape, dtype or norm.x.dtype, dy.device), grads
         run = functools.partial(recorded_bwd, self.norm, dy, norm, needs, dstream=d_fork_out)
         return _boundary_bwd(run, self.bias, vars(norm).get("x"), seed, p, needs, dtype)
 
@@ -126,9 +164,9 @@ class BlockBoundaryActivation(JointFusion):
     def fwd(
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
     ) -> tuple[Tensor, dict[str, Tensor], Saved]:
-        parts, factors = (self.bias, self.dropout, self.norm), factors_of(self.acts)
-        act = as_one_activation(self.acts, factors)
-        out, _, seed = boundary_fwd(*parts, x, add_other, dropout_seed, act=act, dtype=dtype)
+        factors = factors_of(self.acts)
+        around, seed = boundary_around(self.bias, self.dropout, x, add_other, dropout_seed, dtype=dtype)
+        out, _ = run_norm(self.norm, x, act=as_one_activation(self.acts, factors), **around)
         assert out.stream is not None
         saved = self.Saved(
             z=out.stream, mean=out.mean, rstd=out.rstd, weight=parameter(self.norm, "weight"),
@@ -195,18 +233,11 @@ def branch_around(
     return around
 
 
-def boundary_fwd(
-    bias: Bias | None,
-    dropout: Dropout | None,
-    norm: LayerNorm | RMSNorm,
-    x: Tensor,
-    other: Tensor,
-    seed: Tensor | None,
-    **around: Any,
-) -> tuple[Normed, NormRecord, Tensor | None]:
-    """Slots `bias` to `norm`, the norm's record, and the seed if it was read; `around` is for the kernel."""
-    stream = sum_dtype(x, other)
-    around["residual"] = other
+def boundary_around(
+    bias: Bias | None, dropout: Dropout | None, x: Tensor, other: Tensor, seed: Tensor | None, dtype: torch.dtype | None
+) -> tuple[dict[str, Any], Tensor | None]:
+    """What the norm's kernel takes for what is before the norm, and the seed if it is read; `dtype` is that of y."""
+    stream, around = sum_dtype(x, other), dict[str, Any](residual=other)
     if bias is not None:
         row = bias.read()
         if row.dtype is not x.dtype and autocast_of(x.device.type) is None:  # under it the bias takes the dtype of x
@@ -216,8 +247,7 @@ def boundary_fwd(
         seed = None
     else:
         around |= {"seed": seed, "p": dropout.p}
-    around["dtype"] = around.get("dtype") or stream
-    return *run_norm(norm, x, stream_dtype=stream, **around), seed
+    return {**around, "dtype": dtype or stream, "stream_dtype": stream}, seed
 
 
 def boundary_fits(bias: Bias | None, norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:

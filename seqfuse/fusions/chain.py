@@ -20,7 +20,6 @@ from ..ops import Add, Bias, Dropout, Linear, Scale
 from ..ops._lowprecision import as_codes, as_quantized
 from ..pointwise import Pointwise
 from ..quantized import Quantize, Quantized
-from ..recipes import MULTIPLE
 from ..saved import Saved, maker
 from ._shared import (
     act_fits,
@@ -378,8 +377,7 @@ def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = 
     before, behind = chain.parts[0], chain.parts[-1]
 
     def run(x: Tensor, *operands: Tensor) -> tuple[Any, ...]:
-        # Of other numbers of tokens columns are not aligned, and each element's address takes registers.
-        if not x.numel() or (to.columns and x.numel() // x.shape[-1] % MULTIPLE):
+        if not to.takes(x):
             return pointwise_maker()(chain, None, dtypes)(x, *operands)
         shape = (*x.shape[:-1], x.shape[-1] * behind // before)
         wanted, newest = as_codes(to, x)

@@ -13,7 +13,9 @@ from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirement
 from ..operation import Grads
 from ..ops import Attention, Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
+from ..ops._lowprecision import as_codes, as_quantized
 from ..ops._parameters import parameter
+from ..quantized import Quantize, Quantized
 from ._shared import bias_fits, kernels_read, kernels_run
 
 if TYPE_CHECKING:
@@ -160,10 +162,30 @@ class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
     norm: QKNorm | None
     rotary: RotaryEmbedding
 
+    def can_quantize(self, to: Quantize, env: Env) -> bool:
+        size = to.operation.features[1] // (self.heads[0] + 2 * self.heads[1])
+        return self.norm is None and size in (32, 64, 128) and self.rotary.rotary_dim in (None, size)
+
     def bwd(
-        self, dy: Tensor, *, norm: QKNorm.Saved | None, rotary: RotaryEmbedding.Saved, needs: frozenset[str]
-    ) -> tuple[Tensor | None, Grads]:
-        return self.backward(dy, norm, _angles(rotary.positions, rotary.cos, rotary.sin, needs), needs)
+        self,
+        dy: Tensor,
+        *,
+        norm: QKNorm.Saved | None,
+        rotary: RotaryEmbedding.Saved,
+        needs: frozenset[str],
+        to: Quantize | None = None,
+    ) -> tuple[Tensor | Quantized | None, Grads]:
+        angles = _angles(rotary.positions, rotary.cos, rotary.sin, needs)
+        rotation = self.rotation(dy)
+        if to is None or rotation is None or "x" not in needs or not to.takes(dy):
+            return self.backward(dy, norm, angles, needs)
+        from ..kernels.rope import rope_codes_backward
+
+        wanted, newest = as_codes(to, dy)
+        dbias = self.bias.dtype if self.bias is not None and "bias.bias" in needs else None
+        out = rope_codes_backward(dy, *self.heads, rotation, wanted, largest=newest, dbias=dbias, **angles)
+        grads: Grads = {} if dbias is None else {"bias.bias": out.dbias}
+        return as_quantized(out.codes, wanted, dy.shape, dy.dtype, dy.device), grads
 
 
 class BiasQKNormBackward(BeforeAttention, BackwardFusion):

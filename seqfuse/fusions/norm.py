@@ -17,9 +17,11 @@ from ..generated import Source
 from ..hardware import C_NORM_WORTHWHILE, NORM_COLUMNS
 from ..operation import Grads
 from ..ops import Fork, LayerNorm, RMSNorm, Scale
+from ..ops._lowprecision import as_codes, as_quantized
 from ..ops._parameters import parameter
 from ..ops._tensors import stats_dtype
 from ..pointwise import Pointwise
+from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import (
     act_fits,
     as_one_activation,
@@ -32,7 +34,8 @@ from ._shared import (
 )
 
 if TYPE_CHECKING:
-    from ..kernels.norm import Normed, NormGradients
+    from ..kernels.norm import NormCodes, Normed, NormGradients
+    from ..kernels.quantize import As
 
 NormRecord = LayerNorm.Saved | RMSNorm.Saved
 
@@ -63,9 +66,14 @@ class NormForward(ForwardFusion):
         # H200 as much or more, by the length of rows.
         return super().saves(env) + Savings(bytes=0.2 * env.tokens * self.norm.normalized_shape[-1] * env.itemsize)
 
-    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, NormRecord]]:
-        out, record = run_norm(self.norm, x, dtype=dtype)
-        return out.y, {"norm": record}
+    def can_quantize(self, to: Quantize, env: Env) -> bool:
+        return is_worthwhile(to, env)
+
+    def fwd(
+        self, x: Tensor, *, dtype: torch.dtype | None = None, to: Quantize | None = None
+    ) -> tuple[Tensor | Quantized, dict[str, NormRecord]]:
+        y, _, record = norm_to(self.norm, x, to, dtype=dtype)
+        return y, {"norm": record}
 
 
 class NormBackward(BackwardFusion):
@@ -213,10 +221,7 @@ def norm_records(
     factors: Sequence[float],
 ) -> dict[str, Any]:
     """The records of slots `norm` and `acts`, where the former's result was not kept."""
-    if mean is None:
-        record: NormRecord = RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
-    else:
-        record = LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
+    record = _record(x, mean, rstd, weight)
     z = _normalized(x, rstd, norm.zero_centered, mean, weight, bias)
     return {"norm": record, "acts": own_records(acts, z, factors)}
 
@@ -294,10 +299,39 @@ def run_norm(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Norme
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
     gain, bias = _in_one_piece(weight), _in_one_piece(bias_of_norm(norm))
     out = _kernels().norm_fwd(x, gain, bias, eps_of(norm, x), **kind, **around)
-    source = x if out.stream is None else out.stream
-    if out.mean is None:
-        return out, RMSNorm.Saved(x=source, rstd=out.rstd, weight=weight)
-    return out, LayerNorm.Saved(x=source, mean=out.mean, rstd=out.rstd, weight=weight)
+    return out, _record(x if out.stream is None else out.stream, out.mean, out.rstd, weight)
+
+
+def norm_to(
+    norm: LayerNorm | RMSNorm, x: Tensor, to: Quantize | None, **around: Any
+) -> tuple[Tensor | Quantized, Tensor | None, NormRecord]:
+    """As `run_norm`: the result, quantized where it is to be, what was normalized if that is not x, and the record."""
+    if to is None or not to.takes(x):
+        out, record = run_norm(norm, x, **around)
+        return out.y, out.stream, record
+    wanted, newest = as_codes(to, x)
+    weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
+    gain, bias, eps = _in_one_piece(weight), _in_one_piece(bias_of_norm(norm)), eps_of(norm, x)
+    out = _kernels().norm_codes(x, gain, bias, eps, wanted, largest=newest, **kind, **around)
+    assert out.rstd is not None
+    y = as_quantized(out.codes, wanted, x.shape, around["dtype"] or x.dtype, x.device)
+    return y, out.stream, _record(x if out.stream is None else out.stream, out.mean, out.rstd, weight)
+
+
+def _record(x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None) -> NormRecord:
+    if mean is None:
+        return RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
+    return LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
+
+
+def is_worthwhile(to: Quantize, env: Env) -> bool:
+    """Whether a norm's kernel is to quantize what it gives.
+
+    Blocks of its rows are read by a program each, of which few tokens have few. Under blocks of 128 tensors of float32
+    do not fit in registers.
+    """
+    few = env.device != "cpu" and env.tokens < 4096
+    return not few and (env.autocast is None or to.block != COLUMNS)
 
 
 def run_norm_bwd(
@@ -312,11 +346,26 @@ def run_norm_bwd(
     **around: Any,
 ) -> tuple[NormGradients, dict[str, Tensor | None]]:
     """What the kernel gives, and of that what is wanted of the slot `norm`, by name."""
-    wanted = [name for name in ("weight", "bias") if f"norm.{name}" in needs]
-    sums = {f"d{name}": owner.dtype for name in wanted if (owner := parameter(norm, name)) is not None}
-    gain, start = _in_one_piece(weight), _in_one_piece(bias)
+    sums, gain, start = _sums_of(norm, needs), _in_one_piece(weight), _in_one_piece(bias)
     out = _kernels().norm_bwd(dy, x, mean, rstd, gain, start, zero_centered=norm.zero_centered, **sums, **around)
-    return out, {f"norm.{name}": getattr(out, f"d{name}") for name in wanted}
+    return out, {f"norm.{name[1:]}": getattr(out, name) for name in sums}
+
+
+def norm_bwd_to(
+    norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord, to: As, needs: frozenset[str], **around: Any
+) -> tuple[NormCodes, dict[str, Tensor | None]]:
+    """As `recorded_bwd` where what is before the norm gets a gradient, which is quantized."""
+    mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
+    sums, gain = _sums_of(norm, needs), _in_one_piece(saved.weight)
+    given = dy, saved.x, mean, saved.rstd, gain, to
+    out = _kernels().norm_codes_backward(*given, zero_centered=norm.zero_centered, **sums, **around)
+    return out, {f"norm.{name[1:]}": getattr(out, name) for name in sums}
+
+
+def _sums_of(norm: LayerNorm | RMSNorm, needs: frozenset[str]) -> dict[str, Any]:
+    """The gradients of parameters that are needed, with their dtypes, as kernels name them."""
+    owners = {name: parameter(norm, name) for name in ("weight", "bias") if f"norm.{name}" in needs}
+    return {f"d{name}": owner.dtype for name, owner in owners.items() if owner is not None}
 
 
 def recorded_bwd(

@@ -1,6 +1,9 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false, reportAssignmentType=false
 # Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""The kernels of both norms: forward, backward, and sums over rows for rows too wide for the backward one."""
+"""The kernels of both norms: forward, backward, and sums over rows for rows too wide for the backward one.
+
+Kernels that quantize what they give have a block of rows for each program, whose columns they read in chunks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ._device import drop_tile, rstd_of, two_sums
+from ._quantize_kernel import quantize_tile
 from .activations import apply, gradient, is_half
 
 
@@ -53,6 +57,32 @@ def _moments(z, mask, count, CENTERED: tl.constexpr):
 
 
 @triton.jit
+def _moments_in_chunks(
+    x, residual, bias, seed, stream, rows, x_stride, residual_stride, M, N,
+    CENTERED: tl.constexpr, P: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """`_moments` of whole rows, a chunk of columns at a time."""
+    mean = tl.zeros((BLOCK_M,), COMPUTE)
+    squares = tl.zeros((BLOCK_M,), COMPUTE)
+    for chunk in tl.range(0, CHUNKS):
+        col = tl.cast(chunk, tl.int64) * BLOCK_N
+        z, mask, _, _ = _prologue(
+            x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED, COMPUTE
+        )
+        count = tl.minimum(N - col, BLOCK_N).to(COMPUTE)
+        chunk_mean, chunk_squares = _moments(z, mask, count, CENTERED)
+        squares += chunk_squares
+        if CENTERED:
+            # Chan, Golub and LeVeque 1979: no difference of large sums.
+            seen = col.to(COMPUTE)
+            delta = chunk_mean - mean
+            squares += delta * delta * (seen * count / (seen + count))
+            mean += delta * (count / (seen + count))
+    return mean, squares
+
+
+@triton.jit
 def _gain(weight, cols, columns, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr):
     gain = tl.load(weight + cols, mask=columns, other=0.0).to(COMPUTE)
     if ZERO_CENTERED:
@@ -61,11 +91,10 @@ def _gain(weight, cols, columns, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.conste
 
 
 @triton.jit
-def _finish(
-    z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N,
-    ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, ACT_P: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    at = rows[:, None] * N + cols[None, :]
+def _normalized(
+    z, mean, rstd, weight, beta, stream, at, cols, columns, mask, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """The norm's result; what is normalized is written, where it is a stream."""
     if stream is not None:
         tl.store(stream + at, z.to(stream.dtype.element_ty), mask=mask)
     out = (z - mean[:, None]) * rstd[:, None]
@@ -73,6 +102,16 @@ def _finish(
         out *= _gain(weight, cols, columns, ZERO_CENTERED, COMPUTE)
     if beta is not None:
         out += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
+    return out
+
+
+@triton.jit
+def _finish(
+    z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N,
+    ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, ACT_P: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    at = rows[:, None] * N + cols[None, :]
+    out = _normalized(z, mean, rstd, weight, beta, stream, at, cols, columns, mask, ZERO_CENTERED, COMPUTE)
     if VALUE is not None:
         out = apply(VALUE, out, ACT_P, is_half(y.dtype.element_ty))
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
@@ -93,23 +132,10 @@ def _norm_fwd_kernel(
         )
         mean, squares = _moments(z, mask, N.to(COMPUTE), CENTERED)
     else:
-        mean = tl.zeros((BLOCK_M,), COMPUTE)
-        squares = tl.zeros((BLOCK_M,), COMPUTE)
-        for chunk in tl.range(0, CHUNKS):
-            col = tl.cast(chunk, tl.int64) * BLOCK_N
-            z, mask, cols, columns = _prologue(
-                x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED,
-                COMPUTE,
-            )  # fmt: skip
-            count = tl.minimum(N - col, BLOCK_N).to(COMPUTE)
-            chunk_mean, chunk_squares = _moments(z, mask, count, CENTERED)
-            squares += chunk_squares
-            if CENTERED:
-                # Chan, Golub and LeVeque 1979: no difference of large sums.
-                seen = col.to(COMPUTE)
-                delta = chunk_mean - mean
-                squares += delta * delta * (seen * count / (seen + count))
-                mean += delta * (count / (seen + count))
+        mean, squares = _moments_in_chunks(
+            x, residual, bias, seed, stream, rows, x_stride, residual_stride, M, N,
+            CENTERED, P, CHUNKS, BLOCK_M, BLOCK_N, GROUPED, COMPUTE,
+        )  # fmt: skip
     rstd = rstd_of(squares, N.to(COMPUTE), EPS)
     if mean_out is not None:
         tl.store(mean_out + rows, mean, mask=rows < M)
@@ -129,6 +155,48 @@ def _norm_fwd_kernel(
                 z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N, ZERO_CENTERED, VALUE, ACT_P,
                 COMPUTE,
             )  # fmt: skip
+
+
+@triton.jit
+def _norm_codes_kernel(
+    x, residual, bias, seed, weight, beta, stream, mean_out, rstd_out, codes, scale, largest, x_stride, residual_stride,
+    M, N, own,
+    EPS: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, KIND: tl.constexpr, SCALING: tl.constexpr,
+    LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """Rows of a program and `own` chunks of their columns: the result exists in 8 bits alone, of numbers of `KIND`.
+
+    Each program of the same rows makes their statistics.
+    """
+    N = tl.cast(N, tl.int64)
+    pid = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(CHUNKS, own)
+    part = pid % across
+    row = pid // across * BLOCK_M
+    rows = row + tl.arange(0, BLOCK_M)
+    mean, squares = _moments_in_chunks(
+        x, residual, bias, seed, stream, rows, x_stride, residual_stride, M, N,
+        CENTERED, P, CHUNKS, BLOCK_M, BLOCK_N, GROUPED, tl.float32,
+    )  # fmt: skip
+    rstd = rstd_of(squares, N.to(tl.float32), EPS)
+    if mean_out is not None:
+        tl.store(mean_out + rows, mean, mask=(rows < M) & (part == 0))
+    tl.store(rstd_out + rows, rstd, mask=(rows < M) & (part == 0))
+    one = scale
+    if SCALING == "given":
+        one = tl.load(scale)
+    for i in tl.range(0, own):
+        col = (part * own + i) * BLOCK_N
+        z, mask, cols, columns = _prologue(
+            x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED, tl.float32
+        )
+        at = rows[:, None] * N + cols[None, :]
+        out = _normalized(z, mean, rstd, weight, beta, stream, at, cols, columns, mask, ZERO_CENTERED, tl.float32)
+        quantize_tile(
+            tl.where(mask, out, 0.0).to(KIND), one, largest, None, None, codes[0], codes[1], codes[2], codes[3],
+            row, col, M, N, SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -175,6 +243,27 @@ def _sums(a, b, CENTERED: tl.constexpr):
     else:
         total = tl.sum(a, 1)
         return total, tl.zeros_like(total)
+
+
+@triton.jit
+def _means_in_chunks(
+    dy, x, mean, rstd, weight, beta, rows, M, N, dy_stride, x_stride,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
+    OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """E[g xhat] and E[g] of whole rows, a chunk of columns at a time."""
+    by_xhat = tl.zeros((BLOCK_M,), COMPUTE)
+    plain = tl.zeros((BLOCK_M,), COMPUTE)
+    for chunk in tl.range(0, CHUNKS):
+        _, xhat, g, _, _ = _gradients(
+            dy, x, mean, rstd, weight, beta, rows, tl.cast(chunk, tl.int64) * BLOCK_N, M, N, dy_stride, x_stride,
+            CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
+        )  # fmt: skip
+        one, other = _sums(g * xhat, g, CENTERED)
+        by_xhat += one
+        plain += other
+    return by_xhat / N.to(COMPUTE), plain / N.to(COMPUTE)
 
 
 @triton.jit
@@ -251,16 +340,10 @@ def _norm_bwd_kernel(
                 biases += (dbias[chunk] + tl.where(mask, out, 0.0) if DBIAS else dbias[chunk],)
             dweight, dbeta, dbias = weights, betas, biases
         else:
-            for chunk in tl.range(0, CHUNKS):
-                d, xhat, g, cols, mask = _gradients(
-                    dy, x, m, r, weight, beta, rows, tl.cast(chunk, tl.int64) * BLOCK_N, M, N, dy_stride, x_stride,
-                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
-                )  # fmt: skip
-                one, other = _sums(g * xhat, g, CENTERED)
-                by_xhat += one
-                plain += other
-            by_xhat = by_xhat / N.to(COMPUTE)
-            plain = plain / N.to(COMPUTE)
+            by_xhat, plain = _means_in_chunks(
+                dy, x, m, r, weight, beta, rows, M, N, dy_stride, x_stride,
+                CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, CHUNKS, BLOCK_M, BLOCK_N, COMPUTE,
+            )  # fmt: skip
             for chunk in tl.range(0, CHUNKS):
                 col = tl.cast(chunk, tl.int64) * BLOCK_N
                 d, xhat, g, cols, mask = _gradients(
@@ -284,6 +367,65 @@ def _norm_bwd_kernel(
             place += N
         if DBIAS:
             tl.store(place, tl.sum(dbias[chunk], 0), mask=cols < N)
+
+
+@triton.jit
+def _norm_codes_bwd_kernel(
+    dy, x, mean, rstd, weight, dstream, seed, dx, partials, codes, scale, largest, dy_stride, x_stride, dstream_stride,
+    M, N, own,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, DWEIGHT: tl.constexpr, DBETA: tl.constexpr,
+    DBIAS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr,
+    KIND: tl.constexpr, SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """As `_norm_codes_kernel`: the gradient of the branch in 8 bits, that of the stream as it is, sums of these rows.
+
+    partials: [blocks of rows, sums, N].
+    """
+    N = tl.cast(N, tl.int64)
+    pid = tl.program_id(0).to(tl.int64)
+    across = tl.cdiv(CHUNKS, own)
+    part = pid % across
+    block = pid // across
+    row = block * BLOCK_M
+    rows = row + tl.arange(0, BLOCK_M)
+    r = tl.load(rstd + rows, mask=rows < M, other=0.0)
+    m = r
+    if CENTERED:
+        m = tl.load(mean + rows, mask=rows < M, other=0.0)
+    by_xhat, plain = _means_in_chunks(
+        dy, x, m, r, weight, None, rows, M, N, dy_stride, x_stride,
+        CENTERED, ZERO_CENTERED, None, None, False, (), CHUNKS, BLOCK_M, BLOCK_N, tl.float32,
+    )  # fmt: skip
+    one = scale
+    if SCALING == "given":
+        one = tl.load(scale)
+    for i in tl.range(0, own):
+        col = (part * own + i) * BLOCK_N
+        d, xhat, g, cols, mask = _gradients(
+            dy, x, m, r, weight, None, rows, col, M, N, dy_stride, x_stride,
+            CENTERED, ZERO_CENTERED, None, None, False, (), BLOCK_N, tl.float32,
+        )  # fmt: skip
+        place = partials
+        if partials is not None:
+            place = partials + block * (DWEIGHT + DBETA + DBIAS) * N + cols
+        if DWEIGHT:
+            tl.store(place, tl.sum(d * xhat, 0), mask=cols < N)
+            place += N
+        if DBETA:
+            tl.store(place, tl.sum(d, 0), mask=cols < N)
+            place += N
+        out = _spread(
+            g, xhat, by_xhat, plain, r, dstream, seed, dx, None, rows, col, cols, mask, dstream_stride, N,
+            CENTERED, P, BLOCK_N, GROUPED, tl.float32,
+        )  # fmt: skip
+        out = tl.where(mask, out, 0.0)
+        if DBIAS:
+            tl.store(place, tl.sum(out, 0), mask=cols < N)
+        quantize_tile(
+            out.to(KIND), one, largest, None, None, codes[0], codes[1], codes[2], codes[3], row, col, M, N,
+            SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit

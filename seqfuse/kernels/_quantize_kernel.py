@@ -56,10 +56,10 @@ def codes_of(x, scale, LARGEST: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, stride, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """This program's tile, as it is, 0 outside; its first row and column."""
+def _tile(x, program, stride, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A program's tile, as it is, 0 outside; its first row and column."""
     N = tl.cast(N, tl.int64)
-    program = tl.program_id(0).to(tl.int64)
+    program = program.to(tl.int64)
     across = tl.cdiv(N, BLOCK_N)
     row = program // across * BLOCK_M
     col = program % across * BLOCK_N
@@ -77,7 +77,7 @@ def _zero_kernel(out, N, BLOCK: tl.constexpr):
 @triton.jit
 def _largest_kernel(x, whole, by_row, by_column, stride, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Magnitudes of the largest numbers: of all, of each row and of each column, as far as they are asked for."""
-    tile, row, col = _tile(x, stride, M, N, BLOCK_M, BLOCK_N)
+    tile, row, col = _tile(x, tl.program_id(0), stride, M, N, BLOCK_M, BLOCK_N)
     bits = magnitude(tile.to(tl.float32))
     if whole is not None:
         tl.atomic_max(whole, tl.max(tl.max(bits, 1), 0), sem="relaxed")
@@ -100,7 +100,7 @@ def _quantize_kernel(
     SCALING: "given", whose maximum goes to `largest` where that is asked for; "tensor" and "row", by maxima that are
     there; "1x128" and "1x32", of which a tile has whole blocks; "128x128", of which it is one.
     """
-    tile, row, col = _tile(x, stride, M, N, BLOCK_M, BLOCK_N)
+    tile, row, col = _tile(x, tl.program_id(0), stride, M, N, BLOCK_M, BLOCK_N)
     one = scale
     if SCALING == "given":
         one = tl.load(scale)
@@ -108,12 +108,57 @@ def _quantize_kernel(
         one, inverse = scales_of(tl.load(whole), LARGEST, POWER_OF_TWO)
         tl.store(rows_inverse, inverse, mask=(row == 0) & (col == 0))
     elif SCALING == "128x128":
-        bits = magnitude(tile.to(tl.float32))
-        one, inverse = scales_of(tl.max(tl.max(bits, 1), 0), LARGEST, POWER_OF_TWO)
-        across = tl.cdiv(tl.cast(N, tl.int64), BLOCK_N)
-        tl.store(rows_inverse + row // BLOCK_M * across + col // BLOCK_N, inverse)
+        one = _scale_of_block(tile, rows_inverse, columns_inverse, row, col, M, N, LARGEST, POWER_OF_TWO, BLOCK_M)
     quantize_tile(
         tile, one, largest, by_row, by_column, rows, rows_inverse, columns, columns_inverse, row, col, M, N,
+        SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scale_of_block(
+    tile, rows, columns, row, col, M, N, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr
+):
+    """The scale of a tile that is a block; its inverse is written, of columns transposed."""
+    bits = magnitude(tile.to(tl.float32))
+    scale, inverse = scales_of(tl.max(tl.max(bits, 1), 0), LARGEST, POWER_OF_TWO)
+    if rows is not None:
+        _write_scale(rows, inverse, row // SIZE, col // SIZE, tl.cdiv(tl.cast(N, tl.int64), SIZE))
+    if columns is not None:
+        _write_scale(columns, inverse, col // SIZE, row // SIZE, tl.cdiv(tl.cast(M, tl.int64), SIZE))
+    return scale
+
+
+@triton.jit
+def _write_scale(out, inverse, i, j, across):
+    """One of a row of inverse scales; behind its last one zeros, up to a multiple of 4."""
+    at = tl.arange(0, 4)
+    there = (at == 0) | ((j == across - 1) & (j + at < (across + 3) // 4 * 4))
+    tl.store(out + i * ((across + 3) // 4 * 4) + j + at, tl.where(at == 0, inverse, 0.0), mask=there)
+
+
+@triton.jit
+def _quantize_several_kernel(
+    xs, rows, rows_inverses, columns, columns_inverses, firsts, strides, heights, widths,
+    SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`_quantize_kernel` of several matrices, "128x128" or "1x32". `firsts` are the programs at which each begins."""
+    pid = tl.program_id(0)
+    x, first, stride, M, N = xs[0], firsts[0], strides[0], heights[0], widths[0]
+    along, along_inverse, down, down_inverse = rows[0], rows_inverses[0], columns[0], columns_inverses[0]
+    for j in tl.static_range(1, len(xs)):  # the tile's code is there once
+        if pid >= firsts[j]:
+            x, first, stride, M, N = xs[j], firsts[j], strides[j], heights[j], widths[j]
+            along, along_inverse = rows[j], rows_inverses[j]
+            if columns[j] is not None:
+                down, down_inverse = columns[j], columns_inverses[j]
+    tile, row, col = _tile(x, pid - first, stride, M, N, BLOCK_M, BLOCK_N)
+    one = None
+    if SCALING == "128x128":
+        one = _scale_of_block(tile, along_inverse, down_inverse, row, col, M, N, LARGEST, POWER_OF_TWO, BLOCK_M)
+    quantize_tile(
+        tile, one, None, None, None, along, along_inverse, down, down_inverse, row, col, M, N,
         SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 

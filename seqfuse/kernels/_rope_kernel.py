@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ._device import rstd_of
+from ._quantize_kernel import quantize_tile
 
 
 @triton.jit
@@ -300,6 +301,48 @@ def _rope_bwd_kernel(
             )
         if ROTARY < D:
             _store_rest(to, tl.sum(w3, 0, keep_dims=True), known, ROTARY, D, BLOCK_P)
+
+
+@triton.jit
+def _rope_codes_bwd_kernel(
+    dy, frequencies, positions, cos, sin, biases, codes, scale, largest, dy_stride, M, Q, K, period,
+    D: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BY_PAIR: tl.constexpr,
+    KIND: tl.constexpr, SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """A tile of heads of all of whose elements RoPE is undone, and no norm: their gradient in 8 bits.
+
+    biases: [blocks of rows, (Q + 2 K) D] float32.
+    """
+    R: tl.constexpr = D // 2
+    parts = tl.cast(Q, tl.int64) + K + K
+    across = tl.cdiv(parts, BLOCK_H)
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid // across * BLOCK_M
+    head = pid % across * BLOCK_H
+    rows = row + tl.arange(0, BLOCK_M)
+    heads = (head + tl.arange(0, BLOCK_H))[None, :, None]
+    known = heads < Q + K
+    inside = heads < parts
+    d1, d2 = _load_pair(
+        dy + rows[:, None, None] * dy_stride + heads * D, (rows < M)[:, None, None] & inside, D, INTERLEAVED, R
+    )
+    s1, s2, c1, c2 = _angles(frequencies, positions, cos, sin, rows, M, period, D, INTERLEAVED, BY_PAIR, R)
+    g1 = tl.where(known, d1 * c1 + d2 * s2, d1)
+    g2 = tl.where(known, d2 * c2 - d1 * s1, d2)
+    if biases is not None:
+        to = biases + pid // across * (parts * D) + heads * D
+        _store_pair(to, tl.sum(g1, 0, keep_dims=True), tl.sum(g2, 0, keep_dims=True), inside, D, INTERLEAVED, R)
+    both = tl.join(g1.to(KIND), g2.to(KIND))
+    if not INTERLEAVED:
+        both = tl.permute(both, (0, 1, 3, 2))
+    one = scale
+    if SCALING == "given":
+        one = tl.load(scale)
+    quantize_tile(
+        tl.reshape(both, (BLOCK_M, BLOCK_H * D)), one, largest, None, None, codes[0], codes[1], codes[2], codes[3],
+        row, head * D, M, parts * D, SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_H * D,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -18,10 +18,17 @@ from torch import Tensor
 
 from ._device import column_sums, threshold_and_scale
 from ._launch import architecture, cdiv, family, launch, next_power_of_2, processors, programs_of, register_limit, stops
-from ._norm_kernel import _norm_bwd_kernel, _norm_fwd_kernel, _norm_sums_kernel
+from ._norm_kernel import (
+    _norm_bwd_kernel,
+    _norm_codes_bwd_kernel,
+    _norm_codes_kernel,
+    _norm_fwd_kernel,
+    _norm_sums_kernel,
+)
 from ._operators import bound, norm_columns, operator, viewed_as_rows
 from .activations import Activation, is_composed
 from .c import norm as c_norm
+from .quantize import TRITON_KINDS, As, Codes, QuantizeTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,3 +390,179 @@ def norm_backward_of(
     rest: dict[str, Any] = {"mean": None, "weight": None, "zero_centered": zero_centered, "dx": dx}
     rest |= {"dweight": dweight, "dbias": dbias}
     return bound(norm_bwd, lambda *given: rest | dict(zip(names, given, strict=True)))
+
+
+class NormCodes(NamedTuple):
+    """Results of a pass whose own result exists in 8 bits alone; `None` for what was not asked for."""
+
+    rows: Tensor | None  # and the next three as in `quantize.Codes`
+    rows_inverse: Tensor | None
+    columns: Tensor | None
+    columns_inverse: Tensor | None
+    stream: Tensor | None  # [*, N], in a backward pass its gradient
+    mean: Tensor | None  # [*] float32
+    rstd: Tensor | None  # [*] float32
+    dweight: Tensor | None  # [N]
+    dbias: Tensor | None  # [N]
+    dpre_bias: Tensor | None  # [N]
+
+    @property
+    def codes(self) -> Codes:
+        """The result."""
+        return Codes(*self[:4])
+
+
+def _codes_grid(M: int, N: int, to: As, device: torch.device) -> tuple[QuantizeTile, int, int, int, int]:
+    """Tile, blocks of rows, chunks of columns, of which a program writes so many, and programs.
+
+    Programs of the same rows read all of these. Few rows are divided among up to four, so that no processor is idle.
+    Threads have all registers, of which several tensors of 64 numbers per thread need most.
+    """
+    tile = dataclasses.replace(to.tile(1), num_warps=8)
+    down, chunks = cdiv(M, tile.m), cdiv(N, tile.n)
+    own = cdiv(chunks, max(1, min(4, processors(device) // down)))
+    return tile, down, chunks, own, down * cdiv(chunks, own)
+
+
+def _check_codes(x: Tensor, dtype: torch.dtype) -> None:
+    if not x.numel() or x.shape[-1] % 16 or dtype not in TRITON_KINDS or x.dtype is torch.float64:
+        shape = f"{tuple(x.shape)} in {dtype}"
+        raise ValueError(f"quantized are 16 bits in rows of a multiple of 16 columns, got {shape}")
+
+
+@operator("norm_codes", written=("largest",))
+def norm_codes(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    to: As,
+    *,
+    largest: Tensor | None = None,
+    centered: bool = True,
+    zero_centered: bool = False,
+    pre_bias: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    stream_dtype: torch.dtype | None = None,
+) -> NormCodes:
+    """`norm_fwd` without an activation, of which y exists in 8 bits alone; what is not named here is as there.
+
+    Args:
+        x: what is normalized, or what the prologue starts from.
+        weight: gain, `None` for one.
+        bias: added to the product, or `None`.
+        eps: added to the variance, or the mean square.
+        to: how y is quantized.
+        largest: float32 of one number, with a scale that is given: becomes max |y| where that is larger, or NaN.
+        dtype: 16 bits, to which y is rounded before.
+
+    Raises:
+        ValueError: as `norm_fwd`, and for y of another dtype, or rows that are not of a multiple of 16 columns.
+    """
+    N, device, kind = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias), x.device, dtype or x.dtype
+    _check_codes(x, kind)
+    prologue = pre_bias is not None or seed is not None or residual is not None
+    M = x.numel() // N
+    codes = to.made(M, N, device)
+    stream = torch.empty(x.shape, dtype=stream_dtype or x.dtype, device=device) if prologue else None
+    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=device) if centered else None
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=device)
+    results = NormCodes(*codes, stream, mean, rstd, None, None, None)
+    if stops():
+        return results
+    source, other = viewed_as_rows("x", x, N), _same("residual", residual, x)
+    tile, _, chunks, own, programs = _codes_grid(M, N, to, device)
+    launch(
+        _norm_codes_kernel,
+        programs,
+        (
+            source, other, pre_bias, None if seed is None else seed.view(1), weight, bias, stream, mean, rstd,
+            tuple(codes), to.given_scale, None if largest is None else largest.view(torch.int32), source.stride(0),
+            0 if other is None else other.stride(0), M, N, own,
+        ),
+        {
+            "EPS": float(eps), "CENTERED": centered, "ZERO_CENTERED": zero_centered,
+            "P": None if seed is None else threshold_and_scale(p), "CHUNKS": chunks, "BLOCK_M": tile.m,
+            "BLOCK_N": tile.n, "GROUPED": N % 4 == 0, "KIND": TRITON_KINDS[kind], **to.constexprs,
+        },
+        tile.num_warps,
+        **register_limit(255, architecture(device)),
+    )  # fmt: skip
+    return results
+
+
+@operator("norm_backward_codes", written=("largest",))
+def norm_codes_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    to: As,
+    *,
+    largest: Tensor | None = None,
+    zero_centered: bool = False,
+    dstream: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    dx: bool = True,
+    dweight: torch.dtype | None = None,
+    dbias: torch.dtype | None = None,
+    dpre_bias: torch.dtype | None = None,
+    branch_dtype: torch.dtype | None = None,
+) -> NormCodes:
+    """`norm_bwd` without an activation, of which dbranch exists in 8 bits alone; what is not named here is as there.
+
+    Args:
+        dy: gradient of the result.
+        x: what was normalized: the stream, where there was a prologue.
+        mean: as saved; `None` for RMSNorm.
+        rstd: as saved.
+        weight: gain, `None` for one.
+        to: how dbranch is quantized.
+        largest: float32 of one number, with a scale that is given: becomes max |dbranch| where that is larger, or NaN.
+        dx: whether the gradient of the stream is wanted as well.
+        branch_dtype: 16 bits, to which dbranch is rounded before.
+
+    Raises:
+        ValueError: as `norm_bwd`, and for dbranch of another dtype, or rows that are not of a multiple of 16 columns.
+    """
+    N, device, kind = norm_columns(x, weight=weight), x.device, branch_dtype or x.dtype
+    _check_codes(x, kind)
+    M = x.numel() // N
+    codes, wanted = to.made(M, N, device), (dweight, dbias, dpre_bias)
+    out = torch.empty(x.shape, dtype=x.dtype, device=device) if dx else None
+    totals = [None if of is None else torch.empty(N, dtype=of, device=device) for of in wanted]
+    results = NormCodes(*codes, out, None, None, *totals)
+    if stops():
+        return results
+    d, source, added = _same("dy", dy, x), viewed_as_rows("x", x, N), _same("dstream", dstream, x)
+    assert d is not None
+    tile, down, chunks, own, programs = _codes_grid(M, N, to, device)
+    summed = [total for total in totals if total is not None]
+    partials = torch.empty((down, len(summed) * N), dtype=torch.float32, device=device) if summed else None
+    launch(
+        _norm_codes_bwd_kernel,
+        programs,
+        (
+            d, source, None if mean is None else mean.reshape(-1), rstd.reshape(-1), weight, added,
+            None if seed is None else seed.view(1), out, partials, tuple(codes), to.given_scale,
+            None if largest is None else largest.view(torch.int32), d.stride(0), source.stride(0),
+            0 if added is None else added.stride(0), M, N, own,
+        ),
+        {
+            "CENTERED": mean is not None, "ZERO_CENTERED": zero_centered,
+            "P": None if seed is None else threshold_and_scale(p),
+            **{name: of is not None for name, of in zip(("DWEIGHT", "DBETA", "DBIAS"), wanted, strict=True)},
+            "CHUNKS": chunks, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "GROUPED": N % 4 == 0, "KIND": TRITON_KINDS[kind],
+            **to.constexprs,
+        },
+        tile.num_warps,
+        **register_limit(255, architecture(device)),
+    )  # fmt: skip
+    if partials is not None:
+        column_sums(partials, N, *summed)
+    return results

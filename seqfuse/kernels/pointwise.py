@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ._device import column_sums
-from ._launch import cdiv, launch, processors, programs_of, stops
+from ._launch import architecture, cdiv, launch, processors, programs_of, register_limit, stops
 from ._operators import TEXTS, Text, bound, operator, viewed_as_rows
 from ._pointwise_kernel import _chain_codes_kernel, _chain_kernel, _chain_sums_kernel
 from .c import chain as c_chain
@@ -219,6 +219,8 @@ def _run(
             ),
             fixed,
             tile.num_warps,
+            # Or the compiler of Triton 3.6 spills to make room for more programs.
+            **register_limit(255 if tile.num_warps == 8 else None, architecture(x.device)),
         )  # fmt: skip
         if partials is not None:
             column_sums(partials.view(down, chain.sums * width), width, *sums)

@@ -8,15 +8,17 @@ With a scale for a tensor, or for a row or column, a pass before it finds the la
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ._launch import architecture, cdiv, family, launch, stops
 from ._operators import operator, viewed_as_rows
-from ._quantize_kernel import _largest_kernel, _quantize_kernel, _zero_kernel
+from ._quantize_kernel import _largest_kernel, _quantize_kernel, _quantize_several_kernel, _zero_kernel
 
 Scaling = Literal["given", "tensor", "row", "1x128", "128x128", "1x32"]
 """What shares a scale: "given" is one for the tensor that is there already, "1x32" is in E8M0."""
@@ -24,6 +26,9 @@ Scaling = Literal["given", "tensor", "row", "1x128", "128x128", "1x32"]
 _BLOCK, _ZEROS = 128, 1024
 MULTIPLE = 16
 """Rows of codes begin at multiples of 16 bytes, as GEMMs take them."""
+
+TRITON_KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""The dtypes to which kernels round what they quantize."""
 
 # The largest number of a format is 1.75 times this power of two.
 _EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
@@ -47,7 +52,8 @@ class Codes(NamedTuple):
     """Results of `quantize`; `None` for what was not asked for.
 
     Inverse scales are float32, those of "1x32" the codes of E8M0: of a tensor [1], of a row or column [M] or [N], of
-    blocks along rows [ceil(N / B), M], down columns [ceil(M / B), N], of 128 x 128 [ceil(M / 128), ceil(N / 128)].
+    blocks along rows [ceil(N / B), M], down columns [ceil(M / B), N]. Those of 128 x 128 are as GEMMs read them, with
+    zeros behind each row up to a multiple of 4: [ceil(M / 128), ceil(N / 128)], of columns the transpose.
     """
 
     rows: Tensor | None  # [M, N] quantized along rows
@@ -119,23 +125,13 @@ def quantize_matrix(
     Raises:
         ValueError: for an x that is no such matrix.
     """
-    if columns and x.dtype is torch.float32:
-        # Tiles are transposed before the cast. Of 16 bits that moves 16 bits from thread to thread; of float32 the
-        # compiler moves it behind the cast, and codes of 8 bits were wrong on an H100.
-        raise ValueError("columns of float32 are not quantized by a kernel")
-    if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"x must be a matrix of float32, bfloat16 or float16, got {x.dtype} {tuple(x.shape)}")
-    if not x.numel() or x.shape[1] % MULTIPLE or not (rows or columns):
-        asked = f"rows={rows} and columns={columns}"
-        raise ValueError(f"expects rows of a multiple of {MULTIPLE} numbers, got {tuple(x.shape)} with {asked}")
+    _check(x, rows, columns)
     (M, N), device = x.shape, x.device
     results = _made(M, N, dtype, scaling, rows, columns, device)
     if stops():
         return results
     source = viewed_as_rows("x", x, N)
-    # Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
-    many = not columns or M % MULTIPLE == 0 or family(architecture(device)) == "sm_90"
-    tile = codes_tile(scaling, many)
+    tile = codes_tile(scaling, _are_many(columns, device, M))
     grid, sizes = cdiv(M, tile.m) * cdiv(N, tile.n), {"BLOCK_M": tile.m, "BLOCK_N": tile.n}
     whole = by_row = by_column = None
     if scaling in ("tensor", "row"):
@@ -157,13 +153,92 @@ def quantize_matrix(
     return results
 
 
+@operator("quantize_several")
+def quantize_several(
+    x: Tensor,
+    others: Sequence[Tensor],
+    dtype: torch.dtype,
+    scaling: Literal["128x128", "1x32"],
+    *,
+    power_of_two: bool = False,
+    columns: bool = False,
+) -> tuple[Tensor, ...]:
+    """`quantize` of several matrices of one dtype in one launch: the codes of x, then of each other one.
+
+    Of each matrix codes along rows and their inverse scales, and with `columns` both down columns.
+
+    Args:
+        x: as of `quantize`.
+        others: more of them.
+        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        scaling: what shares a scale.
+        power_of_two: whether scales are rounded down to powers of two.
+        columns: whether codes down columns are wanted.
+
+    Raises:
+        ValueError: for what is no such matrix.
+    """
+    every, device = (x, *others), x.device
+    for one in every:
+        _check(one, True, columns)
+        if one.dtype is not x.dtype:
+            raise ValueError(f"matrices must have one dtype, got {x.dtype} and {one.dtype}")
+    found = [_made(one.shape[0], one.shape[1], dtype, scaling, True, columns, device) for one in every]
+    results = tuple([t for codes in found for t in codes if t is not None])
+    if stops():
+        return results
+    tile = codes_tile(scaling, _are_many(columns, device, *[len(one) for one in every]))
+    counts = [cdiv(one.shape[0], tile.m) * cdiv(one.shape[1], tile.n) for one in every]
+    sources = tuple([viewed_as_rows("x", one, one.shape[1]) for one in every])
+    numbers = [*itertools.accumulate(counts[:-1], initial=0)], [one.stride(0) for one in sources]
+    numbers += [one.shape[0] for one in every], [one.shape[1] for one in every]
+    launch(
+        _quantize_several_kernel,
+        sum(counts),
+        (sources, *zip(*found, strict=True), *map(tuple, numbers)),
+        {**_constexprs(scaling, dtype, power_of_two), "BLOCK_M": tile.m, "BLOCK_N": tile.n},
+        tile.num_warps,
+    )
+    return results
+
+
+def named_codes(made: Sequence[Tensor], columns: bool) -> Iterator[Codes]:
+    """The results of `quantize_several`, of each matrix."""
+    count = 4 if columns else 2
+    for first in range(0, len(made), count):
+        yield Codes(*made[first : first + count], *[None] * (4 - count))
+
+
+def _check(x: Tensor, rows: bool, columns: bool) -> None:
+    if columns and x.dtype is torch.float32:
+        # Tiles are transposed before the cast. Of 16 bits that moves 16 bits from thread to thread; of float32 the
+        # compiler moves it behind the cast, and codes of 8 bits were wrong on an H100.
+        raise ValueError("columns of float32 are not quantized by a kernel")
+    if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"x must be a matrix of float32, bfloat16 or float16, got {x.dtype} {tuple(x.shape)}")
+    if not x.numel() or x.shape[1] % MULTIPLE or not (rows or columns):
+        asked = f"rows={rows} and columns={columns}"
+        raise ValueError(f"expects rows of a multiple of {MULTIPLE} numbers, got {tuple(x.shape)} with {asked}")
+
+
+def _are_many(columns: bool, device: torch.device, *heights: int) -> bool:
+    """Whether a program has `many` threads.
+
+    Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
+    """
+    return not columns or not any(M % MULTIPLE for M in heights) or family(architecture(device)) == "sm_90"
+
+
 def _made(
     M: int, N: int, dtype: torch.dtype, scaling: Scaling, rows: bool, columns: bool, device: torch.device
 ) -> Codes:
     kind = torch.uint8 if scaling == "1x32" else torch.float32
-    shared = {"given": (1,), "tensor": (1,), "128x128": (cdiv(M, _BLOCK), cdiv(N, _BLOCK))}.get(scaling)
+    shared = (1,) if scaling in ("given", "tensor") else None
     size = {"1x128": 128, "1x32": 32}.get(scaling)
     along, down = ((M,), (N,)) if size is None else ((cdiv(N, size), M), (cdiv(M, size), N))
+    if scaling == "128x128":
+        high, wide = cdiv(M, _BLOCK), cdiv(N, _BLOCK)
+        along, down = (high, cdiv(wide, 4) * 4), (wide, cdiv(high, 4) * 4)
     return Codes(
         torch.empty((M, N), dtype=dtype, device=device) if rows else None,
         torch.empty(shared or along, dtype=kind, device=device) if shared or rows else None,

@@ -27,8 +27,9 @@ from ._heads import (
 )
 from ._launch import architecture, cdiv, launch, next_power_of_2, processors, programs_of, stops
 from ._operators import inner_contiguous, operator, viewed_as_rows
-from ._rope_kernel import _rope_bwd_kernel, _rope_fwd_kernel, _rope_write_kernel
+from ._rope_kernel import _rope_bwd_kernel, _rope_codes_bwd_kernel, _rope_fwd_kernel, _rope_write_kernel
 from .c import rope as c_rope
+from .quantize import TRITON_KINDS, As, Codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +249,77 @@ def rope_bwd(
             column_sums(gains[: heads * programs], size, results.dq_weight)
         if results.dk_weight is not None:
             column_sums(gains[heads * programs :], size, results.dk_weight)
+    return results
+
+
+class RopeCodes(NamedTuple):
+    """As `Codes`, of the gradient, and that of the bias."""
+
+    rows: Tensor | None
+    rows_inverse: Tensor | None
+    columns: Tensor | None
+    columns_inverse: Tensor | None
+    dbias: Tensor | None  # [(H + 2 Hkv) D]
+
+    @property
+    def codes(self) -> Codes:
+        """The gradient."""
+        return Codes(*self[:4])
+
+
+@operator("rope_backward_codes", written=("largest",))
+def rope_codes_backward(
+    dy: Tensor,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation,
+    to: As,
+    *,
+    largest: Tensor | None = None,
+    positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    dbias: torch.dtype | None = None,
+) -> RopeCodes:
+    """`rope_bwd` where all of a head has RoPE and there is no norm: dx exists in 8 bits alone.
+
+    Args:
+        dy: gradient of y, of bfloat16 or float16.
+        to: how dx is quantized.
+        largest: float32 of one number, with a scale that is given: becomes max |dx| where that is larger, or NaN.
+        dbias: dtype of the bias gradient, `None` where it is not wanted.
+
+    Raises:
+        ValueError: as `rope_bwd`, and for heads of other than 32, 64 or 128, or another dtype.
+    """
+    size, rotary = head_sizes(dy, heads, kv_heads, rotation)
+    if size not in (32, 64, 128) or rotary != size or dy.dtype not in TRITON_KINDS or not dy.numel():
+        raise ValueError(f"quantized are gradients of 16 bits of heads of 32, 64 or 128, not {dy.dtype} of {size}")
+    width, device, M = dy.shape[-1], dy.device, dy.numel() // dy.shape[-1]
+    codes = to.made(M, width, device)
+    results = RopeCodes(*codes, None if dbias is None else torch.empty(width, dtype=dbias, device=device))
+    if stops():
+        return results
+    gradient = viewed_as_rows("dy", dy, width)
+    around, period, by_pair = _angles_of(dy, rotation, positions, cos, sin)
+    tile = to.tile(1)
+    down = cdiv(M, tile.m)
+    biases = None if dbias is None else torch.empty((down, width), dtype=torch.float32, device=device)
+    launch(
+        _rope_codes_bwd_kernel,
+        down * cdiv(width, tile.n),
+        (
+            gradient, *around, biases, tuple(codes), to.given_scale,
+            None if largest is None else largest.view(torch.int32), gradient.stride(0), M, heads, kv_heads, period,
+        ),
+        {
+            "D": size, "INTERLEAVED": rotation.style == "interleaved", "BLOCK_M": tile.m, "BLOCK_H": tile.n // size,
+            "BY_PAIR": by_pair, "KIND": TRITON_KINDS[dy.dtype], **to.constexprs,
+        },
+        tile.num_warps,
+    )  # fmt: skip
+    if results.dbias is not None and biases is not None:
+        column_sums(biases, width, results.dbias)
     return results
 
 

@@ -8,6 +8,7 @@ one of sm_90 where blocks of 128 have.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,38 @@ def quantized(
     return along, Operand(*quantize(x, recipe, role, "columns", scale=scale))
 
 
+Weights = Sequence[tuple[Operand | None, Operand | None]]
+"""The operands of an operation's GEMMs that are its weights, along their rows and down their columns."""
+_SEVERAL = 16
+"""Matrices that a launch quantizes at most."""
+
+
+def quantized_weights(asked: Sequence[tuple[Any, Recipe, frozenset[str]]]) -> list[Weights]:
+    """The weights of several operations, each with its recipe and the gradients that it needs: down columns for x.
+
+    On GPUs those of blocks are quantized in one launch for each recipe.
+    """
+    each = [(operation.gemm_weights(recipe), recipe, "x" in needs) for operation, recipe, needs in asked]
+    flat = [(weight, recipe, columns) for weights, recipe, columns in each for weight in weights]
+    groups: dict[Any, list[int]] = {}
+    for i, (weight, recipe, columns) in enumerate(flat):
+        scaling = _SCALINGS[recipe.block("weight", "rows")]
+        if scaling in ("128x128", "1x32") and kernels_for(weight, columns) is not None:
+            groups.setdefault((scaling, recipe, columns, weight.dtype, weight.device), []).append(i)
+    found = dict[int, tuple[Operand | None, Operand | None]]()
+    for (scaling, recipe, columns, *_), places in groups.items():
+        for first in range(0, len(places), _SEVERAL):
+            some = places[first : first + _SEVERAL]
+            x, *others = [_fit(flat[i][0]) for i in some]
+            how: dict[str, Any] = {"power_of_two": recipe.power_of_two, "columns": columns}
+            kernels = kernels_for(x, columns)
+            made = kernels.quantize_several(x, others, recipe.dtype("weight"), scaling, **how)
+            codes = kernels.named_codes(made, columns)
+            found |= {i: _operands(one, scaling) for i, one in zip(some, codes, strict=True)}
+    one = (found.get(i) or quantized(w, recipe, "weight", columns=c) for i, (w, recipe, c) in enumerate(flat))
+    return [[*itertools.islice(one, len(weights))] for weights, _, _ in each]
+
+
 def along(x: Tensor, recipe: Recipe, role: Role, kept: KeptScale | None = None) -> Operand:
     """An operand quantized along its rows alone."""
     found, _ = quantized(x, recipe, role, kept=kept)
@@ -118,23 +151,31 @@ _SCALINGS: dict[Any, Any] = {
 def _by_kernels(
     kernels: Any, x: Tensor, recipe: Recipe, role: Role, rows: bool, columns: bool, kept: KeptScale | None
 ) -> tuple[Operand | None, Operand | None]:
-    x = x.detach()
-    x = x if x.stride(1) == 1 and x.stride(0) % MULTIPLE == 0 else x.contiguous()
+    x = _fit(x)
     scaling = _SCALINGS[recipe.block(role, "rows")] if kept is None else "given"
     given: dict[str, Any] = {} if kept is None else {"scale": kept.scale.view(1), "largest": kept.newest}
     how: dict[str, Any] = {"power_of_two": recipe.power_of_two, "rows": rows, "columns": columns}
     return _operands(kernels.quantize_matrix(x, recipe.dtype(role), scaling, **how, **given), scaling)
 
 
+def _fit(x: Tensor) -> Tensor:
+    """As kernels read it."""
+    x = x.detach()
+    return x if x.stride(1) == 1 and x.stride(0) % MULTIPLE == 0 else x.contiguous()
+
+
 def _operands(found: Codes, scaling: str) -> tuple[Operand | None, Operand | None]:
-    """Codes of kernels, in the shapes of `recipes.quantize`."""
+    """Codes of kernels, in the shapes of `recipes.quantize`; those of 128 x 128 as parts of what GEMMs take."""
     inverse: Any = found.rows_inverse
     down: Any = inverse if found.columns_inverse is None else found.columns_inverse
     if scaling in ("given", "tensor"):
         inverse = down = inverse.view(())
     elif scaling == "row":
         inverse, down = (None if t is None else t.view(shape) for t, shape in ((inverse, (-1, 1)), (down, (1, -1))))
-    elif scaling != "128x128":
+    elif scaling == "128x128":
+        inverse = None if found.rows is None else inverse[:, : -(-found.rows.shape[1] // 128)]
+        down = None if found.columns is None else down[:, : -(-found.columns.shape[1] // 128)].t()
+    else:
         kind = torch.float8_e8m0fnu if scaling == "1x32" else torch.float32
         inverse, down = (None if t is None else t.view(kind) for t in (inverse, down))
         inverse = None if inverse is None else inverse.t()
@@ -280,7 +321,7 @@ def _scaled_by_blocks(
     x, y = _filled(x, -m % 4, -k % 128), _filled(y, -n % 128 if square else 0, -k % 128)
     scales = _by_columns(_filled(x_inverse, -m % 4)), kinds.BlockWise1x128
     if square:
-        scales += _by_columns(_filled(y_inverse, 0, -y_inverse.shape[1] % 4).t()), kinds.BlockWise128x128
+        scales += _in_fours(y_inverse).t(), kinds.BlockWise128x128
     else:
         scales += _by_columns(y_inverse), kinds.BlockWise1x128
     run: Any = F.scaled_mm  # pyright: ignore
@@ -291,6 +332,15 @@ def _scaled_by_blocks(
 def _filled(x: Tensor, rows: int, columns: int = 0) -> Tensor:
     """With more rows and columns of zeros."""
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
+
+
+def _in_fours(inverse: Tensor) -> Tensor:
+    """With zeros behind each row, up to a multiple of 4: kernels have written them there."""
+    rows, columns = inverse.shape
+    width = columns + -columns % 4
+    if inverse.stride(1) == 1 and inverse.stride(0) == width:
+        return inverse.as_strided((rows, width), (width, 1))
+    return _filled(inverse, 0, width - columns).contiguous().view(-1, width)
 
 
 def _by_columns(inverse: Tensor) -> Tensor:

@@ -362,19 +362,36 @@ class Linear(Scaled, sf.UnfusedOperation):
         return F.linear(x, self.weight, cast(Bias, following).read()) if self.joins(following) else None
 
     def fwd(
-        self, x: Tensor | Quantized, *, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
+        self,
+        x: Tensor | Quantized,
+        *,
+        recipe: Recipe | None = None,
+        needs: frozenset[str] = _EVERY,
+        weights: low.Weights | None = None,
     ) -> tuple[Tensor, Saved | SavedQuantized]:
         if recipe is not None:
-            return self._quantized(x, recipe, needs)
+            return self._quantized(x, recipe, needs, weights)
         assert isinstance(x, Tensor)
         weight = self.weight_for(x)
         return linear(x, weight), self._saved(x, weight)
 
-    def _quantized(self, x: Tensor | Quantized, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
-        rows, weight, record = _rows(x), lowered(required(self, "weight"), always=True), bool(needs)
-        kept = [self.scale_for(name, t, recipe, record) for name, t in (("x", rows), ("weight", weight))]
-        qx, x_down = low.quantized(rows, recipe, "x", columns="weight" in needs, kept=kept[0])
-        qweight, weight_down = low.quantized(weight, recipe, "weight", columns="x" in needs, kept=kept[1])
+    def gemm_weights(self, recipe: Recipe) -> list[Tensor]:
+        """The weights of its GEMMs, each of which is quantized by itself."""
+        return [lowered(required(self, "weight"), always=True)]
+
+    quantized_weights = staticmethod(low.quantized_weights)
+
+    def _quantized(
+        self, x: Tensor | Quantized, recipe: Recipe, needs: frozenset[str], weights: low.Weights | None
+    ) -> tuple[Tensor, SavedQuantized]:
+        rows, record = _rows(x), bool(needs)
+        kept = self.scale_for("x", rows, recipe, record)
+        qx, x_down = low.quantized(rows, recipe, "x", columns="weight" in needs, kept=kept)
+        if weights is None:
+            (weight,) = self.gemm_weights(recipe)
+            kept = self.scale_for("weight", weight, recipe, record)
+            weights = [low.quantized(weight, recipe, "weight", columns="x" in needs, kept=kept)]
+        ((qweight, weight_down),) = weights
         assert qx is not None
         assert qweight is not None
         y = low.linear_in_8_bits(qx, qweight, recipe, x.dtype)

@@ -201,35 +201,50 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return torch.cat([y if bias is None else y + bias.to(y.dtype) for y, bias in parts], -1)
 
     def fwd(
-        self, x: Tensor | Quantized, *, recipe: Recipe | None = None, needs: frozenset[str] = _EVERY
+        self,
+        x: Tensor | Quantized,
+        *,
+        recipe: Recipe | None = None,
+        needs: frozenset[str] = _EVERY,
+        weights: low.Weights | None = None,
     ) -> tuple[Tensor, Saved | SavedQuantized]:
         if recipe is not None:
-            return self._quantized(x, recipe, needs)
+            return self._quantized(x, recipe, needs, weights)
         assert isinstance(x, Tensor)
-        weights = self.weights_for(x)
-        return self.gemm(x, weights, self.biases()), self._saved(x, weights)
+        own = self.weights_for(x)
+        return self.gemm(x, own, self.biases()), self._saved(x, own)
 
-    def _quantized(self, x: Tensor | Quantized, recipe: Recipe, needs: frozenset[str]) -> tuple[Tensor, SavedQuantized]:
-        rows = x.reshape(-1, self.in_features) if isinstance(x, Tensor) else x
-        weights, biases = self.weights(), self.biases()
-        record, kept = bool(needs), self.scale_for
-        one = one_gemm(weights, biases) if low.ends_with_blocks(recipe, self.parts) else None
+    def gemm_weights(self, recipe: Recipe) -> list[Tensor]:
+        """As of `Linear`: one, or that of each part."""
+        weights, one = self.weights(), self._one_gemm(recipe)
         if one is None:
-            weights = [lowered(weight, always=True) for weight in weights]
-        else:
-            weights, biases = [lowered(one[0], always=True, parts=weights)], [one[1]]
+            return [lowered(weight, always=True) for weight in weights]
+        return [lowered(one[0], always=True, parts=weights)]
+
+    quantized_weights = staticmethod(low.quantized_weights)
+
+    def _one_gemm(self, recipe: Recipe) -> tuple[Tensor, Tensor | None] | None:
+        return one_gemm(self.weights(), self.biases()) if low.ends_with_blocks(recipe, self.parts) else None
+
+    def _quantized(
+        self, x: Tensor | Quantized, recipe: Recipe, needs: frozenset[str], weights: low.Weights | None
+    ) -> tuple[Tensor, SavedQuantized]:
+        rows = x.reshape(-1, self.in_features) if isinstance(x, Tensor) else x
+        record, kept, one = bool(needs), self.scale_for, self._one_gemm(recipe)
         qx, x_down = low.quantized(
             rows, recipe, "x", columns=not needs.isdisjoint(_WEIGHTS), kept=kept("x", rows, recipe, record)
         )
         assert qx is not None
-        each = [
-            low.quantized(w, recipe, "weight", columns="x" in needs, kept=kept(name, w, recipe, record))
-            for name, w in zip(_WEIGHTS, weights, strict=False)
-        ]
-        pairs = [(cast(low.Operand, along), bias) for (along, _), bias in zip(each, biases, strict=True)]
+        if weights is None:
+            weights = [
+                low.quantized(w, recipe, "weight", columns="x" in needs, kept=kept(name, w, recipe, record))
+                for name, w in zip(_WEIGHTS, self.gemm_weights(recipe), strict=False)
+            ]
+        biases = self.biases() if one is None else [one[1]]
+        pairs = [(cast(low.Operand, along), bias) for (along, _), bias in zip(weights, biases, strict=True)]
         ys = [low.linear_in_8_bits(qx, weight, recipe, x.dtype, bias) for weight, bias in pairs]
         y = ys[0] if len(ys) == 1 else torch.cat(ys, 1)
-        below = [down for _, down in each if down is not None]
+        below = [down for _, down in weights if down is not None]
         data, inverses = tuple([one.data for one in below]), tuple([one.inverse for one in below])
         return y.view(*x.shape[:-1], self.out_features), _saved_quantized(*(x_down or (None, None)), data, inverses)
 

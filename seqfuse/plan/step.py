@@ -97,6 +97,15 @@ class Step:
         return {"operation": self.name, "position": self.start, "path": self.nodes[0].path if self.nodes else None}
 
     @property
+    def weighs(self) -> bool:
+        """Whether the weights of its operation are quantized together with those of others of its segment.
+
+        Scales of blocks need no pass before, so that it takes one launch.
+        """
+        recipe = self.recipe
+        return recipe is not None and not recipe.whole_rows and self.operation.forward_signature.weights
+
+    @property
     def saved_class(self) -> type[Saved]:
         """The `Saved` of an operation that is not fused, or of a joint fusion."""
         return self.operation.Saved if self.recipe is None else self.operation.SavedQuantized

@@ -71,10 +71,14 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
     entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
     s.depth += 1
     likes = list[str]()
+    weighed = [s for s in segment.forward[:stop] if s.weighs and not (segment.replays and s.start in segment.keeps)]
     saving, repeatable = {at for at, _ in saves.records}, True
     for i, step in enumerate(segment.forward):
         if i:
             s.add(f"at = {i}")
+        if weighed[1:] and step is weighed[0]:
+            asked = [(one.operation, one.recipe, one.needed) for one in weighed]
+            s.add(f"weights = {s.put(step.operation.quantized_weights)}({s.put(asked)})")
         if i >= stop or (segment.replays and step.start in segment.keeps):
             _restore(s, segment, i)
             continue
@@ -83,6 +87,7 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         given = [f"{identifier(k)}={_fitted(s, c[channel], layout)}" for k, channel in step.reads]
         given += [f"{identifier(k)}={_seed(index)}" for k, index in step.seeds]
         given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env).items()]
+        given += ["weights=weights.pop(0)"] if weighed[1:] and step in weighed else []
         results = ["x", *["made"] * bool(step.operation.outputs)]
         if not step.inference:
             results.append(f"s{i}" if i in saving else "_s")

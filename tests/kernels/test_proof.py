@@ -19,6 +19,7 @@ from tools.launches import CALLS
 
 from . import (
     test_attention,
+    test_codes,
     test_crossentropy,
     test_decode,
     test_grouped,
@@ -32,6 +33,7 @@ from . import (
 
 FILES = {
     "attention": test_attention,
+    "codes": test_codes,
     "crossentropy": test_crossentropy,
     "decode": test_decode,
     "grouped": test_grouped,

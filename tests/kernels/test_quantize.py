@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, get_args
@@ -16,6 +17,7 @@ from seqfuse.kernels import quantize as kernels
 from seqfuse.kernels.quantize import Codes
 from seqfuse.recipes import Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, guarded, red_zones, seeded_randn
+from seqfuse.testing.interpreter_bounds import OutOfBounds
 from tests.lowprecision.hard import draw, hard
 from tests.lowprecision.named import OTHERS, RECIPES, ROLES, form_of, named
 from tools.compiled import Compiled, compile_variants
@@ -41,10 +43,13 @@ def by_kernels(x: Tensor, recipe: Recipe, role: Role, module: ModuleType = kerne
 def assert_as_defined(found: Codes, x: Tensor, recipe: Recipe, role: Role, **given: Any) -> None:
     """Codes and inverse scales, of what there is."""
     shared = found.columns_inverse is None
+    square = SCALINGS.get(recipe.block(role, "rows")) == "128x128"
+    if square:
+        found = as_blocks(found, *x.shape)
     if found.rows is not None:
         data, inverse = recipes.quantize(x, recipe, role, "rows", **given)
         assert_same(found.rows, data)
-        blocked = not shared or SCALINGS.get(recipe.block(role, "rows")) in ("1x128", "1x32")
+        blocked = not square and (not shared or SCALINGS.get(recipe.block(role, "rows")) in ("1x128", "1x32"))
         assert_same(found.rows_inverse, inverse.t() if blocked and inverse.ndim == 2 else inverse)
     if found.columns is not None:
         data, inverse = recipes.quantize(x, recipe, role, "columns", **given)
@@ -52,11 +57,24 @@ def assert_as_defined(found: Codes, x: Tensor, recipe: Recipe, role: Role, **giv
         assert_same(found.rows_inverse if shared else found.columns_inverse, inverse)
 
 
+def as_blocks(found: Codes, M: int, N: int) -> Codes:
+    """Without the zeros behind inverse scales of 128 x 128, and columns as rows."""
+    scales: list[Tensor | None] = []
+    for inverse, size in ((found.rows_inverse, N), (found.columns_inverse, M)):
+        count = -(-size // 128)
+        assert inverse is None or (inverse.shape[1] % 4 == 0 and not inverse[:, count:].any())
+        scales.append(None if inverse is None else inverse[:, :count])
+    down = None if scales[1] is None else scales[1].t()
+    return found._replace(rows_inverse=scales[0], columns_inverse=down)
+
+
 def assert_same(got: Tensor | None, wanted: Tensor) -> None:
     """In any shape of as many numbers."""
     assert got is not None
-    one, other = (t.contiguous().flatten().view(torch.uint8) for t in (got.cpu(), wanted.cpu()))
-    assert torch.equal(one, other)
+    assert got.dtype is wanted.dtype or got.dtype is torch.uint8
+    # Of one number no view is made whose stride is another.
+    one, other = (torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)) for t in (got, wanted))
+    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def widened(x: Tensor) -> Tensor:
@@ -88,6 +106,26 @@ def test_every_role_and_direction(recipe: Recipe, dtype: torch.dtype) -> None:
             x = draw(*shape, seed=i, dtype=dtype)
             for way in ways(dtype):
                 assert_as_defined(by_kernels(x.to(DEVICE), recipe, role, **way), x, recipe, role)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES + OTHERS if not r.whole_rows], ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_several_matrices_in_one_launch(recipe: Recipe, dtype: torch.dtype) -> None:
+    every = [draw(*shape, seed=i, dtype=dtype).to(DEVICE) for i, shape in enumerate(SHAPES)]
+    every[3] = draw(128, 160, seed=9, dtype=dtype).to(DEVICE)[:, 16:144]  # of another stride
+    scaling: Any = SCALINGS[recipe.block("weight", "rows")]
+    for some, columns in itertools.product((every, every[2:4], every[:1]), {False, dtype is not torch.float32}):
+        how = {"power_of_two": recipe.power_of_two, "columns": columns}
+        with red_zones():
+            x, *others = [guarded(one).tensor for one in some]
+            made = kernels.quantize_several(x, others, recipe.dtype("weight"), scaling, **how)
+            made = [t.clone() for t in made]
+        for codes, one in zip(kernels.named_codes(made, columns), some, strict=True):
+            assert (codes.columns is not None) == columns
+            assert_as_defined(codes, one.cpu(), recipe, "weight")
+    other = every[1].to(torch.bfloat16 if dtype is torch.float32 else torch.float32)
+    with pytest.raises(ValueError, match="one dtype"):
+        kernels.quantize_several(every[1], [other], recipe.dtype("weight"), scaling)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -130,6 +168,10 @@ def test_the_operator_is_what_it_says(scaling: Any) -> None:
         given |= {"scale": torch.tensor([2.5], device=DEVICE), "largest": torch.zeros(1, device=DEVICE)}
     schema, fake = "test_schema", "test_faketensor"  # others compare results, which torch does not in 8 bits
     torch.library.opcheck(torch.ops.seqfuse.quantize.default, (x, of, scaling), given, test_utils=(schema, fake))
+    if scaling in ("128x128", "1x32"):
+        args = (x, [x[:4], x[::2]], of, scaling)
+        several = torch.ops.seqfuse.quantize_several.default
+        torch.library.opcheck(several, args, {"columns": True}, test_utils=(schema, fake))
     got, made = torch.ops.seqfuse.quantize(x, of, scaling, **given), kernels.quantize_matrix(x, of, scaling, **given)
     assert [t is None for t in got] == [t is None for t in made]
     for one, other in zip(got, made, strict=True):
@@ -170,6 +212,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ("& -0x800000", "& -0x400000"),
         ("tl.where(magnitude(x) < _INFINITE, scaled, float('nan'))", "scaled"),
         ("tl.trans(tile), one, by_column", "tl.trans(tile), one, by_row"),
+        ("if pid >= firsts[j]:", "if pid > firsts[j]:"),
+        ("_tile(x, pid - first, stride", "_tile(x, pid, stride"),
         ("tl.atomic_max(by_column + cols, tl.max(bits, 0)", "tl.atomic_max(by_column + cols, tl.max(bits, 0) + 1"),
     ],
 )
@@ -182,6 +226,15 @@ def test_mutants_are_found(old: str, new: str, mutant: Callable[..., ModuleType]
                 assert_as_defined(by_kernels(x.to(DEVICE), recipe, "x", module, columns=True), x, recipe, "x")
             except AssertionError:
                 return
+    for recipe in RECIPES[2:]:
+        some = [draw(*shape, seed=0, dtype=torch.bfloat16).to(DEVICE) for shape in SHAPES[2:4]]
+        scaling: Any = SCALINGS[recipe.block("weight", "rows")]
+        try:
+            made = module.quantize_several(some[0], some[1:], recipe.dtype("weight"), scaling, power_of_two=True)
+            for codes, one in zip(module.named_codes(made, False), some, strict=True):
+                assert_as_defined(codes, one.cpu(), recipe, "weight")
+        except (AssertionError, OutOfBounds):
+            return
     pytest.fail("nothing is wrong")
 
 

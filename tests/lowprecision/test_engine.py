@@ -18,7 +18,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.nn import TransformerLayer
 from seqfuse.plan import plan as planning
-from seqfuse.plan.step import Stretch
+from seqfuse.plan.step import Step, Stretch
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
@@ -369,7 +369,7 @@ def test_devices_without_kernels_for_a_recipe_say_so(recipe: Recipe):
 
 
 def test_launches_of_a_llama_layer_beside_those_in_bfloat16():
-    """The middle one of three: its steps are those of bfloat16, and each quantization by itself is one launch more."""
+    """The middle one of three: its steps are those of bfloat16, and two launches more quantize what these do not."""
     rotary = functools.partial(ops.RotaryEmbedding, style="half")
     layer = functools.partial(
         TransformerLayer, 1024, 8, 2, hidden_dim=4096, activation=ops.SwiGLU, norm=ops.RMSNorm, bias=False,
@@ -383,16 +383,20 @@ def test_launches_of_a_llama_layer_beside_those_in_bfloat16():
     middle = [i for i, path in enumerate(plan.paths) if path.startswith("1.")]
     for found, wanted in ((plan.forward, plain.forward), (plan.backward, plain.backward)):
         assert [s.key for s in found if s.start in middle] == [s.key for s in wanted if s.start in middle]
-    own = {(q.at - middle[0], q.role): q.inside for q in plan.quantizations if q.at in middle}
-    names = [plan.names[i] for i in middle]
-    qkv, out, up, down = (i for i, name in enumerate(names) if name == "Linear")
-    assert {place: by for place, by in own.items() if by} == {(down, "x"): "BiasGated", (up, "dy"): "BiasGatedBackward"}
-    left = sorted(place for place, by in own.items() if by is None)
-    said = ", ".join(f"{role} of {('qkv', 'out', 'up', 'down')[(qkv, out, up, down).index(at)]}" for at, role in left)
-    print(f"{len(left)} launches more than in bfloat16: {said}")
-    # Norms and their backward have a few rows at a time, and columns need 128; weights have no kernel before them.
-    weights = {(at, "weight") for at in (qkv, out, up, down)}
-    assert set(left) == weights | {(qkv, "x"), (up, "x"), (out, "x"), (qkv, "dy"), (out, "dy"), (down, "dy")}
+    own = {(q.at, q.role): q.inside for q in plan.quantizations if q.at in middle}
+    qkv, out, up, down = (i for i in middle if plan.names[i] == "Linear")
+    assert {place: by for place, by in own.items() if by} == {
+        (qkv, "x"): "BlockBoundary", (up, "x"): "BlockBoundary", (down, "x"): "BiasGated",
+        (qkv, "dy"): "BiasQKNormRotaryBackward", (out, "dy"): "BlockBoundaryBackward", (up, "dy"): "BiasGatedBackward",
+        (down, "dy"): "BlockBoundaryBackward",
+    }  # fmt: skip
+    # Attention is torch's kernel. Weights have no kernel before them, and all of a segment take one launch.
+    assert {place for place, by in own.items() if by is None} == {
+        (out, "x"), *((at, "weight") for at in (qkv, out, up, down))
+    }  # fmt: skip
+    shared = {next(i for i, span in enumerate(plan.segments) if at in span) for at in (out, up, down)}
+    assert len(shared) == 1
+    assert len(plan.segments) == 4  # of which each but the first and the last has as many weights as a layer
 
 
 @each_recipe
@@ -443,3 +447,33 @@ def test_a_plan_for_a_gpu_says_the_memory_of_what_kernels_quantize(monkeypatch: 
     assert found.memory.peak is not None
     assert apart.peak is not None
     assert found.memory.peak < apart.peak  # the result of the unit exists in 8 bits alone
+
+
+@pytest.mark.parametrize("recipe", [BLOCK, recipes.MXFP8(), recipes.Float8RowScaling()], ids=str)
+def test_weights_of_a_segment_are_quantized_together(recipe: Recipe, monkeypatch: pytest.MonkeyPatch):
+    asked: list[list[str]] = []
+    together = ops.Linear.quantized_weights
+
+    def noted(several: Any) -> Any:
+        asked.append([type(operation).__name__ for operation, _, _ in several])
+        return together(several)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        parts = ops.Linear(32, 48), ops.GeLU(), ops.MergedLinear(48, (32, 16)), ops.Linear(48, 20), ops.Linear(20, 16)
+        model = sf.Sequential(*parts, recipe=recipe)
+        model[0].weight.requires_grad_(requires_grad=False)
+        x = torch.randn(33, 32)
+        y = model(x)
+        y.square().sum().backward()
+        with torch.no_grad():
+            return [y, model(x), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    for kind in (ops.Linear, ops.MergedLinear):
+        monkeypatch.setattr(kind, "quantized_weights", staticmethod(noted))
+    found = run()
+    # Those of a size that is not a multiple of 16 are none of them; scales of a row are found before.
+    assert asked == ([] if recipe.whole_rows else [["Linear", "MergedLinear"]] * 2)
+    monkeypatch.setattr(Step, "weighs", False)
+    assert_bitwise_equal(run(), found)
+    assert len(asked) == (0 if recipe.whole_rows else 2)
