@@ -578,7 +578,8 @@ def _quantizations(target: str) -> Calls:
 
 def _codes(target: str) -> Iterator[quantize.As]:
     """Every scaling of kernels that quantize their result, along rows and as in training, on GPUs where they do."""
-    scalings = ("1x128", "1x32", "given") if target == "sm_90" else ("1x32", "given") if target[:2] == "sm" else ()
+    none = target.startswith("gfx") or "quantize" in WITHOUT.get(target, ())
+    scalings = () if none else ("1x128", "1x32", "given") if target == "sm_90" else ("1x32", "given")
     for scaling, down in itertools.product(scalings, (True, False)):
         given = _new(1, dtype=F32) if scaling == "given" else None
         yield quantize.As(scaling, torch.float8_e4m3fn, scaling == "1x128", True, down, given)

@@ -473,7 +473,8 @@ def test_weights_of_a_segment_are_quantized_together(recipe: Recipe, monkeypatch
         monkeypatch.setattr(kind, "quantized_weights", staticmethod(noted))
     found = run()
     # Those of a size that is not a multiple of 16 are none of them; scales of a row are found before.
-    assert asked == ([] if recipe.whole_rows else [["Linear", "MergedLinear"]] * 2)
+    assert {*map(tuple, asked)} == (set[Any]() if recipe.whole_rows else {("Linear", "MergedLinear")})
+    asked.clear()
     monkeypatch.setattr(Step, "weighs", False)
     assert_bitwise_equal(run(), found)
-    assert len(asked) == (0 if recipe.whole_rows else 2)
+    assert not asked
