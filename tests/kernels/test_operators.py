@@ -29,6 +29,7 @@ from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from .conftest import DEVICE
 
 GELU = ACTIVATIONS["gelu"]
+ALONG = As("1x32", torch.float8_e4m3fn, along_rows=True)
 TURN = rope.Rotation("half", 4)
 
 
@@ -92,6 +93,16 @@ CALLS: dict[str, Call] = {
     "norm.norm_bwd of RMSNorm": Call(
         "norm_backward", lambda f, x, dy, w, b, mean, rstd: f(dy, x, None, rstd, w, dweight=F32), ROWS | STATS
     ),
+    "norm.norm_codes": Call(
+        "norm_codes",
+        lambda f, x, w: f(x.bfloat16(), w, None, 1e-5, ALONG, centered=False, residual=x.bfloat16()),
+        {"x": (5, 16), "w": (16,)},
+    ),
+    "norm.norm_codes_backward": Call(
+        "norm_backward_codes",
+        lambda f, x, w, rstd: f(x.bfloat16(), x.bfloat16(), None, rstd, w, ALONG, dweight=F32),
+        {"x": (5, 16), "w": (16,), "rstd": (5,)},
+    ),
     "permute.gather_rows": Call("gather_rows", lambda f, x, p, rows, ends: f(x, rows, ends, factors=p), PAIRS),
     "permute.spread_rows": Call(
         "spread_rows",
@@ -111,13 +122,18 @@ CALLS: dict[str, Call] = {
         {"x": (5, 16)},
     ),
     "quantize.quantize_matrix": Call("quantize", lambda f, x: f(x, torch.float8_e4m3fn, "row"), {"x": (5, 16)}),
+    "quantize.quantize_several": Call(
+        "quantize_several", lambda f, x: f(x, [x[:3]], torch.float8_e4m3fn, "1x32"), {"x": (5, 16)}
+    ),
+    "rope.rope_codes_backward": Call(
+        "rope_backward_codes",
+        lambda f, x: f(x.bfloat16(), 1, 1, rope.Rotation("half", 32), ALONG, dbias=F32),
+        {"x": (2, 3, 96)},
+    ),
     "rope.rope_fwd": Call("rope", lambda f, x, dy: f(x, 2, 1, TURN), PACKED),
     "rope.rope_bwd": Call("rope_backward", lambda f, x, dy: f(dy, 2, 1, TURN, dbias=F32), PACKED),
     "rope.rope_write": Call("rope_write", lambda f, x, k, v, lengths: f(x, 2, 1, TURN, k, v, lengths), ROW),
 }
-
-
-ALONG = As("1x32", torch.float8_e4m3fn, along_rows=True)
 
 
 def entries() -> Iterator[str]:

@@ -30,10 +30,10 @@ from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
 from seqfuse.kernels.decode import cache_write, decode_attention
 from seqfuse.kernels.grouped import finish_rows_, group_sums, grouped_gemm, grouped_outer
-from seqfuse.kernels.norm import norm_bwd, norm_fwd
+from seqfuse.kernels.norm import norm_bwd, norm_codes, norm_codes_backward, norm_fwd
 from seqfuse.kernels.permute import gather_rows, spread_rows
-from seqfuse.kernels.quantize import As, quantize_matrix
-from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
+from seqfuse.kernels.quantize import As, quantize_matrix, quantize_several
+from seqfuse.kernels.rope import Rotation, rope_bwd, rope_codes_backward, rope_fwd, rope_write
 from seqfuse.ops import _attention
 from tests.fusions.triton.launching import ScaleScale, said, scales
 from tests.inference.test_kvcache import model_of, tokens
@@ -97,6 +97,11 @@ def codes() -> None:
     quantize_matrix(drawn(64, 128), torch.float8_e4m3fn, "tensor", columns=True)
     to = As("1x32", torch.float8_e4m3fn, along_rows=True, down_columns=True)
     pointwise.pointwise_codes(drawn(64, 128), pointwise.Chain(pointwise.act(GELU)), (), to)
+    quantize_several(drawn(64, 128), [drawn(32, 64)], torch.float8_e4m3fn, "1x32", columns=True)
+    x, rstd = drawn(64, 128), torch.ones(64)
+    norm_codes(x, None, None, 1e-5, to, centered=False)
+    norm_codes_backward(x, drawn(64, 128), None, rstd, None, to, dweight=x.dtype)
+    rope_codes_backward(drawn(1, 64, 8 * 32), 4, 2, Rotation("half", 32), to, dbias=x.dtype)
 
 
 GROUPS = (chains, norms, attention, losses, experts, codes)

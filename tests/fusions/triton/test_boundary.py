@@ -11,7 +11,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.fusions import BlockBoundary, BlockBoundaryActivation, BlockBoundaryBackward
-from seqfuse.fusions.boundary import boundary_fwd, branch_around
+from seqfuse.fusions.boundary import branch_around
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 
 ALL = (BlockBoundary, BlockBoundaryBackward)
@@ -23,11 +23,12 @@ def on(device: torch.device, operations: list[sf.UnfusedOperation]) -> list[sf.U
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_the_stream_has_the_dtype_of_the_sum(autocast: bool, device: torch.device):
-    bias, norm = on(device, [ops.Bias(8), ops.LayerNorm(8)])
+    bias, add, norm = on(device, [ops.Bias(8), ops.Add("r"), ops.LayerNorm(8)])
     x, other = (seeded_randn((3, 8), i, dtype=torch.bfloat16).to(device) for i in (0, 1))
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        out, _, _ = boundary_fwd(bias, None, norm, x, other, None)
-        assert out.stream.dtype is (bias(x) + other).dtype
+        fusion = BlockBoundary(bias=bias, dropout=None, add=add, fork=None, norm=norm)
+        record = fusion.fwd(x, add_other=other, dtype=None)[2]["norm"]
+        assert record.x.dtype is (bias(x) + other).dtype
 
 
 def test_the_gradient_of_the_branch_is_written_where_it_differs_from_that_of_the_stream():
