@@ -64,7 +64,7 @@ def quantized_rows(
     return along, Operand(*quantize(x, recipe, role, "columns", offsets=offsets))
 
 
-def quantized_weights(
+def quantized_group_weights(
     weight: Tensor, recipe: Recipe, *, columns: bool = False, kept: KeptScale | None = None
 ) -> tuple[Operand, Operand | None]:
     """`_lowprecision.quantized` of the weight of each group, [G, N, K], each by itself."""

@@ -58,7 +58,8 @@ def _gradients(recipe: Recipe, dy: Tensor, x: Tensor, weight: Tensor, needs: Seq
 
 
 def _grouped_linear(recipe: Recipe, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    (qx, _), (qweight, _) = grouped.quantized_rows(x, recipe, "x", offsets), grouped.quantized_weights(weight, recipe)
+    qx, _ = grouped.quantized_rows(x, recipe, "x", offsets)
+    qweight, _ = grouped.quantized_group_weights(weight, recipe)
     assert qx is not None
     return grouped.grouped_in_8_bits(qx, qweight, recipe, offsets, x.dtype)
 
@@ -69,7 +70,7 @@ def _grouped_gradients(
     dx = dweight = None
     along, down = grouped.quantized_rows(dy, recipe, "dy", offsets, rows=needs[0], columns=needs[1])
     if along is not None:
-        _, columns = grouped.quantized_weights(weight, recipe, columns=True)
+        _, columns = grouped.quantized_group_weights(weight, recipe, columns=True)
         assert columns is not None
         dx = grouped.grouped_dgrad_in_8_bits(along, columns, recipe, offsets, dy.dtype)
     if down is not None:

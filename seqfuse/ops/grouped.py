@@ -149,7 +149,7 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         rows = given.reshape(-1, self.in_features)
         kept = [self.scale_for(name, t, recipe, bool(needs)) for name, t in (("x", rows), ("weight", weight))]
         qx, x_down = low.quantized_rows(rows, recipe, "x", offsets, columns="weight" in needs, kept=kept[0])
-        qweight, weight_down = low.quantized_weights(weight, recipe, columns="x" in needs, kept=kept[1])
+        qweight, weight_down = low.quantized_group_weights(weight, recipe, columns="x" in needs, kept=kept[1])
         assert qx is not None
         y = low.grouped_in_8_bits(qx, qweight, recipe, offsets, rows.dtype, bias)
         saved = _saved_quantized(*(x_down or _NOTHING), *(weight_down or _NOTHING), offsets)

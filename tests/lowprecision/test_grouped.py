@@ -281,7 +281,7 @@ def test_no_offset_of_a_gpu_is_read(recipe: Recipe):
             weight, ends = torch.empty(4, 48, 32, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int32)
             qx, x_down = low.quantized_rows(x, own, "x", ends, columns=True)
             qdy, dy_down = low.quantized_rows(dy, own, "dy", ends, columns=True)
-            qweight, weight_down = low.quantized_weights(weight, own, columns=True)
+            qweight, weight_down = low.quantized_group_weights(weight, own, columns=True)
             assert None not in (qx, x_down, qdy, dy_down, weight_down)
             y = low.grouped_in_8_bits(qx, qweight, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
             assert y.shape == (64, 48)
