@@ -168,6 +168,7 @@ class UnfusedOperation(FusableOperation):
         is_view: whether y and the outputs are x itself, or views of it. Where nothing else stands between two barriers
             the reference runs, so that, as in torch, who changes y in place changes x.
         narrows: how many features of x make one of y.
+        packs: whether several parts lie side by side in x, such as queries, keys and values: a stretch has not all.
         same_dtype: whether x and the parameters must have one dtype outside autocast, as torch demands of a GEMM: a
             call that brings another is refused before anything runs.
         native: whether the reference is one differentiable call of torch, which saves what `Saved` does. A region of
@@ -200,6 +201,7 @@ class UnfusedOperation(FusableOperation):
     dy_may_be_none: ClassVar[bool] = False
     is_view: bool = False
     narrows: ClassVar[int] = 1
+    packs: bool = False
     same_dtype: ClassVar[bool] = False
     native: ClassVar[bool] = False
     autocast: Literal["lower", "float32", "promote", "same", "exchange"] | None = None

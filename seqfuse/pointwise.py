@@ -162,6 +162,10 @@ class Gated(UnfusedOperation, open=True):
         self.up = up
 
     @property
+    def packs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.packing != "interleaved"
+
+    @property
     def autocast(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As the activation, whose result is multiplied by what has the dtype of x."""
         return self.activation.autocast if type(self).reference is Gated.reference else None

@@ -63,6 +63,47 @@ class Captured:
     last: int = 0
 
 
+@dataclasses.dataclass
+class CapturedModules:
+    """What a graph has calls or parameters of.
+
+    Attributes:
+        captured: the call that it was captured in.
+        place: the module that was called.
+        paths: the modules in that, and in layers like theirs which the graph serves as well.
+        given: the modules of the parameters that it is given, by their place among its inputs.
+        first: the first parameter, by its id, of each layer that it served.
+    """
+
+    captured: Captured
+    place: nn.Module
+    paths: set[str]
+    given: dict[int, str]
+    first: set[int] = dataclasses.field(default_factory=set[int])
+
+    def serves(self, inputs: Sequence[Any]) -> None:
+        """Note that the graph runs, maybe with the parameters of a layer that is like the one it was captured of."""
+        at = next(iter(self.given), None)
+        if at is None or id(inputs[at]) in self.first:
+            return
+        self.first.add(id(inputs[at]))
+        paths, own = _by_id(self.place), list(self.paths)
+        for place, path in self.given.items():
+            here, there = path.split("."), paths.get(id(inputs[place]), path).split(".")
+            while here and there and here[-1] == there[-1]:
+                del here[-1], there[-1]
+            old, new = ".".join(here), ".".join(there)
+            self.paths |= {f"{new}{p.removeprefix(old)}" for p in own if f"{p}.".startswith(f"{old}.")}
+
+
+def _by_id(place: nn.Module) -> dict[int, str]:
+    """The paths of modules and of those of their parameters, by ids."""
+    paths: dict[int, str] = {}
+    for path, module in named_modules(place):
+        paths |= {id(module): path, **{id(p): path for p in module.parameters(recurse=False)}}
+    return paths
+
+
 class ModelCall:
     """A call of a converted module that is going on.
 
@@ -136,21 +177,22 @@ class Calls:
         self.count, self.missed = 0, missed
         self.breaks: dict[Break, int] = {}
         self.failed: Counter[Any] = Counter()
-        self._seen: list[tuple[Captured, set[str]]] = []
+        self._seen: list[CapturedModules] = []
 
     def meet(self, call: ModelCall) -> None:
         """Note the graph breaks of the call that ends."""
         for one in call.breaks():
             self.breaks.setdefault(one, self.count)
 
-    def see(self, captured: Captured, place: nn.Module, gm: GraphModule, inputs: Iterable[Any]) -> None:
+    def see(self, captured: Captured, place: nn.Module, gm: GraphModule, inputs: Iterable[Any]) -> CapturedModules:
         """Note which modules of what is called a graph has calls or parameters of."""
-        paths: dict[int, str] = {}
-        for path, module in named_modules(place):
-            paths |= {id(module): path, **{id(p): path for p in module.parameters(recurse=False)}}
+        paths = _by_id(place)
         bodies = [body for body in gm.modules() if isinstance(body, GraphModule)]
-        called = (key for body in bodies for node in body.graph.nodes for key in _modules_of(node))
-        self._seen.append((captured, {paths[key] for key in (*called, *map(id, inputs)) if key in paths}))
+        called = {key for body in bodies for node in body.graph.nodes for key in _modules_of(node)}
+        given = {i: paths[id(t)] for i, t in enumerate(inputs) if id(t) in paths}
+        seen = CapturedModules(captured, place, {paths[key] for key in called & paths.keys()} | {*given.values()}, given)
+        self._seen.append(seen)
+        return seen
 
     def skipped(self, model: nn.Module, places: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str]]:
         """Modules without submodules that no graph has, by path, as Dynamo left the code of one around them."""
@@ -165,7 +207,7 @@ class Calls:
                     continue
                 where = max(around, key=len)
                 since = self.breaks[left[where]]  # a graph that ran before that may have it, if a hook was set since
-                if not any(path in seen and captured.last >= since for captured, seen in self._seen):
+                if not any(path in seen.paths and seen.captured.last >= since for seen in self._seen):
                     code = f"{type(inner[where]).__name__} at {left[where].place}"
                     reason = f"in no graph, as Dynamo left the code of {code}: {left[where].reason}"
                     found[paths[module]] = paths[module], module, reason

@@ -346,13 +346,14 @@ class Conversion:
         calls, call = self._calls, dynamo.current_call()
         assert call is not None  # that is captured
         captured = call.captures(gm, inputs)
-        calls.see(captured, call.module, gm, inputs)
+        seen = calls.see(captured, call.module, gm, inputs)
         name_owners(self.model, call.module, gm)
         run = self._backend(gm, inputs, captured)
 
         def running(*args: Any) -> Any:
             captured.calls += 1
             captured.last = calls.count
+            seen.serves(args)
             now = dynamo.current_call()
             if now is not None and not now.ran:
                 now.ran = True

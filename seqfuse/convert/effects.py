@@ -54,6 +54,11 @@ def in_place(node: Node) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def _picks_kernels(node: Node) -> bool:
+    """Whether a call says which of torch's kernels attention may run: what runs in its place has kernels of its own."""
+    return _name(node).endswith("sdpa_kernel")
+
+
 def _memory(node: Any) -> object:
     """What tells the memory of a tensor from that of others, as fake tensors have it; `None` where it is not known."""
     while spelled(node) == "dropout" and (source := is_same(node)) is not None:
@@ -152,10 +157,14 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
             state = dataclasses.replace(state, autocast=tuple(n for n in state.autocast if n is not node.args[0]))
         elif name == "_set_grad_enabled":
             state = dataclasses.replace(state, grad=node.args[0])
-        elif in_place(node) and node not in functional and (memory is None or _meet(memory, _changed(node))):
+        elif in_place(node) and node not in functional and (memory is None or _touches(node, memory)):
             state = dataclasses.replace(state, changes=state.changes + 1)
         found[node] = state
     return found
+
+
+def _touches(node: Node, memory: set[object]) -> bool:
+    return not _picks_kernels(node) and _meet(memory, _changed(node))
 
 
 def returned(graph: Graph) -> set[Node]:
@@ -190,7 +199,8 @@ class Effects:
                 self.unread.add(node)
         # Where no gradients are recorded, it makes no difference: all are of one kind.
         self.reached = {node for node, state in self._states.items() if state.grad is False} | self._leads_out(graph)
-        self._changes = [(i, node, _changed(node)) for node, i in self._place.items() if in_place(node)]
+        changing = (node for node in graph.nodes if in_place(node) and not _picks_kernels(node))
+        self._changes = [(self._place[node], node, _changed(node)) for node in changing]
 
     def _leads_out(self, graph: Graph) -> set[object]:
         """Nodes that need gradients and lead to what leaves the graph, or to a change of what does."""
@@ -217,11 +227,10 @@ class Effects:
         if any(in_place(node) and spelled(node) != "iadd" for node in taken):
             return False
         places = [self._place[node] for node in taken]
-        memory: set[object] | None = None
         for i, node, changed in self._changes:
             if min(places) < i < max(places) and node not in taken:
-                memory = memory or set(map(_memory, [*taken, *_read(taken)]))
-                if _meet(memory, changed):
+                before = [t for t in taken if self._place[t] < i]  # what comes later runs behind the change as well
+                if _meet(set(map(_memory, [*before, *_read(before)])), changed):
                     return False
         return True
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .effects import are_changed, in_place
-from .graph import alike, argument, back, example, numbers, same_shape, same_size, spelled
+from .graph import WRITTEN, alike, argument, back, example, numbers, same_shape, same_size, spelled
 
 OUTER = "outer"
 """What an input of a graph that another graph calls has as a name of the node that it is there."""
@@ -79,7 +79,7 @@ def _with_nan(mask: Node) -> Node:
     if found is None:
         with mask.graph.inserting_after(mask):
             found = mask.graph.call_function(nan_in_rows_of_nothing, (mask,))
-        found.meta = dict(mask.meta)
+        found.meta = {**mask.meta, WRITTEN: True}
     return found
 
 
@@ -329,7 +329,7 @@ _RULES: dict[str, Callable[[KnownValues, Node, Tensor], KnownValue]] = {
     **dict.fromkeys(("ones", "new_ones", "ones_like"), partial(_filled, place=0, name="", number=1)),
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), partial(_filled, place=0, name="", number=0)),
     **dict.fromkeys(("le", "lt", "ge", "gt", "eq", "ne"), _compared),
-    **dict.fromkeys(("mul", "truediv", "neg", "invert", "bitwise_not", "logical_not"), _pointwise),
+    **dict.fromkeys(("mul", "truediv", "neg", "sqrt", "invert", "bitwise_not", "logical_not"), _pointwise),
     **dict.fromkeys(("and", "bitwise_and", "logical_and"), _both),
     **dict.fromkeys(("or", "bitwise_or", "logical_or"), _either),
     **dict.fromkeys(("to", "bool", "int", "long", "float", "double", "half", "bfloat16", "type", "type_as"), _cast),

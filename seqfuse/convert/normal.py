@@ -176,7 +176,7 @@ _PURE = {
     "getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "expand", "transpose", "permute",
     "contiguous", "cos", "sin", "conj", "to", "type_as", "float", "double", "half", "bfloat16", "neg", "cat", "stack",
     "repeat_interleave", "mul", "add", "sub", "truediv", "pow", "chunk", "split", "unbind", "t",
-    "clone", "detach",
+    "clone", "detach", "mean",
 }  # fmt: skip
 
 
@@ -377,14 +377,40 @@ def _baddbmm(node: Node, write: Writer) -> Node | None:
 def _of_merged(node: Node, write: Writer) -> Node | None:
     """A call for each element, or a softmax over the last dimension, before heads are merged and not behind that."""
     merged: Any = node.args[0]
-    e = example(merged)
-    if spelled(merged) != "flatten" or merged.args[1:] != (0, 1) or e is None or e.ndim != 3:
+    whole, others = _merged(merged), _others(node)
+    if whole is None or (spelled(node) == "softmax" and argument(node, 1, "dim") != -1):
         return None
-    if any(isinstance(given, Node) for given in (*node.args[1:], *node.kwargs.values())):
+    if spelled(node) == "add" and others:
+        (other,) = others
+        heads = _value(whole).shape[1]
+        if not _is_of_gemm(whole) or not same_shape(_value(other).shape, _value(merged).shape) or not is_fixed(heads):
+            return None
+        return write("flatten", write("add", whole, write("unflatten", other, 0, [-1, heads])), 0, 1)
+    if any((e := example(other)) is None or e.ndim for other in others) and spelled(node) not in ("type_as", "to"):
         return None
-    if spelled(node) == "softmax" and argument(node, 1, "dim") != -1:
+    return write("flatten", write.again(whole), 0, 1)
+
+
+def _type_as(node: Node, write: Writer) -> Node | None:
+    """A cast to the dtype that a tensor has: the tensor."""
+    same = is_same(node)
+    return same if same is not None and not _is_returned(node) else _of_merged(node, write)
+
+
+def _is_of_gemm(node: Any) -> bool:
+    """Whether a tensor is a GEMM of activations, but for calls for each element."""
+    while spelled(node) in ("add", "mul", "truediv", "to", "float"):
+        node = node.args[0]
+    return spelled(node) == "matmul"
+
+
+def _merged(t: Any) -> Node | None:
+    """[B, H, S, D] that a tensor is a view of, its first two dimensions made one."""
+    whole = t.args[0] if spelled(t) in ("view", "reshape", "flatten") and t.args else None
+    before, after = example(whole), example(t)
+    if before is None or after is None or before.ndim != 4 or after.ndim != 3:
         return None
-    return write("flatten", write.again(merged.args[0]), 0, 1)
+    return whole if same_shape(before.shape[2:], after.shape[1:]) else None
 
 
 def _bmm(node: Node, write: Writer) -> Node | None:
@@ -397,26 +423,41 @@ def _matmul(node: Node, write: Writer) -> Node | None:
 
 
 def _bmm_of(write: Writer, a: Any, b: Any) -> Node:
-    """A product of batches, of heads [B, H] where both operands were merged of them."""
+    """A product of batches, of heads [B, H] where one operand was merged of them."""
     first, second = _unmerged(write, a), _unmerged(write, b)
-    if first is None or second is None:
+    known = first if first is not None else second
+    if known is None or not is_fixed(heads := _value(known).shape[1]):
         return write("matmul", a, b)
+    first, second = (write("unflatten", t, 0, [-1, heads]) if w is None else w for t, w in ((a, first), (b, second)))
     return write("flatten", write("matmul", first, second), 0, 1)
 
 
 def _unmerged(write: Writer, t: Any) -> Node | None:
-    """[B, H, S, D] of [B * H, S, D], also where that is transposed."""
-    if spelled(t) == "transpose" and set(t.args[1:]) in ({1, 2}, {-1, -2}, {1, -1}, {2, -2}):
+    """[B, H, S, D] of [B * H, S, D], also where that is transposed, or times a number."""
+    swapped = spelled(t) == "transpose" and set(t.args[1:]) in ({1, 2}, {-1, -2}, {1, -1}, {2, -2})
+    numbers = spelled(t) in ("mul", "truediv") and all((e := example(n)) is not None and not e.ndim for n in _others(t))
+    if swapped or numbers:
         inner = _unmerged(write, t.args[0])
-        return None if inner is None else write("transpose", inner, -2, -1)
-    source = back(t)
-    whole = source.args[0] if spelled(source) in ("view", "reshape", "flatten") else None
-    before, after = example(whole), example(t)
-    if before is None or after is None or before.ndim != 4 or after.ndim != 3:
+        if inner is None:
+            return None
+        return write("transpose", inner, -2, -1) if swapped else write.again(inner, t)
+    return _merged(back(t))
+
+
+def _others(call: Node) -> list[Node]:
+    return [n for n in call.all_input_nodes if n is not call.args[0]]
+
+
+def _linear(node: Node, write: Writer) -> Node | None:
+    """A `Linear` of [B, S, D] in four dimensions, one of them of size 1: that of [B, S, D], as a norm before it is."""
+    x: Any = argument(node, 0, "input")
+    source = x.args[0] if spelled(x) in ("view", "reshape", "unsqueeze") and x.args else None
+    before, after = example(source), example(x)
+    if before is None or after is None or (before.ndim, after.ndim) != (3, 4) or source is None:
         return None
-    if same_shape(before.shape[2:], after.shape[1:]):
-        return whole
-    return None
+    inserted = (at for at in range(3) if same_shape(after.shape, (*before.shape[:at], 1, *before.shape[at:])))
+    place = next(inserted, None)
+    return None if place is None else write("unsqueeze", write.again(source), place)
 
 
 def _activation(node: Node, write: Writer) -> Node | None:
@@ -502,7 +543,9 @@ _RULES: dict[str, Rule] = {
     "baddbmm": _baddbmm,
     "bmm": _bmm,
     "matmul": _matmul,
-    **dict.fromkeys(("softmax", "dropout", "mul", "truediv", "to", "float", "type"), _of_merged),
+    "linear": _linear,
+    **dict.fromkeys(("softmax", "dropout", "add", "mul", "truediv", "to", "float", "type"), _of_merged),
+    "type_as": _type_as,
     **dict.fromkeys(("relu", "silu"), _activation),
     "view": _view,
     "reshape": _view,

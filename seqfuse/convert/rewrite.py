@@ -31,7 +31,7 @@ from .masks import OUTER, is_known, nan_in_rows_of_nothing
 from .normal import normalize
 from .patterns import MATCHERS
 from .patterns.experts import functional
-from .patterns.linear import beside
+from .patterns.linear import beside, turned
 from .patterns.rope import ADDED, PURE
 from .patterns.scores import around
 from .raising import Raised, Transposed, node_of, raised
@@ -92,7 +92,7 @@ def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> li
     normalize(graph, allowed)
     functional(graph)
     effects = Effects(graph)
-    operations = beside(list(raised(graph, MATCHERS, allowed, effects, reasons)), effects)
+    operations = turned(beside(list(raised(graph, MATCHERS, allowed, effects, reasons)), effects), effects)
     for node in [node for node in reasons if spelled(node) == "softmax"]:
         for gemm in around(node):
             reasons.setdefault(gemm, "it is part of the attention around softmax, which is left")
@@ -146,7 +146,8 @@ def _regions(
         for chain in chains:
             # Attention by hand saves its weights, so it is worth a chain by itself.
             by_hand = any(spelled(t) == "softmax" for r in chain.members for t in r.took)
-            lonely = (len(chain.members) == 1 and not by_hand) or not any(r.counts for r in chain.members)
+            several = sum(not getattr(r.operation, "is_view", False) for r in chain.members) > 1
+            lonely = not (several or by_hand) or not any(r.counts for r in chain.members)
             if lonely and not any(map(options.quantizes, chain.members)):
                 left += [(r, ALONE) for r in chain.members]
                 lone.append(chain)

@@ -222,6 +222,8 @@ class Attention(SoftmaxAttention):
         seed: Tensor | None  # [] int64, or [2] of FlashAttention
         p: float
 
+    packs = True
+
     def __init__(
         self,
         heads: int,

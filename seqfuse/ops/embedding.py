@@ -21,7 +21,16 @@ from .collectives import AllReduce, ReduceScatter
 _backward: Callable[..., Tensor] = torch.ops.aten.embedding_dense_backward.default  # pyright: ignore
 
 
-class Embedding(sf.UnfusedOperation):
+class _EmbeddingOfTorch(nn.Embedding):
+    """Makes an operation a `torch.nn.Embedding` to what asks, and has nothing of it."""
+
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[reportIncompatibleMethodOverride]
     """y = weight[x].
 
     Backward: row v of dweight is the sum of dy over all x = v; that of `padding_idx` is zero. Summed in float32 or
@@ -29,7 +38,8 @@ class Embedding(sf.UnfusedOperation):
 
     x: any shape [*] of int64 or int32, y: [*, embedding_dim], weight: [num_embeddings, embedding_dim].
     Saved: x.
-    Keys, arguments and initial values are those of `torch.nn.Embedding`.
+    Keys, arguments and initial values are those of `torch.nn.Embedding`, and to what asks it is one: the styles of
+    torch's `parallelize_module` take it.
 
     With `parallel="vocab"` each process of a group holds a shard of the vocabulary and gives zeros for those of others;
     `AllReduce` follows, or `ReduceScatter` with a `sequence_dim` of y.

@@ -189,7 +189,14 @@ _EVERY = frozenset({"x", "weight"})
 _NOTHING = None, None
 
 
-class Linear(Scaled, sf.UnfusedOperation):
+class _LinearOfTorch(nn.Linear):
+    """Makes an operation a `torch.nn.Linear` to what asks, and has nothing of it."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[reportIncompatibleMethodOverride]
     """y = x weight^T, followed by `Bias` where there is a bias.
 
     Forward: y = x weight^T. Called as a module it adds `bias`; in a sequence it expands to this GEMM and a `Bias` that
@@ -201,7 +208,8 @@ class Linear(Scaled, sf.UnfusedOperation):
     x: [*, in_features], y: [*, out_features], weight: [out_features, in_features], bias: [out_features].
     Saved: x for dweight, weight for dx; each is dropped when that gradient is not needed. Under a recipe each GEMM
     multiplies operands as `recipes.quantize` gives them; x and weight are saved in 8 bits, down their columns.
-    Keys, arguments and initial values are those of `torch.nn.Linear`.
+    Keys, arguments and initial values are those of `torch.nn.Linear`, and to what asks it is one: the styles of torch's
+    `parallelize_module` take it.
 
     With `parallel` each process of a group holds a shard of the weight. `"column"`: of its rows, and of the bias; x is
     whole, y a shard of the features; it expands to `CopyToTensorParallel`, GEMM, `Bias`. `"row"`: of its

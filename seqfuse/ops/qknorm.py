@@ -57,6 +57,7 @@ class QKNorm(sf.UnfusedOperation):
         mean: Tensor | None  # like rstd, of a LayerNorm
 
     autocast = "same"
+    packs = True
 
     q_weight: nn.Parameter | None
     k_weight: nn.Parameter | None

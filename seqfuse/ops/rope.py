@@ -63,6 +63,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         x: Tensor | None  # [*, S, (H + 2 Hkv) D], where gradients of cos or sin are needed
 
     autocast = "same"
+    packs = True
 
     def __init__(
         self,

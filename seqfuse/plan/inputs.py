@@ -47,6 +47,7 @@ def expect_tensor(node: Node, x: Any) -> None:
 
 def validate(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Check that operations take an input of this shape; the shapes that enter each position, and the one it gives."""
+    _check_whole(nodes, positions, shape)
     shapes = [tuple(shape)]
     for position in positions:
         operation: Any = nodes[position].operation
@@ -65,6 +66,24 @@ def validate(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> l
             raise PluginError(message, code="SF305", **located(nodes, position))
         shapes.append(shape)
     return shapes
+
+
+def _check_whole(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> None:
+    """Check that what DTensor shards in stretches of features is not read as parts that lie side by side."""
+    if not positions.start or not shape:
+        return
+    before: Any = nodes[positions.start - 1].operation
+    features = getattr(before, "out_features", shape[-1])
+    if features == shape[-1] or not any(hasattr(p, "placements") for p in before.parameters()):
+        return
+    for position in positions:
+        operation: Any = nodes[position].operation
+        if operation.packs:
+            message = f"of {features} features that it reads as parts side by side, each process has a stretch"
+            hint = "seqfuse.parallel.parallelize divides each part"
+            raise InputError(message, code="SF101", hint=hint, **located(nodes, position))
+        if operation.costly:  # a GEMM
+            return
 
 
 def check_devices(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]) -> None:

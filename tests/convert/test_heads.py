@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqfuse import ops
 from seqfuse.testing import seeded_randn
@@ -106,6 +107,42 @@ def test_heads_of_one_gemm_are_attention_as_dynamo_captures_them(name: str):
 def test_norms_of_queries_and_keys_that_are_modules_of_torch_are_one_operation(name: str):
     replayed = assert_same_recorded(ViT(norm=NORMS[name]).double(), X)
     assert operations(replayed) == ["Linear", "QKNorm", "Attention", "Linear"]
+
+
+def test_attention_runs_in_a_chain_where_a_model_picks_kernels_of_torch_for_it():
+    def picked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return S(q, k, v)
+
+    conversion = assert_same(ViT(attend=picked).double(), X)
+    assert [type(op) for region in conversion.graphs[0].regions for op in region.model] == [
+        ops.Linear, ops.Attention, ops.Linear,
+    ]  # fmt: skip
+
+
+ANGLES = torch.linspace(0, 3, 20, dtype=torch.float64).view(1, 1, 5, 4)
+
+
+def rotated(t: Tensor) -> Tensor:
+    return t * ANGLES.cos() + torch.cat((-t[..., 2:], t[..., :2]), -1) * ANGLES.sin()
+
+
+@pytest.mark.parametrize("last", [1, SIZE])
+@pytest.mark.parametrize("before", [True, False], ids=["before RoPE", "behind RoPE"])
+def test_factors_of_heads_are_beside_their_norms(last: int, before: bool):
+    class Gained(ViT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gains = nn.Parameter(seeded_randn((2, HEADS, 1, last), 3) + 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.parts(self.qkv(x).reshape(2, 5, 3, HEADS, SIZE))
+            q, k = F.normalize(q, dim=-1) * 2.0, F.normalize(k, dim=-1)
+            q, k = (rotated(t * g) if before else rotated(t) * g for t, g in zip((q, k), self.gains, strict=True))
+            return self.proj(S(q, k, v).transpose(1, 2).flatten(2))
+
+    found = operations(assert_same_recorded(Gained().double(), X))
+    assert ("Attention" in found) is (before or last == 1)
 
 
 class Adapted(nn.Module):

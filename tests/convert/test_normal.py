@@ -53,7 +53,46 @@ def of_cosines(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (made * m.w[:2].view(2, 1, 1).exp() + m.w[:4]).softmax(-1) @ v
 
 
+def of_merged_heads_and_a_bias(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    made = torch.bmm(q, k.transpose(-1, -2) / torch.sqrt(torch.tensor(4.0, dtype=torch.float64)))
+    made = (made + torch.bmm(q, m.w[:4].outer(m.w[4:]).expand(4, 4, 4))).view(-1, 2, 4, 4)
+    weights = made.masked_fill(HIDDEN, LEAST).softmax(-1).view(-1, 4, 4)
+    return torch.bmm(weights, v).view(-1, 2, 4, 4)
+
+
+def of_a_bias_of_queries(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (scores(q, k) + (q @ m.w[:4].outer(m.w[4:])).tanh()).softmax(-1) @ v
+
+
+def of_three_dimensions(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = ((t * 1.5).sin().flatten(0, 1).sin() for t in (q, k, v))
+    weights = (torch.bmm(q, k.transpose(1, 2)) + m.w[:4]).masked_fill(HIDDEN[0], LEAST).softmax(dim=2)
+    weights = weights.type_as(weights.type_as(q))
+    return torch.bmm(weights, v).unflatten(0, (2, 2))
+
+
+def with_a_sink(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    made = torch.cat((scores(q, k) + CAUSAL, m.w[:2].view(1, 2, 1, 1).expand(2, 2, 4, 1)), dim=-1)
+    return (made - made.max(dim=-1, keepdim=True).values).softmax(-1)[..., :-1] @ v
+
+
+def with_a_read_sink(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.cat((scores(q, k), m.w[:2].view(1, 2, 1, 1).expand(2, 2, 4, 1)), dim=-1).softmax(-1)
+    return weights[..., :-1] @ v + weights[..., -1:]
+
+
+def gained(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = F.normalize(q, dim=-1) * 2.0 * m.w.view(2, 1, 4), F.normalize(k, dim=-1) * m.w[:2].view(2, 1, 1)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def causal_mask() -> Tensor:
+    return torch.zeros(4, 4, dtype=torch.float64).masked_fill(~torch.ones(4, 4).tril().bool(), LEAST)
+
+
 LEAST = torch.finfo(torch.float64).min
+CAUSAL = causal_mask()
 # A row that sees no key has equal weights.
 HIDDEN = torch.tensor([[[1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]], [[0, 1, 0, 0]] * 4]).bool()[:, None]
 ATTENTION: dict[str, Weigh] = {
@@ -72,6 +111,32 @@ ATTENTION: dict[str, Weigh] = {
     "where a mask is true, a method": lambda m, q, k, v: scores(q, k).where(~HIDDEN, LEAST).softmax(-1) @ v,
     "hidden by infinity": lambda m, q, k, v: scores(q, k).masked_fill(HIDDEN[1:], -math.inf).softmax(-1) @ v,
     "a mask of data and a bias": lambda m, q, k, v: (scores(q, k) + m.w[:4]).masked_fill(HIDDEN, -1e9).softmax(-1) @ v,
+    "hidden twice": lambda m, q, k, v: (
+        scores(q, k).masked_fill(HIDDEN, -1e9).masked_fill(HIDDEN.flip(0), -1e9).softmax(-1) @ v
+    ),
+    "hidden by two numbers": lambda m, q, k, v: (
+        scores(q, k).masked_fill(HIDDEN, -1e9).masked_fill(HIDDEN.flip(0), LEAST).softmax(-1) @ v
+    ),
+    "what is taken and a number": lambda m, q, k, v: (scores(q, k) - m.w[:4].outer(m.w[4:]) + 3.0).softmax(-1) @ v,
+    "a mask behind a causal one": lambda m, q, k, v: (
+        (torch.where(torch.ones(4, 4).tril().bool(), scores(q, k), LEAST) + causal_mask()).softmax(-1) @ v
+    ),
+    "a mask behind a causal one, of data": lambda m, q, k, v: (
+        (torch.where(torch.ones(4, 4).tril().bool(), scores(q, k), LEAST) + CAUSAL.flip(0)).softmax(-1) @ v
+    ),
+    "a bound": lambda m, q, k, v: (
+        torch.max(scores(q, k) + causal_mask(), torch.full((), LEAST, dtype=torch.float64)).softmax(-1) @ v
+    ),
+    "a bound that is met": lambda m, q, k, v: torch.max(scores(q, k) + CAUSAL, torch.tensor(-0.1)).softmax(-1) @ v,
+    "without the maximum": lambda m, q, k, v: (
+        ((made := scores(q, k) * m.w[:2].view(2, 1, 1)) - made.amax(-1, keepdim=True).detach()).softmax(-1) @ v
+    ),
+    "of merged heads, with a bias": of_merged_heads_and_a_bias,
+    "of a bias of queries": of_a_bias_of_queries,
+    "of three dimensions": of_three_dimensions,
+    "a sink": with_a_sink,
+    "a sink that is read": with_a_read_sink,
+    "factors of heads and elements": gained,
     "a factor that is learned": lambda m, q, k, v: (
         (scores(q, k) * m.w[0].exp()).masked_fill(HIDDEN, -1e9).softmax(-1) @ v
     ),
@@ -80,7 +145,10 @@ ATTENTION: dict[str, Weigh] = {
     "values of other rows": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v.flip(2)),
     "keys for values": lambda m, q, k, v: F.scaled_dot_product_attention(q, v, k),
 }
-LEFT = {"a sum in place", "a mask of data and a bias", "hidden by infinity"}
+LEFT = {
+    "a sum in place", "hidden by infinity", "hidden by two numbers", "a mask behind a causal one, of data",
+    "a bound that is met", "a sink that is read",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -139,6 +207,15 @@ PRODUCTS: dict[str, tuple[Spelling, str]] = {
     "a gate": (lambda m, x: x + m.a(x) * m.b(x).tanh(), "Multiply"),
     "a modulated norm": (
         lambda m, x: F.layer_norm(m.a(x), (8,)) * (1 + x.mean(1, keepdim=True)) + x[:, :1], "Multiply"
+    ),
+    "a linear of one more dimension": (
+        lambda m, x: m.b(F.layer_norm(m.a(x), (8,)).view(2, 1, 4, 8)).view(2, 4, 2, 4).flatten(2), "LayerNorm"
+    ),
+    "a transpose": (
+        lambda m, x: F.linear(F.layer_norm(m.a(x), (8,)).transpose(1, 2), m.b.weight[:4, :4]).permute(
+            0, 2, 1
+        ),
+        "Transpose",
     ),
     "a vector that is added": (lambda m, x: m.a(x) + m.w, "Bias"),
     "a repeated sum": (lambda m, x: m.a(x) + x[:1], "Add"),
@@ -304,6 +381,25 @@ def test_a_gemm_does_not_run_again_for_an_empty_part_of_what_it_gives():
     conversion = sf.convert(model)
     model(**family.inputs())
     assert [graph.beside.get("linear", 0) for graph in conversion.graphs] == [0]
+
+
+def gated_by_queries(m: Layers, x: Tensor) -> Tensor:
+    made = m.a(x), m.b(x), m.c(x)
+    q, k, v = (t.view(2, 4, 2, 4).transpose(1, 2) for t in made)
+    return m.c(joined(F.scaled_dot_product_attention(q, k, v))) * made[0].tanh()
+
+
+def gated_by_all(m: Layers, x: Tensor) -> Tensor:
+    made = m.qkv(x)
+    q, k, v = (t.view(2, 4, 2, 4).transpose(1, 2) for t in made.chunk(3, -1))
+    return m.c(joined(F.scaled_dot_product_attention(q, k, v))) * made.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("spelling", [gated_by_queries, gated_by_all])
+def test_a_gemm_does_not_run_again_where_its_result_is_read_beside_attention(spelling: Spelling):
+    replayed = assert_same_recorded(Layers(spelling).double(), X)
+    assert "Attention" in operations(replayed)
+    assert not any("linear" in graph.beside for graph in replayed.graphs)
 
 
 def test_tokens_are_not_taken_before_a_norm_whose_input_is_changed_in_between():

@@ -212,6 +212,27 @@ def test_modules_that_no_graph_has_are_left_with_the_line_at_which_dynamo_left_t
     )
 
 
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Net() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(1).item() >= 0:
+                x = layer(x)
+        return x
+
+
+def test_a_layer_that_runs_by_the_graph_of_another_is_not_left():
+    model = Drawing().double()
+    wanted = model(X.double())
+    conversion = sf.convert(model)
+    torch.testing.assert_close(model(X.double()), wanted)
+    assert conversion.left == ()
+    assert len(conversion.graphs) == 2
+
+
 def test_calls_under_hooks_of_all_modules_are_counted():
     model = Net()
     conversion = sf.convert(model)

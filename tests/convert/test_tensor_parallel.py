@@ -14,6 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.convert import Conversion
 from seqfuse.convert.graph import spelled
+from seqfuse.errors import InputError
 from tests import processes
 from tests.processes import Facts
 
@@ -23,9 +24,9 @@ TOKENS = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manu
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kit: Any) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.q, self.k, self.v, self.o = (kit.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for p in (self.q, self.k, self.v))
@@ -34,19 +35,19 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kit: Any) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = kit.Linear(WIDTH, 2 * WIDTH), kit.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kit: Any) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+        self.norm, self.attention = kit.LayerNorm(WIDTH), Attention(kit)
+        self.norm2, self.mlp = kit.LayerNorm(WIDTH), Mlp(kit)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
@@ -54,14 +55,14 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2 of Linears, as the styles of torch take them."""
+    """GPT-2 of Linears, as the styles of torch take them, of modules of torch or of operations."""
 
-    def __init__(self) -> None:
+    def __init__(self, kit: Any = nn) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = kit.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(kit) for _ in range(2))
+        self.norm, self.head = kit.LayerNorm(WIDTH), kit.Linear(WIDTH, VOCABULARY, bias=False)
         for p in self.parameters():
             nn.init.normal_(p, std=0.2)
         self.double()
@@ -207,6 +208,57 @@ def a_gpt_whose_tokens_are_sharded() -> None:
     converted_under(Gpt(), sequence_plan(), 2 * 6 + 1, ops.AllGather, ops.ReduceScatter)
 
 
+def a_gpt_of_operations() -> None:
+    for plan in (whole_plan(Gpt(ops)), sequence_plan()):
+        model = Gpt(ops)
+        wanted = trained(copy.deepcopy(model))
+        parallel(model, plan, mesh("tp"))
+        for _ in range(2):
+            assert_trains_alike(model, wanted)
+        assert [*model.state_dict()] == [*Gpt().state_dict()]
+
+
+def a_gpt_of_operations_that_is_converted() -> None:
+    model = Gpt(ops)
+    converted_under(model, whole_plan(model), 2 * 6 + 1, ops.CopyToTensorParallel, ops.AllReduce)
+
+
+def a_sequence_of_operations() -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    torch.manual_seed(0)
+    block = ops.Residual(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, 64), ops.GeLU(), ops.Linear(64, WIDTH))
+    model = sf.Sequential(ops.Embedding(VOCABULARY, WIDTH), block, ops.LayerNorm(WIDTH), ops.Linear(WIDTH, VOCABULARY))
+    model.double()
+    wanted = trained(copy.deepcopy(model))
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate()),
+        "1.1": ColwiseParallel(),
+        "1.3": RowwiseParallel(),
+        "3": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallel(model, plan, mesh("tp"))
+    for _ in range(2):
+        assert_trains_alike(model, wanted)
+
+
+def parts_side_by_side_are_not_sharded_in_stretches() -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    for reader in (ops.SwiGLU(), ops.Attention(4, 2)):
+        model = sf.Sequential(ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 64), ops.Identity(), reader)
+        wanted = model(x)
+        whole = copy.deepcopy(model)
+        parallel(whole, {"1": ColwiseParallel(output_layouts=Replicate())}, mesh("tp"))
+        torch.testing.assert_close(whole(x), wanted)
+        parallel(model, {"1": ColwiseParallel()}, mesh("tp"))
+        with pytest.raises(InputError, match="side by side"):
+            model(x)
+
+
 def a_converted_gpt_that_is_parallelized() -> None:
     torch._dynamo.reset()
     model = Gpt()
@@ -253,10 +305,15 @@ def a_gpt_over_two_dimensions() -> None:
     assert_in_chains(conversion, 2 * 6, ops.AllReduce)  # the head runs by itself between the calls of FSDP2
 
 
-TWO = [a_llama, a_gpt_whose_tokens_are_sharded, a_converted_gpt_that_is_parallelized, a_llama_by_the_plan_of_its_class]
-FOUR = [a_gpt, a_gpt_over_two_dimensions]
+TWO = [
+    a_llama, a_gpt_whose_tokens_are_sharded, a_gpt_of_operations_that_is_converted, a_sequence_of_operations,
+    parts_side_by_side_are_not_sharded_in_stretches, a_converted_gpt_that_is_parallelized,
+    a_llama_by_the_plan_of_its_class,
+]  # fmt: skip
+FOUR = [a_gpt, a_gpt_of_operations, a_gpt_over_two_dimensions]
 if processes.FULL:
-    TWO, FOUR = [a_gpt, *TWO], [a_llama, a_gpt_whose_tokens_are_sharded, *FOUR]
+    TWO = [a_gpt, a_gpt_of_operations, *TWO]
+    FOUR = [a_llama, a_gpt_whose_tokens_are_sharded, a_sequence_of_operations, *FOUR]
 FACTS = Facts({2: TWO, 4: FOUR})
 
 test_a_model_trains_as_in_one_process = FACTS.test

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from ... import ops
@@ -13,14 +15,18 @@ from ..effects import returned
 from ..graph import (
     CASTS,
     ahead,
+    alike,
     argument,
     arguments,
     back,
     channel,
+    either,
     example,
     is_fixed,
+    is_last,
     is_same,
     narrow_of,
+    operands,
     part_of,
     same_shape,
     same_size,
@@ -33,7 +39,7 @@ from .linear import linear_ending_at, merged
 from .norm import FoundNorm, norm_ending_at
 from .pointwise import as_scaled
 from .rope import FoundRope, rope_at
-from .scores import CALL, scores_behind, weighs
+from .scores import CALL, scores_behind, weighs, without_maximum
 
 
 def raise_attention(node: Node) -> Found:
@@ -55,13 +61,15 @@ def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], nod
     if any(isinstance(number, Node) for number in how.values()):
         return "its scale or dropout is not a fixed number"
     parts = [_heads_of(part) for part in qkv]
-    out = _joined(node) or Inner()
+    e = example(node)
+    out = node if e is not None and e.ndim == 3 else _joined(node) or Inner()
     if isinstance(out, Inner):
-        e = example(node)
         if e is None or e.ndim != 4 or not is_fixed(e.shape[1], e.shape[3]):
             return "its heads are not a dimension of fixed size"
         out.views.append(View(node, 0, e.shape[1], e.shape[3]))
     first = _from_one(parts, how, node)
+    if not isinstance(first, str) and _reads(mask, {cast("Heads", part).source for part in parts}):
+        first = "its mask is made of its queries, keys or values"
     mask = limited(mask, how, qkv, by_hand=spelled(node) == "matmul", window=not isinstance(first, str))
     if isinstance(first, str):
         across = _across(qkv, parts, mask, how, node, out)
@@ -88,6 +96,19 @@ def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], nod
     return raised
 
 
+def _reads(node: Any, sources: set[Node]) -> bool:
+    """Whether a node is made of some that come before it."""
+    stack, seen, first = [node] if isinstance(node, Node) else [], set[Node](), min(sources)
+    while stack:
+        node = stack.pop()
+        if node in sources:
+            return True
+        if node not in seen and not node < first:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return False
+
+
 def _last_of(out: Node | Inner, node: Node) -> Node:
     return out if isinstance(out, Node) else node
 
@@ -98,7 +119,8 @@ def _from_one(parts: Sequence[Heads | str], how: dict[str, Any], node: Node) -> 
         if isinstance(part, str):
             return f"its {name}: {part}"
     q, k, v = cast("list[Heads]", parts)
-    if v.rope is not None or v.norm is not None or k.heads != v.heads or len({h.size for h in (q, k, v)}) != 1:
+    sizes = {h.size for h in (q, k, v)}
+    if (v.rope, v.norm, v.gain) != (None, None, None) or k.heads != v.heads or len(sizes) != 1:
         return "keys and values differ in heads, or values are normalized or have RoPE"
     if (q.rope is None) != (k.rope is None) or (q.norm is None) != (k.norm is None):
         return "queries and keys are not treated alike"
@@ -119,6 +141,11 @@ def _from_one(parts: Sequence[Heads | str], how: dict[str, Any], node: Node) -> 
             return normed
         raised.append(normed)
         packed = normed.out
+    if q.gain is not None or k.gain is not None:
+        gamma = _side_by_side_gains(q, k, Writer(node))
+        scale = ops.LayerScale((q.heads + 2 * k.heads) * q.size, device=META, dtype=dtypes.pop())
+        raised.append(Raised(scale, packed, Inner(), node, {"gamma": gamma}))
+        packed = raised[-1].out
     if q.rope is not None:
         _, cos, sin, turned, style = q.rope
         angles = {channel(cos): cos, channel(sin): sin}
@@ -170,7 +197,7 @@ def _is_plain(h: Heads) -> bool:
     """Whether heads are all of a tensor [B, S, H D]."""
     e = example(h.source)
     whole = e is not None and e.ndim == 3 and same_size(e.shape[-1], h.heads * h.size)
-    return whole and h.rope is None and h.norm is None and (h.start, h.part, h.of) == (0, 0, 1)
+    return whole and h.rope is None and h.norm is None and h.gain is None and (h.start, h.part, h.of) == (0, 0, 1)
 
 
 def _side_by_side(heads: Node, before: Node) -> Node:
@@ -187,8 +214,16 @@ def _packed(parts: list[Heads], out: Inner) -> list[Raised] | str:
     sources = [p.source for p in parts]
     sizes = [e.shape[-1] for s in sources if (e := example(s)) is not None]
     whole = all(same_size(size, p.heads * p.size) and p.start == 0 for size, p in zip(sizes, parts, strict=False))
+    leaving = returned(parts[0].seen.graph)
+
+    def read_outside(place: int, node: Node, size: int) -> None:
+        if node not in leaving:
+            out.views.append(View(node, place, None, size))
+
     if all(spelled(s) == "linear" for s in sources) and whole and len(set(sources)) == 3:
         found = merged(sources, out)
+        for i, source in enumerate(sources):
+            read_outside(sum(sizes[:i]), source, sizes[i])
         return [found] if found is not None else "queries, keys and values are made of different tensors"
     interleaved = [(p.part, p.of, p.heads) for p in parts] == [(i, 3, parts[0].heads) for i in range(3)]
     place = 0
@@ -206,6 +241,7 @@ def _packed(parts: list[Heads], out: Inner) -> list[Raised] | str:
     (r,) = found
     if not interleaved:
         r.out = out
+        read_outside(0, source, place)
         return found
     heads, size, made = parts[0].heads, parts[0].size, [Inner() for _ in range(3)]
     laid = (ops.Reshape(heads, 3, size), ops.Transpose(-3, -2), ops.Reshape(3 * heads * size, dims=3))
@@ -229,6 +265,19 @@ def _normed(q: Heads, k: Heads, a: FoundNorm, b: FoundNorm, x: Value, node: Node
     )  # fmt: skip
     given = {"q_weight": a.weight, "k_weight": b.weight, "q_bias": a.bias, "k_bias": b.bias}
     return Raised(made, x, Inner(), node, {name: p for name, p in given.items() if p is not None})
+
+
+def _side_by_side_gains(q: Heads, k: Heads, write: Writer) -> Node:
+    """The factors of queries, keys and values side by side; those of values are one."""
+    parts = list[Node]()
+    like = next(h.gain.node for h in (q, k) if h.gain is not None)
+    for h in (q, k, None):
+        if h is None or h.gain is None:
+            parts.append(write("new_ones", like, ((k if h is None else h).heads * q.size,)))
+        else:
+            gain = write("reshape", h.gain.node, h.gain.heads, h.gain.size)
+            parts.append(write("flatten", write("expand", gain, h.heads, h.size)))
+    return write.call(torch.cat, parts)
 
 
 def _joined(node: Node) -> Node | None:
@@ -255,16 +304,21 @@ def raise_attention_by_hand(node: Node) -> Found:
     """softmax(scale q k^T, capped, plus biases and a mask) v, as models have it that do not call torch's function."""
     if not weighs(node):
         return None
-    if argument(node, 1, "dim") not in (-1, 3):
+    e = example(node)
+    if e is None or argument(node, 1, "dim") not in (-1, e.ndim - 1):
         return "its softmax is not over the last dimension of scores [B, H, S, S]"
     how: dict[str, Any] = {}
-    found = scores_behind(narrow_of(argument(node, 0, "input")), how)
+    write = Writer(node)
+    logits, sink = _with_sink(without_maximum(argument(node, 0, "input")))
+    found = scores_behind(logits, how, write)
     if isinstance(found, str):
         return found
     q, k, masks = found.q, found.k, found.masks
     if any((m := example(t)) is None or not m.is_floating_point() for t, _ in masks):
         return "the tensor added to its scores is not floating point"
-    weights, dropout = node, 0.0
+    weights, dropout = node if sink is None else next(iter(node.users)), 0.0
+    if sink is not None and not (len(node.users) == 1 and part_of(weights) == (node, 0, e.shape[-1] - 1)):
+        return "the weight of its sink is read"
     while (following := ahead(weights, {*CASTS, "dropout"})) is not None:
         if spelled(following) == "dropout" and is_same(following) is None:
             if dropout:
@@ -275,14 +329,41 @@ def raise_attention_by_hand(node: Node) -> Found:
     if out is None:
         return f"its weights are read by more, or by something else, than weights @ v: {CALL}"
     how |= {"dropout": dropout, "scale": found.scale, "softcap": found.softcap}
-    write = Writer(node)
     for factor in found.factors:  # of heads
         q = write("mul", q, factor)
     terms = [t if number == 1 else write("mul", t, number) for t, number in masks]
     mask = terms[0] if terms else None
     for term in terms[1:]:
         mask = write("add", mask, term)
-    return _attention_of((q, k, out.args[1]), mask, how, out)
+    v: Any = out.args[1]
+    if sink is not None:
+        if e.ndim != 4 or not is_fixed(*e.shape) or how.get("causal"):
+            return "it has a sink, and its sizes are not fixed"
+        q, k, v, mask = _as_key(q, k, v, mask, sink, (write, Writer(out)))
+    if e.ndim == 3:  # of one head
+        q, k, v = write("unsqueeze", q, 1), write("unsqueeze", k, 1), Writer(out)("unsqueeze", v, 1)
+        m = example(mask)
+        mask = mask if mask is None or m is None or m.ndim < 3 else write("unsqueeze", mask, 1)
+    return _attention_of((q, k, v), mask, how, out)
+
+
+def _with_sink(logits: Any) -> tuple[Any, Node | None]:
+    """Scores, and a column that is joined to them of what each row sees beside the keys, whose value is zero."""
+    parts: Any = argument(logits, 0, "tensors") if spelled(logits) == "cat" else ()
+    sink = example(parts[1]) if len(parts) == 2 and is_last(argument(logits, 1, "dim", 0), logits) else None
+    if sink is None or not same_size(sink.shape[-1], 1):
+        return logits, None
+    return narrow_of(parts[0]), parts[1]
+
+
+def _as_key(q: Node, k: Node, v: Any, mask: Any, sink: Node, write: tuple[Writer, Writer]) -> tuple[Any, ...]:
+    """The same with a sink as a last key of zeros, whose score it is as it is added, and a value of zeros."""
+    before, behind = write
+    pad = torch.nn.functional.pad
+    k, v = (w.call(pad, _ungrouped(narrow_of(t)), (0, 0, 0, 1)) for w, t in ((before, k), (behind, v)))
+    keys, column = cast("Tensor", example(k)).shape[2] - 1, cast("Tensor", example(sink)).shape
+    mask = before("new_zeros", sink, (1, 1, 1, keys)) if mask is None else mask
+    return q, k, v, before.call(torch.cat, (before("expand", mask, *column[:3], keys), sink), -1)
 
 
 _TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
@@ -304,6 +385,7 @@ class Heads:
         norm: of each head, or before they are heads.
         factor: what they are multiplied by.
         part: which of the `of` parts of each head of the source they are, where queries, keys and values interleave.
+        gain: a tensor that they are multiplied by before RoPE, for each head or all and each element or all.
     """
 
     seen: Node
@@ -316,6 +398,15 @@ class Heads:
     factor: float
     part: int = 0
     of: int = 1
+    gain: Gain | None = None
+
+
+class Gain(NamedTuple):
+    """Factors of heads and of their elements, [*, H or 1, *, D or 1] with the other sizes 1."""
+
+    node: Node
+    heads: int
+    size: int
 
 
 def _heads_of(node: Any) -> Heads | str:
@@ -326,7 +417,7 @@ def _heads_of(node: Any) -> Heads | str:
     size = e.shape[-1]
     node = _ungrouped(narrow_of(node))
     seen, factor = node, 1.0
-    rope, norm = None, None
+    rope, norm, gain, turns = None, None, None, True
     transposed = False
     part, of, cut, first = 0, 1, None, 0
     while True:
@@ -334,12 +425,15 @@ def _heads_of(node: Any) -> Heads | str:
         name = spelled(node)
         if not transposed and _is_transpose(node):
             node, transposed = node.args[0], True
-        elif rope is None and norm is None and (turned := rope_at(node, transposed)) is not None:
+        elif rope is None and norm is None and turns and (turned := rope_at(node, transposed)) is not None:
             node, rope = turned.x, turned
         elif norm is None and (found := norm_ending_at(node)) is not None:
-            norm, node = found, found.x
+            norm, node, factor = found, found.x, factor * found.factor
         elif norm is None and factor == 1 and (number := as_scaled(node)) is not None:
             node, factor = number
+        elif norm is None and gain is None and (gained := _gained(node, transposed)) is not None:
+            node, gain = gained
+            turns = gain.size == 1  # angles are the same for all heads, and differ for elements
         elif of == 1 and cut is None and (packed := _third_of_five(node, transposed)) is not None:
             node, heads, part, of = packed
             first = 0 if of == 3 else part * heads * size
@@ -358,7 +452,7 @@ def _heads_of(node: Any) -> Heads | str:
             nor = ", nor by RoPE in a spelling that is known" if name in _LIKE_ROPE else ""
             return f"made by {name or 'the model'}, not by a GEMM whose last dimension is split into heads{nor}"
     if norm is None and (found := norm_ending_at(back(node))) is not None:
-        norm, node = found, found.x
+        norm, node, factor = found, found.x, factor * found.factor
     node = narrow_of(node)
     if norm is None and (found := as_scaled(node)) is not None:
         node, factor = narrow_of(found[0]), factor * found[1]
@@ -366,7 +460,20 @@ def _heads_of(node: Any) -> Heads | str:
     source, start = (node, first) if stretch is None else (back(stretch[0]), first + stretch[1])
     if cut is not None:
         start, heads = start + cut[0] * size, cut[1]
-    return Heads(seen, source, start, heads, size, rope, norm, factor, part, of)
+    return Heads(seen, source, start, heads, size, rope, norm, factor, part, of, gain)
+
+
+def _gained(node: Any, transposed: bool) -> tuple[Any, Gain] | None:
+    """Heads that a tensor is multiplied by, and the factors, which are the same for all tokens."""
+    for x, factor in either(operands(node, "mul")):
+        e, f = example(x), example(factor)
+        if e is None or f is None or e.ndim != 4 or f.ndim > 4 or f.dtype is not e.dtype or not alike(x, node):
+            continue
+        batch, *middle, size = (1,) * (4 - f.ndim) + tuple(f.shape)
+        tokens, heads = middle if transposed else middle[::-1]
+        if is_fixed(heads, size) and same_size(batch, 1) and same_size(tokens, 1):
+            return x, Gain(factor, heads, size)
+    return None
 
 
 def _cut(node: Any) -> tuple[int, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -43,6 +42,7 @@ class FoundNorm(NamedTuple):
         weight: the node of its weight.
         bias: the node of its bias.
         zero_centered: whether it multiplies by one more than its weight.
+        factor: what its result is multiplied by.
     """
 
     x: Any
@@ -53,6 +53,7 @@ class FoundNorm(NamedTuple):
     weight: Any = None
     bias: Any = None
     zero_centered: bool = False
+    factor: float = 1.0
 
 
 def _operation(norm: FoundNorm) -> Found:
@@ -78,6 +79,24 @@ def raise_normalize(node: Node) -> Found:
     Torch divides by the larger of the length and eps, RMSNorm by the root of the sum of their squares: these are the
     same for all vectors but those of a length near eps, which is 1e-12 where it is left out.
     """
+    norm = _normalized(node)
+    if not isinstance(norm, FoundNorm):
+        return norm
+    product = next(iter(node.users)) if len(node.users) == 1 else node
+    found = as_scaled(product)
+    if found is not None and found[0] is node and abs(found[1] * norm.factor - 1) < 1e-6:
+        return _operation(_gained(norm._replace(out=product)))
+    raised = _operation(norm)
+    if isinstance(raised, list):
+        raised[0].out = Inner()
+        raised.append(Raised(ops.Scale(norm.factor), raised[0].out, node, node))
+    return raised
+
+
+def _normalized(node: Any) -> FoundNorm | str | None:
+    """The RMSNorm and the factor that F.normalize is."""
+    if spelled(node) != "normalize":
+        return None
     x, eps = argument(node, 0, "input"), argument(node, 3, "eps", 1e-12)
     e = example(x)
     if e is None or argument(node, 1, "p", 2.0) != 2 or not isinstance(eps, float) or argument(node, 4, "out"):
@@ -87,16 +106,7 @@ def raise_normalize(node: Node) -> Found:
     if eps > NEGLIGIBLE:
         return f"it divides by the larger of the length and an eps of {eps:g}, and RMSNorm adds eps"
     size: int = e.shape[-1]
-    norm, root = FoundNorm(x, node, size, eps * eps / size), math.sqrt(size)
-    product = next(iter(node.users)) if len(node.users) == 1 else node
-    found = as_scaled(product)
-    if found is not None and found[0] is node and abs(found[1] / root - 1) < 1e-6:
-        return _operation(_gained(norm._replace(out=product)))
-    raised = _operation(norm)
-    if isinstance(raised, list):
-        raised[0].out = Inner()
-        raised.append(Raised(ops.Scale(1 / root), raised[0].out, node, node))
-    return raised
+    return FoundNorm(x, node, size, eps * eps / size, factor=size**-0.5)
 
 
 def raise_norm(node: Node) -> Found:
@@ -148,6 +158,8 @@ def norm_ending_at(node: Any) -> FoundNorm | None:
     if isinstance(called, FoundNorm) and (given := example(called.x)) is not None:
         least = torch.finfo(torch.promote_types(given.dtype, torch.float32)).eps
         return called if called.eps is not None else called._replace(eps=least)
+    if isinstance(normalized := _normalized(node), FoundNorm):
+        return normalized
     last = node
     for _ in range(_FAR):
         if not isinstance(last, Node) or e is None:

@@ -26,6 +26,7 @@ from ..graph import (
     same_size,
     spelled,
 )
+from ..masks import KnownValues
 from ..normal import Writer
 from ..raising import META, Found, matcher, one
 
@@ -86,14 +87,22 @@ def _factors(node: Any, stop: Node) -> tuple[float, list[Any]]:
 def as_scaled(node: Any) -> tuple[Any, float] | None:
     """A tensor and the number that it is multiplied by."""
     pair = operands(node, "truediv")
-    if pair is not None and isinstance(pair[0], Node) and isinstance(pair[1], int | float) and pair[1]:
-        return pair[0], 1 / pair[1]
-    pair = operands(node, "mul")
-    if pair is None:
-        return None
-    numbers = [p for p in pair if isinstance(p, int | float)]
-    tensors = [p for p in pair if isinstance(p, Node)]
-    return (tensors[0], float(numbers[0])) if numbers and tensors else None
+    if pair is not None:
+        number = _number(pair[1])
+        return (pair[0], 1 / number) if isinstance(pair[0], Node) and number else None
+    for x, factor in either(operands(node, "mul")):
+        if isinstance(x, Node) and (number := _number(factor)) is not None:
+            return x, number
+    return None
+
+
+def _number(given: Any) -> float | None:
+    """A number, or that of a tensor that is one number in all calls."""
+    if isinstance(given, int | float):
+        return float(given)
+    e = example(given)
+    known = KnownValues().choice(given) if e is not None and e.ndim == 0 and not e.requires_grad else None
+    return float(known.yes) if known is not None and known.is_fixed else None
 
 
 def raise_quick_gelu(node: Node) -> Found:

@@ -121,7 +121,7 @@ def _of_sum(node: Any) -> FoundRope | None:
     """X cos + rotate(x) sin."""
     for first, second in either(operands(node, "add")):
         for half, sin in either(operands(second, "mul")):
-            rotated = _rotated(half)
+            rotated = _rotated(narrow_of(half))
             for x, cos in either(operands(first, "mul")) if rotated is not None else ():
                 if rotated is not None and narrow_of(x) is rotated[0] and example(cos) is not None:
                     return _found(rotated[0], cos, sin, rotated[1])
