@@ -190,7 +190,9 @@ class Calls:
         bodies = [body for body in gm.modules() if isinstance(body, GraphModule)]
         called = {key for body in bodies for node in body.graph.nodes for key in _modules_of(node)}
         given = {i: paths[id(t)] for i, t in enumerate(inputs) if id(t) in paths}
-        seen = CapturedModules(captured, place, {paths[key] for key in called & paths.keys()} | {*given.values()}, given)
+        seen = CapturedModules(
+            captured, place, {paths[key] for key in called & paths.keys()} | {*given.values()}, given
+        )
         self._seen.append(seen)
         return seen
 
