@@ -409,7 +409,7 @@ def _rope_codes(to: quantize.As, dtype: torch.dtype, size: int, style: Any, arou
         places |= {"cos": angles, "sin": angles}
     dy, most = _new(batch, rows, (heads + 2 * kv) * size, dtype=dtype), _new(1, dtype=F32)
     rope.rope_codes_backward(
-        dy, heads, kv, rope.Rotation(style, size), to, dbias=dtype if around else None, **places,
+        dy, heads, kv, rope.Rotation(style, size), to, dbias=dtype if around and style == "half" else None, **places,
         largest=most if to.scaling == "given" else None,
     )  # fmt: skip
 

@@ -164,7 +164,8 @@ class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
         size = to.operation.features[1] // (self.heads[0] + 2 * self.heads[1])
-        return self.norm is None and size in (32, 64, 128) and self.rotary.rotary_dim in (None, size)
+        fits = self.norm is None and size in (32, 64, 128) and self.rotary.rotary_dim in (None, size)
+        return fits and (self.bias is None or self.rotary.style == "half")
 
     def bwd(
         self,

@@ -332,7 +332,7 @@ def _rope_codes_bwd_kernel(
     g2 = tl.where(known, d2 * c2 - d1 * s1, d2)
     if biases is not None:
         to = biases + pid // across * (parts * D) + heads * D
-        _store_pair(to, tl.sum(g1, 0, keep_dims=True), tl.sum(g2, 0, keep_dims=True), inside, D, INTERLEAVED, R)
+        _store_pair(to, tl.sum(g1, 0, keep_dims=True), tl.sum(g2, 0, keep_dims=True), inside, D, False, R)
     both = tl.join(g1.to(KIND), g2.to(KIND))
     if not INTERLEAVED:
         both = tl.permute(both, (0, 1, 3, 2))

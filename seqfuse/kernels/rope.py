@@ -287,7 +287,7 @@ def rope_codes_backward(
         dy: gradient of y, of bfloat16 or float16.
         to: how dx is quantized.
         largest: float32 of one number, with a scale that is given: becomes max |dx| where that is larger, or NaN.
-        dbias: dtype of the bias gradient, `None` where it is not wanted.
+        dbias: dtype of the bias gradient, `None` where it is not wanted; of neighbors that are pairs it is not made.
 
     Raises:
         ValueError: as `rope_bwd`, and for heads of other than 32, 64 or 128, or another dtype.
@@ -295,6 +295,9 @@ def rope_codes_backward(
     size, rotary = head_sizes(dy, heads, kv_heads, rotation)
     if size not in (32, 64, 128) or rotary != size or dy.dtype not in TRITON_KINDS or not dy.numel():
         raise ValueError(f"quantized are gradients of 16 bits of heads of 32, 64 or 128, not {dy.dtype} of {size}")
+    if dbias is not None and rotation.style == "interleaved":
+        # Triton 3.7 aborts where it compiles that for sm_100.
+        raise ValueError("no sums for a bias are made of interleaved pairs")
     width, device, M = dy.shape[-1], dy.device, dy.numel() // dy.shape[-1]
     codes = to.made(M, width, device)
     results = RopeCodes(*codes, None if dbias is None else torch.empty(width, dtype=dbias, device=device))

@@ -171,7 +171,7 @@ ROTATIONS = {
     "half_128": (128, Rotation("half", 128), None, False),
     "half_64": (64, Rotation("half", 64, 100.0), "positions", True),
     "half_32": (32, Rotation("half", 32), "by element", True),
-    "interleaved_128": (128, Rotation("interleaved", 128), "by pair", True),
+    "interleaved_128": (128, Rotation("interleaved", 128), "by pair", False),
     "interleaved_64": (64, Rotation("interleaved", 64), "positions", False),
 }
 
@@ -260,6 +260,10 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: norm.norm_codes(x[:0], None, None, 1e-5, to), "16 bits in rows"),
         (lambda: norm.norm_codes_backward(x.float(), x.float(), None, rstd, None, to), "16 bits in rows"),
         (lambda: rope.rope_codes_backward(x, 2, 1, Rotation("half", 8), to), "heads of 32, 64 or 128"),
+        (
+            lambda: rope.rope_codes_backward(x, 1, 0, Rotation("interleaved", 32), to, dbias=x.dtype),
+            "no sums for a bias",
+        ),
         (lambda: rope.rope_codes_backward(x.float(), 1, 0, Rotation("half", 32), to), "heads of 32, 64 or 128"),
     ]:
         with pytest.raises(ValueError, match=match):
