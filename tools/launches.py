@@ -236,7 +236,7 @@ def _norm_codes(to: quantize.As, centered: bool, dtype: torch.dtype, wide: torch
         x, row, row if centered else None, 1e-5, to, centered=centered, residual=stream, dtype=dtype,
         stream_dtype=wide, pre_bias=pre_bias, **seed, **most,
     )  # fmt: skip
-    if to.scaling == "1x128" and (centered or seed):
+    if (to.scaling == "1x128" or wide is not dtype) and (centered or seed):
         return
     stats = _new(8192, dtype=F32)
     norm.norm_codes_backward(

@@ -94,9 +94,9 @@ class BlockBoundaryBackward(BackwardFusion):
         yield from boundary_fits(self.bias, self.norm, self.dropout, env)
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
-        # Under blocks of 128 neither a second sum along rows nor dropout fits in registers.
+        # Under blocks of 128, or in float32, neither a second sum along rows nor dropout fits in registers.
         light = isinstance(self.norm, RMSNorm) and (self.dropout is None or not self.dropout.random)
-        return is_worthwhile(to, env) and (light or to.block != COLUMNS)
+        return is_worthwhile(to, env) and (light or (to.block != COLUMNS and env.autocast is None))
 
     def bwd(
         self,
