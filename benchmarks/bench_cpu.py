@@ -2,7 +2,8 @@
 
 A row names what is measured, how the eager side is made and how its variants are. The sides of a row take turns, and
 each round gives one ratio for each variant: medians and quartiles of these are printed and written to
-`results/cpu.json`. Times are those of the thread, which other processes do not add to.
+`results/cpu.json`, those of experts to `results/cpu_experts.json`. Times are those of the thread, which other processes
+do not add to.
 """
 
 from __future__ import annotations
@@ -210,6 +211,33 @@ def _by_mkl(run: Step) -> Step:
     return step
 
 
+def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
+    """The router and the 8 experts of a layer of Mixtral, of which a token goes to 2, with twice the width inside."""
+
+    def make(change: Callable[[nn.Module], object], used: str = "eager") -> Callable[[], Step]:
+        def made() -> Step:
+            torch.manual_seed(0)
+            layer = hugging.experts(width, 2 * width, used).to(dtype).train()
+            change(layer)
+            x, g = (torch.randn(1, tokens, width, dtype=dtype) for _ in range(2))
+            x.requires_grad_()
+
+            def step() -> None:
+                layer(x).backward(g)
+                layer.zero_grad()
+                x.grad = None
+
+            return step
+
+        return made
+
+    variants = {
+        "default": make(sf.convert), "lean": make(_lean), "Hugging Face's grouped_mm": make(_nothing, "grouped_mm")
+    }  # fmt: skip
+    kind = "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
+    return Row(f"experts of {width}, {tokens} tokens{kind}", make(_nothing), variants)
+
+
 GPT = plain.Spec(256, 1024, 4, 4, 64, False)
 LLAMA = plain.Spec(256, 688, 4, 2, 64, True)
 ROWS = (
@@ -231,6 +259,13 @@ ROWS = (
     block("Llama", LLAMA, 256, torch.bfloat16),
 )
 
+EXPERTS = (
+    *(experts(width, tokens) for width in (64, 256) for tokens in (64, 512, 1024, 2048)),
+    experts(64, 1024, torch.bfloat16),
+    experts(256, 1024, torch.bfloat16),
+)
+FILES = {"cpu": ROWS, "cpu_experts": EXPERTS}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -238,19 +273,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: list[dict[str, Any]] = []
-    for row in ROWS:
-        if options.only and not any(word in row.name for word in options.only):
-            continue
-        sides = measure(row, options.rounds)
-        eager = sides.pop("eager")
-        print(f"{row.name}: eager {eager.microseconds:,.0f} us", flush=True)
-        for name, m in sides.items():
-            print(f"  {name:<14} {m.ratio:.3f} [{m.low:.3f}, {m.high:.3f}] {m.microseconds:,.0f} us", flush=True)
-        times = {name: m._asdict() for name, m in sides.items()}
-        found.append({"name": row.name, "eager": eager.microseconds, "sides": times})
-    if not options.only:
-        print(f"wrote {write('cpu', {'rounds': options.rounds, 'rows': found}).name}")
+    for name, rows in FILES.items():
+        chosen = [row for row in rows if not options.only or any(word in row.name for word in options.only)]
+        found = [_found(row, options.rounds) for row in chosen]
+        if chosen == [*rows]:
+            print(f"wrote {write(name, {'rounds': options.rounds, 'rows': found}).name}")
+
+
+def _found(row: Row, rounds: int) -> dict[str, Any]:
+    """Measure a row, print it, and return what is written of it."""
+    sides = measure(row, rounds)
+    eager = sides.pop("eager")
+    print(f"{row.name}: eager {eager.microseconds:,.0f} us", flush=True)
+    for name, m in sides.items():
+        print(f"  {name:<14} {m.ratio:.3f} [{m.low:.3f}, {m.high:.3f}] {m.microseconds:,.0f} us", flush=True)
+    return {"name": row.name, "eager": eager.microseconds, "sides": {name: m._asdict() for name, m in sides.items()}}
 
 
 if __name__ == "__main__":

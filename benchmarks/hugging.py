@@ -33,3 +33,17 @@ def model(
     config = getattr(transformers, f"{family}Config")(vocab_size=vocabulary, **USUAL, **given | more)
     how = {"add_pooling_layer": False} if family == "Bert" else {}
     return getattr(transformers, f"{family}{head}")(config, **how)
+
+
+def experts(width: int, hidden: int, used: str) -> nn.Module:
+    """The router and the 8 experts of a layer of Mixtral, by one of the implementations of experts."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = transformers.MixtralConfig(
+        hidden_size=width, intermediate_size=hidden, num_local_experts=8, num_experts_per_tok=2,
+        experts_implementation=used,
+    )  # fmt: skip
+    layer = MixtralSparseMoeBlock(config)
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.1)
+    return layer

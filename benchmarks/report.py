@@ -52,12 +52,22 @@ def host(found: Results, planned: Results) -> Lines:
 @drawn("cpu", "cpu")
 def cpu(found: Results) -> Lines:
     """CPU time of steps beside eager torch."""
+    return _steps_of(found)
+
+
+def _steps_of(found: Results) -> Lines:
     sides = list(dict.fromkeys(side for row in found["rows"] for side in row["sides"]))
     cells = [
         [r["name"], f"{r['eager']:,.0f}", *(between(r["sides"][s]) if s in r["sides"] else "" for s in sides)]
         for r in found["rows"]
     ]
     return [where(found), "", *table(["step", "eager, us", *sides], cells)]
+
+
+@drawn("cpu_experts", "cpu_experts")
+def cpu_experts(found: Results) -> Lines:
+    """The same of experts."""
+    return _steps_of(found)
 
 
 @drawn("traffic", "traffic")

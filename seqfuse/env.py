@@ -143,7 +143,7 @@ class Env:
             raise InputError(f"{name} must be a whole number of at least 0, got {rows!r}", code="SF106")
         if not named:
             arch = _architecture(kind, int(arch) if arch else None)
-        kernels = ("triton" if kind == "cuda" else None) if named else _kernels(kind)
+        kernels = ("triton" if kind == "cuda" else None) if named else kernels_on(kind)
         rows = None if rows is None else bucket(rows)
         return cls(kind, arch, dtype, autocast, grad, deterministic, kernels, rows, recipe=recipe)
 
@@ -314,7 +314,8 @@ def _architecture(kind: str, index: int | None) -> str:
     return architecture_of(cast(Any, torch.cuda).get_device_properties(index or 0))
 
 
-def _kernels(kind: str) -> Kernels | None:
+def kernels_on(kind: str) -> Kernels | None:
+    """What kernels are made with on a device type of this machine."""
     if _triton_runs(kind):
         return "triton"
     return "c" if kind == "cpu" and not why_no_c() else None

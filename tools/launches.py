@@ -34,6 +34,7 @@ from seqfuse.kernels import (
     pointwise,
     quantize,
     rope,
+    route,
 )
 from seqfuse.kernels.activations import ACTIVATIONS, composed
 from seqfuse.kernels.chains import AGAIN, PACKINGS
@@ -209,6 +210,8 @@ def _norms(target: str) -> Calls:
     of = [(BF16, columns, parts, None) for columns in widths for parts in ((), around)]
     of += [(BF16, columns, ("residual",), None) for columns in (256, 512, 2048, 4096, 10240, 12288, 16384)]
     of += [(BF16, columns, (*branch, "acts"), None) for columns in (64, 1024, 4096, 16384, 65536, 4095)]
+    of += [(BF16, c, ("residual", "pairs"), None) for c in (256, 2048, 4096, 8192, 16384, 1001)]
+    of += [(F32, c, ("residual", "pairs"), None) for c in (1024, 4096, 8192)]
     of += [(dtype, c, around, None) for dtype in (F16, F32, F64) for c in (1024, 4096, 8192, 16384, 65536)]
     of += [(BF16, c, parts, F32) for c in (1024, 4096, 8192, 65536, 1001) for parts in ((), ("residual",), branch)]
     for centered in (True, False):
@@ -256,16 +259,23 @@ def _norm(centered: bool, dtype: torch.dtype, columns: int, parts: tuple[str, ..
     seed: dict[str, Any] = {"seed": SEED, "p": 0.1} if "seed" in parts else {}
     row, stream = _new(columns, dtype=wide), _new(M, columns, dtype=wide)
     given = {"pre_bias": row, "residual": stream}
+    pairs, experts = None, ()
+    if "pairs" in parts:
+        at, ends, experts = torch.zeros(M, 2, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), (2,)
+        pairs = permute.Pairs(at, ends, _new(M, 2, dtype=F32))
+    branch = _new(M, *experts, columns, dtype=dtype)
     norm.norm_fwd(
-        _new(M, columns, dtype=dtype if parts else wide), row, row if centered else None, 1e-5, centered=centered,
-        act=act, dtype=dtype, stream_dtype=wide, **seed, **{name: given[name] for name in parts if name in given},
+        branch if parts else _new(M, columns, dtype=wide), row, row if centered else None, 1e-5, centered=centered,
+        pairs=pairs, act=act, dtype=dtype, stream_dtype=wide, **seed,
+        **{name: given[name] for name in parts if name in given},
     )  # fmt: skip
     stats = _new(M, dtype=F64 if dtype is F64 else F32)
     norm.norm_bwd(
         _new(M, columns, dtype=dtype), stream, stats if centered else None, stats, row, row if centered else None,
         act=act, dweight=wide, dbias=wide if centered else None, dstream=stream if "residual" in parts else None,
         dpre_bias=wide if "pre_bias" in parts else None, branch_dtype=dtype, **seed,
-        dbranch=bool(seed) or (bool(parts) and wide is not dtype),
+        dbranch=bool(seed) or (bool(parts) and wide is not dtype), pairs=pairs, other=branch if pairs else None,
+        dpairs=pairs is not None, dfactors=F32 if pairs else None,
     )  # fmt: skip
 
 
@@ -597,6 +607,10 @@ def _groups(target: str) -> Calls:
             yield f"{of} bias", functools.partial(grouped.grouped_gemm, x, weight, offsets, bias, tf32=tf32)
             yield f"{of} turned", functools.partial(grouped.grouped_gemm, dy, weight.mT, offsets, tf32=tf32)
             yield of, functools.partial(grouped.grouped_outer, dy, x, offsets, tf32=tf32)
+            how: dict[str, Any] = {"order": torch.zeros(rows, dtype=torch.int64), "top_k": 2, "tf32": tf32}
+            tokens = _new(rows // 2, depth, dtype=dtype)
+            yield f"{of} tokens", functools.partial(grouped.grouped_gemm, tokens, weight, offsets, bias, **how)
+            yield f"{of} tokens", functools.partial(grouped.grouped_outer, dy, tokens, offsets, **how)
         yield name, functools.partial(grouped.group_sums, dy, offsets)
         yield name, functools.partial(grouped.finish_rows_, dy, offsets, None)
         yield f"{name} bias", functools.partial(grouped.finish_rows_, dy, offsets, bias)
@@ -617,6 +631,17 @@ def _permutes(target: str) -> Calls:
             yield f"{of} sums", both
 
 
+def _routes(target: str) -> Calls:
+    """Each dtype, of few experts and many."""
+    for dtype, count in itertools.product((BF16, F16, F32, F64), (8, 60, 256)):
+        logits, experts = _new(4096, count, dtype=dtype), torch.zeros(4096, 4, dtype=torch.int64)
+        d = _new(4096, 4, dtype=F64 if dtype is F64 else F32)
+        for softmax in (True, False):
+            name = f"{{kernel}} {_name(dtype)} {count} {'softmax' if softmax else 'sigmoid'}"
+            yield name, functools.partial(route.route_factors, logits, experts, softmax=softmax)
+            yield name, functools.partial(route.route_gradients, d, logits, experts, softmax=softmax)
+
+
 _CODES = "_chain_codes_kernel", "_norm_codes_kernel", "_norm_codes_bwd_kernel", "_rope_codes_bwd_kernel"
 WITHOUT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sm_80", "sm_89"), ("quantize", *_CODES)),
@@ -635,4 +660,5 @@ CALLS: dict[str, Callable[[str], Calls]] = {
     "pointwise": _chains,
     "quantize": _quantizations,
     "rope": _ropes,
+    "route": _routes,
 }

@@ -5,7 +5,13 @@ To add one: write its class in the file of its family, import it here, and give 
 """
 
 from ..fusion import FusedOperation
-from .boundary import BlockBoundary, BlockBoundaryActivation, BlockBoundaryBackward
+from .boundary import (
+    BlockBoundary,
+    BlockBoundaryActivation,
+    BlockBoundaryBackward,
+    UnpermuteBoundary,
+    UnpermuteBoundaryBackward,
+)
 from .chain import (
     BiasDropoutAdd,
     BiasDropoutAddBackward,
@@ -14,7 +20,13 @@ from .chain import (
     PointwiseChainBackward,
     PointwiseChainJoint,
 )
-from .experts import GatedGroupedLinearUnpermute, PermuteGroupedLinear, RecomputeGatedGroupedLinearUnpermute
+from .experts import (
+    GatedGroupedLinearUnpermute,
+    GatedGroupedLinearUnpermuteBoundary,
+    GatherGroupedLinear,
+    PermuteGroupedLinear,
+    RecomputeGatedGroupedLinearUnpermute,
+)
 from .feedforward import ActivationLinearJoint
 from .gated import BiasGated, BiasGatedBackward, BiasGatedScale
 from .heads import (
@@ -71,7 +83,9 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasGated,  # a bias and a gated unit in one pass
     BiasGatedScale,  # bias, gated unit and a factor for each token in one pass; saves x alone
     BiasDropoutAdd,  # bias, dropout and residual sum in one pass
+    GatherGroupedLinear,  # the first GEMM of experts reads tokens where they are, and they are not sorted
     GatedGroupedLinearUnpermute,  # factors of experts before the second GEMM, whose output is then not saved
+    GatedGroupedLinearUnpermuteBoundary,  # the same with the residual sum and the norm behind the experts
     BiasGatedBackward,  # gradients of a bias and a gated unit in one pass
     BiasDropoutAddBackward,  # gradients of bias, dropout and residual sum in one pass
     BlockBoundary,  # bias, dropout, residual sum and norm in one pass; stores no mask, writes the residual stream once
@@ -79,6 +93,8 @@ triton: tuple[type[FusedOperation], ...] = (
     NormActivationJoint,  # a norm and up to eight activations and factors; neither writes nor saves the norm's output
     NormActivation,  # a norm and an activation in one pass; does not write the norm's output
     BlockBoundaryBackward,  # the backward of a block's boundary in one pass
+    UnpermuteBoundary,  # the sum over a token's experts, the residual sum and the norm in one pass
+    UnpermuteBoundaryBackward,  # their gradients in one pass
     NormForward,  # a norm with a gain of 1 + weight or in another dtype, for which ATen copies x to float32
     NormBackward,  # adds the gradient of the residual stream, and reads x once for dx and all sums over tokens
     PointwiseChain,  # two to nine activations, factors, biases and dropouts in one pass

@@ -13,13 +13,15 @@ from .. import saved as context
 from ..env import Env, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
 from ..operation import Grads
-from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
+from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale, Unpermute
 from ..ops._lowprecision import as_codes, as_quantized
 from ..ops._parameters import parameter
+from ..ops._tensors import stats_dtype
 from ..pointwise import Pointwise
 from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import as_one_activation, factors_of, functions_fit, kernels_read, sum_dtype
 from .norm import (
+    NormRecord,
     bias_of_norm,
     gives_own,
     is_worthwhile,
@@ -121,6 +123,122 @@ class BlockBoundaryBackward(BackwardFusion):
             return as_quantized(out.codes, wanted, dy.shape, dtype or norm.x.dtype, dy.device), grads
         run = functools.partial(recorded_bwd, self.norm, dy, norm, needs, dstream=d_fork_out)
         return _boundary_bwd(run, self.bias, vars(norm).get("x"), seed, p, needs, dtype)
+
+
+class UnpermuteBoundary(ForwardFusion):
+    """z = sum_j p_j x_j + other over the rows j of a token, y = norm(z), fork_out = z: experts, residual stream, norm.
+
+    The sum over the experts of a token, the residual sum and the norm that begins the next block are one pass: z is
+    written once, and the sum not at all. x: [*, top_k, H], probs: [*, top_k], other, y, z: [*, H]. Saves what the
+    operations save.
+    """
+
+    unpermute: Unpermute
+    add: Add
+    fork: Fork | None
+    norm: LayerNorm | RMSNorm
+
+    kernels = ("triton", "c")
+    outputs = ("fork_out",)
+
+    def requires(self, env: Env) -> Requirements:
+        yield from boundary_fits(None, self.norm, None, env)
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        unpermute_rows: Tensor,
+        unpermute_offsets: Tensor,
+        unpermute_probs: Tensor | None = None,
+        add_other: Tensor,
+        dtype: torch.dtype | None,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+        self.unpermute.check(x, unpermute_rows, unpermute_probs)
+        given: dict[str, Any] = {"rows": unpermute_rows, "offsets": unpermute_offsets}
+        pairs = pairs_of(**given, probs=unpermute_probs)
+        around, _ = boundary_around(None, None, x, add_other, None, dtype=dtype)
+        out, record = run_norm(self.norm, x, pairs=pairs, **around)
+        assert out.stream is not None
+        kept = None if unpermute_probs is None else x
+        own = Unpermute.Saved(x=kept, probs=unpermute_probs, **given)
+        outputs = {} if self.fork is None else {"fork_out": out.stream}
+        return out.y, outputs, {"unpermute": own, "norm": record}
+
+
+class UnpermuteBoundaryBackward(BackwardFusion):
+    """All gradients of `UnpermuteBoundary` in one pass: dz = norm'(dy) + d_fork_out, dx_j = p_j dz, dother = dz.
+
+    dp_j = sum over features of dz x_j. Sums over tokens for the norm's parameters come from the same pass, in float32,
+    in a fixed order. dy, d_fork_out: [*, H], dx: [*, top_k, H].
+    """
+
+    unpermute: Unpermute
+    add: Add
+    fork: Fork | None
+    norm: LayerNorm | RMSNorm
+
+    kernels = ("triton", "c")
+    any_dy = True
+
+    def requires(self, env: Env) -> Requirements:
+        yield from boundary_fits(None, self.norm, None, env)
+
+    def bwd(
+        self,
+        dy: Tensor,
+        *,
+        unpermute: Unpermute.Saved,
+        norm: LayerNorm.Saved | RMSNorm.Saved,
+        d_fork_out: Tensor | None = None,
+        needs: frozenset[str],
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor | None, Grads]:
+        spread, dots = "x" in needs, "unpermute.probs" in needs
+        pairs = pairs_of(unpermute.rows, unpermute.offsets, unpermute.probs if spread else None)
+        around: dict[str, Any] = {"dpairs": spread, "branch_dtype": dtype, "pairs": pairs}
+        if dots:
+            assert unpermute.x is not None
+            around |= {"other": unpermute.x, "dfactors": stats_dtype(unpermute.x)}
+        return experts_bwd(self.norm, dy, norm, needs, d_fork_out, around)
+
+
+def pairs_of(rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Any:
+    """Rows of tokens and experts as kernels of norms take them."""
+    top_k = rows.shape[-1]
+    flat = rows.reshape(-1, top_k).contiguous()
+    return _pairs()(flat, offsets, None if probs is None else probs.reshape(-1, top_k).contiguous())
+
+
+# An import statement would cost a call more than all else that it does in Python.
+@functools.cache
+def _pairs() -> Any:
+    from ..kernels.permute import Pairs
+
+    return Pairs
+
+
+def experts_bwd(
+    norm: LayerNorm | RMSNorm,
+    dy: Tensor,
+    saved: NormRecord,
+    needs: frozenset[str],
+    dstream: Tensor | None,
+    around: dict[str, Any],
+) -> tuple[Tensor | None, Grads]:
+    """The gradients of a norm whose input sums rows of experts: that of these rows, and the others by name."""
+    streams = "add.other" in needs
+    if not (streams or around["dpairs"] or "dfactors" in around):
+        _, grads = recorded_bwd(norm, dy, saved, needs, dx=False)
+        return None, grads
+    mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
+    given = dy, saved.x, mean, saved.rstd, saved.weight, None, needs
+    out, grads = run_norm_bwd(norm, *given, dx=streams, dstream=dstream, **around)
+    if streams:
+        grads["add.other"] = out.dx
+    if out.dfactors is not None:
+        grads["unpermute.probs"] = out.dfactors
+    return out.dpairs, grads
 
 
 class BlockBoundaryActivation(JointFusion):

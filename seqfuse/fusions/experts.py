@@ -10,18 +10,22 @@ import torch
 from torch import Tensor
 
 from .. import saved as context
+from ..casts import dtype_of
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, JointFusion, Requirements
 from ..hardware import RECOMPUTING, STEP
-from ..maingrad import Accumulated
+from ..maingrad import Accumulated, accumulated
 from ..operation import Grads
-from ..ops import GroupedLinear, Permute, Unpermute
+from ..ops import Add, Fork, GroupedLinear, LayerNorm, Permute, RMSNorm, Unpermute
+from ..ops._grouped import grouped_bias_grad, grouped_linear, tf32
 from ..ops._parameters import parameter
 from ..ops.experts import kept_pairs, sorted_rows, summed
 from ..pointwise import Gated
 from ..traffic import gain
-from ._shared import act_fits, kernels_run, numbers_of, unit_of
+from ._shared import act_fits, kernels_read, kernels_run, numbers_of, unit_of
+from .boundary import boundary_around, boundary_fits, experts_bwd, pairs_of
 from .chain import chain_of, pointwise_maker
+from .norm import NormRecord, run_norm
 
 
 class PermuteGroupedLinear(ForwardFusion):
@@ -60,16 +64,95 @@ def _again(dtype: torch.dtype, x: Tensor, rows: Tensor, offsets: Tensor) -> Tens
     return sorted_rows(x, rows, offsets).to(dtype)
 
 
-class GatedGroupedLinearUnpermute(JointFusion):
-    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up, over the rows j of token t; p are their factors, probs.
+class GatherGroupedLinear(JointFusion):
+    """y_g = x_g weight_g^T + bias_g, whose GEMM reads the tokens x_g of expert g where they are: they are not sorted.
 
-    The factors multiply the input of the GEMM, so its output is not saved for their gradient. With d = dy weight_g,
-    dp = sum over features of d h, in the pass of the gated unit's gradient, which gets p d;  dweight_g = dy^T (p h).
+    Both passes read them through the order of rows: dweight_g = dy_g^T x_g, dx_t = sum over the rows of token t of
+    dy weight_g. Neither writes nor saves `top_k` rows for each token.
 
-    x, [gate; up]: [*, top_k, 2 F], probs: [*, top_k], y: [*, H].
-    Source: Shazeer et al. 2017, arXiv:1701.06538; of factors before the second GEMM: Fedus et al. 2021,
-    arXiv:2101.03961.
+    x: [*, in_features], y: [*, top_k, out_features].
+    Source: Tan et al. 2024, arXiv:2403.08245.
     """
+
+    permute: Permute
+    linear: GroupedLinear
+
+    kernels = ("triton",)
+    outputs = ("permute_offsets", "permute_rows")
+
+    class Saved(context.Saved):
+        x: Tensor  # [*, in_features]
+        weight: Tensor  # [groups, out_features, in_features], the parameter
+        order: Tensor  # [tokens top_k] int64, the pair of a token and an expert that each row is
+        rows: Tensor  # [*, top_k] int64
+        offsets: Tensor  # [groups]
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernels_read("input", env.dtype, env)
+        yield env.dtype.itemsize <= 4, "its kernel sums in float32, not in float64"
+        yield dtype_of(self.linear, "weight") is env.dtype, "input and weight must have one dtype"
+        aligned = not any(size * env.dtype.itemsize % 16 for size in self.linear.features)
+        torchs = aligned and env.dtype is torch.bfloat16 and env.arch.startswith(("sm_9", "sm_10"))
+        yield not torchs, "torch's GEMM of groups is used here, which reads rows that are sorted"
+
+    def saves(self, env: Env) -> Savings:
+        """The pass that sorts tokens, of which it reads them alone."""
+        gather = float(env.tokens * self.permute.top_k * self.linear.in_features * env.itemsize)
+        return Savings(launches=1 + STEP, bytes=2 * gather)
+
+    def fwd(self, x: Tensor, *, permute_experts: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
+        self.permute.check(x.shape, permute_experts)
+        order, rows, offsets = self.permute.sorted(permute_experts)
+        given, weight, bias = self.linear.operands(x)
+        how: dict[str, Any] = {"order": order, "top_k": self.permute.top_k, "tf32": tf32(given)}
+        y = _grouped().grouped_gemm(given.reshape(-1, given.shape[-1]), weight, offsets, bias, **how)
+        saved = self.Saved(x=given, weight=weight, order=order, rows=rows, offsets=offsets)
+        return y.view(*rows.shape, -1), {"permute_offsets": offsets, "permute_rows": rows}, saved
+
+    def bwd(
+        self,
+        dy: Tensor,
+        saved: Saved,
+        *,
+        d_permute_offsets: Tensor | None,
+        d_permute_rows: Tensor | None,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor],
+    ) -> tuple[Tensor | None, Grads]:
+        rows, dx = dy.reshape(-1, dy.shape[-1]), None
+        grads: dict[str, Tensor | Accumulated | None] = {}
+        if "x" in needs:
+            d = grouped_linear(rows, saved.weight.mT, saved.offsets, None)
+            dx = summed(d.view(*saved.rows.shape, -1), saved.rows, saved.offsets, None)
+        if "linear.bias" in needs:
+            grads["linear.bias"] = grouped_bias_grad(rows, saved.offsets)
+        if "linear.weight" in needs:
+            x = saved.x.reshape(-1, saved.x.shape[-1])
+            how: dict[str, Any] = {"order": saved.order, "top_k": self.permute.top_k, "tf32": tf32(x)}
+            grad = _grouped().grouped_outer(rows, x, saved.offsets, **how)
+            buffer = main_grads.pop("linear.weight", None)
+            if buffer is not None:
+                buffer.add_(grad)
+            grads["linear.weight"] = grad if buffer is None else accumulated
+        return dx, grads
+
+    def unfused(self, saved: Saved) -> dict[str, Any]:
+        """What the operations themselves would have saved."""
+        x = sorted_rows(saved.x, saved.rows, saved.offsets)
+        record = GroupedLinear.Saved(x=x, weight=saved.weight, offsets=saved.offsets)
+        return {"permute": Permute.Saved(rows=saved.rows, offsets=saved.offsets), "linear": record}
+
+
+# An import statement would cost a call more than all else that it does in Python.
+@functools.cache
+def _grouped() -> Any:
+    from ..kernels import grouped
+
+    return grouped
+
+
+class _FactorsBeforeGEMM(JointFusion):
+    """What both fusions share that multiply the input of the second GEMM of experts by their factors."""
 
     gated: Gated
     linear: GroupedLinear
@@ -77,14 +160,6 @@ class GatedGroupedLinearUnpermute(JointFusion):
 
     kernels = ("triton", "c")
     reorders = True
-
-    class Saved(context.Saved):
-        x: Tensor  # [*, top_k, 2 F]
-        scaled: Tensor  # [*, top_k, F], h times its factors
-        scales: Tensor  # [*, top_k], the factor of each row
-        weight: Tensor  # [groups, H, F], the parameter, or its cast
-        rows: Tensor  # [*, top_k] int64
-        offsets: Tensor  # [groups]
 
     def requires(self, env: Env) -> Requirements:
         yield env.grad, "where nothing needs a gradient nothing is saved"
@@ -100,41 +175,29 @@ class GatedGroupedLinearUnpermute(JointFusion):
         unit = gain((self.gated,), env, forward=True, backward=True, saved=(0,))
         return unit + Savings(launches=4 * STEP - 2, bytes=read)
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        linear_offsets: Tensor,
-        unpermute_rows: Tensor,
-        unpermute_offsets: Tensor,
-        unpermute_probs: Tensor,
-    ) -> tuple[Tensor, Saved]:
-        self.unpermute.check(x, unpermute_rows, unpermute_probs)
-        at = unpermute_rows.reshape(-1)
+    def _outputs(
+        self, x: Tensor, ends: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """What the experts make of their tokens, times factors, and what is saved."""
+        self.unpermute.check(x, rows, probs)
         # Every row is some pair's; what a row of no expert is given adds nothing.
-        scales = torch.empty_like(unpermute_probs).view(-1).scatter_(0, at, unpermute_probs.reshape(-1))
+        scales = torch.empty_like(probs).view(-1).scatter_(0, rows.reshape(-1), probs.reshape(-1))
         kernel = self.decided(numbers_of(self.gated), _chain, self.gated, ("gated", "token_scale"))
         (scaled,) = kernel(x, scales.view(x.shape[:-1]))
         assert scaled is not None
-        y, record = self.linear.run(scaled, linear_offsets)
-        return summed(y, unpermute_rows, unpermute_offsets, None), self.Saved(
-            x=x,
-            scaled=record.x,
-            scales=scales.view(unpermute_rows.shape),
-            weight=record.weight,
-            rows=unpermute_rows,
-            offsets=unpermute_offsets,
-        )
+        y, record = self.linear.run(scaled, ends)
+        own = {"scaled": record.x, "scales": scales.view(rows.shape), "weight": record.weight}
+        return y, {"x": x, **own, "rows": rows, "offsets": offsets}
 
-    def bwd(
-        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]
-    ) -> tuple[Tensor | None, Grads]:
+    def _gradients(
+        self, dy: Tensor, saved: Any, needs: frozenset[str], main_grads: dict[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None]]:
+        """Of the gradient of the outputs of experts, [*, top_k, H]."""
         before, dots = "x" in needs, "unpermute.probs" in needs
-        rows = sorted_rows(dy if dy.dtype is saved.x.dtype else dy.to(saved.x.dtype), saved.rows, saved.offsets)
         record = GroupedLinear.Saved(x=saved.scaled, weight=saved.weight, offsets=saved.offsets)
         own = frozenset([*["x"] * (before or dots), *["weight"] * ("linear.weight" in needs)])
         buffer = main_grads.pop("linear.weight", None)
-        d, of_linear = self.linear.bwd(rows, record, needs=own, main_grads={} if buffer is None else {"weight": buffer})
+        d, of_linear = self.linear.bwd(dy, record, needs=own, main_grads={} if buffer is None else {"weight": buffer})
         grads: dict[str, Tensor | Accumulated | None] = {"linear.weight": of_linear.get("weight")}
         dx = None
         if d is not None:
@@ -149,13 +212,51 @@ class GatedGroupedLinearUnpermute(JointFusion):
                 grads["unpermute.probs"] = torch.where(kept_pairs(saved.rows, saved.offsets), inside, 0)
         return dx, grads
 
-    def unfused(self, saved: Saved) -> dict[str, Any]:
+    def unfused(self, saved: Any) -> dict[str, Any]:
         """What the operations themselves would have saved."""
         h, of_gated = self.gated.fwd(saved.x)
         y, of_linear = self.linear.run(h, saved.offsets)
         probs = saved.scales.reshape(-1).index_select(0, saved.rows.reshape(-1)).view(saved.rows.shape)
         back = Unpermute.Saved(x=y, probs=probs, rows=saved.rows, offsets=saved.offsets)
         return {"gated": of_gated, "linear": of_linear, "unpermute": back}
+
+
+class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
+    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up, over the rows j of token t; p are their factors, probs.
+
+    The factors multiply the input of the GEMM, so its output is not saved for their gradient. With d = dy weight_g,
+    dp = sum over features of d h, in the pass of the gated unit's gradient, which gets p d;  dweight_g = dy^T (p h).
+
+    x, [gate; up]: [*, top_k, 2 F], probs: [*, top_k], y: [*, H].
+    Source: Shazeer et al. 2017, arXiv:1701.06538; of factors before the second GEMM: Fedus et al. 2021,
+    arXiv:2101.03961.
+    """
+
+    class Saved(context.Saved):
+        x: Tensor  # [*, top_k, 2 F]
+        scaled: Tensor  # [*, top_k, F], h times its factors
+        scales: Tensor  # [*, top_k], the factor of each row
+        weight: Tensor  # [groups, H, F], the parameter, or its cast
+        rows: Tensor  # [*, top_k] int64
+        offsets: Tensor  # [groups]
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        linear_offsets: Tensor,
+        unpermute_rows: Tensor,
+        unpermute_offsets: Tensor,
+        unpermute_probs: Tensor,
+    ) -> tuple[Tensor, Saved]:
+        y, fields = self._outputs(x, linear_offsets, unpermute_rows, unpermute_offsets, unpermute_probs)
+        return summed(y, unpermute_rows, unpermute_offsets, None), self.Saved(**fields)
+
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]
+    ) -> tuple[Tensor | None, Grads]:
+        rows = sorted_rows(dy if dy.dtype is saved.x.dtype else dy.to(saved.x.dtype), saved.rows, saved.offsets)
+        return self._gradients(rows, saved, needs, main_grads)
 
 
 class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
@@ -192,6 +293,89 @@ class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
         again = functools.partial(_scaled, ("gated", *unit_of(self.gated)), saved.scaled.dtype)
         fields: dict[str, Any] = {**vars(saved), "scaled": context.Recompute(again, x, saved.scales)}
         return y, self.Saved(**fields)
+
+
+class GatedGroupedLinearUnpermuteBoundary(_FactorsBeforeGEMM):
+    """z = sum_j p_j h_j weight_g^T + other, h = act(gate) up, y = norm(z), fork_out = z: also the next block's norm.
+
+    As `GatedGroupedLinearUnpermute`, whose sum over the experts of a token is made in the pass of the residual sum and
+    the norm, and is not written. In the backward pass the norm's kernel writes the gradients of the experts' outputs.
+
+    x, [gate; up]: [*, top_k, 2 F], probs: [*, top_k], other, y, z: [*, H].
+    Source: as there.
+    """
+
+    add: Add
+    fork: Fork | None
+    norm: LayerNorm | RMSNorm
+
+    any_dy = True
+    outputs = ("fork_out",)
+
+    class Saved(context.Saved):
+        x: Tensor  # [*, top_k, 2 F]
+        scaled: Tensor  # [*, top_k, F], h times its factors
+        scales: Tensor  # [*, top_k], the factor of each row
+        weight: Tensor  # [groups, H, F], the parameter, or its cast
+        rows: Tensor  # [*, top_k] int64
+        offsets: Tensor  # [groups]
+        z: Tensor  # [*, H]
+        mean: Tensor | None  # [*] float32, of LayerNorm
+        rstd: Tensor  # [*] float32
+        gain: Tensor | None  # [H], the weight of the norm, the parameter itself
+
+    def requires(self, env: Env) -> Requirements:
+        yield from super().requires(env)
+        yield from boundary_fits(None, self.norm, None, env)
+
+    def saves(self, env: Env) -> Savings:
+        behind = (self.unpermute, self.add, *([] if self.fork is None else [self.fork]), self.norm)
+        return super().saves(env) + gain(behind, env, forward=True, backward=True, saved=(len(behind) - 1,))
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        linear_offsets: Tensor,
+        unpermute_rows: Tensor,
+        unpermute_offsets: Tensor,
+        unpermute_probs: Tensor,
+        add_other: Tensor,
+        dtype: torch.dtype | None,
+    ) -> tuple[Tensor, dict[str, Tensor], Saved]:
+        y, fields = self._outputs(x, linear_offsets, unpermute_rows, unpermute_offsets, unpermute_probs)
+        pairs = pairs_of(unpermute_rows, unpermute_offsets, None)
+        around, _ = boundary_around(None, None, y, add_other, None, dtype=dtype)
+        out, record = run_norm(self.norm, y, pairs=pairs, **around)
+        assert out.stream is not None
+        saved = self.Saved(**fields, z=out.stream, mean=out.mean, rstd=out.rstd, gain=record.weight)
+        return out.y, {} if self.fork is None else {"fork_out": out.stream}, saved
+
+    def bwd(
+        self,
+        dy: Tensor,
+        saved: Saved,
+        *,
+        d_fork_out: Tensor | None = None,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor],
+    ) -> tuple[Tensor | None, Grads]:
+        spread = not needs.isdisjoint(("x", "unpermute.probs", "linear.weight"))
+        pairs = pairs_of(saved.rows, saved.offsets, None)
+        around: dict[str, Any] = {"dpairs": spread, "branch_dtype": saved.x.dtype, "pairs": pairs}
+        rows, grads = experts_bwd(self.norm, dy, self._of_norm(saved), needs, d_fork_out, around)
+        if rows is None:
+            return None, grads
+        dx, of_experts = self._gradients(rows, saved, needs, main_grads)
+        return dx, {**grads, **of_experts}
+
+    def _of_norm(self, saved: Saved) -> NormRecord:
+        if saved.mean is None:
+            return RMSNorm.Saved(x=saved.z, rstd=saved.rstd, weight=saved.gain)
+        return LayerNorm.Saved(x=saved.z, mean=saved.mean, rstd=saved.rstd, weight=saved.gain)
+
+    def unfused(self, saved: Any) -> dict[str, Any]:
+        return {**super().unfused(saved), "norm": self._of_norm(saved)}
 
 
 def _scaled(gated: tuple[Any, ...], dtype: torch.dtype, x: Tensor, scales: Tensor) -> Tensor:

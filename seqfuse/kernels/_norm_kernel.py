@@ -13,18 +13,24 @@ import triton.language as tl
 from ._device import drop_tile, rstd_of, two_sums
 from ._quantize_kernel import quantize_tile
 from .activations import apply, gradient, is_half
+from .permute import gather_tile, row_of
 
 
 @triton.jit
 def _prologue(
     x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N,
     P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
+    pairs=None, offsets=None, factors=None, last=0, TOP_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """What is normalized, of one chunk of columns, and where it is."""
+    """What is normalized, of one chunk of columns, and where it is; with `pairs` x has rows of experts to be summed."""
     cols = col + tl.arange(0, BLOCK_N)
     columns = cols < N
     mask = (rows < M)[:, None] & columns[None, :]
-    z = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if pairs is not None:
+        end = tl.load(offsets + last)
+        z = gather_tile(x, pairs, factors, rows, cols[None, :], rows < M, mask, end, x_stride, BLOCK_N, TOP_K, COMPUTE)
+    else:
+        z = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     if bias is not None:
         z += tl.load(bias + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
     if seed is not None:
@@ -61,6 +67,7 @@ def _moments_in_chunks(
     x, residual, bias, seed, stream, rows, x_stride, residual_stride, M, N,
     CENTERED: tl.constexpr, P: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
+    pairs=None, offsets=None, factors=None, last=0, TOP_K: tl.constexpr = 1,
 ):  # fmt: skip
     """`_moments` of whole rows, a chunk of columns at a time."""
     mean = tl.zeros((BLOCK_M,), COMPUTE)
@@ -68,8 +75,9 @@ def _moments_in_chunks(
     for chunk in tl.range(0, CHUNKS):
         col = tl.cast(chunk, tl.int64) * BLOCK_N
         z, mask, _, _ = _prologue(
-            x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED, COMPUTE
-        )
+            x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED, COMPUTE,
+            pairs, offsets, factors, last, TOP_K,
+        )  # fmt: skip
         count = tl.minimum(N - col, BLOCK_N).to(COMPUTE)
         chunk_mean, chunk_squares = _moments(z, mask, count, CENTERED)
         squares += chunk_squares
@@ -119,22 +127,24 @@ def _finish(
 
 @triton.jit
 def _norm_fwd_kernel(
-    x, residual, bias, seed, weight, beta, y, stream, mean_out, rstd_out, x_stride, residual_stride, M, N,
+    x, residual, bias, seed, pairs, offsets, factors, weight, beta, y, stream, mean_out, rstd_out, x_stride,
+    residual_stride, last, M, N,
     EPS: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, VALUE: tl.constexpr,
-    ACT_P: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    ACT_P: tl.constexpr, TOP_K: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     N = tl.cast(N, tl.int64)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     if CHUNKS == 1:
         z, mask, cols, columns = _prologue(
-            x, residual, bias, seed, stream, rows, N * 0, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED, COMPUTE
-        )
+            x, residual, bias, seed, stream, rows, N * 0, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED, COMPUTE,
+            pairs, offsets, factors, last, TOP_K,
+        )  # fmt: skip
         mean, squares = _moments(z, mask, N.to(COMPUTE), CENTERED)
     else:
         mean, squares = _moments_in_chunks(
             x, residual, bias, seed, stream, rows, x_stride, residual_stride, M, N,
-            CENTERED, P, CHUNKS, BLOCK_M, BLOCK_N, GROUPED, COMPUTE,
+            CENTERED, P, CHUNKS, BLOCK_M, BLOCK_N, GROUPED, COMPUTE, pairs, offsets, factors, last, TOP_K,
         )  # fmt: skip
     rstd = rstd_of(squares, N.to(COMPUTE), EPS)
     if mean_out is not None:
@@ -149,7 +159,7 @@ def _norm_fwd_kernel(
             col = tl.cast(chunk, tl.int64) * BLOCK_N
             z, mask, cols, columns = _prologue(
                 x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED,
-                COMPUTE,
+                COMPUTE, pairs, offsets, factors, last, TOP_K,
             )  # fmt: skip
             _finish(
                 z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N, ZERO_CENTERED, VALUE, ACT_P,
@@ -290,13 +300,39 @@ def _spread(
 
 
 @triton.jit
+def _spread_to_pairs(
+    out, pairs, offsets, factors, source, dpairs, dots, rows, cols, mask, source_stride, last, M, N,
+    TOP_K: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the rows that were gathered, `out` times their factors.
+
+    Returns `dots` with the sums over these columns of it times each row of `source`.
+    """
+    end = tl.load(offsets + last)
+    for j in tl.static_range(TOP_K):
+        pair, row, kept = row_of(pairs, rows, j, rows < M, end, TOP_K)
+        if source is not None:
+            at = row[:, None] * source_stride + cols[None, :]
+            seen = tl.load(source + at, mask=mask & kept[:, None], other=0.0).to(COMPUTE)
+            sums = tl.sum(tl.where(mask & kept[:, None], out * seen, 0.0), 1)
+            dots += tl.where(tl.arange(0, PAIRS)[None, :] == j, sums[:, None], 0.0)
+        if dpairs is not None:
+            value = out
+            if factors is not None:
+                value = out * tl.load(factors + pair, mask=kept, other=0.0).to(COMPUTE)[:, None]
+            value = tl.where(kept[:, None], value, 0.0)
+            tl.store(dpairs + row[:, None] * N + cols[None, :], value.to(dpairs.dtype.element_ty), mask=mask)
+    return dots
+
+
+@triton.jit
 def _norm_bwd_kernel(
-    dy, x, mean, rstd, weight, beta, dstream, seed, dx, dbranch, partials, dy_stride, x_stride, dstream_stride, M, N,
-    steps,
+    dy, x, mean, rstd, weight, beta, dstream, seed, pairs, offsets, factors, source, dx, dbranch, dpairs, dfactors,
+    partials, dy_stride, x_stride, dstream_stride, source_stride, last, M, N, steps,
     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, VALUE: tl.constexpr,
-    DERIVATIVE: tl.constexpr, OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBETA: tl.constexpr, DBIAS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUPED: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
+    DERIVATIVE: tl.constexpr, OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr,
+    DWEIGHT: tl.constexpr, DBETA: tl.constexpr, DBIAS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of one program, one after the other: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream."""
     N = tl.cast(N, tl.int64)
@@ -313,6 +349,7 @@ def _norm_bwd_kernel(
             m = tl.load(mean + rows, mask=rows < M, other=0.0)
         by_xhat = tl.zeros((BLOCK_M,), COMPUTE)
         plain = tl.zeros((BLOCK_M,), COMPUTE)
+        dots = tl.zeros((BLOCK_M, PAIRS), COMPUTE)
         if CHUNKS == KEPT:
             for chunk in tl.static_range(CHUNKS):
                 d, xhat, g, cols, mask = _gradients(
@@ -335,6 +372,11 @@ def _norm_bwd_kernel(
                     g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, N * 0 + chunk * BLOCK_N, cols, mask,
                     dstream_stride, N, CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
                 )  # fmt: skip
+                if pairs is not None:
+                    dots = _spread_to_pairs(
+                        out, pairs, offsets, factors, source, dpairs, dots, rows, cols, mask, source_stride, last, M, N,
+                        TOP_K, PAIRS, COMPUTE,
+                    )  # fmt: skip
                 weights += (dweight[chunk] + d * xhat if DWEIGHT else dweight[chunk],)
                 betas += (dbeta[chunk] + d if DBETA else dbeta[chunk],)
                 biases += (dbias[chunk] + tl.where(mask, out, 0.0) if DBIAS else dbias[chunk],)
@@ -350,10 +392,19 @@ def _norm_bwd_kernel(
                     dy, x, m, r, weight, beta, rows, col, M, N, dy_stride, x_stride,
                     CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
                 )  # fmt: skip
-                _spread(
+                out = _spread(
                     g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
                     CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
                 )  # fmt: skip
+                if pairs is not None:
+                    dots = _spread_to_pairs(
+                        out, pairs, offsets, factors, source, dpairs, dots, rows, cols, mask, source_stride, last, M, N,
+                        TOP_K, PAIRS, COMPUTE,
+                    )  # fmt: skip
+        if dfactors is not None:
+            expert = tl.arange(0, PAIRS)[None, :]
+            at = rows[:, None] * TOP_K + expert
+            tl.store(dfactors + at, dots.to(dfactors.dtype.element_ty), mask=(rows < M)[:, None] & (expert < TOP_K))
     for chunk in tl.static_range(KEPT):
         cols = chunk * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
         place = partials

@@ -100,9 +100,10 @@ class _Parameter:
             fields: Any = self.of
             hints, defaults = typing.get_type_hints(fields), fields._field_defaults
             for i, field in enumerate(fields._fields):  # without the first one there is no such tuple
-                self.absent.append(None if i == 0 else defaults.get(field, 0))
+                optional = i == 0 or hints[field] is Tensor
+                self.absent.append(None if optional else defaults.get(field, 0))
                 given = default if default is inspect.Parameter.empty else self.absent[-1]
-                self.fields.append(_Parameter(field, hints[field] | None if i == 0 else hints[field], given))
+                self.fields.append(_Parameter(field, hints[field] | None if optional else hints[field], given))
 
     def arguments(self) -> Iterator[_Parameter]:
         """What the operator has for it."""
@@ -144,8 +145,8 @@ class _Parameter:
     def key(self) -> Iterator[str]:
         """Expressions of all else that a decision depends on."""
         if self.fields:
-            others = [f"{self.name}.{field.name}" for field in self.fields if field.of is not Tensor]
-            yield f"None if {self.name} is None else ({', '.join(others)},)"
+            others = [f"{self.name}.{field.name}, " for field in self.fields if field.of is not Tensor]
+            yield f"None if {self.name} is None else ({''.join(others)})"
         elif self.of is not Tensor:
             key = "tuple({0})" if self.several else "{0}" if self.text is None else self.text.key
             yield (f"None if {{0}} is None else {key}" if self.optional and key != "{0}" else key).format(self.name)

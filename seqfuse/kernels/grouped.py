@@ -79,10 +79,10 @@ def _multiplied(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _grouped_gemm_kernel(
-    x, weight, offsets, bias, y, rows, columns, depth, groups, x_stride, group_stride, column_stride, depth_stride,
-    bias_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    x, weight, offsets, bias, order, y, rows, columns, depth, groups, x_stride, group_stride, column_stride,
+    depth_stride, bias_stride,
+    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    GROUPS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of y = x weight_g^T + bias_g. WIDE tiles of rows share the tiles of columns that are in the cache."""
     across = tl.cdiv(columns, BLOCK_N)
@@ -97,7 +97,10 @@ def _grouped_gemm_kernel(
     n = inner // left * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     m_inside, n_inside = (m < end)[:, None], (n < columns)[None, :]
-    a_at = x + (m[:, None] * x_stride + k[None, :])
+    source = m
+    if order is not None:
+        source = tl.load(order + m, mask=m < end, other=0).to(tl.int64) // TOP_K
+    a_at = x + (source[:, None] * x_stride + k[None, :])
     own = weight + group.to(tl.int64) * group_stride
     b_at = own + (n[None, :] * column_stride + k[:, None].to(tl.int64) * depth_stride)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -127,9 +130,9 @@ def _grouped_gemm_kernel(
 
 @triton.jit
 def _grouped_outer_kernel(
-    dy, x, offsets, out, rows, columns, depth, dy_stride, x_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dy, x, offsets, order, out, rows, columns, depth, dy_stride, x_stride,
+    TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of dy_g^T x_g, [columns, depth]: tiles of rows of a group are multiplied one after the other."""
     down, across = tl.cdiv(columns, BLOCK_N), tl.cdiv(depth, BLOCK_K)
@@ -147,10 +150,13 @@ def _grouped_outer_kernel(
             a = tl.load(dy + row * dy_stride + n, mask=row < end, other=0.0)
         else:
             a = tl.load(dy + row * dy_stride + n, mask=(row < end) & (n < columns), other=0.0)
+        source = row
+        if order is not None:
+            source = tl.load(order + row, mask=row < end, other=0).to(tl.int64) // TOP_K
         if EVEN_K:
-            b = tl.load(x + row * x_stride + k, mask=row < end, other=0.0)
+            b = tl.load(x + source * x_stride + k, mask=row < end, other=0.0)
         else:
-            b = tl.load(x + row * x_stride + k, mask=(row < end) & (k < depth), other=0.0)
+            b = tl.load(x + source * x_stride + k, mask=(row < end) & (k < depth), other=0.0)
         total = _multiplied(tl.trans(a), b, total, PRECISION)
     line = tl.trans(n)
     at = (group.to(tl.int64) * columns + line) * depth + k
@@ -209,13 +215,13 @@ def _finish_rows_kernel(
         tl.store(at, value.to(y.dtype.element_ty), mask=inside)
 
 
-def _tile(x: Tensor, groups: int, *sizes: int) -> Tile:
+def _tile(x: Tensor, rows: int, groups: int, *sizes: int) -> Tile:
     tiles = _TILES[family(architecture(x.device))]
     if x.element_size() == 4 and not INTERPRETED:
         tiles = _TILES_32
     if any(n * x.element_size() % 16 for n in sizes):
         return tiles[2]
-    return tiles[x.shape[0] <= _FEW * groups]
+    return tiles[rows <= _FEW * groups]
 
 
 def _precision(x: Tensor, tf32: bool) -> str:
@@ -238,27 +244,46 @@ def _checked(offsets: Tensor, **matrices: Tensor) -> None:
             raise ValueError(f"{name} must have contiguous rows, got strides {t.stride()}")
 
 
-@operator("grouped_gemm", flops=lambda x, weight, *_, **__: 2 * x[0] * weight[1] * weight[2])
+def _token_rows(x: Tensor, order: Tensor | None, top_k: int) -> int:
+    """How many rows are multiplied."""
+    if order is None:
+        return len(x)
+    if order.ndim != 1 or not order.is_contiguous() or len(order) != len(x) * top_k:
+        raise ValueError(f"order must be contiguous [{len(x) * top_k}], got {tuple(order.shape)}")
+    return len(order)
+
+
+@operator("grouped_gemm", flops=lambda x, weight, *_, out_val, **__: 2 * out_val.numel() * weight.shape[2])
 def grouped_gemm(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, *, tf32: bool = False
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    order: Tensor | None = None,
+    top_k: int = 1,
+    tf32: bool = False,
 ) -> Tensor:
     """Return y_i = x_i weight_g^T + bias_g for row i of group g, zeros for rows at the last of offsets and beyond.
 
     x: [R, K], any row stride; weight: [G, N, K], any strides; offsets: [G] integers, not falling; bias: [G, N]; y:
-    [R, N] in the dtype of x, summed in float32 and rounded once. Source: Gale et al. 2022, arXiv:2211.15841.
+    [R, N] in the dtype of x, summed in float32 and rounded once. With an `order`, [R] integers, row i is that of token
+    order[i] // top_k, and x [R / top_k, K] has the tokens. Source: Gale et al. 2022, arXiv:2211.15841.
 
     Args:
         x: rows of all groups, one group behind the other.
         weight: of each group.
         offsets: where the rows of each group end; an end beyond the last row is that row.
         bias: of each group.
+        order: the pair of a token and one of its experts that each row is.
+        top_k: experts of a token.
         tf32: whether operands in float32 are rounded to 19 bits.
 
     Raises:
         ValueError: for shapes that differ, another dtype than 16 bits and float32, and rows that are not contiguous.
     """
     _checked(offsets, x=x, weight=weight)
-    rows, depth = x.shape
+    rows, depth = _token_rows(x, order, top_k), x.shape[1]
     groups, columns = weight.shape[:2]
     if weight.shape != (len(offsets), columns, depth) or (bias is not None and bias.shape != (groups, columns)):
         raise ValueError(f"expects weights [{len(offsets)}, N, {depth}] and biases [G, N], got {tuple(weight.shape)}")
@@ -266,16 +291,16 @@ def grouped_gemm(
     if stops():
         return y
     bias = bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
-    tile = _tile(x, groups, columns, depth)
+    tile = _tile(x, rows, groups, columns, depth)
     launch(
         _grouped_gemm_kernel,
         (cdiv(rows, tile.rows) + groups + 1) * cdiv(columns, tile.columns) if rows else 0,
         (
-            x, weight, offsets, bias, y, rows, columns, depth, groups, x.stride(0), *_strides(weight),
+            x, weight, offsets, bias, order, y, rows, columns, depth, groups, x.stride(0), *_strides(weight),
             1 if bias is None else bias.stride(0),
         ),
         {
-            "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "WIDE": 8,
+            "TOP_K": top_k, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "WIDE": 8,
             "GROUPS": next_power_of_2(groups + 1), "EVEN_N": columns % tile.columns == 0,
             "EVEN_K": depth % tile.depth == 0, "PRECISION": _precision(x, tf32),
         },
@@ -289,17 +314,21 @@ def _strides(weight: Tensor) -> tuple[int, int, int]:
     return weight.stride(0), weight.stride(1), weight.stride(2)
 
 
-@operator("grouped_outer", flops=lambda dy, x, *_, **__: 2 * x[0] * dy[1] * x[1])
-def grouped_outer(dy: Tensor, x: Tensor, offsets: Tensor, *, tf32: bool = False) -> Tensor:
+@operator("grouped_outer", flops=lambda dy, x, *_, **__: 2 * dy.numel() * x.shape[1])
+def grouped_outer(
+    dy: Tensor, x: Tensor, offsets: Tensor, *, order: Tensor | None = None, top_k: int = 1, tf32: bool = False
+) -> Tensor:
     """Return dy_g^T x_g for each group, exact zeros for one without rows: the gradients of the weights.
 
     dy: [R, N], x: [R, K], any row stride; offsets: [G] integers, not falling; the result is [G, N, K] in the dtype of
-    x, summed in float32, in the order of rows, and rounded once.
+    x, summed in float32, in the order of rows, and rounded once. `order` and `top_k` are those of `grouped_gemm`.
 
     Args:
         dy: rows of all groups, one group behind the other.
-        x: the same.
+        x: the same, or tokens.
         offsets: where the rows of each group end; an end beyond the last row is that row.
+        order: the pair of a token and one of its experts that each row of dy is.
+        top_k: experts of a token.
         tf32: whether operands in float32 are rounded to 19 bits.
 
     Raises:
@@ -307,18 +336,18 @@ def grouped_outer(dy: Tensor, x: Tensor, offsets: Tensor, *, tf32: bool = False)
     """
     _checked(offsets, dy=dy, x=x)
     (rows, columns), depth, groups = dy.shape, x.shape[1], len(offsets)
-    if len(x) != rows:
+    if _token_rows(x, order, top_k) != rows:
         raise ValueError(f"expects as many rows of dy as of x, got {rows} and {len(x)}")
     out = torch.empty((groups, columns, depth), dtype=x.dtype, device=x.device)
     if stops():
         return out
-    tile = _tile(x, 0, columns, depth)
+    tile = _tile(x, rows, 0, columns, depth)
     launch(
         _grouped_outer_kernel,
         groups * cdiv(columns, tile.rows) * cdiv(depth, tile.columns),
-        (dy, x, offsets, out, rows, columns, depth, dy.stride(0), x.stride(0)),
+        (dy, x, offsets, order, out, rows, columns, depth, dy.stride(0), x.stride(0)),
         {
-            "BLOCK_M": tile.depth, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns,
+            "TOP_K": top_k, "BLOCK_M": tile.depth, "BLOCK_N": tile.rows, "BLOCK_K": tile.columns,
             "EVEN_N": columns % tile.rows == 0, "EVEN_K": depth % tile.columns == 0, "PRECISION": _precision(x, tf32),
         },
         tile.warps,

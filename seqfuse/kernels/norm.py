@@ -28,6 +28,7 @@ from ._norm_kernel import (
 from ._operators import bound, norm_columns, operator, viewed_as_rows
 from .activations import Activation, is_composed
 from .c import norm as c_norm
+from .permute import Pairs, check_pairs
 from .quantize import TRITON_KINDS, As, Codes, QuantizeTile
 
 
@@ -139,6 +140,21 @@ def _measured(columns: int, arch: str, *tensors: Tensor | None) -> bool:
     return columns % 16 == 0 and half and family(arch) == "sm_90"
 
 
+_NO_PAIRS = None, None, None
+
+
+def _last(pairs: Pairs | None) -> int:
+    """Where the end of the rows of all experts is."""
+    return 0 if pairs is None else len(pairs.offsets) - 1
+
+
+def _top_k(pairs: Pairs | None) -> int:
+    if pairs is None:
+        return 1
+    check_pairs(*pairs)
+    return pairs.rows.shape[1]
+
+
 def _compute(x: Tensor) -> tuple[torch.dtype, Any]:
     return (torch.float64, tl.float64) if x.dtype is torch.float64 else (torch.float32, tl.float32)
 
@@ -163,7 +179,8 @@ class Normed(NamedTuple):
 class NormGradients(NamedTuple):
     """Results of a backward pass; `None` for what was not asked for.
 
-    `dx` is the gradient of what was normalized, and so of the residual; `dbranch` that of what dropout took.
+    `dx` is the gradient of what was normalized, and so of the residual; `dbranch` that of what dropout took; `dpairs`
+    and `dfactors` those of the rows that were gathered and of their factors.
     """
 
     dx: Tensor | None  # [*, N]
@@ -171,6 +188,8 @@ class NormGradients(NamedTuple):
     dbias: Tensor | None  # [N]
     dbranch: Tensor | None  # [*, N]
     dpre_bias: Tensor | None  # [N]
+    dpairs: Tensor | None = None  # [*, top_k, N]
+    dfactors: Tensor | None = None  # [*, top_k]
 
 
 @operator("norm", in_c=c_norm.decide_norm)
@@ -186,6 +205,7 @@ def norm_fwd(
     seed: Tensor | None = None,
     p: float = 0.0,
     residual: Tensor | None = None,
+    pairs: Pairs | None = None,
     act: Activation | None = None,
     dtype: torch.dtype | None = None,
     stream_dtype: torch.dtype | None = None,
@@ -193,7 +213,8 @@ def norm_fwd(
     """LayerNorm: y = act((z - E[z]) rstd gain + bias), rstd = (Var[z] + eps)^-1/2; RMSNorm has 0 for E[z].
 
     z = x, or dropout(x + pre_bias) + residual as far as these are given. x, residual, y, stream: [*, N]; parameters:
-    [N]; statistics: [*] float32, float64 for a float64 x. Everything is computed in that dtype.
+    [N]; statistics: [*] float32, float64 for a float64 x. Everything is computed in that dtype. With `pairs`
+    x is [*, top_k, N], of which each token's rows are summed first, as by `permute.gather_rows`.
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
 
     Args:
@@ -207,6 +228,7 @@ def norm_fwd(
         seed: of dropout after that, int64, on the device.
         p: probability of dropping.
         residual: added last; with any of these the sum is returned as `stream`.
+        pairs: where each token's rows of x are, and their factors.
         act: an activation of the result.
         dtype: of y; x's by default.
         stream_dtype: of the stream; x's by default.
@@ -216,31 +238,31 @@ def norm_fwd(
     """
     N = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias)
     compute, triton_compute = _compute(x)
-    prologue = pre_bias is not None or seed is not None or residual is not None
-    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    stream = torch.empty(x.shape, dtype=stream_dtype or x.dtype, device=x.device) if prologue else None
-    mean = torch.empty(x.shape[:-1], dtype=compute, device=x.device) if centered else None
-    rstd = torch.empty(x.shape[:-1], dtype=compute, device=x.device)
+    prologue = pre_bias is not None or seed is not None or residual is not None or pairs is not None
+    y = torch.empty(c_norm.tokens_of(x, pairs), dtype=dtype or x.dtype, device=x.device)
+    stream = torch.empty(y.shape, dtype=stream_dtype or x.dtype, device=x.device) if prologue else None
+    mean = torch.empty(y.shape[:-1], dtype=compute, device=x.device) if centered else None
+    rstd = torch.empty(y.shape[:-1], dtype=compute, device=x.device)
     if stops():
         return Normed(y, stream, mean, rstd)
-    source, other = viewed_as_rows("x", x, N), _same("residual", residual, x)
-    M = source.shape[0]
+    source, other = viewed_as_rows("x", x, N), _same("residual", residual, y)
+    M = rstd.numel()
     arch = architecture(x.device)
-    fits = act is None and _measured(N, arch, x, other, pre_bias, weight, bias)
+    fits = act is None and pairs is None and _measured(N, arch, x, other, pre_bias, weight, bias)
     measured = hopper_forward_tile(N, centered, prologue) if fits else None
     tile = forward_tile(N, x.element_size()) if measured is None else measured
     launch(
         _norm_fwd_kernel,
         cdiv(M, tile.m),
         (
-            source, other, pre_bias, None if seed is None else seed.view(1), weight, bias, y, stream, mean, rstd,
-            source.stride(0), 0 if other is None else other.stride(0), M, N,
+            source, other, pre_bias, None if seed is None else seed.view(1), *(pairs or _NO_PAIRS), weight, bias, y,
+            stream, mean, rstd, source.stride(0), 0 if other is None else other.stride(0), _last(pairs), M, N,
         ),
         {
             "EPS": float(eps), "CENTERED": centered, "ZERO_CENTERED": zero_centered,
             "P": None if seed is None else threshold_and_scale(p), "VALUE": None if act is None else act.value,
-            "ACT_P": () if act is None else tuple(act.P), "CHUNKS": tile.chunks, "BLOCK_M": tile.m, "BLOCK_N": tile.n,
-            "GROUPED": N % 4 == 0, "COMPUTE": triton_compute,
+            "ACT_P": () if act is None else tuple(act.P), "TOP_K": _top_k(pairs), "CHUNKS": tile.chunks,
+            "BLOCK_M": tile.m, "BLOCK_N": tile.n, "GROUPED": N % 4 == 0, "COMPUTE": triton_compute,
         },
         tile.num_warps,
         **register_limit(tile.registers, arch),
@@ -268,6 +290,10 @@ def norm_bwd(
     dbranch: bool = False,
     dpre_bias: torch.dtype | None = None,
     branch_dtype: torch.dtype | None = None,
+    pairs: Pairs | None = None,
+    other: Tensor | None = None,
+    dpairs: bool = False,
+    dfactors: torch.dtype | None = None,
 ) -> NormGradients:
     """LayerNorm's gradients: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream; RMSNorm has 0 for E[g].
 
@@ -290,7 +316,11 @@ def norm_bwd(
         dbias: dtype of the bias's gradient, `None` where it is not wanted.
         dbranch: whether the gradient of what dropout took is wanted.
         dpre_bias: dtype of the gradient of the prologue's bias, the sum of dbranch over rows.
-        branch_dtype: of dbranch; that of dx by default.
+        branch_dtype: of dbranch and dpairs; that of dx by default.
+        pairs: as in the forward pass.
+        other: the rows that were gathered, for the gradient of their factors: [*, top_k, N].
+        dpairs: whether the gradient of these rows is wanted.
+        dfactors: dtype of the gradient of their factors, `None` where it is not wanted.
 
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
@@ -301,7 +331,10 @@ def norm_bwd(
     out = torch.empty(x.shape, dtype=x.dtype, device=device) if dx else None
     branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=device) if dbranch else None
     totals = [None if kind is None else torch.empty(N, dtype=kind, device=device) for kind in wanted]
-    results = NormGradients(out, totals[0], totals[1], branch, totals[2])
+    rows = torch.Size([*x.shape[:-1], _top_k(pairs)])
+    spread = torch.empty((*rows, N), dtype=branch_dtype or x.dtype, device=device) if dpairs else None
+    dots = torch.empty(rows, dtype=dfactors, device=device) if dfactors is not None else None
+    results = NormGradients(out, totals[0], totals[1], branch, totals[2], spread, dots)
     if stops():
         return results
     summed = [total for total in totals if total is not None]
@@ -315,10 +348,11 @@ def norm_bwd(
     compute, triton_compute = _compute(x)
     # Rows of more than 8,192 columns were measured without dropout.
     dropped = seed is not None
-    if act is None and not (dropped and N > 8192) and _measured(N, architecture(device), x, d, added, weight):
+    plain = act is None and pairs is None
+    if plain and not (dropped and N > 8192) and _measured(N, architecture(device), x, d, added, weight):
         tile = hopper_backward_tile(N, len(summed), added is not None)
     else:
-        tile = backward_tile(N, x.element_size(), act is not None or dropped)
+        tile = backward_tile(N, x.element_size(), not plain or dropped)
     wide = not tile.sums
     if wide and dpre_bias is not None and branch is None:
         # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
@@ -336,16 +370,19 @@ def norm_bwd(
     sums = len(summed)
     if not wide and sums:
         partials = torch.empty((programs, sums * N), dtype=compute, device=device)
-    if dx or branch is not None or (sums and not wide):
+    if dx or dpairs or dots is not None or branch is not None or (sums and not wide):
+        read = viewed_as_rows("other", other, N) if other is not None and dots is not None else None
         launch(
             _norm_bwd_kernel,
             programs,
             (
-                *shared, added, None if seed is None else seed.view(1), out, branch, partials, d.stride(0),
-                source.stride(0), 0 if added is None else added.stride(0), M, N, steps,
+                *shared, added, None if seed is None else seed.view(1), *(pairs or _NO_PAIRS), read, out, branch,
+                spread, dots, partials, d.stride(0), source.stride(0), 0 if added is None else added.stride(0),
+                0 if read is None else read.stride(0), _last(pairs), M, N, steps,
             ),
             {
                 **of_norm, "P": None if seed is None else threshold_and_scale(p), **of_act, **in_rows,
+                "TOP_K": rows[-1], "PAIRS": next_power_of_2(rows[-1]),
                 "CHUNKS": tile.chunks, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "GROUPED": N % 4 == 0,
                 "COMPUTE": triton_compute, "STAGES": tile.stages,
             },

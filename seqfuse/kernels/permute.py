@@ -9,7 +9,7 @@ lies there is not read. Sums are in float32 (float64 for float64), one after the
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,24 @@ from torch import Tensor
 
 from ._launch import cdiv, launch, next_power_of_2, stops
 from ._operators import operator, viewed_as_rows
+from .c.permute import check_gather, check_pairs, check_spread, decide_gather, decide_spread, sorted_pairs
+
+__all__ = ["Pairs", "gather_rows", "sorted_pairs", "spread_rows"]
+
+
+class Pairs(NamedTuple):
+    """Where the rows of the experts of each token are.
+
+    Args:
+        rows: [T, top_k], contiguous, a permutation of 0 to T top_k - 1.
+        offsets: [G] integers, where the rows of each expert end; the last one counts.
+        factors: [T, top_k], contiguous; one by default.
+    """
+
+    rows: Tensor
+    offsets: Tensor
+    factors: Tensor | None = None
+
 
 _ELEMENTS = 2048  # that a program holds at once
 _COLUMNS = 1024  # at most, of a row
@@ -54,6 +72,30 @@ def _spread_kernel(
 
 
 @triton.jit
+def row_of(rows, token, j, inside, end, TOP_K: tl.constexpr):
+    """The pair of each token and its expert j, its row, and whether it was not dropped."""
+    pair = token * TOP_K + j
+    row = tl.load(rows + pair, mask=inside, other=0).to(tl.int64)
+    return pair, row, inside & (row < end)
+
+
+@triton.jit
+def gather_tile(
+    x, rows, factors, token, column, inside, there, end, x_stride, BLOCK_N: tl.constexpr, TOP_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The sum over each token's pairs of x[rows] factors, in the columns that are `there`."""
+    total = tl.zeros((token.shape[0], BLOCK_N), COMPUTE)
+    for j in tl.static_range(TOP_K):
+        pair, row, kept = row_of(rows, token, j, inside, end, TOP_K)
+        value = tl.load(x + row[:, None] * x_stride + column, mask=there & kept[:, None], other=0.0).to(COMPUTE)
+        if factors is not None:
+            value = value * tl.load(factors + pair, mask=kept, other=0.0).to(COMPUTE)[:, None]
+        total += tl.where(kept[:, None], value, 0.0)
+    return total
+
+
+@triton.jit
 def _gather_kernel(
     x, rows, offsets, factors, y, tokens, columns, last, x_stride,
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
@@ -65,15 +107,9 @@ def _gather_kernel(
     inside = token < tokens
     there = inside[:, None] & (column < columns)
     end = tl.load(offsets + last)
-    total = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
-    for j in tl.static_range(TOP_K):
-        pair = token * TOP_K + j
-        row = tl.load(rows + pair, mask=inside, other=0).to(tl.int64)
-        kept = inside & (row < end)
-        value = tl.load(x + row[:, None] * x_stride + column, mask=there & kept[:, None], other=0.0).to(COMPUTE)
-        if factors is not None:
-            value = value * tl.load(factors + pair, mask=kept, other=0.0).to(COMPUTE)[:, None]
-        total += tl.where(kept[:, None], value, 0.0)
+    total = gather_tile(
+        x, rows, factors, token, column, inside, there, end, x_stride, BLOCK_N, TOP_K, COMPUTE
+    )  # fmt: skip
     tl.store(y + token[:, None] * tl.cast(columns, tl.int64) + column, total.to(y.dtype.element_ty), mask=there)
 
 
@@ -87,14 +123,7 @@ def _options(columns: int, top_k: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _checked(rows: Tensor, offsets: Tensor, factors: Tensor | None) -> None:
-    if not rows.is_contiguous() or rows.ndim != 2 or offsets.ndim != 1 or not offsets.numel():
-        raise ValueError(f"rows must be contiguous [T, top_k] and offsets [G], got {rows.shape} and {offsets.shape}")
-    if factors is not None and (factors.shape != rows.shape or not factors.is_contiguous()):
-        raise ValueError(f"factors must be contiguous {tuple(rows.shape)}, got {tuple(factors.shape)}")
-
-
-@operator("spread_rows")
+@operator("spread_rows", in_c=decide_spread)
 def spread_rows(
     x: Tensor,
     rows: Tensor,
@@ -123,14 +152,13 @@ def spread_rows(
     Raises:
         ValueError: for shapes that differ, or tensors that are not contiguous as they must be.
     """
-    _checked(rows, offsets, factors)
+    check_pairs(rows, offsets, factors)
     columns, (tokens, top_k) = x.shape[-1], rows.shape
     x = viewed_as_rows("x", x, columns)
-    if len(x) != tokens or (sums is not None and (other is None or other.shape != (rows.numel(), columns))):
-        raise ValueError(f"expects {tokens} rows of x and {rows.numel()} of what is summed, got {tuple(x.shape)}")
+    check_spread(x, rows, other, sums)
     y = torch.empty((rows.numel(), columns), dtype=x.dtype, device=x.device) if spread else None
     made = torch.empty((tokens, top_k), dtype=sums, device=x.device) if sums is not None else None
-    if stops():
+    if stops() or (y is None and made is None):
         return y, made
     other = viewed_as_rows("other", other, columns) if other is not None and sums is not None else None
     options = _options(columns, top_k, x.dtype)
@@ -146,7 +174,7 @@ def spread_rows(
     return y, made
 
 
-@operator("gather_rows")
+@operator("gather_rows", in_c=decide_gather)
 def gather_rows(x: Tensor, rows: Tensor, offsets: Tensor, *, factors: Tensor | None = None) -> Tensor:
     """Return y[t] = sum over j of factors[t, j] x[rows[t, j]], without pairs of no expert, in the order of j.
 
@@ -162,11 +190,10 @@ def gather_rows(x: Tensor, rows: Tensor, offsets: Tensor, *, factors: Tensor | N
     Raises:
         ValueError: for shapes that differ, or tensors that are not contiguous as they must be.
     """
-    _checked(rows, offsets, factors)
+    check_pairs(rows, offsets, factors)
     columns, (tokens, top_k) = x.shape[-1], rows.shape
     x = viewed_as_rows("x", x, columns)
-    if len(x) != rows.numel():
-        raise ValueError(f"expects {rows.numel()} rows of x, got {tuple(x.shape)}")
+    check_gather(x, rows)
     y = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)
     if stops():
         return y

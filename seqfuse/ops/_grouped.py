@@ -125,7 +125,8 @@ def _with_rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
-def _tf32(x: Tensor) -> bool:
+def tf32(x: Tensor) -> bool:
+    """Whether GEMMs of float32 on a GPU may round their operands to 19 bits."""
     return x.dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
 
 
@@ -179,7 +180,7 @@ def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
         if _in_triton(x):
             from ..kernels.grouped import grouped_gemm
 
-            return grouped_gemm(_with_rows(x), weight, offsets, bias, tf32=_tf32(x))
+            return grouped_gemm(_with_rows(x), weight, offsets, bias, tf32=tf32(x))
         return plain(x, weight, offsets, bias)
     y = F.grouped_mm(_row_major(x), _of_weights(weight).mT, offs=_ends(offsets, rows))
     return finished(y, offsets, bias)
@@ -218,7 +219,7 @@ def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     if _in_triton(x) and not (_takes(dy, x) and _writes_empty_groups(x.device)):
         from ..kernels.grouped import grouped_outer
 
-        return grouped_outer(_with_rows(dy), _with_rows(x), offsets, tf32=_tf32(x))
+        return grouped_outer(_with_rows(dy), _with_rows(x), offsets, tf32=tf32(x))
     if _takes(dy, x):
         return F.grouped_mm(_row_major(dy).mT, _row_major(x), offs=_ends(offsets, rows))
     return torch.stack([mm(torch.where(own, dy, 0).mT, torch.where(own, x, 0)) for own in of_group(offsets, rows)])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import CompileError, give_up
-from ..env import Env
+from ..env import kernels_on
 from ..errors import FallbackWarning, device_is_lost
 from ..kernels import triton_installed
 
@@ -75,7 +75,7 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     if watched():
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
-    if _in_c(seed, p):
+    if p < 1 and runs_in_c(seed):
         try:
             return _c_mask().mask_on_cpu(seed, shape, p)
         except CompileError as error:
@@ -144,14 +144,12 @@ def gave_up(what: str, error: Exception) -> None:
 
 def has_c(t: Tensor) -> bool:
     """Whether there are C kernels on the device of a tensor; for a mask of few elements, too, torch makes 90 calls."""
-    return t.is_cpu and Env.of("cpu").kernels == "c"
+    return t.is_cpu and kernels_on("cpu") == "c"
 
 
-def _in_c(seed: Tensor, p: float) -> bool:
-    """Whether a C kernel makes a mask now: there is one, and nothing records what runs."""
-    if p >= 1 or not has_c(seed) or watched():
-        return False
-    return _c_mask().makes_mask(seed)
+def runs_in_c(t: Tensor) -> bool:
+    """Whether a C kernel reads a tensor now: there are such kernels, and nothing records what runs."""
+    return has_c(t) and not watched() and _c_mask().makes_mask(t)
 
 
 @functools.cache
@@ -194,7 +192,7 @@ def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
     """Parts of a mask of `drop_mask`: bool [n, length], row j its elements from `starts[j]` on, in contiguous order."""
-    if _in_c(seed, p):
+    if p < 1 and runs_in_c(seed):
         try:
             return _c_mask().mask_on_cpu(seed, (starts.shape[0], length), p, starts)
         except CompileError as error:

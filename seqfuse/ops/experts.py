@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
 from ..casts import dtype_of
+from ..compiler import CompileError
 from ..env import Env
 from ..errors import InputError
 from ..kernels import triton_installed
 from ._grouped import inside, is_watched, last
 from ._mm import linear, mm
 from ._parameters import parameter, required, reset_linear
+from ._philox import gave_up, runs_in_c
 from ._tensors import check_last, floating, is_whole, stats_dtype
+
+T = TypeVar("T")
+
+
+_LARGEST = torch.iinfo(torch.int64).max
+_IN_C = (torch.float32, torch.bfloat16, torch.float16)
+_IN_TRITON = (*_IN_C, torch.float64)
+
+
+def _by_kernel(x: Tensor, run: Callable[[], T]) -> T | None:
+    """The result of `run`, if kernels take x: Triton's on a GPU, those of C on a CPU; else `None`."""
+    if not (x.is_cuda and x.dtype in _IN_TRITON and triton_installed()) and not (x.dtype in _IN_C and runs_in_c(x)):
+        return None
+    try:
+        return run()
+    except CompileError as error:
+        gave_up("experts", error)
+        return None
+
+
+# Import statements would cost a call more than all else that it does in Python.
+@functools.cache
+def _of_pairs() -> Any:
+    from ..kernels import permute
+
+    return permute
+
+
+@functools.cache
+def _of_route() -> Any:
+    from ..kernels import route
+
+    return route
 
 
 class Route(sf.UnfusedOperation):
@@ -112,9 +148,8 @@ class Route(sf.UnfusedOperation):
     def reference(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         floating(x, "Route")
         logits = self._logits(x, self.weight, parameter(self, "bias"))
-        scores = self._scores(logits)
-        experts = self.chosen(scores.detach(), logits.detach())
-        return x, {"experts": experts, "probs": self._factors(scores.gather(-1, experts))}
+        experts = self.chosen(logits.detach())
+        return x, {"experts": experts, "probs": self._factors(self._scores(logits).gather(-1, experts))}
 
     def _logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x, weight, bias).to(stats_dtype(x))
@@ -122,11 +157,12 @@ class Route(sf.UnfusedOperation):
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
-    def chosen(self, scores: Tensor, logits: Tensor) -> Tensor:
+    def chosen(self, logits: Tensor) -> Tensor:
         """The experts of each token."""
         correction = self._buffers.get("correction")
-        if self.score == "sigmoid" and correction is None and self.groups is None:
-            return logits.topk(self.top_k, -1).indices  # of the greatest ones scores are all 1
+        if correction is None and self.groups is None:
+            return logits.topk(self.top_k, -1).indices  # in whose order scores are, of which the greatest may all be 1
+        scores = self._scores(logits)
         scores = scores if correction is None else scores + correction
         if self.groups is not None:
             cut, taken = self.groups
@@ -146,14 +182,22 @@ class Route(sf.UnfusedOperation):
         total = scores.sum(-1, keepdim=True)
         return total if self.score == "softmax" else total + 1e-20  # each of them may be 0
 
+    @property
+    def _of_kernels(self) -> dict[str, Any]:
+        """The configuration as `kernels.route` takes it."""
+        return {"softmax": self.score == "softmax", "normalize": self.normalize, "scale": self.scale}
+
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
         floating(x, "Route")
-        weight, bias = required(self, "weight"), parameter(self, "bias")
-        logits = self._logits(x, weight, bias)
-        scores = self._scores(logits)
-        experts = self.chosen(scores, logits)
-        probs = self._factors(scores.gather(-1, experts))
-        return x, {"experts": experts, "probs": probs}, self.Saved(x=x, weight=weight, logits=logits, experts=experts)
+        weight = required(self, "weight")
+        logits = self._logits(x, weight, parameter(self, "bias"))
+        experts = self.chosen(logits)
+        rows, chosen = logits.reshape(-1, self.experts), experts.reshape(-1, self.top_k)
+        probs = _by_kernel(logits, lambda: _of_route().route_factors(rows, chosen, **self._of_kernels))
+        if probs is None:
+            probs = self._factors(self._scores(rows).gather(-1, chosen))
+        made = {"experts": experts, "probs": probs.view(experts.shape)}
+        return x, made, self.Saved(x=x, weight=weight, logits=logits, experts=experts)
 
     def bwd(
         self,
@@ -169,26 +213,35 @@ class Route(sf.UnfusedOperation):
                 name: torch.zeros_like(required(self, name)) for name in ("weight", "bias") if name in needs
             }
             return dy, grads
-        dlogits = self._dlogits(d_probs, saved.logits, saved.experts)
-        wide, dx = dlogits.reshape(-1, self.experts), None
+        read = [getattr(saved, field) for field, grad in (("weight", "x"), ("x", "weight")) if grad in needs]
+        # Rounded once, and where it is needed in one dtype alone in the pass that makes it.
+        of = None if "bias" in needs or len({t.dtype for t in read}) != 1 else read[0].dtype
+        wide, dx = self._dlogits(d_probs, saved.logits, saved.experts, of), None
         grads = {"bias": wide.sum(0).to(dtype_of(self, "bias"))} if "bias" in needs else {}
         if "x" in needs:
-            rows = wide if wide.dtype is saved.weight.dtype else wide.to(saved.weight.dtype)
-            dx = mm(rows, saved.weight).view(*dlogits.shape[:-1], self.in_features)
+            dx = mm(wide.to(saved.weight.dtype), saved.weight).view(*saved.experts.shape[:-1], self.in_features)
             dx = dx if dy is None else dx.to(dy.dtype) + dy
         if "weight" in needs:
-            rows = wide if wide.dtype is saved.x.dtype else wide.to(saved.x.dtype)
-            grads["weight"] = mm(rows.t(), saved.x.reshape(-1, self.in_features))
+            grads["weight"] = mm(wide.to(saved.x.dtype).t(), saved.x.reshape(-1, self.in_features))
         return dx, grads
 
-    def _dlogits(self, d_probs: Tensor, logits: Tensor, experts: Tensor) -> Tensor:
-        scores = self._scores(logits)
-        taken = scores.gather(-1, experts)
-        d = d_probs.to(scores.dtype) * self.scale
+    def _dlogits(self, d_probs: Tensor, logits: Tensor, experts: Tensor, of: torch.dtype | None) -> Tensor:
+        """The gradient of logits, [tokens, experts]; `of` is its dtype, that of the scores by default."""
+        rows, chosen, d = logits.reshape(-1, self.experts), *(t.reshape(-1, self.top_k) for t in (experts, d_probs))
+
+        def run() -> Tensor:
+            return _of_route().route_gradients(d.contiguous(), rows, chosen, dtype=of, **self._of_kernels)
+
+        made = _by_kernel(logits, run)
+        if made is not None:
+            return made
+        scores = self._scores(rows)
+        taken = scores.gather(-1, chosen)
+        d = d.to(scores.dtype) * self.scale
         if self.normalize:
             total = self._total(taken)
             d = (d - (d * taken).sum(-1, keepdim=True) / total) / total
-        dscores = torch.zeros_like(scores).scatter_(-1, experts, d)
+        dscores = torch.zeros_like(scores).scatter_(-1, chosen, d)
         if self.score == "sigmoid":
             return dscores * scores * (1 - scores)
         return scores * (dscores - (dscores * scores).sum(-1, keepdim=True))
@@ -215,15 +268,6 @@ class Route(sf.UnfusedOperation):
         text += "".join(f", {name}=True" for name, given in named.items() if given)
         text += "" if self.groups is None else f", groups={self.groups}"
         return text + ("" if self.scale == 1.0 else f", scale={self.scale:g}")
-
-
-_LARGEST = torch.iinfo(torch.int64).max
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def _in_triton(x: Tensor) -> bool:
-    """Whether the kernels for rows of pairs of a token and an expert take x."""
-    return x.is_cuda and x.dtype in _KERNEL_DTYPES and triton_installed()
 
 
 def _flat(t: Tensor, size: int) -> Tensor:
@@ -292,10 +336,23 @@ class Permute(sf.UnfusedOperation):
             message = f"expects the experts of each token, integers {wanted}, got {got}"
             raise InputError(message, code="SF101", operation="Permute")
 
+    def _fast(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """y, offsets and rows by kernels, if there are any."""
+
+        def run() -> tuple[Tensor, Tensor, Tensor]:
+            if runs_in_c(x):
+                rows, offsets = _of_pairs().sorted_pairs(experts.to(torch.int64), self.experts)
+            else:
+                _, rows, offsets = self.sorted(experts)
+            return sorted_rows(x, rows, offsets), offsets, rows
+
+        return _by_kernel(x, run)
+
     def sorted(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Which pair of a token and an expert each row of y is, where each pair's row is, and the ends of experts."""
         # Without its sign bit an expert below 0 is greater than all, so that it is sorted behind them.
-        flat, order = (experts.reshape(-1).to(torch.int64) & _LARGEST).sort(stable=True)
+        behind_all = (experts.reshape(-1).to(torch.int64) & _LARGEST).clamp_(max=self.experts)
+        flat, order = behind_all.sort(stable=True)
         rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         behind = torch.arange(1, self.experts + 1, device=order.device)
         return order, rows.view(experts.shape), torch.searchsorted(flat, behind, out_int32=True)
@@ -309,8 +366,12 @@ class Permute(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor, *, experts: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
         self.check(x.shape, experts)
-        order, rows, offsets = self.sorted(experts)
-        y = sorted_rows(x, rows, offsets) if _in_triton(x) else _in_order(x, order, offsets, self.top_k)
+        made = self._fast(x, experts)
+        if made is None:
+            order, rows, offsets = self.sorted(experts)
+            y = _in_order(x, order, offsets, self.top_k)
+        else:
+            y, offsets, rows = made
         return y, {"offsets": offsets, "rows": rows}, self._saved(rows, offsets)
 
     def bwd(
@@ -344,11 +405,8 @@ def _in_order(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
 def sorted_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """The y of a `Permute` again, of the rows that it made: the same bits."""
     size, top_k = x.shape[-1], rows.shape[-1]
-    if _in_triton(x):
-        from ..kernels.permute import spread_rows
-
-        y, _ = spread_rows(_flat(x, size), _flat(rows, top_k), offsets)
-        assert y is not None
+    y = _by_kernel(x, lambda: _of_pairs().spread_rows(_flat(x, size), _flat(rows, top_k), offsets)[0])
+    if y is not None:
         return y.view(*x.shape[:-1], top_k, size)
     flat = rows.reshape(-1)
     order = torch.empty_like(flat).scatter_(0, flat, torch.arange(flat.shape[0], device=flat.device))
@@ -375,31 +433,36 @@ def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> 
 def summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
     """The same as `gathered`, by a kernel where there is one: nothing differentiates it."""
     size, top_k = x.shape[-1], rows.shape[-1]
-    if not _in_triton(x):
-        whole = x.is_cpu and not is_watched(x) and 0 < rows.numel() == int(offsets[-1])
-        if not whole:
-            return gathered(x, rows, offsets, probs)
-        return _none_dropped(x.reshape(-1, size), rows.reshape(-1, top_k), probs).view(*rows.shape[:-1], size)
-    from ..kernels.permute import gather_rows
 
-    factors = None if probs is None else probs.reshape(-1, top_k).contiguous()
-    return gather_rows(_flat(x, size), _flat(rows, top_k), offsets, factors=factors).view(*rows.shape[:-1], size)
+    def run() -> Tensor:
+        factors = None if probs is None else probs.reshape(-1, top_k).contiguous()
+        return _of_pairs().gather_rows(_flat(x, size), _flat(rows, top_k), offsets, factors=factors)
+
+    y = _by_kernel(x, run)
+    return gathered(x, rows, offsets, probs) if y is None else y.view(*rows.shape[:-1], size)
 
 
-def _none_dropped(x: Tensor, rows: Tensor, probs: Tensor | None) -> Tensor:
-    """The sum over the rows of each token, none of which was dropped, in the same order and in place."""
-    wide = stats_dtype(x)
-    factors = None if probs is None else probs.reshape(rows.shape).to(wide)
-    total: Tensor | None = None
-    for j in range(rows.shape[1]):
-        part = x.index_select(0, rows.select(1, j)).to(wide)
-        factor = None if factors is None else factors.narrow(1, j, 1)
-        if total is None:
-            total = part if factor is None else part.mul_(factor)
-        else:
-            total = total.add_(part) if factor is None else total.addcmul_(part, factor)
-    assert total is not None
-    return total.to(x.dtype)
+def _spread(
+    dy: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    factors: Tensor | None,
+    x: Tensor | None,
+    spread: bool,
+    sums: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same as `kernels.permute.spread_rows`, by calls of torch."""
+    kept, wide = kept_pairs(rows, offsets), stats_dtype(dy)
+    dx = dprobs = None
+    if spread:
+        scales = kept.to(wide) if factors is None else torch.where(kept, factors.to(wide), 0)
+        scaled = torch.where(kept.unsqueeze(-1), dy.to(wide).unsqueeze(1) * scales.unsqueeze(-1), 0)
+        scaled = scaled.to(dy.dtype).view(-1, dy.shape[-1])
+        dx = torch.empty_like(scaled).index_copy_(0, rows.view(-1), scaled)
+    if x is not None and sums is not None:
+        parts = [(dy.to(wide) * x.index_select(0, rows.select(1, j)).to(wide)).sum(-1) for j in range(rows.shape[1])]
+        dprobs = torch.where(kept, torch.stack(parts, -1), 0)
+    return dx, dprobs
 
 
 class Unpermute(sf.UnfusedOperation):
@@ -463,33 +526,18 @@ class Unpermute(sf.UnfusedOperation):
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         rows, size = saved.rows, dy.shape[-1]
         wide, at, flat = stats_dtype(dy), _flat(rows, rows.shape[-1]), _flat(dy, size)
-        dx = dprobs = None
-        if _in_triton(dy):
-            from ..kernels.permute import spread_rows
+        probs = saved.probs.reshape(at.shape) if "x" in needs and saved.probs is not None else None
+        x = _flat(saved.x, size) if "probs" in needs and saved.x is not None else None
+        given: dict[str, Any] = {"spread": "x" in needs, "sums": None if x is None else wide}
 
-            factors = x = sums = None
-            if "x" in needs and saved.probs is not None:
-                factors = saved.probs.reshape(at.shape).contiguous()
-            if "probs" in needs:
-                assert saved.x is not None
-                x, sums = _flat(saved.x, size), wide
-            dx, dprobs = spread_rows(flat, at, saved.offsets, factors=factors, other=x, spread="x" in needs, sums=sums)
-            dx = None if dx is None else dx.view(*rows.shape, size)
-            return dx, {"probs": None if dprobs is None else dprobs.view(rows.shape), "rows": None, "offsets": None}
-        kept = kept_pairs(at, saved.offsets)
-        if "x" in needs:
-            factors = kept.to(wide)
-            if saved.probs is not None:
-                factors = torch.where(kept, saved.probs.reshape(at.shape).to(wide), 0)
-            scaled = torch.where(kept.unsqueeze(-1), flat.to(wide).unsqueeze(1) * factors.unsqueeze(-1), 0)
-            scaled = scaled.to(dy.dtype).view(-1, size)
-            dx = torch.empty_like(scaled).index_copy_(0, at.view(-1), scaled).view(*rows.shape, size)
-        if "probs" in needs:
-            assert saved.x is not None
-            x = saved.x.reshape(-1, size)
-            parts = [(flat.to(wide) * x.index_select(0, at.select(1, j)).to(wide)).sum(-1) for j in range(at.shape[1])]
-            dprobs = torch.where(kept, torch.stack(parts, -1), 0).view(rows.shape)
-        return dx, {"probs": dprobs, "rows": None, "offsets": None}
+        def run() -> tuple[Tensor | None, Tensor | None]:
+            factors = None if probs is None else probs.contiguous()
+            return _of_pairs().spread_rows(flat, at, saved.offsets, factors=factors, other=x, **given)
+
+        made = _by_kernel(dy, run)
+        dx, dprobs = _spread(flat, at, saved.offsets, probs, x, **given) if made is None else made
+        dx = None if dx is None else dx.view(*rows.shape, size)
+        return dx, {"probs": None if dprobs is None else dprobs.view(rows.shape), "rows": None, "offsets": None}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) < 2:

@@ -128,11 +128,11 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
     def run(self, x: Tensor, offsets: Tensor) -> tuple[Tensor, Saved]:
         """`fwd` without a recipe."""
         self.check(offsets)
-        given, weight, bias = self._operands(x)
+        given, weight, bias = self.operands(x)
         y = grouped_linear(given.reshape(-1, self.in_features), weight, offsets, bias)
         return y.view(*x.shape[:-1], self.out_features), self._saved(given, weight, offsets)
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x, weight and bias, under autocast in its dtype."""
         weight, bias = required(self, "weight"), parameter(self, "bias")
         dtype = autocast_of(x.device.type)
@@ -145,7 +145,7 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         self, x: Tensor, offsets: Tensor, recipe: Recipe, needs: frozenset[str]
     ) -> tuple[Tensor, SavedQuantized]:
         self.check(offsets)
-        given, weight, bias = self._operands(x)
+        given, weight, bias = self.operands(x)
         rows = given.reshape(-1, self.in_features)
         kept = [self.scale_for(name, t, recipe, bool(needs)) for name, t in (("x", rows), ("weight", weight))]
         qx, x_down = low.quantized_rows(rows, recipe, "x", offsets, columns="weight" in needs, kept=kept[0])

@@ -203,7 +203,13 @@ class Probe:
         trees: list[dict[str, Any]] = [fused.tree, unfused.tree, self.specimen.references(case, seed, wide=True).tree]
         if infinite and self.fusion.reorders:
             trees = [{name: t if t is None else _spoiled(t) for name, t in tree.items()} for tree in trees]
-        return f | trees[0], u | trees[1], r | trees[2]
+        f, u, r = f | trees[0], u | trees[1], r | trees[2]
+        if infinite and self.fusion.reorders:
+            # The statistic of a norm is 0 for a row with Inf, and NaN for one with NaN.
+            for name, mine in f.items():
+                if mine is not None and mine.is_floating_point():
+                    u[name], r[name] = (_spoiled_where(mine.isnan(), tree[name]) for tree in (u, r))
+        return f, u, r
 
     def _saved(self, ahead: Pass, fused: Outcome, unfused: Outcome) -> tuple[Any, dict[int, Tensor]]:
         """Records to compare with the operations' own, and the parameters that have to be in them."""
@@ -301,6 +307,13 @@ def _wanted_of(node: Any, own: set[str]) -> tuple[str, ...]:
 def _spoiled(saved: Tensor) -> Tensor:
     """NaN where a tensor is infinite: which of both a sum with an Inf gives, such as a mean, its order decides."""
     return saved.masked_fill(saved.isinf(), torch.nan) if saved.is_floating_point() else saved
+
+
+def _spoiled_where(spoiled: Tensor, t: Tensor | None) -> Tensor | None:
+    """A tensor with NaN for the zeros that are where something is `spoiled`."""
+    if t is None or t.shape != spoiled.shape:
+        return t
+    return torch.where(spoiled & (t == 0), torch.nan, t)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

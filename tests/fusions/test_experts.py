@@ -15,9 +15,13 @@ from seqfuse import ops
 from seqfuse.convert.launches import Launches
 from seqfuse.fusions import (
     GatedGroupedLinearUnpermute,
+    GatedGroupedLinearUnpermuteBoundary,
+    GatherGroupedLinear,
     PermuteGroupedLinear,
     RecomputeActivation,
     RecomputeGatedGroupedLinearUnpermute,
+    UnpermuteBoundary,
+    UnpermuteBoundaryBackward,
     experts,
 )
 from seqfuse.ops import _grouped, grouped
@@ -61,6 +65,47 @@ def test_factors_are_applied_before_the_gemm(fusion: type[sf.JointFusion], unit:
     listed = unit, ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute()
     x, probs = seeded_randn((40, top_k, 12), 0), seeded_randn((40, top_k), 1)
     check_fusion(fusion, x, *listed, probs=probs, **order, dtypes=DTYPES)
+
+
+def ordered(tokens: int, top_k: int) -> dict[str, Tensor]:
+    """Rows and offsets of tokens of four experts, some of none."""
+    return ops.Permute(4, top_k).fwd(seeded_randn((tokens, 6), 0), experts=drawn(tokens, top_k))[1]
+
+
+NORMS = [ops.RMSNorm(5), ops.LayerNorm(5), ops.RMSNorm(5, zero_centered=True)]
+BOUNDARIES = [
+    (UnpermuteBoundary, ops.Unpermute(), True, 1), (UnpermuteBoundary, ops.Unpermute(None), False, 3),
+    (UnpermuteBoundaryBackward, ops.Unpermute(), True, 3), (UnpermuteBoundaryBackward, ops.Unpermute(None), False, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=str)
+@pytest.mark.parametrize(("fusion", "unpermute", "fork", "top_k"), BOUNDARIES)
+def test_experts_are_summed_where_the_next_norm_begins(
+    fusion: type[sf.FusedOperation], unpermute: ops.Unpermute, fork: bool, top_k: int, norm: sf.UnfusedOperation
+):
+    listed = unpermute, ops.Add("h"), *[ops.Fork("stream")] * fork, norm
+    given = {"h": seeded_randn((40, 5), 2), **ordered(40, top_k)}
+    given |= {} if unpermute.probs is None else {"probs": seeded_randn((40, top_k), 1)}
+    check_fusion(fusion, seeded_randn((40, top_k, 5), 0), *listed, dtypes=DTYPES, **given)
+
+
+@pytest.mark.parametrize(("norm", "fork", "top_k"), [(NORMS[0], True, 2), (NORMS[1], False, 3)], ids=str)
+def test_factors_before_the_gemm_and_the_next_norm(norm: sf.UnfusedOperation, fork: bool, top_k: int):
+    listed = ops.SwiGLU(), ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute(), ops.Add("h")
+    given = {"h": seeded_randn((40, 5), 2), "probs": seeded_randn((40, top_k), 1), **ordered(40, top_k)}
+    x = seeded_randn((40, top_k, 12), 0)
+    check_fusion(
+        GatedGroupedLinearUnpermuteBoundary, x, *listed, *[ops.Fork("stream")] * fork, norm, dtypes=DTYPES, **given
+    )
+
+
+def test_a_gemm_of_torch_reads_rows_that_are_sorted():
+    model = sf.Sequential(*block(64, 32, 8, 2), fusions=(GatherGroupedLinear,))
+    for arch, dtype, used in (("sm_80", torch.bfloat16, 1), ("sm_90", torch.float16, 1), ("sm_90", torch.bfloat16, 0)):
+        plan = model.to(dtype).plan(env=sf.Env.of(f"cuda:{arch}", dtype=dtype, tokens=8192))
+        assert plan.count("GatherGroupedLinear") == used, plan
+    assert {r.reason for r in plan.refused} == {"torch's GEMM of groups is used here, which reads rows that are sorted"}
 
 
 def test_factors_of_the_wrong_rows_are_found(monkeypatch: pytest.MonkeyPatch):
@@ -229,7 +274,7 @@ def test_launches_of_a_dispatch_to_8_experts_on_a_gpu(monkeypatch: pytest.Monkey
             torch.autograd.grad(y, [x, *other.parameters()], torch.ones_like(y))
         theirs[used] = ahead.count, back.count
     print(f"launches, forward + backward: {forward.count} + {backward.count}; Hugging Face: {theirs}")
-    assert (forward.count, backward.count) == (22, 30), (forward.names, backward.names)
+    assert (forward.count, backward.count) == (20, 15), (forward.names, backward.names)
     assert forward.count < theirs["grouped_mm"][0] < theirs["eager"][0]
     assert backward.count < theirs["grouped_mm"][1] < theirs["eager"][1]
 

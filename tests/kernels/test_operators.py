@@ -23,6 +23,7 @@ from seqfuse import kernels, ops
 from seqfuse.kernels import _launch, _operators, pointwise, rope
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_fwd
+from seqfuse.kernels.permute import Pairs
 from seqfuse.kernels.quantize import As
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
@@ -57,6 +58,7 @@ PAIRS = {
     "x": (6, 5), "p": (3, 2), "rows": torch.tensor([[4, 1], [0, 5], [3, 2]], device=DEVICE),
     "ends": torch.tensor([2, 5], device=DEVICE),
 }  # fmt: skip
+ROUTER = {"x": (3, 6), "at": torch.tensor([[4, 1], [0, 5], [3, 2]], device=DEVICE)}
 
 CALLS: dict[str, Call] = {
     "attention.attention_fwd": Call("attention", lambda f, q, k, v: f(q, k, v, causal=True), QKV),
@@ -89,6 +91,18 @@ CALLS: dict[str, Call] = {
         "norm_backward",
         lambda f, x, dy, w, b, mean, rstd: f(dy, x, mean, rstd, w, b, dweight=F32, dbias=F32),
         ROWS | STATS,
+    ),
+    "norm.norm_fwd of rows of experts": Call(
+        "norm",
+        lambda f, x, p, rows, ends, h: f(x.view(3, 2, 5), None, None, 1e-5, residual=h, pairs=Pairs(rows, ends, p)),
+        PAIRS | {"h": (3, 5)},
+    ),
+    "norm.norm_bwd of rows of experts": Call(
+        "norm_backward",
+        lambda f, x, p, rows, ends, h, mean, rstd: f(
+            h, h, mean, rstd, None, pairs=Pairs(rows, ends, p), other=x.view(3, 2, 5), dpairs=True, dfactors=F32
+        ),
+        PAIRS | {"h": (3, 5), "mean": (3,), "rstd": (3,)},
     ),
     "norm.norm_bwd of RMSNorm": Call(
         "norm_backward", lambda f, x, dy, w, b, mean, rstd: f(dy, x, None, rstd, w, dweight=F32), ROWS | STATS
@@ -130,6 +144,8 @@ CALLS: dict[str, Call] = {
         lambda f, x: f(x.bfloat16(), 1, 1, rope.Rotation("half", 32), ALONG, dbias=F32),
         {"x": (2, 3, 96)},
     ),
+    "route.route_factors": Call("route_factors", lambda f, x, at: f(x, at), ROUTER),
+    "route.route_gradients": Call("route_gradients", lambda f, x, at, d: f(d, x, at), ROUTER | {"d": (3, 2)}),
     "rope.rope_fwd": Call("rope", lambda f, x, dy: f(x, 2, 1, TURN), PACKED),
     "rope.rope_bwd": Call("rope_backward", lambda f, x, dy: f(dy, 2, 1, TURN, dbias=F32), PACKED),
     "rope.rope_write": Call("rope_write", lambda f, x, k, v, lengths: f(x, 2, 1, TURN, k, v, lengths), ROW),

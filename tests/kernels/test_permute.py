@@ -1,4 +1,4 @@
-"""Rows spread to experts and gathered again, against a loop over pairs of tokens and experts."""
+"""Rows spread to experts and gathered again, against a loop over pairs; factors of a router, against torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.library import opcheck
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.kernels import permute
+from seqfuse.kernels import permute, route
+from seqfuse.kernels._launch import INTERPRETED
 from seqfuse.ops import experts
-from seqfuse.testing import assert_bitwise_equal, check_op, guarded, red_zones, seeded_randn
+from seqfuse.testing import assert_bitwise_equal, check_op, guarded, in_regime, red_zones, seeded_randn
 from seqfuse.testing.judge import judge
 from tests.selection import few_cases as few_cases
 from tools.compiled import Compiled
@@ -155,7 +156,8 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Tensor], message: str) 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_operations_run_by_them(top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "_in_triton", lambda x: True)
+    if INTERPRETED:  # in C they are by themselves
+        monkeypatch.setattr(experts, "_by_kernel", lambda x, run: run())
     chosen = torch.randint(-1, 5, (40, top_k), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x, y = (seeded_randn((40, *more, 6), 1).to(DEVICE) for more in ((), (top_k,)))
     check_op(ops.Permute(4, top_k), x, experts=chosen, dtypes=[dtype])
@@ -165,7 +167,8 @@ def test_operations_run_by_them(top_k: int, dtype: torch.dtype, monkeypatch: pyt
 
 
 def test_operations_take_expanded_gradients_of_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "_in_triton", lambda x: True)
+    if INTERPRETED:  # in C they are by themselves
+        monkeypatch.setattr(experts, "_by_kernel", lambda x, run: run())
     x, chosen = (
         torch.zeros(0, 6, device=DEVICE, requires_grad=True),
         torch.zeros(0, 2, dtype=torch.int64, device=DEVICE),
@@ -177,6 +180,111 @@ def test_operations_take_expanded_gradients_of_no_tokens(monkeypatch: pytest.Mon
     assert dprobs.shape == probs.shape
 
 
+# Tokens, experts, and how many a token has.
+ROUTED = {"one": (1, 1, 1), "odd": (13, 37, 3), "many": (300, 8, 2), "eight of 130": (9, 130, 8), "no token": (0, 6, 2)}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {}, "not normalized": {"normalize": False, "scale": 2.5}, "sigmoid": {"softmax": False, "scale": 0.5},
+    "sigmoid alone": {"softmax": False, "normalize": False},
+}  # fmt: skip
+
+
+def of_a_router(shape: str, dtype: torch.dtype, seed: int, regime: str = "normal") -> dict[str, Tensor]:
+    tokens, count, top_k = ROUTED[shape]
+    logits = in_regime(regime, (tokens, count), seed, dtype=dtype)
+    chosen = torch.rand(tokens, count, generator=torch.Generator().manual_seed(seed)).topk(top_k, -1).indices
+    d = seeded_randn((tokens, top_k), seed + 1)
+    return {name: t.to(DEVICE) for name, t in {"d_probs": d, "logits": logits, "experts": chosen}.items()}
+
+
+def by_autograd(
+    d_probs: Tensor, logits: Tensor, experts: Tensor, softmax: bool = True, normalize: bool = True, scale: float = 1.0
+) -> dict[str, Tensor]:
+    leaf = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).requires_grad_()
+    scores = leaf.softmax(-1) if softmax else leaf.sigmoid()
+    probs = scores.gather(-1, experts)
+    probs = scale * (probs / (probs.sum(-1, keepdim=True) + (0.0 if softmax else 1e-20)) if normalize else probs)
+    (grad,) = torch.autograd.grad(probs, leaf, d_probs.to(probs.dtype))
+    return {"probs": probs.detach(), "dlogits": grad}
+
+
+def run_router(given: dict[str, Tensor], k: ModuleType = route, **router: Any) -> dict[str, Tensor]:
+    probs = k.route_factors(given["logits"], given["experts"], **router)
+    return {"probs": probs, "dlogits": k.route_gradients(**given, **router)}
+
+
+def check_router(shape: str, name: str, dtype: torch.dtype, regime: str = "normal", k: ModuleType = route) -> None:
+    def measured(seed: int) -> tuple[dict[str, Tensor], ...]:
+        given = of_a_router(shape, dtype, seed, regime)
+        wide = {key: t.double() if t.is_floating_point() else t for key, t in given.items()}
+        of = ROUTERS[name]
+        return run_router(given, k, **of), by_autograd(**given, **of), by_autograd(**wide, **of)
+
+    judge(measured, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_factors_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
+    for shape in ROUTED:
+        check_router(shape, name, dtype)
+    for regime in ("small", "offset", "heavy"):
+        check_router("many", name, dtype, regime)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_bad_logit_spoils_no_other_token(name: str) -> None:
+    given = of_a_router("odd", torch.float32, 3)
+    given["logits"][4, 7], given["logits"][9, 2] = torch.nan, 1e30
+    found, expected = run_router(given, **ROUTERS[name]), by_autograd(**given, **ROUTERS[name])
+    for key, t in found.items():
+        assert torch.equal(t.isnan(), expected[key].isnan()), key
+        assert torch.allclose(t.nan_to_num(), expected[key].nan_to_num(), atol=1e-6), key
+
+
+def test_factors_of_equal_logits_are_exact() -> None:
+    given = of_a_router("many", torch.float32, 3) | {"logits": torch.full((300, 8), 0.75, device=DEVICE)}
+    assert (run_router(given)["probs"] == 0.5).all()
+    assert (run_router(given, normalize=False)["probs"] == 0.125).all()
+
+
+def test_a_router_reads_and_writes_within_its_tensors() -> None:
+    given = of_a_router("odd", torch.float32, 3)
+    guards = {name: guarded(t) for name, t in given.items() if t.is_floating_point()}
+    with red_zones():
+        found = run_router({**given, **{name: guard.tensor for name, guard in guards.items()}})
+    for name, guard in guards.items():
+        guard.check(name)
+    assert_bitwise_equal(found, run_router(given))
+
+
+def test_the_operators_of_a_router_are_what_they_say() -> None:
+    d, logits, chosen = of_a_router("odd", torch.float32, 3).values()
+    own = torch.ops.seqfuse
+    opcheck(own.route_factors.default, (logits, chosen), {"softmax": False})
+    opcheck(own.route_gradients.default, (d, logits, chosen), {"normalize": False, "dtype": torch.bfloat16})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"logits": torch.zeros(6, 5).t()}, "expects contiguous logits"),
+        ({"experts": torch.zeros(4, 2, dtype=torch.int64)}, "expects contiguous logits"),
+        ({"d_probs": torch.zeros(5, 3)}, "expects contiguous gradients"),
+    ],
+)
+def test_a_router_refuses_what_does_not_fit(changed: dict[str, Tensor], message: str) -> None:
+    given = {"d_probs": torch.zeros(5, 2), "logits": torch.zeros(5, 6), "experts": torch.zeros(5, 2).long()} | changed
+    with pytest.raises(ValueError, match=message):
+        route.route_gradients(**given)
+
+
+@pytest.mark.triton
+def test_kernels_of_a_router_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
+    for one in compiled("route", "", 48):
+        assert one.spills == 0, one
+
+
+@pytest.mark.triton
 def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
     for one in compiled("permute", "", 102):
         assert one.spills == 0, one

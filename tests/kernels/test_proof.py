@@ -42,6 +42,7 @@ FILES = {
     "pointwise": test_pointwise,
     "quantize": test_quantize,
     "rope": test_rope,
+    "route": test_permute,
     "training": test_training,
 }
 # Modules whose kernels are tested with those of another.

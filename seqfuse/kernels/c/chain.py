@@ -222,14 +222,16 @@ def _kernel(
     names = ", ".join(f"d{i}" for i in range(len(dots)))
     simd = "#pragma omp simd" + (f" reduction(+ : {names})" if dots else "")
     inner = f"{simd}\nfor (I c = 0; c < W; c++) {{\n{body}\n}}"
-    if drops:
-        inner = (
-            f"for (I c0 = 0; c0 < W; c0 += NB) {{\nI n = W - c0 < NB ? W - c0 : NB;\n{words}\n"
-            f"{simd}\nfor (I c = c0; c < c0 + n; c++) {{\n{body}\n}}\n}}"
-        )
+    if drops or dots:
+        inner = f"{words}\n{simd}\nfor (I c = c0; c < c0 + n; c++) {{\n{body}\n}}\n"
+        if dots:  # in float32 of a block of columns: a sum of wider numbers has half as many in a vector
+            added = "\n".join(f"sum{i} += d{i};" for i in range(len(dots)))
+            inner = f"float {', '.join(f'd{i} = 0.f' for i in range(len(dots)))};\n{inner}{added}\n"
+        block = "NB" if drops else "1024"
+        inner = f"for (I c0 = 0; c0 < W; c0 += {block}) {{\nI n = W - c0 < {block} ? W - c0 : {block};\n{inner}}}"
     if dots:
-        kept = "\n".join(store_as(of, f"o{at}", "row", f"(float)d{i}") for i, (of, at) in enumerate(dots))
-        inner = f"double {', '.join(f'd{i} = 0' for i in range(len(dots)))};\n{inner}\n{kept}"
+        kept = "\n".join(store_as(of, f"o{at}", "row", f"(float)sum{i}") for i, (of, at) in enumerate(dots))
+        inner = f"double {', '.join(f'sum{i} = 0' for i in range(len(dots)))};\n{inner}\n{kept}"
     start = f"float *restrict s = scratch + part * {sums} * W;\nmemset(s, 0, 4 * {sums} * W);\n" if sums else ""
     text = by_parts("M", f"{start}{keys}\n", f"{inner}\n")
     at = 0

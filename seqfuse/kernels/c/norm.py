@@ -18,6 +18,7 @@ from .._device import threshold_and_scale
 from .._operators import norm_columns
 from .call import CKernel, Decided, by_parts, copies, load_as, parts_of, row_stride, store_as, written
 from .chain import Numbers, Printed, drop_element, total
+from .permute import Kinds, each_pair, end_of, gather_in_c, kinds_of, row_dot
 from .trace import Lines, Number, gradient_in_c, value_in_c
 
 _Dtype = torch.dtype | None
@@ -71,21 +72,27 @@ def _kernel(
     return written([*given, *made], integers, [*floats, *numbers.names("f")], body, "norm.h", *["philox.h"] * words)
 
 
+def _given(pairs: Kinds | None) -> dict[str, _Dtype]:
+    """The tensors of pairs."""
+    return {} if pairs is None else {"rows": pairs.rows, "ends": pairs.ends, "factors": pairs.factors}
+
+
 @functools.lru_cache(512)
 def _printed_forward(
     centered: bool, zero_centered: bool, act: _Act, p: float | None, of_x: torch.dtype, of_weight: _Dtype,
     of_bias: _Dtype, of_pre_bias: _Dtype, of_residual: _Dtype, of_y: torch.dtype, of_stream: _Dtype,
+    pairs: Kinds | None,
 ) -> Printed:  # fmt: skip
     """The forward kernel; tensors that are not there have no dtype, and `p` is that of dropout, if there is any."""
     read = {"x": of_x, "weight": of_weight, "bias": of_bias, "pre_bias": of_pre_bias}
-    read |= {"seed": None if p is None else torch.int64, "residual": of_residual}
+    read |= {"seed": None if p is None else torch.int64, "residual": of_residual} | _given(pairs)
     given = [f"const void *restrict {name}" for name, of in read.items() if of is not None]
-    strides = ["sx", *["sr"] * (of_residual is not None)]
+    strides = ["sx", *["sr"] * (of_residual is not None), *["K", "G"] * (pairs is not None)]
     before, behind = Lines(), Lines()
     numbers = Numbers(behind)
     row, source, of_source, stride = "", "x", of_x, "sx"
     if of_stream is not None:
-        z = before.number(load_as(of_x, "x", "row * sx + c"))
+        z = before.number(load_as(of_x, "x", "row * sx + c") if pairs is None else "u[c]")
         if of_pre_bias is not None:
             z = z + before.number(load_as(of_pre_bias, "pre_bias", "c"))
         if p is not None:
@@ -93,7 +100,8 @@ def _printed_forward(
         if of_residual is not None:
             z = z + before.number(load_as(of_residual, "residual", "row * sr + c"))
         before.add(store_as(of_stream, "stream", "row * W + c", z.name))
-        row = _columns("\n".join(before.lines), p is not None)
+        row = "" if pairs is None else gather_in_c(of_x, pairs)
+        row += _columns("\n".join(before.lines), p is not None)
         source, of_source, stride = "stream", of_stream, "W"
     row += _row(of_source, source, stride)
     row += "double squares;\nfloat mean = 0;\n"
@@ -110,8 +118,12 @@ def _printed_forward(
     row += _columns("\n".join(behind.lines), False)
     made = ["void *restrict y", *["void *restrict stream"] * (of_stream is not None)]
     made += [*["float *restrict means"] * centered, "float *restrict rstds"]
-    memory = "" if of_source is torch.float32 else "float *restrict memory = malloc(4 * W), *restrict z = memory;\n"
-    kernel = _kernel(given, made, strides, numbers, ["eps"], memory, "", row, "", p is not None)
+    held = [*["z"] * (of_source is not torch.float32), *["u"] * (pairs is not None)]
+    thread = "" if pairs is None else end_of(pairs)
+    if held:
+        thread += f"float *restrict memory = malloc({4 * len(held)} * W)"
+        thread += "".join(f", *restrict {name} = memory + {i} * W" for i, name in enumerate(held)) + ";\n"
+    kernel = _kernel(given, made, strides, numbers, ["eps"], thread, "", row, "", p is not None)
     return Printed(kernel, tuple(numbers.integers), tuple(numbers.floats))
 
 
@@ -119,15 +131,18 @@ def _printed_forward(
 def _printed_backward(
     centered: bool, zero_centered: bool, act: _Act, p: float | None, of_dy: torch.dtype, of_x: torch.dtype,
     of_mean: _Dtype, of_rstd: torch.dtype, of_weight: _Dtype, of_bias: _Dtype, of_dstream: _Dtype, of_dx: _Dtype,
-    of_branch: _Dtype, of_sums: tuple[_Dtype, _Dtype, _Dtype],
+    of_branch: _Dtype, of_sums: tuple[_Dtype, _Dtype, _Dtype], pairs: Kinds | None, of_other: _Dtype,
+    of_dpairs: _Dtype, of_dfactors: _Dtype,
 ) -> Printed:  # fmt: skip
     """The backward kernel; what is not wanted has no dtype, and `p` is that of dropout, if there is any."""
     read = {"dy": of_dy, "x": of_x, "means": of_mean, "rstds": of_rstd, "weight": of_weight, "bias": of_bias}
-    read |= {"dstream": of_dstream, "seed": None if p is None else torch.int64}
+    read |= {"dstream": of_dstream, "seed": None if p is None else torch.int64, **_given(pairs), "other": of_other}
     given = [f"const void *restrict {name}" for name, of in read.items() if of is not None]
-    strides = ["sd", "sx", *["sa"] * (of_dstream is not None)]
+    strides = ["sd", "sx", *["sa"] * (of_dstream is not None), *["so"] * (of_other is not None)]
+    strides += ["K", "G"] * (pairs is not None)
     dweight, dbias, dpre_bias = (of is not None for of in of_sums)
-    spread = of_dx is not None or of_branch is not None or dpre_bias
+    to_pairs = of_dpairs is not None or of_dfactors is not None
+    spread = of_dx is not None or of_branch is not None or dpre_bias or to_pairs
     first, second = Lines(), Lines()
     numbers = Numbers(first)
     d = first.number(load_as(of_dy, "dy", "row * sd + c"))
@@ -179,8 +194,20 @@ def _printed_backward(
             second.add(store_as(of_branch, "dbranch", "row * W + c", out.name))
         if dpre_bias:
             second.add(f"s[{dweight + dbias} * W + c] += {out.name};")
+        if to_pairs:
+            second.add(f"g[c] = {out.name};")
         row += _columns("\n".join(second.lines), p is not None)
+    if pairs is not None and to_pairs:
+        kept = left = ""
+        if of_dpairs is not None:
+            kept += _columns(store_as(of_dpairs, "dpairs", "r * W + c", "g[c]" + " * f" * bool(pairs.factors)), False)
+            left += f"memset((char *)dpairs + r * W * {of_dpairs.itemsize}, 0, W * {of_dpairs.itemsize});\n"
+        if of_dfactors is not None and of_other is not None:
+            kept += row_dot(f"g[c] * {load_as(of_other, 'other', 'r * so + c')}", of_dfactors, "dfactors")
+            left += store_as(of_dfactors, "dfactors", "row * K + j", "0.f") + "\n"
+        row += each_pair(pairs, kept, left)
     of_made = {"dx": of_dx, "dweight": of_sums[0], "dbias": of_sums[1], "dbranch": of_branch, "dpre_bias": of_sums[2]}
+    of_made |= {"dpairs": of_dpairs, "dfactors": of_dfactors}
     made = [f"void *restrict {name}" for name, of in of_made.items() if of is not None]
     part = after = ""
     totals = [(name, of) for name, of in zip(("dweight", "dbias", "dpre_bias"), of_sums, strict=True) if of is not None]
@@ -190,8 +217,9 @@ def _printed_backward(
     for i, (name, of) in enumerate(totals):
         keep = store_as(of, name, "c", "(float)sum[c - c0]")
         after += f"{{\nI from = {i} * W, N = W;\n{total(len(totals), keep)}}}\n"
-    memory = "float *restrict memory = malloc(8 * W), *restrict g = memory, *restrict h = g + W;\n" if spread else ""
-    kernel = _kernel(given, made, strides, numbers, [], memory, part, row, after, p is not None and spread)
+    thread = "" if pairs is None else end_of(pairs)
+    thread += "float *restrict memory = malloc(8 * W), *restrict g = memory, *restrict h = g + W;\n" if spread else ""
+    kernel = _kernel(given, made, strides, numbers, [], thread, part, row, after, p is not None and spread)
     return Printed(kernel, tuple(numbers.integers), tuple(numbers.floats))
 
 
@@ -203,16 +231,21 @@ def _act_of(act: Any) -> _Act:
     return None if act is None else (act.value, act.derivative, act.reads == "output", tuple(act.P))
 
 
+def tokens_of(x: Tensor, pairs: Any) -> torch.Size:
+    """The shape of what is normalized: x, or the sums over rows of it."""
+    return x.shape if pairs is None else torch.Size([*x.shape[:-2], x.shape[-1]])
+
+
 class _Reads:
     """Tensors that a kernel reads: strides of their rows, and which of them have to be copied."""
 
-    def __init__(self, x: Tensor, columns: int) -> None:
-        self._shape, self._columns, self._count = x.shape, columns, 0
+    def __init__(self, shape: torch.Size, columns: int) -> None:
+        self._shape, self._columns, self._count = shape, columns, 0
         self.strides: list[int] = []
         self.copied: list[int] = []
 
-    def rows(self, name: str, t: Tensor) -> None:
-        if t.shape != self._shape:
+    def rows(self, name: str, t: Tensor, shape: torch.Size | None = None) -> None:
+        if t.shape != (shape or self._shape):
             raise ValueError(f"{name} must have shape {tuple(self._shape)}, got {tuple(t.shape)}")
         stride, copy = row_stride(t, self._columns)
         self.strides.append(stride)
@@ -221,6 +254,13 @@ class _Reads:
     def other(self, t: Tensor) -> None:
         self._next(not t.is_contiguous())
 
+    def pairs(self, pairs: Any) -> tuple[int, ...]:
+        """The experts of a token and the groups."""
+        for t in pairs or ():
+            if t is not None:
+                self.other(t)
+        return () if pairs is None else (pairs.rows.shape[-1], len(pairs.offsets))
+
     def _next(self, copy: bool) -> None:
         self.copied += [self._count] * copy
         self._count += 1
@@ -228,38 +268,41 @@ class _Reads:
 
 def decide_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, zero_centered: bool,
-    pre_bias: Tensor | None, seed: Tensor | None, p: float, residual: Tensor | None, act: Any, dtype: _Dtype,
-    stream_dtype: _Dtype,
+    pre_bias: Tensor | None, seed: Tensor | None, p: float, residual: Tensor | None, pairs: Any, act: Any,
+    dtype: _Dtype, stream_dtype: _Dtype,
 ) -> Decided:  # fmt: skip
     """`norm.norm_fwd`."""
     W = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias)
-    given = _Reads(x, W)
-    given.rows("x", x)
+    whole = tokens_of(x, pairs)
+    given = _Reads(whole, W)
+    given.rows("x", x, x.shape)
     for t in (weight, bias, pre_bias, seed):
         if t is not None:
             given.other(t)
     if residual is not None:
         given.rows("residual", residual)
-    prologue = pre_bias is not None or seed is not None or residual is not None
+    of_pairs = given.pairs(pairs)
+    prologue = pre_bias is not None or seed is not None or residual is not None or pairs is not None
     of_y, of_stream = dtype or x.dtype, (stream_dtype or x.dtype) if prologue else None
     kernel, integers, floats = _printed_forward(
         centered, zero_centered, _act_of(act), None if seed is None else p, x.dtype, _of(weight), _of(bias),
-        _of(pre_bias), _of(residual), of_y, of_stream,
+        _of(pre_bias), _of(residual), of_y, of_stream, kinds_of(pairs),
     )  # fmt: skip
-    shape, rows, of_mean = tuple(x.shape), x.numel() // W, torch.float32 if centered else None
+    shape, rows, of_mean = tuple(whole), whole.numel() // W, torch.float32 if centered else None
     made = [(shape, of_y), (shape, of_stream), (shape[:-1], of_mean), (shape[:-1], torch.float32)]
-    numbers = (rows, W, parts_of(rows, W, False), *given.strides, *integers, eps, *floats)
+    numbers = (rows, W, parts_of(rows, W, False), *given.strides, *of_pairs, *integers, eps, *floats)
     return Decided(kernel, made, numbers, x.numel(), None, copies(given.copied))
 
 
 def decide_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, *,
     zero_centered: bool, dstream: Tensor | None, seed: Tensor | None, p: float, act: Any, dx: bool, dweight: _Dtype,
-    dbias: _Dtype, dbranch: bool, dpre_bias: _Dtype, branch_dtype: _Dtype,
+    dbias: _Dtype, dbranch: bool, dpre_bias: _Dtype, branch_dtype: _Dtype, pairs: Any, other: Tensor | None,
+    dpairs: bool, dfactors: _Dtype,
 ) -> Decided | None:  # fmt: skip
     """`norm.norm_bwd`; `None` where nothing is asked for."""
     W = norm_columns(x, weight=weight, bias=bias)
-    given = _Reads(x, W)
+    given = _Reads(x.shape, W)
     given.rows("dy", dy)
     given.rows("x", x)
     for t in (mean, rstd, weight, bias):
@@ -267,16 +310,25 @@ def decide_norm_backward(
             given.other(t)
     if dstream is not None:
         given.rows("dstream", dstream)
+    if seed is not None:
+        given.other(seed)
+    of_pairs = given.pairs(pairs)
+    if other is not None:
+        given.rows("other", other, other.shape)
     of_dx, of_branch = x.dtype if dx else None, (branch_dtype or x.dtype) if dbranch else None
-    if all(of is None for of in (of_dx, of_branch, dweight, dbias, dpre_bias)):
+    of_dpairs = (branch_dtype or x.dtype) if dpairs else None
+    if all(of is None for of in (of_dx, of_branch, of_dpairs, dfactors, dweight, dbias, dpre_bias)):
         return None
     kernel, integers, floats = _printed_backward(
         mean is not None, zero_centered, _act_of(act), None if seed is None else p, dy.dtype, x.dtype, _of(mean),
         rstd.dtype, _of(weight), _of(bias), _of(dstream), of_dx, of_branch, (dweight, dbias, dpre_bias),
+        kinds_of(pairs), _of(other), of_dpairs, dfactors,
     )  # fmt: skip
     shape, rows = tuple(x.shape), x.numel() // W
     made = [(shape, of_dx), ((W,), dweight), ((W,), dbias), (shape, of_branch), ((W,), dpre_bias)]
+    at = (*shape[:-1], of_pairs[0] if of_pairs else 0)
+    made += [((*at, W), of_dpairs), (at, dfactors)]
     sums = sum(of is not None for of in (dweight, dbias, dpre_bias))
     parts = parts_of(rows, W, sums > 0)
-    numbers = (rows, W, parts, *given.strides, *integers, *floats)
+    numbers = (rows, W, parts, *given.strides, *of_pairs, *integers, *floats)
     return Decided(kernel, made, numbers, x.numel(), parts * sums * W if sums else None, copies(given.copied))

@@ -1,0 +1,87 @@
+# pyright: basic
+"""The router of experts as C: `kernels.route` on a CPU."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .call import CKernel, Decided, by_parts, load_as, parts_of, store_as, written
+
+TINY = 1e-20
+"""Added to the sum of the scores of a sigmoid, each of which may be 0."""
+
+
+def check_router(logits: Tensor, experts: Tensor, d_probs: Tensor | None = None) -> None:
+    """Raise ValueError unless these are contiguous matrices with as many rows."""
+    whole = all(t.ndim == 2 and t.is_contiguous() for t in (logits, experts))
+    if not whole or len(logits) != len(experts) or experts.dtype is not torch.int64:
+        message = f"expects contiguous logits [T, E] and experts [T, top_k] int64, got {logits.shape}, {experts.shape}"
+        raise ValueError(message)
+    if d_probs is not None and (d_probs.shape != experts.shape or not d_probs.is_contiguous()):
+        raise ValueError(f"expects contiguous gradients {tuple(experts.shape)}, got {tuple(d_probs.shape)}")
+
+
+@functools.lru_cache(64)
+def _kernel(
+    of: torch.dtype, softmax: bool, normalize: bool, of_d: torch.dtype | None, of_out: torch.dtype
+) -> CKernel:  # fmt: skip
+    """Of each token the scores `s` of all experts, then the factors, or from `of_d`, their gradient, that of logits."""
+    simd, logit = "#pragma omp simd", load_as(of, "logits", "row * E + e")
+    row = f"const int64_t *restrict at = experts + row * K;\n{simd}\nfor (I e = 0; e < E; e++) s[e] = {logit};\n"
+    if softmax:
+        row += (
+            "float top = -__builtin_inff(), total = 0.f;\n"
+            f"{simd} reduction(max : top)\nfor (I e = 0; e < E; e++) top = s[e] > top ? s[e] : top;\n"
+            f"{simd} reduction(+ : total)\nfor (I e = 0; e < E; e++) {{\ns[e] = exp_(s[e] - top);\ntotal += s[e];\n}}\n"
+            f"{simd}\nfor (I e = 0; e < E; e++) s[e] /= total;\n"
+        )
+    else:
+        row += f"{simd}\nfor (I e = 0; e < E; e++) s[e] = 1.f / (1.f + exp_(-s[e]));\n"
+    if normalize:
+        row += "float sum = tiny;\nfor (I j = 0; j < K; j++) sum += s[at[j]];\n"
+    if of_d is None:
+        value = "s[at[j]] / sum * scale" if normalize else "s[at[j]] * scale"
+        row += f"for (I j = 0; j < K; j++) {store_as(of_out, 'out', 'row * K + j', value)}\n"
+    else:
+        given = f"{load_as(of_d, 'd_probs', 'row * K + j')} * scale"
+        row += f"float rest = 0.f;\n{simd}\nfor (I e = 0; e < E; e++) d[e] = 0.f;\n"
+        if normalize:
+            row += f"float along = 0.f;\nfor (I j = 0; j < K; j++) along += {given} * s[at[j]];\nalong /= sum;\n"
+            given = f"({given} - along) / sum"
+        row += f"for (I j = 0; j < K; j++) {{\nd[at[j]] = {given};\nrest += d[at[j]] * s[at[j]];\n}}\n"
+        value = "s[e] * (d[e] - rest)" if softmax else "d[e] * s[e] * (1.f - s[e])"
+        row += f"{simd}\nfor (I e = 0; e < E; e++) {store_as(of_out, 'out', 'row * E + e', value)}\n"
+    names = [*["const void *restrict d_probs"] * (of_d is not None), "const void *restrict logits"]
+    pointers = [*names, "const int64_t *restrict experts", "void *restrict out"]
+    memory = "float *restrict memory = malloc(8 * E), *restrict s = memory, *restrict d = s + E;\n(void)d;\n"
+    return written(pointers, ["M", "E", "K", "parts"], ["scale", "tiny"], by_parts("M", "", row, memory))
+
+
+def _decided(
+    logits: Tensor, experts: Tensor, d_probs: Tensor | None, softmax: bool, normalize: bool, scale: float,
+    of: torch.dtype,
+) -> Decided:  # fmt: skip
+    check_router(logits, experts, d_probs)
+    kernel = _kernel(logits.dtype, softmax, normalize, None if d_probs is None else d_probs.dtype, of)
+    rows, columns = logits.shape
+    made = experts.shape if d_probs is None else logits.shape
+    numbers = (rows, columns, experts.shape[1], parts_of(rows, columns, False), scale, 0.0 if softmax else TINY)
+    return Decided(kernel, [(tuple(made), of)], numbers, logits.numel())
+
+
+def decide_factors(
+    logits: Tensor, experts: Tensor, *, softmax: bool, normalize: bool, scale: float
+) -> Decided:  # fmt: skip
+    """`route.route_factors`."""
+    return _decided(logits, experts, None, softmax, normalize, scale, torch.float32)
+
+
+def decide_gradients(
+    d_probs: Tensor, logits: Tensor, experts: Tensor, *, softmax: bool, normalize: bool, scale: float,
+    dtype: torch.dtype | None,
+) -> Decided:  # fmt: skip
+    """`route.route_gradients`."""
+    return _decided(logits, experts, d_probs, softmax, normalize, scale, dtype or torch.float32)

@@ -1,0 +1,187 @@
+# pyright: basic, reportGeneralTypeIssues=false
+# Device functions are Triton's language, which has no types.
+"""Factors of the experts that were chosen, from the logits of a router, and the gradients of these logits.
+
+A row of logits is read once; its scores stay in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import cdiv, launch, next_power_of_2, stops
+from ._operators import operator
+from .activations import sigmoid
+from .c import route as c_route
+
+_ELEMENTS = 1024  # that a program holds at once
+
+
+@triton.jit
+def _of_row(logits, at, inside, COMPUTE: tl.constexpr, SOFTMAX: tl.constexpr):
+    """The greatest logit of each row, and the sum of exponentials below it; a sigmoid needs neither."""
+    if SOFTMAX:
+        all = tl.load(logits + at, mask=inside, other=-float("inf")).to(COMPUTE)
+        top = tl.max(all, 1)
+        return top, tl.sum(tl.where(inside, tl.exp(all - top[:, None]), 0.0), 1)
+    else:
+        none = tl.zeros((at.shape[0],), COMPUTE)
+        return none, none
+
+
+@triton.jit
+def _score(logit, top, total, SOFTMAX: tl.constexpr):
+    if SOFTMAX:
+        return tl.exp(logit - top) / total
+    else:
+        return sigmoid(logit)
+
+
+@triton.jit
+def _chosen(
+    logits, experts, row, j, there, top, total, E, K: tl.constexpr, COMPUTE: tl.constexpr, SOFTMAX: tl.constexpr
+):
+    """Number j of the experts of each row, and its score."""
+    expert = tl.load(experts + row * K + j, mask=there, other=0)
+    return expert, _score(tl.load(logits + row * E + expert, mask=there, other=0.0).to(COMPUTE), top, total, SOFTMAX)
+
+
+@triton.jit
+def _tile(rows, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_E)[None, :]
+    there = row < rows
+    return row, column, there, row[:, None] * E + column, there[:, None] & (column < E)
+
+
+@triton.jit
+def _factors_kernel(
+    logits, experts, probs, rows, E, SCALE: tl.constexpr, TINY: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    row, _, there, at, inside = _tile(rows, E, BLOCK_M, BLOCK_E)
+    top, total = _of_row(logits, at, inside, COMPUTE, SOFTMAX)
+    sum = tl.zeros((BLOCK_M,), COMPUTE) + TINY
+    if NORMALIZE:
+        for j in tl.static_range(K):
+            _, score = _chosen(logits, experts, row, j, there, top, total, E, K, COMPUTE, SOFTMAX)
+            sum += score
+    for j in tl.static_range(K):
+        _, score = _chosen(logits, experts, row, j, there, top, total, E, K, COMPUTE, SOFTMAX)
+        if NORMALIZE:
+            score = score / sum
+        tl.store(probs + row * K + j, (score * SCALE).to(probs.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _gradients_kernel(
+    d_probs, logits, experts, out, rows, E, SCALE: tl.constexpr, TINY: tl.constexpr, K: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    row, column, there, at, inside = _tile(rows, E, BLOCK_M, BLOCK_E)
+    top, total = _of_row(logits, at, inside, COMPUTE, SOFTMAX)
+    sum = tl.zeros((BLOCK_M,), COMPUTE) + TINY
+    along = tl.zeros((BLOCK_M,), COMPUTE)
+    for j in tl.static_range(K):
+        _, score = _chosen(logits, experts, row, j, there, top, total, E, K, COMPUTE, SOFTMAX)
+        sum += score
+        along += tl.load(d_probs + row * K + j, mask=there, other=0.0).to(COMPUTE) * SCALE * score
+    dscores = tl.zeros((BLOCK_M, BLOCK_E), COMPUTE)
+    rest = tl.zeros((BLOCK_M,), COMPUTE)
+    for j in tl.static_range(K):
+        expert, score = _chosen(logits, experts, row, j, there, top, total, E, K, COMPUTE, SOFTMAX)
+        d = tl.load(d_probs + row * K + j, mask=there, other=0.0).to(COMPUTE) * SCALE
+        if NORMALIZE:
+            d = (d - along / sum) / sum
+        rest += d * score
+        dscores += tl.where(column == expert[:, None], d[:, None], 0.0)
+    scores = _score(tl.load(logits + at, mask=inside, other=0.0).to(COMPUTE), top[:, None], total[:, None], SOFTMAX)
+    if SOFTMAX:
+        dlogits = scores * (dscores - rest[:, None])
+    else:
+        dlogits = dscores * scores * (1.0 - scores)
+    tl.store(out + at, dlogits.to(out.dtype.element_ty), mask=inside)
+
+
+def _options(logits: Tensor, experts: Tensor, softmax: bool, normalize: bool, scale: float) -> dict[str, Any]:
+    block, wide = next_power_of_2(logits.shape[1]), logits.dtype is torch.float64
+    return {
+        "SCALE": float(scale), "TINY": 0.0 if softmax else c_route.TINY, "K": experts.shape[1], "SOFTMAX": softmax,
+        "NORMALIZE": normalize, "BLOCK_M": max(1, _ELEMENTS // block // (4 if wide else 1)), "BLOCK_E": block,
+        "COMPUTE": tl.float64 if wide else tl.float32,
+    }  # fmt: skip
+
+
+@operator("route_factors", in_c=c_route.decide_factors)
+def route_factors(
+    logits: Tensor, experts: Tensor, *, softmax: bool = True, normalize: bool = True, scale: float = 1.0
+) -> Tensor:
+    """Return scale scores[experts], of a softmax or a sigmoid of logits, divided by their sum if `normalize` says so.
+
+    logits: [T, E], experts: [T, top_k] int64, distinct in a row; the result is [T, top_k] float32, float64 for float64.
+
+    Args:
+        logits: of a router.
+        experts: those that each token goes to.
+        softmax: whether scores are a softmax over all experts, or a sigmoid of each.
+        normalize: whether the factors of a token are divided by their sum.
+        scale: a factor of all.
+
+    Raises:
+        ValueError: for tensors that are not contiguous, or of other shapes.
+    """
+    c_route.check_router(logits, experts)
+    probs = torch.empty(experts.shape, dtype=_stats(logits), device=logits.device)
+    if stops():
+        return probs
+    options = _options(logits, experts, softmax, normalize, scale)
+    programs = cdiv(len(logits), options["BLOCK_M"])
+    launch(_factors_kernel, programs, (logits, experts, probs, len(logits), logits.shape[1]), options)
+    return probs
+
+
+@operator("route_gradients", in_c=c_route.decide_gradients)
+def route_gradients(
+    d_probs: Tensor,
+    logits: Tensor,
+    experts: Tensor,
+    *,
+    softmax: bool = True,
+    normalize: bool = True,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the gradient of logits, of that of what `route_factors` gives for them: [T, E], float32 by default.
+
+    d_probs: [T, top_k]; the others as there.
+
+    Args:
+        d_probs: gradient of the factors.
+        logits: as in the forward pass.
+        experts: as in the forward pass.
+        softmax: as in the forward pass.
+        normalize: as in the forward pass.
+        scale: as in the forward pass.
+        dtype: of the result.
+
+    Raises:
+        ValueError: for tensors that are not contiguous, or of other shapes.
+    """
+    c_route.check_router(logits, experts, d_probs)
+    out = torch.empty(logits.shape, dtype=dtype or _stats(logits), device=logits.device)
+    if stops():
+        return out
+    options = _options(logits, experts, softmax, normalize, scale)
+    programs = cdiv(len(logits), options["BLOCK_M"])
+    launch(_gradients_kernel, programs, (d_probs, logits, experts, out, len(logits), logits.shape[1]), options)
+    return out
+
+
+def _stats(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32

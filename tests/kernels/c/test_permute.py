@@ -1,0 +1,72 @@
+"""Rows of tokens and experts, and their router, in C: what `tests/kernels/test_permute.py` does not hold them to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from seqfuse import ops
+from seqfuse.kernels.c.permute import sorted_pairs
+from seqfuse.testing import assert_bitwise_equal
+from tests.kernels.test_permute import DTYPES, check, check_router, drawn, of_a_router, run, run_router
+
+
+@pytest.mark.parametrize("shape", [(40, 3), (2, 5, 1), (0, 2), (7,)], ids=str)
+def test_pairs_are_sorted_by_expert(shape: tuple[int, ...]) -> None:
+    experts = torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(0))
+    _, rows, ends = ops.Permute(5, 2).sorted(experts)
+    assert_bitwise_equal(sorted_pairs(experts, 5), (rows, ends))
+    dropped = torch.where(experts == 2, torch.tensor(-7), experts * 3)  # of no expert: -7, 6, 9 and 12
+    found, ends = sorted_pairs(dropped, 5)
+    assert ends[-1] == int(((dropped >= 0) & (dropped < 5)).sum())
+    assert sorted(found.flatten().tolist()) == list(range(experts.numel()))
+    assert bool(((found < ends[-1]) == ((dropped >= 0) & (dropped < 5))).all())
+
+
+def test_threads_change_no_bit(by_threads: Callable[..., list[Any]]) -> None:
+    given, routed = drawn("many", torch.bfloat16, 3), of_a_router("many", torch.float32, 3)
+    first, *others = by_threads(lambda: (run(given, True), run_router(routed)))
+    for other in others:
+        assert_bitwise_equal(other, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_c_agrees(dtype: torch.dtype, plain_c: None) -> None:
+    check("odd", dtype, True)
+    check_router("odd", "softmax", dtype)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if (r < end)", "if (r <= end)"),
+        ("u[c] +=", "u[c] ="),
+        ("rows)[row * K + j]", "rows)[row * K]"),
+        (") * f;", ");"),
+    ],
+)
+def test_a_wrong_kernel_of_pairs_is_found(old: str, new: str, altered: Callable[[str, str], None]) -> None:
+    altered(old, new)
+    with pytest.raises(AssertionError):
+        check("odd", torch.float32, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("not normalized", "/= total", "/= total + .1f"),
+        ("not normalized", "(d[e] - rest)", "d[e]"),
+        ("softmax", "- along", ""),
+        ("sigmoid", "sum += s[at[j]]", "sum = s[at[j]]"),
+        ("sigmoid alone", "(1.f - s[e])", "1.f"),
+    ],
+)
+def test_a_wrong_kernel_of_a_router_is_found(
+    name: str, old: str, new: str, altered: Callable[[str, str], None]
+) -> None:
+    altered(old, new)
+    with pytest.raises(AssertionError):
+        check_router("odd", name, torch.float32)
