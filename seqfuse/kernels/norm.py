@@ -239,7 +239,7 @@ def norm_fwd(
     N = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias)
     compute, triton_compute = _compute(x)
     prologue = pre_bias is not None or seed is not None or residual is not None or pairs is not None
-    y = torch.empty(c_norm.tokens_of(x, pairs), dtype=dtype or x.dtype, device=x.device)
+    y = torch.empty(c_norm.normalized_shape(x, pairs), dtype=dtype or x.dtype, device=x.device)
     stream = torch.empty(y.shape, dtype=stream_dtype or x.dtype, device=x.device) if prologue else None
     mean = torch.empty(y.shape[:-1], dtype=compute, device=x.device) if centered else None
     rstd = torch.empty(y.shape[:-1], dtype=compute, device=x.device)

@@ -23,12 +23,13 @@ _ELEMENTS = 1024  # that a program holds at once
 
 
 @triton.jit
-def _of_row(logits, at, inside, COMPUTE: tl.constexpr, SOFTMAX: tl.constexpr):
+def _of_row(logits, at, there, inside, COMPUTE: tl.constexpr, SOFTMAX: tl.constexpr):
     """The greatest logit of each row, and the sum of exponentials below it; a sigmoid needs neither."""
     if SOFTMAX:
-        all = tl.load(logits + at, mask=inside, other=-float("inf")).to(COMPUTE)
+        all = tl.load(logits + at, mask=inside, other=0.0).to(COMPUTE)
+        all = tl.where(inside | ~there[:, None], all, -float("inf"))  # rows that are not there are zeros
         top = tl.max(all, 1)
-        return top, tl.sum(tl.where(inside, tl.exp(all - top[:, None]), 0.0), 1)
+        return top, tl.sum(tl.exp(all - top[:, None]), 1)
     else:
         none = tl.zeros((at.shape[0],), COMPUTE)
         return none, none
@@ -44,11 +45,15 @@ def _score(logit, top, total, SOFTMAX: tl.constexpr):
 
 @triton.jit
 def _chosen(
-    logits, experts, row, j, there, top, total, E, K: tl.constexpr, COMPUTE: tl.constexpr, SOFTMAX: tl.constexpr
-):
-    """Number j of the experts of each row, and its score."""
-    expert = tl.load(experts + row * K + j, mask=there, other=0)
-    return expert, _score(tl.load(logits + row * E + expert, mask=there, other=0.0).to(COMPUTE), top, total, SOFTMAX)
+    logits, experts, row, there, top, total, E,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, COMPUTE: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """The experts of each row, their scores, where they are, and which of a block there are."""
+    j = tl.arange(0, BLOCK_K)[None, :]
+    at, known = row[:, None] * K + j, there[:, None] & (j < K)
+    expert = tl.load(experts + at, mask=known, other=0)
+    logit = tl.load(logits + row[:, None] * E + expert, mask=known, other=0.0).to(COMPUTE)
+    return expert, tl.where(known, _score(logit, top[:, None], total[:, None], SOFTMAX), 0.0), at, known
 
 
 @triton.jit
@@ -61,46 +66,38 @@ def _tile(rows, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
 
 @triton.jit
 def _factors_kernel(
-    logits, experts, probs, rows, E, SCALE: tl.constexpr, TINY: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COMPUTE: tl.constexpr,
+    logits, experts, probs, rows, E, SCALE: tl.constexpr, TINY: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     row, _, there, at, inside = _tile(rows, E, BLOCK_M, BLOCK_E)
-    top, total = _of_row(logits, at, inside, COMPUTE, SOFTMAX)
-    sum = tl.zeros((BLOCK_M,), COMPUTE) + TINY
+    top, total = _of_row(logits, at, there, inside, COMPUTE, SOFTMAX)
+    _, score, place, known = _chosen(logits, experts, row, there, top, total, E, K, BLOCK_K, COMPUTE, SOFTMAX)
     if NORMALIZE:
-        for j in tl.static_range(K):
-            _, score = _chosen(logits, experts, row, j, there, top, total, E, K, COMPUTE, SOFTMAX)
-            sum += score
-    for j in tl.static_range(K):
-        _, score = _chosen(logits, experts, row, j, there, top, total, E, K, COMPUTE, SOFTMAX)
-        if NORMALIZE:
-            score = score / sum
-        tl.store(probs + row * K + j, (score * SCALE).to(probs.dtype.element_ty), mask=there)
+        score = score / tl.where(there, tl.sum(score, 1) + TINY, 1.0)[:, None]
+    tl.store(probs + place, (score * SCALE).to(probs.dtype.element_ty), mask=known)
 
 
 @triton.jit
 def _gradients_kernel(
     d_probs, logits, experts, out, rows, E, SCALE: tl.constexpr, TINY: tl.constexpr, K: tl.constexpr,
-    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     row, column, there, at, inside = _tile(rows, E, BLOCK_M, BLOCK_E)
-    top, total = _of_row(logits, at, inside, COMPUTE, SOFTMAX)
-    sum = tl.zeros((BLOCK_M,), COMPUTE) + TINY
-    along = tl.zeros((BLOCK_M,), COMPUTE)
-    for j in tl.static_range(K):
-        _, score = _chosen(logits, experts, row, j, there, top, total, E, K, COMPUTE, SOFTMAX)
-        sum += score
-        along += tl.load(d_probs + row * K + j, mask=there, other=0.0).to(COMPUTE) * SCALE * score
+    top, total = _of_row(logits, at, there, inside, COMPUTE, SOFTMAX)
+    expert, score, place, known = _chosen(logits, experts, row, there, top, total, E, K, BLOCK_K, COMPUTE, SOFTMAX)
+    d = tl.load(d_probs + place, mask=known, other=0.0).to(COMPUTE) * SCALE
+    if NORMALIZE:
+        # d_j - sum of d_i s_i / sum of s_i, by differences: of numbers that are near their mean few digits are left.
+        sum = tl.where(there, tl.sum(score, 1) + TINY, 1.0)[:, None]
+        d = (tl.sum(score[:, None, :] * (d[:, :, None] - d[:, None, :]), 2) + d * TINY) / sum / sum
+        d = tl.where(known, d, 0.0)
+    rest = tl.sum(d * score, 1)
     dscores = tl.zeros((BLOCK_M, BLOCK_E), COMPUTE)
-    rest = tl.zeros((BLOCK_M,), COMPUTE)
     for j in tl.static_range(K):
-        expert, score = _chosen(logits, experts, row, j, there, top, total, E, K, COMPUTE, SOFTMAX)
-        d = tl.load(d_probs + row * K + j, mask=there, other=0.0).to(COMPUTE) * SCALE
-        if NORMALIZE:
-            d = (d - along / sum) / sum
-        rest += d * score
-        dscores += tl.where(column == expert[:, None], d[:, None], 0.0)
+        mine = tl.arange(0, BLOCK_K)[None, :] == j
+        own = tl.sum(tl.where(mine, expert, 0), 1)[:, None]
+        dscores += tl.where(column == own, tl.sum(tl.where(mine, d, 0.0), 1)[:, None], 0.0)
     scores = _score(tl.load(logits + at, mask=inside, other=0.0).to(COMPUTE), top[:, None], total[:, None], SOFTMAX)
     if SOFTMAX:
         dlogits = scores * (dscores - rest[:, None])
@@ -112,7 +109,8 @@ def _gradients_kernel(
 def _options(logits: Tensor, experts: Tensor, softmax: bool, normalize: bool, scale: float) -> dict[str, Any]:
     block, wide = next_power_of_2(logits.shape[1]), logits.dtype is torch.float64
     return {
-        "SCALE": float(scale), "TINY": 0.0 if softmax else c_route.TINY, "K": experts.shape[1], "SOFTMAX": softmax,
+        "SCALE": float(scale), "TINY": 0.0 if softmax else c_route.TINY, "K": experts.shape[1],
+        "BLOCK_K": next_power_of_2(experts.shape[1]), "SOFTMAX": softmax,
         "NORMALIZE": normalize, "BLOCK_M": max(1, _ELEMENTS // block // (4 if wide else 1)), "BLOCK_E": block,
         "COMPUTE": tl.float64 if wide else tl.float32,
     }  # fmt: skip

@@ -18,7 +18,7 @@ from .._device import threshold_and_scale
 from .._operators import norm_columns
 from .call import CKernel, Decided, by_parts, copies, load_as, parts_of, row_stride, store_as, written
 from .chain import Numbers, Printed, drop_element, total
-from .permute import Kinds, each_pair, end_of, gather_in_c, kinds_of, row_dot
+from .permute import PairTypes, each_pair, end_of, gather_in_c, kinds_of, row_dot
 from .trace import Lines, Number, gradient_in_c, value_in_c
 
 _Dtype = torch.dtype | None
@@ -72,7 +72,7 @@ def _kernel(
     return written([*given, *made], integers, [*floats, *numbers.names("f")], body, "norm.h", *["philox.h"] * words)
 
 
-def _given(pairs: Kinds | None) -> dict[str, _Dtype]:
+def _given(pairs: PairTypes | None) -> dict[str, _Dtype]:
     """The tensors of pairs."""
     return {} if pairs is None else {"rows": pairs.rows, "ends": pairs.ends, "factors": pairs.factors}
 
@@ -81,7 +81,7 @@ def _given(pairs: Kinds | None) -> dict[str, _Dtype]:
 def _printed_forward(
     centered: bool, zero_centered: bool, act: _Act, p: float | None, of_x: torch.dtype, of_weight: _Dtype,
     of_bias: _Dtype, of_pre_bias: _Dtype, of_residual: _Dtype, of_y: torch.dtype, of_stream: _Dtype,
-    pairs: Kinds | None,
+    pairs: PairTypes | None,
 ) -> Printed:  # fmt: skip
     """The forward kernel; tensors that are not there have no dtype, and `p` is that of dropout, if there is any."""
     read = {"x": of_x, "weight": of_weight, "bias": of_bias, "pre_bias": of_pre_bias}
@@ -131,7 +131,7 @@ def _printed_forward(
 def _printed_backward(
     centered: bool, zero_centered: bool, act: _Act, p: float | None, of_dy: torch.dtype, of_x: torch.dtype,
     of_mean: _Dtype, of_rstd: torch.dtype, of_weight: _Dtype, of_bias: _Dtype, of_dstream: _Dtype, of_dx: _Dtype,
-    of_branch: _Dtype, of_sums: tuple[_Dtype, _Dtype, _Dtype], pairs: Kinds | None, of_other: _Dtype,
+    of_branch: _Dtype, of_sums: tuple[_Dtype, _Dtype, _Dtype], pairs: PairTypes | None, of_other: _Dtype,
     of_dpairs: _Dtype, of_dfactors: _Dtype,
 ) -> Printed:  # fmt: skip
     """The backward kernel; what is not wanted has no dtype, and `p` is that of dropout, if there is any."""
@@ -231,7 +231,7 @@ def _act_of(act: Any) -> _Act:
     return None if act is None else (act.value, act.derivative, act.reads == "output", tuple(act.P))
 
 
-def tokens_of(x: Tensor, pairs: Any) -> torch.Size:
+def normalized_shape(x: Tensor, pairs: Any) -> torch.Size:
     """The shape of what is normalized: x, or the sums over rows of it."""
     return x.shape if pairs is None else torch.Size([*x.shape[:-2], x.shape[-1]])
 
@@ -273,7 +273,7 @@ def decide_norm(
 ) -> Decided:  # fmt: skip
     """`norm.norm_fwd`."""
     W = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias)
-    whole = tokens_of(x, pairs)
+    whole = normalized_shape(x, pairs)
     given = _Reads(whole, W)
     given.rows("x", x, x.shape)
     for t in (weight, bias, pre_bias, seed):

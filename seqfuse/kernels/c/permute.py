@@ -18,7 +18,7 @@ _BLOCK = 1024
 """Products that are summed in float32; such sums are added in float64."""
 
 
-class Kinds(NamedTuple):
+class PairTypes(NamedTuple):
     """The dtypes of a `permute.Pairs`."""
 
     rows: torch.dtype
@@ -26,12 +26,12 @@ class Kinds(NamedTuple):
     factors: torch.dtype | None
 
 
-def kinds_of(pairs: Any) -> Kinds | None:
+def kinds_of(pairs: Any) -> PairTypes | None:
     """The dtypes of pairs, if there are any."""
     if pairs is None:
         return None
     rows, ends, factors = pairs
-    return Kinds(rows.dtype, ends.dtype, None if factors is None else factors.dtype)
+    return PairTypes(rows.dtype, ends.dtype, None if factors is None else factors.dtype)
 
 
 def check_pairs(rows: Tensor, offsets: Tensor, factors: Tensor | None) -> None:
@@ -54,12 +54,12 @@ def check_gather(x: Tensor, rows: Tensor) -> None:
         raise ValueError(f"expects {rows.numel()} rows of x, got {tuple(x.shape)}")
 
 
-def end_of(kinds: Kinds) -> str:
+def end_of(kinds: PairTypes) -> str:
     """C of the last of the `ends` of groups, behind which rows are of no group."""
     return f"const I end = ((const {_integers(kinds.ends)} *)ends)[G - 1];\n"
 
 
-def each_pair(kinds: Kinds, kept: str, dropped: str = "") -> str:
+def each_pair(kinds: PairTypes, kept: str, dropped: str = "") -> str:
     """A loop over the pairs of token `row`, with the row `r` and the factor `f` of each that is of a group."""
     factor = f"const float f = {load_as(kinds.factors, 'factors', 'row * K + j')};\n" if kinds.factors else ""
     at = f"const I r = ((const {_integers(kinds.rows)} *)rows)[row * K + j];\n"
@@ -67,7 +67,7 @@ def each_pair(kinds: Kinds, kept: str, dropped: str = "") -> str:
     return f"for (I j = 0; j < K; j++) {{\n{at}if (r < end) {{\n{factor}{kept}}} {rest}}}\n"
 
 
-def gather_in_c(of: torch.dtype, kinds: Kinds) -> str:
+def gather_in_c(of: torch.dtype, kinds: PairTypes) -> str:
     """C of `u`, the sum over the pairs of token `row` of rows of x, in order."""
     added = _loop(f"u[c] += {load_as(of, 'x', 'r * sx + c')}{' * f' * bool(kinds.factors)};")
     return "memset(u, 0, 4 * W);\n" + each_pair(kinds, added)
@@ -95,7 +95,7 @@ def _loop(body: str) -> str:
 
 @functools.lru_cache(128)
 def _spread_kernel(
-    of: torch.dtype, kinds: Kinds, of_other: torch.dtype | None, spread: bool, of_sums: torch.dtype | None
+    of: torch.dtype, kinds: PairTypes, of_other: torch.dtype | None, spread: bool, of_sums: torch.dtype | None
 ) -> CKernel:
     kept = dropped = ""
     x, size = load_as(of, "x", "row * sx + c"), of.itemsize
@@ -134,7 +134,7 @@ def decide_spread(
 
 
 @functools.lru_cache(64)
-def _gather_kernel(of: torch.dtype, kinds: Kinds) -> CKernel:
+def _gather_kernel(of: torch.dtype, kinds: PairTypes) -> CKernel:
     wide = of is torch.float32
     row = "float *restrict u = (float *)y + row * W;\n" if wide else ""
     row += gather_in_c(of, kinds)

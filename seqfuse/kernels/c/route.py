@@ -47,11 +47,14 @@ def _kernel(
         row += f"for (I j = 0; j < K; j++) {store_as(of_out, 'out', 'row * K + j', value)}\n"
     else:
         given = f"{load_as(of_d, 'd_probs', 'row * K + j')} * scale"
+        less = ""
         row += f"float rest = 0.f;\n{simd}\nfor (I e = 0; e < E; e++) d[e] = 0.f;\n"
-        if normalize:
-            row += f"float along = 0.f;\nfor (I j = 0; j < K; j++) along += {given} * s[at[j]];\nalong /= sum;\n"
-            given = f"({given} - along) / sum"
-        row += f"for (I j = 0; j < K; j++) {{\nd[at[j]] = {given};\nrest += d[at[j]] * s[at[j]];\n}}\n"
+        if normalize:  # of differences: of two numbers that are near their mean few digits are left
+            other = load_as(of_d, "d_probs", "row * K + i")
+            less = f"float less = {given} * tiny;\n"
+            less += f"for (I i = 0; i < K; i++) less += s[at[i]] * ({given} - {other} * scale);\n"
+            given = "less / sum / sum"
+        row += f"for (I j = 0; j < K; j++) {{\n{less}d[at[j]] = {given};\nrest += d[at[j]] * s[at[j]];\n}}\n"
         value = "s[e] * (d[e] - rest)" if softmax else "d[e] * s[e] * (1.f - s[e])"
         row += f"{simd}\nfor (I e = 0; e < E; e++) {store_as(of_out, 'out', 'row * E + e', value)}\n"
     names = [*["const void *restrict d_probs"] * (of_d is not None), "const void *restrict logits"]

@@ -59,7 +59,7 @@ def test_a_wrong_kernel_of_pairs_is_found(old: str, new: str, altered: Callable[
     [
         ("not normalized", "/= total", "/= total + .1f"),
         ("not normalized", "(d[e] - rest)", "d[e]"),
-        ("softmax", "- along", ""),
+        ("softmax", "less / sum / sum", "less / sum"),
         ("sigmoid", "sum += s[at[j]]", "sum = s[at[j]]"),
         ("sigmoid alone", "(1.f - s[e])", "1.f"),
     ],
