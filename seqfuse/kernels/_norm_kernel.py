@@ -1,4 +1,5 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false, reportAssignmentType=false
+# pyright: reportArgumentType=false, reportOptionalOperand=false
 # Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
 """The kernels of both norms: forward, backward, and sums over rows for rows too wide for the backward one.
 

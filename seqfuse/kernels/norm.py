@@ -140,19 +140,12 @@ def _measured(columns: int, arch: str, *tensors: Tensor | None) -> bool:
     return columns % 16 == 0 and half and family(arch) == "sm_90"
 
 
-_NO_PAIRS = None, None, None
-
-
-def _last(pairs: Pairs | None) -> int:
-    """Where the end of the rows of all experts is."""
-    return 0 if pairs is None else len(pairs.offsets) - 1
-
-
-def _top_k(pairs: Pairs | None) -> int:
+def _pairs(pairs: Pairs | None) -> tuple[tuple[Tensor | None, ...], int, int]:
+    """The tensors, where the end of the rows of all experts is, and how many experts a token has."""
     if pairs is None:
-        return 1
+        return (None, None, None), 0, 1
     check_pairs(*pairs)
-    return pairs.rows.shape[1]
+    return pairs, len(pairs.offsets) - 1, pairs.rows.shape[1]
 
 
 def _compute(x: Tensor) -> tuple[torch.dtype, Any]:
@@ -246,7 +239,7 @@ def norm_fwd(
     if stops():
         return Normed(y, stream, mean, rstd)
     source, other = viewed_as_rows("x", x, N), _same("residual", residual, y)
-    M = rstd.numel()
+    M, (of_pairs, last, top_k) = rstd.numel(), _pairs(pairs)
     arch = architecture(x.device)
     fits = act is None and pairs is None and _measured(N, arch, x, other, pre_bias, weight, bias)
     measured = hopper_forward_tile(N, centered, prologue) if fits else None
@@ -255,13 +248,13 @@ def norm_fwd(
         _norm_fwd_kernel,
         cdiv(M, tile.m),
         (
-            source, other, pre_bias, None if seed is None else seed.view(1), *(pairs or _NO_PAIRS), weight, bias, y,
-            stream, mean, rstd, source.stride(0), 0 if other is None else other.stride(0), _last(pairs), M, N,
+            source, other, pre_bias, None if seed is None else seed.view(1), *of_pairs, weight, bias, y,
+            stream, mean, rstd, source.stride(0), 0 if other is None else other.stride(0), last, M, N,
         ),
         {
             "EPS": float(eps), "CENTERED": centered, "ZERO_CENTERED": zero_centered,
             "P": None if seed is None else threshold_and_scale(p), "VALUE": None if act is None else act.value,
-            "ACT_P": () if act is None else tuple(act.P), "TOP_K": _top_k(pairs), "CHUNKS": tile.chunks,
+            "ACT_P": () if act is None else tuple(act.P), "TOP_K": top_k, "CHUNKS": tile.chunks,
             "BLOCK_M": tile.m, "BLOCK_N": tile.n, "GROUPED": N % 4 == 0, "COMPUTE": triton_compute,
         },
         tile.num_warps,
@@ -331,7 +324,8 @@ def norm_bwd(
     out = torch.empty(x.shape, dtype=x.dtype, device=device) if dx else None
     branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=device) if dbranch else None
     totals = [None if kind is None else torch.empty(N, dtype=kind, device=device) for kind in wanted]
-    rows = torch.Size([*x.shape[:-1], _top_k(pairs)])
+    of_pairs, last, top_k = _pairs(pairs)
+    rows = (*x.shape[:-1], top_k)
     spread = torch.empty((*rows, N), dtype=branch_dtype or x.dtype, device=device) if dpairs else None
     dots = torch.empty(rows, dtype=dfactors, device=device) if dfactors is not None else None
     results = NormGradients(out, totals[0], totals[1], branch, totals[2], spread, dots)
@@ -376,13 +370,13 @@ def norm_bwd(
             _norm_bwd_kernel,
             programs,
             (
-                *shared, added, None if seed is None else seed.view(1), *(pairs or _NO_PAIRS), read, out, branch,
+                *shared, added, None if seed is None else seed.view(1), *of_pairs, read, out, branch,
                 spread, dots, partials, d.stride(0), source.stride(0), 0 if added is None else added.stride(0),
-                0 if read is None else read.stride(0), _last(pairs), M, N, steps,
+                0 if read is None else read.stride(0), last, M, N, steps,
             ),
             {
                 **of_norm, "P": None if seed is None else threshold_and_scale(p), **of_act, **in_rows,
-                "TOP_K": rows[-1], "PAIRS": next_power_of_2(rows[-1]),
+                "TOP_K": top_k, "PAIRS": next_power_of_2(top_k),
                 "CHUNKS": tile.chunks, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "GROUPED": N % 4 == 0,
                 "COMPUTE": triton_compute, "STAGES": tile.stages,
             },
