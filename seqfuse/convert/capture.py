@@ -115,7 +115,8 @@ def find(model: nn.Module) -> Conversion:
     own = next((found for path, found in inside if not path or found.model is model), None)
     if own is not None:
         return own
-    name, hint = type(model).__name__, "if it is a part of a converted model, ask for that model"
+    name = type(model).__name__
+    hint = "if it is a part of a converted model, ask for that model; convert a loaded copy again"
     if not inside:
         raise _wrong(f"{name} is not converted", hint, "conversion")
     hint = f"a part of it is: sf.conversion(model.get_submodule({inside[0][0]!r}))"
@@ -142,6 +143,8 @@ def _backend(
     memory = "fast" if memory == "save" else memory
     if memory not in MODES and not (isinstance(memory, Budget) and memory.part is not None):
         hint = "a model is captured graph by graph, so bytes are for a Sequential alone: try sf.Budget(part=0.65)"
+        if isinstance(memory, str):
+            hint = meant(memory, MODES)
         raise _wrong(f"memory must be one of {', '.join(MODES)} or sf.Budget(part=...), got {memory!r}", hint, where)
     check_recipe(recipe, where)
     if recipe is not None and recipe.keeps_state:
