@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -69,25 +70,25 @@ class CapturedModules:
 
     Attributes:
         captured: the call that it was captured in.
-        place: the module that was called.
+        place: the module that was called, which a graph does not keep alive.
         paths: the modules in that, and in layers like theirs which the graph serves as well.
         given: the modules of the parameters that it is given, by their place among its inputs.
         first: the first parameter, by its id, of each layer that it served.
     """
 
     captured: Captured
-    place: nn.Module
+    place: weakref.ref[nn.Module]
     paths: set[str]
     given: dict[int, str]
     first: set[int] = dataclasses.field(default_factory=set[int])
 
     def serves(self, inputs: Sequence[Any]) -> None:
         """Note that the graph runs, maybe with the parameters of a layer that is like the one it was captured of."""
-        at = next(iter(self.given), None)
-        if at is None or id(inputs[at]) in self.first:
+        at, called = next(iter(self.given), None), self.place()
+        if at is None or called is None or id(inputs[at]) in self.first:
             return
         self.first.add(id(inputs[at]))
-        paths, own = _by_id(self.place), list(self.paths)
+        paths, own = _by_id(called), list(self.paths)
         for place, path in self.given.items():
             here, there = path.split("."), paths.get(id(inputs[place]), path).split(".")
             while here and there and here[-1] == there[-1]:
@@ -190,9 +191,8 @@ class Calls:
         bodies = [body for body in gm.modules() if isinstance(body, GraphModule)]
         called = {key for body in bodies for node in body.graph.nodes for key in _modules_of(node)}
         given = {i: paths[id(t)] for i, t in enumerate(inputs) if id(t) in paths}
-        seen = CapturedModules(
-            captured, place, {paths[key] for key in called & paths.keys()} | {*given.values()}, given
-        )
+        of_graph = {paths[key] for key in called & paths.keys()} | {*given.values()}
+        seen = CapturedModules(captured, weakref.ref(place), of_graph, given)
         self._seen.append(seen)
         return seen
 

@@ -375,8 +375,8 @@ def norm_bwd(
                 0 if read is None else read.stride(0), last, M, N, steps,
             ),
             {
-                **of_norm, "P": None if seed is None else threshold_and_scale(p), **of_act, **in_rows,
-                "TOP_K": top_k, "PAIRS": next_power_of_2(top_k),
+                **of_norm, "P": None if seed is None else threshold_and_scale(p), **of_act,
+                "TOP_K": top_k, "PAIRS": next_power_of_2(top_k), **in_rows,
                 "CHUNKS": tile.chunks, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "GROUPED": N % 4 == 0,
                 "COMPUTE": triton_compute, "STAGES": tile.stages,
             },

@@ -113,7 +113,7 @@ def test_the_plug_in_is_as_short_as_it_is_said_to_be() -> None:
     assert f"`Mish` is {mish} lines" in readme
     assert f"a kernel of its own, in {add} lines" in readme
     page = " ".join((ROOT / "docs" / "write_a_fusion.md").read_text().split())
-    assert f"an activation in {mish} lines, a fusion with a kernel of its own in {add}," in page
+    assert f"an activation in {mish} lines, a fusion with its own kernel in {add}," in page
 
 
 def test_the_plug_in_is_a_typed_package(site: Path) -> None:

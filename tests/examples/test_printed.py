@@ -63,7 +63,7 @@ def test_commands_in_a_console_block_are_run_and_others_stay(tmp_path: Path, mon
 
 
 def test_figures_are_drawn_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(printed.report(), "RESULTS", tmp_path)
+    monkeypatch.setattr(sys.modules[printed.report().drawn.__module__], "RESULTS", tmp_path)
     page = tmp_path / "page.md"
     marks = "<!-- figures: benchmarks/results/host.json -->\n{}<!-- end of figures -->\n"
     page.write_text(marks.format("none yet\n"))

@@ -46,6 +46,10 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.NormForward: [ops.RMSNorm(H, zero_centered=True)],
         fusions.BiasGatedScale: [ops.Bias(H), ops.SwiGLU(), ops.TokenScale("by")],
         fusions.PermuteGroupedLinear: [ops.Permute(4, 2), ops.GroupedLinear(4, H, F)],
+        fusions.GatherGroupedLinear: [ops.Permute(4, 2), ops.GroupedLinear(4, H, F)],
+        fusions.GatedGroupedLinearUnpermuteBoundary: [*experts(), ops.Add("h"), ops.RMSNorm(F)],
+        fusions.UnpermuteBoundary: [ops.Unpermute(), ops.Add("h"), ops.RMSNorm(H)],
+        fusions.UnpermuteBoundaryBackward: [ops.Unpermute(), ops.Add("h"), ops.RMSNorm(H)],
         fusions.GatedGroupedLinearUnpermute: experts(),
         fusions.RecomputeGatedGroupedLinearUnpermute: experts(),
     }
@@ -62,6 +66,10 @@ def extras() -> dict[type[sf.FusedOperation], dict[str, torch.Tensor]]:
         fusions.RecomputeGatedGroupedLinearUnpermute: sorted_by_expert,
         fusions.BiasGatedScale: {"by": seeded_randn((ROWS, 1), 1)},
         fusions.PermuteGroupedLinear: {"experts": experts},
+        fusions.GatherGroupedLinear: {"experts": experts},
+        fusions.GatedGroupedLinearUnpermuteBoundary: sorted_by_expert | {"h": seeded_randn((ROWS // 2, F), 2)},
+        fusions.UnpermuteBoundary: sorted_by_expert | {"h": seeded_randn((ROWS // 2, H), 2)},
+        fusions.UnpermuteBoundaryBackward: sorted_by_expert | {"h": seeded_randn((ROWS // 2, H), 2)},
     }
 
 
@@ -94,7 +102,7 @@ PAIRS = [
 def test_takes_the_place_of_what_it_replaces(
     fusion: type[sf.FusedOperation], dtype: torch.dtype, device: torch.device
 ) -> None:
-    pairs = fusion.__name__.endswith("GatedGroupedLinearUnpermute")  # of a token and one of its experts
+    pairs = "Unpermute" in fusion.__name__  # of a token and one of its experts
     x = seeded_randn((ROWS // 2, 2, H) if pairs else (ROWS, H), 0).to(device)
     judge_in_place(fusion, dtype, *operations_for(fusion, x))
 

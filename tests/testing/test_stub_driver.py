@@ -34,6 +34,7 @@ from seqfuse.kernels.norm import norm_bwd, norm_codes, norm_codes_backward, norm
 from seqfuse.kernels.permute import gather_rows, spread_rows
 from seqfuse.kernels.quantize import As, quantize_matrix, quantize_several
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_codes_backward, rope_fwd, rope_write
+from seqfuse.kernels.route import route_factors, route_gradients
 from seqfuse.ops import _attention
 from tests.fusions.triton.launching import ScaleScale, said, scales
 from tests.inference.test_kvcache import model_of, tokens
@@ -91,6 +92,8 @@ def experts() -> None:
     grouped_outer(y, spread, offsets)
     group_sums(y, offsets)
     finish_rows_(y, offsets)
+    logits, chosen = drawn(6, 8), torch.zeros(6, 2, dtype=torch.int64)
+    route_gradients(route_factors(logits, chosen), logits, chosen)
 
 
 def codes() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
@@ -14,7 +16,7 @@ from seqfuse.fusions import (
 )
 from seqfuse.kernels import norm
 from seqfuse.testing import check_fusion, seeded_randn
-from tests.fusions.test_experts import BOUNDARIES, DTYPES, drawn, ordered
+from tests.fusions.test_experts import BOUNDARIES, DTYPES, block, drawn, ordered
 from tests.kernels.test_norm import in_chunks
 
 
@@ -48,3 +50,19 @@ def test_factors_before_the_gemm_and_the_next_norm():
     given = {"h": seeded_randn((40, 5), 2), "probs": seeded_randn((40, 2), 1), **ordered(40, 2)}
     x = seeded_randn((40, 2, 12), 0)
     check_fusion(GatedGroupedLinearUnpermuteBoundary, x, *listed, dtypes=DTYPES, **given)
+
+
+@pytest.mark.parametrize("fusion", [GatherGroupedLinear, GatedGroupedLinearUnpermuteBoundary])
+def test_gradients_of_weights_are_added_to_their_buffers(fusion: type[sf.FusedOperation]):
+    x, found = seeded_randn((64, 6), 0), list[list[Tensor]]()
+    torch.manual_seed(0)
+    model = sf.Sequential(ops.Residual(*block(6, 8, 4, 2)), ops.RMSNorm(6))
+    for only in ((fusion,), ()):
+        for p in model.parameters():
+            p.main_grad = torch.ones_like(p)
+        with sf.fusing(only=only, on_error="raise"):
+            assert model.plan(x).count(fusion.__name__) == len(only)
+            model(x).pow(3).sum().backward()
+        assert all(p.grad is None for p in model.parameters())
+        found.append([p.main_grad for p in model.parameters()])  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
