@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import itertools
 import random
 import warnings
@@ -25,7 +26,6 @@ from seqfuse.errors import FallbackWarning, StateError
 from seqfuse.kernels.c import attention
 from seqfuse.plan.front import Front, Option, Weight
 from seqfuse.run import fuser as running
-from seqfuse.run import lower
 from seqfuse.run.trial import Tally
 
 from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
@@ -530,7 +530,7 @@ def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_the_peak_has_the_factor_that_onednn_copies(monkeypatch: pytest.MonkeyPatch):
     """Of the GEMM of a weight's gradient, the first factor, whose columns are contiguous."""
-    for where in (env, lower):
+    for where in (env, importlib.import_module("seqfuse.run.lower")):
         monkeypatch.setattr(where, "ONEDNN_FLOAT32", True)
     model = sf.Sequential(ops.LayerNorm(32), ops.Linear(32, 160), ops.Tanh(), ops.Linear(160, 160))
     x = draw(8192, 32, seed=3).float()
