@@ -2,6 +2,7 @@
 
     python benchmarks/bench_low_precision.py            # there; writes `gpu_low_precision.json`, or the file `--out`
     python benchmarks/bench_low_precision.py --tiny     # anywhere, to see that it runs
+    python benchmarks/bench_low_precision.py --train    # on a CPU; examples/low_precision.py, into `trained.json`
 
 Beside bfloat16 in eager torch stand modules that a user writes by hand with torch's 8-bit GEMM under current scaling,
 eager and compiled; and the GEMMs alone, of operands that are there already, which no recipe can be faster than.
@@ -15,6 +16,7 @@ import dataclasses
 import functools
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ import plain
 import torch
 from gpu.clock import OnDevice, OnHost, interleaved
 from gpu.sizes import MAIN, MODELS, Model
-from record import RESULTS, about, lines
+from record import RESULTS, ROOT, about, lines, write
 from torch import Tensor, nn
 
 import seqfuse as sf
@@ -49,7 +51,14 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
     parser.add_argument("--budget", type=float, default=55.0, help="seconds, after which no further row begins")
     parser.add_argument("--seconds", type=float, default=0.15, help="of samples, for each contender of a row")
+    parser.add_argument("--train", action="store_true", help="train a small model under each recipe instead")
     arguments = parser.parse_args()
+    if arguments.train:
+        sys.path.append(str(ROOT / "examples"))
+        import low_precision
+
+        print(write("trained", {"losses": low_precision.main([])}))
+        return
     out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / "gpu_low_precision.json"
     device = torch.device("cpu" if arguments.tiny else "cuda")
     clock = OnHost(device) if arguments.tiny else OnDevice()

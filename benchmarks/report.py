@@ -22,8 +22,14 @@ import plots
 import targets
 from tables import DRAWN, MIB, Lines, Results, Rows, between, drawn, read, table, where, wrapped
 
+importlib.import_module("model_tables")  # which registers its tables
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/dev").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/dev").glob("*.md")),
+    ROOT / "docs/reference/convert.md",
+]
 FIGURES = re.compile(
     r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
 )
@@ -449,30 +455,6 @@ _CHOICES = {
     "seqfuse 0.3": "`sf.Budget(part=0.3)`",
     "seqfuse least": '`memory="least"`',
 }
-
-
-@drawn("front", "front")
-def budgets(found: Results) -> Lines:
-    """Time and peak of a step on a CPU for each choice of memory, beside what torch has."""
-    models = list(dict.fromkeys(row["model"] for row in found["rows"]))
-    rows = {(row["model"], row["side"]): row for row in found["rows"]}
-    named = {
-        "eager": "eager PyTorch",
-        "checkpointed": "each layer checkpointed",
-        "selective": "selective checkpointing",
-    }
-    cells: list[Lines] = []
-    for side in dict.fromkeys(side for _, side in rows):
-        ours = f"`sf.Budget(part={float(side):g})`" if side[0].isdigit() else f'`memory="{side}"`'
-        compiled = f"`torch.compile`, `activation_memory_budget = {side.rpartition(' ')[2]}`"
-        cells.append([named.get(side, compiled if side.startswith("compile") else ours)])
-        for model in models:
-            row, eager = rows[model, side], rows[model, "eager"]
-            cells[-1] += [f"{row['peak'] / eager['peak']:.2f}", between(row["step"])]
-    head = "", *(cell for model in models for cell in (f"{model}, peak", "CPU time"))
-    about = f"{found['layers']} layers of width {found['width']}, {{}} x {{:,}} tokens, one thread; medians of"
-    said = f"{about} {found['rounds']} rounds and quartiles, relative to eager PyTorch; the GPT has dropout 0.1."
-    return [where(found), "", *table(head, cells), "", wrapped(said.format(*found["tokens"]))]
 
 
 @drawn("gpu_memory", "gpu")

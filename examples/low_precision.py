@@ -42,7 +42,8 @@ def trained(recipe: recipes.Recipe | None, seed: int, args: argparse.Namespace, 
     return run
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Validation losses by name, which are printed as they come."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--data", type=Path, default=stdlib, help="a text file, or a folder of Python sources")
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64, help="width of the model, a multiple of 32")
     parser.add_argument("--layers", type=int, default=2, help="blocks of attention and MLP")
     parser.add_argument("--seeds", type=int, default=5, help="of bfloat16")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     text, held_out = read_bytes(args.data)
 
@@ -58,15 +59,15 @@ def main() -> None:
         with torch.autocast(HERE.type, torch.bfloat16):
             return run.validate(held_out)
 
-    losses: list[float] = []
+    losses: dict[str, float] = {}
     for seed in range(args.seeds):
-        losses.append(validated(trained(None, seed, args, text)))
-        print(f"bfloat16, seed {seed}: validation loss {losses[-1]:.4f}", flush=True)
-    low, high = min(losses), max(losses)
+        losses[f"bfloat16, seed {seed}"] = loss = validated(trained(None, seed, args, text))
+        print(f"bfloat16, seed {seed}: validation loss {loss:.4f}", flush=True)
+    low, high = min(losses.values()), max(losses.values())
     outside = 0
     for recipe in RECIPES:
         run = trained(recipe, 0, args, text)
-        loss = validated(run)
+        losses[type(recipe).__name__] = loss = validated(run)
         with torch.autocast(HERE.type, torch.bfloat16):
             plan = run.model.body.plan(windows_at(text, torch.arange(BATCH)).to(HERE)[:, :-1])
         quantized = len({one.at for one in plan.quantizations})
@@ -75,6 +76,7 @@ def main() -> None:
         where = f"{'within' if inside else 'outside'} {low:.4f} to {high:.4f}"
         print(f"{recipe}: validation loss {loss:.4f}, {where}; {quantized} quantized", flush=True)
     print(f"{len(RECIPES) - outside} of {len(RECIPES)} recipes end within the spread of {args.seeds} seeds of bfloat16")
+    return losses
 
 
 if __name__ == "__main__":

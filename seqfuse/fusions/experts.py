@@ -283,16 +283,10 @@ class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
         unpermute_offsets: Tensor,
         unpermute_probs: Tensor,
     ) -> tuple[Tensor, Any]:
-        y, saved = super().fwd(
-            x,
-            linear_offsets=linear_offsets,
-            unpermute_rows=unpermute_rows,
-            unpermute_offsets=unpermute_offsets,
-            unpermute_probs=unpermute_probs,
-        )
-        again = functools.partial(_scaled, ("gated", *unit_of(self.gated)), saved.scaled.dtype)
-        fields: dict[str, Any] = {**vars(saved), "scaled": context.Recompute(again, x, saved.scales)}
-        return y, self.Saved(**fields)
+        y, fields = self._outputs(x, linear_offsets, unpermute_rows, unpermute_offsets, unpermute_probs)
+        again = functools.partial(_scaled, ("gated", *unit_of(self.gated)), fields["scaled"].dtype)
+        fields["scaled"] = context.Recompute(again, x, fields["scales"])
+        return summed(y, unpermute_rows, unpermute_offsets, None), self.Saved(**fields)
 
 
 class GatedGroupedLinearUnpermuteBoundary(_FactorsBeforeGEMM):

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -17,6 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ from seqfuse.convert.reasons import _kind
 from seqfuse.testing import assert_fused_close
 
 from . import zoo
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from record import write
 
 KINDS = ("GEMM", "norm", "activation")
 
@@ -364,7 +367,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.foreign")
     parser.add_argument("words", nargs="*", help="of packages or names")
     parser.add_argument("--reasons", action="store_true", help="print why calls are left")
-    parser.add_argument("--json", help="a file for the rows")
+    parser.add_argument("--write", action="store_true", help="write what is counted to benchmarks/results/foreign.json")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in ("nms", "qnms"):  # which torchvision wants, though its compiled library is of another torch
@@ -382,9 +385,9 @@ def main() -> int:
         rows.append(row)
         _show(row, asked.reasons)
     _sum_up(rows)
-    if asked.json:
-        with open(asked.json, "w", encoding="utf-8") as file:
-            json.dump([dataclasses.asdict(row) for row in rows], file)
+    if asked.write:
+        kept = ("package", "name", "state", "inside", "outside", "kept")
+        write("foreign", {"rows": [{name: getattr(row, name) for name in kept} for row in rows]})
     return any(row.state != "right" for row in rows)
 
 
