@@ -1,0 +1,58 @@
+"""Tables of whole models: what memory they take on a CPU, which are converted, whether they train in 8 bits."""
+
+from __future__ import annotations
+
+import statistics
+
+from tables import Lines, Results, between, drawn, table, where, wrapped
+
+
+@drawn("foreign", "foreign")
+def foreign(found: Results) -> Lines:
+    """What became of models of other people's packages."""
+    rows = found["rows"]
+    right, packages = sum(row["state"] == "right" for row in rows), len({row["package"] for row in rows})
+    inside = {kind: sum(row["inside"][kind] for row in rows) for kind in rows[0]["inside"]}
+    every = {kind: n + sum(row["outside"][kind] for row in rows) for kind, n in inside.items()}
+    gemms, norms, activations = (f"{n / every[kind]:.0%}" for kind, n in inside.items())
+    saved = {name: statistics.median(row["kept"][name] for row in rows if row["kept"]) for name in ("save", "lean")}
+    return [wrapped(
+        f"`make test-models` converts {len(rows)} small models of {packages} packages that are not part of the tests. "
+        f"{right} of them gave the same outputs and gradients, within the error bound. In chains were {gemms} of their "
+        f"GEMMs, {norms} of their norms and {activations} of their activations. In the median they save "
+        f"{saved['save']:.2f} of the bytes that eager PyTorch saves for backward, with `memory=\"lean\"` "
+        f"{saved['lean']:.2f}. " + where(found)
+    )]  # fmt: skip
+
+
+@drawn("trained", "trained")
+def trained(found: Results) -> Lines:
+    """Losses after training under each recipe."""
+    plain = [f"{loss:.4f}" for name, loss in found["losses"].items() if name.startswith("bfloat16")]
+    cells = [[f"bfloat16, {len(plain)} seeds", ", ".join(plain)]]
+    cells += [[f"`{name}`", f"{loss:.4f}"] for name, loss in found["losses"].items() if "bfloat16" not in name]
+    return [*table(["", "validation loss"], cells), "", f"Emulated on a CPU: {where(found)}"]
+
+
+@drawn("front", "front")
+def budgets(found: Results) -> Lines:
+    """Time and peak of a step on a CPU for each choice of memory, beside what torch has."""
+    models = list(dict.fromkeys(row["model"] for row in found["rows"]))
+    rows = {(row["model"], row["side"]): row for row in found["rows"]}
+    named = {
+        "eager": "eager PyTorch",
+        "checkpointed": "each layer checkpointed",
+        "selective": "selective checkpointing",
+    }
+    cells: list[Lines] = []
+    for side in dict.fromkeys(side for _, side in rows):
+        ours = f"`sf.Budget(part={float(side):g})`" if side[0].isdigit() else f'`memory="{side}"`'
+        compiled = f"`torch.compile`, `activation_memory_budget = {side.rpartition(' ')[2]}`"
+        cells.append([named.get(side, compiled if side.startswith("compile") else ours)])
+        for model in models:
+            row, eager = rows[model, side], rows[model, "eager"]
+            cells[-1] += [f"{row['peak'] / eager['peak']:.2f}", between(row["step"])]
+    head = "", *(cell for model in models for cell in (f"{model}, peak", "CPU time"))
+    about = f"{found['layers']} layers of width {found['width']}, {{}} x {{:,}} tokens, one thread; medians of"
+    said = f"{about} {found['rounds']} rounds and quartiles, relative to eager PyTorch; the GPT has dropout 0.1."
+    return [where(found), "", *table(head, cells), "", wrapped(said.format(*found["tokens"]))]
