@@ -7,6 +7,7 @@ of a GPU in `docs/figures/`, and prints the targets.
 from __future__ import annotations
 
 import ast
+import importlib
 import math
 import re
 import sys
