@@ -5,10 +5,10 @@
     python tools/mutate.py --rooms plan/front.py tune --tests tests/tune --sample 20 --out FILE     of rooms or files
 
 All are of the tree in the working directory. The first runs the tests with a trace of the functions that they call.
-The second draws mutants of operations, fusions, kernels and the engine, and runs for each the tests that call the
-changed function, those of few functions and little time first, until one fails. A mutant is drawn by what it says, the
-name of its function and the change, so that it is drawn again after its file has moved. The third draws so many of
-each of these rooms or files of the package, and runs these tests for each.
+The second draws mutants of operations, fusions, kernels (of C, too) and the engine, and runs for each the tests that
+call the changed function, those of few functions and little time first, until one fails. A mutant is drawn by what it
+says, the name of its function and the change, so that it is drawn again after its file has moved. The third draws so
+many of each of these rooms or files of the package, and runs these tests for each.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import io
+import itertools
 import json
 import lzma
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +126,64 @@ def changed(node: ast.AST, fields: dict[str, str]) -> Iterator[ast.AST]:
             pass
 
 
+_SWAPPED_IN_C = {
+    "+": "-", "-": "+", "*": "/", "/": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==",
+    "&": "|", "|": "&", "<<": ">>", ">>": "<<", "+=": "=", "-=": "+=", "*=": "=", "/=": "*=", "&&": "||", "||": "&&",
+}  # fmt: skip
+
+
 def mutants(path: str, source: bytes) -> Iterator[Mutant]:
-    """Every mutant of a file: nothing of annotations, texts, imports, decorators, messages and type checks."""
+    """Every mutant of a file: nothing of annotations, docstrings, imports, decorators, messages and type checks; of
+    texts the operators of C, where a file writes that.
+    """
+    if path.endswith(".h"):
+        yield from _mutants_in_c(path, source, [(0, source.decode(), "<module>")])
+        return
+    yield from _mutants_of_python(path, source)
+    if Path(path).parent.name == "c":
+        yield from _mutants_in_c(path, source, _texts(source))
+
+
+def _mutants_in_c(path: str, source: bytes, texts: Iterable[tuple[int, str, str]]) -> Iterator[Mutant]:
+    """Of operators between spaces in texts, each with its offset and the function that has it."""
+    seen = Counter[tuple[str, str]]()
+    for offset, text, function in texts:
+        for found in re.finditer(r"(?<= )[-+*/<>=!&|]{1,2}(?= )", re.sub(r"/\*.*?\*/", _blank, text, flags=re.DOTALL)):
+            if (other := _SWAPPED_IN_C.get(found[0])) is None:
+                continue
+            start = offset + len(text[: found.start()].encode())
+            around = text[max(0, found.start() - 30) : found.end() + 30]
+            change = f"{found[0]} -> {other} in C: {' '.join(around.split())}"
+            line = source.count(b"\n", 0, start) + 1
+            yield Mutant(path, line, function, change, start, start + len(found[0]), other, seen[function, change])
+            seen[function, change] += 1
+
+
+def _blank(comment: re.Match[str]) -> str:
+    return " " * len(comment[0])
+
+
+def _texts(source: bytes) -> Iterator[tuple[int, str, str]]:
+    """Texts of a Python file but docstrings and messages, as they are written there."""
+    lines = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    tree, left_out = ast.parse(source), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            left_out |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]  # inner ones last
+    for token in tokenize.tokenize(io.BytesIO(source).readline):
+        # From Python 3.12 on what an f-string computes is a token of its own.
+        if tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE") and token.start[0] not in left_out:
+            (line, column), stop = token.start, token.end
+            start = lines[line - 1] + len(token.line.splitlines(keepends=True)[0][:column].encode())
+            end = lines[stop[0] - 1] + len(source.splitlines()[stop[0] - 1].decode()[: stop[1]].encode())
+            inside = [f.name for f in functions if f.lineno <= line <= (f.end_lineno or line)]
+            text = source[start:end].decode()
+            text = re.sub(r"(?<!\{)\{[^{}]+\}", _blank, text) if text[0] == "f" else text
+            yield start, text, inside[-1] if inside else "<module>"
+
+
+def _mutants_of_python(path: str, source: bytes) -> Iterator[Mutant]:
     lines = [0]
     for line in source.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
@@ -185,7 +245,7 @@ def sample(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> tupl
     drawn, every = list[Mutant](), 0
     for room in rooms or ("",):
         place, found = root / "seqfuse" / room, list[Mutant]()
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for file in sorted([*place.rglob("*.py"), *place.rglob("*.h")]) if place.is_dir() else [place]:
             if rooms or file.relative_to(root).parts[1] not in LEFT_OUT:
                 found += mutants(str(file.relative_to(root)), file.read_bytes())
         drawn += sorted(found, key=lambda mutant: mutant.drawn(seed))[:count]
@@ -204,7 +264,8 @@ def chosen(mutant: Mutant, known: dict[str, Any], seconds: float) -> tuple[Chose
     Of those that call its function, or another one of its file where none does, the ones of few functions and little
     time come first, up to so many seconds.
     """
-    file, called = Path(mutant.path).name, "its function"
+    path, called = Path(mutant.path), "its function"
+    file = path.name if path.suffix == ".py" else f"{path.stem if path.stem in ('norm', 'attention') else 'call'}.py"
     found = _calling(known, lambda name: name == f"{file} {mutant.function}")
     if not found:
         found, called = _calling(known, lambda name: name.startswith(f"{file} ")), "its file"

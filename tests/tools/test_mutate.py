@@ -80,6 +80,28 @@ def test_a_mutant_changes_one_node() -> None:
         assert len([*differences(before, ast.parse(mutant.applied(SOURCE)))]) == 1, mutant
 
 
+IN_C = b'''
+"""Of a + b."""
+
+def kernel(of):
+    """Of a + b."""
+    if of is None:
+        raise ValueError("a + b")
+    return f"y[i] {of} += a < b && {1 + 1}; /* a * b */" + _loop("i < \\\\n")
+'''
+
+
+def test_operators_of_c_change_in_what_a_file_writes_but_not_in_what_it_says() -> None:
+    found = [m for m in mutants("seqfuse/kernels/c/kernel.py", IN_C) if " in C: " in m.change]
+    assert {m.change[:7].split(" in")[0] for m in found} >= {"+= -> =", "< -> <=", "&& -> |"}
+    assert {(m.function, m.line) for m in found} == {("kernel", 8)}
+    assert len({m.applied(IN_C) for m in found}) == len(found) == 4
+    (add, less) = mutants("seqfuse/kernels/c/tile.h", "/* \u2264 a + b */ s += x < y;".encode())
+    assert (add.text, add.function, less.applied("/* \u2264 a + b */ s += x < y;".encode()).decode()[-11:]) == (
+        "=", "<module>", " += x <= y;",
+    )  # fmt: skip
+
+
 def test_a_mutant_is_drawn_alike_where_its_file_has_moved() -> None:
     there = mutants("elsewhere/file.py", b"# moved\n\n" + SOURCE)
     pairs = [*zip(mutants("scale.py", SOURCE), there, strict=True)]
