@@ -1,10 +1,10 @@
 """Fused training kernels for PyTorch that you can read, extend and switch off.
 
-`convert(model)` runs a model that you have by fused forward and backward plans; print what it returns after a call.
-`Sequential(*operations)` is the same for a model that you build of `ops`; print its `plan(x)`. Layers are in `nn`,
-losses in `losses`. `memory="lean"` saves less for the backward pass, `fusing(False)` switches fusions off, and `tune`
-measures them. `recipes` quantize GEMMs to 8 bits. `Pointwise`, `UnfusedOperation` and the classes named `...Fusion` are
-for operations and fusions of your own, and `testing` tests them.
+`convert(model)` runs your model with fused forward and backward plans. Print its result after a call.
+`Sequential(*operations)` does the same for a model built from `ops`. Print its `plan(x)`. Layers are in `nn`, losses in
+`losses`. `memory="lean"` saves less for the backward pass, `fusing(False)` switches fusions off, and `tune` measures
+them. `recipes` quantize GEMMs to 8 bits. Subclass `Pointwise`, `UnfusedOperation` and the classes named `...Fusion` to
+add operations and fusions. `testing` tests them.
 """
 
 import importlib

@@ -32,12 +32,12 @@ def constant_under_compile(function: _F) -> _F:
 
 @dataclasses.dataclass(frozen=True)
 class Savings:
-    """What a fusion saves against the operations it replaces; negative numbers are costs.
+    """Estimated savings of a fusion over the operations that it replaces; negative numbers are costs.
 
     Args:
-        launches: kernel launches (or dispatched calls) not made.
-        bytes: bytes of memory traffic not moved.
-        flops: floating-point operations not done.
+        launches: kernel launches (or dispatched calls) avoided.
+        bytes: bytes of memory traffic avoided.
+        flops: floating-point operations avoided.
     """
 
     launches: float = 0.0
@@ -56,29 +56,27 @@ _ARCH = re.compile(r"\d+|sm_\d+a?|gfx[0-9a-f]+")
 
 
 Kernels = Literal["triton", "c"]
-"""What kernels are made with: Triton, or a C compiler for a CPU."""
+"""The compiler of fused kernels: Triton, or a C compiler for a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-    """Everything a requirement may ask.
+    """The machine and call that a plan is made for.
 
     Args:
         device: device type, `"cpu"` or `"cuda"`.
-        arch: architecture, such as `"sm_90"` or `"gfx942"`; the device type where there is none.
-        dtype: dtype of the tensor that enters.
+        arch: architecture, such as `"sm_90"` or `"gfx942"`; otherwise the device type.
+        dtype: dtype of the input x.
         autocast: dtype of the active autocast region, or `None`.
-        grad: whether gradients are recorded.
+        grad: whether autograd is on.
         deterministic: whether `torch.use_deterministic_algorithms` is on.
-        kernels: what fused kernels are made with there: `"triton"`, `"c"`, or `None` where none can run.
-        rows: tokens of the input, rounded up to a power of two, or `None` where unknown.
-        along: where dtypes differ along the sequence, as under autocast, the one that each operation of a fusion takes,
-            and last that of its result: `requires` and `saves` are asked with it, and with the `dtype` that enters.
-        recipe: the low-precision recipe of operations that have none of their own, as `sf.low_precision` gives it;
-            `None` for none, `False` where recipes are switched off.
-        width: for `saves`, the last dimension of what enters a fusion, as the operations around it state it; 0 where
-            none does.
-        absorbs: for `requires`, whether the fusion can quantize a result for the operation that reads it.
+        kernels: `"triton"` or `"c"`, the kind of fused kernels that can run; `None` if neither can.
+        rows: number of tokens in the input, rounded up to a power of two; `None` if unknown.
+        along: under autocast, the input dtype of each operation of the fusion, then the output dtype.
+        recipe: the low-precision recipe that `sf.low_precision` sets for operations without one; `None` for no recipe,
+            `False` if recipes are switched off.
+        width: for `saves`, the last dimension of the fusion's input, taken from its neighbours; 0 if unknown.
+        absorbs: for `requires`, whether the fusion can quantize its result for the next operation.
     """
 
     device: str = "cpu"
@@ -109,13 +107,13 @@ class Env:
     ) -> Env:
         """An environment by name: `"cpu"`, `"cuda:sm_90"`, `"cuda:gfx942"`, `"h100"`, or a device of this machine.
 
-        Naming an architecture describes a machine that need not be here; Triton is taken to be there. `tokens` is how
-        many tokens the input has, of which `rows` is the earlier name. `dtype` is that of x: `int64` for token ids.
-        `recipe` is for operations that have none, as that of `sf.low_precision`.
+        An architecture may be one that this machine does not have; Triton is assumed to be installed there. `tokens` is
+        the number of tokens in the input (earlier name: `rows`). `dtype` is the dtype of x, `int64` for token ids.
+        `recipe` applies to operations without a recipe, as in `sf.low_precision`.
 
         Raises:
-            InputError: (SF106) for a device or a dtype that is none, or that operations do not take, or a CUDA device
-                that is not here.
+            InputError: (SF106) for an unknown device or dtype, a dtype that operations do not accept, or a CUDA device
+                that this machine does not have.
         """
         if isinstance(device, str) and device.lower() in CARDS:
             device = f"cuda:{CARDS[device.lower()]}"
@@ -149,7 +147,7 @@ class Env:
 
     @classmethod
     def like(cls, x: Tensor) -> Env:
-        """The environment of a call on `x`, here and now."""
+        """The environment of a call on `x` on this machine."""
         env = cls.of(
             x.device,
             autocast=autocast_of(x.device.type),
@@ -161,50 +159,50 @@ class Env:
 
     @property
     def triton(self) -> bool:
-        """Whether Triton kernels can run there."""
+        """Whether Triton kernels can run."""
         return self.kernels == "triton"
 
     @property
     def leaving(self) -> torch.dtype:
-        """The dtype of the result of a fusion: one for whose `fwd` names `dtype` that which comes next takes of it."""
+        """The output dtype. A `fwd` with an argument `dtype` returns it in the input dtype of the next operation."""
         return (self.along[-1] if self.along else None) or self.dtype
 
     @property
     def tokens(self) -> int:
-        """Tokens that estimates are made for; a usual number where `rows` are not known."""
+        """Number of tokens for estimates: `rows`, or 1024 if unknown."""
         return self.rows or 1024
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element in estimates; under autocast of its dtype, so that it plans as for a model in that."""
+        """Bytes of an element in estimates; under autocast, of the autocast dtype."""
         return (self.autocast or self.dtype).itemsize
 
     def part(self, first: int) -> Env:
-        """The same for the operations of a fusion from one on."""
+        """The environment for the operations of a fusion from position `first` on."""
         return self.between(self.along[first:]) if self.along else self
 
     def between(self, along: tuple[torch.dtype | None, ...]) -> Env:
-        """The same for operations that take these dtypes, and give the last of them."""
+        """The environment for operations with these input dtypes; the last one is the output dtype."""
         return dataclasses.replace(self, dtype=along[0] or self.dtype, along=along) if along else self
 
     def cast(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a GEMM takes a tensor of this one: that of autocast, which leaves float64 as it is."""
+        """The dtype of a GEMM operand of dtype `dtype`: under autocast the autocast dtype, except for float64."""
         if self.autocast is None or dtype is torch.float64 or not dtype.is_floating_point:
             return dtype
         return self.autocast
 
     @property
     def widens(self) -> bool:
-        """Whether GEMMs are computed in float32 since this CPU has no instructions for their dtype."""
+        """Whether GEMMs are computed in float32 because this CPU has no instructions for their dtype."""
         return self.device == "cpu" and self.cast(self.dtype) in WIDENED
 
     def microseconds(self, savings: Savings) -> float:
-        """Time that `savings` are worth here; orders of magnitude, used only to rank schedules."""
+        """Estimated time of `savings` on this machine. Only the order of magnitude counts; it ranks schedules."""
         launch, bandwidth, rate = _COSTS.get(self.arch) or _COSTS["cpu" if self.device == "cpu" else "gpu"]
         return savings.launches * launch + savings.bytes / bandwidth + savings.flops / rate
 
     def said(self, tokens: int | None = None) -> str:
-        """Text that a plan prints; with the number of tokens where it is known, not only the next power of two."""
+        """The environment as text; `tokens` replaces the rounded number of tokens."""
         text = f"{self.arch if self.arch == self.device else f'{self.device}:{self.arch}'} {short(self.dtype)}"
         text += f" autocast {short(self.autocast)}" if self.autocast else ""
         text += f", {self.recipe}" if self.recipe else ", low precision off" if self.recipe is False else ""

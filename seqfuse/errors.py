@@ -23,7 +23,7 @@ _LOST = re.compile(
 
 
 class SeqfuseError(Exception):
-    """Base of every error raised by seqfuse; carries `code`, `operation`, `path`, `position` and `hint`."""
+    """Base class of all seqfuse errors, with `code`, `operation`, `path`, `position` and `hint`."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ def step_note(name: str, position: int, path: str | None, what: str = "operation
 
 
 class InputError(SeqfuseError, ValueError):
-    """A tensor or channel given to a call does not fit an operation."""
+    """An argument of a call, such as a tensor, channel or option, does not fit."""
 
 
 class RangeError(InputError, IndexError):
-    """An index is outside of a table, such as a token beyond the vocabulary; an `IndexError`, as in torch."""
+    """An index is out of range, such as a token id beyond the vocabulary; an `IndexError`, as in torch."""
 
 
 class PlanError(SeqfuseError, RuntimeError):
@@ -82,19 +82,19 @@ class PlanError(SeqfuseError, RuntimeError):
 
 
 class PluginError(SeqfuseError, TypeError):
-    """An operation, fusion or plug-in breaks its contract; names the class and, where known, its distribution."""
+    """An operation, fusion or plug-in breaks its contract; names the class and, if known, its distribution."""
 
 
 class KernelError(SeqfuseError, RuntimeError):
-    """A fused pass failed where no fallback is possible."""
+    """A fused pass failed and there is no fallback."""
 
 
 class StateError(SeqfuseError, RuntimeError):
-    """Saved context was used in a way it cannot serve."""
+    """The state of an object does not allow the call, such as a read of a saved tensor that was dropped."""
 
 
 class FallbackWarning(UserWarning):
-    """A fusion failed and the unfused operations ran in its place; issued once per plan and reason."""
+    """A fusion failed, so the unfused operations ran instead; issued once per plan and reason."""
 
 
 class CacheWarning(UserWarning):

@@ -20,7 +20,7 @@ from .slots import slot_of
 from .traffic import gain
 
 Requirements = Iterator[tuple[bool, str]]
-"""What `requires` yields: pairs of a condition and the sentence that refuses where it does not hold."""
+"""The return type of `requires`: pairs of a condition and the reason given if it is false."""
 
 MAX_VARIADIC = 8
 
@@ -32,30 +32,29 @@ _MISSPELT = {"require": "requires", "save": "saves", "unfuse": "unfused"}
 
 
 class FusedOperation:
-    """A stateless substitute for a run of unfused operations; the abstract base of the four kinds of fusion.
+    """A stateless replacement for consecutive unfused operations; the abstract base class of the four kinds of fusion.
 
     The annotated fields of a subclass are its slots, in order: a final operation class (matched exactly), an abstract
-    one (any final subclass), a union, `X | None` (may be absent), `tuple[X, ...]` (one to eight in a row).
+    one (any final subclass), a union, `X | None` (optional), `tuple[X, ...]` (one to eight in sequence).
 
     Attributes:
         outputs: extra tensors (`slot_output`) that `fwd` returns as a dictionary after `y`.
-        layout: what the passes accept; the engine copies a tensor that does not fit.
-        reach: how many operations it takes at most.
-        kernels: the kernels that the passes launch, `"triton"`, or also `"c"` for those that a CPU has, too; it is not
-            applied where none of them runs. Empty for passes of ATen calls.
-        native_below: of how many numbers a tensor has to be for it to gain anything beside torch's own differentiable
-            calls.
-        casts: whether it takes account of a cast between its operations, as autocast has them; else refused there.
-        quantized: whether it takes operations that a recipe quantizes; else refused there.
-        any_dy: whether `bwd` takes dy in another dtype than that of y, as `UnfusedOperation.any_dy`.
+        layout: strides that the passes accept; the engine copies other tensors.
+        reach: the largest number of operations that it replaces.
+        kernels: the kinds of kernels that the passes have, `"triton"` and possibly `"c"` for CPUs. The fusion is not
+            applied if neither can run. Empty for passes of ATen calls.
+        native_below: tensors with fewer elements run faster in torch's differentiable calls.
+        casts: whether it handles casts between its operations, as under autocast; otherwise it is not applied there.
+        quantized: whether it supports operations that a recipe quantizes; otherwise it is not applied to them.
+        any_dy: whether `bwd` accepts dy in a dtype other than y's, as `UnfusedOperation.any_dy`.
         separable: whether a backward fusion may run in two calls, as `UnfusedOperation.separable`.
-        reorders: whether it multiplies in another order than the operations, as by a factor before a GEMM and not
-            behind it: of numbers that are not finite it may then give NaN for Inf, and Inf for NaN.
-        saves_memory: whether it saves less for the backward pass and takes longer: a candidate where a `Sequential` is
-            to save memory, and nowhere else.
+        reorders: whether it reorders multiplications, such as a factor from after a GEMM to before it. Then Inf may
+            become NaN, and NaN may become Inf.
+        saves_memory: whether it trades time for fewer saved tensors. Such a fusion is only used by the `memory=`
+            choices that save memory.
 
     Raises:
-        PluginError: when the class is defined, quoting the line, for a bad slot, signature or name.
+        PluginError: at class definition, quoting the line, for a bad slot, signature or name.
     """
 
     outputs: ClassVar[tuple[str, ...]] = ()
@@ -175,9 +174,10 @@ class FusedOperation:
         return type(self) is type(other) and self.__getstate__() == other.__getstate__()
 
     def decided(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
-        """What `make(*arguments)` gives, made once for a key until any operation is configured otherwise.
+        """Cache `make(*arguments)` under `key` until an operation is reconfigured.
 
-        For what a pass would find out anew in each call. It must follow from the key and the configuration.
+        For values that a pass would otherwise recompute in each call; they may only depend on the key and
+        configuration.
         """
         version, known = self._decided
         if version is not config_version.current:
@@ -194,15 +194,15 @@ class FusedOperation:
         return f"{type(self).__name__}({', '.join(type(op).__name__ for op in self.operations())})"
 
     def operations(self) -> tuple[UnfusedOperation, ...]:
-        """The operations it replaces, in order."""
+        """The replaced operations, in order."""
         return tuple(op for _, op in self.named_operations())
 
     def named_operations(self) -> Iterator[tuple[str, UnfusedOperation]]:
-        """Each replaced operation with its place: `"bias"`, or `"acts.2"` in a variadic slot."""
+        """Each replaced operation with its slot: `"bias"`, or `"acts.2"` in a variadic slot."""
         return records_of(self, self.__dict__)
 
     def with_operations(self, operations: Iterable[UnfusedOperation]) -> Self:
-        """A copy that replaces these operations instead, one for each of its own."""
+        """A copy that replaces these operations instead, one for one."""
         given, copy = iter(operations), object.__new__(type(self))
         copy.__dict__.update(self.__getstate__())
         for slot in self.slots:
@@ -212,25 +212,25 @@ class FusedOperation:
         return copy
 
     def requires(self, env: Env) -> Requirements:
-        """Yield `(condition, sentence)`: the first condition that does not hold refuses, with its sentence."""
+        """Yield `(condition, reason)`. At the first false condition the fusion is not applied, for that reason."""
         yield from ()
 
     def saves(self, env: Env) -> Savings:
-        """What it saves against the operations it replaces: by default, what follows from the traffic they declare."""
+        """Estimated savings over the replaced operations; by default computed from their declared `traffic`."""
         passes = {"forward": self.replaces_forward, "backward": self.replaces_backward and env.grad}
         told = isinstance(self, ForwardFusion) and self.forward_signature.needs and not env.grad
         saved = () if told or isinstance(self, InferenceFusion) else tuple(self.saved_at())
         return gain(self.operations(), env, saved=saved, **passes)
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
-        """Whether its `fwd` (`to.role` is `"x"`) or `bwd` (`"dy"`), which names `to`, can quantize its result so.
+        """Whether `fwd` (`to.role` is `"x"`) or `bwd` (`"dy"`) can quantize its result as `to` describes.
 
-        Where it is told `to`, it returns a `Quantized` in the place of y or dx.
+        Such a pass has an argument `to`. If it is given, the pass returns a `Quantized` instead of y or dx.
         """
         return True
 
     def saved_at(self) -> Iterable[int]:
-        """Where tensors between its operations are saved: how many of them stand before; for estimates."""
+        """Positions of saved tensors between its operations: number of operations before each; for estimates."""
         for i, operation in enumerate(self.operations()):
             yield from (i + (side == "y") for side in always_saved(operation.Saved))
 
@@ -240,11 +240,11 @@ Fusions = Sequence[type[FusedOperation]]
 
 
 class ForwardFusion(FusedOperation, contract=True):
-    """Substitutes the forward pass only: `fwd(x, ...) -> (y, [outputs,] {slot: Saved})`.
+    """Replaces the forward pass only: `fwd(x, ...) -> (y, [outputs,] {slot: Saved})`.
 
-    It must save exactly what each replaced operation's own `bwd` reads. What follows from an operation's configuration
-    and seed (`UnfusedOperation.own_record`) the engine saves. One that names `needs` returns `y`, or `(y, outputs)`,
-    where these are empty: nothing needs a gradient, and nothing is saved.
+    Each `Saved` must hold exactly the tensors that the `bwd` of the replaced operation reads. The engine fills in a
+    `Saved` that follows from configuration and seed (`UnfusedOperation.own_record`). A `fwd` with an argument `needs`
+    returns `y` or `(y, outputs)` if `needs` is empty: no gradient is needed, and nothing is saved.
     """
 
     replaces_forward = True
@@ -252,17 +252,17 @@ class ForwardFusion(FusedOperation, contract=True):
 
 
 class BackwardFusion(FusedOperation, contract=True):
-    """Substitutes the backward pass only: `bwd(dy, *, <slot>: Saved, ...) -> (dx, {"slot.param": grad})`."""
+    """Replaces the backward pass only: `bwd(dy, *, <slot>: Saved, ...) -> (dx, {"slot.param": grad})`."""
 
     replaces_backward = True
     bwd: ClassVar[Callable[..., tuple[Tensor | Quantized | None, Grads]]]
 
 
 class JointFusion(FusedOperation, contract=True):
-    """Substitutes both passes, with a `Saved` of its own; only the pair agrees with the pair it replaces.
+    """Replaces both passes and defines its own `Saved`; the pair computes the same results as the operations.
 
-    `fwd(x, ...) -> (y, [outputs,] Saved)` and `bwd(dy, saved, ...) -> (dx, {"slot.param": grad})`. A class that
-    defines `unfused(saved) -> {slot: Saved}` can fall back when its backward fails.
+    `fwd(x, ...) -> (y, [outputs,] Saved)` and `bwd(dy, saved, ...) -> (dx, {"slot.param": grad})`. With a method
+    `unfused(saved) -> {slot: Saved}`, the unfused operations can take over if its backward pass fails.
     """
 
     replaces_forward = True
@@ -273,7 +273,7 @@ class JointFusion(FusedOperation, contract=True):
 
 
 class InferenceFusion(FusedOperation, contract=True):
-    """Substitutes the forward pass where nothing needs a gradient: `fwd(x, ...) -> y`, or `(y, outputs)`."""
+    """Replaces the forward pass if no gradient is needed: `fwd(x, ...) -> y`, or `(y, outputs)`."""
 
     replaces_forward = True
     fwd: ClassVar[Callable[..., Any]]

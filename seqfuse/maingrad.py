@@ -19,7 +19,7 @@ class Accumulated:
 
 
 accumulated = Accumulated()
-"""Returned by a `bwd` in place of a gradient that it has added to the buffer it took from `main_grads`."""
+"""Returned by a `bwd` instead of a gradient that it has already added to the buffer taken from `main_grads`."""
 
 
 class MainGrads:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .env import Env
 
 Grads = Mapping[str, Tensor | Accumulated | None]
-"""Gradients by name: parameter names and extra-input names; `None` where one is not needed."""
+"""Gradients by parameter or extra-input name; `None` if a gradient is not needed."""
 
 NOT_GIVEN: Any = ...
 
@@ -62,11 +62,10 @@ config_version = ConfigVersion()
 
 
 class FusableOperation(nn.Module):
-    """Anything the fuser can process: an unfused operation, or a container of them.
+    """Base class of everything that a `Fuser` runs: unfused operations and containers of them.
 
     Attributes:
-        barrier: why nothing fuses across it and it runs through its own `__call__`, as a plan says it; `None` where
-            the fuser decides.
+        barrier: the reason why fusions do not cross it and it runs eagerly, as plans print it; `None` if they may.
     """
 
     barrier: str | None = None
@@ -91,12 +90,12 @@ class FusableOperation(nn.Module):
         config_version.bump()
 
     def expand(self) -> tuple[nn.Module, ...]:
-        """The operations that stand for this one in the fuser's sequence; by default itself."""
+        """The operations that replace this container in the flattened sequence; by default itself."""
         return (self,)
 
     @takes_input
     def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:
-        """Run this operation by itself: `y`, or `(y, *outputs)` where it makes public extra outputs."""
+        """Run this operation by itself; returns `y`, or `(y, *outputs)` with public extra outputs."""
         if x is NOT_GIVEN:
             x = named_input(channels)
         engine = self._engine[0] if self._engine else None
@@ -129,9 +128,9 @@ def configured(operation: FusableOperation) -> Any:
 
 
 class Traffic(NamedTuple):
-    """Kernels that a pass launches, unfused, and how many tensors as large as x and as y it reads and writes.
+    """Kernel launches of an unfused pass, and how many tensors of the size of x and of y it reads and writes.
 
-    Extra inputs and outputs do not count, which no fusion spares. `flops` are those of its GEMM in the forward pass.
+    Extra inputs and outputs do not count: no fusion saves them. `flops` counts the GEMM of the forward pass.
     """
 
     launches: float = 1
@@ -154,44 +153,43 @@ def _unstated(name: str) -> Callable[..., Any]:
 
 
 class UnfusedOperation(FusableOperation):
-    """The smallest operation: owns parameters, states the math, has `fwd`, `bwd` and one `Saved`.
+    """The smallest operation: its parameters, `reference`, `fwd`, `bwd` and one `Saved`.
 
-    A subclass that defines `reference` is final: it is matched by its exact type and a subclass of it never is. One
-    that does not, or is declared with the class keyword `open=True`, is abstract: as a slot type it matches every
-    final subclass.
+    A subclass that defines `reference` is final: fusions match its exact type, never its subclasses. A subclass without
+    `reference`, or with the class keyword `open=True`, is abstract: as a slot type it matches every final subclass.
 
     Attributes:
         outputs: names of extra tensors `fwd` returns as `(y, {name: tensor}, Saved)`.
-        integers: those of the outputs that are of integers, which have no gradient.
-        dy_may_be_none: whether `bwd` takes `None` for a `dy` nobody used, where an extra output was used; else zeros.
-        layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
-        is_view: whether y and the outputs are x itself, or views of it. Where nothing else stands between two barriers
-            the reference runs, so that, as in torch, who changes y in place changes x.
-        narrows: how many features of x make one of y.
-        packs: whether several parts lie side by side in x, such as queries, keys and values: a stretch has not all.
-        same_dtype: whether x and the parameters must have one dtype outside autocast, as torch demands of a GEMM: a
-            call that brings another is refused before anything runs.
-        native: whether the reference is one differentiable call of torch, which saves what `Saved` does. A region of
-            such operations alone runs by these calls, `torch_call`, if no fusion does more than they do.
-        autocast: what `torch.autocast` makes of x and y. `"lower"` casts x to its dtype, as for a GEMM; `"float32"`
-            gives y in float32 on an accelerator, whatever x is; `"promote"` in the widest dtype among x, extra inputs
-            and parameters; `"same"` in that of x; `"exchange"` in that of its extra input, and its output in that of x.
-            `None` states none of these: what the reference gives is looked at.
-        costly: whether y takes GEMMs, so that it is worth saving where what is around it runs again. A field x that
-            `Saved` may have is then x itself.
-        any_dy: whether `bwd` takes dy in another dtype than that of y. Else a gradient is cast before it is given.
-        separable: whether `bwd` computes nothing twice where the gradients of parameters are needed first and that of x
-            in a second call, so that tensors which the first reads need not be held in the second.
-        redistribution: where this operation is a collective, how tensors are sharded before and after it.
-        SavedQuantized: what `fwd` returns where it is given a `recipe`, of an operation whose GEMMs can be quantized:
-            `fwd`, `bwd` and `reference` name `recipe` then, and `gemms` says their sizes. `operation.recipe = r` gives
-            a recipe to this operation alone, and `None` keeps it out of that of its container.
-        sum_over: processes that each use the parameters for a part of the rows or heads: their gradients are summed.
-        shards: how parameters are sharded over processes, by name; those that are replicated are left out.
+        integers: names of the outputs of integer dtype, which have no gradient.
+        dy_may_be_none: whether `bwd` accepts `dy=None` if only extra outputs have gradients; otherwise it gets zeros.
+        layout: strides that `fwd` and `bwd` accept: `"any"`, a contiguous last dimension, or contiguous tensors.
+        is_view: whether y and the outputs are x or views of it. If there are only views between two barriers, the
+            reference runs, so that in-place changes of y change x, as in torch.
+        narrows: the last dimension of x divided by that of y.
+        packs: whether x packs several tensors, such as queries, keys and values, and cannot be split along features.
+        same_dtype: whether x and the parameters must have the same dtype outside autocast, as for a GEMM in torch;
+            checked before anything runs.
+        native: whether the reference is one differentiable torch call that saves the same tensors as `Saved`. A region
+            of native operations only, without a useful fusion, runs as these calls (`torch_call`).
+        autocast: the dtypes under `torch.autocast`. `"lower"`: x is cast to the autocast dtype, as for a GEMM.
+            `"float32"`: y is float32 on an accelerator. `"promote"`: y has the widest dtype of x, extra inputs and
+            parameters. `"same"`: y has the dtype of x. `"exchange"`: y has the dtype of the extra input, and the extra
+            output that of x. `None`: determined by running the reference.
+        costly: whether computing y needs GEMMs; then y is saved if its neighbours are recomputed. A field `x` of
+            `Saved`, if any, is x itself.
+        any_dy: whether `bwd` accepts dy in a dtype other than y's; otherwise dy is cast first.
+        separable: whether `bwd` can run as two calls without repeated work, first for the parameters, then for x, so
+            that the tensors of the first call are freed before the second.
+        redistribution: for a collective, how tensors are sharded before and after it.
+        SavedQuantized: the `Saved` of a `fwd` with a `recipe`, for operations whose GEMMs can be quantized. Their
+            `fwd`, `bwd` and `reference` have an argument `recipe`, and `gemms` returns the sizes. `operation.recipe =
+            r` sets a recipe for this operation only; `None` exempts it from the recipe of its container.
+        sum_over: processes that each see only some tokens or heads: gradients of the parameters are summed over them.
+        shards: how parameters are sharded over processes, by name; replicated parameters are omitted.
 
     Raises:
-        PluginError: when the class is defined, quoting the line, if a signature names what the engine does not know,
-            or `Saved`, `fwd` or `bwd` is missing.
+        PluginError: at class definition, quoting the line, if a signature has an unknown argument, or `Saved`, `fwd` or
+            `bwd` is missing.
     """
 
     Saved: ClassVar[type[Saved]] = Saved
@@ -247,18 +245,18 @@ class UnfusedOperation(FusableOperation):
             raise definition_error(cls, f"bwd must take {', '.join(sorted(missing))} by keyword", "def bwd")
 
     reference: ClassVar[Callable[..., Any]] = _unstated("reference")
-    """`reference(x, ...)`: the math in plain, differentiable torch; `(y, {output: tensor})` with declared outputs."""
+    """`reference(x, ...)`: the math in plain, differentiable torch; returns y, or `(y, {output: tensor})`."""
 
     def reference_with(self, x: Tensor, following: nn.Module) -> Tensor | None:
-        """The reference of this operation and the one behind it, where both are one call of torch; else `None`."""
+        """The reference of this operation and the next one if both are one torch call; otherwise `None`."""
         return None
 
     def joins(self, following: nn.Module) -> bool:
-        """Whether the call of torch that this operation is takes the parameters of the one behind it as well."""
+        """Whether the torch call of this operation also takes the parameters of the next operation."""
         return False
 
     def torch_call(self) -> Callable[..., Tensor] | None:
-        """The one call of torch that a native operation is: of x and its parameters, in the order of their slots."""
+        """The torch call of a native operation; takes x and the parameters, in the order of `parameter_slots`."""
         return self.reference
 
     fwd: ClassVar[Callable[..., Any]] = _unstated("fwd")
@@ -268,44 +266,44 @@ class UnfusedOperation(FusableOperation):
     """`bwd(dy, saved, ...)`: `(dx, Grads)`."""
 
     def own_record(self, seed: Tensor | None) -> Saved | None:
-        """What `fwd` saves, where that follows from the configuration and the seed alone: no fusion saves it then.
+        """The `Saved` of `fwd` if it follows from configuration and seed; fusions then omit it.
 
-        By default that is so where `Saved` has no fields. Else `None`.
+        By default an empty `Saved` if it has no fields; otherwise `None`.
         """
         return None if self.Saved.fields else self._saved()
 
     def input_record(self, x: Tensor) -> Saved | None:
-        """What `fwd` saves, where that is x and parameters: a pass that runs again for it alone needs no y then.
+        """The `Saved` of `fwd` if it consists of x and parameters, so that recomputing it does not need y.
 
-        By default `None`, which says that `fwd` has to run.
+        By default `None`: recomputing it runs `fwd`.
         """
         return None
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The output's shape for an input of this shape; raises `ValueError` saying what was expected."""
+        """The output shape for an input shape; raises `ValueError` with the expected shape."""
         return shape
 
     @property
     def random(self) -> bool:
-        """Whether a call reads its seed now."""
+        """Whether a call uses a random seed in the current mode."""
         return self.forward_signature.seed
 
     @property
     def repeatable(self) -> bool:
-        """Whether a pass may run a second time, after a fusion beside it failed: processes exchange nothing in it."""
+        """Whether a pass may run again after a neighbouring fusion failed: `False` for collectives."""
         return self.redistribution is None
 
     @property
     def channels(self) -> Mapping[str, str | None]:
-        """Channel of each extra input and output; `None` is anonymous, paired like parentheses.
+        """The channel of each extra input and output; `None` is anonymous, paired like parentheses.
 
-        An extra input that has a default in `fwd` may be left out: it is then not read.
+        An extra input with a default in `fwd` is optional.
         """
         return {name: name for name in (*self.forward_signature.extras, *self.outputs)}
 
     @property
     def features(self) -> tuple[int, int] | None:
-        """The last dimensions of x and y, where the configuration says them: costs are estimated for these."""
+        """The last dimensions of x and y if the configuration defines them; for cost estimates."""
         return None
 
     @property
@@ -314,14 +312,14 @@ class UnfusedOperation(FusableOperation):
         return ()
 
     def not_quantized(self, recipe: Any, dtype: torch.dtype | None, arch: str) -> str | None:
-        """Why a GPU that has GEMMs for a recipe has none for this operation, which runs in the dtype of x then."""
+        """Why a GPU that supports `recipe` does not quantize this operation, which then runs in the dtype of x."""
         return None
 
     def traffic(self, env: Env, backward: bool) -> Traffic:
-        """What a pass launches, reads and writes unfused; the estimated gain of a fusion follows from it.
+        """Launches, reads and writes of an unfused pass, from which the gain of a fusion is estimated.
 
-        By default one kernel, which forward reads x and writes y, and backward reads dy and those of x and y that
-        `Saved` names, and writes dx.
+        By default one kernel. Forward reads x and writes y. Backward reads dy and the fields `x` and `y` of `Saved`,
+        and writes dx.
         """
         if self.is_view:
             return Traffic(0, 0, 0)
@@ -330,11 +328,11 @@ class UnfusedOperation(FusableOperation):
 
     @property
     def y_dtype(self) -> torch.dtype | None:
-        """The dtype of y where x says nothing about it, as an embedding does: what comes after is planned for it."""
+        """The dtype of y if it does not depend on x, as for an embedding; later operations are planned for it."""
         return None
 
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
-        """Where each parameter lives: local name to (owning module, attribute)."""
+        """The owner of each parameter: local name to (owning module, attribute)."""
         slots: dict[str, tuple[nn.Module, str]] = {}
         owner: Any = self
         inside = owner.named_modules() if len(self._modules) else (("", self),)
@@ -354,7 +352,7 @@ class UnfusedOperation(FusableOperation):
 
     @classmethod
     def examples(cls, x: Tensor) -> tuple[UnfusedOperation, ...]:
-        """`example(x)`, and instances with another configuration, which a fusion has to respect or refuse."""
+        """`example(x)` and instances with other configurations, each of which a fusion must support or decline."""
         return (cls.example(x),)
 
 

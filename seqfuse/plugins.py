@@ -17,7 +17,7 @@ GROUP = "seqfuse.fusions"
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """An installed plug-in: entry-point name, distribution, version, and the object its entry point names."""
+    """An installed plug-in: entry-point name, distribution, version, and the object that the entry point names."""
 
     name: str
     distribution: str
@@ -29,7 +29,7 @@ class Plugin:
 
 
 def available() -> tuple[Plugin, ...]:
-    """The installed plug-ins, by name; none of their code is run."""
+    """The installed plug-ins, by name, without importing them."""
     return tuple(sorted((_describe(point) for point in _points()), key=lambda plugin: plugin.name))
 
 
@@ -37,8 +37,8 @@ def load(name: str) -> tuple[type[FusedOperation], ...]:
     """Import a plug-in and return its fusions.
 
     Raises:
-        PluginError: if there is no such plug-in, two distributions offer the name, its import raises, or what its
-            entry point names is not a fusion class or a sequence of them.
+        PluginError: if the plug-in does not exist, two distributions have the same name, the import fails, or the entry
+            point is not a fusion class or a sequence of fusion classes.
     """
     points = [point for point in _points() if point.name == name]
     if not points:

@@ -40,31 +40,31 @@ class SavedOutput(Saved):
 
 
 class Pointwise(UnfusedOperation, open=True):
-    """An element-wise operation: one number in, one number out.
+    """An element-wise operation.
 
-    A subclass states `reference`. With `reads = "input"` the backward pass keeps `x`; with `reads = "output"` it keeps
-    `y`, and `derivative_reference(y)` is dy/dx as a function of y. `fwd` and `bwd` follow from these and may be
-    overridden with something faster. With device functions `value` and `derivative` it also fuses into kernels.
+    A subclass defines `reference`. With `reads = "input"` it saves `x`. With `reads = "output"` it saves `y`, and
+    `derivative_reference(y)` is dy/dx as a function of y. The default `fwd` and `bwd` use these; a subclass may
+    override them. With device functions `value` and `derivative` it also fuses into kernels.
 
     Raises:
-        PluginError: when the class is defined, for one of them alone, or one that is no `triton.jit` function or takes
-            other arguments; for `reads = "output"` without `derivative_reference`, or that without `reads = "output"`;
-            when it is made, for a parameter, of which the `bwd` here computes no gradient.
+        PluginError: at class definition, if only one of `value` and `derivative` is defined, or one of them is not a
+            `triton.jit` function with these arguments; if `derivative_reference` is missing with `reads = "output"`, or
+            defined without it. At construction, for a parameter without an own `bwd`, as this `bwd` computes dx only.
     """
 
     reads: ClassVar[Literal["input", "output"]] = "input"
     value: ClassVar[Any] = None
-    """The same as `reference`, a `triton.jit` function of float32 that kernels are made with: `value(x)`."""
+    """`value(x)`: `reference` as a `triton.jit` function in float32, for kernels."""
     derivative: ClassVar[Any] = None
-    """dy/dx, a `triton.jit` function of x or y as `reads` says; not multiplied by dy: `derivative(t)`.
+    """`derivative(t)`: dy/dx, without the factor dy, as a `triton.jit` function of x or y (see `reads`).
 
-    One that selects, as ReLU's does, is `derivative(dy, t)` and gives dx: where it is off, that is where it gives 0 of
-    dy = 1, dx is 0 whatever dy is.
+    The derivative of a selection, as of ReLU, may be `derivative(dy, t)` and return dx. Where it returns 0 for dy = 1,
+    dx is 0 for every dy.
     """
 
     @property
     def P(self) -> tuple[float, ...]:
-        """Configuration numbers to compile with; a class that states this has `value(x, P)` and `derivative(t, P)`."""
+        """Configuration numbers to compile with; a class that overrides it has `value(x, P)` and `derivative(t, P)`."""
         return ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -90,11 +90,11 @@ class Pointwise(UnfusedOperation, open=True):
         super().register_parameter(name, param)
 
     def derivative_reference(self, y: Tensor) -> Tensor:
-        """dy/dx as a function of the output; stated where `reads = "output"`."""
+        """dy/dx as a function of y; required with `reads = "output"`."""
         raise NotImplementedError
 
     def record(self, x: Tensor, y: Tensor) -> Saved:
-        """The `Saved` of a forward from `x` to `y`: it holds the one of the two that the backward reads."""
+        """The `Saved` of a forward pass from `x` to `y`: x or y, whichever the backward pass reads."""
         return self.Saved(x=x) if self.reads == "input" else self.Saved(y=y)  # pyright: ignore[reportCallIssue]
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
@@ -122,15 +122,15 @@ Packing = Literal["gate_up", "up_gate", "interleaved"]
 class Gated(UnfusedOperation, open=True):
     """y = activation(gate) * up, with the input packed [gate; up] along the last dimension.  x: [*, 2 F], y: [*, F].
 
-    dup = dy * activation(gate);  dgate = dy * up * activation'(gate).  `sf.Gated(activation)` makes a gated unit of
-    any unary `Pointwise`; subclasses name theirs in the class attribute `unit`.
+    dup = dy * activation(gate);  dgate = dy * up * activation'(gate).  `activation` is any unary `Pointwise`; a
+    subclass may set it as the class attribute `unit`.
     Source: Shazeer 2020, arXiv:2002.05202.
 
     Args:
-        activation: a `Pointwise` instance; left out where the class names its own.
-        up: another one, of which `up` is the input: y = activation(gate) * up(up). Its derivative is a factor of dup.
-        packing: where gate and up are in x: `"gate_up"`, the gate in the first half; `"up_gate"`, in the second, as
-            `torch.nn.GLU` has it; `"interleaved"`, [gate_0, up_0, gate_1, up_1, ...].
+        activation: a `Pointwise` instance; omitted if the class defines `unit`.
+        up: a second `Pointwise`, applied to the up half: y = activation(gate) * up(up).
+        packing: position of gate and up in x: `"gate_up"`, the gate in the first half; `"up_gate"`, the gate in the
+            second half, as in `torch.nn.GLU`; `"interleaved"`, [gate_0, up_0, gate_1, up_1, ...].
 
     Raises:
         ValueError: for another packing.
@@ -167,11 +167,11 @@ class Gated(UnfusedOperation, open=True):
 
     @property
     def autocast(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the activation, whose result is multiplied by what has the dtype of x."""
+        """As for the activation, promoted with the dtype of x."""
         return self.activation.autocast if type(self).reference is Gated.reference else None
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the gate and of what it is multiplied by."""
+        """Views of the gate and up halves."""
         if self.packing == "interleaved":
             return x[..., ::2], x[..., 1::2]
         gate, up = x.chunk(2, -1)
@@ -186,7 +186,7 @@ class Gated(UnfusedOperation, open=True):
         return y if wide is x else y.to(x.dtype)
 
     def record(self, x: Tensor, y: Tensor) -> Saved:
-        """The `Saved` of a forward from `x` to `y`, as of a `Pointwise`."""
+        """The `Saved` of a forward pass from `x` to `y`, as in `Pointwise`."""
         return self.Saved(x=x)  # pyright: ignore[reportCallIssue]
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:

@@ -31,7 +31,7 @@ __all__ = [
 Role = Literal["x", "weight", "dy"]
 """An operand of the GEMMs of a `Linear`: its input, its weight, or the gradient of its output."""
 Direction = Literal["rows", "columns"]
-"""What a GEMM sums over: along each row of a matrix, or down its columns."""
+"""The dimension that a GEMM sums over: along each row of a matrix, or down its columns."""
 
 MULTIPLE = 16
 """Sizes of quantized GEMMs are multiples of it, on every device, so that a model has the same numbers on each."""
@@ -51,11 +51,11 @@ class Recipe:
     rows, weight columns. dweight: dy columns, x columns.
 
     Args:
-        format: `"e4m3"` for every operand, or `"hybrid"`: e5m2 for dy, which has a wider range, and e4m3 for the rest.
-        strict: whether an operation of the recipe that cannot be quantized is an error; else it runs in the dtype of
-            its input, and the plan says why.
-        emulate: whether a device without kernels for the recipe computes the same numbers by GEMMs in float32. A CPU
-            always does. Without it such a device is an error.
+        format: `"e4m3"` for every operand, or `"hybrid"`: e4m3 for x and weight, e5m2 for dy (wider range).
+        strict: whether it is an error if an operation cannot be quantized; otherwise it runs in the dtype of its input,
+            and the plan gives the reason.
+        emulate: whether a device without GEMMs for the recipe computes the same results with float32 GEMMs. If `False`,
+            such a device is an error. A CPU always emulates.
 
     Raises:
         InputError: (SF106) for another format.
@@ -74,26 +74,26 @@ class Recipe:
             raise InputError(f'{name} takes format "hybrid" or "e4m3", got {self.format!r}', code="SF106")
 
     def dtype(self, role: Role) -> torch.dtype:
-        """The format of an operand."""
+        """The 8-bit format of an operand."""
         return torch.float8_e5m2 if role == "dy" and self.format == "hybrid" else torch.float8_e4m3fn
 
     def block(self, role: Role, direction: Direction) -> _Block:
-        """Rows and columns of a matrix that share a scale; `None` for all of them."""
+        """Shape of the block of rows and columns that shares a scale; `None` for a whole dimension."""
         raise NotImplementedError
 
     def scaling(self, role: Role, one: str = "tensor") -> str:
-        """What shares a scale, in the words of a plan; `one` is what a tensor is, or the group of one."""
+        """The elements that share a scale, as printed in plans; `one` is the word for the whole tensor or group."""
         rows, columns = self.block(role, "rows")
         return f"per {one}" if rows is None else "per row" if columns is None else f"{rows}x{columns}"
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a scale is that of a tensor, or of a row and column, which torch's GEMMs take."""
+        """Whether scales are per tensor, row or column, as in torch's scaled GEMMs."""
         return self.block("x", "rows")[1] is None
 
     @property
     def by_blocks(self) -> bool:
-        """Whether scales are such as torch's GEMMs of blocks take on GPUs of sm_90: of 128 numbers of e4m3."""
+        """Whether scales are per 128 e4m3 numbers, as in torch's block-scaled GEMMs on sm_90 GPUs."""
         return self.block("x", "rows")[1] == 128 and self.format == "e4m3"
 
     @property
@@ -110,7 +110,7 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """One scale for a tensor, of the numbers that it has now: scale = largest / max |x|.
+    """One scale per tensor, from its current values: scale = largest / max |x|.
 
     Args:
         format: as in `Recipe`; e5m2 for dy by default.
@@ -126,19 +126,19 @@ class Float8CurrentScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8DelayedScaling(Recipe):
-    """One scale for a tensor, of what it was in earlier steps: scale = (largest / max |x| in the history) / 2^margin.
+    """One scale per tensor, from its values in earlier steps: scale = (largest / max |x| in the history) / 2^margin.
 
-    Operations keep scales and histories as buffers, `x_scale` [] and `x_amax_history` [history], and so of weight and
-    dy. In a step max |x| goes into the first entry of the history, whatever number of forward and backward passes it
-    has. After a step of the optimizer that owns the weight, or by `sf.update_scales(model)`, scales are made anew and
-    the history moves on. Scales start at 1, and stay where the maximum is 0 or not finite.
+    Each operation has scales and histories as buffers, `x_scale` [] and `x_amax_history` [history]; likewise for weight
+    and dy. The first entry of the history is max |x| over all passes of the current step. After a step of the optimizer
+    of the weight, or by `sf.update_scales(model)`, scales are recomputed and the histories shifted. Scales start at 1
+    and do not change if the maximum is 0 or not finite.
 
     Args:
         format: as in `Recipe`; e5m2 for dy by default.
-        history: steps that the maximum is taken over.
-        margin: powers of two that scales stay below.
+        history: number of steps in the history.
+        margin: exponent of the power of two that scales are divided by.
         algorithm: `"max"` over the history, or `"most_recent"`, its newest entry.
-        reduce: whether maxima are those of all processes of the default group, each of which has the same model.
+        reduce: whether maxima are taken over the default process group, whose processes all have the same model.
 
     Raises:
         InputError: (SF106) for a history below 1, a margin that is not an integer, or another algorithm.
@@ -170,7 +170,7 @@ class Float8DelayedScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8RowScaling(Recipe):
-    """One scale for each row of x, weight and dy, or for each column, whichever the GEMM sums along.
+    """One scale per row or column of x, weight and dy, whichever the GEMM sums along.
 
     Args:
         power_of_two: whether scales are rounded down to powers of two.
@@ -184,7 +184,7 @@ class Float8RowScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """One scale for 128 numbers of x and dy along the sum, and for 128 x 128 of the weight.
+    """One scale per 128 elements of x and dy along the summed dimension, and per 128 x 128 block of the weight.
 
     Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.
 
@@ -202,9 +202,9 @@ class Float8BlockScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MXFP8(Recipe):
-    """One scale for 32 numbers along the sum, a power of two in 8 bits (E8M0): the smallest that overflows nothing.
+    """One scale per 32 elements along the summed dimension: the smallest power of two (E8M0, 8 bits) without overflow.
 
-    Source: OCP Microscaling Formats (MX) v1.0; the exponent is rounded up, as NVIDIA's kernels for training do.
+    Source: OCP Microscaling Formats (MX) v1.0; the exponent is rounded up, as in NVIDIA's training kernels.
     """
 
     power_of_two: ClassVar[bool] = True
@@ -229,36 +229,35 @@ def quantize(
     scale: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The 8-bit numbers of a GEMM operand, and the inverse of their scales: x ~ data * inverse_scale.
+    """Quantize a GEMM operand to 8 bits: x ~ data * inverse_scale.
 
-    data = x * scale, multiplied in float32, then rounded to nearest even and saturated. For max |x| over the numbers
-    that share a scale, and `largest` = 448 (e4m3) or 57344 (e5m2):
-    scale = largest / max |x| in one division; 1 where max |x| is 0 or not finite; the largest float32 where it
-    overflows. With `power_of_two` it is rounded down to a power of two. inverse_scale = 1 / scale.
-    `MXFP8`: inverse_scale = 2^e with the smallest e >= -127 for which max |x| <= largest * 2^e; 1 where max |x| is not
+    data = x * scale in float32, rounded to nearest even and saturated. With max |x| over the elements that share a
+    scale, and `largest` = 448 (e4m3) or 57344 (e5m2):
+    scale = largest / max |x|; 1 if max |x| is 0 or not finite; the largest float32 if the division overflows. With
+    `power_of_two` it is rounded down to a power of two. inverse_scale = 1 / scale.
+    `MXFP8`: inverse_scale = 2^e with the smallest e >= -127 for which max |x| <= largest * 2^e; 1 if max |x| is not
     finite. NaN and Inf in x are NaN in data, so that a loss scaler sees them.
 
     Args:
-        x: [*, N], of floating dtype; its M rows are those of all leading dimensions together. Of float64 the nearest
-            float32 is taken.
+        x: [*, N], of floating dtype, viewed as [M, N]; float64 is rounded to float32 first.
         recipe: a recipe, such as `Float8BlockScaling()`.
-        role: `"x"`, `"weight"` or `"dy"`, by which the format and the blocks are chosen.
-        direction: `"rows"` where the GEMM sums along N, `"columns"` where it sums along M.
-        scale: of `Float8DelayedScaling` the scale, float32 [], with `offsets` [G]; 1 if left out.
-        offsets: [G] integers, where groups of rows end, as the tokens of experts: no scale is of two groups, and blocks
-            begin with each group. Rows beyond the last end are of no group. The offsets are not read on the host.
+        role: `"x"`, `"weight"` or `"dy"`; selects format and blocks.
+        direction: `"rows"` if the GEMM sums along N, `"columns"` if it sums along M.
+        scale: for `Float8DelayedScaling`: float32 [], or [G] with `offsets`; default 1.
+        offsets: [G] integers, the ends of groups of rows, such as the tokens of each expert. Groups do not share
+            scales, and blocks start anew in each group. Rows after the last end belong to no group. Does not
+            synchronize.
 
     Returns:
-        data: [*, N], `torch.float8_e4m3fn` or `torch.float8_e5m2`; in the layout of x, not transposed, for both
-            directions.
-        inverse_scale: float32, of `MXFP8` `torch.float8_e8m0fnu`. By what shares a scale: a tensor []; a row [M, 1]; a
-            column [1, N]; 1 x B numbers [M, ceil(N / B)]; B x 1 [ceil(M / B), N]; 128 x 128
-            [ceil(M / 128), ceil(N / 128)]. The last block of a row or column may be shorter. With `offsets` a tensor of
-            each group [G]; a column of each [G, N]; B x 1 [floor(M / B) + G, N], the blocks of one group behind those
-            of the other, then 1 for what is unused.
+        data: [*, N], `torch.float8_e4m3fn` or `torch.float8_e5m2`; in the layout of x for both directions, never
+            transposed.
+        inverse_scale: float32; for `MXFP8` `torch.float8_e8m0fnu`. Its shape is [] per tensor; [M, 1] per row; [1, N]
+            per column; [M, ceil(N / B)] per 1 x B; [ceil(M / B), N] per B x 1; [ceil(M / 128), ceil(N / 128)] per 128 x
+            128. The last block of a row or column may be shorter. With `offsets`: [G] per tensor; [G, N] per column;
+            [floor(M / B) + G, N] per B x 1, group after group, then 1 in unused entries.
 
     Raises:
-        InputError: (SF102) for an x that is not floating or has no dimension, (SF106) for another role, direction or
+        InputError: (SF102) if x has no dimensions or is not floating, (SF106) for an unknown role, direction or
             recipe.
     """
     if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -306,7 +305,7 @@ def dequantize(
     *,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The numbers that a GEMM multiplies, data * inverse_scale in float32; arguments and results of `quantize`."""
+    """The dequantized operand that a GEMM multiplies, data * inverse_scale, in float32; see `quantize`."""
     rows, size, inverse = _matrix(data), recipe.block(role, direction), inverse_scale.to(torch.float32)
     places = _places(offsets, len(rows), size[0])
     if places is not None:
@@ -422,18 +421,17 @@ current: ContextVar[Quantizing] = ContextVar("seqfuse_quantizing", default=_DEFA
 
 @contextlib.contextmanager
 def low_precision(recipe: Recipe | None = None, *, enabled: bool = True) -> Generator[None]:
-    """Within the block, switch the recipes of models on or off, or give a recipe to operations that have none.
+    """Context manager: switch recipes on or off, or set a recipe for operations without one.
 
-    A recipe that a model needs in training belongs to the model, `Sequential(..., recipe=recipe)`: a forward pass that
-    is computed again in the backward pass, as `torch.utils.checkpoint` does, runs outside of this block.
+    For training, prefer `Sequential(..., recipe=recipe)`: a forward pass that `torch.utils.checkpoint` recomputes in
+    the backward pass runs outside this block.
 
     Args:
-        recipe: for operations without a recipe of their own or of a container; that of the surrounding block if left
-            out.
-        enabled: `False` runs every operation as without recipes, bit for bit; `True` switches them on again.
+        recipe: for operations without a recipe or a container with one; by default the recipe of the surrounding block.
+        enabled: `False` ignores all recipes; `True` switches them on again.
 
     Raises:
-        InputError: (SF106) for a `recipe` that is not one, or an `enabled` that is not a bool.
+        InputError: (SF106) if `recipe` is not a recipe or `enabled` is not a bool.
     """
     check_recipe(recipe, "low_precision")
     if enabled not in (True, False):

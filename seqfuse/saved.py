@@ -25,23 +25,23 @@ _MISSING = dataclasses.MISSING
 
 
 def field(*, for_: str | tuple[str, ...] = (), default: Any = _MISSING) -> Any:
-    """A field of a `Saved` that only some gradients read.
+    """A field of a `Saved` that is only read for some gradients.
 
     Args:
-        for_: the gradient names (`"x"`, a parameter, an extra input) whose computation reads the field. When none of
-            them is wanted the engine drops the field before anything is kept; reading it then raises `StateError`.
-        default: value of a field the constructor may leave out.
+        for_: names of the gradients (`"x"`, a parameter, an extra input) that need the field. If none of them is
+            needed, it is not saved, and reading it raises `StateError`.
+        default: makes the field optional in the constructor.
     """
     names = (for_,) if isinstance(for_, str) else tuple(for_)
     return dataclasses.field(default=default, metadata={"for": frozenset(names)})
 
 
 class Recompute:
-    """A stand-in for a saved tensor: a function of tensors already saved, evaluated when the field is first read.
+    """Replaces a saved tensor by a function of other saved tensors, evaluated when the field is first read.
 
     Args:
-        fn: a module-level function, or a `functools.partial` of one, that gives the stored value bit for bit.
-        tensors: its arguments; they are saved, deduplicated, in place of the value.
+        fn: a module-level function, or a `functools.partial` of it, that returns the value bit for bit.
+        tensors: its arguments, saved (once each) instead of the value.
     """
 
     __slots__ = ("fn", "tensors")
@@ -63,15 +63,15 @@ _RESERVED = ("fields", "kept")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Saved:
-    """The tensors that a forward saves for its backward, by name; base of frozen keyword-only objects.
+    """Named tensors saved for backward; the base class. Instances are frozen and keyword-only.
 
-    Fields are `Tensor`, `Tensor | None`, `tuple[Tensor, ...]` or plain immutable data. `Recompute` may stand in any
-    tensor field.
+    Fields are `Tensor`, `Tensor | None`, `tuple[Tensor, ...]` or plain immutable data. A tensor field also accepts a
+    `Recompute`.
 
     Raises:
-        PluginError: when the class is defined, for a field name that is not an identifier or a hint that does not
+        PluginError: at class definition, for a field name that is not an identifier or a type hint that does not
             resolve.
-        StateError: when a field is read that was dropped because no needed gradient reads it.
+        StateError: for a read of a field that no needed gradient reads, so that it was not saved.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
@@ -128,7 +128,7 @@ class Saved:
 
     @classmethod
     def kept(cls, needs: frozenset[str]) -> tuple[str, ...]:
-        """The fields read by at least one of the needed gradients `needs`."""
+        """Names of the fields that at least one of the gradients `needs` reads."""
         return tuple([f for f in cls.fields if f not in cls._for or cls._for[f] & needs]) if needs else ()
 
 

@@ -147,15 +147,14 @@ def _resized(history: Tensor, length: int) -> Tensor:
 
 
 def update_scales(model: nn.Module, group: Any = None) -> None:
-    """Compute the scales of a model with delayed scaling from its amax histories, and shift these: once per step.
+    """Update the scales of delayed scaling from the amax histories, and shift these; once per step.
 
-    It is done after `optimizer.step()` of each optimizer by itself; by hand it is for parameters that no optimizer
-    owns. A recipe that is to `reduce` takes maxima over the processes of a group first, in one call for all operations:
-    each process has to call this.
+    `optimizer.step()` does this automatically. Call it for parameters without an optimizer. With `reduce` in the
+    recipe, maxima are first taken over the process group in one collective, so every process must call it.
 
     Args:
         model: a model, or an operation.
-        group: a process group; the default one if left out.
+        group: a process group; by default the default group.
 
     Raises:
         InputError: (SF106) for a model without scales.

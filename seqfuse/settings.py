@@ -108,19 +108,18 @@ def fusing(
     on_error: OnError | None = None,
     unmeasured: bool | None = None,
 ) -> Generator[None]:
-    """Within the block, choose which fusions may be used; what is left out stays as it is outside.
+    """Context manager: choose which fusions may be used. Omitted arguments keep the values of the surrounding block.
 
     Args:
-        enabled: `False` runs every operation unfused, bit for bit; `True` turns fusing on again.
-        only: names or classes of the fusions that may be used, of those that may outside; one, or several. A name that
-            no fusion has is an error where a sequence is planned, not before: a class, or a plug-in that brings it,
-            may be loaded within the block.
-        exclude: likewise, of fusions that may not be used, beside those that may not outside.
-        on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
-        unmeasured: whether C kernels may be used on tensors so small that they are taken to gain nothing from them.
+        enabled: `False` runs every operation unfused; `True` turns fusing on again.
+        only: allowed fusions, as one or several names or classes, from those allowed outside. An unknown name is an
+            error when a sequence is planned, as a plug-in may be loaded within the block.
+        exclude: further fusions to disable, as names or classes.
+        on_error: `"fallback"` runs the unfused operations if a fusion fails, `"raise"` raises its error.
+        unmeasured: whether to use C kernels for tensors so small that no speedup is expected.
 
     Raises:
-        InputError: (SF106) for a value that is none of these.
+        InputError: (SF106) for any other value.
     """
     switches = enabled, unmeasured
     if any(value not in (None, True, False) for value in switches) or on_error not in (None, "fallback", "raise"):

@@ -231,7 +231,7 @@ def test_every_name_in_the_reference_has_a_line_for_an_index() -> None:
 
 
 def test_a_value_is_documented_behind_its_assignment() -> None:
-    assert documented.docstring(sf, "Requirements").startswith("What `requires` yields")
+    assert documented.docstring(sf, "Requirements").startswith("The return type of `requires`")
     assert documented.docstring(sf.fusions, "lean").startswith("Fusions that save less")
     assert documented.docstring(ast, "Load").startswith("Load")
     assert documented.docstring(sys.modules[__name__], "ENGINE") == ""

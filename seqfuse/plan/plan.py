@@ -101,19 +101,19 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The result of fusing; frozen, hashable, printable.
+    """The steps of the forward and backward schedules; frozen, hashable, printable.
 
     Attributes:
         forward: steps of the forward schedule, in order.
-        backward: steps of the backward schedule, in list order; only where a gradient is needed.
-        segments: ranges of positions that run behind one autograd node each, unless torch runs all by itself.
-        recomputed: those of them that run again in the backward pass, but for the steps at the positions beside each,
-            whose results are saved with what enters.
-        refused: fusions whose pattern matched and that were not used, with reasons.
-        env: what it was made for.
-        unmatched: fusions of other authors in the fusion set whose pattern stands nowhere, with their patterns.
-        tokens: how many tokens the input has, where the plan was asked for one; plans are shared by others.
-        cost: estimated nanoseconds beyond what the operations take unfused: negative where it is faster.
+        backward: steps of the backward schedule, by position; only steps with a needed gradient.
+        segments: ranges of positions, one autograd node each, unless everything runs in torch's own nodes.
+        recomputed: segments that the backward pass runs again, each with the positions of steps whose results are
+            saved.
+        refused: fusions that matched but are not used, with reasons.
+        env: the environment of the plan.
+        unmatched: third-party fusions that match nowhere, with their patterns.
+        tokens: exact number of tokens of the input, if given; plans are shared between similar inputs.
+        cost: estimated time relative to the unfused operations, in nanoseconds; negative if faster.
     """
 
     env: Env
@@ -129,12 +129,12 @@ class Plan:
     compare: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def count(self, name: str) -> int:
-        """How many different steps of this name the two schedules hold; one that stands in both counts once."""
+        """Number of different steps of this name; a step in both schedules counts once."""
         return len({(s.covers.start, id(s.operation)) for s in (*self.forward, *self.backward) if s.name == name})
 
     @cached_property
     def eager(self) -> tuple[Eager, ...]:
-        """What runs eagerly, through its own `__call__`, with reasons."""
+        """Operations and modules that run eagerly, through `__call__`, with reasons."""
         return tuple(Eager(s.start, s.name, n.eager) for s in self.forward for n in s.nodes if n.eager is not None)
 
     @cached_property
@@ -149,12 +149,12 @@ class Plan:
 
     @property
     def needs(self) -> tuple[frozenset[str], ...]:
-        """Names of the gradients that are needed at each position: of parameters, of extra inputs, and `"x"`."""
+        """Names of the needed gradients at each position: parameters, extra inputs, and `"x"`."""
         return tuple(needs for step in self.forward for needs in step.needs)
 
     @cached_property
     def casts(self) -> tuple[Cast, ...]:
-        """Casts of the forward pass that no fusion absorbs: of what enters a step, and of parameters, once a call."""
+        """Casts of the forward pass that no fusion absorbs: of step inputs, and of parameters, once per call."""
         found: list[Cast] = []
         absorbed: int | None = None
         for step in self.forward:
@@ -171,7 +171,7 @@ class Plan:
 
     @cached_property
     def quantizations(self) -> tuple[Quantization, ...]:
-        """Operands that are quantized: x and weight in the forward pass and dy in the backward pass, by position."""
+        """Quantized operands by position: x and weight in the forward pass, dy in the backward pass."""
         found: list[Quantization] = []
         inside = {(s.to.at, s.to.role): s.name for s in (*self.forward, *self.backward) if s.to is not None}
         for step in self.forward:
@@ -190,17 +190,17 @@ class Plan:
 
     @cached_property
     def widens(self) -> bool:
-        """Whether GEMMs are computed in float32 and rounded once, for want of instructions for their dtype."""
+        """Whether GEMMs are computed in float32 because this CPU has no instructions for their dtype."""
         return self.env.widens and not {"Linear", "MergedLinear"}.isdisjoint(self.names)
 
     @property
     def alone(self) -> tuple[Eager, ...]:
-        """The earlier name of `eager`."""
+        """Earlier name of `eager`."""
         return self.eager
 
     @property
     def fused(self) -> tuple[int, int]:
-        """Number of fused steps in the forward and in the backward schedule."""
+        """Number of fused steps in the forward and backward schedules."""
         return sum(s.fused for s in self.forward), sum(s.fused for s in self.backward)
 
     @cached_property
@@ -209,17 +209,17 @@ class Plan:
 
     @property
     def memory(self) -> Memory | None:
-        """Bytes kept for backward and FLOPs, fused and unfused; `None` where no input was given, or for a reason."""
+        """Bytes saved for backward and FLOPs, fused and unfused; `None` without an input, or see `memory_unknown`."""
         return self._measured if isinstance(self._measured, Memory) else None
 
     @property
     def memory_unknown(self) -> str | None:
-        """Why `memory` is `None` although an input was given; else `None`."""
+        """Why `memory` is `None` although an input was given; otherwise `None`."""
         return self._measured if isinstance(self._measured, str) else None
 
     @cached_property
     def choices(self) -> tuple[MemoryChoice, ...]:
-        """Bytes and time of each choice of `memory=`; empty where all of them give one plan."""
+        """Bytes and time of each choice of `memory=`; empty if all of them have the same plan."""
         return () if self.compare is None else self.compare(self)
 
     def __repr__(self) -> str:
@@ -232,7 +232,7 @@ class Plan:
         return {**vars(self), "_measured": self._measured, "choices": self.choices, "measure": None, "compare": None}
 
     def as_dict(self) -> PlanData:
-        """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""
+        """The plan as dictionaries, lists, strings and numbers; `format` is the version of the schema."""
         stated = [f.name for f in dataclasses.fields(self.env) if f.name not in ("along", "width", "absorbs")]
         env = {name: getattr(self.env, name) for name in stated}
         env["recipe"] = "off" if self.env.recipe is False else self.env.recipe and str(self.env.recipe)
@@ -262,7 +262,7 @@ class Plan:
 
     @property
     def compiler(self) -> str | None:
-        """The C compiler that makes the kernels of its fusions, such as `"cc 12.2.0"`; `None` where they are not C."""
+        """The C compiler of its kernels, such as `"cc 12.2.0"`; `None` without C kernels."""
         launches = any(step.fused and step.operation.kernels for step in (*self.forward, *self.backward))
         found = compiler() if launches and self.env.kernels == "c" else None
         return None if found is None else found.version
@@ -272,7 +272,7 @@ class Plan:
         return json.dumps(self.as_dict(), indent=indent)
 
     def svg(self, width: int = FULL) -> str:
-        """A picture without scripts, fonts or styles from elsewhere, at most so many pixels wide; details on hover."""
+        """The plan as a self-contained SVG, at most `width` pixels wide, with details on hover."""
         return pictures.svg(self.as_dict(), width)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

@@ -152,17 +152,17 @@ BALANCED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The most that a `Sequential` may hold for its backward pass and in it: the fastest plan within it is used.
+    """A limit on the activation memory of a `Sequential`; the fastest plan within it is used.
 
-    That is the peak: what is saved, and beside it what a pass makes while it runs, such as the tensors that it computes
-    again. If eager modules divide the `Sequential`, each region has its share of `bytes`, by its number of operations.
+    It limits the peak: saved tensors and temporary tensors of the passes, such as recomputed activations. If eager
+    modules divide the `Sequential`, `bytes` is divided among its regions by number of operations.
 
     Args:
-        bytes: storages counted once, without parameters and their gradients, as `plan.memory.peak` counts them.
-        part: instead, a part of what the operations would save unfused, from 0 to 1.
+        bytes: the limit in bytes, without parameters and their gradients, as in `plan.memory.peak`.
+        part: instead, a fraction of the bytes that the unfused operations save, from 0 to 1.
 
     Raises:
-        InputError: (SF106) for a number that is none of these, or for both.
+        InputError: (SF106) for another value, or if both are given.
     """
 
     bytes: int | None = None

@@ -61,18 +61,18 @@ class _Changed(StateError):
 
 
 class Fuser:
-    """Turns operations, fusions and an `Env` into a `Plan`, and runs plans.
+    """Plans a sequence with a fusion set and runs the plans; the engine of `Sequential`.
 
     Args:
-        root: a container, or one operation.
+        root: a container or an operation.
         fusions: the fusion set, in order of preference between equals.
-        owned: whether `root` holds this fuser, which then does not keep it alive.
-        memory: what to save for the backward pass.
-        on_step: called as `on_step(step, run, *args, **kwargs)` in place of each `run(*args, **kwargs)`, the `fwd` or
-            `bwd` of a step of a plan; returns its result.
+        owned: whether `root` owns this fuser, which then only has a weak reference to it.
+        memory: activation memory, as in `Sequential`.
+        on_step: called as `on_step(step, run, *args, **kwargs)` instead of each `run(*args, **kwargs)`, the `fwd` or
+            `bwd` of a step; returns its result.
 
     Raises:
-        InputError: (SF105) for a root that is neither, such as several operations.
+        InputError: (SF105) for another root, such as several operations.
     """
 
     segment_bytes = 0  # of parameters and activations, that a segment should have at least
@@ -115,7 +115,7 @@ class Fuser:
 
     @property
     def root(self) -> Any:
-        """The container, or the one operation: there as long as somebody holds it."""
+        """The container or operation; weakly referenced if it owns this fuser."""
         return self.owner()
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
@@ -138,7 +138,7 @@ class Fuser:
         return self.run(op_list, x, channels)
 
     def run(self, op_list: OpList, x: Tensor, channels: dict[str, Tensor]) -> Any:
-        """Run the planned list on plain tensors."""
+        """Run the planned sequence on plain tensors."""
         if torch.is_inference_mode_enabled() and torch.is_grad_enabled():  # where torch records nothing, either
             with torch.no_grad():
                 return self.run(op_list, x, channels)
@@ -171,7 +171,7 @@ class Fuser:
     def run_region(
         self, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
     ) -> Tensor:
-        """Run a region as it is planned for these tensors."""
+        """Plan a region for these tensors and run it."""
         if region.latest is not None and (y := region.latest(x, channels, seeds)) is not None:
             return y
         given, plain = [channels[c] for c in region.channels], True
@@ -236,7 +236,7 @@ class Fuser:
         channels: dict[str, Tensor],
         parameters: Sequence[Tensor],
     ) -> CompiledRegion:
-        """Plan a region for these tensors; what is neither plain nor fake goes by reference."""
+        """Plan and lower a region for these tensors; tensor subclasses other than fake tensors run by reference."""
         given = {c: channels[c] for c in region.channels}
         # Fake tensors measure what plain ones would do. Beside a complex tensor a real one gets a gradient from torch.
         several = (x, *parameters, *given.values())
@@ -302,7 +302,7 @@ class Fuser:
                     op_list.forget()
 
     def op_list(self) -> OpList:
-        """The sequence as it is now; read again only if its fingerprint no longer holds."""
+        """The flattened sequence, rebuilt if its fingerprint has changed."""
         for op_list in self._op_lists:
             if op_list.fingerprint.holds():
                 self._op_lists = (op_list, *(other for other in self._op_lists if other is not op_list))
@@ -319,10 +319,10 @@ class Fuser:
             return op_list
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
-        """The plan for an input, or for an environment.
+        """The plan for an input or an environment.
 
-        Without an input, gradients are taken to be wanted for parameters but not for the input, and behind a barrier if
-        one was wanted before it.
+        Without an input, parameters are assumed to need gradients and the input not; after a barrier, the input does if
+        any gradient was needed before.
         """
         with collecting_later():
             return plan_ahead(self.root, self._matcher, self._changed(), x, env, channels, self.memory, weighing)
@@ -330,7 +330,7 @@ class Fuser:
     def run_recorded(
         self, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
     ) -> Tensor:
-        """Run a region on tensors with which a compiler records what is done to them."""
+        """Run a region while a compiler traces it."""
         if not is_fake(x):
             return self.run_region(op_list, region, x, channels, seeds)
         program = self.bind(op_list, region, x, channels, [getattr(owner, name) for owner, name in region.slots])
@@ -343,7 +343,7 @@ class Fuser:
         return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
 
     def plan_of(self, program: CompiledRegion) -> Plan:
-        """The plan of a region that ran, and which patterns are nearly there."""
+        """The plan of a region that ran, with patterns that nearly match."""
         plan, lean = program.plan, self.memory != "fast"
         _, refused = self._matcher.find(program.asked, None, lean, near=True)
         near = [refusal for refusal in refused if refusal.reason.startswith(NEAR)]

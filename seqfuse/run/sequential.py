@@ -25,16 +25,16 @@ from .fuser import Fuser, default_fusions
 
 
 def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Rename the keys of a state dictionary, such as those of a hand-written residual block, to load it strictly.
+    """Rename the keys of a state dictionary, for example from a hand-written residual block.
 
     Args:
-        state: a state dictionary; its tensors are passed on as they are.
-        names: old to new dotted prefixes, `{"norm1": "0.0", "layers.*.mlp.up": "*.1.1"}`. `*` stands for one component,
-            carried over, and `""` takes a prefix away: `{"_orig_mod": ""}`. Of several that match a key the longest is
-            taken; a key that none matches stays.
+        state: a state dictionary; tensors are not copied.
+        names: old to new dotted prefixes, `{"norm1": "0.0", "layers.*.mlp.up": "*.1.1"}`. `*` matches one component and
+            keeps it. `""` removes a prefix: `{"_orig_mod": ""}`. The longest matching prefix wins; keys without a match
+            do not change.
 
     Raises:
-        InputError: if a name matches no key, or two keys become one.
+        InputError: if a prefix matches no key, or two keys become equal.
     """
     new: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -86,26 +86,25 @@ class Channels(NamedTuple):
 
 
 class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A `torch.nn.Sequential` that runs its operations by fused ones: y = (... op_2(op_1(x))).
+    """A `torch.nn.Sequential` that runs its operations fused: y = (... op_2(op_1(x))).
 
-    Nested `Sequential`s and `Residual`s are expanded in place, and fusions cross their borders; a module that is no
-    operation of this library runs by itself, as do operations with hooks. Parameters, keys and everything else are
-    those of the torch class.
+    Nested `Sequential`s and `Residual`s are flattened, so fusions cross their borders. Modules that are not seqfuse
+    operations, and operations with hooks, run eagerly. Parameters, state-dict keys and other methods are as in the
+    torch class.
 
     Args:
         operations: modules in order, or one `OrderedDict` of them.
-        fusions: the fusion set; the default one if left out.
-        memory: what to save for the backward pass, at the price of time: `"fast"`, what makes it fastest (`"save"` is
-            an earlier name); `"balanced"`, less where that takes little time; `"lean"`, the least without running a
-            part of it twice; `"least"`, the lowest peak; or the most bytes to hold at once, a number or an `sf.Budget`.
-            `model.memory = "lean"` sets it later.
-        recipe: how the operands of its GEMMs are quantized, such as `sf.recipes.Float8BlockScaling()`; also in the
-            containers in it that have none of their own. `model.recipe = None` keeps all of them out.
+        fusions: the fusion set; by default `sf.fusions.default`.
+        memory: activation memory against time. `"fast"` (earlier name `"save"`) is fastest; `"balanced"` saves less if
+            that costs little time; `"lean"` saves the least without activation checkpointing; `"least"` has the lowest
+            peak; a number of bytes or an `sf.Budget` limits the peak. `model.memory = "lean"` changes it later.
+        recipe: the low-precision recipe of its GEMMs, such as `sf.recipes.Float8BlockScaling()`, also for nested
+            containers without a recipe. `model.recipe = None` disables quantization.
 
     Raises:
-        InputError: for another `memory` or `recipe`; for an input or channel that does not fit, naming the operation
-            and its position.
-        PlanError: for channels of the sequence that do not fit together.
+        InputError: for an unknown `memory` or `recipe`; for an input or channel that does not fit, with the operation
+            and position.
+        PlanError: for channels that do not match.
     """
 
     inlines: ClassVar[bool] = True
@@ -171,10 +170,10 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     @takes_input
     def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run the sequence: `y`, or `(y, *outputs)` where it makes public extra outputs.
+        """Run the sequence; returns `y`, or `(y, *outputs)` with public extra outputs.
 
         Args:
-            x: the input; by keyword, torch's name `input` does as well.
+            x: the input; as a keyword, torch's name `input` also works.
             channels: the public extra inputs, by channel name.
         """
         if x is NOT_GIVEN:
@@ -187,11 +186,11 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         return fuser(x, **channels) if channels else fuser(x)
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
-        """The plan for this input or environment: what is fused in each pass, and why other fusions are not applied.
+        """The plan for this input or environment: the steps of each pass, and why other fusions are not applied.
 
         Args:
             x: an input; its shape, dtype, device and `requires_grad` matter.
-            env: an environment that need not be here, such as `Env.of("cuda:sm_90", dtype=torch.bfloat16)`.
+            env: another environment, such as `Env.of("cuda:sm_90", dtype=torch.bfloat16)`; no such device is needed.
             channels: the public extra inputs, by channel name.
         """
         if env is not None and not isinstance(env, Env):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -200,7 +199,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     @property
     def channels(self) -> Channels:
-        """The extra inputs that a call passes by name, and the extra outputs that it returns after `y`."""
+        """Names of the public extra inputs, passed by keyword, and of the extra outputs, returned after `y`."""
         op_list = self._own().op_list()
         return Channels(op_list.inputs, op_list.outputs)
 
