@@ -75,15 +75,15 @@ def describe(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
         lines += _of_fusion(obj)
     record = vars(obj).get("Saved")
     if isinstance(record, type) and issubclass(record, sf.Saved) and record.fields:
-        lines += [":Record:", *(f"   * {_field(*field)}" for field in fields_of(record)), ""]
+        lines += [":Saved tensors:", *(f"   * {_field(*field)}" for field in fields_of(record)), ""]
 
 
 def _of_fusion(fusion: type[FusedOperation]) -> list[str]:
     contract = next(base.__name__ for base in fusion.__mro__ if base.__module__ == "seqfuse.fusion")
     pattern = ", ".join(f"{slot.name}: {_slot(slot)}" for slot in fusion.slots)
     rules = [name for name in ("aten", "triton", "lean") if fusion in getattr(sf.fusions, name)]
-    lines = [f":Contract: :py:class:`~seqfuse.{contract}`", f":Pattern: ``{pattern}``"]
-    return [*lines, *([f":In: {', '.join(f'``fusions.{rule}``' for rule in rules)}"] if rules else []), ""]
+    lines = [f":Base class: :py:class:`~seqfuse.{contract}`", f":Pattern: ``{pattern}``"]
+    return [*lines, *([f":Fusion sets: {', '.join(f'``fusions.{rule}``' for rule in rules)}"] if rules else []), ""]
 
 
 def _field(field: str, about: str) -> str:

@@ -57,11 +57,11 @@ class Clamp(sf.Pointwise):
     Backward: dx = dy where -limit <= x <= limit, else 0.
 
     x, y: [*, H].  Saved: x.
-    Source: `torch.clamp`; with an offset it is what GPT-OSS multiplies its gate by.
+    Source: `torch.clamp`; with an offset, the up half of GPT-OSS's gated unit.
 
     Args:
         limit: the largest absolute value.
-        offset: added afterwards.
+        offset: added after clamping.
     """
 
     autocast = "same"
@@ -128,10 +128,10 @@ class ClampedSiLU(sf.Pointwise):
 
 
 class GeLU(sf.Pointwise):
-    """y = x Phi(x), Phi the distribution function of N(0, 1).
+    """y = x Phi(x), Phi the CDF of N(0, 1).
 
     Forward: `"none"`: Phi(x) = (1 + erf(x / sqrt(2))) / 2; `"tanh"`: Phi(x) = (1 + tanh(u)) / 2 with
-    u = sqrt(2 / pi) (x + 0.044715 x^3). They differ by up to 4.7e-4, so `approximate` is part of what the operation is.
+    u = sqrt(2 / pi) (x + 0.044715 x^3). They differ by up to 4.7e-4.
 
     Backward: dx = dy (Phi(x) + x Phi'(x)).
 
@@ -151,7 +151,7 @@ class GeLU(sf.Pointwise):
 
     @property
     def device_name(self) -> str:
-        """The name of its device functions."""
+        """Name of the device functions."""
         return "gelu_tanh" if self.approximate == "tanh" else "gelu"
 
     def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:

@@ -178,48 +178,48 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
 class Attention(SoftmaxAttention):
     """y = softmax(scale q k^T) v for each head, with x = [q; k; v] packed along the last dimension.
 
-    Forward, for row i and key j of one head: s = scale q_i . k_j; with `softcap` c, s = c tanh(s / c); plus the mask;
-    w = exp(s - lse), lse = log sum_j exp(s) over the keys that row i sees; y_i = sum_j keep w v_j / (1 - p). A row that
-    sees no key gives zeros, and so do its gradients.
+    Forward, for row i and key j of one head: s = scale q_i . k_j; with `softcap` c, s = c tanh(s / c); plus the mask; w
+    = exp(s - lse), lse = log sum_j exp(s) over the keys visible to row i; y_i = sum_j keep w v_j / (1 - p). A row
+    without visible keys gives zeros and zero gradients.
 
-    Backward: with dw = keep (dy . v) / (1 - p), ds = w (dw - sum_j w dw); dq = scale ds k, dk = scale ds^T q,
-    dv = (keep w / (1 - p))^T dy, and the gradient of a float mask is the sum of ds over what it was broadcast to.
-    Weights are made again: nothing of size S x S is kept.
+    Backward: with dw = keep (dy . v) / (1 - p), ds = w (dw - sum_j w dw); dq = scale ds k, dk = scale ds^T q, dv =
+    (keep w / (1 - p))^T dy, and the gradient of a float mask is the sum of ds over broadcast dimensions. Attention
+    weights are recomputed; nothing of size S x S is saved.
 
-    x: [*, S, (H + 2 Hkv) D] with heads outermost in each part, y: [*, S, H D]. Heads H / Hkv at a time share a key
-    head. Scores and sums are float32 (float64 for float64); under autocast x is cast to its dtype first.
-    Saved: x, y, lse [*, H, S] in natural logarithms (0 for a row that sees no key), mask, sequence ends, seed and p.
-    Dropout of weights is that of `Dropout` over a contiguous [*, H, S, S]; no mask is kept. In 16 bits on an NVIDIA
-    GPU, without a mask or a soft-cap, FlashAttention drops them by torch's generator instead, unless algorithms are to
-    be deterministic: `seed` is then the state of that, int64 [2].
+    x: [*, S, (H + 2 Hkv) D] with heads outermost in q, k and v, y: [*, S, H D]. Each key head serves H / Hkv query
+    heads (GQA). Scores and sums are float32 (float64 for float64); under autocast x is cast first.
+    Saved: x, y, lse [*, H, S] in natural logarithms (0 for a row without visible keys), mask, cu_seqlens, seed and p.
+    Attention weights are dropped as by `Dropout` on a contiguous [*, H, S, S]; the dropout mask is not saved. In 16
+    bits on an NVIDIA GPU, without mask, softcap or deterministic algorithms, FlashAttention drops them instead; `seed`
+    is then the state of torch's generator, int64 [2].
     Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691; GQA: Ainslie et al. 2023,
     arXiv:2305.13245.
 
     Args:
         heads: H.
-        kv_heads: Hkv, which divides H; H by default.
-        causal: whether row i sees keys 0..i alone.
-        window: how many keys a row sees on each side, its own included; all by default.
-        dropout: probability of dropping a weight in training.
-        scale: D^-1/2 by default.
-        softcap: bound on the scores, none by default.
-        mask: channel of a mask that broadcasts to [*, H, S, S]: bool or int, where not zero is seen, or float, added.
-        cu_seqlens: channel of the ends of sequences packed along S, int [N + 1], from 0 to S; no row sees another
-            sequence. x is then [S, ...].
+        kv_heads: Hkv, a divisor of H; default H.
+        causal: whether row i attends only to keys 0..i.
+        window: sliding window, the number of keys on each side including the own position; default all.
+        dropout: probability of dropping an attention weight in training.
+        scale: factor of the scores; default D^-1/2.
+        softcap: soft cap c of the scores; default none.
+        mask: channel of a mask, broadcast to [*, H, S, S]: bool or int (nonzero attends), or float (added).
+        cu_seqlens: channel of the cumulative lengths of sequences packed along S (varlen), int [N + 1], from 0 to S. x
+            is then [S, ...].
 
     Raises:
-        ValueError: for numbers that do not fit together.
-        InputError: (SF101) for a mask that does not broadcast, or what is not of real numbers, (SF107) for ends that do
-            not run from 0 to S.
+        ValueError: for inconsistent numbers.
+        InputError: (SF101) for a mask that does not broadcast or complex tensors, (SF107) for `cu_seqlens` that do not
+            run from 0 to S.
     """
 
     class Saved(sf.Saved):
         x: Tensor  # [*, S, (H + 2 Hkv) D]
-        y: Tensor | None  # [*, S, H D], for the kernels of torch, `None` where none would read it
+        y: Tensor | None  # [*, S, H D]; `None` if no backward kernel reads it
         lse: Tensor  # [*, H, S] float32
         mask: Tensor | None
         cu_seqlens: Tensor | None
-        seed: Tensor | None  # [] int64, or [2] of FlashAttention
+        seed: Tensor | None  # [] int64, [2] with FlashAttention
         p: float
 
     packs = True
@@ -304,7 +304,7 @@ class Attention(SoftmaxAttention):
         return q, k, v
 
     def scale_of(self, x: Tensor) -> float:
-        """The factor of the scores, queries times keys."""
+        """The factor of the scores q k^T."""
         return (x.shape[-1] // (self.heads + 2 * self.kv_heads)) ** -0.5 if self.scale is None else self.scale
 
     def _check_dtypes(self, x: Tensor, mask: Tensor | None) -> None:
@@ -346,48 +346,47 @@ class Attention(SoftmaxAttention):
 
 
 class CrossAttention(SoftmaxAttention):
-    """y = softmax(scale q k^T) v for each head, with q = x, and k and v the tensors of channels.
+    """y = softmax(scale q k^T) v for each head, with q = x, and k and v from channels.
 
-    Forward and backward are those of `Attention`, whose q, k and v are one tensor: for row i and key j of one head
-    s = scale q_i . k_j, made softcap tanh(s / softcap) where there is one, plus the mask; w = exp(s - lse),
-    lse = log sum_j exp(s); y_i = sum_j keep w v_j / (1 - p). Nothing of size S x N is kept.
+    Forward and backward as in `Attention`: for row i and key j of one head s = scale q_i . k_j, with `softcap` s =
+    softcap tanh(s / softcap), plus the mask; w = exp(s - lse), lse = log sum_j exp(s); y_i = sum_j keep w v_j / (1 -
+    p). Nothing of size S x N is saved.
 
-    Backward: with dw = keep (dy . v) / (1 - p), ds = w (dw - sum_j w dw); dx = scale ds k, dk = scale ds^T q,
-    dv = (keep w / (1 - p))^T dy, and the gradient of a float mask is the sum of ds over what it was broadcast to.
+    Backward: with dw = keep (dy . v) / (1 - p), ds = w (dw - sum_j w dw); dx = scale ds k, dk = scale ds^T q, dv =
+    (keep w / (1 - p))^T dy, and the gradient of a float mask is the sum of ds over broadcast dimensions.
 
-    x, y: [*, S, H D], k, v: [*, N, Hkv D], of one dtype, heads outermost. Heads H / Hkv at a time share a key head.
-    Scores and sums are float32 (float64 for float64); under autocast x, k and v are cast to its dtype first.
-    Saved: x, k, v, y, lse [*, H, S] in natural logarithms (0 for a row that sees no key), mask, seed and p.
-    Dropout of weights is that of `Dropout` over a contiguous [*, H, S, N]; no mask is kept. Where `Attention` leaves it
-    to FlashAttention, so does this.
+    x, y: [*, S, H D], k, v: [*, N, Hkv D], of one dtype, heads outermost. Each key head serves H / Hkv query heads
+    (GQA). Scores and sums are float32 (float64 for float64); under autocast x, k and v are cast first.
+    Saved: x, k, v, y, lse [*, H, S] in natural logarithms (0 for a row without visible keys), mask, seed and p.
+    Attention weights are dropped as by `Dropout` on a contiguous [*, H, S, N], or by FlashAttention as in `Attention`.
     Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691.
 
     Args:
         heads: H.
-        kv_heads: Hkv, which divides H; H by default.
+        kv_heads: Hkv, a divisor of H; default H.
         k: channel of the keys.
         v: channel of the values.
-        causal: whether row i sees keys 0..i alone, where S = N.
-        dropout: probability of dropping a weight in training.
-        scale: D^-1/2 by default.
-        softcap: bound on the scores, none by default.
-        mask: channel of a mask that broadcasts to [*, H, S, N]: bool or int, where not zero is seen, or float, added,
-            as a relative position bias [1, H, S, N] is.
+        causal: whether row i attends only to keys 0..i; needs S = N.
+        dropout: probability of dropping an attention weight in training.
+        scale: factor of the scores; default D^-1/2.
+        softcap: soft cap of the scores; default none.
+        mask: channel of a mask, broadcast to [*, H, S, N]: bool or int (nonzero attends), or float (added), such as a
+            relative position bias [1, H, S, N].
 
     Raises:
-        ValueError: for numbers that do not fit together.
-        InputError: (SF101) for keys and values that do not fit x, a mask that does not broadcast, or `causal` where S
-            is not N.
+        ValueError: for inconsistent numbers.
+        InputError: (SF101) for keys and values that do not fit x, a mask that does not broadcast, or `causal` with S
+            other than N.
     """
 
     class Saved(sf.Saved):
         x: Tensor  # [*, S, H D]
         k: Tensor  # [*, N, Hkv D]
         v: Tensor  # [*, N, Hkv D]
-        y: Tensor | None  # [*, S, H D], for the kernels of torch, `None` where none would read it
+        y: Tensor | None  # [*, S, H D]; `None` if no backward kernel reads it
         lse: Tensor  # [*, H, S] float32
         mask: Tensor | None
-        seed: Tensor | None  # [] int64, or [2] of FlashAttention
+        seed: Tensor | None  # [] int64, [2] with FlashAttention
         p: float
 
     apart = True

@@ -40,23 +40,23 @@ class OnChannel(sf.UnfusedOperation, open=True):
 
 
 class Fork(OnChannel):
-    """y = x and out = x: the chain goes on, and the channel `out` leaves it until an `Add` of the same name.
+    """y = x and out = x: sends x into the channel `out`, up to the `Add` of the same name.
 
     Backward: dx = dy + d_out.
 
     x, y, out: any shape.  Saved: nothing.
-    Source: He et al. 2015, arXiv:1512.03385, whose shortcut it opens.
+    Source: He et al. 2015, arXiv:1512.03385, where the shortcut begins.
 
     Args:
-        name: the channel. Without one, forks and adds pair like parentheses. A named fork nobody consumes is a public
-            output of the `Sequential`, returned after y.
+        name: the channel. Without one, forks and adds pair like parentheses. A named channel that no operation reads is
+            a public output of the `Sequential`, returned after y.
     """
 
     outputs = ("out",)
     end = "out"
 
     class Saved(sf.Saved):
-        """Empty: the backward pass reads dy and d_out alone."""
+        """Empty: the backward pass only reads dy and d_out."""
 
     dy_may_be_none = True
     is_view = True
@@ -80,26 +80,25 @@ class Fork(OnChannel):
 
 
 class Add(OnChannel):
-    """y = x + other, `other` the tensor of a channel.
+    """y = x + other, `other` from a channel.
 
     Backward: dx = dy, dother = dy.
 
-    x, other, y: one shape, any; nothing is broadcast, so a bias is never taken for a residual. Dtypes promote as in
-    torch.  Saved: nothing.
-    Source: He et al. 2015, arXiv:1512.03385, whose shortcut it closes.
+    x, other, y: the same shape, without broadcasting. Dtypes promote as in torch.  Saved: nothing.
+    Source: He et al. 2015, arXiv:1512.03385, where the shortcut ends.
 
     Args:
-        name: the channel. Without one, it takes what the nearest open `Fork` let out. A named add nobody feeds is a
-            public extra input of the `Sequential`, passed by that keyword.
+        name: the channel. Without a name, that of the nearest open `Fork`. A named channel that no operation writes is
+            a public extra input of the `Sequential`, passed by keyword.
 
     Raises:
-        InputError: (SF101) when the shapes differ.
+        InputError: (SF101) if the shapes differ.
     """
 
     end = "other"
 
     class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+        """Empty: the backward pass only reads dy."""
 
     autocast = "promote"
     native = True
@@ -127,19 +126,19 @@ def _unequal(x: Tensor, other: Tensor) -> InputError:
 
 
 class Multiply(OnChannel):
-    """y = x other, `other` the tensor of a channel, as a gate that is a tensor of its own.
+    """y = x other, `other` from a channel, such as a gate.
 
-    Backward: dx = dy other;  dother = dy x, summed over what other was broadcast to.
+    Backward: dx = dy other;  dother = dy x, summed over broadcast dimensions.
 
-    x, y: one shape, any; other: broadcast to that, not x to other. Dtypes promote as in torch.
+    x, y: the same shape; other: broadcast to it, never x to other. Dtypes promote as in torch.
     Saved: x for dother, other for dx, and the shape of other.
 
     Args:
-        name: the channel. Without one, it takes what the nearest open `Fork` let out. A named one that nobody feeds is
-            a public extra input of the `Sequential`, passed by that keyword.
+        name: the channel. Without a name, that of the nearest open `Fork`. A named channel that no operation writes is
+            a public extra input of the `Sequential`, passed by keyword.
 
     Raises:
-        InputError: (SF101) when other does not broadcast to x.
+        InputError: (SF101) if other does not broadcast to x.
     """
 
     end = "other"
@@ -147,7 +146,7 @@ class Multiply(OnChannel):
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="other")
         other: Tensor = sf.field(for_="x")
-        shape: tuple[int, ...]  # of other
+        shape: tuple[int, ...]  # shape of other
 
     autocast = "promote"
 
@@ -170,19 +169,19 @@ class Multiply(OnChannel):
 
 
 class TokenScale(OnChannel):
-    """y = scales x, one factor for each token, the tensor of a channel: as the probabilities of experts.
+    """y = scales x, with one factor per token from a channel, such as the router probabilities of experts.
 
     Backward: dx = scales dy;  dscales = sum of dy x over the features of each token.
 
-    x, y: [*, H], scales: [*] or [*, 1]. y has the dtype of x whatever that of scales is; it is computed in
-    float32 (float64 for float64) and rounded once.  Saved: x for dscales, scales.
+    x, y: [*, H], scales: [*] or [*, 1]. Computed in float32 (float64 for float64) and rounded to the dtype of x once.
+    Saved: x for dscales, scales.
 
     Args:
-        name: the channel. Without one, it takes what the nearest open `Fork` let out. A named one that nobody feeds is
-            a public extra input of the `Sequential`, passed by that keyword.
+        name: the channel. Without a name, that of the nearest open `Fork`. A named channel that no operation writes is
+            a public extra input of the `Sequential`, passed by keyword.
 
     Raises:
-        InputError: (SF101) for scales of another shape, or an x that is not of real numbers.
+        InputError: (SF101) for scales of another shape or a complex x.
     """
 
     end = "scales"
@@ -194,7 +193,7 @@ class TokenScale(OnChannel):
     autocast = "same"
 
     def check(self, shape: Sequence[int], scales: Tensor) -> None:
-        """Raise InputError unless there is one factor for each token of an x of this shape."""
+        """Raise `InputError` unless x of this shape has one factor per token."""
         lead = tuple(shape[:-1])
         if tuple(scales.shape) not in (lead, (*lead, 1)):
             sentence = f"expects one factor for each token, {lead} or {(*lead, 1)}, got {tuple(scales.shape)}"
@@ -220,30 +219,30 @@ class TokenScale(OnChannel):
 
 
 class Take(sf.UnfusedOperation):
-    """y = other, the tensor of a channel, and out = x, a channel: the chain goes on from the one, the other waits.
+    """y = other and out = x: reads one channel and sends x into another, for parallel branches.
 
-    A block with branches side by side is `Fork("r"), LayerNorm(d), *attention, Take("r"), LayerNorm(d), *feedforward,
-    Add(), Add("r")`: the first `Add` takes what attention gave, as if a `Fork` had let it out.
+    A block with parallel branches is `Fork("r"), LayerNorm(d), *attention, Take("r"), LayerNorm(d), *feedforward,
+    Add(), Add("r")`: the first `Add` reads the output of attention, as if from a `Fork`.
 
     Backward: dx = d_out, dother = dy.
 
-    x, y, out: one shape, any, which is that of other.  Saved: nothing.
-    Source: Wang & Komatsuzaki 2021, GPT-J-6B, whose parallel blocks it makes.
+    x, y, out: the shape of other.  Saved: nothing.
+    Source: Wang & Komatsuzaki 2021, GPT-J-6B, with parallel blocks.
 
     Args:
-        name: the channel that is taken. Without one, it takes what the nearest open `Fork` let out. One that nobody
-            feeds is a public extra input of the `Sequential`, passed by that keyword.
-        to: the channel that x becomes. Without one it is an open fork, which the next `Add` without a name closes. One
-            that nobody takes is a public output of the `Sequential`, returned after y.
+        name: the channel `other`. Without a name, that of the nearest open `Fork`. A named channel that no operation
+            writes is a public extra input of the `Sequential`, passed by keyword.
+        to: the channel `out`. Without a name it goes to the next unnamed `Add`. A named channel that no operation reads
+            is a public output of the `Sequential`, returned after y.
 
     Raises:
-        InputError: (SF101) when the shapes differ.
+        InputError: (SF101) if the shapes differ.
     """
 
     outputs = ("out",)
 
     class Saved(sf.Saved):
-        """Empty: the backward pass reads dy and d_out alone."""
+        """Empty: the backward pass only reads dy and d_out."""
 
     dy_may_be_none = True
     is_view = True
@@ -286,14 +285,14 @@ class Take(sf.UnfusedOperation):
 
 
 class Residual(Sequential):
-    """y = x + (op_n(... op_1(x))), a container with the keys of its operations.
+    """y = x + (op_n(... op_1(x))), a container; state-dict keys are those of its operations.
 
-    dx = dy + (the branch's gradient).  x, y: [*, H]. It expands to `Fork, *operations, Add`, and fusions cross its
+    dx = dy + (gradient through the branch).  x, y: [*, H]. It expands to `Fork, *operations, Add`, so fusions cross its
     border. Source: He et al. 2015, arXiv:1512.03385.
 
     Args:
         operations: modules in order, or one `OrderedDict` of them.
-        fusions: the fusion set for when it runs on its own; the default one if left out.
+        fusions: the fusion set when called by itself; by default `sf.fusions.default`.
     """
 
     inlines: ClassVar[bool] = True

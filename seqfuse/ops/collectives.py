@@ -62,21 +62,20 @@ class CollectiveAlong(Collective, open=True):
 
 
 class AllGather(CollectiveAlong):
-    """y = the x of all processes of a group, one after another along a dimension.
+    """y = x of all processes of a group, concatenated along a dimension.
 
-    Backward: dx = this process's part of the sum of dy over the processes, each of which used y for a part of what
-    follows.
+    Backward: dx = this process's slice of the sum of dy over the processes (reduce-scatter).
 
-    x, y: any shape of at least one dimension, `dim` of y as many times as long as there are processes.
-    Saved: nothing. In a group of one process, y = x and nothing is sent.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, whose g it is.
+    x, y: at least one dimension; `dim` of y is as many times longer as there are processes.
+    Saved: nothing. In a group of one process, y = x without communication.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, where it is called g.
 
     Args:
-        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process alone.
+        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process only.
         dim: the dimension.
 
     Raises:
-        StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
+        StateError: (SF506) in every remaining process, with group and operation, if a process dies or times out.
     """
 
     sharding = ("sequence", "features")
@@ -96,18 +95,18 @@ class AllGather(CollectiveAlong):
 
 
 class AllReduce(Collective):
-    """y = sum of x over the processes of a group, the same in each of them.
+    """y = sum of x over the processes of a group.
 
-    Backward: dx = dy, which every process has alike.
+    Backward: dx = dy, which is replicated.
 
-    x, y: any shape.  Saved: nothing. In a group of one process, y = x and nothing is sent.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, whose g it is.
+    x, y: any shape.  Saved: nothing. In a group of one process, y = x without communication.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, where it is called g.
 
     Args:
-        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process alone.
+        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process only.
 
     Raises:
-        StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
+        StateError: (SF506) in every remaining process, with group and operation, if a process dies or times out.
     """
 
     sharding = ("features", "replicated")
@@ -120,18 +119,18 @@ class AllReduce(Collective):
 
 
 class CopyToTensorParallel(Collective):
-    """y = x, the same in every process of a group.
+    """y = x, replicated over a group; the gradient is summed.
 
-    Backward: dx = sum of dy over the processes, each of which used y for a part of what follows.
+    Backward: dx = sum of dy over the processes (all-reduce).
 
-    x, y: any shape.  Saved: nothing. In a group of one process nothing is sent.
-    Source: Shoeybi et al. 2019, arXiv:1909.08053, whose f it is.
+    x, y: any shape.  Saved: nothing. In a group of one process there is no communication.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, where it is called f.
 
     Args:
-        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process alone.
+        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process only.
 
     Raises:
-        StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
+        StateError: (SF506) in every remaining process, with group and operation, if a process dies or times out.
     """
 
     sharding = ("replicated", "features")
@@ -144,21 +143,21 @@ class CopyToTensorParallel(Collective):
 
 
 class ReduceScatter(CollectiveAlong):
-    """y = this process's part along a dimension of the sum of x over the processes of a group.
+    """y = this process's slice along a dimension of the sum of x over a group.
 
-    Backward: dx = the dy of all processes, one after another along that dimension.
+    Backward: dx = dy of all processes, concatenated along that dimension (all-gather).
 
-    x, y: any shape of at least one dimension, `dim` of y as many times shorter as there are processes.
-    Saved: nothing. In a group of one process, y = x and nothing is sent.
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, whose conjugate of g it is.
+    x, y: at least one dimension; `dim` of y is as many times shorter as there are processes.
+    Saved: nothing. In a group of one process, y = x without communication.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, the conjugate of g there.
 
     Args:
-        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process alone.
+        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process only.
         dim: the dimension.
 
     Raises:
-        InputError: (SF101) for a dimension that the processes do not divide.
-        StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
+        InputError: (SF101) for a dimension that is not a multiple of the number of processes.
+        StateError: (SF506) in every remaining process, with group and operation, if a process dies or times out.
     """
 
     sharding = ("features", "sequence")

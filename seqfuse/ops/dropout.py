@@ -14,7 +14,7 @@ class Dropping(sf.UnfusedOperation, open=True):
     """Drops parts of x in training. The map is linear and its own adjoint, so that one function is both passes."""
 
     class Saved(sf.Saved):
-        seed: Tensor | None  # [] int64; `None` where nothing is dropped
+        seed: Tensor | None  # [] int64; `None` without dropout
         p: float
 
     autocast = "same"
@@ -55,20 +55,18 @@ class Dropout(Dropping):
     """y = keep x / (1 - p) in training, keep an independent 0 or 1 with P(keep = 0) = p; y = x in evaluation.
 
     Forward, `mode="upscale_in_train"`: as above. `mode="downscale_in_infer"`: y = keep x in training and (1 - p) x in
-    evaluation. As in torch keep multiplies x: a dropped Inf or NaN is NaN, a dropped negative number is -0. p = 1
-    drops all.
+    evaluation. As in torch, x is multiplied by keep: a dropped Inf or NaN is NaN, a dropped negative number is -0.
 
-    Backward: dx = keep dy / (1 - p), or keep dy; the mask is made again from the seed and never stored.
+    Backward: dx = keep dy / (1 - p), or keep dy; the mask is recomputed from the seed.
 
-    x, y: any shape.  Saved: seed (`None` where nothing was dropped) and p as they were in the forward pass.
-    keep of element i, counted in contiguous order whatever the layout: word i & 3 of Philox4x32-10 at counter i >> 2
-    under the seed as key, kept iff the word is at least floor(p 2^32). One mask on every device, fused or not; on a
-    Triton device each pass is one kernel.
+    x, y: any shape.  Saved: seed (`None` without dropout) and p of the forward pass. keep of element i, in contiguous
+    order for any strides: word i & 3 of Philox4x32-10 at counter i >> 2 with the seed as key; keep = 1 iff the word is
+    at least floor(p 2^32). The mask is the same on every device, fused or not. With Triton each pass is one kernel.
     Source: Srivastava et al. 2014, JMLR 15; Salmon et al. 2011, SC'11.
 
     Args:
         p: probability of dropping an element.
-        mode: where the scale is applied.
+        mode: when to scale, in training or in evaluation.
 
     Raises:
         ValueError: for p outside 0..1 or another mode.
@@ -103,20 +101,20 @@ class Dropout(Dropping):
 
 
 class DropPath(Dropping):
-    """y = 0 for a sample with probability p, in training, else x / (1 - p): stochastic depth, at the end of a branch.
+    """Stochastic depth: in training y = 0 for a sample with probability p, else x / (1 - p); in evaluation y = x.
 
     Backward: dx = 0 for these samples, else dy / (1 - p).
 
-    x, y: [B, *], B samples.  Saved: the seed, of which both passes make the same mask, and p.
-    Sample i is kept where `Dropout` keeps element i of [B]; dropped ones are 0 x: NaN where x is NaN or Inf.
+    x, y: [B, *], B samples.  Saved: seed and p.
+    Sample i is dropped if `Dropout` drops element i of [B]. A dropped sample is 0 x: NaN where x is NaN or Inf.
     Source: Huang et al. 2016, arXiv:1603.09382.
 
     Args:
         p: probability of dropping a sample.
-        scale_by_keep: whether what is kept is divided by 1 - p.
+        scale_by_keep: whether the remaining samples are divided by 1 - p.
 
     Raises:
-        ValueError: for a p that is no probability.
+        ValueError: for p outside 0..1.
     """
 
     def __init__(self, p: float = 0.1, scale_by_keep: bool = True) -> None:

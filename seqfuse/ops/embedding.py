@@ -38,25 +38,25 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
 
     x: any shape [*] of int64 or int32, y: [*, embedding_dim], weight: [num_embeddings, embedding_dim].
     Saved: x.
-    Keys, arguments and initial values are those of `torch.nn.Embedding`, and to what asks it is one: the styles of
-    torch's `parallelize_module` take it.
+    State-dict keys, arguments and initial values are those of `torch.nn.Embedding`. It passes `isinstance` checks for
+    it, so torch's `parallelize_module` styles accept it.
 
-    With `parallel="vocab"` each process of a group holds a shard of the vocabulary and gives zeros for those of others;
-    `AllReduce` follows, or `ReduceScatter` with a `sequence_dim` of y.
+    With `parallel="vocab"` each process of a group holds a shard of the vocabulary and returns zeros for other tokens.
+    It expands to the lookup and `AllReduce`, or `ReduceScatter` with a `sequence_dim` of y.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: its columns.
-        padding_idx: a row that starts as zeros and gets no gradient.
+        num_embeddings: size of the vocabulary.
+        embedding_dim: last dimension of y.
+        padding_idx: a token id whose embedding starts at zero and has no gradient.
         parallel: `"vocab"`.
         group: a process group or a `DeviceMesh` of one dimension.
-        sequence_dim: the dimension of y of which each process keeps its shard of the tokens.
+        sequence_dim: the dimension of y that is sharded over the processes (sequence parallel).
 
     Raises:
-        ValueError: for a `padding_idx` outside the table.
-        RangeError: (SF107) for an index outside the table (on a GPU an error of the device, as in torch).
-        InputError: (SF101) for an x that is not of integers, or rows that the processes do not divide, (SF106) for
-            another `parallel`, or no group.
+        ValueError: for a `padding_idx` outside the vocabulary.
+        RangeError: (SF107) for an index outside the vocabulary (on a GPU a device-side assert, as in torch).
+        InputError: (SF101) for a non-integer x or a vocabulary that the number of processes does not divide, (SF106)
+            for another `parallel` or a missing group.
     """
 
     class Saved(sf.Saved):
@@ -92,7 +92,7 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
             self.divide(group, sequence_dim=sequence_dim)
 
     def reset_parameters(self) -> None:
-        """Start from N(0, 1), as `torch.nn.Embedding` does."""
+        """Initialize from N(0, 1), as in `torch.nn.Embedding`."""
         with initial(self, "weight") as weight:
             nn.init.normal_(weight)
             if self.padding_idx is not None:
@@ -100,11 +100,11 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
                     weight[self.padding_idx].fill_(0)
 
     def divided(self, group: Group) -> dict[str, ParameterShard]:
-        """How the weight would be sharded over a group; raises where it cannot be."""
+        """How the weight would be sharded over a group; raises if it cannot be."""
         return {"weight": vocabulary_shard("Embedding", self.shards, self.num_embeddings, group)}
 
     def divide(self, group: Any, *, sequence_dim: int | None = None) -> None:
-        """Keep this process's shard; the arguments are those of the class."""
+        """Shard the weight in place; the arguments are those of the class."""
         group = Group(group)
         shards = self.divided(group)
         if group.size > 1:
@@ -196,9 +196,9 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
 
 
 class PositionEmbedding(sf.UnfusedOperation):
-    """y = x + weight[t] for the row at position t.
+    """y = x + weight[t] for the token at position t.
 
-    Backward: dx = dy;  row t of dweight is the sum of dy over all rows at position t, in float32 or float64, rounded
+    Backward: dx = dy;  row t of dweight is the sum of dy over all tokens at position t, in float32 or float64, rounded
     once.
 
     x, y: [*, S, embedding_dim], weight: [max_positions, embedding_dim], positions: [S], or broadcast to [*, S].
@@ -206,13 +206,13 @@ class PositionEmbedding(sf.UnfusedOperation):
     Source: Gehring et al. 2017, arXiv:1705.03122.
 
     Args:
-        max_positions: rows of the table.
-        embedding_dim: its columns.
-        positions: channel of the positions; 0..S-1 by default.
+        max_positions: number of positions.
+        embedding_dim: last dimension of x.
+        positions: channel of the positions; default 0..S-1.
 
     Raises:
-        InputError: (SF101) for complex x, and positions that are no integers or do not broadcast, (SF107) for positions
-            outside the table (on a GPU an error of the device).
+        InputError: (SF101) for complex x, and positions that are not integers or do not broadcast, (SF107) for
+            positions out of range (on a GPU a device-side assert).
     """
 
     class Saved(sf.Saved):
@@ -235,7 +235,7 @@ class PositionEmbedding(sf.UnfusedOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start from N(0, 1), as `torch.nn.Embedding` does."""
+        """Initialize from N(0, 1), as in `torch.nn.Embedding`."""
         nn.init.normal_(self.weight)
 
     @property

@@ -57,38 +57,38 @@ def _of_route() -> Any:
 
 
 class Route(sf.UnfusedOperation):
-    """y = x; experts, probs: which experts each token goes to, and the factor of what each of them makes of it.
+    """The router: y = x, plus the channels experts and probs, the chosen experts of each token and their factors.
 
-    Forward: logits = x weight^T + bias; scores = softmax(logits) or sigmoid(logits); experts = the `top_k` greatest of
-    scores + correction, of ties any; probs = scale scores[experts], divided by their sum where they are normalized.
-    With groups = (n, m) the experts are cut into n equal groups, and only those of the m best groups are taken: the
-    score of a group is that of its best expert, with a correction the sum of its two best.
+    Forward: logits = x weight^T + bias; scores = softmax(logits) or sigmoid(logits); experts = the `top_k` largest of
+    scores + correction, ties in any order; probs = scale scores[experts], divided by their sum with `normalize`. With
+    groups = (n, m) the experts form n equal groups, and only experts of the m best groups are chosen. The score of a
+    group is that of its best expert, or with a correction the sum of its two best.
 
-    Backward: through probs alone, as the choice has no gradient. dscores has the gradient of each factor at its expert
-    and zeros elsewhere; dlogits = scores (dscores - sum of dscores scores), of a sigmoid
+    Backward: through probs only, as the choice has no gradient. dscores is the gradient of probs, scattered to the
+    chosen experts;  dlogits = scores (dscores - sum of dscores scores), of a sigmoid
     dscores scores (1 - scores); dx = dy + dlogits weight; dweight = dlogits^T x; dbias = sum of dlogits over tokens.
 
-    x, y: [*, in_features], experts: [*, top_k] int64, probs: [*, top_k] float32 (float64 for float64),
-    weight: [experts, in_features], bias: [experts]. Scores and all that follows are in the dtype of probs.
+    x, y: [*, in_features], experts: [*, top_k] int64, probs: [*, top_k] float32 (float64 for float64), weight:
+    [experts, in_features], bias: [experts]. Scores are in the dtype of probs.
     Saved: x for dweight, weight for dx, logits [*, experts] in their dtype, experts.
     Source: Shazeer et al. 2017, arXiv:1701.06538; sigmoid, correction and groups: DeepSeek-AI 2024, arXiv:2412.19437.
 
     Args:
         in_features: last dimension of x.
-        experts: how many there are.
-        top_k: how many each token goes to.
+        experts: number of experts.
+        top_k: number of experts per token.
         score: `"softmax"` or `"sigmoid"`.
         normalize: whether the factors of a token are divided by their sum.
         bias: whether the logits have a bias.
-        correction: whether a buffer `correction` [experts] is added to scores for the choice alone. It starts from
-            zeros; whoever balances the experts changes it.
-        groups: how many groups, and how many of them a token may go to.
-        scale: a factor of all probs.
+        correction: whether to add a buffer `correction` [experts] to the scores for the choice only. It starts at zero;
+            load balancing is left to the user.
+        groups: number of groups, and number of groups per token.
+        scale: factor of all probs.
         to: names of the channels of experts and probs.
 
     Raises:
-        ValueError: for numbers that do not fit together.
-        InputError: (SF101) for an x that is not of real numbers.
+        ValueError: for inconsistent numbers.
+        InputError: (SF101) for a complex x.
     """
 
     outputs = ("experts", "probs")
@@ -97,7 +97,7 @@ class Route(sf.UnfusedOperation):
 
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")  # [*, in_features]
-        weight: Tensor = sf.field(for_="x")  # [experts, in_features], the parameter itself
+        weight: Tensor = sf.field(for_="x")  # [experts, in_features], the parameter
         logits: Tensor  # [*, experts]
         experts: Tensor  # [*, top_k] int64
 
@@ -138,7 +138,7 @@ class Route(sf.UnfusedOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
+        """Initialize from U(-1/sqrt(in_features), 1/sqrt(in_features)), as in `torch.nn.Linear`."""
         reset_linear(self)
 
     @property
@@ -158,7 +158,7 @@ class Route(sf.UnfusedOperation):
         return logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
 
     def chosen(self, logits: Tensor) -> Tensor:
-        """The experts of each token."""
+        """The experts of each token, [*, top_k]."""
         correction = self._buffers.get("correction")
         if correction is None and self.groups is None:
             return logits.topk(self.top_k, -1).indices  # in whose order scores are, of which the greatest may all be 1
@@ -283,29 +283,29 @@ def kept_pairs(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 class Permute(sf.UnfusedOperation):
-    """y: each token once for each of its experts, sorted by expert; offsets: where each expert's rows end.
+    """y = x with each token repeated for each of its experts, sorted by expert; offsets: the end of each expert's rows.
 
-    Rows of y, taken in order, are those of expert 0, then of expert 1, and so on, each in the order of the tokens. A
-    token whose expert is not one of 0 to experts - 1, such as -1, is dropped there: its row comes last, behind all
-    offsets, and is zeros, as what `GroupedLinear` gives for it.
+    The rows of y are those of expert 0, then of expert 1, and so on, each in the order of tokens. If an expert is out
+    of range, such as -1, the token is dropped there: its row is zeros and comes after all offsets, and `GroupedLinear`
+    returns zeros for it.
 
-    Backward: dx = sum of dy over the rows of each token that was not dropped, in float32 (float64 for float64), rounded
-    once, and in the order of its experts.
+    Backward: dx = sum of dy over the rows of each token without dropped ones, in the order of its experts, in float32
+    (float64 for float64), rounded once.
 
     x: [*, H], experts: [*, top_k] integers, y: [*, top_k, H], offsets: [experts] int32, rows: [*, top_k] int64, the row
-    of y that each token has for each expert.
+    in y of each token and expert.
     Saved: rows and offsets.
-    Source: Shazeer et al. 2017, arXiv:1701.06538; Gale et al. 2022, arXiv:2211.15841, of dropping none.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; Gale et al. 2022, arXiv:2211.15841 (dropless).
 
     Args:
-        experts: how many there are.
-        top_k: how many each token goes to.
-        name: channel of the experts of each token, as `Route` makes it.
+        experts: number of experts.
+        top_k: number of experts per token.
+        name: channel of the experts of each token, as from `Route`.
         to: names of the channels of offsets and rows.
 
     Raises:
         ValueError: for numbers below 1.
-        InputError: (SF101) for experts of another shape, or that are not integers.
+        InputError: (SF101) for experts of another shape or dtype.
     """
 
     outputs = ("offsets", "rows")
@@ -329,7 +329,7 @@ class Permute(sf.UnfusedOperation):
         return {"experts": self.name, **dict(zip(self.outputs, self.to_channels, strict=True))}
 
     def check(self, shape: Sequence[int], experts: Tensor) -> None:
-        """Raise InputError unless each token of an x of this shape has its experts."""
+        """Raise `InputError` unless each token of an x of this shape has its experts."""
         wanted = (*shape[:-1], self.top_k)
         if tuple(experts.shape) != wanted or not is_whole(experts):
             got = f"{tuple(experts.shape)} {experts.dtype}"
@@ -349,7 +349,7 @@ class Permute(sf.UnfusedOperation):
         return _by_kernel(x, run)
 
     def sorted(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which pair of a token and an expert each row of y is, where each pair's row is, and the ends of experts."""
+        """The (token, expert) pair of each row of y, the row of each pair, and the end of each expert's rows."""
         # Without its sign bit an expert below 0 is greater than all, so that it is sorted behind them.
         behind_all = (experts.reshape(-1).to(torch.int64) & _LARGEST).clamp_(max=self.experts)
         flat, order = behind_all.sort(stable=True)
@@ -466,25 +466,25 @@ def _spread(
 
 
 class Unpermute(sf.UnfusedOperation):
-    """y = sum over experts of probs x: what experts made of each token, summed with its factors. It undoes `Permute`.
+    """y = sum over experts of probs x: the outputs of the experts, summed for each token. The inverse of `Permute`.
 
-    Forward: with r = rows_tj the row of token t for its expert j, y_t = sum over j of probs_tj x_r, without those that
-    were dropped, in float32 (float64 for float64), in the order of j, rounded once.
+    Forward: with r = rows_tj the row of token t for its expert j, y_t = sum over j of probs_tj x_r, without dropped
+    rows, in the order of j, in float32 (float64 for float64), rounded once.
 
-    Backward: dx_r = probs_tj dy_t, zeros for those that were dropped;  dprobs_tj = sum over features of dy_t x_r, 0 for
-    those.
+    Backward: dx_r = probs_tj dy_t, zeros for dropped rows;  dprobs_tj = sum over features of dy_t x_r, 0 for dropped
+    rows.
 
     x: [*, top_k, H], rows, probs: [*, top_k], offsets: [experts], y: [*, H]. y has the dtype of x.
     Saved: x for dprobs, probs for dx, rows, offsets.
     Source: Shazeer et al. 2017, arXiv:1701.06538.
 
     Args:
-        probs: channel of the factors, as `Route` makes it. `None` for factors of 1.
-        rows: channel of the rows of each token, as `Permute` makes it.
-        offsets: channel of the ends of the experts.
+        probs: channel of the factors, as from `Route`; `None` for factors of 1.
+        rows: channel of the rows of each token, as from `Permute`.
+        offsets: channel of the end of each expert's rows.
 
     Raises:
-        InputError: (SF101) for an x or factors of another shape than that of the rows.
+        InputError: (SF101) if the shape of x or probs does not match rows.
     """
 
     class Saved(sf.Saved):
@@ -505,7 +505,7 @@ class Unpermute(sf.UnfusedOperation):
         return given if self.probs is None else {**given, "probs": self.probs}
 
     def check(self, x: Tensor, rows: Tensor, probs: Tensor | None) -> None:
-        """Raise InputError unless there is a row of x for each token and expert, and a factor."""
+        """Raise `InputError` unless x has a row, and probs a factor, for each token and expert."""
         floating(x, "Unpermute")
         if tuple(rows.shape) != tuple(x.shape[:-1]):
             message = f"expects x [*, top_k, H] with the rows {tuple(rows.shape)}, got {tuple(x.shape)}"

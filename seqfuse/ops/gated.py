@@ -25,8 +25,8 @@ class ClampedSwiGLU(sf.Gated):
     Args:
         limit: the largest gate, and the largest absolute value of up.
         alpha: a factor within the sigmoid.
-        offset: added to up after it was clamped.
-        packing: where gate and up are in x, as in `sf.Gated`.
+        offset: added to up after clamping.
+        packing: position of gate and up in x, as in `sf.Gated`.
 
     Raises:
         ValueError: for another packing.
@@ -53,7 +53,7 @@ class GEGLU(sf.Gated):
 
     Args:
         approximate: `"none"` or `"tanh"`, as in `GeLU`.
-        packing: where gate and up are in x, as in `sf.Gated`.
+        packing: position of gate and up in x, as in `sf.Gated`.
 
     Raises:
         ValueError: for any other `approximate` or packing.
@@ -69,7 +69,7 @@ class GLU(sf.Gated):
 
     Backward: with s = sigmoid(gate): dup = dy s;  dgate = dy up s (1 - s); dx = [dgate; dup].
 
-    The first half is the gate, as in every gated unit here; `torch.nn.GLU` gates with the second half, which is
+    The gate is the first half, as in all gated units here. In `torch.nn.GLU` it is the second:
     `GLU(packing="up_gate")`.
 
     x: [*, 2 F], y: [*, F].  Saved: x.
@@ -86,7 +86,7 @@ class QGEGLU(sf.Gated):
     dx = [dgate; dup].
 
     x: [*, 2 F], y: [*, F].  Saved: x.
-    Source: Shazeer 2020, arXiv:2002.05202, with the GeLU of Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
+    Source: Shazeer 2020, arXiv:2002.05202, with GeLU from Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
     """
 
     unit = QuickGeLU
@@ -105,18 +105,18 @@ class ReGLU(sf.Gated):
 
 
 class ScaledSwiGLU(Sequential):
-    """y = silu(gate) up scales, with x = [gate; up] and one factor for each token: `SwiGLU, TokenScale(name)`.
+    """y = silu(gate) up scales, with x = [gate; up] and one factor per token: `SwiGLU, TokenScale(name)`.
 
-    Backward: with h = silu(gate) up: dscales = sum of dy h over each token's features; [dgate; dup] is that of
-    `SwiGLU` for scales dy.
+    Backward: with h = silu(gate) up: dscales = sum of dy h over each token's features; [dgate; dup] as in `SwiGLU`, for
+    scales dy.
 
-    x: [*, 2 F], scales: [*] or [*, 1], y: [*, F]. Fused, both passes are one kernel each, and x alone is saved.
-    Source: Shazeer 2020, arXiv:2002.05202, and the experts of a router: Fedus et al. 2021, arXiv:2101.03961.
+    x: [*, 2 F], scales: [*] or [*, 1], y: [*, F]. Saved: x and scales. Fused, each pass is one kernel.
+    Source: Shazeer 2020, arXiv:2002.05202, and Fedus et al. 2021, arXiv:2101.03961.
 
     Args:
         name: the channel of the factors.
-        packing: where gate and up are in x, as in `sf.Gated`.
-        fusions: the fusion set for when it runs on its own; the default one if left out.
+        packing: position of gate and up in x, as in `sf.Gated`.
+        fusions: the fusion set when called by itself; by default `sf.fusions.default`.
     """
 
     def __init__(self, name: str, *, packing: sf.Packing = "gate_up", fusions: Fusions | None = None) -> None:
@@ -129,7 +129,7 @@ class SReGLU(sf.Gated):
     Backward: dup = dy max(gate, 0)^2;  dgate = 2 dy up gate where gate > 0, else 0; dx = [dgate; dup].
 
     x: [*, 2 F], y: [*, F].  Saved: x.
-    Source: Shazeer 2020, arXiv:2002.05202, with the activation of So et al. 2021, arXiv:2109.08668.
+    Source: Shazeer 2020, arXiv:2002.05202, with the activation from So et al. 2021, arXiv:2109.08668.
     """
 
     unit = SquaredReLU

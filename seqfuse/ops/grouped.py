@@ -28,32 +28,32 @@ _NOTHING = None, None
 
 
 class GroupedLinear(Scaled, sf.UnfusedOperation):
-    """y_i = x_i weight_g^T + bias_g for row i of group g: a `Linear` for each group of rows, which lie in order.
+    """y_i = x_i weight_g^T + bias_g for row i of group g: one `Linear` per group of consecutive rows (grouped GEMM).
 
-    Rows are those of x with all leading dimensions taken as one. Group g has the rows from offsets[g - 1] (0 for the
-    first) up to offsets[g]; it may have none. Rows at offsets[groups - 1] and beyond are of no group: their y and dx
-    are zeros. Offsets stay on the device: the host does not read them on a GPU.
+    x is viewed as [rows, in_features]. Group g has rows offsets[g - 1] (0 for the first) up to offsets[g], possibly none.
+    Rows from offsets[groups - 1] on belong to no group: y and dx are zeros there. A GPU does not synchronize to read
+    offsets.
 
     Backward: dx_i = dy_i weight_g;  dweight_g = sum of dy_i^T x_i,  dbias_g = sum of dy_i over the rows of group g,
-    exact zeros for a group without rows.
+    zeros for a group without rows.
 
     x: [*, in_features], y: [*, out_features], weight: [groups, out_features, in_features],
-    bias: [groups, out_features], offsets: [groups] int32 or int64, not falling; ends beyond the last row are that row.
-    Saved: x for dweight, weight for dx, under autocast its cast, offsets. Under a recipe x and weights are saved in 8
-    bits, down their columns. Each group has scales of its own: blocks of x and dy begin with its rows.
-    Initial values are those of a `torch.nn.Linear` for each group.
-    Source: Shazeer et al. 2017, arXiv:1701.06538; Gale et al. 2022, arXiv:2211.15841, of groups of any size.
+    bias: [groups, out_features], offsets: [groups] int32 or int64, non-decreasing, clamped to the number of rows.
+    Saved: x for dweight, weight (under autocast its cast) for dx, offsets. With a recipe x and weight are saved in 8
+    bits, quantized along columns. Groups do not share scales: blocks of x and dy start anew in each group. Initial
+    values are those of a `torch.nn.Linear` for each group.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; Gale et al. 2022, arXiv:2211.15841.
 
     Args:
-        groups: how many weights.
+        groups: number of groups.
         in_features: last dimension of x.
         out_features: last dimension of y.
         bias: whether each group has a bias.
-        offsets: channel of the ends of the groups, as `Permute` makes it.
+        offsets: channel of the ends of the groups, as from `Permute`.
 
     Raises:
-        ValueError: for no group.
-        InputError: (SF101) for offsets that are not one integer for each group; (SF106) where the weight is `None`.
+        ValueError: for fewer than one group.
+        InputError: (SF101) for offsets that are not one integer per group; (SF106) if the weight is `None`.
     """
 
     class Saved(sf.Saved):
@@ -92,7 +92,7 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start each group from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
+        """Initialize each group from U(-1/sqrt(in_features), 1/sqrt(in_features)), as in `torch.nn.Linear`."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
         for p in self.parameters():
             nn.init.uniform_(p, -bound, bound)
@@ -102,7 +102,7 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         return {"offsets": self.offsets}
 
     def check(self, offsets: Tensor) -> None:
-        """Raise InputError unless there is one whole number for each group."""
+        """Raise `InputError` unless offsets has one integer per group."""
         if not is_whole(offsets) or tuple(offsets.shape) != (self.groups,):
             got = f"{tuple(offsets.shape)} {offsets.dtype}"
             message = f"expects the ends of {self.groups} groups, integers {(self.groups,)}, got {got}"
@@ -133,7 +133,7 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         return y.view(*x.shape[:-1], self.out_features), self._saved(given, weight, offsets)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x, weight and bias, under autocast in its dtype."""
+        """x, weight and bias, cast under autocast."""
         weight, bias = required(self, "weight"), parameter(self, "bias")
         dtype = autocast_of(x.device.type)
         if dtype is not None and x.dtype is not torch.float64:

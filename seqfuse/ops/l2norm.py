@@ -13,13 +13,13 @@ class L2Norm(Sequential):
 
     Backward: with r = 1 / sqrt(sum of x^2 + eps), dx = r (dy - y (y . dy)).
 
-    x, y: [*, size]. It has no parameters. The norm and the factor fuse as any norm and factor do.
-    Source: Wang et al. 2017, arXiv:1704.06369, of features of length 1.
+    x, y: [*, size]. No parameters. It fuses as `RMSNorm` and `Scale` do.
+    Source: Wang et al. 2017, arXiv:1704.06369.
 
     Args:
         size: length of the last dimension.
         eps: added to the sum of squares.
-        fusions: the fusion set for when it runs on its own; the default one if left out.
+        fusions: the fusion set when called by itself; by default `sf.fusions.default`.
 
     Raises:
         ValueError: for a size below 1.

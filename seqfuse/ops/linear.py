@@ -32,23 +32,23 @@ from .collectives import AllGather, AllReduce, CopyToTensorParallel, ReduceScatt
 class Bias(sf.UnfusedOperation):
     """y = x + bias.
 
-    Backward: dx = dy;  dbias = sum of dy over all rows, accumulated in fp32 for half dtypes.
+    Backward: dx = dy;  dbias = sum of dy over all tokens, in float32 for 16-bit dtypes.
 
     x, y: [*, size], bias: [size].  Saved: nothing.
-    Dtypes promote as in torch. Under autocast the bias takes x's dtype, so that a GEMM in bf16 stays in bf16 as it
-    does in `torch.nn.Linear`.
+    Dtypes promote as in torch. Under autocast the bias is cast to the dtype of x, so that y of a bf16 GEMM is bf16, as
+    in `torch.nn.Linear`.
 
     Args:
         size: length of the last dimension.
 
     Attributes:
-        bias: the parameter. `Bias.of(owner)` makes one that reads `owner.bias` and has no parameter of its own, or an
-            equal part of it, where each of several processes adds one before their results are summed: the gradient
-            is then still that of the whole.
+        bias: the parameter. `Bias.of(owner)` is a `Bias` without a parameter that reads `owner.bias`, or an equal
+            fraction of it if several processes each add a fraction before an all-reduce; the gradient is still that of
+            the whole bias.
     """
 
     class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+        """Empty: the backward pass only reads dy."""
 
     autocast = "same"
 
@@ -65,7 +65,7 @@ class Bias(sf.UnfusedOperation):
 
     @classmethod
     def of(cls, owner: nn.Module, size: int, parts: int = 1) -> Bias:
-        """A `Bias` that stands for `owner.bias`, or one of its `parts`, in an expansion of `owner`."""
+        """A `Bias` that reads `owner.bias`, or one of its `parts`, when `owner` is expanded."""
         self = cls.__new__(cls)
         super().__init__(self)
         self.size = size
@@ -73,7 +73,7 @@ class Bias(sf.UnfusedOperation):
         return self
 
     def reset_parameters(self) -> None:
-        """Start from zeros."""
+        """Initialize with zeros."""
         nn.init.zeros_(self.bias)
 
     def __getattr__(self, name: str) -> Any:
@@ -88,7 +88,7 @@ class Bias(sf.UnfusedOperation):
             super().__setattr__(name, value)
 
     def belongs_to(self, owner: nn.Module) -> bool:
-        """Whether it reads the bias of this very module."""
+        """Whether it reads the bias of this module."""
         return self._holder() is owner
 
     def _holder(self) -> Any:
@@ -108,7 +108,7 @@ class Bias(sf.UnfusedOperation):
         return {"bias": (self._holder(), "bias")} if self._owner else super().parameter_slots()
 
     def read(self) -> Tensor:
-        """`bias` as it is now, for a pass that reads it often: it costs a fraction of the attribute."""
+        """A fast getter of `bias`, for passes that read it often."""
         own: dict[str, Any] = self.__dict__
         owner = own.get("_owner")
         module: Any = owner[0]() if owner else self
@@ -120,12 +120,12 @@ class Bias(sf.UnfusedOperation):
         return bias
 
     def held(self) -> Mapping[str, Tensor | None]:
-        """Where `bias` is kept as it is read, so long as the owner has it for a parameter."""
+        """The dictionary and key of the parameter, as long as the owner has it as one."""
         return self._holder().__dict__["_parameters"] if self._parts == 1 else {}
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of `bias`, which is not read for it."""
+        """Dtype of the bias, without reading it."""
         return dtype_of(self._holder(), "bias")
 
     def _addend(self, x: Tensor) -> Tensor:
@@ -197,43 +197,44 @@ class _LinearOfTorch(nn.Linear):
 
 
 class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """y = x weight^T, followed by `Bias` where there is a bias.
+    """y = x weight^T + bias; in a sequence the GEMM, followed by `Bias`.
 
-    Forward: y = x weight^T. Called as a module it adds `bias`; in a sequence it expands to this GEMM and a `Bias` that
-    reads `linear.bias`, so that `Linear(bias=True)` and `Linear(bias=False), Bias` are one pattern.
+    Forward: y = x weight^T. Called by itself it adds `bias`. In a sequence it expands to this GEMM and a `Bias` that
+    reads `linear.bias`, so `Linear(bias=True)` and `Linear(bias=False), Bias` match the same fusions.
 
-    Backward: dx = dy weight;  dweight = dy^T x over all rows; where there is a `weight.main_grad` it is
-    added to that in float32.
+    Backward: dx = dy weight;  dweight = dy^T x over all tokens; with a `weight.main_grad` it is added to that in
+    float32.
 
     x: [*, in_features], y: [*, out_features], weight: [out_features, in_features], bias: [out_features].
-    Saved: x for dweight, weight for dx; each is dropped when that gradient is not needed. Under a recipe each GEMM
-    multiplies operands as `recipes.quantize` gives them; x and weight are saved in 8 bits, down their columns.
-    Keys, arguments and initial values are those of `torch.nn.Linear`, and to what asks it is one: the styles of torch's
-    `parallelize_module` take it.
+    Saved: x for dweight, weight for dx; each only if that gradient is needed. With a recipe GEMM operands are quantized
+    as by `recipes.quantize`, and x and weight are saved in 8 bits, quantized along columns.
+    State-dict keys, arguments and initial values are those of `torch.nn.Linear`. It passes `isinstance` checks for it,
+    so torch's `parallelize_module` styles accept it.
 
-    With `parallel` each process of a group holds a shard of the weight. `"column"`: of its rows, and of the bias; x is
-    whole, y a shard of the features; it expands to `CopyToTensorParallel`, GEMM, `Bias`. `"row"`: of its
-    columns; x is a shard of the features, y whole; GEMM, `AllReduce`, `Bias`, which adds the bias once, after the
-    sum. With a `sequence_dim` x of a column and y of a row are a shard of the tokens instead, and `AllGather` and
-    `ReduceScatter` stand for these. In a group of one process nothing is added.
+    With `parallel` each process of a group holds a shard of the weight. `"column"`: sharded along `out_features`, as is
+    the bias; x is replicated, y a feature shard; it expands to `CopyToTensorParallel`, GEMM, `Bias`. `"row"`: sharded
+    along `in_features`; x is a feature shard, y replicated; it expands to GEMM, `AllReduce`, `Bias`. With a
+    `sequence_dim` the replicated x or y is a sequence shard, and `AllGather` and `ReduceScatter` replace
+    `CopyToTensorParallel` and `AllReduce`. In a group of one process there are no collectives.
 
     Args:
-        in_features: last dimension of x, of all processes together.
-        out_features: last dimension of y, of all processes together.
-        bias: whether to own a bias.
+        in_features: last dimension of x, over all processes.
+        out_features: last dimension of y, over all processes.
+        bias: whether there is a bias.
         parallel: `"column"` or `"row"`.
         group: a process group or a `DeviceMesh` of one dimension.
-        parts: sizes along `out_features` that the processes divide one by one, as those of queries, keys and values, or
-            of `[gate; up]`; one by default.
-        sequence_dim: the dimension of x or y of which each process has its shard of the tokens.
-        bias_last: `False` lets a row's GEMM take the bias with it: each process adds its equal part before the sum,
-            which is exact but for the order of the sum where the number of processes is a power of two.
+        parts: sizes along `out_features` that are sharded separately, such as queries, keys and values, or `[gate;
+            up]`.
+        sequence_dim: the token dimension of x or y that is sharded (sequence parallel).
+        bias_last: `False`: with `"row"` each process adds an equal fraction of the bias in its GEMM, before the sum.
+            For a power of two of processes this is exact up to the order of the sum.
 
     Attributes:
-        in_features, out_features: those of this process's GEMM.
+        in_features, out_features: sizes of the GEMM of this process.
 
     Raises:
-        InputError: (SF101) for features that the processes do not divide, (SF106) for another `parallel`, or no group.
+        InputError: (SF101) for features that the number of processes does not divide, (SF106) for another `parallel` or
+            a missing group.
     """
 
     class Saved(sf.Saved):
@@ -284,13 +285,13 @@ class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[re
             self.divide(parallel, group, parts=parts, sequence_dim=sequence_dim, bias_last=bias_last)
 
     def reset_parameters(self) -> None:
-        """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
+        """Initialize from U(-1/sqrt(in_features), 1/sqrt(in_features)), as in `torch.nn.Linear`."""
         reset_linear(self)
 
     def divided(
         self, parallel: Literal["column", "row"], group: Group, parts: Sequence[int] | None = None
     ) -> dict[str, ParameterShard]:
-        """How the parameters would be sharded over a group; raises where they cannot be."""
+        """How the parameters would be sharded over a group; raises if they cannot be."""
         wrong: dict[str, Any] = {"operation": "Linear"}
         if parallel not in ("column", "row"):
             raise InputError(f'parallel must be "column" or "row", got {parallel!r}', code="SF106", **wrong)
@@ -320,7 +321,7 @@ class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[re
         sequence_dim: int | None = None,
         bias_last: bool = True,
     ) -> None:
-        """Keep this process's shards; the arguments are those of the class."""
+        """Shard the parameters in place; the arguments are those of the class."""
         group = Group(group)
         shards = self.divided(parallel, group, parts)
         self.parallel, self.bias_last = parallel, bias_last
@@ -384,7 +385,7 @@ class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[re
         return linear(x, weight), self._saved(x, weight)
 
     def gemm_weights(self, recipe: Recipe) -> list[Tensor]:
-        """The weights of its GEMMs, each of which is quantized by itself."""
+        """The weights of its GEMMs; each is quantized by itself."""
         return [lowered(required(self, "weight"), always=True)]
 
     quantized_weights = staticmethod(low.quantized_weights)
@@ -410,7 +411,7 @@ class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[re
         return self._saved(x, self.weight_for(x))
 
     def weight_for(self, x: Tensor) -> Tensor:
-        """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""
+        """The current weight: cast for a GEMM with x under autocast, and as a parameter."""
         found = self._parameters.get("weight")
         weight: Tensor = required(self, "weight") if found is None else found
         return weight if weight.dtype is x.dtype else lowered(weight)
@@ -472,7 +473,7 @@ class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[re
         return ((self.in_features, self.out_features),)
 
     def wants_quantized(self, role: Role, recipe: Recipe, needs: frozenset[str]) -> tuple[bool, bool]:
-        """Whether a tensor is read along its rows and down its columns, where the kernel before quantizes it."""
+        """Whether a tensor is read along rows and columns if the preceding kernel quantizes it."""
         return role == "x" or "x" in needs, "weight" in needs
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
@@ -494,7 +495,7 @@ class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[re
 
 _saved_quantized = maker(Linear.SavedQuantized)
 saved_linear = maker(Linear.Saved)
-"""`saved_linear(x, weight)`: what a `Linear` saves."""
+"""`saved_linear(x, weight)`: the `Saved` of a `Linear`."""
 
 
 def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: float = 1.0) -> Tensor | Accumulated:

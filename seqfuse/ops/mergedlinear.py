@@ -30,42 +30,42 @@ _EVERY = frozenset({"x", *_WEIGHTS})
 
 
 class MergedLinear(Scaled, sf.UnfusedOperation):
-    """y = [x weight_0^T + bias_0; x weight_1^T + bias_1; ...]: several `Linear`s of one x, as q, k, v or gate, up.
+    """y = [x weight_0^T + bias_0; x weight_1^T + bias_1; ...]: several `Linear`s of one input: q, k, v or gate, up.
 
-    Forward: the parts lie side by side along the last dimension of y. Where the weights lie one behind the other in one
-    storage, and so do the biases, it is one GEMM; where not, one GEMM for each part writes its slice of y. Nothing is
-    copied, and no packed weight is kept.
+    Forward: the parts are concatenated along the last dimension of y. If the weights are adjacent in one storage, and
+    so are the biases, it is one GEMM; otherwise one GEMM per part writes a slice of y. Weights are never copied or
+    packed.
 
     Backward: with dy = [dy_0; dy_1; ...], dx = sum of dy_i weight_i;  dweight_i = dy_i^T x;
-    dbias_i = sum of dy_i over all rows.
+    dbias_i = sum of dy_i over all tokens.
 
     x: [*, in_features], y: [*, sum of out_features], weight_i: [out_features[i], in_features],
     bias_i: [out_features[i]].
-    Saved: x for the gradients of the weights, the weights themselves for dx, under autocast their casts. Under a recipe
-    they are saved in 8 bits, down their columns: x is quantized once, weights and the parts of dy each by itself. Where
-    weights lie in one storage and blocks of scales end with each part, GEMMs are of all parts, and of the same codes.
-    Initial values are those of a `torch.nn.Linear` for each part. A new one, and what `.to()` makes of it, has its
-    weights in one storage.
+    Saved: x for the gradients of the weights, the weights (under autocast their casts) for dx. With a recipe they are
+    saved in 8 bits, quantized along columns: x is quantized once, each weight and part of dy by itself. If weights
+    share a storage and no block of scales spans two parts, one GEMM computes all parts, with the same results.
+    Initial values are those of a `torch.nn.Linear` for each part. A new instance has its weights in one storage, also
+    after `.to()`.
 
     Args:
         in_features: last dimension of x.
         out_features: size of each part, one to eight.
-        bias: whether each part owns a bias: one answer for all, or one for each.
+        bias: whether the parts have biases: one bool, or one per part.
 
     Attributes:
         weight_0, weight_1, ..., bias_0, bias_1, ...: the parameters of each part; `None` for a part without a bias.
-            Parameters of other modules may be assigned to them: they are shared then, as by `MergedLinear.of`.
+            They may be parameters of other modules, as with `MergedLinear.of`.
         parts: the sizes of the parts.
         out_features: their sum.
 
     Raises:
-        ValueError: for no part, or more than eight, or another number of biases.
-        InputError: (SF106) where a weight is `None`.
+        ValueError: for no parts, more than eight, or another number of biases.
+        InputError: (SF106) if a weight is `None`.
     """
 
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_=_WEIGHTS)  # [*, in_features]
-        weights: tuple[Tensor, ...] = sf.field(for_="x")  # the parameters themselves
+        weights: tuple[Tensor, ...] = sf.field(for_="x")  # the parameters, or their casts under autocast
 
     class SavedQuantized(sf.Saved):
         x: Tensor | None = sf.field(for_=_WEIGHTS)  # [M, in_features], 8 bits, quantized down its columns
@@ -108,13 +108,13 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
 
     @classmethod
     def of(cls, *linears: nn.Module) -> MergedLinear:
-        """The `Linear`s of one input as one operation, which shares their parameters: nothing is copied.
+        """Merge `Linear`s of one input into one operation that shares their parameters.
 
         Args:
             linears: modules with a `weight` [N, K] and a `bias` [N] or `None`, such as `torch.nn.Linear`.
 
         Raises:
-            ValueError: where their inputs have several sizes.
+            ValueError: if their input sizes differ.
         """
         self = cls.__new__(cls)
         super().__init__(self)
@@ -129,18 +129,18 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return self
 
     def reset_parameters(self) -> None:
-        """Start each part from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
+        """Initialize each part from U(-1/sqrt(in_features), 1/sqrt(in_features)), as in `torch.nn.Linear`."""
         for weight, bias in zip(_WEIGHTS[: len(self.parts)], _BIASES, strict=False):
             reset_linear(self, weight, bias)
 
     def weights(self) -> tuple[Tensor, ...]:
-        """The weight of each part, as it is now."""
+        """The current weight of each part."""
         held = self._parameters
         names = _WEIGHTS[: len(self.parts)]
         return tuple([required(self, n) if (weight := held.get(n)) is None else weight for n in names])
 
     def weights_for(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The weights; under autocast as a GEMM with x takes them, and as they are kept."""
+        """The current weights: cast for a GEMM with x under autocast, and as parameters."""
         weights, dtype = self.weights(), x.dtype
         for weight in weights:
             if weight.dtype is not dtype:
@@ -154,7 +154,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return weights if cast_to is whole else cast_to.split_with_sizes(self.parts)
 
     def biases(self) -> tuple[Tensor | None, ...]:
-        """The bias of each part, as it is now."""
+        """The current bias of each part."""
         held = self._parameters
         return tuple([held[n] if n in held else parameter(self, n) for n in _BIASES[: len(self.parts)]])
 
@@ -215,7 +215,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return self.gemm(x, own, self.biases()), self._saved(x, own)
 
     def gemm_weights(self, recipe: Recipe) -> list[Tensor]:
-        """As of `Linear`: one, or that of each part."""
+        """As in `Linear`: one weight, or one per part."""
         weights, one = self.weights(), self._one_gemm(recipe)
         if one is None:
             return [lowered(weight, always=True) for weight in weights]
@@ -252,7 +252,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return self._saved(x, self.weights_for(x))
 
     def gemm(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
-        """Return y from one GEMM, or one for each part into its slice."""
+        """Compute y by one GEMM, or by one GEMM per part into its slice."""
         one = one_gemm(weights, biases)
         if one is not None:
             return linear(x, *one)
@@ -325,7 +325,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return None if dx is None else dx.view(*dy.shape[:-1], self.in_features), grads
 
     def dgrad(self, dy: Tensor, weights: tuple[Tensor, ...], addend: Tensor | None = None) -> Tensor:
-        """Return addend + sum of dy_i weight_i."""
+        """Compute addend + sum of dy_i weight_i."""
         rows = dy if dy.ndim == 2 else dy.reshape(-1, self.out_features)
         if dy.is_complex():
             weights = tuple([weight.conj() for weight in weights])
@@ -344,7 +344,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
     def grads(
         self, dy: Tensor, saved: Saved, needs: frozenset[str], main_grads: dict[str, Tensor] | None, slot: str = ""
     ) -> dict[str, Tensor | Accumulated | None]:
-        """The gradients of the parameters, as those of a fusion's slot where one is given."""
+        """Gradients of the parameters, with the prefix of a fusion's slot if given."""
         grads: dict[str, Tensor | Accumulated | None] = {}
         rows = dy if dy.ndim == 2 else dy.reshape(-1, self.out_features)
         parts = rows.split_with_sizes(self.parts, 1)
@@ -369,7 +369,7 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         return ("x", *_WEIGHTS[: len(self.parts)], *(f"dy_{i}" for i in numbers))
 
     def wants_quantized(self, role: Role, recipe: Recipe, needs: frozenset[str]) -> tuple[bool, bool]:
-        """As of `Linear`; not a dy whose parts have scales of their own, or are summed for a bias."""
+        """As in `Linear`, except for a dy whose parts have separate scales or are summed for a bias."""
         weights = not needs.isdisjoint(_WEIGHTS)
         if role == "x":
             return True, weights
@@ -406,4 +406,4 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
 
 _saved_quantized = maker(MergedLinear.SavedQuantized)
 saved_merged = maker(MergedLinear.Saved)
-"""`saved_merged(x, weights)`: what a `MergedLinear` saves."""
+"""`saved_merged(x, weights)`: the `Saved` of a `MergedLinear`."""

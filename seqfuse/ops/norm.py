@@ -132,23 +132,23 @@ class LayerNorm(Norm):
     """y = xhat gain + bias, xhat = (x - mean) rstd over the trailing dimensions `normalized_shape`.
 
     Forward: mean = E[x], rstd = (E[(x - mean)^2] + eps)^-1/2; gain = weight, or 1 + weight with `zero_centered=True`;
-    no weight is a gain of one, no bias a bias of zero.
+    without a weight gain = 1.
 
     Backward: with g = dy gain, dx = rstd (g - E[g] - xhat E[g xhat]);  dweight = sum of dy xhat and dbias = sum of dy
-    over all rows.
+    over all tokens.
 
-    x, y: [*, H], weight, bias: [H], where H stands for `normalized_shape`; mean, rstd: [*].
+    x, y: [*, H], weight, bias: [H], where H is `normalized_shape`; mean, rstd: [*].
     Saved: x, mean, rstd, and weight for dx.
-    Statistics are float32 (float64 for a float64 input), for half inputs too, and `1 + weight` is taken in that dtype.
-    y has the dtype of x; under autocast on an accelerator it is float32, as in torch.
-    Keys, arguments and initial values are those of `torch.nn.LayerNorm`.
+    Statistics and `1 + weight` are float32 (float64 for a float64 input). y has the dtype of x; under autocast on an
+    accelerator it is float32, as in torch.
+    State-dict keys, arguments and initial values are those of `torch.nn.LayerNorm`.
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
 
     Args:
         normalized_shape: the trailing dimensions, an int or a tuple.
         eps: added to the variance.
         elementwise_affine: whether there is a weight.
-        bias: whether there is a bias beside the weight.
+        bias: whether there is a bias, with the weight.
         zero_centered: whether the weight is stored minus one.
 
     Raises:
@@ -162,7 +162,7 @@ class LayerNorm(Norm):
         x: Tensor = sf.field(for_=("x", "weight"))  # [*, H]
         mean: Tensor = sf.field(for_=("x", "weight"))  # [*] float32
         rstd: Tensor = sf.field(for_=("x", "weight"))  # [*] float32
-        weight: Tensor | None = sf.field(for_="x")  # [H], the parameter itself
+        weight: Tensor | None = sf.field(for_="x")  # [H], the parameter
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class LayerNorm(Norm):
         return (y if y.dtype is x.dtype else rounded(y, x)), self._saved(x, mean, rstd, weight)
 
     def again(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
-        """Make y again, with the bits of `fwd`, where one call of torch does; else `None`."""
+        """Recompute y, bit for bit, in one torch call; `None` if there is none."""
         if self.zero_centered or weight is None or bias is None:
             return None
         if not x.dtype is weight.dtype is bias.dtype is torch.float32:
@@ -277,21 +277,21 @@ class LayerNorm(Norm):
 class RMSNorm(Norm):
     """y = xhat gain, xhat = x rstd over the trailing dimensions `normalized_shape`.
 
-    Forward: rstd = (E[x^2] + eps)^-1/2; gain = weight, or 1 + weight with `zero_centered=True`; no weight is a gain of
-    one.
+    Forward: rstd = (E[x^2] + eps)^-1/2; gain = weight, or 1 + weight with `zero_centered=True`; without a weight gain =
+    1.
 
-    Backward: with g = dy gain, dx = rstd (g - xhat E[g xhat]);  dweight = sum of dy xhat over all rows.
+    Backward: with g = dy gain, dx = rstd (g - xhat E[g xhat]);  dweight = sum of dy xhat over all tokens.
 
-    x, y: [*, H], weight: [H], where H stands for `normalized_shape`; rstd: [*].
+    x, y: [*, H], weight: [H], where H is `normalized_shape`; rstd: [*].
     Saved: x, rstd, and weight for dx.
-    All is computed in float32 (float64 for a float64 input), for half inputs too, and rounded to the dtype of x once;
-    under autocast on an accelerator y is float32, as in torch.
-    Keys, arguments and initial values are those of `torch.nn.RMSNorm`.
+    Computed in float32 (float64 for a float64 input) and rounded to the dtype of x once; under autocast on an
+    accelerator y is float32, as in torch.
+    State-dict keys, arguments and initial values are those of `torch.nn.RMSNorm`.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
 
     Args:
         normalized_shape: the trailing dimensions, an int or a tuple.
-        eps: added to the mean square; `None` is the machine epsilon of the dtype it is computed in.
+        eps: added to the mean square; `None` is the machine epsilon of the computing dtype.
         elementwise_affine: whether there is a weight.
         zero_centered: whether the weight is stored minus one.
 
@@ -305,7 +305,7 @@ class RMSNorm(Norm):
     class Saved(sf.Saved):
         x: Tensor  # [*, H]
         rstd: Tensor  # [*] float32
-        weight: Tensor | None = sf.field(for_="x")  # [H], the parameter itself
+        weight: Tensor | None = sf.field(for_="x")  # [H], the parameter
 
     def __init__(
         self,
@@ -350,7 +350,7 @@ class RMSNorm(Norm):
         return rounded(y, x), self._saved(x, rstd, weight)
 
     def again(self, x: Tensor, rstd: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Make y again from what is saved: on a CPU the bits of `fwd`, which ATen makes by these calls and others."""
+        """Recompute y from the saved tensors; on a CPU bit for bit."""
         y = cast(x, rstd.dtype) * rstd.view(*rstd.shape, *(1,) * len(self.normalized_shape))
         gain = self.gain(weight, rstd.dtype)
         if gain is not None:

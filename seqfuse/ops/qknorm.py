@@ -18,43 +18,42 @@ class QKNorm(sf.UnfusedOperation):
     """An RMSNorm or LayerNorm of each query and key head, in x = [q; k; v] packed along the last dimension.
 
     Forward, for each head: y = xhat gain, xhat = x rstd, rstd = (E[x^2] + eps)^-1/2 over its D elements; the gain is
-    `q_weight` for queries and `k_weight` for keys, or one more than these. Values pass as they are. With
-    `kind="layer"` it is xhat = (x - mean) rstd, mean = E[x], rstd = (E[(x - mean)^2] + eps)^-1/2, and
-    y = xhat gain + bias. With `full_width` means are over all query heads together, and over all key heads.
+    `q_weight` for queries and `k_weight` for keys, or 1 + weight with `zero_centered=True`. Values are unchanged. With
+    `kind="layer"` xhat = (x - mean) rstd, mean = E[x], rstd = (E[(x - mean)^2] + eps)^-1/2, and
+    y = xhat gain + bias. With `full_width` one mean is over all query heads, and one over all key heads.
 
     Backward: with g = dy gain, dx = rstd (g - xhat E[g xhat]), and for LayerNorm dx = rstd (g - E[g] - xhat E[g xhat]);
-    dq_weight and dk_weight are sums of dy xhat over all rows and over the heads that share them, dq_bias and dk_bias of
-    dy.
+    dq_weight and dk_weight are sums of dy xhat over tokens and heads, dq_bias and dk_bias of dy.
 
     x, y: [*, S, (H + 2 Hkv) D], q_weight, k_weight, q_bias, k_bias: [D], at full width [H D] and [Hkv D]; mean, rstd:
     [*, S, H + Hkv], at full width [*, S, 2].
-    Saved: x, rstd, of a LayerNorm mean, and the weights for dx.
-    All is computed in float32 (float64 for a float64 input) and rounded to the dtype of x once.
+    Saved: x, rstd, for LayerNorm mean, and the weights for dx.
+    Computed in float32 (float64 for a float64 input) and rounded to the dtype of x once.
     Source: Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442; at full width: OLMo et al.
     2024, arXiv:2501.00656.
 
     Args:
         head_dim: D.
         heads: H.
-        kv_heads: Hkv; H by default.
+        kv_heads: Hkv; default H.
         eps: added to the mean square, or to the variance.
         elementwise_affine: whether there are weights.
         kind: `"rms"` or `"layer"`.
         full_width: whether all heads are normalized together.
-        zero_centered: whether the gain is one more than the weights.
-        bias: whether a LayerNorm has biases, beside its weights.
+        zero_centered: whether the weights are stored minus one.
+        bias: whether a LayerNorm has biases.
 
     Raises:
-        ValueError: for another kind, or a bias of what has none.
-        InputError: (SF101) for x that is not floating-point.
+        ValueError: for another kind, or a bias without LayerNorm and weights.
+        InputError: (SF101) for a non-floating x.
     """
 
     class Saved(sf.Saved):
         x: Tensor  # [*, S, (H + 2 Hkv) D]
         rstd: Tensor  # [*, S, H + Hkv] float32, at full width [*, S, 2]
-        q_weight: Tensor | None = sf.field(for_="x")  # the parameter itself
-        k_weight: Tensor | None = sf.field(for_="x")  # the parameter itself
-        mean: Tensor | None  # like rstd, of a LayerNorm
+        q_weight: Tensor | None = sf.field(for_="x")  # the parameter
+        k_weight: Tensor | None = sf.field(for_="x")  # the parameter
+        mean: Tensor | None  # like rstd; LayerNorm only
 
     autocast = "same"
     packs = True
@@ -92,7 +91,7 @@ class QKNorm(sf.UnfusedOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start from gains of one, and no bias."""
+        """Initialize with gains of 1 and biases of 0."""
         for name, own in self.named_parameters(recurse=False):
             nn.init.constant_(own, 1.0 if name.endswith("weight") and not self.zero_centered else 0.0)
 

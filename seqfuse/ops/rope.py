@@ -22,45 +22,43 @@ _KEPT_ANGLES = 1 << 20
 
 
 class RotaryEmbedding(sf.UnfusedOperation):
-    """Turns pairs of elements of each query and key head, in x = [q; k; v] packed along the last dimension.
+    """RoPE of each query and key head, in x = [q; k; v] packed along the last dimension.
 
     Forward, for pair i < R / 2 of a head at position t, with a = t base^(-2 i / R):
     y_1 = x_1 cos a - x_2 sin a, y_2 = x_2 cos a + x_1 sin a. The pair is elements i and i + R / 2 with `style="half"`,
-    2 i and 2 i + 1 with `style="interleaved"`. Elements from R on and the values pass as they are.
-    With the channels `cos` and `sin` the angles are given, scaled or not: by pair, or by element, as models do that
-    compute x cos + rotate(x) sin; y_1 = x_1 cos_1 - x_2 sin_1, y_2 = x_2 cos_2 + x_1 sin_2.
+    2 i and 2 i + 1 with `style="interleaved"`. Elements from R on and values are unchanged.
+    With channels `cos` and `sin` the angles are inputs, per pair or per element, as in x cos + rotate(x) sin; y_1 = x_1
+    cos_1 - x_2 sin_1, y_2 = x_2 cos_2 + x_1 sin_2.
 
-    Backward: the transpose, with a the same by -a: dx_1 = dy_1 cos_1 + dy_2 sin_2, dx_2 = dy_2 cos_2 - dy_1 sin_1.
-    dcos_1 = dy_1 x_1, dcos_2 = dy_2 x_2, dsin_1 = -dy_1 x_2, dsin_2 = dy_2 x_1, summed over heads and rows that
-    share them.
+    Backward: the transpose, RoPE by -a: dx_1 = dy_1 cos_1 + dy_2 sin_2, dx_2 = dy_2 cos_2 - dy_1 sin_1. dcos_1 = dy_1
+    x_1, dcos_2 = dy_2 x_2, dsin_1 = -dy_1 x_2, dsin_2 = dy_2 x_1, summed over heads and broadcast dimensions.
 
     x, y: [*, S, (H + 2 Hkv) D]; positions: [S], or broadcast to [*, S]; cos, sin: [S, R] or [S, R / 2], or broadcast to
-    [*, S, R] or [*, S, R / 2]. Angles are float32 (float64 for float64), and so are the results, rounded to the dtype
-    of x once.
+    [*, S, R] or [*, S, R / 2]. Computed in float32 (float64 for float64) and rounded to the dtype of x once.
     Saved: positions, cos, sin; x for the gradients of cos and sin.
     Source: Su et al. 2021, arXiv:2104.09864.
 
     Args:
         heads: H.
-        kv_heads: Hkv; H by default. With 0 x is queries alone, or keys alone: [*, S, H D].
-        style: which elements are a pair.
-        base: of the geometric row of angles.
-        rotary_dim: R, even and at most D; D by default.
-        positions: channel of the positions; 0..S-1 by default.
-        cos: channel of the cosines, given with `sin` and without `positions`; `base` is not read then.
+        kv_heads: Hkv; default H. With 0, x is only queries or only keys: [*, S, H D].
+        style: `"half"` or `"interleaved"` pairs.
+        base: base of the angles.
+        rotary_dim: R, even and at most D; default D.
+        positions: channel of the positions; default 0..S-1.
+        cos: channel of the cosines, with `sin` and without `positions`; `base` is ignored.
         sin: channel of the sines.
 
     Raises:
         ValueError: for another style, a `rotary_dim` that is odd, `cos` without `sin` or with `positions`.
-        InputError: (SF101) for x that is not floating-point, positions that are bool or do not broadcast, cos and sin
-            of another shape.
+        InputError: (SF101) for a non-floating x, positions that are bool or do not broadcast, or cos and sin of another
+            shape.
     """
 
     class Saved(sf.Saved):
         positions: Tensor | None  # [*, S]
         cos: Tensor | None  # [*, S, R] or [*, S, R / 2]
         sin: Tensor | None  # the same
-        x: Tensor | None  # [*, S, (H + 2 Hkv) D], where gradients of cos or sin are needed
+        x: Tensor | None  # [*, S, (H + 2 Hkv) D], if gradients of cos or sin are needed
 
     autocast = "same"
     packs = True
@@ -198,7 +196,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         return _angles_of_rows(rows, self._sizes(x)[1], self.base, stats_dtype(x))
 
     def angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position and pair, [*, S, 1, R / 2]."""
+        """Cosines and sines of each position and pair, [*, S, 1, R / 2]."""
         floating(x, "RotaryEmbedding")
         stats = stats_dtype(x)
         length = x.shape[-2]

@@ -13,11 +13,11 @@ from ._tensors import check_last, rows_summed
 
 
 class Scale(sf.UnfusedOperation):
-    """y = factor x, the factor a constant of the operation and no parameter.
+    """y = factor x, with a constant factor.
 
     Backward: dx = factor dy.
 
-    x, y: any shape.  Saved: factor, so that one changed between the passes does no harm.
+    x, y: any shape.  Saved: factor, as of the forward pass.
 
     Args:
         factor: any float.
@@ -53,21 +53,21 @@ class Scale(sf.UnfusedOperation):
 
 
 class LayerScale(sf.UnfusedOperation):
-    """y = x gamma, a factor for each feature, at the end of a branch; `Scale` has one constant for all.
+    """y = x gamma, a learned factor per feature.
 
-    Backward: dx = dy gamma;  dgamma = sum of dy x over all rows.
+    Backward: dx = dy gamma;  dgamma = sum of dy x over all tokens.
 
     x, y: [*, size], gamma: [size]. Dtypes promote as in torch.  Saved: x for dgamma, gamma for dx.
     Source: Touvron et al. 2021, arXiv:2103.17239.
 
     Args:
         size: length of the last dimension.
-        init_value: what gamma starts from.
+        init_value: initial value of gamma.
     """
 
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="gamma")  # [*, size]
-        gamma: Tensor = sf.field(for_="x")  # [size], the parameter itself
+        gamma: Tensor = sf.field(for_="x")  # [size], the parameter
 
     autocast = "promote"
 
@@ -80,7 +80,7 @@ class LayerScale(sf.UnfusedOperation):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start from `init_value`."""
+        """Initialize with `init_value`."""
         nn.init.constant_(self.gamma, self.init_value)
 
     def reference(self, x: Tensor) -> Tensor:

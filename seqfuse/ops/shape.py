@@ -22,7 +22,7 @@ class Identity(sf.UnfusedOperation):
     """
 
     class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+        """Empty: the backward pass only reads dy."""
 
     is_view = True
     autocast = "same"
@@ -41,21 +41,21 @@ class Identity(sf.UnfusedOperation):
 
 
 class Reshape(sf.UnfusedOperation):
-    """y = x with its last `dims` dimensions made into `shape`; leading dimensions stay.
+    """y = x with its last `dims` dimensions reshaped to `shape`.
 
     `Reshape(8, 64)` splits the last dimension 512 into heads; `Reshape(512, dims=2)` joins them again. One size may be
     -1.
 
-    Backward: dx = dy with its last `len(shape)` dimensions made into those of x.
+    Backward: dx = dy with its last `len(shape)` dimensions reshaped to those of x.
 
     x: [*, d1..dn], n = `dims`; y: [*, *shape].  Saved: trailing, the sizes d1..dn.
 
     Args:
         shape: the new trailing sizes.
-        dims: how many trailing dimensions of x they replace.
+        dims: number of trailing dimensions of x to reshape.
 
     Raises:
-        ValueError: for no size, a size below -1, two sizes of -1, or `dims` below 1.
+        ValueError: for an empty shape, a size below -1, two sizes of -1, or `dims` below 1.
     """
 
     class Saved(sf.Saved):
@@ -105,20 +105,20 @@ class Reshape(sf.UnfusedOperation):
 
 
 class Transpose(sf.UnfusedOperation):
-    """y = x with dimensions `dim0` and `dim1` swapped, a view: as between the two halves of an MLP-Mixer's block.
+    """y = x with dimensions `dim0` and `dim1` swapped, a view, as in an MLP-Mixer block.
 
-    Backward: dx = dy with the same two swapped.
+    Backward: dx = dy with the same dimensions swapped.
 
     x: [*], with both dimensions; y: [*].  Saved: nothing.
     Source: Tolstikhin et al. 2021, arXiv:2105.01601.
 
     Args:
         dim0: a dimension; the last is -1.
-        dim1: another.
+        dim1: another dimension.
     """
 
     class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+        """Empty: the backward pass only reads dy."""
 
     is_view = True
     autocast = "same"
