@@ -30,7 +30,7 @@ _NOTHING = None, None
 class GroupedLinear(Scaled, sf.UnfusedOperation):
     """y_i = x_i weight_g^T + bias_g for row i of group g: one `Linear` per group of consecutive rows (grouped GEMM).
 
-    x is viewed as [rows, in_features]. Group g has rows offsets[g - 1] (0 for the first) up to offsets[g], possibly none.
+    x is viewed as [rows, in_features]. Group g has rows offsets[g - 1] (0 for the first) to offsets[g], possibly none.
     Rows from offsets[groups - 1] on belong to no group: y and dx are zeros there. A GPU does not synchronize to read
     offsets.
 
