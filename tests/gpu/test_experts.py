@@ -413,7 +413,7 @@ def described(name: str, made: Any) -> tuple[Weights, Callable[[Tensor], Tensor]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=GPU)], ids=["fused", "unfused"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_converted_block_computes_the_same(name: str, fused: bool, dtype: torch.dtype, device: torch.device) -> None:
     eager = theirs(name, device, dtype)
