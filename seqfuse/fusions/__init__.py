@@ -72,10 +72,10 @@ aten: tuple[type[FusedOperation], ...] = (
     BackwardLinearScale,  # the factor of a Scale in the GEMMs, instead of a pass over the gradient
     LinearBiasBackward,  # the same kernels, one step of the engine instead of two
 )
-"""Fusions made of ATen calls; they apply on any device, without Triton or a C compiler.
+"""Fusions of ATen calls, on any device, without Triton or a C compiler.
 
-Each is not slower than the operations it replaces where its requirements hold. ATen has nothing for add and norm in one
-pass, or for the gradients of an activation and the bias before it: those are in `triton`.
+If its requirements hold, none is slower than the operations that it replaces. ATen cannot add and normalize in one
+pass, or compute the gradients of an activation and the bias before it in one pass: see `triton`.
 """
 
 triton: tuple[type[FusedOperation], ...] = (
@@ -106,7 +106,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasQKNormRotaryBackward,  # their gradients in one pass
     BiasQKNormBackward,  # their gradients in one pass
 )
-"""Fusions made of Triton kernels, many of which a CPU runs as C; not applied where none runs."""
+"""Fusions with Triton kernels, many of which have C kernels for CPUs; not applied if neither can run."""
 
 lean: tuple[type[FusedOperation], ...] = (
     ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; torch's own GEMMs
@@ -116,13 +116,13 @@ lean: tuple[type[FusedOperation], ...] = (
     RecomputeNorm,  # makes what the norm before a GEMM gave again
     RecomputeActivation,  # makes what the activation before a GEMM gave again
 )
-"""Fusions that save less for the backward pass and take longer; the last three are made of the operations' own calls.
+"""Fusions that save less for backward and take longer; the last three call the `fwd` and `bwd` of the operations.
 
-They are candidates where a `Sequential` is to save memory: `Sequential(..., memory="lean")`, or another choice.
+They are used if `memory=` saves memory, as in `Sequential(..., memory="lean")`.
 """
 
 default: tuple[type[FusedOperation], ...] = (*triton, *aten, *lean)
-"""What a `Sequential` uses unless told otherwise: `(*triton, *aten, *lean)`."""
+"""The fusion set of a `Sequential` by default: `(*triton, *aten, *lean)`."""
 
 # Computed, so that a fusion is named once, in its tuple: a checker cannot read that.
 _names = sorted(fusion.__name__ for fusion in default)

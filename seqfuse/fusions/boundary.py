@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class BlockBoundary(ForwardFusion):
     """z = dropout(x + bias) + other, y = norm(z), fork_out = z: the boundary of two blocks in one pass.
 
-    z is written once: it is what the norm keeps and, between pre-norm blocks, the residual stream. Where no `Fork`
-    stands before the norm, as in post-norm blocks, nothing else reads it. The mask is a function of the seed and is not
-    stored. x, other, y, z: [*, H], bias: [H]. Saves what the operations save.
+    z is written once. The norm saves it, and between pre-norm blocks it is also the residual stream. Without a `Fork`
+    before the norm (post-norm), nothing else reads it. The dropout mask is recomputed from the seed. x, other, y, z:
+    [*, H], bias: [H]. Saves the same tensors as the operations.
     """
 
     bias: Bias | None
@@ -77,10 +77,10 @@ class BlockBoundary(ForwardFusion):
 
 
 class BlockBoundaryBackward(BackwardFusion):
-    """All gradients of a block's boundary in one pass: dz = norm'(dy) + d_fork_out, dx = dropout'(dz), dother = dz.
+    """All gradients of a block boundary in one pass: dz = norm'(dy) + d_fork_out, dx = dropout'(dz), dother = dz.
 
-    The norm's parameters and the bias get their sums over rows from the same pass, in float32, in a fixed order and
-    rounded once. Where nothing was dropped dx is dz. dy, d_fork_out, dx: [*, H].
+    The same pass sums the gradients of the norm's parameters and the bias over tokens, in float32 and a fixed order,
+    rounded once. Without dropout dx is dz. dy, d_fork_out, dx: [*, H].
     """
 
     bias: Bias | None
@@ -128,9 +128,9 @@ class BlockBoundaryBackward(BackwardFusion):
 class UnpermuteBoundary(ForwardFusion):
     """z = sum_j p_j x_j + other over the rows j of a token, y = norm(z), fork_out = z: experts, residual stream, norm.
 
-    The sum over the experts of a token, the residual sum and the norm that begins the next block are one pass: z is
-    written once, and the sum not at all. x: [*, top_k, H], probs: [*, top_k], other, y, z: [*, H]. Saves what the
-    operations save.
+    One pass for the sum over the experts of a token, the residual sum and the norm of the next block. z is written
+    once, the sum over experts never. x: [*, top_k, H], probs: [*, top_k], other, y, z: [*, H]. Saves the same tensors
+    as the operations.
     """
 
     unpermute: Unpermute
@@ -169,8 +169,8 @@ class UnpermuteBoundary(ForwardFusion):
 class UnpermuteBoundaryBackward(BackwardFusion):
     """All gradients of `UnpermuteBoundary` in one pass: dz = norm'(dy) + d_fork_out, dx_j = p_j dz, dother = dz.
 
-    dp_j = sum over features of dz x_j. Sums over tokens for the norm's parameters come from the same pass, in float32,
-    in a fixed order. dy, d_fork_out: [*, H], dx: [*, top_k, H].
+    dp_j = sum over features of dz x_j. The same pass sums the gradients of the norm's parameters over tokens, in
+    float32 and a fixed order. dy, d_fork_out: [*, H], dx: [*, top_k, H].
     """
 
     unpermute: Unpermute
@@ -242,10 +242,10 @@ def experts_bwd(
 
 
 class BlockBoundaryActivation(JointFusion):
-    """z = dropout(x + bias) + other, y = act(norm(z)), fork_out = z, and all gradients, each way in one pass.
+    """z = dropout(x + bias) + other, y = act(norm(z)), fork_out = z, and all gradients, one pass each.
 
-    As `BlockBoundary` and `BlockBoundaryBackward`, with act up to eight activations and constant factors behind the
-    norm. Nothing between z and y is written or kept: the backward makes it again from z, in registers.
+    As `BlockBoundary` and `BlockBoundaryBackward`, with act up to eight activations and constant factors after the
+    norm. Nothing between z and y is written or saved: the backward pass recomputes it from z in registers.
 
     x, other, y, z: [*, H], bias, weight, shift: [H], mean, rstd: [*].
     """
@@ -263,13 +263,13 @@ class BlockBoundaryActivation(JointFusion):
 
     class Saved(context.Saved):
         z: Tensor  # [*, H]
-        mean: Tensor | None  # [*] float32, of LayerNorm
+        mean: Tensor | None  # [*] float32; LayerNorm only
         rstd: Tensor  # [*] float32
-        weight: Tensor | None  # [H], the parameter itself
-        shift: Tensor | None  # [H], the norm's bias, the parameter itself
+        weight: Tensor | None  # [H], the parameter
+        shift: Tensor | None  # [H], the bias of the norm
         seed: Tensor | None  # [] int64
         p: float
-        factors: tuple[float, ...]  # of the constant factors
+        factors: tuple[float, ...]  # constant factors
 
     def requires(self, env: Env) -> Requirements:
         yield from boundary_fits(self.bias, self.norm, self.dropout, env)
@@ -310,7 +310,7 @@ class BlockBoundaryActivation(JointFusion):
         return _boundary_bwd(run, self.bias, saved.z, saved.seed, saved.p, needs, dtype)
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
-        """What the operations themselves would have saved."""
+        """The `Saved` of each operation, for the unfused backward pass."""
         statistics = saved.mean, saved.rstd, saved.weight, saved.shift
         own = norm_records(self.norm, self.acts, saved.z, *statistics, saved.factors)
         return own if self.dropout is None else {**own, "dropout": Dropout.Saved(seed=saved.seed, p=saved.p)}

@@ -71,9 +71,8 @@ class ChainOfParts:
 class PointwiseChain(ChainOfParts, ForwardFusion):
     """y = f_n(... f_1(x)) in one pass: activations, constant factors, biases and dropouts in any order.
 
-    What an activation keeps is stored on the way, rounded; all else stays in float32 from x to y. The mask of each
-    dropout is the one that the operation makes of its seed; none is stored. x, y: [*, H]. Saves what the operations
-    save.
+    The saved tensors of activations are rounded and written; everything else stays in float32 from x to y. Dropout
+    masks are recomputed from the seeds. x, y: [*, H]. Saves the same tensors as the operations.
     """
 
     first: Part
@@ -99,10 +98,10 @@ class PointwiseChain(ChainOfParts, ForwardFusion):
 
 
 class PointwiseChainBackward(ChainOfParts, BackwardFusion):
-    """dx = f_1'(t_1) ... f_n'(t_n) dy in one pass, t what each activation keeps, and biases' gradients on the way.
+    """dx = f_1'(t_1) ... f_n'(t_n) dy in one pass with the gradients of biases; t are the saved tensors of activations.
 
-    Each of these is the sum over all rows of what the chain holds there, of float32 numbers and in a fixed order; what
-    was dropped is decided again from the seeds. dy, dx, t: [*, H].
+    The gradient of a bias is a sum over all tokens, in float32 and a fixed order. Dropout masks are recomputed from the
+    seeds. dy, dx, t: [*, H].
     """
 
     first: Part
@@ -134,11 +133,11 @@ class PointwiseChainBackward(ChainOfParts, BackwardFusion):
 
 
 class PointwiseChainJoint(ChainOfParts, JointFusion):
-    """y = f_n(... f_1(x)) and all gradients, each way in one pass, of which less is kept.
+    """y = f_n(... f_1(x)) and all gradients, one pass each, with fewer saved tensors.
 
-    Where several activations and constant factors stand together only what the first of them takes is kept; the
-    backward pass makes the rest again from it, in registers: with y = f_2(f_1(t)), dt = f_1'(t) f_2'(f_1(t)) dy. All
-    else is as in `PointwiseChain` and `PointwiseChainBackward`.
+    Of consecutive activations and constant factors only the first input is saved; the backward pass recomputes the
+    others from it in registers: with y = f_2(f_1(t)), dt = f_1'(t) f_2'(f_1(t)) dy. Otherwise as `PointwiseChain` and
+    `PointwiseChainBackward`.
 
     x, y, t: [*, H].
     """
@@ -147,9 +146,9 @@ class PointwiseChainJoint(ChainOfParts, JointFusion):
     rest: tuple[Part, ...]
 
     class Saved(context.Saved):
-        held: tuple[Tensor | None, ...]  # [*, H] for each activation that stands alone, and each run of several
-        seeds: tuple[Tensor | None, ...]  # [] int64 for each dropout that drops
-        numbers: tuple[float, ...]  # factors, and p of dropouts; 0 in other places
+        held: tuple[Tensor | None, ...]  # [*, H] for each group of consecutive activations
+        seeds: tuple[Tensor | None, ...]  # [] int64 for each dropout
+        numbers: tuple[float, ...]  # factors, and p of dropouts; otherwise 0
 
     def requires(self, env: Env) -> Requirements:
         yield env.grad, "where nothing needs a gradient nothing is kept"
@@ -189,7 +188,7 @@ class PointwiseChainJoint(ChainOfParts, JointFusion):
         return backward_of(places, needs)
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
-        """What the operations themselves would have saved."""
+        """The `Saved` of each operation, for the unfused backward pass."""
         records: list[context.Saved | None] = []
         for (at, part), kept in zip(_joined(self.parts, saved.numbers), saved.held, strict=True):
             if isinstance(part, Run):
@@ -415,11 +414,11 @@ def _identity(of: Any) -> Any:
 
 
 class LinearBiasPointwise(ForwardFusion):
-    """y = act(z), z = x weight^T + bias: a GEMM that adds the bias in its epilogue, as cuBLAS does, and one pass.
+    """y = act(z), z = x weight^T + bias: a GEMM with the bias in its epilogue, as in cuBLAS, and one pass.
 
-    z is written once, which the gradient of the activation reads in any case: in training nothing moves fewer bytes.
+    z is written once; the gradient of the activation reads it in any case, so in training no fusion moves fewer bytes.
 
-    x: [*, in_features], z, y: [*, out_features]. Saves what the operations save.
+    x: [*, in_features], z, y: [*, out_features]. Saves the same tensors as the operations.
     """
 
     linear: Linear
@@ -463,10 +462,10 @@ def _recorder(act: Pointwise) -> Callable[[Tensor, Tensor], Saved]:
 
 
 class BiasDropoutAdd(ForwardFusion):
-    """y = other + dropout(x + bias) in one pass, rounded once; the mask is that of the operations, and is not stored.
+    """y = other + dropout(x + bias) in one pass, rounded once; the dropout mask is recomputed from the seed.
 
-    x, other, y: [*, H]; where `other` has another dtype, y has the one torch promotes to. Saves what the operations
-    save.
+    x, other, y: [*, H]; if `other` has another dtype, y has the dtype that torch promotes to. Saves the same tensors as
+    the operations.
     """
 
     bias: Bias | None
@@ -497,9 +496,9 @@ class BiasDropoutAdd(ForwardFusion):
 
 
 class BiasDropoutAddBackward(BackwardFusion):
-    """dx = dropout(dy) and its sum over all rows, which is dbias, in one pass;  dother = dy.
+    """dx = dropout(dy) and dbias = sum of dx over all tokens in one pass;  dother = dy.
 
-    The mask is made again from the seed; the sum is of float32 numbers and in a fixed order. dy, dx: [*, H].
+    The dropout mask is recomputed from the seed; the sum is in float32 and a fixed order. dy, dx: [*, H].
     """
 
     bias: Bias | None

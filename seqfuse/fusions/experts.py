@@ -29,13 +29,13 @@ from .norm import NormRecord, run_norm
 
 
 class PermuteGroupedLinear(ForwardFusion):
-    """y_g = x_g weight_g^T + bias_g, x_g the tokens of expert g, which are not saved in this order, but gathered again.
+    """y_g = x_g weight_g^T + bias_g, x_g the tokens of expert g, which are gathered again for backward instead of
+    saved.
 
-    dweight_g = dy_g^T x_g. The backward pass takes one more gather, the forward pass saves `top_k` rows for each token
-    less.
+    dweight_g = dy_g^T x_g. Costs one more gather in the backward pass; saves `top_k` fewer rows per token.
 
     x: [*, in_features], y: [*, top_k, out_features].
-    Source: Chen et al. 2016, arXiv:1604.06174, of saving less and recomputing it.
+    Source: Chen et al. 2016, arXiv:1604.06174 (recompute).
     """
 
     permute: Permute
@@ -46,7 +46,7 @@ class PermuteGroupedLinear(ForwardFusion):
     layout = "any"
 
     def saves(self, env: Env) -> Savings:
-        """A step of the engine, less one more gather in the backward pass."""
+        """One step of the engine, minus one more gather in the backward pass."""
         gather = float(env.tokens * self.permute.top_k * self.linear.in_features * env.itemsize)
         return Savings(launches=STEP - 1 - RECOMPUTING, bytes=-2 * gather)
 
@@ -65,10 +65,10 @@ def _again(dtype: torch.dtype, x: Tensor, rows: Tensor, offsets: Tensor) -> Tens
 
 
 class GatherGroupedLinear(JointFusion):
-    """y_g = x_g weight_g^T + bias_g, whose GEMM reads the tokens x_g of expert g where they are: they are not sorted.
+    """y_g = x_g weight_g^T + bias_g, where the GEMM gathers the tokens x_g of expert g; they are never sorted.
 
-    Both passes read them through the order of rows: dweight_g = dy_g^T x_g, dx_t = sum over the rows of token t of
-    dy weight_g. Neither writes nor saves `top_k` rows for each token.
+    Both passes read tokens through an index: dweight_g = dy_g^T x_g, dx_t = sum over the rows of token t of dy
+    weight_g. Neither pass writes or saves `top_k` rows per token.
 
     x: [*, in_features], y: [*, top_k, out_features].
     Source: Tan et al. 2024, arXiv:2403.08245.
@@ -83,7 +83,7 @@ class GatherGroupedLinear(JointFusion):
     class Saved(context.Saved):
         x: Tensor  # [*, in_features]
         weight: Tensor  # [groups, out_features, in_features], the parameter
-        order: Tensor  # [tokens top_k] int64, the pair of a token and an expert that each row is
+        order: Tensor  # [tokens top_k] int64, the (token, expert) pair of each row
         rows: Tensor  # [*, top_k] int64
         offsets: Tensor  # [groups]
 
@@ -96,7 +96,7 @@ class GatherGroupedLinear(JointFusion):
         yield not torchs, "torch's GEMM of groups is used here, which reads rows that are sorted"
 
     def saves(self, env: Env) -> Savings:
-        """The pass that sorts tokens, of which it reads them alone."""
+        """The pass that sorts tokens, except for reading them."""
         gather = float(env.tokens * self.permute.top_k * self.linear.in_features * env.itemsize)
         return Savings(launches=1 + STEP, bytes=2 * gather)
 
@@ -137,7 +137,7 @@ class GatherGroupedLinear(JointFusion):
         return dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
-        """What the operations themselves would have saved."""
+        """The `Saved` of each operation, for the unfused backward pass."""
         x = sorted_rows(saved.x, saved.rows, saved.offsets)
         record = GroupedLinear.Saved(x=x, weight=saved.weight, offsets=saved.offsets)
         return {"permute": Permute.Saved(rows=saved.rows, offsets=saved.offsets), "linear": record}
@@ -222,20 +222,19 @@ class _FactorsBeforeGEMM(JointFusion):
 
 
 class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
-    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up, over the rows j of token t; p are their factors, probs.
+    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up, over the rows j of token t; p is probs.
 
-    The factors multiply the input of the GEMM, so its output is not saved for their gradient. With d = dy weight_g,
-    dp = sum over features of d h, in the pass of the gated unit's gradient, which gets p d;  dweight_g = dy^T (p h).
+    The factors multiply the input of the GEMM, so its output is not saved for their gradient. With d = dy weight_g, dp
+    = sum over features of d h, in the pass of the gated unit's gradient, whose dy is p d;  dweight_g = dy^T (p h).
 
     x, [gate; up]: [*, top_k, 2 F], probs: [*, top_k], y: [*, H].
-    Source: Shazeer et al. 2017, arXiv:1701.06538; of factors before the second GEMM: Fedus et al. 2021,
-    arXiv:2101.03961.
+    Source: Shazeer et al. 2017, arXiv:1701.06538; factors before the second GEMM: Fedus et al. 2021, arXiv:2101.03961.
     """
 
     class Saved(context.Saved):
         x: Tensor  # [*, top_k, 2 F]
-        scaled: Tensor  # [*, top_k, F], h times its factors
-        scales: Tensor  # [*, top_k], the factor of each row
+        scaled: Tensor  # [*, top_k, F], p h
+        scales: Tensor  # [*, top_k], factor of each row
         weight: Tensor  # [groups, H, F], the parameter, or its cast
         rows: Tensor  # [*, top_k] int64
         offsets: Tensor  # [groups]
@@ -260,12 +259,12 @@ class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
 
 
 class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
-    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up; saves x, and recomputes p h for the gradient of the weight.
+    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up; recomputes p h from x for the gradient of the weight.
 
-    The backward pass takes one more gated unit, the forward pass saves one tensor less.
+    Costs one more gated unit in the backward pass; saves one tensor less.
 
     x, [gate; up]: [*, top_k, 2 F], probs: [*, top_k], y: [*, H].
-    Source: Chen et al. 2016, arXiv:1604.06174, of saving less and recomputing it.
+    Source: Chen et al. 2016, arXiv:1604.06174 (recompute).
     """
 
     saves_memory = True
@@ -290,13 +289,14 @@ class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
 
 
 class GatedGroupedLinearUnpermuteBoundary(_FactorsBeforeGEMM):
-    """z = sum_j p_j h_j weight_g^T + other, h = act(gate) up, y = norm(z), fork_out = z: also the next block's norm.
+    """z = sum_j p_j h_j weight_g^T + other, h = act(gate) up, y = norm(z), fork_out = z: with the norm of the next
+    block.
 
-    As `GatedGroupedLinearUnpermute`, whose sum over the experts of a token is made in the pass of the residual sum and
-    the norm, and is not written. In the backward pass the norm's kernel writes the gradients of the experts' outputs.
+    As `GatedGroupedLinearUnpermute`, but the sum over the experts of a token, the residual sum and the norm are one
+    pass. In the backward pass the norm's kernel writes the gradients of the experts' outputs.
 
     x, [gate; up]: [*, top_k, 2 F], probs: [*, top_k], other, y, z: [*, H].
-    Source: as there.
+    Source: as `GatedGroupedLinearUnpermute`.
     """
 
     add: Add
@@ -308,15 +308,15 @@ class GatedGroupedLinearUnpermuteBoundary(_FactorsBeforeGEMM):
 
     class Saved(context.Saved):
         x: Tensor  # [*, top_k, 2 F]
-        scaled: Tensor  # [*, top_k, F], h times its factors
-        scales: Tensor  # [*, top_k], the factor of each row
+        scaled: Tensor  # [*, top_k, F], p h
+        scales: Tensor  # [*, top_k], factor of each row
         weight: Tensor  # [groups, H, F], the parameter, or its cast
         rows: Tensor  # [*, top_k] int64
         offsets: Tensor  # [groups]
         z: Tensor  # [*, H]
-        mean: Tensor | None  # [*] float32, of LayerNorm
+        mean: Tensor | None  # [*] float32; LayerNorm only
         rstd: Tensor  # [*] float32
-        gain: Tensor | None  # [H], the weight of the norm, the parameter itself
+        gain: Tensor | None  # [H], the weight of the norm, the parameter
 
     def requires(self, env: Env) -> Requirements:
         yield from super().requires(env)

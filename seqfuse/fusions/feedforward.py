@@ -38,16 +38,16 @@ from .chain import chain_of, pointwise_maker
 
 
 class ActivationLinearJoint(JointFusion):
-    """y = other + h weight^T + out_bias, h = act(z), z = x + bias, where h is not saved.
+    """y = other + h weight^T + out_bias, h = act(z), z = x + bias; h is not saved.
 
-    The kernel that computes dx in the backward pass reads x in any case, and writes h on the way: dh = dy weight;
-    dx = act'(z) dh, or that of a gated unit, and its sum over all rows, which is dbias;  dweight = dy^T h;
-    dother = dy, whose sum is dout_bias. x is saved in the place of z, to which the bias is added again in registers.
+    The kernel that computes dx in the backward pass reads x anyway, and also writes h: dh = dy weight; dx = act'(z) dh,
+    or the gradient of a gated unit; dbias = sum of dx over all tokens;  dweight = dy^T h; dother = dy; dout_bias = sum
+    of dy over all tokens. x is saved instead of z; the bias is added again in registers.
 
-    The GEMMs are torch's. This writes h twice, for the memory that it would take from the forward to the backward pass.
+    The GEMMs run in torch. h is written twice, but not held between the passes.
 
-    x, z: [*, F], of a gated unit [*, 2 F], h: [*, F], other, y: [*, out_features].
-    Source: Chen et al. 2016, arXiv:1604.06174, of saving less and recomputing it.
+    x, z: [*, F], [*, 2 F] for a gated unit, h: [*, F], other, y: [*, out_features].
+    Source: Chen et al. 2016, arXiv:1604.06174 (recompute).
     """
 
     bias: Bias | None
@@ -61,8 +61,8 @@ class ActivationLinearJoint(JointFusion):
     layout = "any"  # its kernels are handed copies of what does not fit
 
     class Saved(context.Saved):
-        x: Tensor  # [*, F], of a gated unit [*, 2 F]
-        bias: Tensor | None  # the parameter itself
+        x: Tensor  # [*, F], [*, 2 F] for a gated unit
+        bias: Tensor | None  # the parameter
         weight: Tensor = context.field(for_=("x", "bias.bias"))  # [out_features, F], the parameter, or its cast
 
     def requires(self, env: Env) -> Requirements:
@@ -126,7 +126,7 @@ class ActivationLinearJoint(JointFusion):
         return dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, context.Saved]:
-        """What the operations themselves would have saved."""
+        """The `Saved` of each operation, for the unfused backward pass."""
         h, act = self.act.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
         kept: Any = vars(saved).get  # what no gradient reads was dropped
         return {"act": act, "linear": Linear.Saved(x=h, weight=kept("weight"))}

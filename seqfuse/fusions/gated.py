@@ -20,9 +20,9 @@ from .chain import chain_of, pointwise_maker, quantized_chain
 
 
 class BiasGated(ForwardFusion):
-    """y = act(gate) up, [gate; up] = x + bias, in one pass; the sum is stored for the gated unit's gradient.
+    """y = act(gate) up, [gate; up] = x + bias, in one pass; x + bias is written for the gradient of the gated unit.
 
-    x, [gate; up]: [*, 2 F], y: [*, F]. Saves what the operations save.
+    x, [gate; up]: [*, 2 F], y: [*, F]. Saves the same tensors as the operations.
     """
 
     bias: Bias | None
@@ -51,9 +51,9 @@ class BiasGated(ForwardFusion):
 
 
 class BiasGatedBackward(BackwardFusion):
-    """dx = [dgate; dup], dgate = dy up act'(gate), dup = dy act(gate), and its sum over all rows, which is dbias.
+    """dx = [dgate; dup], dgate = dy up act'(gate), dup = dy act(gate), dbias = sum of dx over all tokens.
 
-    One pass; the sum is of float32 numbers and in a fixed order. dy: [*, F], dx: [*, 2 F].
+    One pass; the sum is in float32 and a fixed order. dy: [*, F], dx: [*, 2 F].
     """
 
     bias: Bias | None
@@ -79,10 +79,10 @@ class BiasGatedBackward(BackwardFusion):
 
 
 class BiasGatedScale(JointFusion):
-    """y = act(gate) up scales, [gate; up] = x + bias, and all gradients, each way in one pass; x alone is saved.
+    """y = act(gate) up scales, [gate; up] = x + bias, and all gradients, one pass each; h is not saved.
 
-    With h = act(gate) up, dscales = sum of dy h over each token's features, and [dgate; dup] is that of the gated unit
-    for scales dy; h is made again from x, in registers. The sum over all rows of [dgate; dup] is dbias.
+    With h = act(gate) up, dscales = sum of dy h over the features of each token; [dgate; dup] is the gradient of the
+    gated unit for scales dy; h is recomputed from x in registers. dbias = sum of [dgate; dup] over all tokens.
     x, [gate; up]: [*, 2 F], scales: [*] or [*, 1], y: [*, F].
     """
 
@@ -94,7 +94,7 @@ class BiasGatedScale(JointFusion):
 
     class Saved(context.Saved):
         x: Tensor  # [*, 2 F]
-        bias: Tensor | None  # the parameter itself
+        bias: Tensor | None  # the parameter
         scales: Tensor  # [*] or [*, 1]
 
     def requires(self, env: Env) -> Requirements:
@@ -130,7 +130,7 @@ class BiasGatedScale(JointFusion):
         return dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
-        """What the operations themselves would have saved."""
+        """The `Saved` of each operation, for the unfused backward pass."""
         h, gated = self.gated.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
         return {"gated": gated, "scale": TokenScale.Saved(x=h, scales=saved.scales)}
 

@@ -118,9 +118,9 @@ class BeforeAttention:
 
 
 class BiasQKNormRotary(BeforeAttention, ForwardFusion):
-    """y = rope(norm(x + bias)) in one pass, rounded once; x + bias is stored where the norm's gradient reads it.
+    """y = rope(norm(x + bias)) in one pass, rounded once; x + bias is written if the norm's gradient reads it.
 
-    x, y: [*, S, (H + 2 Hkv) D]. Saves what the operations save.
+    x, y: [*, S, (H + 2 Hkv) D]. Saves the same tensors as the operations.
     """
 
     bias: Bias | None
@@ -140,9 +140,9 @@ class BiasQKNormRotary(BeforeAttention, ForwardFusion):
 
 
 class BiasQKNorm(BeforeAttention, ForwardFusion):
-    """y = norm(x + bias) in one pass; x + bias is stored, since the norm's gradient reads it.
+    """y = norm(x + bias) in one pass; x + bias is written for the norm's gradient.
 
-    x, y: [*, S, (H + 2 Hkv) D]. Saves what the operations save.
+    x, y: [*, S, (H + 2 Hkv) D]. Saves the same tensors as the operations.
     """
 
     bias: Bias | None
@@ -153,9 +153,9 @@ class BiasQKNorm(BeforeAttention, ForwardFusion):
 
 
 class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
-    """dx = norm'(dy rotated back) and all sums over rows, for bias and gains, from one pass over dy and what was kept.
+    """dx = norm'(rope'(dy)) and the gradients of bias and gains in one pass over dy and the saved tensors.
 
-    Sums are made in float32, in a fixed order, and rounded once. dy, dx: [*, S, (H + 2 Hkv) D].
+    Sums over tokens are in float32 and a fixed order, rounded once. dy, dx: [*, S, (H + 2 Hkv) D].
     """
 
     bias: Bias | None
@@ -190,9 +190,9 @@ class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
 
 
 class BiasQKNormBackward(BeforeAttention, BackwardFusion):
-    """dx = norm'(dy) and all sums over rows, for bias and gains, from one pass over dy and what the norm kept.
+    """dx = norm'(dy) and the gradients of bias and gains in one pass over dy and the saved tensors.
 
-    Sums are made in float32, in a fixed order, and rounded once. dy, dx: [*, S, (H + 2 Hkv) D].
+    Sums over tokens are in float32 and a fixed order, rounded once. dy, dx: [*, S, (H + 2 Hkv) D].
     """
 
     bias: Bias | None
@@ -203,10 +203,10 @@ class BiasQKNormBackward(BeforeAttention, BackwardFusion):
 
 
 class BiasQKNormRotaryAttention(BeforeAttention, InferenceFusion):
-    """Attention of rope(norm(x + bias)), where nothing needs a gradient.
+    """Attention of rope(norm(x + bias)), inference only.
 
-    In a step of decoding one kernel rotates the new token and writes its key and value into the cache; all else is
-    `BiasQKNormRotary` and then the operation. x: [*, S, (H + 2 Hkv) D], y: [*, S, H D].
+    In a decoding step one kernel applies bias, norm and RoPE to the new token and writes its key and value into the
+    cache. Otherwise it is `BiasQKNormRotary`, then `Attention`. x: [*, S, (H + 2 Hkv) D], y: [*, S, H D].
     """
 
     bias: Bias | None

@@ -45,9 +45,9 @@ _POST_OPS: dict[type, str] = {GeLU: "gelu", SiLU: "swish", Sigmoid: "sigmoid", T
 
 
 class LinearBias(ForwardFusion):
-    """y = x weight^T + bias in one GEMM that starts from the bias, on any device.
+    """y = x weight^T + bias in one GEMM that includes the bias, on any device.
 
-    x: [*, in_features], y: [*, out_features]. Saves what `Linear` and `Bias` save.
+    x: [*, in_features], y: [*, out_features]. Saves the same tensors as the operations.
     """
 
     linear: Linear
@@ -65,13 +65,13 @@ class LinearBias(ForwardFusion):
 
 
 class LinearBiasAct(ForwardFusion):
-    """y = act(x weight^T + bias), the activation written over the GEMM's result; on any device.
+    """y = act(x weight^T + bias), with the activation in place; on any device.
 
-    The backward of these activations reads y, so the pre-activation need not stay and no second tensor is allocated.
-    The numbers are those of `LinearBias` followed by the activation, bit for bit. A ReLU behind a bias is in the GEMM's
-    epilogue on a GPU (cuBLASLt's), unless that makes a number of NaN.
+    The backward pass of these activations reads y, so the pre-activation is not saved and no second tensor is
+    allocated. Results equal `LinearBias` followed by the activation, bit for bit. On a GPU bias and ReLU run in the
+    GEMM's epilogue (cuBLASLt), unless that does not propagate NaN.
 
-    x: [*, in_features], y: [*, out_features]. Saves what the operations save.
+    x: [*, in_features], y: [*, out_features]. Saves the same tensors as the operations.
     """
 
     linear: Linear
@@ -103,10 +103,10 @@ class LinearBiasAct(ForwardFusion):
 
 
 class LinearBiasGeLU(InferenceFusion):
-    """y = gelu(x weight^T + bias) in one call of ATen: in the GEMM's epilogue on a GPU, in place on a CPU.
+    """y = gelu(x weight^T + bias) in one ATen call: in the GEMM's epilogue on a GPU, in place on a CPU.
 
-    The epilogue of cuBLASLt is GeLU by tanh, rounded once; ATen's for a CPU is the exact one, with the bits of
-    `LinearBias` followed by `GeLU`. The gradient reads the pre-activation, which neither returns.
+    Inference only, because the pre-activation is not returned. The cuBLASLt epilogue is the tanh GeLU, rounded once. On
+    a CPU it is the exact GeLU, equal to `LinearBias` followed by `GeLU`, bit for bit.
 
     x: [*, in_features], y: [*, out_features].
     """
@@ -163,11 +163,10 @@ def _tried_with_nan(kind: str, dtype: torch.dtype) -> bool:
 
 
 class LinearBiasActOneDNN(InferenceFusion):
-    """y = act(x weight^T + bias) in bfloat16, rounded once, after the activation.
+    """y = act(x weight^T + bias) in bfloat16 on a CPU, rounded once, after the activation.
 
-    In float32 oneDNN's activations are less accurate than ATen's, and its ReLU makes 0 of NaN in any dtype. The tail of
-    the exact GeLU is what cancellation leaves of it, another number for an argument that was not rounded. These stay
-    with ATen.
+    Not in float32, where oneDNN's activations are less accurate than ATen's; not for ReLU, which returns 0 for NaN; not
+    for the exact GeLU, whose tail suffers from cancellation and depends on the rounding of the GEMM.
 
     x: [*, in_features], y: [*, out_features].
     """
@@ -199,12 +198,12 @@ class LinearBiasActOneDNN(InferenceFusion):
 
 
 class LinearBiasAdd(ForwardFusion):
-    """y = (x weight^T + bias) + other, the sum written over the GEMM's result; on any device.
+    """y = (x weight^T + bias) + other, with the sum in place; on any device.
 
-    The numbers are those of `LinearBias` followed by `Add`, bit for bit. Where `other` has another dtype, as a float32
-    residual has under autocast, the sum is made beside the GEMM, in the dtype torch promotes to.
+    Results equal `LinearBias` followed by `Add`, bit for bit. If `other` has another dtype, such as a float32 residual
+    under autocast, the sum is not in place, and has the dtype that torch promotes to.
 
-    x: [*, in_features], other, y: [*, out_features]. Saves what the operations save.
+    x: [*, in_features], other, y: [*, out_features]. Saves the same tensors as the operations.
     """
 
     linear: Linear
@@ -226,9 +225,9 @@ class LinearBiasAdd(ForwardFusion):
 
 
 class ForwardLinearScaleAdd(ForwardFusion):
-    """y = factor (x weight^T) + other from one GEMM, which adds to `other`, rounded once; on any device.
+    """y = factor (x weight^T) + other in one GEMM, rounded once; on any device.
 
-    x: [*, in_features], other, y: [*, out_features]. Saves what the operations save.
+    x: [*, in_features], other, y: [*, out_features]. Saves the same tensors as the operations.
     """
 
     linear: Linear
@@ -258,9 +257,10 @@ class ForwardLinearScaleAdd(ForwardFusion):
 
 
 class ScaleAdd(ForwardFusion):
-    """y = factor x + other in one pass over memory, on any device.
+    """y = factor x + other in one pass, on any device.
 
-    x, other, y: one shape. Saves what `Scale` and `Add` save. In half dtypes factor x is not rounded before the sum.
+    x, other, y: the same shape. Saves the same tensors as the operations. In 16 bits factor x is not rounded before the
+    sum.
     """
 
     scale: Scale
@@ -278,10 +278,10 @@ class ScaleAdd(ForwardFusion):
 
 
 class AllReduceLinearBackward(BackwardFusion):
-    """dx = sum of dy weight over the processes, which is sent while dweight = dy^T x and dbias = sum of dy are made.
+    """dx = sum of dy weight over the processes, overlapped with dweight = dy^T x and dbias = sum of dy.
 
-    dy: [*, out_features], dx: [*, in_features]. The operations one after another wait for the sum. As processes
-    exchange tensors in it, nothing falls back if it fails.
+    dy: [*, out_features], dx: [*, in_features]. Unfused, the operations wait for the all-reduce. There is no fallback
+    if it fails, because processes communicate in it.
     """
 
     enter: CopyToTensorParallel
@@ -297,7 +297,7 @@ class AllReduceLinearBackward(BackwardFusion):
         yield env.autocast is None, "under autocast the sum is of x's dtype, not of the GEMM's"
 
     def saves(self, env: Env) -> Savings:
-        """The shorter of what overlaps; the wire is taken to be as fast as memory, so that it is no less."""
+        """The shorter of the overlapping steps; the network is assumed to be as fast as memory."""
         rows, linear, size = float(env.rows or 1), self.linear, self.enter.group.size
         product = Savings(flops=2 * rows * linear.in_features * linear.out_features)
         sent = Savings(bytes=2 * (size - 1) / size * rows * linear.in_features * env.itemsize)
@@ -319,10 +319,10 @@ class AllReduceLinearBackward(BackwardFusion):
 
 
 class BackwardLinearAdd(BackwardFusion):
-    """dx = d_fork_out + dy weight, the sum in the GEMM that computes dx, rounded once.
+    """dx = d_fork_out + dy weight, with the sum in the GEMM, rounded once.
 
-    dweight = dy^T x;  dbias = sum of dy over all rows. On a CPU a call is saved. On a GPU ATen copies
-    d_fork_out before the GEMM adds to it, which takes as long as the sum that is saved.
+    dweight = dy^T x;  dbias = sum of dy over all tokens. Saves a call on a CPU. On a GPU ATen copies d_fork_out first,
+    which takes as long as the separate sum.
 
     d_fork_out, x, dx: [*, in_features], dy: [*, out_features].
     """
@@ -360,10 +360,10 @@ class BackwardLinearAdd(BackwardFusion):
 
 
 class BackwardMergedLinearAdd(BackwardFusion):
-    """dx = d_fork_out + sum of dy_i weight_i, the first sum in the GEMM that computes dx, rounded once.
+    """dx = d_fork_out + sum of dy_i weight_i, with the first sum in the GEMM, rounded once.
 
-    The gradients of the parameters are those of the operation. On a CPU a call is saved. On a GPU ATen copies
-    d_fork_out before the GEMM adds to it, which takes as long as the sum that is saved.
+    Gradients of the parameters are as in `MergedLinear`. Saves a call on a CPU. On a GPU ATen copies d_fork_out first,
+    which takes as long as the separate sum.
 
     d_fork_out, x, dx: [*, in_features], dy: [*, out_features].
     """
@@ -400,11 +400,11 @@ class BackwardMergedLinearAdd(BackwardFusion):
 
 
 class BackwardLinearScale(BackwardFusion):
-    """dx = factor (dy weight) from one GEMM, rounded once, for a Scale before a Linear or behind it.
+    """dx = factor (dy weight) in one GEMM, rounded once, for a `Scale` before or after a `Linear`.
 
-    Before, of y = (factor x) weight^T: dweight is as ever, the Linear having saved factor x.
-    Behind, of y = factor (x weight^T + bias): dweight = factor (dy^T x), dbias = factor times the sum of dy over all
-    rows. No gradient is multiplied by the factor in a pass of its own.
+    Before, y = (factor x) weight^T: dweight as in `Linear`, whose saved input is factor x.
+    After, y = factor (x weight^T + bias): dweight = factor (dy^T x), dbias = factor times the sum of dy over all
+    tokens. No separate pass multiplies by the factor.
 
     dx: [*, in_features], dy: [*, out_features].
     """
@@ -453,10 +453,10 @@ class BackwardLinearScale(BackwardFusion):
 
 
 class LinearBiasBackward(BackwardFusion):
-    """All gradients of a GEMM and its bias in one step over the rows of dy.
+    """All gradients of a GEMM and its bias in one step.
 
-    dx = dy weight;  dweight = dy^T x;  dbias = sum of dy over all rows. ATen has no kernel that makes two of them; what
-    is saved is a step of the engine and, beyond two dimensions, a second look for the rows.
+    dx = dy weight;  dweight = dy^T x;  dbias = sum of dy over all tokens. ATen has no kernel for two of them; this
+    saves CPU overhead: a step of the engine, and with more than two dimensions a reshape.
     """
 
     linear: Linear

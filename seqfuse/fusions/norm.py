@@ -43,11 +43,11 @@ NormRecord = LayerNorm.Saved | RMSNorm.Saved
 class NormForward(ForwardFusion):
     """y = norm(x) in one pass.
 
-    ATen's kernels take neither a gain of 1 + weight nor parameters in another dtype than a half x: the operation copies
-    x to float32 and y back. Nor do they cast y for what comes next, as under autocast; here it is written in that
-    dtype. Otherwise it depends on the machine: an H200 takes longer by ATen's; on a CPU ATen makes an RMSNorm of
-    several operators, and its LayerNorm takes longer than the C kernel's but in float32 and for few numbers.
-    x, y: [*, H]. Saves what the operation saves.
+    ATen's kernels have no gain of 1 + weight, and for 16-bit x no parameters of another dtype: the operation copies x
+    to float32 and y back. They also do not write y in the dtype of the next operation, as this kernel does under
+    autocast. Otherwise it depends on the machine: faster than ATen on an H200; on a CPU faster than ATen's RMSNorm,
+    which is several operators, and than its LayerNorm except in float32 and for small tensors. x, y: [*, H]. Saves the
+    same tensors as the operation.
     """
 
     norm: LayerNorm | RMSNorm
@@ -77,10 +77,10 @@ class NormForward(ForwardFusion):
 
 
 class NormBackward(BackwardFusion):
-    """dx = norm'(dy) + d_fork_out, and the sums over rows for the norm's parameters, from one pass over dy and x.
+    """dx = norm'(dy) + d_fork_out, and the gradients of the norm's parameters in one pass over dy and x.
 
-    The gradient of the residual stream is added before dx is written. Sums are made in float32, in a fixed order, and
-    rounded once. ATen reads dy and x a second time for them. dy, d_fork_out, dx: [*, H].
+    The gradient of the residual stream is added before dx is written. Sums over tokens are in float32 and a fixed
+    order, rounded once. ATen reads dy and x twice. dy, d_fork_out, dx: [*, H].
     """
 
     fork: Fork | None
@@ -117,11 +117,11 @@ def _is_faster(norm: LayerNorm | RMSNorm, env: Env) -> bool:
 
 
 class NormActivation(ForwardFusion):
-    """y = act(norm(x)) in one pass over memory, for any `Pointwise` with device functions.
+    """y = act(norm(x)) in one pass, for any `Pointwise` with device functions.
 
-    The norm's result is not rounded on its way. x, y: [*, H]. Saves what the operations save: an activation that keeps
-    its input gets it made again, from x, when a backward reads it. That costs more than is saved here, so that in
-    training `NormActivationJoint` is the better one.
+    The output of the norm is not rounded. x, y: [*, H]. Saves the same tensors as the operations; if the activation
+    saves its input, the backward pass recomputes it from x. That costs more than this fusion saves, so in training
+    `NormActivationJoint` is faster.
     """
 
     norm: LayerNorm | RMSNorm
@@ -154,11 +154,11 @@ class NormActivation(ForwardFusion):
 
 
 class NormActivationJoint(JointFusion):
-    """y = act(norm(x)) and its gradients, act up to eight activations and constant factors, one after the other.
+    """y = act(norm(x)) and its gradients, act up to eight activations and constant factors in sequence.
 
-    z = xhat gain + bias, y = act(z);  with d = dy act'(z) and g = d gain, dx is the norm's from g, dweight the sum of
-    d xhat and dbias that of d over all rows. Each pass reads and writes every tensor once: all between x and y is made
-    again in the backward, in registers.
+    z = xhat gain + bias, y = act(z);  with d = dy act'(z) and g = d gain, dx is the norm's gradient for g, dweight =
+    sum of d xhat and dbias = sum of d over all tokens. Each pass reads and writes every tensor once: the backward pass
+    recomputes everything between x and y in registers.
 
     x, y: [*, H], weight, bias: [H], mean, rstd: [*].
     """
@@ -171,11 +171,11 @@ class NormActivationJoint(JointFusion):
 
     class Saved(context.Saved):
         x: Tensor  # [*, H]
-        mean: Tensor | None  # [*] float32, of LayerNorm
+        mean: Tensor | None  # [*] float32; LayerNorm only
         rstd: Tensor  # [*] float32
-        weight: Tensor | None  # [H], the parameter itself
-        bias: Tensor | None  # [H], the parameter itself
-        factors: tuple[float, ...]  # of the constant factors
+        weight: Tensor | None  # [H], the parameter
+        bias: Tensor | None  # [H], the parameter
+        factors: tuple[float, ...]  # constant factors
 
     def requires(self, env: Env) -> Requirements:
         yield from norm_fits(self.norm, env)
@@ -205,7 +205,7 @@ class NormActivationJoint(JointFusion):
         return out.dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
-        """What the operations themselves would have saved."""
+        """The `Saved` of each operation, for the unfused backward pass."""
         statistics = saved.mean, saved.rstd, saved.weight, saved.bias
         return norm_records(self.norm, self.acts, saved.x, *statistics, saved.factors)
 

@@ -221,13 +221,13 @@ class _Recomputed(ForwardFusion, contract=True):
 
 
 class RecomputeNorm(_Recomputed):
-    """y = norm(x) weight^T + bias, where norm(x) is not saved: the gradient of the weight makes it again from x.
+    """y = norm(x) weight^T + bias, where norm(x) is recomputed from x for the gradient of the weight.
 
-    dweight = dy^T norm(x).  The backward pass takes one more norm, the forward pass saves one tensor less. norm(x) may
-    be multiplied and shifted, as adaLN does; where a residual begins behind it, as in BERT, it is fork_out.
+    dweight = dy^T norm(x).  Costs one more norm in the backward pass; saves one tensor less. norm(x) may be scaled and
+    shifted, as in adaLN; if a residual begins after the norm, as in BERT, norm(x) is fork_out.
 
     x, fork_out, gain_other, shift_other: [*, in_features], y: [*, out_features].
-    Source: Chen et al. 2016, arXiv:1604.06174, of saving less and recomputing it.
+    Source: Chen et al. 2016, arXiv:1604.06174 (recompute).
     """
 
     norm: LayerNorm | RMSNorm
@@ -254,13 +254,13 @@ class RecomputeNorm(_Recomputed):
 
 
 class RecomputeActivation(_Recomputed):
-    """y = h weight^T + bias, h = dropout(act(z)), where h is not saved: the gradient of the weight makes it from z.
+    """y = h weight^T + bias, h = dropout(act(z)), where h is recomputed from z for the gradient of the weight.
 
-    dweight = dy^T h.  z is what the activation saves in any case; what was dropped is decided again from the seed. The
-    backward pass takes one more activation, the forward pass saves one tensor less.
+    dweight = dy^T h.  The activation saves z anyway; the dropout mask is recomputed from the seed. Costs one more
+    activation in the backward pass; saves one tensor less.
 
     z: [*, in_features], of a gated unit [*, 2 in_features], y: [*, out_features].
-    Source: Chen et al. 2016, arXiv:1604.06174, of saving less and recomputing it.
+    Source: Chen et al. 2016, arXiv:1604.06174 (recompute).
     """
 
     act: Pointwise | Gated
@@ -287,15 +287,15 @@ class RecomputeActivation(_Recomputed):
 
 
 class RecomputeHeads(_Recomputed):
-    """y = attention(rotary(qk_norm(z))), z = norm(x) weight^T + bias, where queries, keys and values are not saved.
+    """y = attention(rotary(qk_norm(z))), z = norm(x) weight^T + bias, where queries, keys and values are recomputed.
 
-    The backward pass makes them again from x: it takes one more norm, GEMM and, where they are there, norm and RoPE of
-    the heads, so that it is for whoever wants the least memory. The output of attention and its log-sum-exp are saved.
-    Where another operation reads queries, keys and values, too, such as a cache that a model returns, they are
-    fork_out; where a residual begins behind the norm, norm(x) is residual_out. norm(x) may be multiplied and shifted.
+    The backward pass recomputes queries, keys and values from x: one more norm and GEMM, plus QK-norm and RoPE if
+    present. Use it for the least memory. The output of attention and its log-sum-exp are saved. If another operation
+    reads queries, keys and values, such as a returned cache, they are fork_out; if a residual begins after the norm,
+    norm(x) is residual_out. norm(x) may be scaled and shifted.
 
     x, residual_out, gain_other, shift_other: [*, S, in_features], y: [*, S, H D], fork_out: [*, S, (H + 2 Hkv) D].
-    Source: Korthikanti et al. 2022, arXiv:2205.05198, of recomputing a part of a layer.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198 (selective recompute).
     """
 
     norm: LayerNorm | RMSNorm
