@@ -1,4 +1,4 @@
-"""Inference: keys and values kept from call to call, and tokens made one by one."""
+"""Inference: a key-value cache, and token-by-token generation."""
 
 from .generate import generate, stream
 from .kvcache import KVCache

@@ -27,32 +27,32 @@ def stream(
     use_cache: bool = True,
     cuda_graph: bool = False,
 ) -> Iterator[Tensor]:
-    """Yield the next token of each sequence, int64 [B], as soon as it is there.
+    """Generate tokens; yields the next token of each sequence, int64 [B], as soon as it is computed.
 
-    With logits z of a sequence's last row: the largest one at `temperature=0`, else a draw from softmax(z /
-    temperature), of the `top_k` largest, and of the fewest whose probabilities sum to `top_p`. A sequence that has made
-    a token of `stop` makes that token again; when all have, it ends.
+    With logits z of the last token: the argmax at `temperature=0`, otherwise a sample from softmax(z / temperature),
+    limited to the `top_k` largest and the fewest whose probabilities sum to `top_p`. After a token in `stop` a sequence
+    repeats that token; generation ends when all sequences have stopped.
 
-    Positions count from the first token, and every token is seen: padding stands on the right, behind `lengths`. Where
-    the model says which token pads (`padding_idx` of its embedding, `pad_token_id` of `from_huggingface`), a prompt
-    that begins with it, or without `lengths` ends with it, is an error; `lengths` of S say that it is meant.
+    Padding must be on the right, after `lengths`, since positions count from the first token and attention reads every
+    token. If the model has a padding token (`padding_idx` of its embedding, `pad_token_id` of `from_huggingface`), a
+    prompt that begins with it, or ends with it without `lengths`, is an error; pass `lengths` of S if it is intended.
 
     Args:
-        model: tokens [B, S] to logits [B, S, V]; it runs in the mode it is in, without gradients.
-        tokens: the prompts, int64 [B, S], padded on the right where they differ in length.
-        max_new_tokens: most tokens made.
-        lengths: of the prompts, int [B]; S by default.
+        model: tokens [B, S] to logits [B, S, V]; runs in its current mode, without gradients.
+        tokens: the prompts, int64 [B, S], padded on the right.
+        max_new_tokens: maximum number of new tokens.
+        lengths: lengths of the prompts, int [B]; default S.
         temperature: 0 is greedy.
-        top_k: how many tokens may be drawn; all by default.
-        top_p: the probability of those that may be drawn, 0 < p <= 1; all by default.
+        top_k: sample from this many tokens; default all.
+        top_p: sample from the fewest tokens with this total probability, 0 < p <= 1; default all.
         stop: tokens after which a sequence ends.
-        generator: of the draws.
-        cache: one to go on with, which has read everything before these tokens; a new one by default.
-        use_cache: whether keys and values are kept; without, every step reads everything again.
+        generator: random generator for sampling.
+        cache: a cache of all preceding tokens, to continue from; default a new cache.
+        use_cache: whether to cache keys and values; otherwise every step recomputes all tokens.
         cuda_graph: whether a step is captured as a CUDA graph and replayed; on a GPU, with a cache.
 
     Raises:
-        ValueError: for arguments that do not fit together, or prompts that are not padded so.
+        ValueError: for inconsistent arguments, or prompts with other padding.
     """
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
@@ -97,14 +97,14 @@ def stream(
 def generate(
     model: nn.Module, tokens: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, **how: object
 ) -> Tensor:
-    """The prompts and what `stream` makes of them, int64 [B, S + n], padded on the right with the last token.
+    """Generate tokens with `stream`; returns prompts and new tokens, int64 [B, S + n], padded on the right.
 
     Args:
         model: as in `stream`.
         tokens: as in `stream`.
         max_new_tokens: as in `stream`.
         lengths: as in `stream`.
-        how: the remaining arguments of `stream`.
+        how: other arguments of `stream`.
     """
     last = None if lengths is None else lengths.to(tokens.device).long()
     everything = tokens

@@ -18,24 +18,24 @@ from ..ops._attention import QKV, Scores, attend, decoding_kernels_run, numbers_
 
 
 class KVCache:
-    """Keys and values of every attention of a model, for a batch of sequences that grow.
+    """Keys and values of every attention of a model, for a batch of growing sequences.
 
-    `cache.feed(model, x)` runs a model on the next rows of each sequence: the prompt first, then a row at a time. The
-    result is that of the model on all rows so far, for the rows fed. Position ids follow from what was fed, for
-    rotary and learned positions alike. Buffers are made at the first call and written in place.
+    `cache.feed(model, x)` runs a model on the next tokens: first the prompt, then one token at a time. The result
+    equals that of the model on all tokens so far, at the new tokens. Positions, for RoPE and learned positions,
+    continue from the cached tokens. Buffers are allocated at the first call and written in place.
 
-    With int8, each key and value is kept as round(127 t / max |t|) over its D numbers, beside that scale. Weights of
-    attention are not dropped, whatever the mode of the model.
+    With int8, each key and value is stored as round(127 t / max |t|) over its D elements, with that scale. Attention
+    weights are never dropped, even in training mode.
 
     Args:
-        batch: B, the number of sequences.
-        max_length: most rows of a sequence.
-        device: of `lengths`; that of the model's input has to be the same.
-        int8: whether keys and values are kept as int8.
+        batch: number of sequences, B.
+        max_length: maximum number of tokens of a sequence.
+        device: device of `lengths`; must be that of the input.
+        int8: whether to store keys and values as int8.
 
     Attributes:
-        lengths: rows each sequence has so far, int64 [B], on the device.
-        max_length: most rows of a sequence.
+        lengths: number of tokens of each sequence, int64 [B], on the device.
+        max_length: maximum number of tokens of a sequence.
 
     Raises:
         ValueError: for sizes below one.
@@ -58,20 +58,19 @@ class KVCache:
         self._fixed = False  # whether shapes may not change from call to call, as in a graph
 
     def feed(self, model: nn.Module, x: Tensor, counts: Tensor | None = None, **channels: Tensor) -> Any:
-        """What the model gives for the next rows of each sequence, without a graph of gradients.
+        """Run the model on the next tokens of each sequence, without gradients.
 
         Args:
-            model: the same at every call.
-            x: tokens [B, S] or rows [B, S, E].
-            counts: how many of its S rows each sequence takes, int [B]; all by default. Results of other rows are not
-                defined.
+            model: the model; must be the same in every call.
+            x: token ids [B, S] or embeddings [B, S, E].
+            counts: number of valid tokens of each sequence, int [B]; default S. Results for other tokens are undefined.
             channels: public extra inputs of the model.
 
         Raises:
-            InputError: (SF101) for a batch of another size, or counts that are not [B] integers of 0 to S (on a GPU an
-                error of the device).
-            StateError: (SF505) where a sequence would outgrow `max_length`, or attention of the model does not meet the
-                cache, as where `torch.compile` compiled it, and nothing has changed then; for keys of another model.
+            InputError: (SF101) for a batch of another size, or counts that are not [B] integers from 0 to S (on a GPU a
+                device-side assert).
+            StateError: (SF505) if a sequence would exceed `max_length`, or the model's attention does not reach the
+                cache, as under `torch.compile`; the cache is then unchanged. Also for keys of another model.
         """
         if x.ndim < 2 or x.shape[0] != self.batch:
             raise InputError(f"the cache has {self.batch} sequences, got x {tuple(x.shape)}", code="SF101")
@@ -102,12 +101,12 @@ class KVCache:
         return y
 
     def advance(self, rows: int) -> None:
-        """Tell the host that a replayed graph has fed this many rows."""
+        """Count tokens that a replayed CUDA graph has fed."""
         self._most += rows
 
     @contextlib.contextmanager
     def rehearsal(self) -> Generator[None]:
-        """A block that a graph is captured in: shapes do not follow lengths, and afterwards lengths are as before."""
+        """Context manager to capture a CUDA graph: shapes do not depend on lengths, which are restored."""
         lengths, most, alike = self.lengths.clone(), self._most, self._alike
         self._fixed = True
         try:
@@ -118,7 +117,7 @@ class KVCache:
             self._most, self._alike = most, alike
 
     def reserve(self, rows: int, counts: Tensor | None = None) -> None:
-        """Refuse rows that do not fit (SF505), before they are fed or a graph that feeds them is replayed."""
+        """Raise (SF505) if this many tokens do not fit, before they are fed or a graph is replayed."""
         if self._most + rows <= self.max_length:
             return
         if not self._fixed:  # the host's bound may be too high: ask once
@@ -129,14 +128,14 @@ class KVCache:
             raise StateError(message, code="SF505", hint="make it with a larger max_length")
 
     def positions(self, x: Tensor) -> Tensor:
-        """The positions of the rows of x [B, S, C], int64 [B, S]; of a row that is not taken, that of the last one."""
+        """Positions of the tokens of x [B, S, C], int64 [B, S]; invalid tokens repeat the last valid one."""
         positions = self.lengths.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
         if self._counts is None:
             return positions.clamp_(max=self.max_length - 1)
         return positions.clamp_(max=(self.lengths + self._counts - 1).unsqueeze(1)).clamp_(min=0)
 
     def attend(self, attention: Attention, x: Tensor) -> Tensor:
-        """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
+        """Append keys and values of packed x [B, S, C]; attention over all tokens so far, [B, S, H D]."""
         _check(attention)
         y = self.decode(attention, x, functools.partial(_write_row, attention))
         if y is not None:
@@ -156,13 +155,13 @@ class KVCache:
         return _attended(qkv, how).flatten(2)
 
     def decode(self, attention: Attention, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
-        """The same of one row of each sequence by kernels; `None` where they do not do it, and nothing has changed.
+        """Attention of one new token per sequence with kernels; `None`, without changes, if they do not support it.
 
         Args:
-            attention: whose rows these are.
-            x: packed rows, [B, 1, C].
-            write: `write(row, k=, v=, lengths=, k_scale=, v_scale=)` keeps keys and values of rows [B, C] and gives
-                their queries [B, H, D].
+            attention: the attention that calls it.
+            x: packed token, [B, 1, C].
+            write: `write(row, k=, v=, lengths=, k_scale=, v_scale=)` stores keys and values of tokens [B, C] and
+                returns their queries [B, H, D].
         """
         _check(attention)
         _, k, _ = attention.heads_of(x)
@@ -216,7 +215,7 @@ class KVCache:
         return torch.arange(positions.shape[1], device=positions.device) < self._counts.unsqueeze(1)
 
     def reorder(self, index: Tensor) -> None:
-        """Continue sequence b from what sequence `index[b]` has, as a beam search does; in place.
+        """Replace sequence b by sequence `index[b]`, as in beam search; in place.
 
         Raises:
             InputError: (SF101) for an index that is not [B].
@@ -230,7 +229,7 @@ class KVCache:
         self.lengths.copy_(self.lengths.index_select(0, index))
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """Forget what came after this many rows of each sequence, to go on from a prefix.
+        """Keep only the first tokens of each sequence, to continue from a prefix.
 
         Raises:
             ValueError: for a negative number.
@@ -248,10 +247,10 @@ class KVCache:
                 t.masked_fill_(gone.view(self.batch, 1, -1, 1), 0)
 
     def expand(self, batch: int) -> KVCache:
-        """A cache of `batch` copies of the one sequence in this, to go on from a common prefix.
+        """A cache of `batch` copies of its single sequence, to continue from a common prefix.
 
         Raises:
-            InputError: (SF101) where this has several.
+            InputError: (SF101) if it has several sequences.
         """
         if self.batch != 1:
             raise InputError(f"only a cache of one sequence can be expanded, not of {self.batch}", code="SF101")

@@ -1,4 +1,4 @@
-"""Losses that never hold all logits: the last GEMM and the cross-entropy in one."""
+"""Losses that never hold all logits: the last GEMM and the cross-entropy in one operation."""
 
 from .linearcrossentropy import LinearCrossEntropy, linear_cross_entropy
 

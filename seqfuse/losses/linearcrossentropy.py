@@ -32,52 +32,52 @@ _PLAIN = (Tensor, nn.Parameter)
 
 @checks_arguments
 class LinearCrossEntropy(nn.Module):
-    """The cross-entropy of logits x weight^T + bias, which exist a chunk of rows at a time.
+    """The cross-entropy of logits x weight^T + bias, computed in chunks of tokens.
 
-    z = x weight^T + bias, with `softcap` c: c tanh(z / c);  lse = log sum_j exp z_j;  with s = `label_smoothing`,
-    loss = lse - (1 - s) z_target - s mean_j z_j + `z_loss` lse^2, and 0 where the target is `ignore_index`.
-    "mean" divides the sum by the number of rows that count: NaN where there are none, as in torch.
+    z = x weight^T + bias, with `softcap` c: c tanh(z / c);  lse = log sum_j exp z_j;  with s = `label_smoothing`, loss
+    = lse - (1 - s) z_target - s mean_j z_j + `z_loss` lse^2, and 0 where the target is `ignore_index`. "mean" divides
+    by the number of tokens that are not ignored: NaN if there are none, as in torch.
 
-    Gradients: dz_j = softmax(z)_j (1 + 2 z_loss lse) - (1 - s) [j = target] - s / V, times 1 - (z_j / c)^2;
-    dx = dz weight;  dweight = dz^T x;  dbias = sum of dz over rows. For "mean" and "sum" they are made in the forward
-    pass in place of the logits, those that are wanted, and the backward pass multiplies them by the incoming number;
-    for "none" the logits are made again. In float16, whose loss scale is not known in the forward pass, gradients of
-    each chunk are kept in a unit of their own, a power of two. Where a parameter has a `main_grad`, its gradient is
-    added to that, unrounded. Second derivatives are not supported.
+    Gradients: dz_j = softmax(z)_j (1 + 2 z_loss lse) - (1 - s) [j = target] - s / V, times 1 - (z_j / c)^2; dx = dz
+    weight;  dweight = dz^T x;  dbias = sum of dz over tokens. For "mean" and "sum" the forward pass computes the needed
+    gradients in the memory of the logits, and the backward pass multiplies them by the incoming gradient. For "none"
+    the backward pass recomputes the logits. In float16 the gradients of each chunk are scaled by a power of two, since
+    the loss scale is not known yet. A gradient of a parameter with a `main_grad` is added to it, unrounded. Second
+    derivatives are not supported.
 
-    x: [*, in_features] of float16, bfloat16, float32 or float64; targets: [*] of integers; the loss: a number, or [*],
-    in float32 (float64 for float64). GEMMs are in the dtype of x and weight, or that of autocast; the rest, and sums
-    over rows, in float32. Under torch.compile, torch.func, forward-mode AD and for tensor subclasses plain operations
-    of torch run, which hold all logits.
+    x: [*, in_features] of float16, bfloat16, float32 or float64; targets: [*] of integers; loss: [] or [*], float32
+    (float64 for float64). GEMMs are in the dtype of x and weight, or of autocast; everything else is in float32. Under
+    torch.compile, torch.func, forward-mode AD and for tensor subclasses, plain torch operations run, which hold all
+    logits.
 
-    Keys and initial values are those of `torch.nn.Linear(in_features, num_classes)`.
+    State-dict keys and initial values are those of `torch.nn.Linear(in_features, num_classes)`.
 
-    With `parallel="vocab"` each process of a group holds a shard of the classes. No logit leaves its process: for each
-    row the largest, the sum of exponentials and the target's own are exchanged, and the gradient of x is summed. Every
-    process has x (with a `sequence_dim` its shard of the tokens, which are gathered), all targets, and the loss.
+    With `parallel="vocab"` each process of a group holds a shard of the classes. Logits are not gathered: processes
+    exchange the maximum, the sum of exponentials and the target's logit of each token, and sum the gradient of x. x (a
+    sequence shard with `sequence_dim`), targets and loss are replicated.
     Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
 
     Args:
         in_features: last dimension of x.
-        num_classes: rows of the weight.
-        bias: whether to own a bias.
-        ignore_index: the target of rows that do not count.
-        label_smoothing: share of the target that is spread over all classes.
+        num_classes: number of classes, V.
+        bias: whether there is a bias.
+        ignore_index: target of tokens to ignore.
+        label_smoothing: fraction s of the target that is spread over all classes.
         z_loss: factor of lse^2, which keeps lse near zero.
-        softcap: bound on the logits, none by default.
+        softcap: soft cap c of the logits; default none.
         reduction: `"mean"`, `"sum"` or `"none"`.
-        weight: a parameter to use in place of one of its own, such as an embedding's; gradients of both uses add up.
-        chunk: rows of logits at a time; by default as many as fit in 64 MiB of float32.
+        weight: a parameter to share (tied weights), such as that of an embedding; gradients of both uses add up.
+        chunk: tokens per chunk; by default 64 MiB of float32 logits.
         parallel: `"vocab"`.
         group: a process group or a `DeviceMesh` of one dimension.
-        sequence_dim: the dimension of x of which each process has its shard of the tokens.
+        sequence_dim: the dimension of x that is sharded (sequence parallel).
 
     Raises:
-        InputError: (SF101) for shapes or dtypes that do not fit, (SF102) for tensors on two devices, (SF105) for what
-            is no tensor, (SF106) for a setting that is none. In a group: (SF101) for classes that its processes do not
-            divide.
-        RangeError: (SF107) for a target that is no class and not `ignore_index` (on a GPU an error of the device).
-        StateError: (SF501) for a backward through the backward.
+        InputError: (SF101) for shapes or dtypes that do not fit, or classes that the number of processes does not
+            divide, (SF102) for tensors on two devices, (SF105) for arguments that are not tensors, (SF106) for an
+            unknown setting.
+        RangeError: (SF107) for a target that is neither a class nor `ignore_index` (on a GPU a device-side assert).
+        StateError: (SF501) for a second derivative.
     """
 
     weight: nn.Parameter
@@ -126,16 +126,16 @@ class LinearCrossEntropy(nn.Module):
             self.divide(group, sequence_dim=sequence_dim)
 
     def reset_parameters(self) -> None:
-        """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear`; a tied weight is let be."""
+        """Initialize from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear`; not a tied weight."""
         reset_linear(self, None if self.tied else "weight")
 
     def divided(self, group: Group) -> dict[str, ParameterShard]:
-        """How the parameters would be sharded over a group; raises where they cannot be."""
+        """How the parameters would be sharded over a group; raises if they cannot be."""
         shard = vocabulary_shard("LinearCrossEntropy", self.shards, self.num_classes, group)
         return {"weight": shard} if self.bias is None else {"weight": shard, "bias": shard}
 
     def divide(self, group: Any, *, sequence_dim: int | None = None) -> None:
-        """Keep this process's shards; the arguments are those of the class."""
+        """Shard the parameters in place; the arguments are those of the class."""
         group = Group(group)
         shards = self.divided(group)
         if group.size > 1:
@@ -161,7 +161,7 @@ class LinearCrossEntropy(nn.Module):
         return _run(how, x, self.weight, targets, self.bias)
 
     def extra_repr(self) -> str:
-        """Sizes, and what differs from the defaults."""
+        """Sizes and non-default settings."""
         parts = [f"{self.in_features}, {self.num_classes}, bias={self.bias is not None}"]
         defaults = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "reduction": "mean"}
         defaults |= {"tied": False, "chunk": None}
@@ -182,9 +182,9 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """The cross-entropy of logits x weight^T + bias, a chunk of rows at a time: `LinearCrossEntropy` as a function.
+    """The cross-entropy of logits x weight^T + bias, in chunks of tokens: `LinearCrossEntropy` as a function.
 
-    x: [*, E], weight: [V, E], targets: [*], bias: [V]. Arguments and errors are those of the class.
+    x: [*, E], weight: [V, E], targets: [*], bias: [V]. Arguments and errors as in the class.
     """
     how = How(
         "linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction, chunk, Group()

@@ -1,4 +1,4 @@
-"""Layers of transformers: thin compositions of operations, each a `Sequential` that fusions see through."""
+"""Layers of transformers: thin compositions of operations, each a `Sequential` that fusions can cross."""
 
 from typing import TYPE_CHECKING
 

@@ -31,19 +31,19 @@ _OPERATIONS: dict[type[nn.Module], tuple[Callable[..., UnfusedOperation], tuple[
 
 
 def from_torch(module: nn.Module) -> Any:
-    """The operation that computes what a torch module does, or the `Sequential` of those of a torch `Sequential`.
+    """Convert a torch module to the equivalent operation, or a torch `Sequential` to an `sf.Sequential`.
 
-    Of `Linear`, `LayerNorm`, `RMSNorm`, `Embedding`, `Dropout`, `Identity` and activations it is the operation; of
-    `torch.nn.Sequential` a `Sequential` of these, with its keys. The parameters are those of the module itself, not
-    copies. Dropped elements are others than torch's. `sf.convert` runs all other modules in place.
+    Supports `Linear`, `LayerNorm`, `RMSNorm`, `Embedding`, `Dropout`, `Identity`, activations, and
+    `torch.nn.Sequential`s of these, whose state-dict keys stay the same. Parameters are shared, not copied. Dropout
+    masks differ from torch's. For all other modules use `sf.convert`.
 
     Args:
         module: the torch module.
 
     Raises:
-        TypeError: for a module of another type, naming it.
-        ValueError: for a setting that no operation here has, or what was done to a module and would be lost: hooks, a
-            `forward` of its own, and parameters, buffers or modules beside its own.
+        TypeError: for a module of another type.
+        ValueError: for an unsupported setting, or for changes that would be lost: hooks, an overridden `forward`,
+            additional parameters, buffers or modules.
     """
     return _converted("", module)
 

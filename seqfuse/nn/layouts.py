@@ -15,19 +15,20 @@ _HINT = (
 
 
 def pack_qkv(weight: Tensor | Sequence[Tensor], layout: QKVLayout, heads: int, kv_heads: int | None = None) -> Tensor:
-    """A weight or bias of any layout as that of `MultiHeadAttention.qkv`: [(H + 2 Hkv) D, E], or [(H + 2 Hkv) D].
+    """Convert a weight or bias of another layout to that of `MultiHeadAttention.qkv`: [(H + 2 Hkv) D, E], or [(H + 2
+    Hkv) D].
 
-    Nothing is computed: every number keeps its bits.
+    Values are only moved, bit for bit.
 
     Args:
-        weight: the tensor, or three for `"separate"`. A bias lacks the dimension E.
-        layout: `"packed"`, which `torch.nn.MultiheadAttention` has too: [(H + 2 Hkv) D, E]; `"separate"`: the weights
-            of three `Linear`s; `"3hde"`: [3, H, D, E]; `"e3hd"`: [E, (H + 2 Hkv) D]; `"eh3d"`: [E, H, 3, D].
+        weight: the tensor, or three tensors for `"separate"`. A bias has no dimension E.
+        layout: `"packed"`, as in `torch.nn.MultiheadAttention`: [(H + 2 Hkv) D, E]; `"separate"`: the weights of three
+            `Linear`s; `"3hde"`: [3, H, D, E]; `"e3hd"`: [E, (H + 2 Hkv) D]; `"eh3d"`: [E, H, 3, D].
         heads: H.
-        kv_heads: Hkv; H by default, and `"3hde"` and `"eh3d"` have no other.
+        kv_heads: Hkv; default H. `"3hde"` and `"eh3d"` need Hkv = H.
 
     Raises:
-        ValueError: for another layout, or a shape that is not of it.
+        ValueError: for an unknown layout, or a shape that does not fit it.
     """
     shared = _shared(layout, heads, kv_heads)
     if layout == "separate":
@@ -61,7 +62,7 @@ def unpack_qkv(
     """The inverse of `pack_qkv`.
 
     Raises:
-        ValueError: for another layout, or a weight that has not these heads.
+        ValueError: for an unknown layout, or a weight with other heads.
     """
     shared = _shared(layout, heads, kv_heads)
     parts = heads + 2 * shared

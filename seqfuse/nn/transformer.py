@@ -18,35 +18,34 @@ from ..run import Sequential
 
 
 class MultiHeadAttention(Sequential):
-    """y = Linear(Attention(Rotary(QKNorm(Linear(x))))), of which the middle two are there if asked for.
+    """y = Linear(Attention(Rotary(QKNorm(Linear(x))))), with optional `RotaryEmbedding` and `QKNorm`.
 
-    One GEMM makes queries, keys and values, packed `[q; k; v]`.  x, y: [*, S, embed_dim].
-    Keys: `qkv`, `qk_norm`, `rotary`, `attention`, `out`.
+    One GEMM computes queries, keys and values, packed as `[q; k; v]`.  x, y: [*, S, embed_dim].
+    State-dict keys: `qkv`, `qk_norm`, `rotary`, `attention`, `out`.
     Source: Vaswani et al. 2017, arXiv:1706.03762.
 
     Args:
         embed_dim: last dimension of x and y.
-        heads: query heads.
-        kv_heads: key and value heads, which divide `heads`; as many by default.
-        head_dim: size of a head; `embed_dim / heads` by default.
+        heads: number of query heads.
+        kv_heads: number of key and value heads (GQA), a divisor of `heads`; default `heads`.
+        head_dim: size of a head; default `embed_dim / heads`.
         bias: whether the first GEMM has a bias.
-        out_bias: whether the last one has; as `bias` by default.
-        merged: whether queries, keys and values have a weight each, in an `ops.MergedLinear`, else one packed weight.
-        qk_norm: whether queries and keys are normalized head by head, or what makes another `ops.QKNorm` of
-            `(head_dim, heads, kv_heads)`, as `functools.partial(ops.QKNorm, eps=1e-5, zero_centered=True)` does.
-        rotary: makes the `ops.RotaryEmbedding` of `(heads, kv_heads)`, as
-            `functools.partial(ops.RotaryEmbedding, style="half")` does.
-        attention: the remaining arguments of `ops.Attention`: causal, window, dropout, scale, softcap, mask,
-            cu_seqlens.
-        group: processes that divide the heads; see `ops.Linear`. A mask must be the same for all heads, and has then
-            no gradient of its own.
-        sequence_dim: the dimension of x and y of which each process has its shard, none by default; attention itself
-            sees all rows.
+        out_bias: whether the last GEMM has a bias; default `bias`.
+        merged: whether queries, keys and values have separate weights, in an `ops.MergedLinear`, instead of one packed
+            weight.
+        qk_norm: whether each head of queries and keys is normalized, or a function `(head_dim, heads, kv_heads) ->
+            ops.QKNorm`, such as `functools.partial(ops.QKNorm, eps=1e-5, zero_centered=True)`.
+        rotary: a function `(heads, kv_heads) -> ops.RotaryEmbedding`, such as `functools.partial(ops.RotaryEmbedding,
+            style="half")`.
+        attention: other arguments of `ops.Attention`: causal, window, dropout, scale, softcap, mask, cu_seqlens.
+        group: process group over which heads are sharded; see `ops.Linear`. A mask must then be the same for all heads,
+            and has no gradient.
+        sequence_dim: the dimension of x and y that is sharded (sequence parallel); attention gathers all tokens.
 
     Raises:
-        InputError: (SF101) for `heads` or `kv_heads` that the processes do not divide: a key head is not held twice;
-            (SF106) for a QKNorm of all heads together, or merged weights, that they would divide.
-        ValueError: where `heads` does not divide `embed_dim` and no `head_dim` is given.
+        InputError: (SF101) if the number of processes does not divide `heads` and `kv_heads`; (SF106) if a QKNorm at
+            full width or merged weights would be sharded.
+        ValueError: if `heads` does not divide `embed_dim` and `head_dim` is not given.
     """
 
     inlines: ClassVar[bool] = True
@@ -100,23 +99,23 @@ class MultiHeadAttention(Sequential):
 class FeedForward(Sequential):
     """y = Linear(Dropout(activation(Linear(x)))).
 
-    With a gated unit the first GEMM makes `[gate; up]`, twice as wide.  x, y: [*, dim].
-    Keys: `up`, `activation`, `dropout` (if any), `down`.
+    With a gated unit the first GEMM computes `[gate; up]`, twice as wide.  x, y: [*, dim].
+    State-dict keys: `up`, `activation`, `dropout` (if any), `down`.
     Source: Vaswani et al. 2017, arXiv:1706.03762; gated: Shazeer 2020, arXiv:2002.05202.
 
     Args:
         dim: last dimension of x and y.
-        hidden_dim: what the activation gives; `4 dim` by default.
-        activation: makes the activation, as `ops.GeLU` or `ops.SwiGLU` do.
+        hidden_dim: size of the output of the activation; default `4 dim`.
+        activation: class or function that returns the activation, such as `ops.GeLU` or `ops.SwiGLU`.
         bias: whether the GEMMs have biases.
-        merged: whether gate and up of a gated unit have a weight each, in an `ops.MergedLinear`, else one packed.
-        dropout: probability of dropping what the activation gives, in training.
-        group: processes that divide the hidden features, each half of a gated unit's; see `ops.Linear`.
-        sequence_dim: the dimension of x and y of which each process has its shard, none by default.
+        merged: whether gate and up of a gated unit have separate weights, in an `ops.MergedLinear`.
+        dropout: dropout probability after the activation.
+        group: process group over which hidden features are sharded (each half of a gated unit); see `ops.Linear`.
+        sequence_dim: the dimension of x and y that is sharded (sequence parallel).
 
     Raises:
-        InputError: (SF101) for hidden features that the processes do not divide, (SF106) for merged weights that they
-            would.
+        InputError: (SF101) if the number of processes does not divide the hidden features, (SF106) if merged weights
+            would be sharded.
     """
 
     inlines: ClassVar[bool] = True
@@ -149,35 +148,36 @@ class FeedForward(Sequential):
 
 
 class TransformerLayer(Sequential):
-    """A block of attention and a feed-forward block, each with a norm and a residual sum.
+    """An attention block and a feed-forward block, each with a norm and a residual connection.
 
     Pre-norm: x + s D(MHA(norm x)), then y + s D(FFN(norm y)). Post-norm: norm(x + s D(MHA(x))), then
-    norm(y + s D(FFN(y))). With norms of branches: x + s D(norm(MHA(norm x))), where the inner norm is there pre-norm,
-    and so for FFN. D is dropout, s the residual scale.  x, y: [*, S, dim].
-    Keys: `attention`, `feedforward`, in each `mixer`, pre-norm `norm`, and `branch_norm` if asked for; a post-norm
-    layer has `attention_norm` and `feedforward_norm` after its blocks.
-    Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745; of branches: Gemma
-    Team 2024, arXiv:2408.00118; alone: OLMo et al. 2024, arXiv:2501.00656.
+    norm(y + s D(FFN(y))). With `branch_norm`: x + s D(norm(MHA(norm x))), the inner norm only with pre-norm; likewise
+    for FFN. D is dropout, s the residual scale.  x, y: [*, S, dim].
+    State-dict keys: `attention` and `feedforward`, each with `mixer`, `norm` (pre-norm) and `branch_norm` (if any); a
+    post-norm layer also has `attention_norm` and `feedforward_norm`.
+    Source: Vaswani et al. 2017, arXiv:1706.03762; pre-norm: Xiong et al. 2020, arXiv:2002.04745; norms of branches:
+    Gemma Team 2024, arXiv:2408.00118; without pre-norm: OLMo et al. 2024, arXiv:2501.00656.
 
     Args:
         dim: last dimension of x and y.
-        heads: query heads.
-        kv_heads: key and value heads; as many by default.
-        hidden_dim: of the feed-forward block; `4 dim` by default.
-        activation: makes the activation, as `ops.GeLU` or `ops.SwiGLU` do.
-        norm: makes a norm of `dim`, as `ops.LayerNorm` or `ops.RMSNorm` do.
-        pre_norm: whether norms stand before the blocks, else after the sums; `None` for neither.
-        branch_norm: whether a norm stands at the end of each branch, before the sum.
+        heads: number of query heads.
+        kv_heads: number of key and value heads; default `heads`.
+        hidden_dim: size of the hidden features; default `4 dim`.
+        activation: class or function that returns the activation, such as `ops.GeLU` or `ops.SwiGLU`.
+        norm: class or function that returns a norm of size `dim`, such as `ops.LayerNorm` or `ops.RMSNorm`.
+        pre_norm: `True`: pre-norm; `False`: post-norm; `None`: no such norms.
+        branch_norm: whether to add a norm at the end of each branch, before the sum.
         bias: whether the GEMMs have biases.
-        qkv_bias: whether the `Linear` of queries, keys and values has a bias; as `bias` by default.
-        merged: whether queries, keys, values, gate and up have a weight each; see `MultiHeadAttention`, `FeedForward`.
-        dropout: probability of dropping what a block adds, in training.
-        attention_dropout: the same of an attention weight.
-        hidden_dropout: the same of what the activation gives.
-        residual_scale: what a block's result is multiplied by.
-        group: processes that divide heads and hidden features; see `MultiHeadAttention` and `FeedForward`.
-        sequence_dim: the dimension of x and y of which each process has its shard, none by default.
-        attention: the remaining arguments of `MultiHeadAttention` and `ops.Attention`.
+        qkv_bias: whether the `Linear` of queries, keys and values has a bias; default `bias`.
+        merged: whether queries, keys, values, gate and up have separate weights; see `MultiHeadAttention`,
+            `FeedForward`.
+        dropout: dropout probability of the output of each branch.
+        attention_dropout: dropout probability of attention weights.
+        hidden_dropout: dropout probability after the activation.
+        residual_scale: factor of the output of each branch.
+        group: process group over which heads and hidden features are sharded (tensor parallel).
+        sequence_dim: the dimension of x and y that is sharded (sequence parallel).
+        attention: other arguments of `MultiHeadAttention` and `ops.Attention`.
     """
 
     inlines: ClassVar[bool] = True
@@ -236,16 +236,16 @@ class TransformerLayer(Sequential):
 
 
 class TransformerStack(Sequential):
-    """Layers one after another, and a last norm.
+    """Layers in sequence, with an optional final norm.
 
-    x, y: [*, S, dim].  Keys: `0`, `1`, ..., `norm` (if any).
+    x, y: [*, S, dim].  State-dict keys: `0`, `1`, ..., `norm` (if any).
 
     Args:
-        layers: how many.
+        layers: number of layers.
         dim: last dimension of x and y.
-        heads: query heads.
-        final_norm: whether a norm stands at the end; by default where the layers do not end in one.
-        layer: the remaining arguments of `TransformerLayer`.
+        heads: number of query heads.
+        final_norm: whether to add a norm at the end; by default if the layers do not end in a norm.
+        layer: other arguments of `TransformerLayer`.
     """
 
     inlines: ClassVar[bool] = True

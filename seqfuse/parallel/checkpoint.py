@@ -12,21 +12,21 @@ from ..group import ParameterShard
 
 
 def unshard(model: nn.Module) -> dict[str, Tensor]:
-    """The state dictionary of the whole model, the same in every process; all of them must call this."""
+    """The full state dictionary, the same in every process; collective, so all processes must call it."""
     shards = _shards(model)
     state = {name: _full(value) for name, value in model.state_dict().items()}
     return {name: shards[name].whole(value) if name in shards else value for name, value in state.items()}
 
 
 def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process's shards of a whole state dictionary: what `model.load_state_dict` takes, strictly.
+    """The shards of this process, from a full state dictionary, for `model.load_state_dict`.
 
     Args:
-        model: the divided model.
-        state: whole tensors by name, or DTensors of them, which all processes must then have.
+        model: the parallelized model.
+        state: full tensors by name, or DTensors, which all processes must then have.
 
     Raises:
-        InputError: (SF101) for a tensor that is not of the whole's shape.
+        InputError: (SF101) for a tensor with another shape than the full one.
     """
     shards = _shards(model)
     own: dict[str, Tensor] = {}
@@ -42,10 +42,11 @@ def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def dtensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state dictionary with DTensors of what is divided, for `torch.distributed.checkpoint`.
+    """The state dictionary with sharded parameters as DTensors, for `torch.distributed.checkpoint`.
 
-    Each holds a contiguous part of the whole, whatever parts the processes compute with, so that a checkpoint can be
-    read by any number of processes. `dcp.load` fills them in place: `model.load_state_dict(shard(model, state))` then.
+    Each is a contiguous shard of the full tensor, independent of the shards used for computing, so that any number of
+    processes can load the checkpoint. After `dcp.load`, which fills them in place, call
+    `model.load_state_dict(shard(model, state))`.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard

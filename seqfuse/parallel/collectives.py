@@ -18,15 +18,15 @@ from .staged import StagedFuser
 
 
 def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
-    """The numbers of what the last stage's rank has, such as a loss, on every rank; without a graph.
+    """Broadcast a tensor of the last stage, such as the loss, to every rank; detached.
 
     Args:
-        tensor: the real one on the rank of the last stage, what stands for it on the others.
-        model: the model in stages.
+        tensor: the result of the same expression on every rank, such as `loss`.
+        model: the pipelined model.
 
     Raises:
-        InputError: (SF105) on every rank, where the tensor is not what it should be on one of them.
-        StateError: (SF509) if a rank does not take part.
+        InputError: (SF105) on every rank, if the tensor is wrong on one of them.
+        StateError: (SF509) if a rank does not call it.
     """
     fuser = staged(model)
     placement = fuser.placement
@@ -57,23 +57,23 @@ def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale all gradients by one factor, as `torch.nn.utils.clip_grad_norm_` does, however a model is divided.
+    """`torch.nn.utils.clip_grad_norm_` for parallelized models.
 
-    The norm of a parameter that is sharded, or is a DTensor, is that of the whole one; a vector of the norms of
-    all parameters is summed over the ranks that have its stages.
+    The norm of a sharded parameter or DTensor is that of the full tensor. Norms are all-reduced over the pipeline
+    stages.
 
     Args:
-        model: a model in stages, tensor parallel, sharded by FSDP2, or all of that.
-        max_norm: the largest norm that stays as it is.
+        model: a model with any combination of pipeline, tensor parallel and FSDP2.
+        max_norm: the maximum norm.
         norm_type: the p of the p-norm, positive.
-        error_if_nonfinite: whether to raise where the norm is infinite or NaN.
+        error_if_nonfinite: whether to raise if the norm is infinite or NaN.
 
     Returns:
-        The norm of all gradients before, on every rank.
+        The norm of all gradients before clipping, on every rank.
 
     Raises:
-        InputError: (SF106) for another p: norms of no gradient, as of other ranks, would count.
-        StateError: (SF506, SF509) if a rank does not take part.
+        InputError: (SF106) for p <= 0, where absent gradients of other ranks would count.
+        StateError: (SF506, SF509) if a rank does not call it.
     """
     if not norm_type > 0:
         raise InputError(f"norm_type must be positive, got {norm_type}", code="SF106", operation="clip_grad_norm_")

@@ -28,25 +28,26 @@ def pipeline(
     stages: int | Sequence[str] | None = None,
     shapes: Literal["infer", "broadcast"] = "infer",
 ) -> Sequential:
-    """Cut a model into stages, in place, and keep on each rank the parameters of its own stages.
+    """Cut a model into pipeline stages, in place; each rank keeps the parameters of its stages.
 
-    One script runs on every rank and calls the whole model: `loss = f(model(x)); loss.backward(); optimizer.step()`. A
-    stage of another rank has its parameters on `meta`, launches nothing and hands on shape, dtype and `requires_grad`.
-    `Boundary` operations, which nothing fuses across, send tensors and the channels that cross, and their gradients
-    back. The output is real on the rank of the last stage and `Elsewhere` on the others. Numbers are those of one
-    process, dropout masks too where all ranks' generators are in the same state.
+    Every rank runs the same script and calls the whole model: `loss = f(model(x)); loss.backward(); optimizer.step()`.
+    A stage of another rank has its parameters on `meta`, runs no kernels and only propagates shape, dtype and
+    `requires_grad`. `Boundary` operations send activations and open channels forward and gradients back; fusions do not
+    cross them. The output is real on the rank of the last stage; on other ranks it is a `meta` tensor, and reading its
+    values raises `StateError` (SF508). Results equal those of one process, including dropout masks if all ranks have
+    the same generator state.
 
     Args:
-        model: the same on every rank, on its device.
-        mesh: one dimension of a mesh of ranks, such as `mesh["pp"]`; stages go to its ranks in turn.
-        stages: how many, cut so that none has many parameters, or the names of the modules that all but the first
-            begin at; by default one for each rank.
-        shapes: whether what leaves a stage is inferred on the other ranks, or told by its rank in each call, which a
-            module whose output's shape depends on numbers needs. Under autocast it is told.
+        model: the model, the same on every rank.
+        mesh: a one-dimensional mesh, such as `mesh["pp"]`; stages are assigned to its ranks in turn.
+        stages: number of stages, cut to balance parameters, or the name of the first module of each stage but the
+            first; default one per rank.
+        shapes: whether other ranks infer the shapes of a stage's output, or its rank broadcasts them in each call, as
+            needed if shapes depend on values. Under autocast they are broadcast.
 
     Raises:
-        InputError: (SF106) for an argument of another kind.
-        PlanError: (SF202) where it cannot be cut so, or a parameter would be on two ranks.
+        InputError: (SF106) for an argument of another type.
+        PlanError: (SF202) if the model cannot be cut there, or a parameter would be on two ranks.
     """
     _check_arguments(model, mesh, stages, shapes)
     if mesh.ndim != 1:
@@ -75,19 +76,19 @@ def pipeline(
 
 
 def stages(model: Sequential, x: Tensor, microbatches: int = 1, **channels: Tensor) -> list[Any]:
-    """This rank's stages as `torch.distributed.pipelining.PipelineStage`s, for `ScheduleGPipe` and all the others.
+    """The stages of this rank as `torch.distributed.pipelining.PipelineStage`s, for torch's schedules.
 
-    Their shapes are those the clip infers. A schedule gives what one process gives that runs one micro-batch after
-    another, with the same dropout masks where all ranks' generators are in the same state.
+    Shapes are inferred as in `pipeline`. Results equal those of one process that runs the micro-batches in sequence,
+    including dropout masks if all ranks have the same generator state.
 
     Args:
-        model: the model in stages; `stages=` of `pipeline` as many as the schedule wants.
-        x: a whole batch, or one like it, on any device.
-        microbatches: into how many equal parts the schedule cuts it.
+        model: the pipelined model, with as many stages as the schedule needs.
+        x: a full batch, or a tensor like it, on any device.
+        microbatches: number of micro-batches of the schedule.
         channels: the public extra inputs, by channel name.
 
     Raises:
-        InputError: (SF101) for a batch that cannot be cut evenly.
+        InputError: (SF101) if `microbatches` does not divide the batch.
     """
     from torch.distributed.pipelining import PipelineStage
 

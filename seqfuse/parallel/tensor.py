@@ -37,33 +37,33 @@ class _Division(NamedTuple):
 
 
 def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequence_dim: int | None = None) -> nn.Module:
-    """Divide a model over the processes of a group, in place: each keeps its shard of what the plan names.
+    """Shard a model over a process group, in place, by module name.
 
-    Every process calls this with the same whole model and plan, and goes on with the same state of torch's generator.
-    Parameters stay the objects they were and keep their names; an optimizer is made afterwards. All is checked before
-    anything is changed.
+    Every process must call it with the same full model and arguments, and continue with the same state of torch's
+    random generator. Parameters remain the same objects with the same names. Create the optimizer afterwards.
 
-    | style | what it names |
+    | style | module |
     | --- | --- |
     | `"heads"` | a container with a GEMM, attention on packed heads and a GEMM, such as `nn.MultiHeadAttention` |
     | `"features"` | a container with a GEMM, element-wise operations and a GEMM, such as `nn.FeedForward` |
-    | `"column"`, `"row"` | an `ops.Linear`; before a gated unit, each half of a column is divided |
+    | `"column"`, `"row"` | an `ops.Linear`; before a gated unit, gate and up are sharded separately |
     | `"vocab"` | an `ops.Embedding` or a `losses.LinearCrossEntropy` |
 
     Args:
-        model: the model, or any module that contains what is named.
+        model: the model, or a module of it.
         group: a process group or a `DeviceMesh` of one dimension.
-        plan: style by name of a module, as in `named_modules`, or by a pattern with `*`: `{"*.mixer.up": "column"}`.
-        sequence_dim: the dimension of which each process holds its shard of the tokens between divided layers (sequence
-            parallel); gradients of the parameters used there are summed.
+        plan: a dictionary from module name, as in `named_modules`, or pattern with `*`, to style: `{"*.mixer.up":
+            "column"}`.
+        sequence_dim: the token dimension that is sharded between parallel layers (sequence parallel); gradients of the
+            parameters used there are summed.
 
     Returns:
         The model.
 
     Raises:
-        InputError: (SF101) for heads, features or a vocabulary that the processes do not divide, naming operation and
-            position; (SF104) for a name that matches nothing; (SF106) for a style that is none, or does not fit.
-        PlanError: (SF202) for a model that is in stages already.
+        InputError: (SF101) for heads, features or a vocabulary that the number of processes does not divide; (SF104)
+            for a name that matches nothing; (SF106) for an unknown style, or a style that does not fit the module.
+        PlanError: (SF202) for a model that is already pipelined.
     """
     _check_arguments(model, plan, sequence_dim)
     group = Group(group)
