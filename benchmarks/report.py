@@ -1,7 +1,7 @@
-"""Tables and plots of what was measured, for README.md and docs/: losses as plainly as wins, and what was never run.
+"""Tables of what was measured, for README.md and docs/: losses as plainly as wins, and what was never run.
 
-Tables are Markdown, drawn from `results/*.json` between marks of the pages. As a script this draws them, and the plots
-of a GPU in `docs/figures/`, and prints the targets.
+Tables are Markdown, drawn from `results/*.json` between marks of the pages. As a script this draws them and prints the
+targets.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a script it has this folder alone
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import plots
 import targets
 from tables import DRAWN, MIB, Lines, Results, Rows, between, drawn, read, table, where, wrapped
 
-importlib.import_module("model_tables")  # which registers its tables
+for module in ("losses", "model_tables"):  # which register their tables
+    importlib.import_module(module)
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     ROOT / "README.md",
@@ -176,7 +176,7 @@ def peak(found: Results) -> Lines:
     about = f"""{_trained(found)} Its parameters take {eager["parameters"] / MIB:,.0f} MiB, their gradients as much,
         and AdamW's state twice as much. In brackets: relative to eager PyTorch; of the time, the median of
         {found["rounds"]} rounds and its quartiles."""
-    head = ("model", "saved for backward", "added by a training step, at its peak", "CPU time of a training step")
+    head = ("model", "saved for backward", "peak memory added by a step", "CPU time of a training step")
     return [where(found), "", wrapped(about), "", *table(head, rows)]
 
 
@@ -191,7 +191,7 @@ def training(found: Results) -> Lines:
     ]
     note = f"""Relative to eager PyTorch, measured in one run on a CPU ({found["about"]["device"]}, one thread, torch
         {found["about"]["torch"]}). {_trained(found)}"""
-    head = ("a training step", "saved for backward", "added to memory at its peak", "CPU time")
+    head = ("a training step", "saved for backward", "peak memory added", "CPU time")
     return [*table(head, rows), "", wrapped(note)]
 
 
@@ -291,7 +291,8 @@ def goals() -> Lines:
     return table(("what", "target", "", "rows that meet it", "worst row"), rows, left=1)
 
 
-def scored() -> Lines:
+@drawn("score", "gpu")
+def scored(_: Results) -> Lines:
     """How many targets are met: of time on a GPU, and of what is counted or timed without one."""
     parts: Lines = []
     for what, chosen in (("GPU time", False), ("saved bytes, planning and CPU overhead", True)):
@@ -301,7 +302,7 @@ def scored() -> Lines:
             if v.values and bool(re.search("bytes|planning|plan-cache|CPU overhead", v.target.what)) is chosen
         ]
         parts.append(f"{found.count('met')} of {len(found)} for {what}")
-    return parts
+    return [f"[Targets](dev/benchmarks.md#targets): met {' and '.join(parts)}."]
 
 
 def _ratio(times: dict[str, Any], side: str, than: str) -> str:
@@ -422,19 +423,8 @@ def _step(row: dict[str, Any]) -> Lines:
 
 def _how_steps(found: Results) -> str:
     return wrapped(f"""{found["about"]["device"]}, torch {found["about"]["torch"]}, bfloat16, 8,192 tokens, dropout 0.1
-        in the layers of GPTs, random data; medians of calls that take turns. Below 1.0 seqfuse is faster. A dash: no
-        valid result of that peer.""")
-
-
-@drawn("speed")
-def speed() -> Lines:
-    """The plots of a GPU, and how many targets are met."""
-    found = read("gpu")
-    if found is None:
-        return ["There are no plots yet: no GPU has run the kernels."]
-    lines = [where(found), "", "![Speed against others](figures/peers.svg)", ""]
-    lines += ["![Fraction of what the device can do](figures/roofline.svg)", ""]
-    return [*lines, f"[Targets](dev/benchmarks.md#targets): met {' and '.join(scored())}."]
+        in the layers of GPTs, random data; medians of interleaved runs. Below 1.0 seqfuse is faster. A dash: no valid
+        result from that library.""")
 
 
 def _of(found: Results, group: str) -> Rows:
@@ -471,12 +461,12 @@ def front(found: Results) -> Lines:
                 added = f"{peak / MIB:,.0f} MiB ({peak / row['memory']['eager']['peak']:.2f})"
                 held = f"{row['said'][side]['peak'] / MIB:,.0f} MiB" if side in row["said"] else ""
                 cells.append([name, f"{time:.1f} ms ({_ratio(row['times'], side, 'eager')})", added, held])
-        head = ("", "GPU time", "added by a step, at its peak", "the plan's peak")
+        head = ("", "GPU time", "peak memory added by a step", "the plan's peak")
         lines += [f"{_model(row)}; their parameters have {row['gradients'] / MIB:,.0f} MiB of gradients:", ""]
         lines += [*table(head, cells), ""]
     note = """bfloat16, forward and backward, as `torch.cuda.max_memory_allocated` counts; in brackets relative to eager
-        PyTorch. The plan's peak leaves out the results and parameters' gradients, most of which come when little else
-        is held any more."""
+        PyTorch. The planned peak excludes outputs and parameter gradients. Most parameter gradients arrive late in the
+        backward pass, when few activations are still allocated."""
     return [*lines, wrapped(note)] if rows else []
 
 
@@ -490,21 +480,21 @@ def summary(found: Results) -> Lines:
             [_CHOICES[side], _ratio(row["times"], side, "eager"), f"{row['memory'][side]['peak'] / eager:.2f}"]
             for side in ("eager", "checkpointed", "seqfuse lean", "seqfuse 0.5")
         ]
-        head = f"{_model(row)}, forward + backward", "GPU time", "added to memory at its peak"
+        head = f"{_model(row)}, forward + backward", "GPU time", "peak memory added"
         lines += [*table(head, cells), ""]
     return lines[:-1]
 
 
 _RECIPES = {
     "bfloat16": "eager PyTorch, bfloat16",
-    "bfloat16, compiled": "the same by `torch.compile`",
-    "seqfuse": "Seqfuse, bfloat16",
+    "bfloat16, compiled": "eager PyTorch, bfloat16, compiled",
+    "seqfuse": "seqfuse, bfloat16",
     "current": "`Float8CurrentScaling`",
     "delayed": "`Float8DelayedScaling`",
     "row": "`Float8RowScaling`",
     "block": "`Float8BlockScaling`",
-    "by hand": "current scaling in a module of torch calls, eager",
-    "by hand, compiled": "that by `torch.compile`",
+    "by hand": "FP8 module of torch calls (current scaling), eager",
+    "by hand, compiled": "the same FP8 module, compiled",
     "GEMMs alone": "the three 8-bit GEMMs alone",
 }
 
@@ -557,8 +547,6 @@ def main() -> None:
         if (new := redrawn(old)) != old:
             page.write_text(new)
             print(f"rewrote {page.relative_to(ROOT)}")
-    names = plots.draw(read("gpu"), ROOT / "docs" / "figures")
-    print(f"drew {', '.join(names)}" if names else "no plots: nothing was measured on a GPU")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables, plots and verdicts of made-up results: losses stand beside wins, and what was not run is named."""
+"""Tables and verdicts of made-up results: losses stand beside wins, and what was not run is named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import plots
+import losses
 import pytest
 import record
 import report
@@ -101,30 +101,36 @@ def test_losses_red_rows_and_what_was_not_run_are_shown(results: Path) -> None:
 
 
 def test_what_a_page_shows_of_a_gpu_follows_from_what_ran(results: Path) -> None:
-    page = "Before.\n<!-- figures: speed -->\nold\n<!-- end of figures -->\nAfter.\n"
-    assert "no GPU has run the kernels" in report.redrawn(page)
+    page = "Before.\n<!-- figures: score -->\nold\n<!-- end of figures -->\nAfter.\n"
+    assert report.redrawn(page) == page
     (results / "gpu.json").write_text(json.dumps(found()))
     shown = report.redrawn(page)
-    assert shown.startswith("Before.\n<!-- figures: speed -->\n")
+    assert shown.startswith("Before.\n<!-- figures: score -->\n")
     assert shown.endswith("<!-- end of figures -->\nAfter.\n")
     assert "old" not in shown
-    assert "](figures/peers.svg)" in shown
-    assert "](figures/roofline.svg)" in shown
     counted = [v.status for v in report.verdicts() if v.values]
     told = [int(number) for number in re.findall(r"(\d+) of (?:\d+) for", shown)]
     assert sum(told) == counted.count("met")
     assert 0 < counted.count("met") < len(counted)
 
 
-def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
-    assert plots.draw(None, tmp_path / "none") == []
-    assert plots.draw(found(), tmp_path / "a") == ["roofline.svg", "peers.svg"]
-    plots.draw(found(), tmp_path / "b")
-    for name in ("roofline.svg", "peers.svg"):
-        one, other = ((tmp_path / folder / name).read_text() for folder in "ab")
-        assert one == other
-        assert "RMSNorm 32768 x 8192" in one
-        assert "<script" not in one
+def test_rows_that_lose_are_counted_and_the_worst_is_named() -> None:
+    rows = [
+        row("norm", "won", seqfuse=9, eager=10, liger=9),
+        row("norm", "lost", seqfuse=12, eager=10, liger=9),
+        row("norm", "worst", seqfuse=20, eager=10),
+        {**row("block", "as called", seqfuse=5, eager=10), "as_called": times(seqfuse=15, eager=10)},
+        {"group": "block", "name": "failed", "status": "wrong"},
+        row("alike", "equal", seqfuse=1000, eager=1000),
+    ]
+    cells = losses.slower_gpu.__wrapped__({"rows": dict(enumerate(rows))})[2:]
+    assert cells == [
+        "| block | eager PyTorch | 1 of 1 | 1.50 (as called) |",
+        "| norm | Liger | 1 of 2 | 1.33 (lost) |",
+        "| norm | eager PyTorch | 2 of 3 | 2.00 (worst) |",
+    ]
+    sides = ({"rows": [{"name": name, "sides": {"default": {"ratio": r}}}]} for name, r in (("a", 1.14), ("b", 0.9)))
+    assert losses.slower_cpu.__wrapped__(*sides)[2:] == ["| a | 1.14 |"]
 
 
 def test_results_have_a_line_for_each_row() -> None:
@@ -189,9 +195,7 @@ def test_choices_of_memory_on_a_gpu(results: Path) -> None:
     choice |= {"said": {"seqfuse": {"saved": 1, "peak": 3 * 2**20}}, "gradients": 2**20}
     (results / "gpu.json").write_text(json.dumps({"about": ABOUT, "rows": {"a": choice}}))
     summary = str(report.summary()).splitlines()
-    assert (
-        summary[0] == "| 2 layers of gpt, 8,192 tokens, forward + backward | GPU time | added to memory at its peak |"
-    )
+    assert summary[0] == "| 2 layers of gpt, 8,192 tokens, forward + backward | GPU time | peak memory added |"
     assert '| `memory="lean"` | 0.75 | 2.00 |' in summary
     front = str(report.front()).splitlines()
     assert '| `memory="fast"` | 2.0 ms (0.50) | 2 MiB (0.50) | 3 MiB |' in front

@@ -1,0 +1,36 @@
+"""Tables of what is slower than in eager torch or by a peer: every measured row that loses, drawn from the results."""
+
+from __future__ import annotations
+
+from tables import Lines, Results, drawn, table
+
+PEERS = {"eager": "eager PyTorch", "compile": "`torch.compile`", "liger": "Liger"}
+EQUAL = 1.005
+
+
+@drawn("slower_gpu", "gpu")
+def slower_gpu(found: Results) -> Lines:
+    """By group of rows and peer: how many lose, and the worst."""
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
+    for row in found["rows"].values():
+        times = row.get("as_called") or row.get("times") or {}
+        for peer, name in PEERS.items():
+            if row["status"] == "ok" and {"seqfuse", peer} <= times.keys():
+                ratio = times["seqfuse"]["median"] / times[peer]["median"]
+                ratios.setdefault((row["group"], name), {})[row["name"]] = ratio
+    cells: list[tuple[str, ...]] = []
+    for (group, name), of in ratios.items():
+        worst = max(of, key=of.__getitem__)
+        if of[worst] > EQUAL:
+            lost = sum(ratio > EQUAL for ratio in of.values())
+            cells.append((group, name, f"{lost} of {len(of)}", f"{of[worst]:.2f} ({worst})"))
+    return table(("what", "slower than", "rows", "worst: time / peer"), sorted(cells), left=2)
+
+
+@drawn("slower_cpu", "cpu", "cpu_experts")
+def slower_cpu(*results: Results) -> Lines:
+    """Steps with the default plan that take longer than in eager torch, the slowest first."""
+    sides = {row["name"]: row["sides"] for found in results for row in found["rows"]}
+    ratios = {name: of["default"]["ratio"] for name, of in sides.items() if "default" in of}
+    lost = sorted((name for name, ratio in ratios.items() if ratio > EQUAL), key=ratios.__getitem__, reverse=True)
+    return table(("step", "CPU time / eager PyTorch"), [(name, f"{ratios[name]:.2f}") for name in lost])
