@@ -501,13 +501,25 @@ _RECIPES = {
 
 @drawn("gpu_low_precision", "gpu_low_precision")
 def low_precision(found: Results) -> Lines:
-    """Milliseconds of a forward and backward pass by each recipe."""
-    rows = {name: row["times"] for name, row in found["rows"].items() if not name.startswith("quantize")}
+    """Milliseconds of a forward and backward pass of feed-forward blocks by each recipe."""
+    return _recipes(found, "feed-forward")
+
+
+@drawn("gpu_low_precision_linear", "gpu_low_precision")
+def low_precision_linear(found: Results) -> Lines:
+    """The same of a `Linear`."""
+    return _recipes(found, "Linear")
+
+
+def _recipes(found: Results, of: str) -> Lines:
+    rows = {name: row["times"] for name, row in found["rows"].items() if of in name}
     cells = [
         [name, *(f"{times[side]['median'] / 1000:.2f}" if side in times else "" for times in rows.values())]
         for side, name in _RECIPES.items()
+        if any(side in times for times in rows.values())
     ]
-    return table(("", *rows), cells, left=1)
+    names = (n.replace(" feed-forward block, 8192", "").replace("compiled by hand", "in another run") for n in rows)
+    return table(("", *names), cells)
 
 
 _SCALES = {
