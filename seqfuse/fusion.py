@@ -35,7 +35,8 @@ class FusedOperation:
     """A stateless replacement for consecutive unfused operations; the abstract base class of the four kinds of fusion.
 
     The annotated fields of a subclass are its slots, in order: a final operation class (matched exactly), an abstract
-    one (any final subclass), a union, `X | None` (optional), `tuple[X, ...]` (one to eight in sequence).
+    one (any final subclass), a union, `X | None` (optional), `tuple[X, ...]` (one to eight in sequence). Slots are
+    inherited as the fields of a dataclass are: one that is annotated again has another type at the same place.
 
     Attributes:
         outputs: extra tensors (`slot_output`) that `fwd` returns as a dictionary after `y`.
@@ -101,7 +102,9 @@ class FusedOperation:
         for slot in own:
             if slot.name.startswith("_") or hasattr(FusedOperation, slot.name):
                 raise definition_error(cls, f"{slot.name!r} cannot be the name of a slot", slot.name)
-        cls.slots = cls.slots + tuple(own)
+        # As the fields of a dataclass: those of the bases first, and one declared again stays at its place.
+        inherited = {slot.name: slot for base in reversed(cls.__mro__[1:]) for slot in vars(base).get("slots", ())}
+        cls.slots = tuple({**inherited, **{slot.name: slot for slot in own}}.values())
         required = next((i for i, slot in enumerate(cls.slots) if not slot.optional), len(cls.slots))
         cls.first_slots = cls.slots[: required + 1]
         cls.reach = sum(MAX_VARIADIC if slot.variadic else 1 for slot in cls.slots)

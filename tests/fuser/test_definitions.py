@@ -616,6 +616,60 @@ def test_a_fusion_that_is_still_abstract_is_the_base_of_others() -> None:
     torch.testing.assert_close(model(x), torch.tanh(x + model[0].bias))
 
 
+def test_a_slot_that_is_annotated_again_has_another_type_at_its_place() -> None:
+    class BiasReLU(sf.JointFusion):
+        bias: ops.Bias
+        act: ops.ReLU
+
+        class Saved(sf.Saved):
+            y: Tensor
+
+        def fwd(self, x: Tensor) -> Any:
+            y = self.act.reference(x + self.bias.bias)
+            return y, self.Saved(y=y)
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            d = dy * (saved.y > 0)
+            return d, {"bias.bias": d.sum(0)}
+
+    class BiasTanh(BiasReLU):
+        act: ops.Tanh
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            d = dy * (1 - saved.y * saved.y)
+            return d, {"bias.bias": d.sum(0)}
+
+    assert [(slot.name, slot.types) for slot in BiasTanh.slots] == [("bias", (ops.Bias,)), ("act", (ops.Tanh,))]
+    assert BiasTanh.reach == 2
+    assert [slot.types for slot in BiasReLU.slots] == [(ops.Bias,), (ops.ReLU,)]
+    for act, used in ((ops.Tanh(), BiasTanh), (ops.ReLU(), BiasReLU)):
+        list_ = [ops.Bias(5), act, ops.Tanh()]
+        model = randomized(sf.Sequential(*list_, fusions=(BiasReLU, BiasTanh)))
+        assert [type(step.operation) for step in model.plan(tensor(7, 5)).forward if step.fused] == [used]
+        same = sf.Sequential(*list_, fusions=())
+        torch.testing.assert_close(run(model, tensor(7, 5)), run(same, tensor(7, 5)))
+
+
+def test_slots_of_several_bases_come_in_the_order_of_a_dataclass() -> None:
+    class Base(sf.ForwardFusion):
+        bias: ops.Bias
+        act: sf.Pointwise
+
+    class Narrow(Base):
+        act: ops.Tanh
+
+    class WithGate(Base):
+        gate: ops.GLU
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+    class Both(Narrow, WithGate):
+        pass
+
+    expected = [("bias", (ops.Bias,)), ("act", (ops.Tanh,)), ("gate", (ops.GLU,))]
+    assert [(slot.name, slot.types) for slot in Both.slots] == expected
+
+
 def test_what_is_defined_inside_a_function_resolves_its_types() -> None:
     class Local(sf.Pointwise):
         def reference(self, x: Tensor) -> Tensor:
