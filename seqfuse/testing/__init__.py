@@ -1,7 +1,6 @@
-"""The test kit: checks of an operation and a fusion, the numeric rule, inputs that find faults, and red zones.
+"""The test kit: checks of operations and fusions, an error bound, test inputs, and red zones.
 
-`seqfuse.testing.strategies` holds the hypothesis strategies and is imported by itself: nothing else here needs
-hypothesis.
+`seqfuse.testing.strategies` has hypothesis strategies and must be imported separately, as it needs hypothesis.
 """
 
 from .compile import compile_kernel

@@ -31,8 +31,9 @@ from ..kernels._launch import keyed
 _OPTIONS = ("num_warps", "num_stages")
 
 Type = str | tuple["Type", ...]
-"""Triton's spelling of an argument's type: `"*bf16"`, `"i64"`, `"fp32"`, `"tensordesc<bf16[128, 64]>"`; a tuple for a
-tuple argument, `"none"` for a `None` in it."""
+"""Triton's name of an argument type: `"*bf16"`, `"i64"`, `"fp32"`, `"tensordesc<bf16[128, 64]>"`; a tuple for a tuple
+argument, `"none"` for a `None` in it.
+"""
 
 TRITON_DTYPES = {
     "float16": "fp16",
@@ -109,25 +110,26 @@ class Compiled:
 def compile_kernel(
     kernel: Any, *args: Any, targets: str | Sequence[str] = ("sm_80", "sm_90", "gfx942"), **kwargs: Any
 ) -> tuple[Compiled, ...]:
-    """Compile a Triton kernel as a launch with these arguments would, for architectures that need not be here.
+    """Compile a Triton kernel for a launch with these arguments, also for GPUs that this machine does not have.
 
-    Of tensors the dtype counts, so that those on `"meta"` do; they are taken to be aligned to 16 bytes. Kernels may be
-    interpreted in this process. Others import the kernel's module again, also where it is the script that runs.
+    Only the dtype of a tensor matters, so `"meta"` tensors work; 16-byte alignment is assumed. The kernel may be
+    interpreted in this process. Compilation runs in other processes, which import the kernel's module again, even if it
+    is the main script.
 
     Args:
         kernel: the `triton.jit` function.
-        args: what a launch passes.
-        targets: architectures, such as `"sm_90"` or `"gfx942"`, or one of them.
-        kwargs: what a launch passes by name, `num_warps` and `num_stages` among them.
+        args: positional arguments of the launch.
+        targets: one or several architectures, such as `"sm_90"` or `"gfx942"`.
+        kwargs: keyword arguments of the launch, including `num_warps` and `num_stages`.
 
     Returns:
-        Registers, spills and shared memory for each target; nothing inside a process that compiles.
+        Registers, spills and shared memory for each target; empty inside a compiling process.
 
     Raises:
-        AssertionError: naming kernel and target, with what the compiler says.
-        RuntimeError: where the kernel's module cannot be imported again.
-        TypeError: for a target that is no architecture, what is no kernel or in no file, and arguments that the kernel
-            does not take.
+        AssertionError: with kernel, target and the compiler's error.
+        RuntimeError: if the kernel's module cannot be imported again.
+        TypeError: for an unknown architecture, an object that is not a kernel in a file, or arguments that the kernel
+            does not have.
     """
     if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == __name__:
         return ()  # the script is imported there

@@ -23,7 +23,7 @@ from .probe import NotRun, Probe
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checked:
-    """What `check_fusion` compared, and what it could not; `str` shows it."""
+    """The result of `check_fusion`: what was compared and what could not be; `str` shows it."""
 
     fusion: str
     lists: tuple[str, ...]
@@ -44,54 +44,54 @@ def check_fusion(
     env: Env | None = None,
     **channels: Tensor,
 ) -> Checked:
-    """Raises unless a fusion may take the place of the operations it replaces.
+    """Checks that a fusion computes the same results as the operations that it replaces.
 
     Fused, unfused and float64 are compared, within the error bound of `assert_fused_close`, in each combination of
-    passes that the kind of fusion allows: a forward fusion with the operations' own backward, a backward fusion after
-    their own forward, a joint one with itself, and every forward where nothing needs a gradient. Output, extra outputs,
-    and the gradients of x, of extra inputs and of each parameter all count.
+    passes that the kind of fusion allows: a forward fusion with the unfused backward, a backward fusion with the
+    unfused forward, a joint fusion with itself, and every forward without gradients. Compared are output, extra
+    outputs, and the gradients of x, of extra inputs and of each parameter.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more
-      tokens, an odd number of them, none, and an x of shape [H]; strided, transposed, misaligned and expanded x and
-      gradients; every subset of frozen parameters and inputs.
-    * what a forward fusion saves, field by field: the class, the very parameter, plain data, shapes, dtypes, and
-      values within the error bound. A `Recompute` is module-level and gives the same bits twice. The same holds for
-      `unfused(saved)`. What is saved holds no copy of a parameter, an input or an output.
-    * `bwd` reads no parameter of the operations, which may have changed since the forward, but those in what was saved;
-      `fwd` reads those of now, not what an earlier call left.
-    * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters, saved tensors and incoming
-      gradients are not written; global state, random generators, attributes of the operations and of the fusion
-      stay; results alias nothing that the operations' own do not; `needs`, where it is asked, is obeyed.
-    * a pass that fails leaves the unfused result: the same bits, or within the error bound after `unfused(saved)`.
-      Without that method the backward of a joint fusion raises `KernelError`.
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; huge values must not be lost; more tokens, an
+      odd number, no tokens, and an x of shape [H]; strided, transposed, misaligned and expanded x and gradients; every
+      subset of frozen parameters and inputs.
+    * saved tensors, field by field: the class, the parameter itself, plain data, shapes, dtypes, and values within the
+      error bound. The function of a `Recompute` is module-level and returns the same bits twice. The same holds for
+      `unfused(saved)`. Parameters, inputs and outputs are not saved as copies.
+    * `bwd` reads parameters only from the saved tensors, since they may have changed; `fwd` reads their current values,
+      not those of an earlier call.
+    * two runs, and two backward passes through one graph, agree bit for bit; inputs, parameters, saved tensors and
+      incoming gradients are not modified, nor are global state, random generators, and attributes of operations and
+      fusion; results alias no more than unfused results; `needs` is respected if the pass has it.
+    * if a pass fails, the result is that of the unfused operations: bit for bit, or within the error bound with
+      `unfused(saved)`. Without that method the backward pass of a joint fusion raises `KernelError`.
 
-    The fusion is used wherever it is not refused, whatever its cost, and interpreted kernels round as a GPU does. In
-    float32, and in 16 bits in a tensor of at most 64 elements, an alarm of the numeric parts is drawn twice more and
-    counts if the same tensor alarms again, since correct kernels alarm in about 1 case of 150; all others count at
-    once.
+    The fusion is used wherever its requirements hold, regardless of cost, and interpreted kernels round as on a GPU. A
+    numeric failure in float32, or in 16 bits for a tensor of at most 64 elements, is repeated with two other seeds and
+    counts if the same tensor fails again, since correct kernels fail in about 1 of 150 cases. All other failures count
+    at once.
 
-    Lists that are made here are also made with other configurations of the operations, of `examples(x)`: a fusion has
-    to respect each, or to refuse it in `requires`; and, where the width of x is a power of two, once for one that is
-    none. The result names classes that were tried in one configuration alone.
-    It also says so where a forward cannot run on fake tensors, on which a plan counts what is saved for backward.
+    Generated sequences also use the other configurations in `examples(x)`: a fusion must support each, or decline it in
+    `requires`. If the width of x is a power of two, one sequence has another width. The result names classes with a
+    single configuration, and forward passes that cannot run on fake tensors, with which a plan counts saved bytes.
 
     Args:
-        fusion: the class.
-        x: gives shape and device, and values for one of the cases.
-        ops: operations to replace, which stay as they are; without any, lists are made from `example(x)` of the
-            classes of its slots: optional slots filled and empty, variadic ones with one to three operations, open
-            types with each operation of this library.
-        seed: of everything that is drawn.
-        dtypes: working dtypes, none of which may be refused; float32 and bfloat16 where it is not, if left out.
-        env: an environment in which the fusion must be planned, for operations in its dtype. Where it is refused on
-            this machine nothing else is checked then; the result says so, and a `UserWarning` if nothing was run.
-        channels: tensors for extra inputs by channel name; one left out is drawn in the shape of the tensor it meets.
+        fusion: the fusion class.
+        x: defines shape and device, and the values of one case.
+        ops: operations to replace, not modified; by default sequences are generated from `example(x)` of the slot
+            types: optional slots filled and empty, variadic slots with one to three operations, open types with each
+            operation of this library.
+        seed: random seed.
+        dtypes: dtypes, each of which must be supported; by default float32 and bfloat16, if supported.
+        env: an environment in which the fusion must be planned, in its dtype. If the requirements do not hold on this
+            machine, nothing else is checked; the result reports it, with a `UserWarning` if nothing ran.
+        channels: extra inputs by channel name; others are random, in the shape of the tensor that they are combined
+            with.
 
     Raises:
-        AssertionError: naming the fusion, the combination, the case, the tensor and the part of the error bound; or the
-            reason for which it was not applied: then it is a `NotRun`.
-        TypeError, InputError: (SF106) for an argument that is not what is said here.
-        PluginError: where the engine found that the class breaks its contract.
+        AssertionError: with fusion, combination, case, tensor and part of the error bound; a `NotRun`, with the reason,
+            if the fusion was not applied.
+        TypeError, InputError: (SF106) for an invalid argument.
+        PluginError: if the class breaks its contract.
     """
     __tracebackhide__ = True
     check_fusion_arguments(fusion, env)

@@ -47,7 +47,7 @@ class Checkpointed(nn.Module):
 
 
 MASKS = ("min", "-1e9", "-1e4", "-inf", "bool")
-"""What masks a key: a large finite number added to its score (`"min"` is the least of the dtype), -inf, or False."""
+"""The value of masked keys: a large finite number added to the score (`"min"`: least of the dtype), -inf or False."""
 HOOKS = ("forward", "forward pre", "full backward")
 
 
@@ -122,15 +122,15 @@ def _referred(operation: Any, x: Tensor, seed: Tensor | None, mask: Tensor | Non
 
 @dataclass(frozen=True, slots=True)
 class ListSpec:
-    """A random list; `str` shows it in one line, `build` makes it, `reference` says what it computes.
+    """A random op sequence; `str` shows it in one line, `build` builds it, `reference` computes it in plain torch.
 
     Args:
         width: last dimension of x.
-        members: of the `Sequential`.
+        members: operations of the `Sequential`.
         inputs: public extra inputs by name, with the width of each.
         outputs: public extra outputs by name, in order.
-        training: its mode.
-        masks: public extra inputs that are attention masks, by name, with one of `MASKS` each.
+        training: whether it is in training mode.
+        masks: attention masks among the public extra inputs, by name, with one of `MASKS`.
     """
 
     width: int
@@ -146,7 +146,7 @@ class ListSpec:
 
     @property
     def attends(self) -> bool:
-        """Whether attention is in it, so that it takes x of at least two dimensions."""
+        """Whether it contains attention, so that x needs at least two dimensions."""
         return any(member.attends for member in self.members)
 
     def build(
@@ -157,7 +157,7 @@ class ListSpec:
         other: torch.dtype | None = None,
         fusions: Sequence[type[FusedOperation]] | None = None,
     ) -> Sequential:
-        """The sequence, with random numbers also where fresh parameters are constant; `other` is its second dtype."""
+        """The sequence, with random values also for constant initial parameters; `other` is its second dtype."""
         with seeded(seed, torch.device("cpu")):
             model = Sequential(*(member.build() for member in self.members), fusions=fusions)
             for i, p in enumerate(model.parameters()):
@@ -170,7 +170,7 @@ class ListSpec:
         return model
 
     def masked(self, length: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Attention masks [length, length]; the whole first row is masked."""
+        """Attention masks [length, length]; the first row is fully masked."""
         draw = generator(seed)
         found: dict[str, Tensor] = {}
         for name, kind in self.masks:
@@ -185,9 +185,9 @@ class ListSpec:
     def reference(
         self, model: nn.Module, x: Tensor, *, by: Computed | None = None, **channels: Tensor
     ) -> dict[str, Tensor]:
-        """`y` and the public outputs in plain torch, with the dropout seeds that the engine would draw.
+        """`y` and the public outputs in plain torch, with the dropout seeds of the engine.
 
-        `by(operation, x, seed, mask)` says what an operation computes: its `reference`, if left out.
+        `by(operation, x, seed, mask)` computes an operation; by default its `reference`.
         """
         made = dict(channels)
         y = _call(MemberSpec("Sequential", members=self.members), model, x, made, by or _referred)

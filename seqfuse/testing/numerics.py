@@ -20,7 +20,7 @@ from .structure import Tree, index_of, named_tensors, share_storage
 __tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)  # pytest shows the test and the message
 
 PARTS = ("structure", "max", "rms", "tile", "element", "bias")
-"""The parts of the error bound, in the order they are checked in."""
+"""The parts of the error bound, in the order of the checks."""
 
 # The mean of few, or few independent, elements says nothing about a bias.
 _BIAS_ROWS, _BIAS_ELEMENTS = 16, 256
@@ -36,10 +36,10 @@ _ROUNDED_CONSTANT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One part of the error bound on one tensor, which holds when `measured <= bound`.
+    """One part of the error bound for one tensor; it holds if `measured <= bound`.
 
-    `where` is the worst index or tile, `dtype` that of the tensor, `None` for what is not about numbers; `elements` is
-    how many the tensor has.
+    `where` is the worst index or tile, `dtype` the dtype of the tensor (`None` for structure), `elements` its number of
+    elements.
     """
 
     tensor: str
@@ -57,7 +57,7 @@ class Check:
 
     @property
     def may_be_a_constant(self) -> bool:
-        """Whether it is a bias in float32 that one rounded constant can give."""
+        """Whether it is a bias in float32 that a single rounded constant may cause."""
         small = self.measured <= self.bound + _ROUNDED_CONSTANT
         return self.part == "bias" and self.dtype is torch.float32 and small
 
@@ -68,7 +68,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Every check that was made, in order. `str` shows them; `worst` is the one nearest to its bound."""
+    """All checks, in order. `str` shows them; `worst` is the check nearest to its bound."""
 
     checks: tuple[Check, ...]
 
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def not_finite(self) -> bool:
-        """Whether a NaN or an Inf is among the failures."""
+        """Whether a failure contains a NaN or an Inf."""
         return any(check.what.startswith("NaN or Inf") for check in self.failures)
 
     @property
@@ -98,7 +98,7 @@ _HINT = (
 
 
 class FusedMismatch(AssertionError):
-    """Fused does not equal unfused, or what `what` says; `report` holds what was measured."""
+    """A fused result differs from the unfused one beyond the error bound; `report` has the measurements."""
 
     def __init__(self, report: Report, what: str = "fused differs from unfused", note: str = "") -> None:
         self.report = report
@@ -109,13 +109,13 @@ class FusedMismatch(AssertionError):
 def assert_fused_close(
     fused: Tree, unfused: Tree, reference: Tree, *, name: str = "", others: Sequence[Tree] = ()
 ) -> Report:
-    """Raises unless a fused result equals the unfused one as well as its dtype allows; returns what was measured.
+    """Check a fused result against the unfused one, within an error bound for its dtype; returns the measurements.
 
-    Each argument is a tensor, or mappings and sequences of tensors with the same names (`out`, `d_x`, `weight.grad`,
-    ...); None is a gradient nobody wanted and must be None in all three. `fused` and `unfused` have the working dtype,
-    `reference` float64. `others` are further results of the unfused operations, which another library or device added
-    up in another order: `e_u` is then the root of the mean square of all their errors, with the sign of the first. Of a
-    gradient whose errors are few numbers times large factors, one result may have a small one where others do not.
+    Each argument is a tensor, or a mapping or sequence of tensors with the same names (`out`, `d_x`, `weight.grad`,
+    ...); None is a gradient that is not needed and must be None in all three. `fused` and `unfused` have the working
+    dtype, `reference` float64. `others` are further results of the unfused operations, with another order of summation
+    (library, device): `e_u` is then the root mean square of their errors, with the sign of the first, since a single
+    result may have a small error by chance.
 
     | part | condition |
     | --- | --- |
@@ -126,15 +126,14 @@ def assert_fused_close(
     | element | `|e_f| <= 6 max(rms(e_u), local(e_u)) + 4 |e_u| + 2 phi + 0.5 rms(phi)` |
     | bias | from 16 rows, 256 elements: mean of `e_f/phi`, also times sign(r): `|mean_f| <= |mean_u| + 4 se + 0.03` |
 
-    `local(e_u)`, from 256 rows and columns, is the median of the element's row times that of its column over that of
-    all, as the deviation of a normal distribution:
-    errors of a gradient of weights are larger where a head or a channel has larger numbers, and of fifty million of
-    them some are beyond 6 rms of all (two orders of torch's own operations in a block of 4,096 channels are).
-    `eps` is the dtype's, twice it for float32; `se` is clustered by row, and by column too where sums of columns vary
-    by more than twice what independent elements give (Cameron, Gelbach, Miller 2011). Inputs left alone is
-    `Untouched`'s to check.
-    Raises FusedMismatch (an AssertionError) naming tensor, part, measured value, bound and worst index, and TypeError
-    when the reference is not float64.
+    `local(e_u)`, from 256 rows and columns on, is the median of the element's row times the median of its column over
+    the total median, as the deviation of a normal distribution.
+    Errors of weight gradients are larger for heads or channels with larger values: of fifty million elements some
+    exceed 6 rms, even between two summation orders of torch. `eps` is the dtype's, twice it for float32; `se` is
+    clustered by row, and also by column if column sums vary more than twice as much as for independent elements
+    (Cameron, Gelbach, Miller 2011). It does not check that inputs are unchanged; use `Untouched`.
+    Raises `FusedMismatch` (an `AssertionError`) with tensor, part, measured value, bound and worst index, and
+    `TypeError` if the reference is not float64.
     """
     trees = [dict(named_tensors(tree, name)) for tree in (fused, unfused, reference)]
     more = [dict(named_tensors(tree, name)) for tree in others]

@@ -58,11 +58,11 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 class GlobalState:
-    """What the process and some objects hold now; `changes()` names what is no longer so and puts it back.
+    """A snapshot of global state and of some objects; `changes()` reports and reverts changes.
 
-    Compared are the default dtype, grad mode, determinism, TF32 and autocast flags, the number of threads, the current
-    CUDA stream, the states of the random generators, and every attribute of `objects`: modules, and fusions, which
-    have no state at all. Values of parameters and buffers are `Untouched`'s to watch.
+    It contains the default dtype, grad mode, flags of determinism, TF32 and autocast, number of threads, current CUDA
+    stream, states of random generators, and every attribute of `objects` (modules and fusions). For values of
+    parameters and buffers use `Untouched`.
     """
 
     def __init__(self, objects: Mapping[str, object] | None = None) -> None:
@@ -73,7 +73,7 @@ class GlobalState:
         self._attributes = {name: _attributes(thing) for name, thing in self._objects.items()}
 
     def changes(self) -> list[str]:
-        """Sentences, none if all is as it was."""
+        """One sentence per change; empty if nothing changed."""
         found: list[str] = []
         now = {what: read() for what, (read, _) in _PROCESS.items()}  # some follow others that are put back
         for what, (_, write) in _PROCESS.items():
@@ -130,7 +130,7 @@ def _same(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One call of `fwd` or `bwd` that was watched: whose, what it was given, what it returned; `at` its position."""
+    """One observed call of `fwd` or `bwd`: operation, arguments, result; `at` is its position."""
 
     owner: object
     name: str
@@ -141,17 +141,16 @@ class Pass:
 
 
 class Observer:
-    """Watches the passes of operations and fusions it is attached to, or of a fuser whose `on_step` it is, in `seen`.
+    """Records in `seen` the passes of the operations and fusions it is attached to, or of a `Fuser(on_step=observer)`.
 
-    A pass raises AssertionError where it modifies a tensor it was given, a parameter or a buffer, or changes anything
-    that `GlobalState` holds.
+    A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`.
     """
 
     def __init__(self) -> None:
         self.seen: list[Pass] = []
 
     def attach(self, owner: Any, modules: Iterable[nn.Module] = ()) -> None:
-        """Watch this instance, its class stays as it is; `modules` are those its passes read."""
+        """Observe this instance, not its class; `modules` are the modules that its passes read."""
         watched = dict(_named(owner, modules))
         for name in ("fwd", "bwd"):
             fn = getattr(owner, name, None)
@@ -168,7 +167,7 @@ class Observer:
         return out
 
     def passes(self, name: str, at: int | None = None) -> list[Pass]:
-        """Calls of one kind in the order they were made, of every position or of one."""
+        """Calls of one kind in order, of every position or of one."""
         return [p for p in self.seen if p.name == name and at in (None, p.at)]
 
     def _watch(

@@ -44,7 +44,7 @@ _ERRORS = "\n  (against float64, e_f is the error of the operation, e_u that of 
 
 @dataclass(frozen=True, slots=True)
 class CheckedOp:
-    """What `check_op` compared, and what it could not; `str` shows it."""
+    """The result of `check_op`: what was compared and what could not be; `str` shows it."""
 
     operation: str
     cases: int
@@ -57,44 +57,45 @@ class CheckedOp:
 def check_op(
     op: UnfusedOperation, x: Tensor, *, seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES, **channels: Tensor
 ) -> CheckedOp:
-    """Raises unless an operation keeps its contract on inputs like `x`.
+    """Checks the passes and contract of an operation on inputs like `x`.
 
     Its passes, run by the engine, are compared with its `reference` under autograd within the error bound of
-    `assert_fused_close`: output, every extra output, and the gradient of x, of every extra input and every parameter.
-    Members of an `expand()` are checked with it.
+    `assert_fused_close`: output, extra outputs, and the gradients of x, of extra inputs and of each parameter.
+    Operations that it expands to are checked with it.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more
-      tokens, an odd number of them, none, and an x of shape [H]; strided, transposed, misaligned and expanded x and
-      gradients. Shapes that `infer` or the reference refuses are left out.
-    * every subset of needed gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; huge values must not be lost; more tokens, an
+      odd number, no tokens, and an x of shape [H]; strided, transposed, misaligned and expanded x and gradients. Shapes
+      for which `infer` or the reference raises are skipped.
+    * every subset of needed gradients (beyond 32, one or all but one): the same bits, other gradients are `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
-    * what was given or is returned is saved as itself, not as a copy, in a wider dtype or in the same.
-    * a small case in evaluation, or in training where the operation is in evaluation; one of each of the class's other
-      `examples(x)`; and, where the width of x is a power of two, one of its `example` for a width that is none.
-    * `bwd` reads no parameter of the module, which may have changed since the forward, but those in what was saved.
-    * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters and incoming gradients are
-      not written; global state, random generators and attributes stay; gradients have memory of their own.
-    * `gradcheck` in float64, `infer` against the real shape, `derivative_reference` against autograd; deep copies,
-      pickles (of importable classes) and `state_dict` round trips give the same bits.
-    * each element of the y of a `Pointwise` depends on one element of x alone.
-    * `value` and `derivative` of a `Pointwise`, and of the one in a `Gated`, in a kernel against its own passes by the
-      same rule. Where no kernel can run, or none takes them, the result says that they were not checked.
+    * inputs and outputs are not saved as copies, in the same or a wider dtype.
+    * a small case in the other mode (training or evaluation); one for each of the class's other `examples(x)`; and, if
+      the width of x is a power of two, an `example` with another width.
+    * `bwd` reads parameters only from the saved tensors, since they may have changed.
+    * two runs, and two backward passes through one graph, agree bit for bit; inputs, parameters and incoming gradients
+      are not modified, nor are global state, random generators and attributes; gradients do not share storage.
+    * `gradcheck` in float64, `infer` against the actual shape, `derivative_reference` against autograd; deep copies,
+      pickles (of importable classes) and `state_dict` round trips preserve all bits.
+    * each element of the y of a `Pointwise` depends only on one element of x.
+    * `value` and `derivative` of a `Pointwise`, also in a `Gated`, in a kernel against its passes, within the same
+      error bound. If no kernel can run them, the result reports it.
 
-    The operation itself is left alone: copies of it are run, in which parameters that are constant get random values.
-    A numeric alarm in float32, or in a tensor of at most 64 elements in 16 bits, is drawn twice more and counts if the
-    same tensor alarms again, since correct kernels alarm in about 1 case of 150; all others count at once.
+    The operation is not modified: copies run, with random values for constant parameters. A numeric failure in float32,
+    or in 16 bits for a tensor of at most 64 elements, is repeated with two other seeds and counts if the same tensor
+    fails again, since correct kernels fail in about 1 of 150 cases. All other failures count at once.
 
     Args:
         op: the operation, with parameters of any floating dtype, on the device of `x`.
-        x: gives shape and device, and values for one of the cases.
-        seed: of everything that is drawn.
-        dtypes: working dtypes.
-        channels: tensors for extra inputs by channel name; one left out is drawn in the shape of the tensor it meets.
+        x: defines shape and device, and the values of one case.
+        seed: random seed.
+        dtypes: dtypes to check.
+        channels: extra inputs by channel name; others are random, in the shape of the tensor that they are combined
+            with.
 
     Raises:
-        AssertionError: naming the operation, the case, the tensor and what failed.
-        TypeError, InputError: (SF106) for an argument that is not what is said here.
-        PluginError: where the engine found that the class breaks its contract.
+        AssertionError: with operation, case, tensor and the failed check.
+        TypeError, InputError: (SF106) for an invalid argument.
+        PluginError: if the class breaks its contract.
     """
     __tracebackhide__ = True
     check_kit_arguments("check_op", x, [op], dtypes)

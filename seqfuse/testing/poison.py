@@ -17,7 +17,7 @@ MARGIN = 256
 
 
 class Guarded:
-    """A tensor inside a buffer of one value: `tensor` is for use, `check()` fails if the buffer around it changed."""
+    """A tensor inside a larger buffer of one value; `check()` fails if the buffer around `tensor` changed."""
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, fill: float, margin: int, device: torch.device | str | None
@@ -29,7 +29,7 @@ class Guarded:
         self.tensor = self._buffer[margin : margin + count].view(shape).data
 
     def check(self, name: str = "tensor") -> None:
-        """Raises AssertionError with the distance of the first bad write from the nearest end."""
+        """Raise `AssertionError` with the distance of the first bad write from the nearest end."""
         expected = torch.full_like(self._buffer[: self._margin], self._fill)
         count = self._buffer.numel() - 2 * self._margin
         for side, zone in (
@@ -52,10 +52,9 @@ def poisoned(
     margin: int = MARGIN,
     device: torch.device | str | None = None,
 ) -> Guarded:
-    """A tensor to be written, cut out of a buffer of NaN.
+    """An uninitialized tensor, filled with NaN, between red zones of NaN.
 
-    `fill` is another sentinel; integer dtypes have their largest number. The tensor itself holds the poison, too: an
-    element that a kernel forgets to write stays NaN.
+    `fill` is another value; integer dtypes use their largest value. An element that a kernel does not write stays NaN.
     """
     if fill is None:
         fill = math.nan if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
@@ -63,7 +62,7 @@ def poisoned(
 
 
 def guarded(values: Tensor, *, margin: int = MARGIN) -> Guarded:
-    """A contiguous copy of `values` between two red zones of NaN: a kernel that reads past an end computes NaN."""
+    """A contiguous copy of `values` between two red zones of NaN: a kernel that reads past the end computes NaN."""
     guard = poisoned(tuple(values.shape), dtype=values.dtype, margin=margin, device=values.device)
     guard.tensor.copy_(values.detach())
     return guard
@@ -71,11 +70,11 @@ def guarded(values: Tensor, *, margin: int = MARGIN) -> Guarded:
 
 @contextmanager
 def red_zones(*, margin: int = MARGIN) -> Generator[None]:
-    """A block in which `torch.empty`, `empty_like` and `new_empty` return NaN-filled tensors between red zones.
+    """Context manager: `torch.empty`, `empty_like` and `new_empty` return NaN-filled tensors between red zones.
 
-    They are checked when the block ends: a write out of bounds raises AssertionError, an element never written is NaN.
-    What Python code allocates for a kernel is seen, an allocation inside an ATen operation is not. A request for
-    strides, a memory format or pinned memory gets the ordinary allocation.
+    At the end of the block an out-of-bounds write raises `AssertionError`; an element that was never written is NaN.
+    Allocations in Python code are replaced, allocations inside ATen operations are not, nor are those with strides, a
+    memory format or pinned memory.
     """
     mode = _Allocations(margin)
     with mode:

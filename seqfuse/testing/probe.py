@@ -42,7 +42,7 @@ _COMBINATIONS = {
 
 
 class NotRun(AssertionError):
-    """`check_fusion` could run nothing of a fusion: where its pattern matched, what it requires did not hold."""
+    """`check_fusion` could not run the fusion: where its pattern matched, its requirements did not hold."""
 
 
 class Probe:

@@ -23,9 +23,9 @@ def copied_module(module: Any) -> Any:
 
 
 def named_tensors(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor | None]]:
-    """Every leaf of nested mappings and sequences with its name, in order: `d_x`, `grads[1]`, `block: d_x`.
+    """Leaves of nested mappings and sequences with their names, in order: `d_x`, `grads[1]`, `block: d_x`.
 
-    Raises TypeError for a leaf that is neither a tensor nor None.
+    Raises `TypeError` for a leaf that is neither a tensor nor None.
     """
     if tree is None or isinstance(tree, Tensor):
         yield name or "out", tree
@@ -46,9 +46,9 @@ def bits(x: Tensor) -> Tensor:
 
 
 def assert_bitwise_equal(fused: Tree, unfused: Tree, *, name: str = "") -> None:
-    """Same names, shapes, dtypes and bits, for inputs on which every order of summation is exact.
+    """Check that names, shapes, dtypes and bits are equal.
 
-    Raises AssertionError naming the tensor, the first differing index and both values.
+    Raises `AssertionError` with the tensor, the first differing index and both values.
     """
     left, right = dict(named_tensors(fused, name)), dict(named_tensors(unfused, name))
     if left.keys() != right.keys():
@@ -85,9 +85,9 @@ def index_of(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def assert_distinct_storages(tensors: Tree, others: Tree = None, remedy: str = "") -> None:
-    """No two of `tensors` share memory, and none shares memory with one of `others`; empty tensors are free.
+    """Check that `tensors` do not share memory with each other or with `others`; empty tensors are ignored.
 
-    Raises AssertionError naming both tensors, which ends with `remedy`.
+    Raises `AssertionError` with both tensors, ending with `remedy`.
     """
     seen = {_storage(t): key for key, t in named_tensors(others, "others") if t is not None and t.numel()}
     for key, t in named_tensors(tensors):
@@ -108,11 +108,11 @@ def _storage(t: Tensor) -> tuple[torch.device, int]:
 
 
 class Untouched:
-    """A block in which the given tensors must not change, neither in value nor in version.
+    """Context manager in which the given tensors must not change, neither in value nor in version.
 
-    Use it around a forward or backward with the inputs, the parameters and the incoming gradients. The bits are kept,
-    so a write of the same value by an ATen operation is found by the version counter and a kernel's write by the bits.
-    Raises AssertionError naming the tensor and the first changed index, unless the block itself raised.
+    Use it around a forward or backward pass with inputs, parameters and incoming gradients. Bits are compared, which
+    finds writes of kernels, and version counters, which find ATen writes of the same value. Raises `AssertionError`
+    with the tensor and the first changed index, unless the block itself raised.
     """
 
     def __init__(self, tensors: Tree) -> None:
@@ -130,7 +130,7 @@ class Untouched:
             self.check()
 
     def check(self) -> None:
-        """Compares now; the block may go on afterwards."""
+        """Compare now; the block may continue."""
         for (key, t), (before, version) in zip(self._tensors, self._before, strict=True):
             after = bits(t)
             if after.shape != before.shape:

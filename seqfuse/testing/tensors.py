@@ -21,9 +21,9 @@ def _normal(shape: Shape, seed: Seed) -> Tensor:
 
 
 def seeded_randn(shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Signed, asymmetric normal numbers: each column of the last dimension has its own mean and deviation.
+    """Random normal values; each column of the last dimension has another mean and deviation.
 
-    Without them a permuted column, a dropped sign or an activation replaced by the identity on one side may go unseen.
+    This reveals permuted columns, lost signs and an activation that is the identity for one sign.
     """
     draw = generator(seed)
     columns = shape[-1:]
@@ -61,7 +61,7 @@ REGIMES: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "offset": lambda shape, seed: _normal(shape, seed) + 8,
     "heavy": _heavy,
 }
-"""Ordinary numbers; numbers whose variance is of the size of eps; cancellation; a heavy tail."""
+"""Names of value regimes: ordinary values; variance of the size of eps; cancellation; a heavy tail."""
 
 EDGES: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "zeros": lambda shape, _: torch.zeros(shape, dtype=torch.float64),
@@ -70,16 +70,16 @@ EDGES: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "one_nan": _with_one(math.nan),
     "one_inf": _with_one(math.inf),
 }
-"""Where formulas divide by zero, overflow or meet what is not a number.
+"""Names of edge cases: division by zero, overflow, NaN and Inf.
 
-`"extremes"` becomes plus and minus the dtype's largest.
+`"extremes"` is plus and minus the largest value of the dtype.
 """
 
 
 def in_regime(regime: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers of one of `REGIMES` or `EDGES`, drawn in float64 and rounded to `dtype` once.
+    """Random values of one of `REGIMES` or `EDGES`, generated in float64 and rounded to `dtype` once.
 
-    Raises KeyError for an unknown name.
+    Raises `KeyError` for an unknown name.
     """
     values = (REGIMES | EDGES)[regime](shape, seed)
     if regime == "extremes":
@@ -110,13 +110,13 @@ EXACT: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "powers_of_two": _powers_of_two,
     "signs": _signs,
 }
-"""Sums of a few thousand of these are exact in float32, of a few dozen in 16-bit dtypes, in whatever order."""
+"""Names of value sets with exact sums in any order: a few thousand values in float32, a few dozen in 16-bit dtypes."""
 
 
 def exact(kind: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers of one of `EXACT`, on which every order of summation gives the same bits.
+    """Random values of one of `EXACT`, whose sums have the same bits in any order.
 
-    Raises KeyError for an unknown name.
+    Raises `KeyError` for an unknown name.
     """
     return EXACT[kind](shape, seed).to(dtype)
 
@@ -151,7 +151,7 @@ _BROADCAST: dict[str, Callable[[Tensor], Tensor]] = {
     "scalar": lambda x: x.reshape(-1)[:1].view([1] * x.ndim).expand(x.shape) if x.numel() else x,
 }
 LAYOUTS = (*_FILLABLE, *_BROADCAST)
-"""The names of the layouts of `laid_out`."""
+"""Names of the layouts of `laid_out`."""
 
 
 def varied(values: Tensor, seed: int) -> Tensor:
@@ -168,12 +168,12 @@ def redrawn(x: Tensor, seed: int) -> Tensor:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """A detached copy of `x` in memory of its own, seen through a view of the given layout.
+    """A detached copy of `x` with the given memory layout.
 
     contiguous; strided: every second element of the last dimension; transposed: the last two dimensions swapped in
-    memory (two dimensions at least, else contiguous); misaligned: starts one element into its buffer; expanded: the
-    first slice repeated with stride 0; scalar: one number with every stride 0, as the gradient of `y.sum()` has. The
-    last two repeat values, the others keep them. Raises KeyError for an unknown layout.
+    memory (contiguous with fewer dimensions); misaligned: offset by one element; expanded: the first slice repeated
+    with stride 0; scalar: the first element with all strides 0, as the gradient of `y.sum()`. The last two repeat
+    values, the others have those of `x`. Raises `KeyError` for an unknown layout.
     """
     x = x.detach()
     if layout in _BROADCAST:
@@ -183,7 +183,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a random tensor is made of, small enough to read in a failure message; `build()` makes it."""
+    """A description of a random tensor, short enough for a failure message; `build()` creates it."""
 
     shape: Shape
     dtype: torch.dtype = torch.float32
@@ -192,7 +192,7 @@ class TensorSpec:
     seed: int = 0
 
     def build(self, *, requires_grad: bool = False) -> Tensor:
-        """The tensor: the same bits for the same specification."""
+        """The tensor; equal specifications have equal bits."""
         return laid_out(in_regime(self.regime, self.shape, self.seed, dtype=self.dtype), self.layout).requires_grad_(
             requires_grad
         )
