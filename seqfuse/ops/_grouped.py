@@ -1,10 +1,10 @@
 """GEMMs of groups of rows with a weight each, whose ends are on the device: as operators, and as plain torch.
 
-On a CPU small GEMMs of float32 are `torch.nn.functional.grouped_mm`, which takes some 5 us less for each group. Else
-the ends are read and each group is one GEMM of torch, which takes any dtype and strides. On other devices nothing is
-read. It is that function where it has a kernel, which on a GPU of NVIDIA is bfloat16 on sm_90 and sm_100 alone: for
-others it copies the ends to the host. It leaves rows beyond the last end as they were, so that these are set to zero
-behind it. Elsewhere it is our kernel, and without Triton, or in float64, each row is multiplied with every weight.
+On a CPU the ends are read, and each group is one GEMM: small ones of float32 by a C kernel that calls BLAS, others by
+torch, which takes any dtype and strides. On other devices nothing is read. It is `torch.nn.functional.grouped_mm` where
+that has a kernel, which on a GPU of NVIDIA is bfloat16 on sm_90 and sm_100 alone: for others it copies the ends to the
+host. It leaves rows beyond the last end as they were, so that these are set to zero behind it. Elsewhere it is our
+kernel, and without Triton, or in float64, each row is multiplied with every weight.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import env
+from ..compiler import CompileError, ask, is_collecting
 from ..hardware import ONEDNN_FLOAT32_NEW
 from ..kernels import triton_installed
 from ..traffic import FLOPS
-from ._mm import linear_into, mm
-from ._philox import watched
+from ._mm import PLAIN, linear_into, mm
+from ._philox import gave_up, has_c, watched
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WHOLE = (torch.int32, torch.int64)
 # torch gives what it registers no types.
 _library: Any = torch.library.Library("seqfuse", "FRAGMENT")
 _torch_library: Any = torch.library
@@ -143,10 +145,11 @@ def _of_weights(t: Tensor) -> Tensor:
 def _forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
     if not x.is_cpu:
         return forward_unread(x, weight, offsets, bias)
-    if bias is None and _is_small(x, weight, weight.shape[1], len(offsets)):
-        y = F.grouped_mm(_row_major(x), _of_weights(weight).mT, offs=_ends(offsets, x.shape[0]))
-        y[int(offsets[-1]) :].zero_()
-        return y
+    if _is_in_c(x, weight, weight.shape[1], offsets):
+        try:
+            return _c().linear_of_groups(x, weight, offsets, bias)
+        except CompileError as error:
+            gave_up("GroupedLinear", error)
     y, sizes = x.new_empty(x.shape[0], weight.shape[1]), _sizes(offsets, x.shape[0])
     *ys, rest = y.split_with_sizes(sizes)
     biases = [None] * len(ys) if bias is None else bias.unbind()
@@ -157,10 +160,23 @@ def _forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) ->
     return y
 
 
-def _is_small(x: Tensor, other: Tensor, columns: int, groups: int) -> bool:
-    """Whether torch's grouped GEMM takes rows of a CPU, and those of a group are too few for oneDNN."""
-    few = x.numel() * columns < groups * ONEDNN_FLOAT32_NEW or not env.ONEDNN_FLOAT32
-    return few and x.dtype is torch.float32 and _takes(x, other)
+def _is_in_c(x: Tensor, other: Tensor, columns: int, offsets: Tensor) -> bool:
+    """Whether C kernels multiply rows of a CPU, and those of a group are too few for oneDNN."""
+    elements, others = x.numel(), other.numel()
+    few = elements * columns < offsets.shape[0] * ONEDNN_FLOAT32_NEW or not env.ONEDNN_FLOAT32
+    float32 = x.dtype is torch.float32 and other.dtype is torch.float32
+    if not (few and float32 and has_c(x) and type(x) in PLAIN and type(other) in PLAIN):
+        return False
+    c = _c()
+    return 0 < elements <= c.MOST and 0 < others <= c.MOST and c.sgemm() != 0 and offsets.dtype in _WHOLE
+
+
+# An import statement would cost a call more than all else that it does in Python.
+@functools.cache
+def _c() -> Any:
+    from ..kernels.c import grouped
+
+    return grouped
 
 
 def _ends(offsets: Tensor, rows: int) -> Tensor:
@@ -201,8 +217,11 @@ def finished(y: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
 def _weight_grad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     if not x.is_cpu:
         return weight_grad_unread(dy, x, offsets)
-    if _is_small(x, dy, dy.shape[1], len(offsets)):
-        return F.grouped_mm(_row_major(dy).mT, _row_major(x), offs=_ends(offsets, x.shape[0]))
+    if _is_in_c(x, dy, dy.shape[1], offsets):
+        try:
+            return _c().outer_of_groups(dy, x, offsets)
+        except CompileError as error:
+            gave_up("GroupedLinear", error)
     made, sizes = x.new_empty(len(offsets), dy.shape[1], x.shape[1]), _sizes(offsets, x.shape[0])
     each = dy.t().split_with_sizes(sizes, 1), x.t().split_with_sizes(sizes, 1)
     for out, left, right in zip(made.unbind(), *each, strict=False):
@@ -256,6 +275,9 @@ def _operator(name: str, function: Callable[..., Tensor], fake: Callable[..., Te
 
 
 def _forward_like(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    if is_collecting() and x.is_cpu and x.dtype is torch.float32 and _c().sgemm():
+        ask(_c().linear_kernel().source)
+        ask(_c().outer_kernel().source)
     return x.new_empty(x.shape[0], weight.shape[1])
 
 

@@ -25,7 +25,7 @@ _FEW = 8
 _mkldnn: Any = torch.ops.mkldnn
 _mkldnn_enabled: Any = torch._C._get_mkldnn_enabled  # pyright: ignore
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -65,7 +65,7 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 def _fits_onednn(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
     """Whether oneDNN multiplies a by b^T, and whether nothing differentiates, records or counts what runs."""
     given = [t for t in (a, b, *others) if t is not None]
-    if not all(t.dtype is torch.float32 and t.is_cpu and type(t) in _PLAIN for t in given):
+    if not all(t.dtype is torch.float32 and t.is_cpu and type(t) in PLAIN for t in given):
         return False
     if min(*a.shape, b.shape[0]) < ONEDNN_FLOAT32_LEAST or not (_lies_plainly(a) and _lies_plainly(b)):
         return False
