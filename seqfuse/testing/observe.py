@@ -141,7 +141,7 @@ class Pass:
 
 
 class Observer:
-    """Records in `seen` the passes of the operations and fusions it is attached to, or of a `Fuser(on_step=observer)`.
+    """Collects in `seen` the passes of the operations and fusions it is attached to, or of a `Fuser(on_step=observer)`.
 
     A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`.
     """
