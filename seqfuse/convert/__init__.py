@@ -1,4 +1,4 @@
-"""Converting existing models: Dynamo captures the forward pass, chains of known operations run through plans."""
+"""Converting existing models: Dynamo captures the forward pass; chains of known operations run through plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Conversion", "GraphReport", "Left", "backend", "conversion", "convert"]
 
 UNQUANTIZED = ("lm_head", "router", "gate", "shared_expert_gate")
-"""Names of modules that a recipe leaves as they are by default."""
+"""Names of modules that a recipe excludes by default."""
 
 _LATE = {"Conversion": "capture", "backend": "capture", "GraphReport": "report", "Left": "reasons"}
 
@@ -36,39 +36,37 @@ def convert(
     recipe: Recipe | None = None,
     exclude: Sequence[str] = UNQUANTIZED,
 ) -> Conversion:
-    """Run a model's chains of known operations through fused plans, in place.
+    """Convert a model in place: chains of known operations run through fused plans.
 
-    The model stays the object that it is, of its class, with its keys, parameters and hooks. Dynamo captures its
-    forward pass at the next call, before autograd; what the library has operations for (in the spellings of torch and
-    of Hugging Face) runs through plans, with their backward passes; everything else runs as it did. Parameters are read
-    in each call: training, loading, moving, adapters and sharding go on as before.
+    The model remains the same object, with its class, state-dict keys, parameters and hooks. Dynamo captures its
+    forward pass at the next call, before autograd. Calls that match an operation of the library run through plans in
+    both passes. All other calls run eagerly. Parameters are read in each call, so training, loading, moving, adapters
+    and sharding work as before.
 
     Args:
         model: any `torch.nn.Module`.
-        regions: `"model"` captures the model as a whole; `"layers"` each of its layers, which are the members of its
-            `ModuleList`s and `Sequential`s that have submodules of their own, and the members of lists and dicts among
-            these. Layers that are alike share one graph, so that is quicker to capture, and code between the layers
-            that Dynamo cannot trace does no harm.
-        then: what runs the rest: `None`, as before, or `"inductor"`.
-        fusions: the fusion set; the default one if left out.
-        filter_fn: says of a module and its path, as `named_modules` has them, whether its own calls may be converted.
-        memory: what the chains save for the backward pass, at the price of time, as of a `Sequential`: `"fast"`, what
-            makes it fastest, `"balanced"`, `"lean"`, `"least"`, or `sf.Budget(part=0.3)`: each chain holds at most this
-            part of what it saves unfused.
-        recipe: how the operands of GEMMs in chains are quantized, such as `sf.recipes.Float8BlockScaling()`. GEMMs that
-            no chain has, which the report names as left, are not quantized.
-        exclude: modules that are not quantized: their paths, or names in these, such as `"lm_head"` or `"layers.0"`. By
-            default the output layer and what routes tokens to experts. Where Linears are merged into one GEMM, one
-            of them excludes all. With `regions="layers"` the same in all layers that are alike, which share a graph. A
-            name that no module has is warned of.
+        regions: `"model"` captures the whole model, `"layers"` each layer: members with submodules of its `ModuleList`s
+            and `Sequential`s, also in nested lists and dicts. Equal layers share one graph, which is faster to capture,
+            and Dynamo need not be able to trace the code between layers.
+        then: backend of all other calls: `None` (eager) or `"inductor"`.
+        fusions: the fusion set; by default `sf.fusions.default`.
+        filter_fn: `filter_fn(module, path)`, with a path as in `named_modules`: whether calls of the module, without
+            its submodules, may be converted.
+        memory: activation memory against time, as in `Sequential`: `"fast"`, `"balanced"`, `"lean"`, `"least"`, or
+            `sf.Budget(part=0.3)`, a fraction of the bytes that each chain saves unfused.
+        recipe: low-precision recipe of the GEMMs in chains, such as `sf.recipes.Float8BlockScaling()`. Other GEMMs,
+            listed in the report as left, are not quantized.
+        exclude: modules that are not quantized, as paths or names in paths, such as `"lm_head"` or `"layers.0"`; by
+            default the output layer and routers of experts. If Linears are merged into one GEMM, excluding one excludes
+            all. With `regions="layers"` it must be the same for equal layers. An unknown name is a warning.
 
     Returns:
-        The conversion: `print` it after a call, `undo()` ends it. `conversion(model)` returns it again.
+        The conversion. `print` it after a call; `undo()` reverts it; `conversion(model)` returns it again.
 
     Raises:
-        InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert, for
-            another recipe, and for `exclude` that differs between layers that share a graph; (SF108) where a strict
-            recipe does not fit a Linear of the model, or its device has no kernels for the recipe.
+        InputError: (SF106) if `model` is not a module, is already converted or has no layers for `"layers"`, for an
+            unknown recipe, and if `exclude` differs between equal layers; (SF108) if a strict recipe does not fit a
+            Linear of the model, or the device has no kernels for the recipe.
     """
     from .capture import start  # here, because what it needs of torch takes long to import
 
@@ -76,13 +74,13 @@ def convert(
 
 
 def conversion(model: nn.Module) -> Conversion:
-    """The conversion of a model that `convert` was given, to print it or to undo it.
+    """The conversion of a converted model, to print or undo it.
 
     Args:
         model: the model, or one of the layers that `regions="layers"` converted.
 
     Raises:
-        InputError: (SF106) for a model that is not converted, or only as a part of a larger one.
+        InputError: (SF106) for a model that is not converted, or only as a submodule.
     """
     from .capture import find
 

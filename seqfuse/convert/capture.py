@@ -52,16 +52,16 @@ def backend(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """`torch.compile(model, backend="seqfuse")`: the chains of the model's graphs run through plans.
+    """`torch.compile(model, backend="seqfuse")`: chains of known operations run through plans.
 
     Args:
         gm: a graph that Dynamo captured.
         example_inputs: its inputs.
-        options: `fusions`, `memory`, `then`, `recipe` and `exclude`, as those of `convert`.
-        mode: none is known.
+        options: `fusions`, `memory`, `then`, `recipe` and `exclude`, as in `convert`.
+        mode: not supported.
 
     Raises:
-        InputError: (SF106) for another option, a value that an option does not take, or a mode.
+        InputError: (SF106) for an unknown option, a bad value, or a mode.
     """
     where, given = 'backend="seqfuse"', options or {}
     unknown = ", ".join(repr(name) for name in given if name not in ("fusions", "memory", "then", "recipe", "exclude"))
@@ -283,13 +283,13 @@ class ChainBackend:
 
 
 class Conversion:
-    """What `convert` did to a model; printed, what became of each graph that was captured.
+    """The result of `convert`; `print` shows each captured graph.
 
-    In a copied or pickled model that refers to its conversion there is `None` instead, as the copy is not converted.
+    A copy or pickle of the model is not converted; a reference to its conversion becomes `None`.
 
     Attributes:
-        model: the model, the same object as before.
-        graphs: a report for each graph captured up to now; none before the first call.
+        model: the model, the same object.
+        graphs: a report for each graph captured so far; empty before the first call.
     """
 
     def __init__(self, model: nn.Module, places: Sequence[nn.Module], backend: ChainBackend) -> None:
@@ -321,7 +321,7 @@ class Conversion:
         return tuple(self._backend.graphs)
 
     def undo(self) -> None:
-        """Let the model run as it did before; a second time, nothing happens."""
+        """Revert the conversion; no effect the second time."""
         for place, before in self._before:
             place._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]
             if before is None:  # as it was: the class says so
@@ -333,7 +333,9 @@ class Conversion:
 
     @property
     def left(self) -> tuple[Left, ...]:
-        """The GEMMs, norms and activations of the model that no graph has, where Dynamo left the code around them."""
+        """GEMMs, norms and activations that are in no captured graph, because Dynamo did not trace the code around
+        them.
+        """
         skipped = self._calls.skipped(self.model, self._places)
         return tuple(
             Left(type(module).__name__, kind, path, reason)
@@ -371,11 +373,10 @@ class Conversion:
         return self.report()
 
     def report(self, *, launches: bool = False) -> str:
-        """What `print` shows: chains of each graph, bytes saved for backward, and the calls that were left.
+        """The printed report: chains of each graph, bytes saved for backward, and calls that were not converted.
 
         Args:
-            launches: count the kernels of chains beside those of eager torch on a CPU, too, where a kernel counts for
-                little.
+            launches: whether to compare kernel launches with eager torch also on a CPU, where they matter little.
         """
         paths = paths_of(self.model)
         layers = [paths.get(place, "") for place in self._places]

@@ -46,13 +46,13 @@ _NORMS = ("norm", "linalg_vector_norm", "std")
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """A call that runs as it did before.
+    """A call that was not converted.
 
     Attributes:
         call: the name of the call.
         kind: GEMM, norm, activation, attention, convolution, interpolation, recurrent layer or FFT.
-        module: the path of the module that it belongs to.
-        reason: why.
+        module: the path of its module.
+        reason: the reason.
     """
 
     call: str

@@ -18,16 +18,16 @@ from .region import CapturedRegion
 
 @dataclasses.dataclass(frozen=True)
 class GraphReport:
-    """What was converted of one captured graph.
+    """The report on one captured graph.
 
     Attributes:
-        name: of the graph.
-        regions: what runs each of its chains; `plan` of each is how it ran last, `None` before its first call.
-        left: the GEMMs, norms, activations, attentions and the like that run as before.
-        beside: how many calls that launch a kernel run as before, by name; calls of chains are not among them.
+        name: name of the graph.
+        regions: its chains; the attribute `plan` of each is its latest plan, `None` before its first call.
+        left: GEMMs, norms, activations, attentions and similar calls that were not converted.
+        beside: number of calls outside the chains that launch a kernel, by name.
         limit: Dynamo's limit of graphs for one piece of code, if this graph is the last within it.
-        again: whether the same code had been captured before, for calls that differed from this one.
-        captured: the call that it was captured in, and how many it served since.
+        again: whether the same code was captured before, for another kind of call.
+        captured: the call that it was captured in, and the number of calls since.
     """
 
     name: str
@@ -40,14 +40,14 @@ class GraphReport:
 
     @property
     def operations(self) -> int:
-        """How many operations its chains have."""
+        """Number of operations in its chains."""
         return sum(len(region.order.members) for region in self.regions)
 
     def __str__(self) -> str:
         return "\n".join([self.heading(), *self.body()])
 
     def heading(self, of: int | None = None) -> str:
-        """The call that it was captured in, and how often it ran, `of` so many calls of the model."""
+        """The call that it was captured in, and its number of calls out of `of` calls of the model."""
         captured = self.captured
         if captured is None:
             return self.name
@@ -57,7 +57,7 @@ class GraphReport:
         return f"{self.name}: {after}{captured.call}; {counted(captured.calls, 'call')}{since}"
 
     def body(self, launches: bool = False) -> list[str]:
-        """Its chains, what is beside them, and what was left, in lines; the launches of a CPU if they are asked for."""
+        """Lines about its chains and the calls that were not converted; with `launches`, also launches on a CPU."""
         alike: dict[str, list[CapturedRegion]] = {}
         for region in self.regions:
             alike.setdefault("\n".join(_chain(region, launches)), []).append(region)

@@ -1,1 +1,1 @@
-"""The edge: models of other libraries as models of this one. Nothing inside imports it."""
+"""Models of other libraries as seqfuse models. Nothing else in the package imports it."""

@@ -29,30 +29,29 @@ _ASIDE = (
 
 
 def from_huggingface(model: nn.Module, *, share: bool = False) -> Sequential:
-    """A model of tokens to logits with the weights of a decoder of Hugging Face, copied or shared.
+    """Build a seqfuse model from a Hugging Face decoder, with copied or shared weights.
 
-    Of `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
+    Supports `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
     `Phi3ForCausalLM` and `Olmo2ForCausalLM`.
 
-    x: tokens [*, S], y: logits [*, S, V].  Keys: `embedding`, `positions` (GPT-2), `dropout` (if any), `layers`,
-    `head`.
-    A head tied to the embedding stays tied, and frozen weights stay frozen. Dropped elements are others than Hugging
-    Face's. There is no mask: tokens are padded on the right. `pad_token_id` is that of the configuration, but `None`
-    where prompts begin with the same token.
+    x: token ids [*, S], y: logits [*, S, V].  State-dict keys: `embedding`, `positions` (GPT-2), `dropout` (if any),
+    `layers`, `head`.
+    Tied weights stay tied, frozen weights stay frozen. Dropout masks differ from Hugging Face's. There is no attention
+    mask: pad on the right. `pad_token_id` is that of the configuration, or `None` if prompts begin with this token.
 
-    The model has to be what its class makes of its configuration: modules that were replaced, hooks, a `forward` of an
-    instance, parametrizations, attributes and buffers that the configuration does not say, weights tied or untied by
-    hand, parts in another mode, dtype or device are refused.
+    The model must be as built by its class from its configuration, without replaced modules, hooks, an overridden
+    `forward`, parametrizations, other attributes or buffers, manually tied or untied weights, or parts in another mode,
+    dtype or device.
 
     Args:
         model: the model.
-        share: whether the parameters are those of the model itself, in layers with a weight for each of queries, keys,
-            values, gate and up: nothing is copied, and what trains one trains the other. Not of GPT-2, whose weights
-            lie otherwise. By default they are copied, and packed.
+        share: whether to share the parameters with `model`, in layers with separate weights for queries, keys, values,
+            gate and up, so that training one trains the other. Not for GPT-2, which has another layout. By default
+            weights are copied and packed.
 
     Raises:
         TypeError: for a model of another class.
-        ValueError: for a configuration that no layer here has, or a model that was altered, naming what differs.
+        ValueError: for an unsupported configuration, or a modified model, with the difference.
     """
     like_llama = dict.fromkeys((f"{name}ForCausalLM" for name in _LIKE_LLAMA), _llama)
     made = {"GPT2LMHeadModel": _gpt2, **like_llama}

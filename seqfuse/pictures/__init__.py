@@ -1,7 +1,6 @@
-"""Plans as text and as SVG, drawn from plain data by the standard library alone.
+"""Plans as text and as SVG, drawn from plain data with the standard library only.
 
-What is drawn is a `PlanData`, as `Plan.as_dict` gives it: nothing here knows what an operation is. A picture loads
-nothing from anywhere, and every name in it is text, whatever characters it is made of.
+The input is a `PlanData`, from `Plan.as_dict`. Pictures load no external resources, and names are escaped.
 """
 
 from .data import EagerData, EnvData, MemoryData, OperationData, PlanData, RefusalData, StepData

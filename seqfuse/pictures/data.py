@@ -9,7 +9,7 @@ Kind = Literal["unfused", "eager", "forward", "backward", "joint", "inference"]
 
 
 class EnvData(TypedDict):
-    """The environment; `text` is how it prints, `recipe` is that of operations without one, or `"off"`."""
+    """The environment; `text` is its printed form, `recipe` the recipe of operations without one, or `"off"`."""
 
     device: str
     arch: str
@@ -26,8 +26,8 @@ class EnvData(TypedDict):
 class OperationData(TypedDict):
     """One position of the sequence.
 
-    `saves` are the fields of its `Saved` that are saved for backward: none where nothing reads one, or where a joint
-    fusion keeps its own. `needs` are the gradients that are needed here.
+    `saves` are the saved fields of its `Saved`: empty if no gradient reads them, or under a joint fusion, which has
+    another `Saved`. `needs` are the needed gradients.
     """
 
     at: int
@@ -38,7 +38,7 @@ class OperationData(TypedDict):
 
 
 class StepData(TypedDict):
-    """A step of a schedule, of positions `start` to `stop`, the last left out; `saves` is what a joint fusion saves."""
+    """A step for positions `start` to `stop` (exclusive); `saves` are the saved tensors of a joint fusion."""
 
     name: str
     start: int
@@ -48,9 +48,9 @@ class StepData(TypedDict):
 
 
 class RefusalData(TypedDict):
-    """Why fusions that matched are not used; `fusions` are their places by name.
+    """The reason why fusions that matched are not used; `fusions` are their positions by name.
 
-    Where the reason was `expected`, it is not printed. `own`: of a user.
+    An `expected` reason is not printed. `own`: a fusion of the user.
     """
 
     reason: str
@@ -61,7 +61,7 @@ class RefusalData(TypedDict):
 
 
 class EagerData(TypedDict):
-    """What runs through its own `__call__`."""
+    """An operation or module that runs eagerly, through `__call__`."""
 
     at: int
     name: str
@@ -90,7 +90,7 @@ class QuantizationData(TypedDict):
 
 
 class MemoryData(TypedDict):
-    """Bytes kept for backward, FLOPs of the forward pass, and the most bytes held at once, where that is known."""
+    """Bytes saved for backward, FLOPs of the forward pass, and peak bytes, if known."""
 
     saved: int
     saved_unfused: int
@@ -119,10 +119,9 @@ class RecomputedData(TypedDict):
 
 
 class PlanData(TypedDict):
-    """A whole plan.
+    """A plan as plain data.
 
-    `gemms` is the dtype in which GEMMs are computed where it is not their own, `compiler` makes the C kernels of its
-    fusions.
+    `gemms` is the dtype in which GEMMs are computed, if another; `compiler` is the compiler of its C kernels.
     """
 
     format: int

@@ -25,7 +25,7 @@ _NAME, _LABEL, _BOLD = 12.0, 11.0, 0.66  # sizes of letters, and how wide a bold
 
 
 def svg(plan: PlanData, most: int = FULL) -> Markup:
-    """The picture of a plan, at most so wide, as one element that needs nothing from elsewhere."""
+    """A plan as self-contained SVG, at most `most` pixels wide."""
     return _Picture(plan, most).draw()
 
 

@@ -20,7 +20,7 @@ FEW = 3
 
 
 def summary(plan: PlanData) -> list[str]:
-    """For what a plan was made, how much of it is fused, and what it keeps for backward."""
+    """A summary of a plan in lines: environment, number of fused steps, and bytes saved for backward."""
     forward, backward = (
         sum(step["kind"] not in ("unfused", "eager") for step in plan[p]) for p in ("forward", "backward")
     )
@@ -79,7 +79,7 @@ def _recomputed(plan: PlanData) -> Iterator[str]:
 
 
 def render(plan: PlanData, width: int | None = None) -> str:
-    """A plan as text, for the terminal that it is printed to, or of as many columns."""
+    """A plan as text, `width` columns wide; by default as wide as the terminal."""
     width = width or terminal_width()
     head, counts, *memory = plan["summary"]
     lines = _wrap(f"{head}: {counts}", "  ", width)

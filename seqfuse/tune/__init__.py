@@ -1,4 +1,4 @@
-"""Schedules corrected by measurement: times every candidate of a model, and keeps what it finds for this machine."""
+"""Measured schedules: times every candidate fusion of a model and stores the results for this machine."""
 
 from __future__ import annotations
 
@@ -39,39 +39,38 @@ def tune(
     file: str | os.PathLike[str] | None = None,
     **channels: Tensor,
 ) -> TuneReport:
-    """Measure every candidate fusion of a model for inputs like `x`, so that plans use those that are faster here.
+    """Measure every candidate fusion of a model for inputs like `x`; plans then use those that are faster.
 
-    Each candidate, and the operations that it replaces, run by turns on random tensors of the shapes they would see;
-    the medians take the place of the cost that the fusion declares. Kernels are compiled before times are taken. One
-    that is not faster or that fails is refused from then on, with that reason in the plan; one that takes longer than
-    30 s only in this process. A measurement whose noise exceeds the difference, or that is noisy and 100 times as long
-    as estimated, is made again after the others; if that is of no use, as on a busy machine, it is not kept, and the
-    fusion keeps its estimated cost. What was measured before is not measured again, so that a call that was cut off
-    goes on where it stopped.
+    Each candidate and the operations that it replaces run alternately on random tensors of the same shapes. The medians
+    replace the estimated cost of the fusion. Kernels are compiled before. A fusion that is not faster or fails is no
+    longer used, with that reason in the plan; if it takes longer than 30 s, only in this process. A measurement whose
+    noise exceeds the difference, or that is noisy and 100 times as long as estimated, is repeated after the others. If
+    it is still noisy, it is dropped, and the fusion has its estimated cost. Candidates with a measurement are skipped,
+    so an interrupted call can be continued.
 
-    The model is not run: a copy on fake tensors shows what would be. Its parameters are read; gradients, buffers,
-    modes, hooks and torch's generators are left alone.
+    The model does not run; candidates are found with a copy on fake tensors. Gradients, buffers, modes, hooks and
+    torch's random generators do not change.
 
-    Measurements hold for one device, its driver, and the versions of torch, Triton and this library; in them, for
-    operations of one configuration and shape, the number of rows rounded up to a power of two, dtypes, and what is
-    differentiated. They are written as they come, to the user's cache (`SEQFUSE_TUNE=0`: not at all) or to `file`.
+    Measurements are valid for one device and driver, these versions of torch, Triton and this library, and operations
+    of the same configuration, shape (number of tokens rounded up to a power of two), dtypes and needed gradients. They
+    are written immediately, to the user's cache (`SEQFUSE_TUNE=0`: never) or to `file`.
 
     Args:
-        model: a `Sequential`, or a module with some inside.
-        x: an input; its shape, dtype, device and `requires_grad` matter. A surrounding `torch.autocast` does, too.
-        modes: `"train"`, with gradients, and `"eval"`, without; or one of them.
-        budget: seconds after which no further measurement is begun.
-        progress: whether to show how far it is; if left out, on a terminal. Of several ranks the first one shows it.
-        group: the process group whose first rank measures for all; the default one, if there is one. Every rank calls
-            this function, and all of them end with the same measurements.
-        file: what to keep measurements in, instead of the user's cache; of one device. A file that is there and holds
-            no measurements, or those of another machine, is an error, and stays as it is.
+        model: a `Sequential`, or a module that contains some.
+        x: an input; its shape, dtype, device and `requires_grad` matter. A surrounding `torch.autocast` also matters.
+        modes: `"train"` (with gradients), `"eval"` (without), or both.
+        budget: seconds after which no further measurement starts.
+        progress: whether to show progress (first rank only); by default on a terminal.
+        group: the process group whose first rank measures for all; by default the default group, if any. Every rank
+            must call this function, and gets the same measurements.
+        file: file for the measurements of one device, instead of the user's cache. An existing file without
+            measurements, or of another machine, is an error and is not changed.
         channels: the public extra inputs, by channel name.
 
     Raises:
-        InputError: (SF105, SF106) for an argument that is none of these, a `file` that holds something else, or a model
-            that cannot be copied.
-        StateError: (SF504) on the other ranks, if the first one failed.
+        InputError: (SF105, SF106) for an invalid argument, a `file` with other content, or a model that cannot be
+            copied.
+        StateError: (SF504) on the other ranks, if the first rank failed.
         KernelError: (SF401) if the device was lost.
     """
     chosen = _checked(x, modes, budget, file)

@@ -11,10 +11,10 @@ NOT_KEPT = "not kept"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One candidate: where it matched, in which mode, what was measured, and whether a plan uses it now.
+    """One candidate: where it matched, in which mode, its measured times, and whether a plan uses it now.
 
-    `noise_us` is three standard errors of the difference. `note` says why a candidate was not measured, failed, or was
-    too noisy to keep; else it is empty.
+    `noise_us` is three standard errors of the difference. `note` is the reason why it was not measured, failed, or was
+    dropped as too noisy; otherwise empty.
     """
 
     fusion: str
@@ -29,14 +29,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class TuneReport:
-    """What `sf.tune` knows after a call; printable.
+    """The result of `sf.tune`; printable.
 
     Attributes:
-        rows: the candidates, those that were known before among them.
-        measured: how many were measured by this call, and kept.
+        rows: the candidates, including earlier measurements.
+        measured: number of new measurements.
         skipped: parts of the model that could not be measured, with reasons.
-        machine: what the measurements hold for.
-        file: where they are kept; `None` if in memory only.
+        machine: the device and versions that the measurements are valid for.
+        file: the file of the measurements; `None` if in memory only.
     """
 
     rows: tuple[Row, ...]
