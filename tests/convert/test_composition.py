@@ -567,7 +567,8 @@ def test_the_rest_may_go_through_inductor():
     x = X.float()
     wanted = passes(model, x)
     conversion = sf.convert(model, then="inductor")
-    assert_equal(passes(model, x), wanted, 1e-5)
+    with torch._inductor.config.patch(compile_threads=1):  # others are processes that import torch
+        assert_equal(passes(model, x), wanted, 1e-5)
     assert chains(conversion)
 
 

@@ -497,6 +497,22 @@ def test_gradients_that_do_not_fit_are_named(change: GradientChange, message: st
         assert x.grad is None
 
 
+@pytest.mark.parametrize("leading", [(1, 7), (7, 1, 1)], ids=str)
+@pytest.mark.parametrize("columns", [5, 3])
+def test_a_gradient_is_checked_by_columns_where_a_plan_was_made_for_other_leading_dimensions(
+    columns: int, leading: tuple[int, ...]
+) -> None:
+    wrong = backward_that(lambda dx, g, dy: (dx[..., :columns], g))
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), fusions=(wrong,)))
+    model(tensor(7, 5))
+    y, dy = model(tensor(*leading, 5)), tensor(*leading, 4, seed=9, grad=False)
+    if columns == 5:
+        y.backward(dy)
+    else:
+        with pytest.raises(sf.PluginError, match="the gradient of x should be like"):
+            y.backward(dy)
+
+
 ALIASES: dict[str, GradientChange] = {
     "the_incoming_gradient": lambda dx, g, dy: (dx, {**g, "bias.bias": dy[0]}),
     "the_gradient_of_x": lambda dx, g, dy: (dx, {**g, "bias.bias": dx[0, :4]}),

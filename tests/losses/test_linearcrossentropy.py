@@ -655,3 +655,10 @@ def test_a_target_that_is_no_class_is_an_index_error(target: int, reduction: str
         F.cross_entropy(F.linear(X, W), targets)
     with pytest.raises(IndexError, match=f"linear_cross_entropy: target {target} is out of bounds for 5 classes"):
         linear_cross_entropy(X, W, targets, reduction=reduction)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_losses_of_rows_have_the_shape_of_the_targets(grad: bool) -> None:
+    module, targets = LinearCrossEntropy(8, 30, reduction="none"), torch.arange(6).view(2, 3)
+    with torch.set_grad_enabled(grad):
+        assert module(seeded_randn((2, 3, 8), 0), targets).shape == targets.shape
