@@ -662,3 +662,9 @@ def test_losses_of_rows_have_the_shape_of_the_targets(grad: bool) -> None:
     module, targets = LinearCrossEntropy(8, 30, reduction="none"), torch.arange(6).view(2, 3)
     with torch.set_grad_enabled(grad):
         assert module(seeded_randn((2, 3, 8), 0), targets).shape == targets.shape
+
+
+def test_a_bias_is_made_where_a_given_weight_is() -> None:
+    bias = LinearCrossEntropy(8, 30, True, weight=torch.nn.Parameter(torch.empty(30, 8, device="meta"))).bias
+    assert bias is not None
+    assert bias.is_meta
