@@ -36,7 +36,7 @@ class FusedOperation:
 
     The annotated fields of a subclass are its slots, in order: a final operation class (matched exactly), an abstract
     one (any final subclass), a union, `X | None` (optional), `tuple[X, ...]` (one to eight in sequence). Slots are
-    inherited as the fields of a dataclass are: one that is annotated again has another type at the same place.
+    inherited like dataclass fields: a new annotation replaces the type of a slot and keeps its position.
 
     Attributes:
         outputs: extra tensors (`slot_output`) that `fwd` returns as a dictionary after `y`.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import re
 import tokenize
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+import seqfuse as sf
 from docs import documented
 from tests.test_docs import in_the_reference
 
@@ -57,6 +61,23 @@ IN_SOURCES = EVERYWHERE | {
     r"(?:forward|backward) covers?|(?:pairs? of|both|two|either) covers?|covers? of": "schedule",
     r"(?<!torch's )(?:the|a|long|whole|flat) list(?! of)": "sequence, op sequence",
 }
+# In docstrings that the reference shows, members among them: English that only we write, with what an engineer says.
+IN_REFERENCE = IN_PAGES | {
+    r"(?<!there )(?:is|are|was|were) no(?! longer| more)": "is not a",
+    r"of (?:its|his|their|your) own": "its own, your own",
+    r"in (?:the )?place of": "instead of",
+    r"what(?:ever)?|who(?:ever)?|(?:no|some|any)body": "the noun",
+    r"stands?": "is, comes before, matches, replaces",
+    r"asks?|asked|wants?|wanted": "requires, needed",
+    r"alone|by turns": "only, alternately",
+    r"beside(?!:)|behind": "also, after",
+    r"ma(?:kes?|de)(?: \S+){0,3} again": "recompute",
+    r"hands? (?:on|out|back)|tells?|told": "returns, propagates, reports",
+    r"a part of (?:what|the)|the whole one|as (?:it|they) (?:is|are) there": "a fraction, the full",
+    r"that you have": "your",
+    r"let be|left alone|as (?:it|they) did(?: before)?": "unchanged, not converted",
+}
+MEMBERS = types.FunctionType, property, functools.cached_property, classmethod, staticmethod
 # In rooms where the word means nothing else.
 OF_GEMMS = {r"products?(?! of (?:queries|all))": "GEMM"}
 GEMM_ROOMS = ("plan", "run", "fusions", "nn", "parallel", "tune", "pictures")
@@ -83,12 +104,34 @@ def found_in(text: str, words: Mapping[str, str]) -> list[str]:
 def test_a_page_is_written_in_the_words_of_the_field(page: Path) -> None:
     text = re.sub(r"(?:nothing is|gradients are) recorded", "", prose(page.read_text()))
     assert found_in(text, IN_PAGES) == []
+    if page.parent.name == "reference":
+        assert found_in(prose(re.sub(r"^#.*", "", page.read_text(), flags=re.MULTILINE)), IN_REFERENCE) == []
 
 
 def test_docstrings_of_public_names_are_written_in_the_words_of_the_field() -> None:
     for module, name in in_the_reference():
-        text = prose(documented.docstring(importlib.import_module(module), name))
-        assert found_in(text, IN_PAGES) == [], f"{module}.{name}"
+        for text in shown(importlib.import_module(module), name):
+            assert found_in(prose(text), IN_REFERENCE) == [], f"{module}.{name}: {text}"
+
+
+def shown(module: types.ModuleType, name: str) -> Iterator[str]:
+    """The docstring of a name, those of its public members, and the comments of its saved tensors."""
+    value = getattr(module, name)
+    yield documented.docstring(module, name)
+    for key, member in vars(value).items() if inspect.isclass(value) else ():
+        if key == "Saved" and issubclass(member, sf.Saved):
+            yield "; ".join(about for _, about in documented.fields_of(member))
+        elif key[0] != "_" and isinstance(member, MEMBERS):
+            yield member.__doc__ or ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A call that is no view.", "A GEMM in place of a pass.", "What it saves.", "The norm stands behind it.",
+     "Needed by whoever asks.", "It makes h again.", "Read by x alone.", "A bias of its own.", "Models that you have."],
+)  # fmt: skip
+def test_private_english_is_found_in_docstrings_of_public_names(text: str) -> None:
+    assert found_in(text, IN_REFERENCE)
 
 
 def test_sources_are_written_in_the_words_of_the_field() -> None:

@@ -23,7 +23,7 @@ from .probe import NotRun, Probe
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checked:
-    """The result of `check_fusion`: what was compared and what could not be; `str` shows it."""
+    """The result of `check_fusion`: the comparisons made and skipped; `str` shows them."""
 
     fusion: str
     lists: tuple[str, ...]

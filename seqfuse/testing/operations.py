@@ -44,7 +44,7 @@ _ERRORS = "\n  (against float64, e_f is the error of the operation, e_u that of 
 
 @dataclass(frozen=True, slots=True)
 class CheckedOp:
-    """The result of `check_op`: what was compared and what could not be; `str` shows it."""
+    """The result of `check_op`: the comparisons made and skipped; `str` shows them."""
 
     operation: str
     cases: int
