@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import saved as context
-from ..env import Env, autocast_of
+from ..env import Env, any_autocast, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale, Unpermute
@@ -24,12 +24,14 @@ from .norm import (
     NormRecord,
     bias_of_norm,
     gives_own,
+    gradients_of,
     is_worthwhile,
     norm_bwd_to,
     norm_fits,
     norm_records,
     norm_to,
     recorded_bwd,
+    run_decided,
     run_norm,
     run_norm_bwd,
 )
@@ -70,8 +72,16 @@ class BlockBoundary(ForwardFusion):
         dtype: torch.dtype | None,
         to: Quantize | None = None,
     ) -> tuple[Tensor | Quantized, dict[str, Tensor], dict[str, Any]]:
-        around, _ = boundary_around(self.bias, self.dropout, x, add_other, dropout_seed, dtype=dtype)
-        y, stream, record = norm_to(self.norm, x, to, **around)
+        given = self.bias, self.dropout, x, add_other, dropout_seed, dtype
+        if to is not None and to.takes(x):
+            y, stream, record = norm_to(self.norm, x, to, **boundary_around(*given)[0])
+        else:
+            row, seed = None if self.bias is None else self.bias.read(), dropout_seed
+            seed = None if self.dropout is None or not self.dropout.random else seed
+            key = add_other.dtype, None if row is None else row.dtype, seed is None, dtype, any_autocast()
+            others = [t for t in (None if row is None else row.contiguous(), seed) if t is not None]
+            out, record = run_decided(self, self.norm, x, key, lambda: boundary_around(*given)[0], *others, add_other)
+            y, stream = out.y, out.stream
         assert stream is not None
         return y, {} if self.fork is None else {"fork_out": stream}, {"norm": record}
 
@@ -121,8 +131,41 @@ class BlockBoundaryBackward(BackwardFusion):
             out, grads = norm_bwd_to(self.norm, dy, norm, wanted, needs, dx=other, **around)
             grads |= {"add.other": out.stream if other else None, "bias.bias": out.dpre_bias}
             return as_quantized(out.codes, wanted, dy.shape, dtype or norm.x.dtype, dy.device), grads
-        run = functools.partial(recorded_bwd, self.norm, dy, norm, needs, dstream=d_fork_out)
-        return _boundary_bwd(run, self.bias, vars(norm).get("x"), seed, p, needs, dtype)
+        before = not needs.isdisjoint(_BEFORE)
+        if not before and "norm.weight" not in needs:
+            return None, recorded_bwd(self.norm, dy, norm, needs, dx=False)[1]
+        weight = norm.weight if before else None
+        cast = dtype is not None and dtype is not norm.x.dtype
+        key = needs, weight is not None, d_fork_out is not None, seed is not None
+        run = self.decided((key, p, cast, dtype), self._gradients, *key, p, cast, dtype)
+        return run(dy, norm, weight, d_fork_out, seed)
+
+    def _gradients(
+        self,
+        needs: frozenset[str],
+        weighted: bool,
+        added: bool,
+        dropped: bool,
+        p: float,
+        cast: bool,
+        dtype: torch.dtype | None,
+    ) -> Callable[..., Any]:
+        branch, around, others = "x" in needs, dict[str, Any](), dict[str, str]()
+        if dropped:
+            around["p"] = p
+        if dropped or (cast and branch):
+            around |= {"dbranch": branch, "branch_dtype": dtype}
+        if "bias.bias" in needs and self.bias is not None:
+            around["dpre_bias"], others["bias.bias"] = self.bias.dtype, "dpre_bias"
+        if "add.other" in needs:
+            others["add.other"] = "dx"
+        first = None if not branch else "dbranch" if "dbranch" in around else "dx"
+        before = not needs.isdisjoint(_BEFORE)
+        return gradients_of(self.norm, needs, weighted, added, dropped, before, first, others, **around)
+
+
+_BEFORE = frozenset({"x", "bias.bias", "add.other"})
+"""The gradients of a boundary that are made of its norm's dx."""
 
 
 class UnpermuteBoundary(ForwardFusion):
@@ -354,8 +397,11 @@ def branch_around(
 def boundary_around(
     bias: Bias | None, dropout: Dropout | None, x: Tensor, other: Tensor, seed: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """What the norm's kernel takes for what is before the norm, and the seed if it is read; `dtype` is that of y."""
-    stream, around = sum_dtype(x, other), dict[str, Any](residual=other)
+    """What the norm's kernel takes for what is before the norm, in its order, and the seed if it is read.
+
+    `dtype` is that of y.
+    """
+    stream, around = sum_dtype(x, other), dict[str, Any]()
     if bias is not None:
         row = bias.read()
         if row.dtype is not x.dtype and autocast_of(x.device.type) is None:  # under it the bias takes the dtype of x
@@ -365,7 +411,7 @@ def boundary_around(
         seed = None
     else:
         around |= {"seed": seed, "p": dropout.p}
-    return {**around, "dtype": dtype or stream, "stream_dtype": stream}, seed
+    return {**around, "residual": other, "dtype": dtype or stream, "stream_dtype": stream}, seed
 
 
 def boundary_fits(bias: Bias | None, norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:

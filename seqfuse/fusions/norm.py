@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from .. import saved as context
 from ..casts import dtype_of
 from ..env import Env, Savings
-from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
+from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, JointFusion, Requirements
 from ..generated import Source
 from ..hardware import C_NORM_WORTHWHILE, NORM_COLUMNS
 from ..operation import Grads
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from ..kernels.quantize import As
 
 NormRecord = LayerNorm.Saved | RMSNorm.Saved
+_saved_layer, _saved_rms = context.maker(LayerNorm.Saved), context.maker(RMSNorm.Saved)
 
 
 class NormForward(ForwardFusion):
@@ -72,8 +74,11 @@ class NormForward(ForwardFusion):
     def fwd(
         self, x: Tensor, *, dtype: torch.dtype | None = None, to: Quantize | None = None
     ) -> tuple[Tensor | Quantized, dict[str, NormRecord]]:
-        y, _, record = norm_to(self.norm, x, to, dtype=dtype)
-        return y, {"norm": record}
+        if to is not None and to.takes(x):
+            y, _, record = norm_to(self.norm, x, to, dtype=dtype)
+            return y, {"norm": record}
+        out, record = run_decided(self, self.norm, x, (dtype,), lambda: {"dtype": dtype})
+        return out.y, {"norm": record}
 
 
 class NormBackward(BackwardFusion):
@@ -302,6 +307,46 @@ def run_norm(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Norme
     return out, _record(x if out.stream is None else out.stream, out.mean, out.rstd, weight)
 
 
+def run_decided(
+    fusion: FusedOperation,
+    norm: LayerNorm | RMSNorm,
+    x: Tensor,
+    key: tuple[Any, ...],
+    around: Callable[[], dict[str, Any]],
+    *others: Tensor,
+) -> tuple[Normed, NormRecord]:
+    """As `run_norm`, where all but tensors is decided once.
+
+    Args:
+        fusion: what the norm is part of.
+        norm: the norm.
+        x: its input, or what the prologue starts from.
+        key: all that `around()` depends on, beside the dtype of x and what is configured.
+        around: gives what stands around the norm.
+        others: the tensors in that, in the order of the kernel's parameters.
+    """
+    weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
+    rows = [t.contiguous() for t in (weight, bias) if t is not None]
+    run = fusion.decided((key, x.dtype, weight is None, bias is None), _forward_of, norm, x, weight, bias, around)
+    out = run(x, *rows, *others)
+    return out, _record(x if out.stream is None else out.stream, out.mean, out.rstd, weight)
+
+
+def _forward_of(
+    norm: LayerNorm | RMSNorm,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    around: Callable[[], dict[str, Any]],
+) -> Callable[..., Normed]:
+    given = {"weight": weight, "bias": bias, **around()}
+    tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
+    rest = {name: value for name, value in given.items() if name not in tensors}
+    rest |= {"eps": eps_of(norm, x), "centered": norm.centered, "zero_centered": norm.zero_centered}
+    kernels = _kernels()
+    return kernels.norm_of(kernels.norm_fwd, ["x", *tensors], rest)
+
+
 def norm_to(
     norm: LayerNorm | RMSNorm, x: Tensor, to: Quantize | None, **around: Any
 ) -> tuple[Tensor | Quantized, Tensor | None, NormRecord]:
@@ -319,9 +364,7 @@ def norm_to(
 
 
 def _record(x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None) -> NormRecord:
-    if mean is None:
-        return RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
-    return LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
+    return _saved_rms(x, rstd, weight) if mean is None else _saved_layer(x, mean, rstd, weight)
 
 
 def is_worthwhile(to: Quantize, env: Env) -> bool:
@@ -384,21 +427,44 @@ def recorded_bwd(
 
 
 def gradients_of(
-    norm: LayerNorm | RMSNorm, needs: frozenset[str], weighted: bool, added: bool
-) -> Callable[[Tensor, NormRecord, Tensor | None, Tensor | None], tuple[Tensor | None, dict[str, Tensor | None]]]:
-    """`recorded_bwd` with nothing around the norm, of its tensors: dy, the record, its weight and dstream.
+    norm: LayerNorm | RMSNorm,
+    needs: frozenset[str],
+    weighted: bool,
+    added: bool,
+    dropped: bool = False,
+    dx: bool | None = None,
+    branch: str | None = "dx",
+    others: Mapping[str, str] = MappingProxyType({}),
+    **around: Any,
+) -> Callable[..., tuple[Tensor | None, dict[str, Tensor | None]]]:
+    """`recorded_bwd` of tensors alone, `gradients(dy, record, weight, dstream, seed)`: the gradient of x, and others.
 
-    The last two are there or not as it is said here; the weight is read where dx is needed.
+    The last three are there or not as it is said here; the weight is read where dx is needed.
+
+    Args:
+        norm: whose gradients are asked.
+        needs: their names, as of the slot `norm`.
+        weighted: whether there is a weight.
+        added: whether there is a gradient of the stream.
+        dropped: whether there is a seed.
+        dx: whether anything before the norm needs a gradient; what `needs` says of x by default.
+        branch: the result that is the gradient of x.
+        others: the results that are gradients of other slots, by their names.
+        around: for the kernel.
     """
     owners = {name: parameter(norm, name) for name in ("weight", "bias") if f"norm.{name}" in needs}
-    dweight, dbias = (None if t is None else t.dtype for t in map(owners.get, ("weight", "bias")))
-    source = Source("gradients", "dy, saved, weight, dstream")
-    how = norm.centered, norm.zero_centered, "x" in needs, dweight, dbias, weighted, added
-    source.constants["kernel"] = _kernels().norm_backward_of(*how)
-    given = ["dy", "saved.x", *["saved.mean"] * norm.centered, "saved.rstd", *["weight"] * weighted]
-    given += ["dstream"] * added
-    sums = [f"{source.put(f'norm.{name}')}: out.d{name}" for name in owners]
-    source.add(f"out = kernel({', '.join(given)})", f"return out.dx, {{{', '.join(sums)}}}")
+    rest = {"zero_centered": norm.zero_centered, "dx": "x" in needs if dx is None else dx, **around}
+    rest |= {f"d{name}": owner.dtype for name, owner in owners.items() if owner is not None}
+    source = Source("gradients", "dy, saved, weight=None, dstream=None, seed=None")
+    given = {"dy": "dy", **{name: f"saved.{name}" for name in ("x", *["mean"] * norm.centered, "rstd")}}
+    given |= {"weight": "weight.contiguous()"} if weighted else {}
+    given |= {name: name for name, there in (("dstream", added), ("seed", dropped)) if there}
+    kernels = _kernels()
+    source.constants["kernel"] = kernels.norm_of(kernels.norm_bwd, [*given], rest)
+    found = {**{f"norm.{name}": f"d{name}" for name in owners}, **others}
+    sums = [f"{source.put(name)}: out.{result}" for name, result in found.items()]
+    result = "None" if branch is None else f"out.{branch}"
+    source.add(f"out = kernel({', '.join(given.values())})", f"return {result}, {{{', '.join(sums)}}}")
     return source.define()
 
 

@@ -9,8 +9,8 @@ keeps its part of the parameters' gradients in registers from row to row and wri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.language as tl
@@ -30,6 +30,8 @@ from .activations import Activation, is_composed
 from .c import norm as c_norm
 from .permute import Pairs, check_pairs
 from .quantize import TRITON_KINDS, As, Codes, QuantizeTile
+
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,24 +405,21 @@ def norm_bwd(
     return results
 
 
-def norm_backward_of(
-    centered: bool,
-    zero_centered: bool,
-    dx: bool,
-    dweight: torch.dtype | None,
-    dbias: torch.dtype | None,
-    weighted: bool,
-    added: bool,
-) -> Callable[..., NormGradients]:
-    """A norm's backward, with nothing around the norm, of everything but tensors.
+def norm_of(function: Callable[..., R], names: Sequence[str], rest: dict[str, Any]) -> Callable[..., R]:
+    """`norm_fwd` or `norm_bwd` as a function of the tensors of these names, which copies those that do not fit.
 
-    It is a function of dy, x, the mean of one that is `centered`, rstd, the weight of a `weighted` one and dstream if
-    it is `added`, and copies those that do not fit.
+    Args:
+        function: one of the two.
+        names: of the tensors, in the order of its parameters.
+        rest: all other arguments; what is in neither is absent.
+
+    Raises:
+        ValueError: for names in another order.
     """
-    names = ["dy", "x", *["mean"] * centered, "rstd", *["weight"] * weighted, *["dstream"] * added]
-    rest: dict[str, Any] = {"mean": None, "weight": None, "zero_centered": zero_centered, "dx": dx}
-    rest |= {"dweight": dweight, "dbias": dbias}
-    return bound(norm_bwd, lambda *given: rest | dict(zip(names, given, strict=True)))
+    if [name for name in function.operator.signature.parameters if name in names] != [*names]:  # pyright: ignore
+        raise ValueError(f"tensors must be in the order of the parameters, not {', '.join(names)}")
+    absent = dict.fromkeys(("weight", "bias") if function is norm_fwd else ("mean", "weight"))
+    return bound(function, lambda *given: absent | rest | dict(zip(names, given, strict=True)))
 
 
 class NormCodes(NamedTuple):

@@ -78,3 +78,48 @@ def test_parameters_that_no_kernel_reads_are_refused():
     )
     assert "C kernels read no bias in float64" in [r.reason for r in boundary.plan(x, other=other).refused]
     assert boundary(x, other=other).dtype is torch.float64
+
+
+def test_a_boundary_decides_anew_for_other_dtypes_seeds_and_parameters():
+    bias, dropout, norm = ops.Bias(8), ops.Dropout(0.3), ops.LayerNorm(8)
+    for p in (bias.bias, norm.weight, norm.bias):
+        torch.nn.init.normal_(p)
+    slots: dict[str, Any] = {"bias": bias, "dropout": dropout, "add": ops.Add("other"), "fork": None, "norm": norm}
+    kept, back = fusions.BlockBoundary(**slots), fusions.BlockBoundaryBackward(**slots)
+    narrow = seeded_randn((5, 8), 1).bfloat16()
+    every = frozenset({"x", "bias.bias", "add.other", "norm.weight", "norm.bias"})
+    with torch.no_grad():
+        for training in (True, False, True):
+            dropout.train(training)
+            seed = torch.tensor(7) if training else None
+            for other in (narrow, narrow.float()):
+                for dtype in (None, torch.bfloat16):
+                    for needs in (every, every - {"x"}, every - {"norm.weight"}, frozenset({"norm.bias"})):
+                        found = []
+                        for one, other_way in ((kept, back), (type(kept)(**slots), type(back)(**slots))):
+                            y, _, saved = one.fwd(narrow, add_other=other, dropout_seed=seed, dtype=dtype)
+                            record = {"dropout": ops.Dropout.Saved(seed=seed, p=0.3 if training else 0.0)}
+                            dx, grads = other_way.bwd(
+                                y, norm=saved["norm"], d_fork_out=None, needs=needs, **record, dtype=torch.bfloat16
+                            )
+                            found.append([y, dx, *grads.values()])
+                        for a, b in zip(*found, strict=True):
+                            assert a is b is None or (a.dtype is b.dtype and torch.equal(a, b))
+
+
+def test_a_boundary_reads_strided_parameters():
+    bias, norm = ops.Bias(8), ops.LayerNorm(8)
+    for p in (bias.bias, norm.weight, norm.bias):
+        torch.nn.init.normal_(p)
+    slots: dict[str, Any] = {"bias": bias, "dropout": None, "add": ops.Add("other"), "fork": None, "norm": norm}
+    x, other, needs = seeded_randn((5, 8), 0), seeded_randn((5, 8), 1), frozenset({"x", "norm.weight"})
+    found = []
+    for strided in (False, True):
+        if strided:
+            for p in (bias.bias, norm.weight, norm.bias):
+                p.data = torch.stack([p.data, p.data], 1)[:, 0]
+        with torch.no_grad():
+            y, _, saved = fusions.BlockBoundary(**slots).fwd(x, add_other=other, dtype=None)
+            dx, grads = fusions.BlockBoundaryBackward(**slots).bwd(y, norm=saved["norm"], needs=needs)
+        found.append([y, dx, grads["norm.weight"]])
+    assert all(map(torch.equal, *found))

@@ -20,7 +20,7 @@ from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
 from seqfuse.kernels.decode import cache_write, decode_attention
-from seqfuse.kernels.norm import norm_backward_of, norm_bwd, norm_fwd
+from seqfuse.kernels.norm import norm_bwd, norm_fwd, norm_of
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
 from tools import stub_driver as stubs
@@ -202,12 +202,17 @@ BOUND: dict[str, tuple[tuple[Any, ...], Callable[[], Callable[..., Any]], Callab
     ),
     "layernorm backward": (
         ((M, K), (M, K), "M", "M", (K,), (M, K)),
-        lambda: norm_backward_of(True, False, True, BF16, F32, True, True),
+        lambda: norm_of(norm_bwd, ["dy", "x", "mean", "rstd", "weight", "dstream"], {"dweight": BF16, "dbias": F32}),
         lambda dy, x, m, r, w, d: norm_bwd(dy, x, m, r, w, dstream=d, dweight=BF16, dbias=F32),
+    ),
+    "boundary": (
+        ((M, K), (K,), (K,), (K,), (M, K)),
+        lambda: norm_of(norm_fwd, ["x", "weight", "bias", "pre_bias", "residual"], {"eps": 1e-5, "dtype": BF16}),
+        lambda x, w, b, s, r: norm_fwd(x, w, b, 1e-5, pre_bias=s, residual=r, dtype=BF16),
     ),
     "rmsnorm backward, no dx": (
         ((M, K), (M, K), "M"),
-        lambda: norm_backward_of(False, True, False, BF16, None, False, False),
+        lambda: norm_of(norm_bwd, ["dy", "x", "rstd"], {"zero_centered": True, "dx": False, "dweight": BF16}),
         lambda dy, x, r: norm_bwd(dy, x, None, r, None, zero_centered=True, dx=False, dweight=BF16),
     ),
 }

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from seqfuse import compiler
 from seqfuse.kernels.activations import ACTIVATIONS, composed, constant_factor
-from seqfuse.kernels.norm import norm_backward_of, norm_bwd, norm_fwd
+from seqfuse.kernels.norm import norm_bwd, norm_fwd, norm_of
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.judge import judge
@@ -254,12 +254,19 @@ def test_a_backward_of_everything_but_tensors_gives_the_same(centered: bool, wei
     x, dy, dstream = (seeded_randn((9, 24), i) for i in range(3))
     weight = seeded_randn((24,), 3) if weighted else None
     f = norm_fwd(x, weight, None, EPS, centered=centered)
-    bound = norm_backward_of(centered, False, True, torch.float32, None, weighted, True)
+    names = ["dy", "x", *["mean"] * centered, "rstd", *["weight"] * weighted, "dstream"]
+    bound = norm_of(norm_bwd, names, {"dweight": torch.float32})
     for d in (dy, dy.t().contiguous().t(), dy[:1].expand(9, 24)):
         expected = norm_bwd(d.contiguous(), x, f.mean, f.rstd, weight, dstream=dstream, dweight=torch.float32)
         for _ in range(2):
             found = bound(*[t for t in (d, x, f.mean, f.rstd, weight, dstream) if t is not None])
             assert_bitwise_equal([found.dx, found.dweight], [expected.dx, expected.dweight])
+
+
+@pytest.mark.parametrize("names", [["x", "residual", "pre_bias"], ["residual", "x"], ["x", "bias", "weight"]])
+def test_tensors_in_another_order_than_that_of_the_parameters_are_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="order of the parameters"):
+        norm_of(norm_fwd, names, {"eps": EPS})
 
 
 def test_tensors_on_another_device_are_refused() -> None:
