@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels import _device, pointwise
+from seqfuse.kernels import _device, _launch, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS, Activation
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
@@ -339,7 +339,8 @@ def test_nothing_outside_the_tensors_is_read_or_written(name: str, device: torch
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_bits_every_time(name: str, device: torch.device) -> None:
     case = CASES[name]
-    tensors = [t.to(device) for t in drawn(case, (70,), 130, torch.bfloat16)]
+    rows = 9 if _launch.interpreted() else 70  # which an interpreter adds in one order, threads and a GPU maybe not
+    tensors = [t.to(device) for t in drawn(case, (rows,), 130, torch.bfloat16)]
     assert_bitwise_equal(run(case, tensors), run(case, tensors))
 
 
