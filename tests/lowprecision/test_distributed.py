@@ -65,6 +65,42 @@ def fsdp() -> None:
     like_one_process(make)
 
 
+def fsdp_with_empty_shards() -> None:
+    """The last process has no rows of the last Linear, whose weight has 16, and none of the experts."""
+    from torch.distributed.fsdp import fully_shard
+
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def make(model: sf.Sequential) -> nn.Module:
+        fully_shard(model[3])
+        fully_shard(model)
+        assert not last or model[4].weight.to_local().numel() == 0
+        return model
+
+    like_one_process(make)
+    for recipe in RECIPES:
+        alone, model = (experts(recipe) for _ in "ab")
+        fully_shard(model)
+        assert not last or next(model.parameters()).to_local().numel() == 0
+        found, expected = (routed(one) for one in (model, alone))
+        assert_bitwise_equal(found[:2], expected[:2])
+        torch.testing.assert_close(found[2:], expected[2:], rtol=1e-5, atol=1e-6)
+
+
+def experts(recipe: Recipe | None) -> sf.Sequential:
+    torch.manual_seed(0)
+    return sf.Sequential(ops.GroupedLinear(2, 32, 48), ops.GeLU(), ops.GroupedLinear(2, 48, 16), recipe=recipe)
+
+
+def routed(model: sf.Sequential) -> list[Tensor]:
+    """The output, and the gradients of x and of every whole parameter."""
+    x = X.clone().requires_grad_()
+    y = model(x, offsets=torch.tensor([12, 33]))
+    y.square().mean().backward()
+    grads: list[Any] = [p.grad for p in model.parameters()]
+    return [y.detach(), x.grad, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads)]
+
+
 def gathered_weights_have_the_codes_of_one_process() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -148,6 +184,7 @@ def delayed_scales_are_those_of_all_processes() -> None:
 FACTS = Facts({
     2: [delayed_scales_are_those_of_all_processes, tensor_parallel, shards_that_blocks_do_not_end_with],
     3: [ddp, fsdp, gathered_weights_have_the_codes_of_one_process],
+    5: [fsdp_with_empty_shards],
 })  # fmt: skip
 
 
