@@ -5,6 +5,7 @@ Tiles and limits of a kernel stand with the kernel.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 COSTS = {
@@ -57,6 +58,12 @@ C_ATTENTION_WORTHWHILE = 2**19
 
 C_NORM_WORTHWHILE = 32768
 """Elements from which LayerNorm in C is faster than ATen's in float32: 1.1 of its time at half as many, 0.85 here."""
+
+
+def capability(arch: str) -> int:
+    """90 of `"sm_90"`; 0 of other than NVIDIA's architectures."""
+    number = re.fullmatch(r"sm_(\d+)a?", arch)
+    return int(number[1]) if number else 0
 
 
 def architecture_of(properties: Any) -> str:

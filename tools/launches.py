@@ -547,7 +547,7 @@ def _loss(dtype: torch.dtype, classes: int, full: bool, way: str, rows: int) -> 
 
 
 def _quantizations(target: str) -> Calls:
-    """Every scaling, both directions and each alone, of rows whose transposes are aligned or not; none before sm_90."""
+    """Every scaling, both directions and each alone, of rows whose transposes are aligned or not; none before sm_89."""
     if "quantize" in WITHOUT.get(target, ()):
         return
     scale, largest = _new(1, dtype=F32), _new(1, dtype=F32)
@@ -644,8 +644,8 @@ def _routes(target: str) -> Calls:
 
 _CODES = "_chain_codes_kernel", "_norm_codes_kernel", "_norm_codes_bwd_kernel", "_rope_codes_bwd_kernel"
 WITHOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("sm_80", "sm_89"), ("quantize", *_CODES)),
-    "gfx942": _CODES,
+    "sm_80": ("quantize", *_CODES),
+    **dict.fromkeys(("gfx942", "gfx950"), _CODES),
 }
 """Modules of which nothing is launched on an architecture, and kernels."""
 

@@ -370,8 +370,8 @@ def _record(x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None)
 def is_worthwhile(to: Quantize, env: Env) -> bool:
     """Whether a norm's kernel is to quantize what it gives.
 
-    A program reads a block of rows, so few tokens have few programs: fewer than 4,096 are refused, by estimate, as it
-    was not timed on a GPU. Under blocks of 128 rows tensors of float32 do not fit in registers.
+    Blocks of 128 rows, each of at most four programs, are as many as a GPU has processors from 4,096 tokens on. Fewer
+    are refused; no GPU has timed that. Under blocks of 128 rows tensors of float32 do not fit in registers.
     """
     few = env.device != "cpu" and env.tokens < 4096
     return not few and (env.autocast is None or to.block != COLUMNS)

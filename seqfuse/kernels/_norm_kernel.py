@@ -174,7 +174,7 @@ def _norm_codes_kernel(
     M, N, own,
     EPS: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, KIND: tl.constexpr, SCALING: tl.constexpr,
-    LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Rows of a program and `own` chunks of their columns: the result exists in 8 bits alone, of numbers of `KIND`.
 
@@ -194,9 +194,6 @@ def _norm_codes_kernel(
     if mean_out is not None:
         tl.store(mean_out + rows, mean, mask=(rows < M) & (part == 0))
     tl.store(rstd_out + rows, rstd, mask=(rows < M) & (part == 0))
-    one = scale
-    if SCALING == "given":
-        one = tl.load(scale)
     for i in tl.range(0, own):
         col = (part * own + i) * BLOCK_N
         z, mask, cols, columns = _prologue(
@@ -205,8 +202,8 @@ def _norm_codes_kernel(
         at = rows[:, None] * N + cols[None, :]
         out = _normalized(z, mean, rstd, weight, beta, stream, at, cols, columns, mask, ZERO_CENTERED, tl.float32)
         quantize_tile(
-            tl.where(mask, out, 0.0).to(KIND), one, largest, None, None, codes[0], codes[1], codes[2], codes[3],
-            row, col, M, N, SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+            tl.where(mask, out, 0.0).to(KIND), scale, largest, None, None, codes[0], codes[1], codes[2], codes[3],
+            row, col, M, N, SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 
@@ -427,8 +424,8 @@ def _norm_codes_bwd_kernel(
     M, N, own,
     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, DWEIGHT: tl.constexpr, DBETA: tl.constexpr,
     DBIAS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr,
-    KIND: tl.constexpr, SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    KIND: tl.constexpr, SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """As `_norm_codes_kernel`: the gradient of the branch in 8 bits, that of the stream as it is, sums of these rows.
 
@@ -449,9 +446,6 @@ def _norm_codes_bwd_kernel(
         dy, x, m, r, weight, None, rows, M, N, dy_stride, x_stride,
         CENTERED, ZERO_CENTERED, None, None, False, (), CHUNKS, BLOCK_M, BLOCK_N, tl.float32,
     )  # fmt: skip
-    one = scale
-    if SCALING == "given":
-        one = tl.load(scale)
     for i in tl.range(0, own):
         col = (part * own + i) * BLOCK_N
         d, xhat, g, cols, mask = _gradients(
@@ -475,8 +469,8 @@ def _norm_codes_bwd_kernel(
         if DBIAS:
             tl.store(place, tl.sum(out, 0), mask=cols < N)
         quantize_tile(
-            out.to(KIND), one, largest, None, None, codes[0], codes[1], codes[2], codes[3], row, col, M, N,
-            SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+            out.to(KIND), scale, largest, None, None, codes[0], codes[1], codes[2], codes[3], row, col, M, N,
+            SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 

@@ -321,9 +321,9 @@ def _chain_codes_kernel(
     IN_TURN: tl.constexpr,
     SWAPPED: tl.constexpr,
     SCALING: tl.constexpr,
-    LARGEST: tl.constexpr,
     EXPONENT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PARTS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
@@ -334,9 +334,6 @@ def _chain_codes_kernel(
     down = pid // across
     row, col = down * BLOCK_M, (pid % across) * BLOCK_N
     rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
-    one = scale
-    if SCALING == "given":
-        one = tl.load(scale)
     for j in tl.static_range(PARTS):
         tiles, summed = _walk(
             x, None, operands, outputs, x_stride, strides, M, width, rows, col,
@@ -347,8 +344,8 @@ def _chain_codes_kernel(
                 tl.store(partials + (down * SUMS + s) * width + cols, tl.sum(summed[s], 0), mask=cols < width)
         tile = tl.where((rows < M)[:, None] & (cols < width)[None, :], tiles[j], 0.0).to(x.dtype.element_ty)
         quantize_tile(
-            tile, one, largest, None, None, codes[0], codes[1], codes[2], codes[3], row, col + j * width, M,
-            width * PARTS, SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+            tile, scale, largest, None, None, codes[0], codes[1], codes[2], codes[3], row, col + j * width, M,
+            width * PARTS, SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 

@@ -23,10 +23,10 @@ def magnitude(x):
 
 
 @triton.jit
-def scales_of(most, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+def scales_of(most, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Scale and inverse scale of numbers of which `most` is the magnitude of the largest."""
     value = most.to(tl.float32, bitcast=True)
-    scale = tl.minimum(tl.div_rn(tl.zeros_like(value) + LARGEST, value), _FLOAT32_MAX)
+    scale = tl.minimum(tl.div_rn(tl.zeros_like(value) + 1.75 * 2.0**EXPONENT, value), _FLOAT32_MAX)
     scale = tl.where((most > 0) & (most < _INFINITE), scale, 1.0)
     if POWER_OF_TWO:
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
@@ -41,7 +41,7 @@ def inverse_of(scale):
 
 @triton.jit
 def scales_of_mx(most, EXPONENT: tl.constexpr):
-    """Scale 2^-e and e as E8M0, the smallest for which nothing overflows; EXPONENT is that of the largest number."""
+    """Scale 2^-e and e as E8M0, the smallest for which nothing overflows."""
     above = ((most & 0x7FFFFF) > 0x600000).to(tl.int32)  # beyond 1.75 times its own power of two
     stored = tl.minimum(tl.maximum((most >> 23) - EXPONENT + above, 0), 254)
     stored = tl.where(most < _INFINITE, stored, 127)
@@ -49,9 +49,20 @@ def scales_of_mx(most, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def codes_of(x, scale, LARGEST: tl.constexpr, KIND: tl.constexpr):
-    """X * scale in 8 bits, of float32."""
+def codes_of(x, scale, EXPONENT: tl.constexpr, ROUNDED: tl.constexpr, KIND: tl.constexpr):
+    """X * scale in 8 bits, of float32; ROUNDED where the cast is exact of nothing but the numbers of `KIND`."""
+    LARGEST: tl.constexpr = 1.75 * 2.0**EXPONENT
     scaled = tl.minimum(tl.maximum(x * scale, -LARGEST), LARGEST)
+    if ROUNDED:
+        # To the nearest multiple of the unit of its power of two, which is the last bit of a float32 of 2^23 units.
+        MANTISSA: tl.constexpr = 3 if EXPONENT == 8 else 2
+        SMALLEST: tl.constexpr = -6 if EXPONENT == 8 else -14
+        bits = magnitude(scaled)
+        power = tl.maximum(bits & 0x7F800000, (SMALLEST + 127) << 23) + ((23 - MANTISSA) << 23)
+        power = power.to(tl.float32, bitcast=True)
+        near = (bits.to(tl.float32, bitcast=True) + power) - power
+        sign = scaled.to(tl.int32, bitcast=True) ^ bits
+        scaled = (near.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return tl.where(magnitude(x) < _INFINITE, scaled, float("nan")).to(KIND)
 
 
@@ -92,7 +103,7 @@ def _largest_kernel(x, whole, by_row, by_column, stride, M, N, BLOCK_M: tl.const
 @triton.jit
 def _quantize_kernel(
     x, scale, largest, whole, by_row, by_column, rows, rows_inverse, columns, columns_inverse, stride, M, N,
-    SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Codes and inverse scales of a tile, along its rows and, transposed, down its columns.
@@ -102,26 +113,24 @@ def _quantize_kernel(
     """
     tile, row, col = _tile(x, tl.program_id(0), stride, M, N, BLOCK_M, BLOCK_N)
     one = scale
-    if SCALING == "given":
-        one = tl.load(scale)
-    elif SCALING == "tensor":
-        one, inverse = scales_of(tl.load(whole), LARGEST, POWER_OF_TWO)
+    if SCALING == "tensor":
+        one, inverse = scales_of(tl.load(whole), EXPONENT, POWER_OF_TWO)
         tl.store(rows_inverse, inverse, mask=(row == 0) & (col == 0))
     elif SCALING == "128x128":
-        one = _scale_of_block(tile, rows_inverse, columns_inverse, row, col, M, N, LARGEST, POWER_OF_TWO, BLOCK_M)
+        one = _scale_of_block(tile, rows_inverse, columns_inverse, row, col, M, N, EXPONENT, POWER_OF_TWO, BLOCK_M)
     quantize_tile(
         tile, one, largest, by_row, by_column, rows, rows_inverse, columns, columns_inverse, row, col, M, N,
-        SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+        SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
 @triton.jit
 def _scale_of_block(
-    tile, rows, columns, row, col, M, N, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr
+    tile, rows, columns, row, col, M, N, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr
 ):
     """The scale of a tile that is a block; its inverse is written, of columns transposed."""
     bits = magnitude(tile.to(tl.float32))
-    scale, inverse = scales_of(tl.max(tl.max(bits, 1), 0), LARGEST, POWER_OF_TWO)
+    scale, inverse = scales_of(tl.max(tl.max(bits, 1), 0), EXPONENT, POWER_OF_TWO)
     if rows is not None:
         _write_scale(rows, inverse, row // SIZE, col // SIZE, tl.cdiv(tl.cast(N, tl.int64), SIZE))
     if columns is not None:
@@ -140,7 +149,7 @@ def _write_scale(out, inverse, i, j, across):
 @triton.jit
 def _quantize_several_kernel(
     xs, rows, rows_inverses, columns, columns_inverses, firsts, strides, heights, widths,
-    SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`_quantize_kernel` of several matrices, "128x128" or "1x32". `firsts` are the programs at which each begins."""
@@ -156,45 +165,47 @@ def _quantize_several_kernel(
     tile, row, col = _tile(x, pid - first, stride, M, N, BLOCK_M, BLOCK_N)
     one = None
     if SCALING == "128x128":
-        one = _scale_of_block(tile, along_inverse, down_inverse, row, col, M, N, LARGEST, POWER_OF_TWO, BLOCK_M)
+        one = _scale_of_block(tile, along_inverse, down_inverse, row, col, M, N, EXPONENT, POWER_OF_TWO, BLOCK_M)
     quantize_tile(
         tile, one, None, None, None, along, along_inverse, down, down_inverse, row, col, M, N,
-        SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+        SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_M, BLOCK_N,
     )  # fmt: skip
 
 
 @triton.jit
 def quantize_tile(
     tile, one, largest, by_row, by_column, rows, rows_inverse, columns, columns_inverse, row, col, M, N,
-    SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write codes and inverse scales of a tile, which is 0 outside the matrix.
 
-    `one` is the scale, unless each row or block has its own. The maximum goes to `largest`, where it is asked for.
+    `one` is the scale, or where it is "given", unless each row or block has its own. The maximum goes to `largest`,
+    where it is asked for. The largest number of the format is 1.75 times 2^EXPONENT.
     """
     if largest is not None:
         bits = magnitude(tile.to(tl.float32))
         tl.atomic_max(largest, tl.max(tl.max(bits, 1), 0), sem="relaxed")
     if SCALING == "given":
+        one = tl.load(one)
         tl.store(rows_inverse, inverse_of(one), mask=(row == 0) & (col == 0))
     if rows is not None:
         _write(
             tile, one, by_row, rows, rows_inverse, row, col, M, N,
-            SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_N,
+            SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if columns is not None:
         # Transposed before the cast: of 8-bit tiles `tl.trans` is wrong on some GPUs.
         _write(
             tl.trans(tile), one, by_column, columns, columns_inverse, col, row, N, M,
-            SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_N, BLOCK_M,
+            SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_N, BLOCK_M,
         )  # fmt: skip
 
 
 @triton.jit
 def _write(
     tile, one, by_row, out, inverses, row, col, M, N,
-    SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write a tile that is quantized along its rows. out: [M, N]; inverses: [M], or of blocks [ceil(N / block), M]."""
@@ -210,16 +221,16 @@ def _write(
         if SCALING == "1x32":
             scale, inverse = scales_of_mx(most, EXPONENT)
         else:
-            scale, inverse = scales_of(most, LARGEST, POWER_OF_TWO)
-        codes = tl.reshape(codes_of(value, scale[:, :, None], LARGEST, kind), (BLOCK_M, BLOCK_N))
+            scale, inverse = scales_of(most, EXPONENT, POWER_OF_TWO)
+        codes = tl.reshape(codes_of(value, scale[:, :, None], EXPONENT, ROUNDED, kind), (BLOCK_M, BLOCK_N))
         blocks = col // SIZE + tl.arange(0, BLOCKS)
         inside = (rows < M)[:, None] & (blocks < tl.cdiv(N, SIZE))[None, :]
         tl.store(inverses + blocks[None, :] * M + rows[:, None], inverse, mask=inside)
     elif SCALING == "row":
         most = tl.load(by_row + rows, mask=rows < M, other=0)
-        scale, inverse = scales_of(most, LARGEST, POWER_OF_TWO)
+        scale, inverse = scales_of(most, EXPONENT, POWER_OF_TWO)
         tl.store(inverses + rows, inverse, mask=(rows < M) & (col == 0))
-        codes = codes_of(value, scale[:, None], LARGEST, kind)
+        codes = codes_of(value, scale[:, None], EXPONENT, ROUNDED, kind)
     else:
-        codes = codes_of(value, one, LARGEST, kind)
+        codes = codes_of(value, one, EXPONENT, ROUNDED, kind)
     tl.store(out + rows[:, None] * N + cols[None, :], codes, mask=(rows < M)[:, None] & (cols < N)[None, :])

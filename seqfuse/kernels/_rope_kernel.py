@@ -307,8 +307,8 @@ def _rope_bwd_kernel(
 def _rope_codes_bwd_kernel(
     dy, frequencies, positions, cos, sin, biases, codes, scale, largest, dy_stride, M, Q, K, period,
     D: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BY_PAIR: tl.constexpr,
-    KIND: tl.constexpr, SCALING: tl.constexpr, LARGEST: tl.constexpr, EXPONENT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    KIND: tl.constexpr, SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """A tile of heads of all of whose elements RoPE is undone, and no norm: their gradient in 8 bits.
 
@@ -336,12 +336,9 @@ def _rope_codes_bwd_kernel(
     both = tl.join(g1.to(KIND), g2.to(KIND))
     if not INTERLEAVED:
         both = tl.permute(both, (0, 1, 3, 2))
-    one = scale
-    if SCALING == "given":
-        one = tl.load(scale)
     quantize_tile(
-        tl.reshape(both, (BLOCK_M, BLOCK_H * D)), one, largest, None, None, codes[0], codes[1], codes[2], codes[3],
-        row, head * D, M, parts * D, SCALING, LARGEST, EXPONENT, POWER_OF_TWO, BLOCK_M, BLOCK_H * D,
+        tl.reshape(both, (BLOCK_M, BLOCK_H * D)), scale, largest, None, None, codes[0], codes[1], codes[2], codes[3],
+        row, head * D, M, parts * D, SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_M, BLOCK_H * D,
     )  # fmt: skip
 
 

@@ -516,7 +516,7 @@ def norm_codes(
         {
             "EPS": float(eps), "CENTERED": centered, "ZERO_CENTERED": zero_centered,
             "P": None if seed is None else threshold_and_scale(p), "CHUNKS": chunks, "BLOCK_M": tile.m,
-            "BLOCK_N": tile.n, "GROUPED": N % 4 == 0, "KIND": TRITON_KINDS[kind], **to.constexprs,
+            "BLOCK_N": tile.n, "GROUPED": N % 4 == 0, "KIND": TRITON_KINDS[kind], **to.constexprs(device),
         },
         tile.num_warps,
         **register_limit(255, architecture(device)),
@@ -588,7 +588,7 @@ def norm_codes_backward(
             "P": None if seed is None else threshold_and_scale(p),
             **{name: of is not None for name, of in zip(("DWEIGHT", "DBETA", "DBIAS"), wanted, strict=True)},
             "CHUNKS": chunks, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "GROUPED": N % 4 == 0, "KIND": TRITON_KINDS[kind],
-            **to.constexprs,
+            **to.constexprs(device),
         },
         tile.num_warps,
         **register_limit(255, architecture(device)),

@@ -209,7 +209,8 @@ def _run(
         partials = torch.empty(down * chain.sums * width, dtype=compute, device=x.device) if sums else None
         given_largest = None if largest is None else largest.view(torch.int32)
         fixed = {name: value for name, value in constexprs.items() if name not in ("SUMS", "STAGES", "SUMS_IN_TURN")}
-        fixed |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, **to.constexprs, "PARTS": parts_made, "SUMS": chain.sums}
+        how = to.constexprs(x.device)
+        fixed |= {"BLOCK_M": tile.m, "BLOCK_N": tile.n, **how, "PARTS": parts_made, "SUMS": chain.sums}
         launch(
             _chain_codes_kernel,
             down * across,

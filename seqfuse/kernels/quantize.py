@@ -16,7 +16,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import architecture, cdiv, family, launch, stops
+from ..hardware import capability
+from ._launch import architecture, cdiv, launch, stops
 from ._operators import operator, viewed_as_rows
 from ._quantize_kernel import _largest_kernel, _quantize_kernel, _quantize_several_kernel, _zero_kernel
 
@@ -91,11 +92,10 @@ class As(NamedTuple):
         there = self.along_rows, shared or self.along_rows, self.down_columns, self.down_columns and not shared
         return Codes(*[next(left) if one else None for one in there])
 
-    @property
-    def constexprs(self) -> dict[str, Any]:
+    def constexprs(self, device: torch.device) -> dict[str, Any]:
         """Of a launch."""
         assert self.code_dtype is not None
-        return _constexprs(self.scaling, self.code_dtype, self.power_of_two)
+        return _constexprs(self.scaling, self.code_dtype, self.power_of_two, device)
 
 
 @operator("quantize", written=("largest",))
@@ -147,7 +147,7 @@ def quantize_matrix(
             source, scale, None if largest is None else largest.view(torch.int32), whole, by_row, by_column,
             *results, source.stride(0), M, N,
         ),
-        {**_constexprs(scaling, dtype, power_of_two), **sizes},
+        {**_constexprs(scaling, dtype, power_of_two, device), **sizes},
         tile.num_warps,
     )  # fmt: skip
     return results
@@ -196,7 +196,7 @@ def quantize_several(
         _quantize_several_kernel,
         sum(counts),
         (sources, *zip(*found, strict=True), *map(tuple, numbers)),
-        {**_constexprs(scaling, dtype, power_of_two), "BLOCK_M": tile.m, "BLOCK_N": tile.n},
+        {**_constexprs(scaling, dtype, power_of_two, device), "BLOCK_M": tile.m, "BLOCK_N": tile.n},
         tile.num_warps,
     )
     return results
@@ -226,7 +226,7 @@ def _are_many(columns: bool, device: torch.device, *heights: int) -> bool:
 
     Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
     """
-    return not columns or not any(M % MULTIPLE for M in heights) or family(architecture(device)) == "sm_90"
+    return not columns or not any(M % MULTIPLE for M in heights) or capability(architecture(device)) in (89, 90)
 
 
 def _made(
@@ -247,8 +247,13 @@ def _made(
     )
 
 
-def _constexprs(scaling: Scaling, dtype: torch.dtype, power_of_two: bool) -> dict[str, Any]:
+def _constexprs(scaling: Scaling, dtype: torch.dtype, power_of_two: bool, device: torch.device) -> dict[str, Any]:
     return {
-        "SCALING": scaling, "LARGEST": torch.finfo(dtype).max, "EXPONENT": _EXPONENT[dtype],
-        "POWER_OF_TWO": power_of_two,
+        "SCALING": scaling, "EXPONENT": _EXPONENT[dtype], "POWER_OF_TWO": power_of_two,
+        "ROUNDED": _casts_by_float16(architecture(device)),
     }  # fmt: skip
+
+
+def _casts_by_float16(arch: str) -> bool:
+    """Whether Triton goes from float32 to 8 bits by way of float16 there, or as nobody has looked at."""
+    return arch != "interpreter" and capability(arch) < 90

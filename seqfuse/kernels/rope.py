@@ -317,7 +317,7 @@ def rope_codes_backward(
         ),
         {
             "D": size, "INTERLEAVED": rotation.style == "interleaved", "BLOCK_M": tile.m, "BLOCK_H": tile.n // size,
-            "BY_PAIR": by_pair, "KIND": TRITON_KINDS[dy.dtype], **to.constexprs,
+            "BY_PAIR": by_pair, "KIND": TRITON_KINDS[dy.dtype], **to.constexprs(dy.device),
         },
         tile.num_warps,
     )  # fmt: skip

@@ -207,8 +207,7 @@ def kernels_for(x: Tensor, columns: bool) -> Any:
 
 @functools.cache
 def _kernels_on(device: torch.device) -> Any:
-    """Before sm_90 Triton goes from float32 to 8 bits by way of float16, which rounds twice."""
-    if not triton_installed() or torch.version.hip or _capability(device) < (9, 0):
+    if not triton_installed() or torch.version.hip or _capability(device) < (8, 9):  # without instructions for e4m3
         return None
     from ..kernels import quantize
 

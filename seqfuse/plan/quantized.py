@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from ..env import Env, constant_under_compile, short
 from ..errors import InputError
 from ..fake import is_fake
 from ..group import ParameterShard
+from ..hardware import capability
 from ..recipes import MULTIPLE, Float8CurrentScaling, Recipe, current
 from .flatten import Node, located
 
@@ -76,14 +76,14 @@ def recipe_at(
 
 def _has_gemms(recipe: Recipe, env: Env) -> bool:
     """Whether torch has GEMMs for a recipe there: instructions for e4m3 and e5m2 begin with sm_89."""
-    number = re.fullmatch(r"sm_(\d+)a?", env.arch)
-    if env.device != "cuda" or number is None:
+    number = capability(env.arch)
+    if env.device != "cuda" or not number:
         return False
     if recipe.whole_rows:
-        return int(number[1]) >= 89
+        return number >= 89
     cuda = torch.version.cuda  # `None` where the plan is for another machine
     recent = cuda is None or tuple(map(int, cuda.split(".")[:2])) >= (12, 9)
-    return recipe.by_blocks and int(number[1]) == 90 and recent
+    return recipe.by_blocks and number == 90 and recent
 
 
 def _why_not(operation: Any, recipe: Recipe, dtype: torch.dtype | None, wide: bool) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from ..casts import held
 from ..env import Env
 from ..fusion import ForwardFusion, FusedOperation, InferenceFusion
+from ..hardware import capability
 from ..operation import UnfusedOperation
 from ..quantized import COLUMNS, Quantize, is_local
 from ..recipes import Recipe, Role
@@ -514,11 +514,10 @@ class Stretch:
         wants = getattr(operation, "wants_quantized", None)
         if not isinstance(recipe, Recipe) or wants is None or not is_local(recipe):
             return
-        # Before sm_90 Triton goes from float32 to 8 bits by way of float16, which rounds twice. Other GPUs than sm_90
-        # have no GEMMs for blocks of 128, and on some of them such tiles do not fit in registers.
-        arch = re.fullmatch(r"sm_(\d+)a?", env.arch)
-        number = 0 if arch is None else int(arch[1])
-        known = number == 90 or (number > 90 and recipe.block(role, "rows")[1] != COLUMNS)
+        # Instructions for e4m3 begin with sm_89. Other GPUs than sm_90 have no GEMMs for blocks of 128, and on some of
+        # them such tiles do not fit in registers.
+        number = capability(env.arch)
+        known = number == 90 or (number >= 89 and recipe.block(role, "rows")[1] != COLUMNS)
         if not env.triton or dtype not in (torch.bfloat16, torch.float16) or not (env.device == "cpu" or known):
             return
         needs = self.wants.needs[at]

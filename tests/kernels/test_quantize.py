@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, get_args
 
@@ -87,6 +88,24 @@ def test_hard_numbers(recipe: Recipe, role: Role) -> None:
             assert_as_defined(by_kernels(t.to(DEVICE), recipe, role), t, recipe, role)
         t = widened(x).bfloat16()
         assert_as_defined(by_kernels(t.to(DEVICE), recipe, role, columns=True), t, recipe, role)
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize(("recipe", "role"), PAIRS)
+def test_where_the_cast_goes_by_float16_numbers_are_rounded_before(
+    recipe: Recipe, role: Role, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = mutant(kernels, ".to(KIND)", ".to(tl.float16).to(KIND)")
+    some = [t for x in hard(form_of(recipe, role)) for t in (widened(x), widened(x.t()))]
+
+    def compare() -> None:
+        for t in some:
+            assert_as_defined(by_kernels(t.to(DEVICE), recipe, role, module), t, recipe, role)
+
+    with pytest.raises(AssertionError):
+        compare()
+    monkeypatch.setattr(module, "_casts_by_float16", lambda arch: True)
+    compare()
 
 
 def ways(dtype: torch.dtype) -> list[dict[str, bool]]:
@@ -201,7 +220,7 @@ def test_what_does_not_fit_is_refused() -> None:
             kernels.quantize_matrix(wrong.to(DEVICE), torch.float8_e4m3fn, "1x32", **kw)
 
 
-TARGETS = ("sm_90", "sm_100", "sm_120", "gfx942")
+TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
 
 def test_kernels_compile_without_spills(request: pytest.FixtureRequest) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,28 +12,54 @@ pytest.importorskip("triton")
 
 from seqfuse.testing.compile import built
 from tools.compiled import variants_of
+from tools.launches import WITHOUT
 
-PER_BLOCK = (" 1x128 ", " 1x32 ")
+PER_BLOCK = "1x128", "1x32"
+SCALINGS = {
+    "_quantize_kernel": {"given", "tensor", "row", "1x128", "128x128", "1x32"},
+    "_quantize_several_kernel": {"128x128", "1x32"},
+    **{kernel: {"given", "1x128", "1x32"} for kernel in WITHOUT["gfx942"]},
+}
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
-def test_quotients_are_rounded_once_and_tiles_are_transposed_in_16_bits(target: str):
-    found = {"quantize": 0, "codes": 0}
-    for variant in variants_of("quantize", target):
-        kernel = variant.name.partition(" ")[0]
-        if kernel not in found or " rows+columns bf16" not in variant.name:
-            continue
-        found[kernel] += 1
+def lines_of(file: str, ptx: str) -> Iterator[str]:
+    """The lines of code that were compiled from a file."""
+    now = ""
+    for line in ptx.splitlines():
+        named = re.search(r"// (\w+\.py):\d+", line)
+        now = named[1] if named else now
+        if now == file:
+            yield line
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100", "sm_120"])
+def test_quotients_are_rounded_once_and_tiles_are_transposed_in_16_bits(target: str, request: pytest.FixtureRequest):
+    """Of each kernel one configuration for each scaling, and of a gated unit's two parts; with `--full` all of them."""
+    found = dict[Any, Any]()
+    for variant in (v for module in ("quantize", "norm", "rope") for v in variants_of(module, target)):
+        kernel, scaling = variant.kernel.__name__, variant.constexprs.get("SCALING")
+        if kernel in SCALINGS and "rows+columns" in variant.name and "bf16" in variant.name:
+            of = variant.name if request.config.getoption("--full") else "dgated" in variant.name
+            found.setdefault((kernel, scaling, of), variant)
+    of_blocks = {(kernel, "1x128") for kernel in WITHOUT["gfx942"]} if target != "sm_90" else set[Any]()
+    expected = {(kernel, scaling) for kernel, scalings in SCALINGS.items() for scaling in scalings}
+    assert {key[:2] for key in found} == expected - of_blocks
+    for (kernel, scaling, _), variant in found.items():
         asm = built(variant, target).asm
         # `/` is off by two units, and what is flushed to zero is not what a CPU has.
-        assert "div.full" not in asm["ptx"], variant.name
-        assert ".ftz" not in asm["ptx"] or "gelu" in variant.name, variant.name
-        assert "div.rn.f32" in asm["ptx"] or " 1x32 " in variant.name
-        # From float32: by way of float16, as on sm_89, it is rounded twice.
-        assert re.search(r"cvt\.rn\.satfinite\.e[45]m[32]x2\.f32", asm["ptx"]), variant.name
-        transposed = re.findall(r"tt\.trans .*: tensor<\d+x\d+x(\w+),", asm["ttgir"])
-        assert transposed == ["bf16"] * (2 if "dgated" in variant.name else 1), variant.name
+        quantizing = "\n".join(lines_of("_quantize_kernel.py", asm["ptx"]))
+        assert "div.full" not in quantizing, variant.name
+        assert ".ftz" not in quantizing, variant.name
+        assert "div.rn.f32" in quantizing or scaling == "1x32"
+        # On sm_89 by way of float16, which rounds a second time what was not rounded to 8 bits before.
+        kind = "f16x2" if target == "sm_89" else "f32"
+        assert re.search(rf"cvt\.rn\.satfinite\.e[45]m[32]x2\.{kind}", asm["ptx"]), variant.name
+        assert variant.constexprs["ROUNDED"] == (target == "sm_89")
+        transposed = re.findall(r"tt\.trans .*: tensor<((?:\d+x)+)(\w+),", asm["ttgir"])
+        assert {kind for _, kind in transposed} == {"bf16"}, variant.name
+        matrices = [shape for shape, _ in transposed if shape.count("x") == 2]  # others are pairs of RoPE
+        assert len(matrices) == (2 if "dgated" in variant.name else 1), variant.name
         # Codes that rows and columns share, moved from thread to thread in 8 bits, were wrong on an H100.
-        moved = re.findall(r"ttg\.convert_layout .*: tensor<\d{2,}x\d{2,}x(f8\w+|i8),", asm["ttgir"])
-        assert not moved or any(part in variant.name for part in PER_BLOCK), variant.name
-    assert found == {"quantize": 12, "codes": 17 if target == "sm_90" else 12}
+        moved = re.findall(r"ttg\.convert_layout .*: tensor<(\d{2,}x\d{2,})x(?:f8\w+|i8),", asm["ttgir"])
+        # Of heads of 128 those of rows alone are moved, as under blocks.
+        assert not moved or scaling in PER_BLOCK or ("rope" in kernel and set(moved) == {"64x128"}), variant.name

@@ -17,6 +17,7 @@ from torch.utils import checkpoint
 import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.nn import TransformerLayer
+from seqfuse.ops import _lowprecision
 from seqfuse.plan import plan as planning
 from seqfuse.plan.step import Step, Stretch
 from seqfuse.recipes import Direction, Recipe, Role
@@ -366,6 +367,37 @@ def test_devices_without_kernels_for_a_recipe_say_so(recipe: Recipe):
         assert model.plan(env=env).quantizations
         model.recipe = recipe
     assert model_of().plan(env=sf.Env.of("cuda:sm_80")).quantizations == ()
+
+
+def test_gpus_whose_kernels_quantize_what_they_write():
+    kinds = tuple(
+        kind(emulate=True) for kind in (recipes.Float8BlockScaling, recipes.MXFP8, recipes.Float8DelayedScaling)
+    )
+    parts = functools.partial(ops.Linear, 256, bias=False)
+    models = [sf.Sequential(parts(512), ops.SwiGLU(), parts(256), recipe=kind) for kind in kinds]
+    for arch, wanted in {
+        "sm_80": (), "gfx942": (), "gfx950": (), "sm_89": kinds[1:], "sm_90": kinds, "sm_100": kinds[1:],
+        "sm_120": kinds[1:],
+    }.items():  # fmt: skip
+        env = sf.Env.of(f"cuda:{arch}", dtype=torch.bfloat16, tokens=8192)
+        plans = [model.plan(env=env) for model in models]
+        inside = [plan.quantizations for plan in plans if any(q.inside for q in plan.quantizations)]
+        assert inside == [plans[kinds.index(kind)].quantizations for kind in wanted], arch
+
+
+def test_gpus_that_have_kernels_of_quantization(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    device = torch.device("cuda")
+    found = dict[tuple[int, int], bool]()
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(_lowprecision, "_capability", lambda _, c=capability: c)
+        _lowprecision._kernels_on.cache_clear()
+        found[capability] = _lowprecision._kernels_on(device) is not None
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    _lowprecision._kernels_on.cache_clear()
+    assert _lowprecision._kernels_on(device) is None
+    _lowprecision._kernels_on.cache_clear()
+    assert [c for c, there in found.items() if not there] == [(8, 0), (8, 6)]
 
 
 def test_launches_of_a_llama_layer_beside_those_in_bfloat16():
