@@ -49,7 +49,7 @@ class Pointwise(UnfusedOperation, open=True):
     Raises:
         PluginError: at class definition, if only one of `value` and `derivative` is defined, or one of them is not a
             `triton.jit` function with these arguments; if `derivative_reference` is missing with `reads = "output"`, or
-            defined without it. At construction, for a parameter without an own `bwd`, as this `bwd` computes dx only.
+            defined without it. At construction, if it has parameters and the default `bwd`, which only computes dx.
     """
 
     reads: ClassVar[Literal["input", "output"]] = "input"

@@ -184,7 +184,7 @@ class Float8RowScaling(Recipe):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8BlockScaling(Recipe):
-    """One scale per 128 elements of x and dy along the summed dimension, and per 128 x 128 block of the weight.
+    """One scale per 128 elements of x and dy along the summed dimension, and per `128 x 128` block of the weight.
 
     Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.
 
@@ -252,9 +252,9 @@ def quantize(
         data: [*, N], `torch.float8_e4m3fn` or `torch.float8_e5m2`; in the layout of x for both directions, never
             transposed.
         inverse_scale: float32; for `MXFP8` `torch.float8_e8m0fnu`. Its shape is [] per tensor; [M, 1] per row; [1, N]
-            per column; [M, ceil(N / B)] per 1 x B; [ceil(M / B), N] per B x 1; [ceil(M / 128), ceil(N / 128)] per 128 x
-            128. The last block of a row or column may be shorter. With `offsets`: [G] per tensor; [G, N] per column;
-            [floor(M / B) + G, N] per B x 1, group after group, then 1 in unused entries.
+            per column; [M, ceil(N / B)] per `1 x B`; [ceil(M / B), N] per `B x 1`; [ceil(M / 128), ceil(N / 128)] per
+            `128 x 128`. The last block of a row or column may be shorter. With `offsets`: [G] per tensor; [G, N] per
+            column; [floor(M / B) + G, N] per `B x 1`, group after group, then 1 in unused entries.
 
     Raises:
         InputError: (SF102) if x has no dimensions or is not floating, (SF106) for an unknown role, direction or

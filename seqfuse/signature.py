@@ -230,5 +230,5 @@ def arguments_kept(thing: object) -> dict[str, int | float | str]:
 
 
 def show_arguments(self: object) -> str:
-    """An `extra_repr`: the arguments that a module keeps."""
+    """The constructor arguments, for `repr`."""
     return ", ".join(f"{name}={value!r}" for name, value in arguments_kept(self).items())

@@ -97,7 +97,7 @@ def stream(
 def generate(
     model: nn.Module, tokens: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, **how: object
 ) -> Tensor:
-    """Generate tokens with `stream`; returns prompts and new tokens, int64 [B, S + n], padded on the right.
+    """Generate tokens with `stream`; returns prompts and new tokens, int64 `[B, S + n]`, padded on the right.
 
     Args:
         model: as in `stream`.
