@@ -18,7 +18,7 @@ from seqfuse.kernels.quantize import Codes
 from seqfuse.recipes import Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, guarded, red_zones, seeded_randn
 from tests.lowprecision.hard import draw, hard
-from tests.lowprecision.named import OTHERS, RECIPES, ROLES, form_of, named
+from tests.lowprecision.named import OTHERS, PAIRS, RECIPES, ROLES, form_of, named
 from tools.compiled import Compiled, compile_variants
 
 from .conftest import DEVICE
@@ -26,12 +26,6 @@ from .conftest import DEVICE
 SCALINGS = {(None, None): "tensor", (1, None): "row", (1, 128): "1x128", (128, 128): "128x128", (1, 32): "1x32"}
 every_recipe = pytest.mark.parametrize("recipe", RECIPES + OTHERS, ids=named)
 # Roles that are quantized as x is say nothing more.
-PAIRS = [
-    pytest.param(recipe, role, id=f"{role}-{named(recipe)}")
-    for recipe in RECIPES + OTHERS
-    for role in ROLES
-    if role == "x" or (recipe.dtype(role), recipe.block(role, "rows")) != (recipe.dtype("x"), recipe.block("x", "rows"))
-]
 
 
 def by_kernels(x: Tensor, recipe: Recipe, role: Role, module: ModuleType = kernels, **given: Any) -> Codes:
@@ -81,7 +75,7 @@ def widened(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[1] % 16))
 
 
-@pytest.mark.parametrize(("recipe", "role"), PAIRS)
+@pytest.mark.parametrize(("recipe", "role"), PAIRS, ids=named)
 def test_hard_numbers(recipe: Recipe, role: Role) -> None:
     for x in hard(form_of(recipe, role)):
         for t in (widened(x), widened(x.t())):

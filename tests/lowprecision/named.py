@@ -26,10 +26,17 @@ OTHERS: tuple[Recipe, ...] = (
 )
 ROLES: tuple[Role, ...] = ("x", "weight", "dy")
 DIRECTIONS: tuple[Direction, ...] = ("rows", "columns")
+# Without roles that a recipe quantizes as it does x.
+PAIRS: list[tuple[Recipe, Role]] = [
+    (recipe, role)
+    for recipe in RECIPES + OTHERS
+    for role in ROLES
+    if role == "x" or (recipe.dtype(role), recipe.block(role, "rows")) != (recipe.dtype("x"), recipe.block("x", "rows"))
+]
 
 
-def named(recipe: Recipe) -> str:
-    return f"{type(recipe).__name__}-{recipe.format}-{recipe.power_of_two}"
+def named(value: Recipe | Role) -> str:
+    return value if isinstance(value, str) else f"{type(value).__name__}-{value.format}-{value.power_of_two}"
 
 
 def form_of(recipe: Recipe, role: str) -> formats.Format:
