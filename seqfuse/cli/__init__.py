@@ -1,9 +1,8 @@
 """The command `seqfuse`: plans, checks, measurements and comparisons from a terminal.
 
-Exit status: 0 where nothing is wrong; 1 where something was found that should not be so (a check failed, two runs
-differ, `doctor` has a warning), or the command's own dependencies are missing; 2 where the command could not do what it
-was asked, with one sentence that says why; 3 where nothing failed and a check could not run on this machine; 130 where
-it was interrupted.
+Exit status: 0: success. 1: a problem was found (a failed check, a difference between two runs, a warning of `doctor`),
+or dependencies of the command are missing. 2: the command failed, with the reason in one sentence. 3: no failure, but a
+check could not run on this machine. 130: interrupted.
 """
 
 from __future__ import annotations

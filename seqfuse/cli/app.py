@@ -12,12 +12,12 @@ app = App(
     help="Fused training kernels for PyTorch: plans, checks and measurements from a terminal.",
     version=__version__,
     help_epilogue=(
-        "MODULE:NAME is package.module:name or path/to/file.py:name, and names a torch.nn.Module, or a function or "
-        "class that makes one when it is called without arguments. An input is 8x1024:bf16. --traceback shows where "
-        "an error comes from."
+        "MODULE:NAME is package.module:name or path/to/file.py:name: a torch.nn.Module, or a function or class that "
+        "returns one when called without arguments. An input is 8x1024:bf16. --traceback shows the traceback of an "
+        "error."
     ),
 )
-cache = App(name="cache", help="Compile C kernels ahead; `seqfuse doctor` shows where they are kept.")
+cache = App(name="cache", help="Compile C kernels ahead; `seqfuse doctor` shows where they are stored.")
 app.command(cache)
 app.command(doctor.doctor)
 app.command(plan.plan)

@@ -44,7 +44,7 @@ def check(
     target: Named,
     /,
     *,
-    input: Annotated[str | None, Parameter(help="What enters, such as 8x64; a model needs it.")] = None,
+    input: Annotated[str | None, Parameter(help="The input, such as 8x64; required for a model.")] = None,
     seed: int = 0,
     json: Json = False,
     on: Annotated[On | None, Parameter(name="*")] = None,

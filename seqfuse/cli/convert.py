@@ -1,4 +1,4 @@
-"""`seqfuse convert`: what of any model runs fused after `sf.convert`, and why the rest does not."""
+"""`seqfuse convert`: which calls of a model run fused after `sf.convert`, and why the others do not."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def convert_model(
     memory: Annotated[str, Parameter(help="fast, balanced, lean or least.")] = "fast",
     no_grad: NoGrad = False,
     launches: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Count kernel launches on a CPU, too.")
+        bool, Parameter(negative="", show_default=False, help="Also count kernel launches on a CPU.")
     ] = False,
     json: Json = False,
     output: Output = None,
     on: Annotated[Under | None, Parameter(name="*")] = None,
 ) -> None:
-    """Convert any model, call it once, and report what is fused and why the rest is not, also for --device h100."""
+    """Convert any model, call it once, and report its fused chains and unconverted calls, also for --device h100."""
     on = on or Under()
     spec = on.spec(input)
     model = named_part(on.build(target, spec), target, on.part)

@@ -1,4 +1,4 @@
-"""`seqfuse doctor`: what this machine has, what is wrong with it, and which fusions can run on it."""
+"""`seqfuse doctor`: the state of this machine, with warnings, and which fusions can run on it."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from ..env import Env
 from ..hardware import CARDS
 from .target import Unable, load_target
 
-Named = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
-InputText = Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")]
+Named = Annotated[str, Parameter(name="MODULE:NAME", help="The object, see below.")]
+InputText = Annotated[str, Parameter(help="The input, such as 8x1024:bf16.")]
 Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print JSON.")]
 NoGrad = Annotated[bool, Parameter(negative="", show_default=False, help="Plan for inference.")]
-Output = Annotated[Path | None, Parameter(help="Write to this file, whose ending says the form: .svg, .json or .txt.")]
+Output = Annotated[Path | None, Parameter(help="Write to this file, as .svg, .json or .txt.")]
 
 _DTYPES = {
     torch.float32: ("float32", "fp32", "f32", "float"),
@@ -44,10 +44,10 @@ class On:
 
     device: Annotated[
         str | None,
-        Parameter(help="cpu, cuda or cuda:0, for a plan also cuda:sm_90 or h100; else the first GPU."),
+        Parameter(help="cpu, cuda or cuda:0, for a plan also cuda:sm_90 or h100; default: the first GPU or CPU."),
     ] = None
-    dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
-    part: Annotated[str | None, Parameter(help="Path of the Sequential in the model that is meant.")] = None
+    dtype: Annotated[str | None, Parameter(help="Dtype of the parameters; by default that of a floating input.")] = None
+    part: Annotated[str | None, Parameter(help="Path of a Sequential in the model.")] = None
     channel: Annotated[
         list[str] | None,
         Parameter(
@@ -55,7 +55,7 @@ class On:
         ),
     ] = None
     evaluate: Annotated[
-        bool, Parameter(name="--eval", negative="", show_default=False, help="Put the model into evaluation mode.")
+        bool, Parameter(name="--eval", negative="", show_default=False, help="Set evaluation mode.")
     ] = False
 
     def spec(self, text: str) -> Spec:
@@ -71,7 +71,7 @@ class On:
 class Under(On):
     """The same, perhaps under autocast."""
 
-    autocast: Annotated[str | None, Parameter(help="Run under torch.autocast to this dtype.")] = None
+    autocast: Annotated[str | None, Parameter(help="Run under torch.autocast with this dtype.")] = None
 
     def build(self, name: str, given: Spec | None) -> nn.Module:
         """The model that is named: in the named dtype, else in that of a floating input, but under autocast."""

@@ -1,4 +1,4 @@
-"""`seqfuse plan`: what is fused, here or on a machine that is not here."""
+"""`seqfuse plan`: the fusions of a model, on this machine or another."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def plan(
     target: Named,
     /,
     *,
-    input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
+    input: Annotated[str | None, Parameter(help="The input, such as 8x1024:bf16.")] = None,
     memory: Annotated[str | None, Parameter(help="fast, balanced, lean, least, bytes, or front: all of them.")] = None,
     no_grad: NoGrad = False,
     json: Json = False,
     output: Output = None,
     on: Annotated[Under | None, Parameter(name="*")] = None,
 ) -> None:
-    """Print what is fused and why the rest is not, on this machine or for --device h100. Other models are converted."""
+    """Print the plan of a model, on this machine or for --device h100; a model without plans is converted first."""
     ending, on = ending_of(json, output), on or Under()
     if memory == FRONT and ending != ".txt":
         raise Unable("--memory front prints text only; --json without it has the same numbers under choices")

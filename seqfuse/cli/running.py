@@ -27,7 +27,7 @@ def tune_model(
     *,
     input: InputText,
     modes: Literal["train", "eval", "both"] = "both",
-    budget: Annotated[float | None, Parameter(help="Seconds after which no measurement is begun.")] = None,
+    budget: Annotated[float | None, Parameter(help="Seconds after which no measurement starts.")] = None,
     file: Annotated[Path | None, Parameter(help="Keep measurements in this file.")] = None,
     json: Json = False,
     on: Annotated[Under | None, Parameter(name="*")] = None,
