@@ -50,7 +50,7 @@ class Picture:
     ) -> None:
         """A rectangle with a centered line of text, `drop` below its middle."""
         rect = tag("rect", x=x, y=y, width=width, height=height, rx=5.0)
-        size = "tiny" if drop else "small"
+        size = "tiny" if drop or 7 * len(text) > width else "small"
         line = tag("text", text, x=x + width / 2, y=y + height / 2 + 4 + drop, class_=f"middle {size}")
         self.parts.append(tag("g", rect, line if text else Markup(), class_=kind))
 
