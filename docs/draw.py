@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+os.environ.setdefault("SEQFUSE_CPU_GEMMS", "torch")  # pictures are the same on each processor
 
 import seqfuse as sf
 from docs.picture import Picture

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .hardware import CARDS, architecture_of
+from .hardware import CARDS, ONEDNN_FLOAT32_WORTHWHILE, architecture_of
 from .hardware import COSTS as _COSTS
 from .recipes import Recipe, check_recipe
 from .recipes import current as _current_recipes
+from .settings import parsed
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -191,6 +192,12 @@ class Env:
             return dtype
         return self.autocast
 
+    def multiplies_by_onednn(self, products: int) -> bool:
+        """Whether a GEMM of so many multiplications is oneDNN's, unless autograd calls it."""
+        if self.device != "cpu" or self.dtype is not torch.float32 or products < ONEDNN_FLOAT32_WORTHWHILE:
+            return False
+        return ONEDNN_FLOAT32
+
     @property
     def widens(self) -> bool:
         """Whether GEMMs are computed in float32 because this CPU has no instructions for their dtype."""
@@ -281,10 +288,6 @@ def _without_instructions() -> frozenset[torch.dtype]:
     return frozenset() if has else frozenset({torch.bfloat16})
 
 
-WIDENED = _without_instructions()
-"""The dtypes whose GEMMs are computed in float32 on this CPU, and rounded once."""
-
-
 def _mkl_without_avx512() -> bool:
     """Whether torch's float32 GEMMs are MKL's, without AVX-512 on this processor, while oneDNN's use it.
 
@@ -301,7 +304,12 @@ def _mkl_without_avx512() -> bool:
     return "AuthenticAMD" in stated
 
 
-ONEDNN_FLOAT32 = _mkl_without_avx512()
+_BY_PROCESSOR = parsed()[0].cpu_gemms == "auto"
+
+WIDENED = _without_instructions() if _BY_PROCESSOR else frozenset[torch.dtype]()
+"""The dtypes whose GEMMs are computed in float32 on this CPU, and rounded once."""
+
+ONEDNN_FLOAT32 = _BY_PROCESSOR and _mkl_without_avx512()
 """Whether float32 GEMMs on this CPU are oneDNN's from some size on: MKL takes twice as long."""
 
 

@@ -26,6 +26,7 @@ class Settings:
         tune: `SEQFUSE_TUNE` (`0`, `1`): whether measurements are read from and written to the user's cache.
         debug: `SEQFUSE_DEBUG` (`0`, `1`): whether processes of a group compare their plans before they run them.
         c_kernels: `SEQFUSE_C_KERNELS` (`0`, `1`): whether fusions run as compiled C on a CPU.
+        cpu_gemms: `SEQFUSE_CPU_GEMMS` (`auto`, `torch`): whether the processor decides how a CPU computes GEMMs.
     """
 
     fusing: bool = True
@@ -33,25 +34,37 @@ class Settings:
     tune: bool = True
     debug: bool = False
     c_kernels: bool = True
+    cpu_gemms: Literal["auto", "torch"] = "auto"
 
 
 @functools.cache
 def settings() -> Settings:
     """The settings of this process; warns about `SEQFUSE_*` variables that are unknown or do not parse."""
-    switches = {f"SEQFUSE_{name}": {"0": False, "1": True} for name in ("FUSING", "TUNE", "DEBUG", "C_KERNELS")}
-    allowed = {**switches, "SEQFUSE_ON_ERROR": {"fallback": "fallback", "raise": "raise"}}
-    found: dict[str, Any] = {}
+    found, wrong = parsed()
+    for message in wrong:
+        warnings.warn(message, UserWarning, stacklevel=2)
+    return found
+
+
+def parsed() -> tuple[Settings, list[str]]:
+    """The settings that `SEQFUSE_*` variables give now, and what is wrong about others."""
+    switch = {"0": False, "1": True}
+    allowed: dict[str, dict[str, Any]] = {
+        f"SEQFUSE_{name}": switch for name in ("FUSING", "TUNE", "DEBUG", "C_KERNELS")
+    }
+    allowed["SEQFUSE_ON_ERROR"] = {"fallback": "fallback", "raise": "raise"}
+    allowed["SEQFUSE_CPU_GEMMS"] = {"auto": "auto", "torch": "torch"}
+    found, wrong = dict[str, Any](), list[str]()
     for name, text in os.environ.items():
         if not name.startswith("SEQFUSE_"):
             continue
         if name not in allowed:
-            message = "; ".join(filter(None, (f"unknown environment variable {name}", meant(name, allowed))))
-            warnings.warn(message, UserWarning, stacklevel=2)
+            wrong.append("; ".join(filter(None, (f"unknown environment variable {name}", meant(name, allowed)))))
         elif text not in allowed[name]:
-            warnings.warn(f"{name}={text!r} is none of {', '.join(allowed[name])}; ignored", UserWarning, stacklevel=2)
+            wrong.append(f"{name}={text!r} is none of {', '.join(allowed[name])}; ignored")
         else:
             found[name.removeprefix("SEQFUSE_").lower()] = allowed[name][text]
-    return Settings(**found)
+    return Settings(**found), wrong
 
 
 Chosen = frozenset[str | type[Any]]  # fusions by name or class

@@ -15,6 +15,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What a user has measured on this machine must not decide what is tested.
 os.environ["SEQFUSE_TUNE"] = "0"
+# Nor must the processor: plans, their peaks and bits are the same on each. Tests of other GEMMs switch them on.
+os.environ.setdefault("SEQFUSE_CPU_GEMMS", "torch")
 # Nor do the kernels that tests compile, wrong ones among them, belong into the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parent.parent / ".pytest_cache" / "user")
 

@@ -114,7 +114,7 @@ def on_machines(names: list[str], workers: int, arguments: list[str]) -> bool:
             print(f"{name}: left out, this processor has no {machine.needs}", flush=True)
             continue
         off = [f for f in dispatched if machine.without and re.search(machine.without, f)]
-        environment = {**machine.settings, "OMP_NUM_THREADS": str(machine.threads)}
+        environment = {"SEQFUSE_CPU_GEMMS": "auto", **machine.settings, "OMP_NUM_THREADS": str(machine.threads)}
         environment |= {"NPY_DISABLE_CPU_FEATURES": " ".join(off)} if off else {}
         environment = {key: value for key, value in environment.items() if value}
         found = probe(environment)

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved": {"errors", "generated"},
     "signature": {"errors"},
     "compiler": {"errors", "settings", "store"},
-    "env": {"compiler", "errors", "hardware", "recipes"},
+    "env": {"compiler", "errors", "hardware", "recipes", "settings"},
     "recipes": {"errors"},
     "scaling": {"errors", "operation", "quantized", "recipes"},
     "quantized": {"recipes"},

@@ -17,7 +17,12 @@ from __future__ import annotations
 
 import os
 
-os.environ |= {"SEQFUSE_TUNE": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "SEQFUSE_TUNE": "0",
+    "SEQFUSE_CPU_GEMMS": "torch",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 import argparse
 import contextlib

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import env
+from .. import compiler, env
 from ..casts import autocasting
 from ..hardware import ONEDNN_FLOAT32_LEAST, ONEDNN_FLOAT32_WORTHWHILE
 from ._philox import watched
@@ -59,13 +59,15 @@ def _is_large(a: Tensor, columns: int, least: int | None = None) -> bool:
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a b^T + bias. a: [M, K], b: [N, K], bias: [N]."""
+    if compiler.is_collecting():  # on fake tensors, whose bytes are counted: oneDNN copies an `a` of contiguous columns
+        return F.linear(a.contiguous(), b, bias)
     return _mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
 def _fits_onednn(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
     """Whether oneDNN multiplies a by b^T, and whether nothing differentiates, records or counts what runs."""
-    given = [t for t in (a, b, *others) if t is not None]
-    if not all(t.dtype is torch.float32 and t.is_cpu and type(t) in PLAIN for t in given):
+    given, tried = [t for t in (a, b, *others) if t is not None], compiler.is_collecting()
+    if not all(t.dtype is torch.float32 and t.is_cpu and (tried or type(t) in PLAIN) for t in given):
         return False
     if min(*a.shape, b.shape[0]) < ONEDNN_FLOAT32_LEAST or not (_lies_plainly(a) and _lies_plainly(b)):
         return False
@@ -73,7 +75,7 @@ def _fits_onednn(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return False
-    return not (env.any_autocast() or _dispatch_modes() or watched())
+    return not (env.any_autocast() or (_dispatch_modes() and not tried) or watched())
 
 
 def _lies_plainly(t: Tensor) -> bool:
@@ -120,6 +122,8 @@ def addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
 def _addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     whole = factor == 1.0 and addend.shape == (a.shape[0], b.shape[1])
     if whole and _is_large(a, b.shape[1]) and _fits_onednn(a, b.mT, addend):
+        if compiler.is_collecting():
+            return torch.addmm(addend, a.contiguous(), b)
         return _mkldnn._linear_pointwise.binary(a, addend, b.mT, None, "add")
     return torch.addmm(addend, a, b, alpha=factor)
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..env import ONEDNN_FLOAT32, Env
+from ..env import Env
 from ..errors import step_note
-from ..hardware import ONEDNN_FLOAT32_WORTHWHILE
 from ..operation import FusableOperation, configured
 from ..plan.flatten import Node, public_channels
 from ..plan.inputs import Like, check_dtypes
@@ -233,10 +232,9 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
         return None
     if any(step.fused and size >= step.operation.native_below for step in steps):
         return None
-    if ONEDNN_FLOAT32 and env.device == "cpu" and env.dtype is torch.float32:  # in which autograd's GEMMs take longer
-        work = (env.rows or 0) * max(math.prod(operation.features or ()) for operation in operations)
-        if work >= ONEDNN_FLOAT32_WORTHWHILE:
-            return None
+    work = (env.rows or 0) * max(math.prod(operation.features or ()) for operation in operations)
+    if env.multiplies_by_onednn(work):  # autograd's GEMMs would take longer
+        return None
     calls: list[TorchCall] = []
     joined, first = False, plan.forward[0].start
     kept: set[str] = set()

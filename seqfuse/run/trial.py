@@ -213,8 +213,8 @@ class Weighing:
 
     def _try(self, segment: Segment, given: Sequence[Tensor]) -> _Trial:
         tally, seeds = Tally(), self._seeds.clone()
-        in_c = self._stretch.env.kernels == "c"  # a plan for a GPU that is made on a CPU asks for none
-        with compiler.collecting() if in_c else contextlib.nullcontext(dict[str, None]()) as kernels, tally:
+        here = self._stretch.env.device == "cpu"  # a plan for a GPU that is made on a CPU asks for no C kernels
+        with compiler.collecting() if here else contextlib.nullcontext(dict[str, None]()) as kernels, tally:
             node, results = run_alone(segment, seeds, given[0], *given[1:])
             places = {storage_of(t): -1 - i for i, t in reversed([*enumerate(results)])}
             places |= {storage_of(t): i for i, t in reversed([*enumerate(given)])}

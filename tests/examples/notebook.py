@@ -24,7 +24,7 @@ def executed(path: Path, folder: Path) -> Any:
 
     notebook = nbformat.read(path, as_version=4)
     own = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
-    environment = {**os.environ, **own, "PYTHONPATH": str(ROOT)}
+    environment = {"SEQFUSE_CPU_GEMMS": "torch", **os.environ, **own, "PYTHONPATH": str(ROOT)}
     client = nbclient.NotebookClient(notebook, kernel_name="python3", timeout=int(SECONDS))
     client.execute(cwd=str(folder), env=environment)
     for cell in notebook.cells:

@@ -26,6 +26,10 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
+os.environ.setdefault(
+    "SEQFUSE_CPU_GEMMS", "torch"
+)  # before the package is imported: pages are the same on each processor
+
 from seqfuse.settings import Settings
 from tests.examples.counted import source_of
 

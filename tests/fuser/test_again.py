@@ -20,9 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.compiler import compiler
 from seqfuse.errors import FallbackWarning, StateError
-from seqfuse.kernels.c import attention
 from seqfuse.plan.front import Front, Option, Weight
 from seqfuse.run import fuser as running
 from seqfuse.run.trial import Tally
@@ -492,33 +490,6 @@ def test_the_peak_is_what_the_plan_says_and_never_more_than_the_budget(name: str
             times.append(plan.cost)
     assert times == sorted(times, reverse=True)
     assert len({*times}) > 2
-
-
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
-@pytest.mark.parametrize("memory", ["fast", "least"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
-    dropout: float, memory: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """In the forward pass k and v as the kernel reads them, and floats of each thread in both passes."""
-    calls, kernel = list[int](), attention.attention_on_cpu
-    monkeypatch.setattr(attention, "attention_on_cpu", lambda *given, **of: (calls.append(1), kernel(*given, **of))[1])
-    around = ops.Linear(WIDTH, 3 * WIDTH), ops.Attention(3, causal=True, dropout=dropout), ops.Linear(WIDTH, WIDTH)
-    model = sf.Sequential(ops.LayerNorm(WIDTH), *around, memory=memory)
-    x = draw(2, 300, WIDTH, seed=3).float()
-    for _ in range(2):
-        model(x.requires_grad_()).sum().backward()
-    # Under a mode that counts tensors torch's kernel would run.
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        y = model(x.detach().clone().requires_grad_())
-        y.backward(torch.empty_like(y))
-    assert profile.profiler is not None
-    events = profile.profiler.kineto_results.events()
-    made = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
-    memory_of = model.plan(x).memory
-    assert memory_of is not None
-    assert max(itertools.accumulate(made)) - y.nbytes == pytest.approx(memory_of.peak, rel=0.05)
-    assert len(calls) >= 3
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from seqfuse.ops import _mm
 from seqfuse.testing import LAYOUTS, check_op, laid_out, seeded_randn
 from tests.ops.test_widened import PRODUCTS, Gemms, gradients, model
 
-lower = importlib.import_module("seqfuse.run.lower")
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
     reason="torch was built without oneDNN",
@@ -41,9 +39,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
                 seen.append(tuple(y.shape))
                 return y
 
-    for where in (env, lower):
-        monkeypatch.setattr(where, "ONEDNN_FLOAT32", True)
-    for where in (_mm, lower):
+    monkeypatch.setattr(env, "ONEDNN_FLOAT32", True)
+    for where in (_mm, env):
         monkeypatch.setattr(where, "ONEDNN_FLOAT32_WORTHWHILE", 0)
     monkeypatch.setattr(_mm, "_mkldnn", Counted)
     return seen

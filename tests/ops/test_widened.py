@@ -243,6 +243,22 @@ def test_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cpu_is_asked_of_onednn() -> None:
     code = "import torch, seqfuse.env; print(torch.ops.mkldnn._is_mkldnn_bf16_supported(), *seqfuse.env.WIDENED)"
-    done = Script("-c", code, environment={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}, bare=True).done()
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() in (["False", "torch.bfloat16"], ["True"])
+    for asked, wide in (("auto", ["torch.bfloat16"]), ("torch", [])):
+        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "SEQFUSE_CPU_GEMMS": asked}
+        done = Script("-c", code, environment=environment, bare=True).done()
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() in (["False", *wide], ["True"])
+
+
+def test_no_processor_decides_where_torch_s_gemms_are_asked_for() -> None:
+    """Whichever it is: without bfloat16 instructions, or one of AMD with AVX-512."""
+    about = "import torch, pathlib; torch.backends.cpu.get_cpu_capability = lambda: 'AVX512'"
+    about += "; pathlib.Path.read_text = lambda self: 'AuthenticAMD'"
+    about += "; import seqfuse.env as env; print(env.ONEDNN_FLOAT32, *env.WIDENED)"
+    for asked in ("auto", "torch"):
+        environment = {**os.environ, "SEQFUSE_CPU_GEMMS": asked}
+        done = Script("-c", about, environment=environment, bare=True).done()
+        assert done.returncode == 0, done.stderr
+        large = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        assert done.stdout.split()[0] == str(asked == "auto" and large)
+        assert asked == "auto" or done.stdout.split() == ["False"]

@@ -1,0 +1,120 @@
+"""The planned peak is what torch's allocator counts, whichever library multiplies matrices on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import env, ops
+from seqfuse.compiler import compiler
+from seqfuse.kernels.c import attention
+from seqfuse.plan import MODES
+from seqfuse.run import trial
+
+from .kit_b import draw
+
+WIDTH = 64
+
+
+def mlp() -> list[nn.Module]:
+    return [ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 4 * WIDTH), ops.GeLU(), ops.Linear(4 * WIDTH, WIDTH)]
+
+
+def gated() -> list[nn.Module]:
+    gate = ops.MergedLinear(WIDTH, (2 * WIDTH,) * 2, bias=False), ops.SwiGLU()
+    return [ops.RMSNorm(WIDTH), *gate, ops.Linear(2 * WIDTH, WIDTH, bias=False)]
+
+
+def attending(dropout: float = 0.0) -> list[nn.Module]:
+    heads = ops.Linear(WIDTH, 3 * WIDTH), ops.Attention(4, causal=True, dropout=dropout)
+    return [ops.LayerNorm(WIDTH), *heads, ops.Linear(WIDTH, WIDTH)]
+
+
+def attending_in_llama() -> list[nn.Module]:
+    heads = ops.MergedLinear(WIDTH, (WIDTH,) * 3, bias=False), ops.Attention(4, causal=True)
+    return [ops.RMSNorm(WIDTH), *heads, ops.Linear(WIDTH, WIDTH, bias=False)]
+
+
+MODELS = {
+    "MLP": [mlp],
+    "gated MLP": [gated],
+    "attention": [attending],
+    "GPT": [attending, mlp],
+    "Llama": [attending_in_llama, gated],
+}
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradient nothing else holds, as that of a head is."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.like = y.shape, y.dtype
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        return torch.ones(ctx.like[0], dtype=ctx.like[1])
+
+
+def allocated(model: nn.Module, x: Tensor) -> int:
+    """The most bytes alive at once in a forward and a backward pass as torch's allocator counts them, without y.
+
+    Under a mode that counts tensors, torch's own kernels would run. Gradients of parameters are freed when they come.
+    """
+    handles = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+    for _ in range(2):
+        _Loss.apply(model(x.detach().clone().requires_grad_())).backward()  # pyright: ignore
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        y = model(x.detach().clone().requires_grad_())
+        _Loss.apply(y).backward()  # pyright: ignore
+    for handle in handles:
+        handle.remove()
+    assert profile.profiler is not None
+    events = profile.profiler.kineto_results.events()
+    made = [size for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")]
+    return max(itertools.accumulate(made)) - y.nbytes
+
+
+def planned(model: sf.Sequential, x: Tensor) -> int:
+    memory = model.plan(x.requires_grad_()).memory
+    assert memory is not None
+    assert memory.peak is not None
+    return memory.peak
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", ["bfloat16", "float32 by MKL", "float32 by oneDNN"])
+def test_the_peak_is_what_the_allocator_counts(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN copies one factor of a weight's gradient; bfloat16 without instructions is multiplied in float32."""
+    if "oneDNN" in kind and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("torch was built without oneDNN")
+    monkeypatch.setattr(env, "ONEDNN_FLOAT32", "oneDNN" in kind)
+    monkeypatch.setattr(env, "WIDENED", frozenset({torch.bfloat16}))
+    monkeypatch.setattr(trial, "_known", {})
+    x = draw(4, 1024, WIDTH, seed=3).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    found: dict[str, float] = {}
+    for memory in MODES:
+        model = sf.Sequential(*(ops.Residual(*inner()) for inner in MODELS[name]), memory=memory).to(x.dtype)
+        found[memory] = allocated(model, x) / planned(model, x)
+    assert found == pytest.approx(dict.fromkeys(found, 1.0), abs=0.05)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.parametrize("memory", ["fast", "least"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
+    dropout: float, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the forward pass k and v as the kernel reads them, and floats of each thread in both passes."""
+    calls, kernel = list[int](), attention.attention_on_cpu
+    monkeypatch.setattr(attention, "attention_on_cpu", lambda *given, **of: (calls.append(1), kernel(*given, **of))[1])
+    model = sf.Sequential(*attending(dropout), memory=memory)
+    x = draw(2, 300, WIDTH, seed=3).float()
+    assert allocated(model, x) == pytest.approx(planned(model, x), rel=0.05)
+    assert len(calls) >= 3
