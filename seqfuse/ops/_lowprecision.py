@@ -72,9 +72,9 @@ _SEVERAL = 16
 
 
 def quantized_weights(asked: Sequence[tuple[Any, Recipe, frozenset[str]]]) -> list[Weights]:
-    """The weights of several operations, each with its recipe and the gradients that it needs: down columns for x.
+    """Quantize the weights of several operations, given with recipe and needed gradients; for x along columns.
 
-    On GPUs those of blocks are quantized in one launch for each recipe.
+    On a GPU, weights with block scales are quantized in one launch per recipe.
     """
     each = [(operation.gemm_weights(recipe), recipe, "x" in needs) for operation, recipe, needs in asked]
     flat = [(weight, recipe, columns) for weights, recipe, columns in each for weight in weights]

@@ -230,7 +230,8 @@ class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[re
             For a power of two of processes this is exact up to the order of the sum.
 
     Attributes:
-        in_features, out_features: sizes of the GEMM of this process.
+        in_features: input size of the GEMM of this process.
+        out_features: output size of the GEMM of this process.
 
     Raises:
         InputError: (SF101) for features that the number of processes does not divide, (SF106) for another `parallel` or

@@ -53,8 +53,8 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
         bias: whether the parts have biases: one bool, or one per part.
 
     Attributes:
-        weight_0, weight_1, ..., bias_0, bias_1, ...: the parameters of each part; `None` for a part without a bias.
-            They may be parameters of other modules, as with `MergedLinear.of`.
+        weight_i: the weight of part i; may be the parameter of another module, as with `MergedLinear.of`.
+        bias_i: the bias of part i, or `None`; may also be shared.
         parts: the sizes of the parts.
         out_features: their sum.
 

@@ -18,7 +18,8 @@ class Identity(sf.UnfusedOperation):
     x, y: any shape.  Saved: nothing.
 
     Args:
-        args, kwargs: ignored, as in `torch.nn.Identity`.
+        args: ignored, as in `torch.nn.Identity`.
+        kwargs: ignored.
     """
 
     class Saved(sf.Saved):
