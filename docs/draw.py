@@ -181,7 +181,12 @@ def contract(narrow: bool = False) -> str:
         ("forward, fused", 20, "forward", ((0, 3, "LinearBiasPointwise"), (3, 5, "LinearBias"))),
         ("forward, unfused", 62, "plain", tuple((i, i + 1, name) for i, name in enumerate(names))),
         ("backward, unfused", 168, "plain", tuple((i, i + 1, name) for i, name in enumerate(names))),
-        ("backward, fused", 210, "backward", ((0, 1, "Linear"), (1, 3, "PointwiseChainBackward"), (3, 5, "LinearBiasBackward"))),
+        (
+            "backward, fused",
+            210,
+            "backward",
+            ((0, 1, "Linear"), (1, 3, "PointwiseChainBackward"), (3, 5, "LinearBiasBackward")),
+        ),
     )
     for i, (label, down, kind, steps) in enumerate(rows):
         y = top + down + under * (i + 1)
