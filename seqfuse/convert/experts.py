@@ -33,7 +33,7 @@ _GATES = (("SwiGLU", ()), ("GEGLU", ()), ("GEGLU", ("tanh",)), ("ReGLU", ()), ("
 _UNITS: tuple[Unit, ...] = tuple(
     (name, numbers, packing) for name, numbers in _GATES for packing in ("gate_up", "up_gate", "interleaved")
 )
-_ACTS: tuple[Unit, ...] = (
+ACTIVATIONS: tuple[Unit, ...] = (
     *((name, (), "") for name in ("SiLU", "GeLU", "ReLU", "SquaredReLU", "QuickGeLU", "Sigmoid", "Tanh")),
     ("GeLU", ("tanh",), ""),
 )
@@ -188,7 +188,8 @@ def unit_like(
     apply: Callable[[Tensor], Tensor], units: Iterable[Unit] = _UNITS, shape: Sequence[int] = (16, 32)
 ) -> Unit | None:
     """The unit that gives the values of a function, found by trying it."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 4
+    drawn = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
+    drawn[0] *= 100
     with torch.no_grad(), torch.device("cpu"):
         expected = apply(drawn.clone())
         for unit in units:
@@ -200,7 +201,7 @@ def unit_like(
 
 def _candidates(module: Any) -> Iterator[Unit]:
     if not module.has_gate:
-        yield from _ACTS
+        yield from ACTIVATIONS
         return
     yield from _UNITS
     numbers = [float(getattr(module, name, default)) for name, default in (("limit", 7.0), ("alpha", 1.702))]

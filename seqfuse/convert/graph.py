@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -109,6 +109,13 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
 def arguments(node: Node, *names: str) -> Any:
     """The first arguments of a call, given by place or by these names."""
     return tuple(argument(node, i, name) for i, name in enumerate(names))
+
+
+def called(node: Node, value: Callable[[Node], Any]) -> Any:
+    """What a call gives for the values of the nodes that it is given."""
+    args, kwargs = cast("Any", map_arg((node.args, node.kwargs), value))
+    target: Any = node.target
+    return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
 def example(node: Any) -> Tensor | None:

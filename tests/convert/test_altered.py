@@ -68,7 +68,11 @@ def half(t: Tensor) -> Tensor:
 
 
 def tanh_gelu(half: Tensor, y: Tensor) -> Tensor:
-    return half * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (y + 0.044715 * torch.pow(y, 3.0))))
+    return half * (1.0 + tanh_of(y + 0.044715 * torch.pow(y, 3.0)))
+
+
+def tanh_of(y: Tensor) -> Tensor:
+    return torch.tanh(math.sqrt(2.0 / math.pi) * y)
 
 
 def rms(y: Tensor, weight: Tensor | float = 1.0, eps: float = 1e-6, dim: Any = -1) -> Tensor:
@@ -309,6 +313,10 @@ short("quick gelu of another factor", lambda m, x: m.b((y := m.a(x)) * torch.sig
 short("quick gelu of another tensor", lambda m, x: m.b(x * torch.sigmoid(1.702 * m.a(x))))
 short("gelu of another factor", lambda m, x: m.b(0.5 * (y := m.a(x)) * (1 + torch.tanh(0.9 * (y + 0.044715 * y**3.0)))))
 short("gelu of another tensor", lambda m, x: m.b(tanh_gelu(0.5 * m.c(x), m.a(x))))
+short("silu by hand", lambda m, x: m.b((y := m.a(x)) * torch.sigmoid(y)))
+short("tanh gelu of products", lambda m, x: m.b((y := m.a(x)) / 2 * (tanh_of(y + 0.044715 * y * y * y) + 1)))
+short("relu times itself", lambda m, x: m.b((y := F.relu(m.a(x))) * y))
+short("gelu and more", lambda m, x: m.b((torch.erf((y := m.a(x)) * 0.5**0.5) + 1.0) * (y * 0.5) * 3.0 + 1.0))
 short("halves swapped", lambda m, x: m.b((h := m.up(x).chunk(2, -1))[0] * F.silu(h[1])))
 short("gates interleaved", lambda m, x: m.b(F.silu((h := m.up(x))[..., ::2]) * h[..., 1::2]))
 short("glu of torch", lambda m, x: m.b(F.glu(m.up(x))))
@@ -582,6 +590,10 @@ def test_the_report_says_why_attention_is_left(name: str, reason: str):
     ("name", "operation"),
     [
         ("quick gelu", "QuickGeLU"),
+        ("silu by hand", "SiLU"),
+        ("tanh gelu of products", "GeLU"),
+        ("relu times itself", "SquaredReLU"),
+        ("gelu and more", "GeLU"),
         ("RoPE with angles", "RotaryEmbedding"),
         ("turns_the_part_before_what_passes", "RotaryEmbedding"),
         ("heads cut for one of keys", "Attention"),

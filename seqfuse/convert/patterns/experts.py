@@ -10,13 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from ... import ops
 from ...operation import FusableOperation
 from ..experts import made as unit_of
 from ..experts import operations, unit_like
-from ..graph import argument, back, channel, example, is_fixed, numbers, read_by, spelled
+from ..graph import argument, back, called, channel, example, is_fixed, numbers, read_by, spelled
 from ..raising import META, Found, Given, Inner, Raised, Transposed, Value, matcher
 
 _DIVIDE, _DIVIDE_IN_PLACE = (getattr(operator, name) for name in ("truediv", "itruediv"))
@@ -128,11 +127,7 @@ def _value(node: Any, known: dict[Node, Any]) -> Any:
     if node not in known:
         if node.op not in ("call_function", "call_method"):
             raise KeyError(node)
-        args, kwargs = (map_arg(given, lambda n: _value(n, known)) for given in (node.args, node.kwargs))
-        target: Any = node.target
-        known[node] = (
-            target(*args, **kwargs) if node.op == "call_function" else getattr(args[0], target)(*args[1:], **kwargs)
-        )
+        known[node] = called(node, lambda n: _value(n, known))
     return known[node]
 
 
@@ -261,14 +256,7 @@ def _computed(
             if any(e is None or inner in read_by(node) for inner, e in like.items()):
                 return None
             of = {**values, **{inner: torch.empty(0, dtype=e.dtype) for inner, e in like.items() if e is not None}}
-            args: Any = map_arg(node.args, of.__getitem__)
-            kwargs: Any = map_arg(node.kwargs, of.__getitem__)
-            target: Any = node.target
-            if node.op == "call_method":
-                first, *rest = args
-                values[node] = getattr(first, target)(*rest, **kwargs)
-            else:
-                values[node] = target(*args, **kwargs)
+            values[node] = called(node, of.__getitem__)
     return values[experts], values[probs], corrected
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
+from torch import Tensor
 from torch.fx import Node
 
 from ... import ops
 from ...operation import FusableOperation
 from ..dtensor import collective
 from ..effects import in_place
+from ..experts import ACTIVATIONS, made, unit_like
 from ..graph import (
+    CASTS,
     alike,
     argument,
     back,
+    called,
     channel,
     either,
     example,
@@ -35,53 +39,48 @@ _ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
 }  # fmt: skip
 
 
-def raise_gelu_by_hand(node: Node) -> Found:
-    """0.5 x (1 + t), t = tanh(sqrt(2 / pi) (x + 0.044715 x^3)), as GPT-2 writes it, or t = erf(x / sqrt(2))."""
-    tanh = spelled(node) == "tanh"
-    inner = as_scaled(node.args[0])
-    if inner is None or abs(inner[1] - (math.sqrt(2 / math.pi) if tanh else math.sqrt(0.5))) > 1e-6:
-        return None
-    x = _cubic(inner[0]) if tanh else inner[0]
-    plus = next((u for u in node.users if (p := operands(u, "add")) is not None and 1.0 in p), None)
-    if x is None or plus is None or len(node.users) != 1:
-        return None
-    out = plus
-    while (found := ahead_of_product(out)) is not None:
-        out = found
-        number, factors = _factors(out, plus)
-        if number == 0.5 and len(factors) == 2 and {*map(back, factors)} == {back(x), plus}:
-            return one(ops.GeLU("tanh" if tanh else "none"), x, out)
+_EACH = {
+    "add", "sub", "mul", "truediv", "neg", "pow", "square", "reciprocal", "exp", "erf", "tanh", "sigmoid", "relu",
+    *CASTS,
+}  # fmt: skip
+"""Calls that compute each element by itself."""
+_FAR = 8
+"""Calls before and behind one of these that are looked at, at most."""
+
+
+def raise_spelled_out(node: Node) -> Found:
+    """Several calls that compute an activation of one tensor, however a model spells it, found by trying them."""
+    outs = [node]
+    while len(outs[-1].users) == 1 and spelled(user := next(iter(outs[-1].users))) in _EACH and len(outs) < _FAR:
+        outs.append(user)
+    inputs = node.all_input_nodes if len(outs) > 1 else []
+    for before in inputs:  # which grows
+        if spelled(before) in _EACH and len(inputs) < _FAR:
+            inputs += [n for n in before.all_input_nodes if n not in inputs]
+    calls = {x: _computed(x, outs[-1]) for x in inputs if alike(x, node)}
+    for out in outs[:0:-1]:
+        for x in calls:
+            if out in calls[x] and (unit := unit_like(functools.partial(_tried, x, calls[x], out), ACTIVATIONS)):
+                return one(made(unit), x, out)
     return None
 
 
-def _cubic(node: Any) -> Any:
-    """X of x + 0.044715 x^3."""
-    total = operands(node, "add")
-    if total is None:
-        return None
-    x, cubed = total if as_scaled(total[1]) is not None else (total[1], total[0])
-    cube = as_scaled(cubed)
-    if cube is None or abs(cube[1] - 0.044715) > 1e-9 or spelled(cube[0]) != "pow":
-        return None
-    return x if cube[0].args[0] is x and argument(cube[0], 1, "exponent") == 3.0 else None
+def _computed(x: Node, last: Node) -> list[Node]:
+    """The calls up to the last one that compute something of each element of a tensor and of numbers alone."""
+    found, node = [x], x
+    while node is not last and node.op != "output":
+        node = node.next
+        if spelled(node) in _EACH and all(n in found or _number(n) is not None for n in node.all_input_nodes):
+            found.append(node)
+    return found
 
 
-def ahead_of_product(node: Node) -> Node | None:
-    """The product that a node is a factor of, if that is all that reads it."""
-    user = next(iter(node.users)) if len(node.users) == 1 else None
-    return user if spelled(user) in ("mul", "truediv") else None
-
-
-def _factors(node: Any, stop: Node) -> tuple[float, list[Any]]:
-    """The number and the tensors that a product is made of, as far as a node."""
-    if node is not stop and (found := as_scaled(node)) is not None:
-        number, factors = _factors(found[0], stop)
-        return number * found[1], factors
-    pair = operands(node, "mul")
-    if node is stop or pair is None:
-        return 1.0, [node]
-    (a, first), (b, second) = (_factors(part, stop) for part in pair)
-    return a * b, first + second
+def _tried(x: Node, calls: list[Node], out: Node, drawn: Tensor) -> Tensor:
+    """What calls give for numbers."""
+    values: dict[Node, Any] = {x: drawn}
+    for call in calls[1:]:
+        values[call] = called(call, lambda n: values[n] if n in values else _number(n))
+    return values[out]
 
 
 def as_scaled(node: Any) -> tuple[Any, float] | None:
@@ -103,28 +102,6 @@ def _number(given: Any) -> float | None:
     e = example(given)
     known = KnownValues().choice(given) if e is not None and e.ndim == 0 and not e.requires_grad else None
     return float(known.yes) if known is not None and known.is_fixed else None
-
-
-def raise_quick_gelu(node: Node) -> Found:
-    """X sigmoid(1.702 x)."""
-    found = as_scaled(node.args[0])
-    if found is None or found[1] != 1.702 or len(node.users) != 1:
-        return None
-    out = next(iter(node.users))
-    pair = operands(out, "mul")
-    if pair is None or found[0] not in pair:
-        return None
-    return one(ops.QuickGeLU(), found[0], out)
-
-
-def raise_squared_relu(node: Node) -> Found:
-    """relu(x)^2."""
-    users = list(node.users)
-    if len(users) != 1 or argument(node, 1, "inplace", False):
-        return None
-    out = users[0]
-    squares = spelled(out) == "square" or (spelled(out) == "pow" and argument(out, 1, "exponent") == 2)
-    return one(ops.SquaredReLU(), node.args[0], out) if squares else None
 
 
 def raise_activation(node: Node) -> Found:
@@ -221,11 +198,7 @@ def _beside(operation: FusableOperation, x: Any, other: Any, node: Node) -> Foun
     return found
 
 
-SPELLED_OUT = (
-    matcher(raise_gelu_by_hand, "tanh", "erf"),
-    matcher(raise_quick_gelu, "sigmoid"),
-    matcher(raise_squared_relu, "relu"),
-)
+SPELLED_OUT = (matcher(raise_spelled_out, "tanh", "erf", "sigmoid", "relu"),)
 """Activations that several calls spell."""
 
 MATCHERS = (
