@@ -61,11 +61,11 @@ def layer_bytes(build: Build, memory: Any) -> int:
 
 
 def step(name: str, converted: bool, shape: tuple[int, int] = SHORT, width: int = 16) -> Callable[[], None]:
-    """A training step of a tiny model for tokens of a shape, as it is or converted, which has run some times."""
+    """A training step of a tiny model for tokens of a shape, as it is or converted, `"fast"`; it has run some times."""
     torch.manual_seed(0)
     tokens, model = torch.arange(math.prod(shape)).reshape(shape) % 32, MODELS[name](2, width).train()
     if converted:
-        sf.convert(model)
+        sf.convert(model, memory="fast")
 
     def run() -> None:
         model(input_ids=tokens).last_hidden_state.sum().backward()

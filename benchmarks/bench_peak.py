@@ -32,6 +32,7 @@ SIDES: dict[str, tuple[Any, bool]] = {
     "eager": (None, False),
     "eager, checkpointed": (None, True),
     "save": ("save", False),
+    "balanced": ("balanced", False),
     "lean": ("lean", False),
     "least": ("least", False),
     "lean, checkpointed": ("lean", True),

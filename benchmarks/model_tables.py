@@ -15,12 +15,12 @@ def foreign(found: Results) -> Lines:
     inside = {kind: sum(row["inside"][kind] for row in rows) for kind in rows[0]["inside"]}
     every = {kind: n + sum(row["outside"][kind] for row in rows) for kind, n in inside.items()}
     gemms, norms, activations = (f"{n / every[kind]:.0%}" for kind, n in inside.items())
-    saved = {name: statistics.median(row["kept"][name] for row in rows if row["kept"]) for name in ("save", "lean")}
+    saved = {name: statistics.median(row["kept"][name] for row in rows if row["kept"]) for name in ("balanced", "lean")}
     return [wrapped(
         f"`make test-models` converts {len(rows)} small models of {packages} packages that are not part of the tests. "
         f"{right} of them gave the same outputs and gradients, within the error bound. In chains were {gemms} of their "
         f"GEMMs, {norms} of their norms and {activations} of their activations. In the median they save "
-        f"{saved['save']:.2f} of the bytes that eager PyTorch saves for backward, with `memory=\"lean\"` "
+        f"{saved['balanced']:.2f} of the bytes that eager PyTorch saves for backward, with `memory=\"lean\"` "
         f"{saved['lean']:.2f}. " + where(found)
     )]  # fmt: skip
 

@@ -25,7 +25,7 @@ def convert_model(
     /,
     *,
     input: InputText,
-    memory: Annotated[str, Parameter(help="fast, balanced, lean or least.")] = "fast",
+    memory: Annotated[str, Parameter(help="fast, balanced, lean or least.")] = "balanced",
     no_grad: NoGrad = False,
     launches: Annotated[
         bool, Parameter(negative="", show_default=False, help="Also count kernel launches on a CPU.")

@@ -51,7 +51,7 @@ def plan(
             raise Unable(f"{target} has no Sequential, so it is converted and called: give --input")
         if memory == FRONT:
             raise Unable(f"--memory front needs a Sequential; without it, the report of {target} has all choices")
-        show_conversion(part, target, spec, on, memory or "fast", grad=not no_grad, ending=ending, to=output)
+        show_conversion(part, target, spec, on, memory or "balanced", grad=not no_grad, ending=ending, to=output)
         return
     made = _planned(model, target, spec, on, memory, not no_grad)
     text = {".svg": made.svg, ".json": lambda: made.json(indent=2), ".txt": lambda: str(made)}[ending]()

@@ -32,7 +32,7 @@ def convert(
     then: Literal["inductor"] | None = None,
     fusions: Fusions | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    memory: AnyChoice = "fast",
+    memory: AnyChoice = "balanced",
     recipe: Recipe | None = None,
     exclude: Sequence[str] = UNQUANTIZED,
 ) -> Conversion:
@@ -53,7 +53,8 @@ def convert(
         filter_fn: `filter_fn(module, path)`, with a path as in `named_modules`: whether calls of the module, without
             its submodules, may be converted.
         memory: activation memory against time, as in `Sequential`: `"fast"`, `"balanced"`, `"lean"`, `"least"`, or
-            `sf.Budget(part=0.3)`, a fraction of the bytes that each chain saves unfused.
+            `sf.Budget(part=0.3)`, a fraction of the bytes that each chain saves unfused. The default of a `Sequential`
+            is `"fast"`; of a converted model it is `"balanced"`, which saves less at nearly the same speed.
         recipe: low-precision recipe of the GEMMs in chains, such as `sf.recipes.Float8BlockScaling()`. Other GEMMs,
             listed in the report as left, are not quantized.
         exclude: modules that are not quantized, as paths or names in paths, such as `"lm_head"` or `"layers.0"`; by

@@ -132,7 +132,7 @@ def _backend(
     allowed: Callable[[str], bool] = lambda path: True,
     *,
     fusions: Fusions | None = None,
-    memory: AnyChoice = "fast",
+    memory: AnyChoice = "balanced",
     then: Literal["inductor"] | None = None,
     recipe: Recipe | None = None,
     exclude: Sequence[str] = UNQUANTIZED,

@@ -54,7 +54,7 @@ class RewriteOptions:
 
     fusions: Fusions | None = None
     allowed: Callable[[str], bool] = lambda path: True
-    memory: Choice = "fast"
+    memory: Choice = "balanced"
     recipe: Recipe | None = None
     exclude: tuple[str, ...] = ()
 

@@ -283,7 +283,7 @@ def _examined(foreign: zoo.Foreign, seed: int) -> tuple[Row, dict[str, Missed]]:
         if left.kind in KINDS and "BatchNorm2d" not in left.call:
             row.outside[left.kind] += 1
         row.reasons.append(f"{left.kind} {left.call} {left.module}: {left.reason}")
-    row.kept["save"] = kept(converted, args, kwargs) / max(bytes_eager, 1)
+    row.kept["balanced"] = kept(converted, args, kwargs) / max(bytes_eager, 1)
     conversion.undo()
     converted.load_state_dict(model.state_dict())
     undone = passes(converted, args, kwargs)
@@ -373,7 +373,7 @@ def main() -> int:
     for name in ("nms", "qnms"):  # which torchvision wants, though its compiled library is of another torch
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     rows: list[Row] = []
-    print(_line("model", "state", "GEMMs", "norms", "activ.", "save", "lean", "graphs", "s"))
+    print(_line("model", "state", "GEMMs", "norms", "activ.", "bal.", "lean", "graphs", "s"))
     for foreign in zoo.chosen(asked.words):
         torch._dynamo.reset()
         try:
@@ -398,7 +398,7 @@ def _line(label: str, state: str, *columns: str) -> str:
 
 def _show(row: Row, reasons: bool) -> None:
     shares = [f"{row.inside[k]}/{row.inside[k] + row.outside[k]}" for k in KINDS]
-    kept = [f"{row.kept.get(name, float('nan')):.2f}" for name in ("save", "lean")]
+    kept = [f"{row.kept.get(name, float('nan')):.2f}" for name in ("balanced", "lean")]
     first = row.state.split()[0].rstrip(":")
     label = f"{row.package}: {row.name}"
     print(_line(label, first, *shares, *kept, str(row.graphs), f"{row.seconds:.1f}"), flush=True)
@@ -417,7 +417,7 @@ def _sum_up(rows: list[Row]) -> None:
     for kind in KINDS:
         inside, outside = sum(r.inside[kind] for r in done), sum(r.outside[kind] for r in done)
         print(f"{kind}s in chains: {inside} of {inside + outside} ({inside / max(inside + outside, 1):.0%})")
-    for name in ("save", "lean"):
+    for name in ("balanced", "lean"):
         if done:
             median = statistics.median(row.kept[name] for row in done)
             print(f"bytes kept with {name}: {median:.2f} of eager's in the median")
