@@ -138,7 +138,7 @@ def _weights(scores, sums, ADDED: tl.constexpr, HALF: tl.constexpr):
     t = scores - sums
     if ADDED:
         # A score that another order of summation made may be above the greatest.
-        t = tl.minimum(t, 0.0)
+        t = tl.where(t > 0.0, 0.0, t)  # a NaN stays, which tl.minimum would lose
     return exponential(t, HALF)
 
 

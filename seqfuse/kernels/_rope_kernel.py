@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ._device import rstd_of
-from ._quantize_kernel import quantize_tile
+from ._quantize_kernel import magnitude, quantize_tile
 
 
 @triton.jit
@@ -393,12 +393,12 @@ def _rope_write_kernel(
             rest *= tl.where(known, gain, 1.0)
     fits = (heads >= 0) & (length >= 0) & (length < rows)
     if k_scale is not None:
-        most = tl.zeros((1, 1), tl.float32)
+        most = tl.zeros((1, 1), tl.int32)  # of bits, of which a NaN is the largest
         if ROTARY > 0:
-            most = tl.maximum(most, tl.max(tl.maximum(tl.abs(one), tl.abs(two)), 2))
+            most = tl.maximum(most, tl.max(tl.maximum(magnitude(one), magnitude(two)), 2))
         if ROTARY < D:
-            most = tl.maximum(most, tl.max(tl.abs(rest), 2))
-        scale = tl.expand_dims(most / 127.0, 2)
+            most = tl.maximum(most, tl.max(magnitude(rest), 2))
+        scale = tl.expand_dims(most.to(tl.float32, bitcast=True) / 127.0, 2)
         place = batch * scale_batch + length
         tl.store(k_scale + place + (heads - Q) * scale_head, scale, mask=fits & known & (heads >= Q))
         tl.store(v_scale + place + (heads - Q - K) * scale_head, scale, mask=fits & ~known)

@@ -19,6 +19,7 @@ from ._device import bend
 from ._heads import check_scales
 from ._launch import architecture, cdiv, family, interpreted, launch, next_power_of_2, processors, register_limit, stops
 from ._operators import inner_contiguous, operator
+from ._quantize_kernel import magnitude
 from .activations import power
 
 MAX_HEAD = 256
@@ -145,7 +146,8 @@ def _merge_kernel(
 @triton.jit
 def _quantized(x, mask):
     """A row as int8 and its scale, max |x| / 127; a half is rounded away from zero."""
-    scale = tl.max(tl.where(mask, tl.abs(x), 0.0), 0) / 127.0
+    # Of bits a NaN is the largest, and all of its row is NaN, as of a cache that torch fills.
+    scale = tl.max(tl.where(mask, magnitude(x), 0), 0).to(tl.float32, bitcast=True) / 127.0
     t = x / tl.where(scale == 0.0, 1.0, scale)
     t = tl.minimum(tl.maximum(t, -127.0), 127.0)
     return tl.where(t < 0.0, t - 0.5, t + 0.5).to(tl.int8), scale

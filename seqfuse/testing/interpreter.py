@@ -1,12 +1,13 @@
 """Triton's interpreter with bfloat16 and float8 as a GPU has them.
 
 As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
-makes NaN of float8 overflow, sums a column one number after the other, rounds a product of matrices as the machine's
-BLAS does, otherwise where the factors change places, lets a kernel write anywhere, and patches `triton.language` again
-at every launch and call of a device function. Inside `corrected()` both formats go through float32 and come back
-rounded to nearest even, float8 saturating, columns are summed in pairs, products are made in float64 and rounded before
-they are added, `interpreter_bounds` refuses an access outside the tensors of a launch, and a number that is a global
-of its module. The patch is made once a block.
+makes NaN of float8 overflow, gives the NaN for `tl.maximum` of a number and a NaN, sums a column one number after the
+other, rounds a product of matrices as the machine's BLAS does, otherwise where the factors change places, lets a kernel
+write anywhere, and patches `triton.language` again at every launch and call of a device function. Inside `corrected()`
+both formats go through float32 and come back rounded to nearest even, float8 saturating, `tl.maximum`, `tl.minimum` and
+`tl.clamp` give the number unless they are told to propagate a NaN, columns are summed in pairs, products are made in
+float64 and rounded before they are added, `interpreter_bounds` refuses an access outside the tensors of a launch, and a
+number that is a global of its module. The patch is made once a block.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -40,6 +41,9 @@ _METHODS = {
     "create_dot": ("a", "b", "d", "input_precision", "max_num_imprecise_acc"),
     "create_erf": ("arg",),
     "create_rsqrt": ("arg",),
+    "create_maxnumf": ("lhs", "rhs"),
+    "create_minnumf": ("lhs", "rhs"),
+    "create_clampf": ("arg", "lo", "hi", "propagate_nans"),
 }
 _REDUCTIONS = {"sum": ("input",), "min_max": ("input", "val_reduce_op", "idx_reduce_op")}
 _LAUNCH = {"_init_args_hst": ("args_dev", "kwargs")}
@@ -211,6 +215,18 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
             self, arg, lambda data: torch.erf(torch.from_numpy(np.array(data, np.float64))).numpy().astype(data.dtype)
         )
 
+    # As a GPU computes them by default: of a number and a NaN they are the number. numpy's maximum is the NaN.
+    def create_maxnumf(self: Any, lhs: Any, rhs: Any) -> Any:
+        return binary_op(self, lhs, rhs, np.fmax)
+
+    def create_minnumf(self: Any, lhs: Any, rhs: Any) -> Any:
+        return binary_op(self, lhs, rhs, np.fmin)
+
+    def create_clampf(self: Any, arg: Any, lo: Any, hi: Any, propagate_nans: Any) -> Any:
+        if propagate_nans == tl.PropagateNan.ALL:
+            return plain["create_clampf"](self, arg, lo, hi, propagate_nans)
+        return create_minnumf(self, create_maxnumf(self, arg, lo), hi)
+
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         if not narrow(scalar(z)):
             return plain["create_fma"](self, x, y, z)
@@ -256,6 +272,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
 
     methods = (
         cast_impl, create_fp_to_fp, binary_op, ternary_op, unary_op, create_fma, create_dot, create_erf, create_rsqrt,
+        create_maxnumf, create_minnumf, create_clampf,
     )  # fmt: skip
     for method in methods:
         yield builder, method.__name__, method

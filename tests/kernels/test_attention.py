@@ -387,6 +387,19 @@ def test_a_nan_among_weights_that_are_dropped_is_not_lost(device: torch.device) 
     assert out[2][0, 0, :8].isnan().all()
 
 
+def test_a_nan_under_a_mask_that_is_added_is_not_lost(device: torch.device) -> None:
+    (q, k, v), dy = drawn(1, 2, 1, 20, 8, torch.float32, device)
+    q[0, 0, 7, 3] = torch.nan
+    how: dict[str, Any] = {"mask": torch.zeros(1, 1, 20, 20, device=device)}
+    y, lse = attention.attention_fwd(q, k, v, **how)
+    out = tuple(torch.empty_like(t) for t in (q, k, v))
+    attention.attention_bwd(dy, q, k, v, y, lse, out, **how)
+    expected, *_ = truth((q, k, v), dy, how, torch.float32)
+    for one, r in zip((y, *out), expected, strict=True):
+        assert torch.equal(one.isnan(), r.isnan())
+    assert out[2].isnan().all()
+
+
 @pytest.mark.parametrize("regime", ["zeros", "constant_rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equal_rows_are_averaged(regime: str, dtype: torch.dtype, device: torch.device) -> None:

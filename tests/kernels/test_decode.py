@@ -250,6 +250,17 @@ def test_an_int8_cache_gets_rows_and_their_scales() -> None:
     check_write()
 
 
+def test_a_row_of_an_int8_cache_with_a_nan_is_nan() -> None:
+    k, v, scales = torch.zeros(1, 2, 3, 24), torch.zeros(1, 2, 3, 24), torch.ones(2, 1, 2, 3)
+    new = seeded_randn((2, 1, 2, 24), 3)
+    new[0, 0, 1, 5] = torch.nan
+    tensors = [t.to(DEVICE) for t in (*new, k.to(torch.int8), v.to(torch.int8), torch.tensor([2]))]
+    k_scale, v_scale = (t.to(DEVICE) for t in scales)
+    decode.cache_write(*tensors, k_scale=k_scale, v_scale=v_scale)
+    assert k_scale.isnan().nonzero().tolist() == [[0, 1, 2]]
+    assert not v_scale.isnan().any()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     tensors = drawn(4, 2, 16, torch.float32)
     caches = torch.zeros(len(LENGTHS), 3, 8, 16, device=DEVICE)

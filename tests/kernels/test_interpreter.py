@@ -118,6 +118,36 @@ def _sum_kernel(x, rows, columns, M: tl.constexpr, N: tl.constexpr):
     tl.store(columns + tl.arange(0, N)[None, :], tl.sum(value, 0, keep_dims=True))
 
 
+@triton.jit
+def _extremes_kernel(x, y, z, N: tl.constexpr, PROPAGATE: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b = tl.load(x + i), tl.load(y + i)
+    tl.store(z + i, tl.maximum(a, b, propagate_nan=PROPAGATE))
+    tl.store(z + N + i, tl.minimum(a, b, propagate_nan=PROPAGATE))
+    tl.store(z + 2 * N + i, tl.clamp(a, b, b, propagate_nan=PROPAGATE))
+    tl.store(z + 3 * N + i, tl.max(a, 0))
+    tl.store(z + 4 * N + i, tl.min(a, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_number_hides_a_nan_unless_it_is_propagated(dtype: torch.dtype) -> None:
+    nan = torch.nan
+    x, y = (torch.tensor(values, dtype=dtype) for values in ([nan, 2, -3, nan], [1, nan, -2, nan]))
+    for propagate, maximum, minimum in (
+        (tl.PropagateNan.NONE, [1, 2, -2, nan], [1, 2, -3, nan]),
+        (tl.PropagateNan.ALL, [nan, nan, -2, nan], [nan, nan, -3, nan]),
+    ):
+        z = x.new_empty(5, 4)
+        launch(_extremes_kernel, 1, (x, y, z), {"N": 4, "PROPAGATE": propagate})
+        torch.testing.assert_close(z[0], x.new_tensor(maximum), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(z[1], x.new_tensor(minimum), rtol=0, atol=0, equal_nan=True)
+        # Of clamp's three the NaN of x alone counts.
+        assert z[2, 0].isnan() == (propagate == tl.PropagateNan.ALL)
+        assert z[2, 2] == -2
+        assert (z[3] == 2).all()
+        assert (z[4] == -3).all()
+
+
 def test_columns_are_summed_in_pairs() -> None:
     # Ones after a number that swallows each of them alone.
     x = torch.ones(64, 32)

@@ -388,6 +388,19 @@ def test_a_new_row_is_turned_and_written_in_one_pass(name: str, int8: bool) -> N
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("at", [1, 6], ids=["turned", "rest"])
+def test_a_row_of_an_int8_cache_with_a_nan_is_nan(at: int) -> None:
+    x = seeded_randn((1, PARTS * 8), 5)
+    x[0, HEADS * 8 + at] = torch.nan  # of the first key
+    k, v = (torch.zeros(1, KV, 4, 8, dtype=torch.int8, device=DEVICE) for _ in range(2))
+    scales = {name: torch.ones(1, KV, 4, device=DEVICE) for name in ("k_scale", "v_scale")}
+    lengths = torch.tensor([2], device=DEVICE)
+    rope.rope_write(x.to(DEVICE), HEADS, KV, Rotation("half", 4), k, v, lengths, **scales)
+    assert scales["k_scale"].isnan().nonzero().tolist() == [[0, 0, 2]]
+    assert not scales["v_scale"].isnan().any()
+
+
+@pytest.mark.triton
 def test_a_row_that_cannot_be_written_is_refused() -> None:
     x, cache, lengths = torch.zeros(2, PARTS * 8), torch.zeros(2, KV, 4, 8), torch.zeros(2, dtype=torch.int64)
     turn = Rotation("half", 8)
