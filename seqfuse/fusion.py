@@ -296,6 +296,21 @@ def records_of(fusion: FusedOperation, by_slot: Mapping[str, Any]) -> Iterator[t
             yield slot.name, value
 
 
+def unknown_slots(fusion: FusedOperation, unknown: Iterable[str]) -> str:
+    """The sentence for records that a fusion saved for slots that it does not have."""
+    known = ", ".join(slot.name for slot in fusion.slots)
+    return f"it saved records for unknown slots: {', '.join(map(repr, unknown))}; its slots are {known}"
+
+
+def wrong_record(place: str, operation: UnfusedOperation, own: Saved, found: Any) -> str:
+    """The sentence for what a fusion saved for a slot instead of the `Saved` of its operation."""
+    kind = type(operation).__name__
+    if found is None:
+        return f"slot {place!r} needs {kind}.Saved, it saved nothing"
+    got = repr(found) if isinstance(found, Saved) else type(found).__qualname__
+    return f"slot {place!r} needs {kind}.Saved({', '.join(own.fields)}), it saved {got}"
+
+
 def checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
     """A fusion set, if it is one: a fusion class or several.
 

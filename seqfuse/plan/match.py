@@ -84,6 +84,8 @@ MAX_NEAR = 4
 
 NEAR = "near miss: "
 
+UNASKED = 'it saves memory and takes longer; memory="lean", "balanced" or a budget may use it'
+
 MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
 
@@ -129,10 +131,14 @@ class Matcher:
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
-    @property
-    def only_memory(self) -> bool:
-        """Whether every fusion saves memory at the price of time, so that none is a candidate without `lean`."""
-        return len(self.fusions) > 0 and all(fusion.saves_memory for fusion in self.fusions)
+    def only_memory(self, stretch: Stretch) -> bool:
+        """Whether every fusion saves memory at the price of time, so that those that match are no candidates without
+        `lean`.
+        """
+        if not all(fusion.saves_memory for fusion in self.fusions):
+            return False
+        kinds = tuple([node.derives or node.kind for node in stretch.inside])
+        return any(self._matches_of(kinds, i) for i in range(len(kinds)))
 
     def note_failure(self, fusion: str, at: int, reason: str) -> bool:
         """Count a failure of a fusion while it ran; whether it is refused from now on."""
@@ -163,11 +169,8 @@ class Matcher:
         kinds = tuple([node.derives or node.kind for node in stretch.inside])
         derived = [node for node in stretch.inside if node.derives]
         for a in stretch.positions:
-            # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
             window = kinds[a - start : a - start + self._reach + 1]
-            matches = self._matches.get(window)
-            if matches is None:
-                matches = self._matches[window] = self._matching(window)
+            matches = self._matches_of(kinds, a - start)
             for cls, sentence, length in self._nearly(window) if near else ():
                 b = a + length
                 if (lean or not cls.saves_memory) and self._excludes(
@@ -177,6 +180,9 @@ class Matcher:
             for cls, rank, lengths, length in matches:
                 b = a + length
                 if cls.saves_memory and not (lean and b > live_from):
+                    if is_own(cls):
+                        reason = UNASKED if b > live_from else "no gradient is needed here"
+                        refused.append(Refusal(cls.__name__, a, reason, expected=b <= live_from, own=True))
                     continue
                 inexact = next((node for node in nodes[a:b] if node.derives), None) if derived else None
                 if inexact is not None:
@@ -225,6 +231,14 @@ class Matcher:
                 ranked = enumerate(self.fusions)
                 self._beginning[kind] = [(i, c) for i, c in ranked if not fits.isdisjoint(map(id, c.first_slots))]
         return [self._fitting[kind] for kind in window]
+
+    def _matches_of(self, kinds: tuple[type, ...], at: int) -> tuple[_Match, ...]:
+        """Fusions that begin at one of these kinds."""
+        # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
+        window = kinds[at : at + self._reach + 1]
+        if window not in self._matches:
+            self._matches[window] = self._matching(window)
+        return self._matches[window]
 
     def _matching(self, window: tuple[type, ...]) -> tuple[_Match, ...]:
         """Fusions that begin these kinds."""

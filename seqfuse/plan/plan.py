@@ -481,6 +481,9 @@ def plan_region(
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
             asked = memory if not chosen.unknown else "fast"
             reason = _why_not(c, [*rivals.values()], asked)
+            if chosen.unknown and c.fusion.saves_memory:
+                alone = look(stretch, [c])
+                reason = f"what it would save is not known: {alone}" if isinstance(alone, str) else chosen.why or ""
             refused.append(Refusal(c.name, c.start, reason, True, own=is_own(type(c.fusion))))
     ahead, back = steps_of(stretch, forward, start, stop), steps_of(stretch, backward, max(start, live), stop)
     ahead, back = absorbing(stretch, ahead, back)
@@ -488,7 +491,7 @@ def plan_region(
         refused.append(Refusal("recomputation", p, ONCE.format(stretch.nodes[p].name)))
     if chosen.why is not None:
         refused.append(Refusal(f"memory={memory}", start, chosen.why))
-    if memory == "fast" and live < stop and matcher.only_memory and not stretch.fusing.all_costs:
+    if memory == "fast" and live < stop and not stretch.fusing.all_costs and matcher.only_memory(stretch):
         refused.append(Refusal("memory=fast", start, ONLY_MEMORY))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     segments = chosen.segments or segments_of(stretch, ahead, back, segment_bytes)

@@ -91,6 +91,9 @@ def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappi
     check_surplus(nodes, inputs, channels)
 
 
+_OF_A_SEQUENTIAL = "fusions", "memory", "recipe"
+
+
 def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mapping[str, Tensor]) -> None:
     """Check that some operation reads each channel that a call, or `plan`, passed."""
     for name in channels:
@@ -103,6 +106,8 @@ def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappin
             where = located(nodes, readers[0][0]) if readers else {}
             message = f"the call passed channel {name!r}; {listed}"
             hint = meant(name, [c for c in inputs if c not in channels])
+            if name in _OF_A_SEQUENTIAL:
+                hint = f"{name} is an argument of the model: sf.Sequential(..., {name}=...)"
             raise InputError(message, code="SF103", hint=hint, **where)
 
 

@@ -172,7 +172,7 @@ def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:
     """Fusions of other authors that the plan does not name; in a library's set most match nowhere."""
     named = {*(step.name for step in (*plan.forward, *plan.backward)), *(refusal.fusion for refusal in plan.refused)}
     for cls in matcher.fusions:
-        if cls.__name__ not in named and not cls.saves_memory and not cls.__module__.startswith("seqfuse."):
+        if cls.__name__ not in named and not cls.__module__.startswith("seqfuse."):
             yield f"{cls.__name__} ({', '.join(map(str, cls.slots))})"
 
 

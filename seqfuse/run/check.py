@@ -12,7 +12,7 @@ from torch._C._functorch import is_batchedtensor
 from ..env import short
 from ..errors import PluginError
 from ..fake import faking, is_fake
-from ..fusion import FusedOperation, records_of
+from ..fusion import FusedOperation, records_of, unknown_slots, wrong_record
 from ..maingrad import accumulated
 from ..plan.described import describe
 from ..plan.inputs import Like
@@ -47,15 +47,14 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
     if not step.inference and not step.joint:
         unknown = sorted(set(saved) - {slot.name for slot in fusion.slots})
         if unknown:
-            raise _wrong(step, f"it saved records for unknown slots: {', '.join(map(repr, unknown))}")
+            raise _wrong(step, unknown_slots(fusion, unknown))
         found, operations = dict(records_of(fusion, saved)), dict(fusion.named_operations())
         for place, own in records.items():
             record = found.pop(place, None)
             if record is None and operations[place].own_record(None) is not None:
                 continue
             if record is None or type(record) is not type(own):
-                got = "nothing" if record is None else type(record).__qualname__
-                raise _wrong(step, f"slot {place!r} needs {type(operations[place]).__name__}.Saved, it saved {got}")
+                raise _wrong(step, wrong_record(place, operations[place], own, record))
             for field in own.fields:
                 kept = _raw(record, field)
                 # Parameters may be kept as they are where the operation keeps what autocast makes of them.

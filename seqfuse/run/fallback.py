@@ -16,6 +16,7 @@ from ..errors import (
     KernelError,
     PluginError,
     SeqfuseError,
+    StateError,
     device_is_lost,
     one_line,
     step_note,
@@ -28,7 +29,8 @@ from ..plan.step import Step
 from ..saved import Saved
 from .lower import Segment
 
-_RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
+_RECORD_CALL = re.compile(r"(\S*Saved\w*)\.__init__\(\)")
+_UNFUSED = "define unfused(saved) -> {slot: Saved} to let it fall back"
 
 
 def recovered(
@@ -50,9 +52,7 @@ def recovered(
     convertible = step.joint and record is not None and hasattr(step.operation, "unfused")
     if step.joint and record is not None and not convertible and not isinstance(error, SeqfuseError):
         message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
-        raise KernelError(
-            message, hint="define unfused(saved) -> {slot: Saved} to let it fall back", **where
-        ) from error
+        raise KernelError(message, hint=_UNFUSED if segment.context.can_fall_back else None, **where) from error
     may_fall_back(segment, step, error, again=segment.backward[:at])
     if not convertible or record is None:
         return {}
@@ -128,10 +128,14 @@ def may_fall_back(
     if isinstance(error, InputError):
         return  # the operations themselves will say it, with the place
     if isinstance(error, SeqfuseError):
+        if isinstance(error, StateError) and step.name not in error.message:
+            error.message += f"; read by {step.name}"
         error.operation, error.position, error.path = error.operation or step.name, step.start, where["path"]
         raise error
-    if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
-        raise PluginError(f"fwd built a wrong Saved: {error}", code="SF302", **where) from error
+    if isinstance(error, TypeError) and (called := _RECORD_CALL.search(str(error))):
+        known = {record.cls.__qualname__: record.cls for record in step.records}.get(called[1])
+        fields = f"; its fields are {', '.join(known.fields)}" if known and known.fields else ""
+        raise PluginError(f"fwd built a wrong Saved: {error}{fields}", code="SF302", **where) from error
     if device_is_lost(error):
         message = f"the device reported {error}; its state is lost and nothing can run after it"
         raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error

@@ -13,6 +13,8 @@ from ..errors import InputError
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 
+__tracebackhide__ = True  # pytest shows the test and the message
+
 
 def check_kit_arguments(kit: str, x: object, ops: Iterable[object], dtypes: object) -> None:
     """Refuse an x that is no floating-point tensor, operations that are no modules, dtypes that nothing can be run in.

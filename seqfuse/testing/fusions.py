@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..env import Env
+from ..errors import SeqfuseError
 from ..fusion import FusedOperation
 from ..settings import fusing
 from .arguments import check_fusion_arguments, check_kit_arguments
 from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
-from .judge import saying
+from .judge import saying, without_frames
 from .operations import DTYPES
 from .patterns import at_another_width, configured_once, configured_otherwise, example_lists, listed_types
 from .probe import NotRun, Probe
@@ -101,8 +102,8 @@ def check_fusion(
             found = _check(fusion, x, ops, seed, dtypes, env, channels)
             count, alone = (0, []) if ops else _otherwise(fusion, x, seed, dtypes, channels)
             found = dataclasses.replace(found, cases=found.cases + count, skipped=(*found.skipped, *alone))
-    except AssertionError as error:
-        raise error.with_traceback(None) from error.__cause__  # the message says what failed, and on what
+    except (AssertionError, SeqfuseError) as error:
+        raise without_frames(error) from error.__cause__
     if not found.cases:
         message = f"check_fusion ran nothing of {found.fusion}, which was planned for {env} alone: {found.skipped[0]}"
         more = f", and {len(found.skipped) - 1} more" if len(found.skipped) > 1 else ""

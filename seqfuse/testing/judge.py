@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 import sys
+import types
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +16,13 @@ from torch import Tensor, nn
 from ..errors import KernelError, PluginError
 from ..saved import Saved
 from .cases import HUGE, Case, Outcome
-from .numerics import Check, FusedMismatch, assert_fused_close
+from .numerics import Check, FusedMismatch, Report, assert_fused_close
 from .observe import Pass, leaves
 from .structure import Tree, assert_bitwise_equal, assert_distinct_storages, index_of, named_tensors, share_storage
+
+E = TypeVar("E", bound=BaseException)
+_ENGINE = re.compile(r"(seqfuse|torch|contextlib)(\.|$)")
+_PASSES = "seqfuse.ops", "seqfuse.fusions", "seqfuse.kernels"
 
 
 def assert_own_memory(fused: Outcome, unfused: Outcome) -> None:
@@ -65,6 +72,31 @@ def _tell(what: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what[:79]}")
         sys.stderr.flush()
+
+
+def without_frames(error: E) -> E:
+    """An error whose traceback, and those of its causes, have frames of an author's files alone.
+
+    The message says what failed, and on what; these frames say where.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        frames, at, kept = list[types.TracebackType](), cause.__traceback__, None
+        while at is not None:
+            frames, at = [at, *frames], at.tb_next
+        for at in frames:
+            if not _is_inside(at.tb_frame):
+                kept = types.TracebackType(kept, at.tb_frame, at.tb_lasti, at.tb_lineno)
+        cause.__traceback__ = kept
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return error
+
+
+def _is_inside(frame: types.FrameType) -> bool:
+    """Whether a frame is of the engine, of the kit or of torch, not of an operation, a fusion or a kernel."""
+    module = str(frame.f_globals.get("__name__"))
+    within = _ENGINE.match(module) is not None and not module.startswith(_PASSES)
+    return within or frame.f_code.co_filename.startswith("<")
 
 
 def _of_the_kit(error: AssertionError) -> bool:
@@ -255,11 +287,25 @@ def _judge_joined(measure: Measure, seed: int, first: tuple[Tree, Tree, Tree], e
                 report = assert_fused_close(*sides, name=name)
             except FusedMismatch as mismatch:
                 if needed == count or any(2 * c.measured > 3 * c.bound for c in mismatch.report.failures):
-                    raise
+                    raise _by_draw(mismatch) from None
                 report = mismatch.report
             clear = clear and all(4 * c.measured <= 3 * c.bound for c in report.checks)
         if clear:
             return
+
+
+def _by_draw(mismatch: FusedMismatch) -> FusedMismatch:
+    """The same, where the first index of a place is that of a draw."""
+
+    def told(check: Check) -> Check:
+        kind, opened, index = check.where.partition("(")
+        if not opened:
+            return check
+        draw, *rest = (int(i) for i in index.rstrip(",)").split(","))
+        where = f"{kind}{tuple(rest)} of draw {draw}" if rest else f"draw {draw}"
+        return dataclasses.replace(check, where=where)
+
+    return FusedMismatch(Report(tuple(map(told, mismatch.report.checks))))
 
 
 def _named(tree: Tree, name: str) -> Tensor:

@@ -87,6 +87,14 @@ class Report:
             self.checks, key=lambda c: c.measured / c.bound if c.bound > 0 else float(c.measured > 0), default=None
         )
 
+    @property
+    def told(self) -> tuple[Check, ...]:
+        """One failure of each tensor, the first in the order of `PARTS`: a fault fails most of those behind it, too."""
+        found: dict[str, Check] = {}
+        for check in self.failures:
+            found.setdefault(check.tensor, check)
+        return tuple(found.values())
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.checks))
 
@@ -103,7 +111,11 @@ class FusedMismatch(AssertionError):
     def __init__(self, report: Report, what: str = "fused differs from unfused", note: str = "") -> None:
         self.report = report
         hint = _HINT if all(check.may_be_a_constant for check in report.failures) else ""
-        super().__init__(f"{what}\n" + "\n".join(f"  {check}" for check in report.failures) + hint + note)
+        told = report.told
+        saved = [check.tensor.startswith("field ") for check in told]
+        first = "\n  (saved fields differ first: the gradients follow from them)"
+        hint += first if any(saved) and not all(saved) else ""
+        super().__init__(f"{what}\n" + "\n".join(f"  {check}" for check in told) + hint + note)
 
 
 def assert_fused_close(
@@ -292,7 +304,7 @@ class Sample:
         """Rows along the last dimension and columns across it; a tile of one element is the element part's."""
         rows, columns = self.counted.shape
         for kind, dim, length in (("row", 1, columns), ("column", 0, rows)):
-            if length == 1:
+            if length == 1 or (kind == "row" and rows == 1):  # of a single row the rms part asks for more
                 continue
             n = self.counted.sum(dim)
             u = _rms(self.e_u, n, dim)

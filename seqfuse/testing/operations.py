@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import StateError
+from ..errors import SeqfuseError, StateError
 from ..operation import UnfusedOperation
 from ..saved import Saved, copied
 from .arguments import check_kit_arguments
@@ -31,6 +32,7 @@ from .judge import (
     met,
     near,
     saying,
+    without_frames,
 )
 from .numerics import FusedMismatch
 from .observe import Observer, Pass, leaves
@@ -102,8 +104,8 @@ def check_op(
     try:
         with seeded(seed, x.device):
             return _check(op, x, seed, dtypes, channels)
-    except AssertionError as error:
-        raise error.with_traceback(None) from error.__cause__  # the message says what failed, and on what
+    except (AssertionError, SeqfuseError) as error:
+        raise without_frames(error) from error.__cause__
 
 
 def _check(
@@ -303,6 +305,14 @@ def _check_gradients_numerically(specimen: Specimen, shape: Shape) -> None:
         torch.autograd.gradcheck(call, leaves, atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
+def _importable(kind: type) -> bool:
+    """Whether a pickle finds a class by its name: not one of a function, or one that was defined again since."""
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
+
+
 def _check_copies(op: UnfusedOperation, specimen: Specimen, case: Case, full: Outcome) -> None:
     """Copies, pickles and checkpoints of the operation are the operation."""
     root: nn.Module = specimen.at(case.dtype)[0]
@@ -314,7 +324,7 @@ def _check_copies(op: UnfusedOperation, specimen: Specimen, case: Case, full: Ou
         p.data.fill_(torch.nan)
     wiped.load_state_dict(root.state_dict(), strict=True)
     made = {"a deep copy": copy.deepcopy(root), "a state_dict round trip": wiped}
-    if "<locals>" not in type(op).__qualname__:
+    if _importable(type(op)):
         made["a pickle"] = pickle.loads(pickle.dumps(root))
     for what, other in made.items():
         with saying(what):

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from ..env import Savings
 from ..errors import FallbackWarning, KernelError
-from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, records_of
+from ..fusion import (
+    BackwardFusion,
+    ForwardFusion,
+    FusedOperation,
+    InferenceFusion,
+    JointFusion,
+    records_of,
+    unknown_slots,
+    wrong_record,
+)
 from ..plan import Plan, Step
 from ..saved import Recompute, Saved
 from ..settings import fusing
@@ -352,9 +361,7 @@ def saved_fields(
         if record is None and operations[place].own_record(None) is not None:
             continue  # the engine makes it
         if record is None or type(record) is not type(mine):
-            made = "nothing" if record is None else type(record).__qualname__
-            kind = type(operations[place]).__name__
-            raise AssertionError(f"slot {place!r} needs {kind}.Saved, it saved {made}")
+            raise AssertionError(wrong_record(place, operations[place], mine, record))
         for field in mine.fields:
             name, u = f"field {field!r} of slot {place!r}", stored(mine, field)
             parameter = parameters.get(id(u))
@@ -363,7 +370,7 @@ def saved_fields(
             elif stored(record, field) is not parameter:
                 raise AssertionError(f"{name} must be the parameter itself, not a copy or a view of it")
     if found:
-        raise AssertionError(f"it saved records for unknown slots: {', '.join(map(repr, found))}")
+        raise AssertionError(unknown_slots(fusion, found))
 
 
 def _tensors(name: str, f: Any, u: Any, r: Any) -> Iterator[SavedField]:

@@ -464,6 +464,23 @@ def test_reading_a_dropped_field_says_which_and_why(dropped: str):
     assert "needs" in error.hint
 
 
+class CarelessScale(sf.BackwardFusion):
+    linear: Careless
+    scale: ops.Scale
+
+    def bwd(self, dy: Tensor, *, linear: Any, scale: Any) -> Any:
+        d = self.scale.factor * dy
+        return d @ linear.weight, {"linear.weight": d.t() @ linear.x}
+
+
+def test_reading_a_dropped_field_says_which_fusion_does():
+    model = sf.Sequential(Careless(), ops.Scale(2.0), fusions=(CarelessScale,)).double()
+    model[0].weight.requires_grad_(False)
+    y = model(draw(3, 5).requires_grad_())
+    with pytest.raises(StateError, match=r"'x' was dropped: .* not needed; read by CarelessScale"):
+        y.sum().backward()
+
+
 def test_a_dropped_field_is_not_kept():
     model, packed = sf.Sequential(ops.Linear(5, 7, bias=False)).double(), []
     x = draw(3, 5)

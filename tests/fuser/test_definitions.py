@@ -359,6 +359,7 @@ def test_a_record_made_with_a_wrong_field_is_the_fusions_error() -> None:
     with pytest.raises(sf.PluginError, match="Wrong") as caught:
         model(tensor(7, 5))
     assert caught.value.code == "SF302"
+    assert str(caught.value).endswith("'z'; its fields are x")
 
 
 def test_a_record_of_a_slot_among_many_is_named_by_number() -> None:

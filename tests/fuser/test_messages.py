@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -195,3 +196,41 @@ def test_a_set_of_fusions_that_only_save_memory_says_what_uses_it() -> None:
         with torch.no_grad():  # nothing is saved
             model(torch.ones(3, 8))
         sf.Sequential(ops.LayerNorm(8), ops.Linear(8, 8), fusions=())(torch.ones(3, 8))
+
+
+def test_arguments_of_a_sequential_that_are_given_to_a_call_are_told_where_they_belong() -> None:
+    with pytest.raises(sf.InputError, match="SF103") as caught:
+        sf.Sequential(ops.Linear(4, 4)).plan(torch.ones(2, 4), memory="lean")  # pyright: ignore[reportArgumentType]
+    assert caught.value.hint == "memory is an argument of the model: sf.Sequential(..., memory=...)"
+
+
+class Frugal(sf.ForwardFusion):
+    saves_memory = True
+    act: ops.Tanh
+    drop: ops.ReLU
+
+    def fwd(self, x: torch.Tensor) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+def test_a_fusion_that_saves_memory_and_matches_nowhere_is_named(memory: Any) -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    plan = sf.Sequential(ops.Linear(4, 4, bias=False), ops.ReLU(), fusions=(Frugal,), memory=memory).plan(x)
+    assert plan.unmatched == ("Frugal (Tanh, ReLU)",)
+    assert plan.refused == ()
+
+
+def test_a_fusion_that_saves_memory_and_is_not_asked_for_is_named() -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    plan = sf.Sequential(ops.Tanh(), ops.ReLU(), fusions=(Frugal, sf.fusions.PointwiseChain)).plan(x)
+    reason = 'it saves memory and takes longer; memory="lean", "balanced" or a budget may use it'
+    assert [r.reason for r in plan.refused if r.fusion == "Frugal"] == [reason]
+    assert plan.unmatched == ()
+
+
+def test_a_forward_that_fails_where_memory_is_planned_is_named() -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    plan = sf.Sequential(ops.Tanh(), ops.ReLU(), fusions=(Frugal,), memory="lean").plan(x)
+    (reason,) = (r.reason for r in plan.refused if r.fusion == "Frugal")
+    assert reason.startswith("what it would save is not known: TypeError: ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 import warnings
 from typing import Any
 
@@ -502,3 +503,76 @@ def test_an_operation_whose_channels_are_not_given_keeps_its_arguments():
     (first, x), *_ = example_lists(sf.fusions.BiasQKNormRotary, torch.randn(5, 24))
     assert [type(operation) for operation in first] == [ops.Bias, ops.QKNorm, ops.RotaryEmbedding]
     assert sf.Sequential(*first)(x).shape == x.shape
+
+
+class RaisesInItsBackward(BiasAct):
+    def bwd(self, dy, saved):
+        raise RuntimeError("no such kernel")
+
+
+class SavesForAnotherSlot(sf.ForwardFusion):
+    bias: ops.Bias
+    act: ops.Tanh
+
+    def fwd(self, x):
+        y = torch.tanh(x + self.bias.bias)
+        return y, {"bias": ops.Bias.Saved(), "acts": ops.Tanh.Saved(y=y)}
+
+
+@pytest.mark.parametrize(
+    ("fusion", "error", "places"),
+    [(SavesForAnotherSlot, PluginError, []), (RaisesInItsBackward, AssertionError, ["bwd"])],
+)
+def test_a_failure_has_frames_of_its_author_alone(
+    fusion: type[sf.FusedOperation], error: type[Exception], places: list[str]
+):
+    with pytest.raises(error) as caught:
+        check_fusion(fusion, X, ops.Bias(6), ops.Tanh())
+    here, kit, *more = traceback.extract_tb(caught.value.__traceback__)
+    assert (here.name, kit.name, more) == ("test_a_failure_has_frames_of_its_author_alone", "check_fusion", [])
+    found: list[str] = []
+    cause = caught.value.__cause__
+    while cause is not None:
+        found += [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+        cause = cause.__cause__ or cause.__context__
+    assert found == places
+
+
+def test_a_backward_that_fails_in_the_kit_is_not_told_to_hide_it():
+    with pytest.raises(AssertionError, match="no such kernel") as caught:
+        check_fusion(RaisesInItsBackward, X, ops.Bias(6), ops.Tanh())
+    assert "unfused(saved)" not in str(caught.value)
+
+
+def test_a_record_for_an_unknown_slot_is_told_the_slots():
+    with pytest.raises(PluginError, match="unknown slots: 'acts'; its slots are bias, act"):
+        check_fusion(SavesForAnotherSlot, X, ops.Bias(6), ops.Tanh())
+
+
+def test_a_record_of_another_class_is_shown_with_its_fields():
+    class SavesForReLU(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.GeLU
+
+        def fwd(self, x):
+            y = torch.nn.functional.gelu(x + self.bias.bias)
+            return y, {"bias": ops.Bias.Saved(), "act": ops.ReLU.Saved(y=y)}
+
+    with pytest.raises(PluginError, match=r"slot 'act' needs GeLU.Saved\(x\), it saved SavedOutput\(y\)"):
+        check_fusion(SavesForReLU, X, ops.Bias(6), ops.GeLU())
+
+
+def test_each_tensor_that_differs_is_told_once():
+    class SavesHalf(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.Tanh
+
+        def fwd(self, x):
+            y = torch.tanh(x + self.bias.bias)
+            return y, {"bias": ops.Bias.Saved(), "act": ops.Tanh.Saved(y=y / 2)}
+
+    with pytest.raises(AssertionError) as caught:
+        check_fusion(SavesHalf, X, ops.Bias(6), ops.Tanh())
+    _, *lines, first = str(caught.value).splitlines()
+    assert [line.split(": ")[0].strip() for line in lines] == ["field 'y' of slot 'act'", "d_x", "bias.bias.grad"]
+    assert first == "  (saved fields differ first: the gradients follow from them)"

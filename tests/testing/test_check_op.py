@@ -372,3 +372,26 @@ def test_refuses_a_container():
 def test_says_what_an_argument_should_be(op: object, x: object, dtypes: object, message: str):
     with pytest.raises((TypeError, sf.InputError), match=message):
         check_op(op, x, **({} if dtypes is None else {"dtypes": dtypes}))
+
+
+class DefinedAgain(sf.Pointwise):
+    """y = sin(x)."""
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+_EARLIER = DefinedAgain
+
+
+class DefinedAgain(sf.Pointwise):  # pyright: ignore[reportRedeclaration]
+    """y = sin(x), as a cell of a notebook that ran twice."""
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_an_operation_whose_class_was_defined_again_is_checked_without_a_pickle() -> None:
+    assert _EARLIER is not DefinedAgain
+    check_op(_EARLIER(), X, dtypes=[torch.float32])

@@ -373,3 +373,16 @@ def test_an_observer_keeps_what_was_given_and_returned():
     assert not observer.passes("bwd")
     assert Passes().fwd(1, seed=1) == 2
     assert len(observer.seen) == 1
+
+
+def test_a_place_in_several_draws_names_the_draw():
+    def measure(seed: int) -> tuple[Tree, Tree, Tree]:
+        r = seeded_randn((64,), seed).double()
+        u = {"y": r.float()}
+        f = u["y"].clone()
+        f[12] += 1e-2
+        return {"y": f}, u, {"y": r}
+
+    with pytest.raises(FusedMismatch, match=r"y: \w+: .* at \(12,\) of draw \d$") as caught:
+        judge(measure, 0)
+    assert "row" not in str(caught.value)

@@ -117,8 +117,8 @@ def test_bias_asks_for_16_rows_and_256_elements():
         assert any(check.part == "bias" for check in report.checks) is asked
 
 
-@pytest.mark.parametrize(("shape", "tiles"), [((7,), ["row"]), ((1, 7), ["row"]), ((7, 1), ["column"]), ((1,), [])])
-def test_a_tile_of_one_element_is_left_to_the_element_part(shape: tuple[int, ...], tiles: list[str]):
+@pytest.mark.parametrize(("shape", "tiles"), [((7,), []), ((1, 7), []), ((7, 1), ["column"]), ((1,), [])])
+def test_a_tile_of_one_element_or_of_all_is_left_to_other_parts(shape: tuple[int, ...], tiles: list[str]):
     report = assert_fused_close(*results(torch.float32, shape))
     assert [check.what.split()[-1] for check in report.checks if check.part == "tile"] == tiles
 
@@ -357,8 +357,9 @@ def test_errors_of_other_unfused_results_count_with_those_of_the_first() -> None
     fused, unfused, others = off(1.0, 2), off(0.1, 3), [off(1.0, seed) for seed in (4, 5)]
     assert "tile" in failed_parts(fused, unfused, r)
     assert_fused_close(fused, unfused, r, others=others)
-    with pytest.raises(FusedMismatch, match="rms: rms"):
+    with pytest.raises(FusedMismatch) as caught:
         assert_fused_close(off(3.0, 2), unfused, r, others=others)
+    assert "rms" in {check.part for check in caught.value.report.failures}
     with pytest.raises(FusedMismatch, match="another unfused result has the tensors"):
         assert_fused_close({"y": fused}, {"y": unfused}, {"y": r}, others=[{"z": others[0]}])
     with pytest.raises(FusedMismatch, match=r"another unfused result of \(64, 511\)"):

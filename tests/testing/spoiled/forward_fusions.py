@@ -31,7 +31,7 @@ class ForgetsARecord(BiasNorm):
         return y, {"bias": saved["bias"]}
 
 
-@caught("slot 'bias' needs Bias.Saved, it saved LayerNorm.Saved")
+@caught(r"slot 'bias' needs Bias.Saved\(\), it saved LayerNorm.Saved")
 class SwapsRecords(BiasNorm):
     def fwd(self, x):
         y, saved = super().fwd(x)
