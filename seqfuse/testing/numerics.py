@@ -89,7 +89,7 @@ class Report:
 
     @property
     def told(self) -> tuple[Check, ...]:
-        """One failure of each tensor, the first in the order of `PARTS`: a fault fails most of those behind it, too."""
+        """One failure of each tensor, the first in the order of `PARTS`; a fault usually fails the later parts also."""
         found: dict[str, Check] = {}
         for check in self.failures:
             found.setdefault(check.tensor, check)
