@@ -27,11 +27,18 @@ def foreign(found: Results) -> Lines:
 
 @drawn("trained", "trained")
 def trained(found: Results) -> Lines:
-    """Losses after training under each recipe."""
-    plain = [f"{loss:.4f}" for name, loss in found["losses"].items() if name.startswith("bfloat16")]
-    cells = [[f"bfloat16, {len(plain)} seeds", ", ".join(plain)]]
-    cells += [[f"`{name}`", f"{loss:.4f}"] for name, loss in found["losses"].items() if "bfloat16" not in name]
-    return [*table(["", "validation loss"], cells), "", f"Emulated on a CPU: {where(found)}"]
+    """Losses after training under each recipe, beside those of the same seeds of bfloat16."""
+    plain = found["losses"]["bfloat16"]
+    cells: list[list[str]] = []
+    for name, losses in found["losses"].items():
+        apart = [f"{loss - base:+.4f}" for loss, base in zip(losses, plain, strict=True)]
+        own = name if losses is plain else f"`{name}`"
+        mean = statistics.mean(losses), statistics.mean(losses) - statistics.mean(plain)
+        each = [f"{loss:.4f}" for loss in losses] if losses is plain else apart
+        cells.append([own, f"{mean[0]:.4f}", "" if losses is plain else f"{mean[1]:+.4f}", ", ".join(each)])
+    spread = f"bfloat16 spans {min(plain):.4f} to {max(plain):.4f}. Emulated on a CPU: {where(found)}"
+    head = "", "mean loss", "beside bfloat16", f"{len(plain)} seeds: loss, or difference to bfloat16 of the same seed"
+    return [*table(head, cells), "", wrapped(spread)]
 
 
 @drawn("front", "front")

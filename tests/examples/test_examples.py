@@ -97,18 +97,27 @@ def test_a_hugging_face_model_is_converted_trained_and_generates(tmp_path: Path)
     assert lines[-1].endswith("; the same tokens after undo: True")
 
 
-def test_low_precision_trains_each_recipe_beside_seeds_of_bfloat16(tmp_path: Path) -> None:
+def test_low_precision_trains_each_recipe_from_the_seeds_of_bfloat16(tmp_path: Path) -> None:
     data = tmp_path / "text.txt"
     data.write_text("".join(f"{n} and {n + 1} make {2 * n + 1};\n" for n in range(2000)))
     options = ["--data", str(data), "--steps", "20", "--dim", "32", "--layers", "1", "--seeds", "2"]
     lines = run(str(EXAMPLES / "low_precision.py"), *options, folder=tmp_path)
-    losses = [float(line.split("validation loss ")[1].split(",")[0]) for line in lines[:-1]]
-    assert len(losses) == 7
+    each = [re.fullmatch(r"(\w+), seed (\d): validation loss ([\d.]+)(, .*)?; (\d) quantized", x) for x in lines[:12]]
+    assert [one and one[2] for one in each] == ["0", "1"] * 6
+    assert [one and one[5] for one in each] == ["0"] * 2 + ["4"] * 10
+    losses = [float(one[3]) for one in each if one]
     assert max(losses) < 4.5 < math.log(256)
-    assert 0 < max(abs(loss - losses[0]) for loss in losses[2:]) < 0.05
     assert losses[0] != losses[1]
-    assert all(line.endswith("; 4 quantized") for line in lines[2:-1])
-    assert re.fullmatch(r"\d of 5 recipes end within the spread of 2 seeds of bfloat16", lines[-1])
+    apart = [a - b for a, b in zip(losses[2:], losses[:2] * 5, strict=True)]
+    assert 0 < max(map(abs, apart)) < 0.05
+    said = [float(one[4].removeprefix(", ")) for one in each[2:] if one]
+    assert said == pytest.approx(apart, abs=1.1e-4)
+    assert lines[12].startswith(f"bfloat16: {min(losses[:2]):.4f} to {max(losses[:2]):.4f}, mean ")
+    within = [re.fullmatch(r"\w+: mean ([\d.]+), [+-][\d.]+, (within|outside) that spread", x) for x in lines[13:18]]
+    means = [(a + b) / 2 for a, b in zip(losses[2::2], losses[3::2], strict=True)]
+    assert [float(one[1]) for one in within if one] == pytest.approx(means, abs=1.1e-4)
+    inside = sum(one is not None and one[2] == "within" for one in within)
+    assert lines[18:] == [f"{inside} of 5 recipes end within the spread of 2 seeds of bfloat16"]
 
 
 @pytest.mark.full  # test_language_model_trains_on_a_file runs by default
