@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hardware import capability
-from ._launch import architecture, cdiv, launch, stops
+from ._launch import architecture, cdiv, family, launch, stops
 from ._operators import operator, viewed_as_rows
 from ._quantize_kernel import _largest_kernel, _quantize_kernel, _quantize_several_kernel, _zero_kernel
 
@@ -226,7 +226,7 @@ def _are_many(columns: bool, device: torch.device, *heights: int) -> bool:
 
     Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
     """
-    return not columns or not any(M % MULTIPLE for M in heights) or capability(architecture(device)) in (89, 90)
+    return not columns or not any(M % MULTIPLE for M in heights) or family(architecture(device)) == "sm_90"
 
 
 def _made(
