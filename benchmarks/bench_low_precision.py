@@ -57,7 +57,8 @@ def main() -> None:
         sys.path.append(str(ROOT / "examples"))
         import low_precision
 
-        print(write("trained", {"losses": low_precision.main([])}))
+        losses = {name: [round(loss, 4) for loss in found] for name, found in low_precision.main([]).items()}
+        print(write("trained", {"losses": losses}))
         return
     out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / "gpu_low_precision.json"
     device = torch.device("cpu" if arguments.tiny else "cuda")

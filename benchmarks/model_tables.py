@@ -28,15 +28,14 @@ def foreign(found: Results) -> Lines:
 @drawn("trained", "trained")
 def trained(found: Results) -> Lines:
     """Losses after training under each recipe, beside those of the same seeds of bfloat16."""
-    plain = found["losses"]["bfloat16"]
-    cells: list[list[str]] = []
-    for name, losses in found["losses"].items():
-        apart = [f"{loss - base:+.4f}" for loss, base in zip(losses, plain, strict=True)]
-        own = name if losses is plain else f"`{name}`"
-        mean = statistics.mean(losses), statistics.mean(losses) - statistics.mean(plain)
-        each = [f"{loss:.4f}" for loss in losses] if losses is plain else apart
-        cells.append([own, f"{mean[0]:.4f}", "" if losses is plain else f"{mean[1]:+.4f}", ", ".join(each)])
-    spread = f"bfloat16 spans {min(plain):.4f} to {max(plain):.4f}. Emulated on a CPU: {where(found)}"
+    (name, plain), *others = found["losses"].items()
+    cells = [[name, f"{statistics.mean(plain):.4f}", "", ", ".join(f"{loss:.4f}" for loss in plain)]]
+    for name, losses in others:
+        apart = [loss - base for loss, base in zip(losses, plain, strict=False)]  # of as many seeds as have run
+        mean = f"{statistics.mean(losses):.4f}" if len(losses) == len(plain) else ""
+        cells.append([f"`{name}`", mean, f"{statistics.mean(apart):+.4f}", ", ".join(f"{one:+.4f}" for one in apart)])
+    few = "A row without a mean has run from the first seeds only. " * any(not cell[1] for cell in cells)
+    spread = f"bfloat16 spans {min(plain):.4f} to {max(plain):.4f}. {few}Emulated on a CPU: {where(found)}"
     head = "", "mean loss", "beside bfloat16", f"{len(plain)} seeds: loss, or difference to bfloat16 of the same seed"
     return [*table(head, cells), "", wrapped(spread)]
 
