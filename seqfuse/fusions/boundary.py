@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from .norm import (
     run_norm,
     run_norm_bwd,
 )
-
-if TYPE_CHECKING:
-    from ..kernels.norm import NormGradients
 
 
 class BlockBoundary(ForwardFusion):
@@ -150,16 +147,7 @@ class BlockBoundaryBackward(BackwardFusion):
         cast: bool,
         dtype: torch.dtype | None,
     ) -> Callable[..., Any]:
-        branch, around, others = "x" in needs, dict[str, Any](), dict[str, str]()
-        if dropped:
-            around["p"] = p
-        if dropped or (cast and branch):
-            around |= {"dbranch": branch, "branch_dtype": dtype}
-        if "bias.bias" in needs and self.bias is not None:
-            around["dpre_bias"], others["bias.bias"] = self.bias.dtype, "dpre_bias"
-        if "add.other" in needs:
-            others["add.other"] = "dx"
-        first = None if not branch else "dbranch" if "dbranch" in around else "dx"
+        first, others, around = asked_around(self.bias, needs, p if dropped else None, cast, dtype)
         before = not needs.isdisjoint(_BEFORE)
         return gradients_of(self.norm, needs, weighted, added, dropped, before, first, others, **around)
 
@@ -345,12 +333,14 @@ class BlockBoundaryActivation(JointFusion):
         needs: frozenset[str],
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Grads]:
-        act, statistics = (
-            as_one_activation(self.acts, saved.factors),
-            (saved.mean, saved.rstd, saved.weight, saved.shift),
-        )
-        run = functools.partial(run_norm_bwd, self.norm, dy, saved.z, *statistics, needs, act=act, dstream=d_fork_out)
-        return _boundary_bwd(run, self.bias, saved.z, saved.seed, saved.p, needs, dtype)
+        act = as_one_activation(self.acts, saved.factors)
+        given = dy, saved.z, saved.mean, saved.rstd, saved.weight, saved.shift, needs
+        cast, p = dtype is not None and dtype is not saved.z.dtype, None if saved.seed is None else saved.p
+        first, others, around = asked_around(self.bias, needs, p, cast, dtype)
+        around |= {"act": act, "dstream": d_fork_out, "seed": saved.seed, "dx": not needs.isdisjoint(_BEFORE)}
+        out, grads = run_norm_bwd(self.norm, *given, **around)
+        grads |= {name: getattr(out, result) for name, result in others.items()}
+        return None if first is None else getattr(out, first), grads
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
         """The `Saved` of each operation, for the unfused backward pass."""
@@ -359,39 +349,24 @@ class BlockBoundaryActivation(JointFusion):
         return own if self.dropout is None else {**own, "dropout": Dropout.Saved(seed=saved.seed, p=saved.p)}
 
 
-def _boundary_bwd(
-    run: Callable[..., tuple[NormGradients | None, dict[str, Tensor | None]]],
-    bias: Bias | None,
-    z: Tensor | None,
-    seed: Tensor | None,
-    p: float,
-    needs: frozenset[str],
-    dtype: torch.dtype | None,
-) -> tuple[Tensor | None, Grads]:
-    """The gradients of a boundary, from those that the norm's kernel gives: `run(dx=, **what is asked beside)`."""
-    branch, summed = "x" in needs, "bias.bias" in needs
-    around = branch_around(z, seed, p, branch, dtype)
-    if summed and bias is not None:
-        around["dpre_bias"] = bias.dtype
-    out, grads = run(dx=branch or summed or "add.other" in needs, **around)
-    if out is None:
-        return None, grads
-    if summed:
-        grads["bias.bias"] = out.dpre_bias
-    if "add.other" in needs:
-        grads["add.other"] = out.dx
-    return (out.dbranch if "dbranch" in around else out.dx) if branch else None, grads
+def asked_around(
+    bias: Bias | None, needs: frozenset[str], p: float | None, cast: bool, dtype: torch.dtype | None
+) -> tuple[str | None, dict[str, str], dict[str, Any]]:
+    """The kernel's result that is the gradient of the branch, those that are others, and what it takes to make them.
 
-
-def branch_around(
-    z: Tensor | None, seed: Tensor | None, p: float, branch: bool, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """What the kernel takes to write the gradient of the branch beside that of the stream z, where the two differ."""
-    around: dict[str, Any] = {} if seed is None else {"seed": seed, "p": p}
-    cast = z is not None and dtype is not None and dtype is not z.dtype
-    if seed is not None or (cast and branch):
+    The gradient of the branch is written beside that of the stream where the branch was dropped out, with p, or
+    `cast`; else it is the same.
+    """
+    branch, others, around = "x" in needs, dict[str, str](), dict[str, Any]()
+    if p is not None:
+        around["p"] = p
+    if p is not None or (cast and branch):
         around |= {"dbranch": branch, "branch_dtype": dtype}
-    return around
+    if "bias.bias" in needs and bias is not None:
+        around["dpre_bias"], others["bias.bias"] = bias.dtype, "dpre_bias"
+    if "add.other" in needs:
+        others["add.other"] = "dx"
+    return (None if not branch else "dbranch" if "dbranch" in around else "dx"), others, around
 
 
 def boundary_around(

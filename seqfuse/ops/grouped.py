@@ -10,24 +10,23 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..casts import lowered
-from ..env import Env, autocast_of
+from ..env import autocast_of
 from ..errors import InputError
 from ..maingrad import Accumulated, accumulated
 from ..recipes import Recipe
 from ..saved import maker
-from ..scaling import Scaled
 from . import _grouped_lowprecision as low
 from ._grouped import finished, grouped_bias_grad, grouped_linear, grouped_weight_grad, plain, spans
 from ._lowprecision import operand
 from ._parameters import parameter, required
-from ._tensors import check_last, is_whole
-from .linear import gemm_traffic
+from ._tensors import is_whole
+from .linear import HasGEMM
 
 _EVERY = frozenset({"x", "weight"})
 _NOTHING = None, None
 
 
-class GroupedLinear(Scaled, sf.UnfusedOperation):
+class GroupedLinear(HasGEMM, sf.UnfusedOperation):
     """y_i = x_i weight_g^T + bias_g for row i of group g: one `Linear` per group of consecutive rows (grouped GEMM).
 
     x is viewed as [rows, in_features]. Group g has rows offsets[g - 1] (0 for the first) to offsets[g], possibly none.
@@ -221,29 +220,11 @@ class GroupedLinear(Scaled, sf.UnfusedOperation):
         return accumulated
 
     @property
-    def features(self) -> tuple[int, int]:
-        return self.in_features, self.out_features
-
-    def scaled(self) -> tuple[str, ...]:
-        return "x", "weight", "dy"
-
-    @property
     def scale_shape(self) -> tuple[int, ...]:
         return (self.groups,)
 
-    @property
-    def gemms(self) -> tuple[tuple[int, int], ...]:
-        return (self.features,)
-
     def not_quantized(self, recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
         return low.why_no_grouped_gemm(recipe, dtype, arch)
-
-    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
-        return gemm_traffic(env, *self.features, backward)
-
-    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        check_last(shape, self.in_features)
-        return (*shape[:-1], self.out_features)
 
     @classmethod
     def example(cls, x: Tensor) -> GroupedLinear:

@@ -196,7 +196,34 @@ class _LinearOfTorch(nn.Linear):
         nn.Module.__init__(self)
 
 
-class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[reportIncompatibleMethodOverride]
+class HasGEMM(Scaled):
+    """Mixed into operations whose y is a GEMM of x along its last dimension."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def features(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
+    @property
+    def gemms(self) -> tuple[tuple[int, int], ...]:
+        return (self.features,)
+
+    def scaled(self) -> tuple[str, ...]:
+        return "x", "weight", "dy"
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        slower = FLOAT32_SLOWER if env.dtype.itemsize == 4 and env.device != "cpu" else 1
+        flops = 2.0 * env.tokens * self.in_features * self.out_features * slower
+        return sf.Traffic(2, 2, 2, flops) if backward else sf.Traffic(flops=flops)  # each of two GEMMs reads dy
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        check_last(shape, self.in_features)
+        return (*shape[:-1], self.out_features)
+
+
+class Linear(HasGEMM, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[reportIncompatibleMethodOverride]
     """y = x weight^T + bias; in a sequence the GEMM, followed by `Bias`.
 
     Forward: y = x weight^T. Called by itself it adds `bias`. In a sequence it expands to this GEMM and a `Bias` that
@@ -462,27 +489,9 @@ class Linear(Scaled, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[re
             dweight = low.weight_grad_in_8_bits(down, x, recipe, dy.dtype, buffer)
         return dx, {"weight": dweight}
 
-    @property
-    def features(self) -> tuple[int, int]:
-        return self.in_features, self.out_features
-
-    def scaled(self) -> tuple[str, ...]:
-        return "x", "weight", "dy"
-
-    @property
-    def gemms(self) -> tuple[tuple[int, int], ...]:
-        return ((self.in_features, self.out_features),)
-
     def wants_quantized(self, role: Role, recipe: Recipe, needs: frozenset[str]) -> tuple[bool, bool]:
         """Whether a tensor is read along rows and columns if the preceding kernel quantizes it."""
         return role == "x" or "x" in needs, "weight" in needs
-
-    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
-        return gemm_traffic(env, *self.features, backward)
-
-    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        check_last(shape, self.in_features)
-        return (*shape[:-1], self.out_features)
 
     @classmethod
     def example(cls, x: Tensor) -> Linear:
@@ -523,10 +532,3 @@ def _rows(x: Any) -> Any:
     if isinstance(x, Quantized) or x.ndim == 2:
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def gemm_traffic(env: Env, k: int, n: int, backward: bool) -> sf.Traffic:
-    """The traffic of y = x weight^T, weight: [n, k]; in the backward pass of two GEMMs, each of which reads dy."""
-    slower = FLOAT32_SLOWER if env.dtype.itemsize == 4 and env.device != "cpu" else 1
-    flops = 2.0 * env.tokens * k * n * slower
-    return sf.Traffic(2, 2, 2, flops) if backward else sf.Traffic(flops=flops)

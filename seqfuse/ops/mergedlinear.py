@@ -11,17 +11,15 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..casts import lowered
-from ..env import Env, autocast_of
+from ..env import autocast_of
 from ..maingrad import Accumulated
 from ..quantized import Quantized
 from ..recipes import Recipe, Role
 from ..saved import maker
-from ..scaling import Scaled
 from . import _lowprecision as low
 from ._mm import linear, linear_into, sum_of_mm
 from ._parameters import joined, one_gemm, parameter, required, reset_linear
-from ._tensors import check_last
-from .linear import gemm_traffic, weight_grad
+from .linear import HasGEMM, weight_grad
 
 MAX_PARTS = 8
 _WEIGHTS = tuple(f"weight_{i}" for i in range(MAX_PARTS))
@@ -29,7 +27,7 @@ _BIASES = tuple(f"bias_{i}" for i in range(MAX_PARTS))
 _EVERY = frozenset({"x", *_WEIGHTS})
 
 
-class MergedLinear(Scaled, sf.UnfusedOperation):
+class MergedLinear(HasGEMM, sf.UnfusedOperation):
     """y = [x weight_0^T + bias_0; x weight_1^T + bias_1; ...]: several `Linear`s of one input: q, k, v or gate, up.
 
     Forward: the parts are concatenated along the last dimension of y. If the weights are adjacent in one storage, and
@@ -360,10 +358,6 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
                 grads[name] = weight_grad(d, x, main_grads.pop(name, None) if main_grads else None)
         return grads
 
-    @property
-    def features(self) -> tuple[int, int]:
-        return self.in_features, self.out_features
-
     def scaled(self) -> tuple[str, ...]:
         numbers = range(len(self.parts))
         return ("x", *_WEIGHTS[: len(self.parts)], *(f"dy_{i}" for i in numbers))
@@ -379,13 +373,6 @@ class MergedLinear(Scaled, sf.UnfusedOperation):
     @property
     def gemms(self) -> tuple[tuple[int, int], ...]:
         return tuple([(self.in_features, size) for size in self.parts])
-
-    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
-        return gemm_traffic(env, *self.features, backward)
-
-    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        check_last(shape, self.in_features)
-        return (*shape[:-1], self.out_features)
 
     @classmethod
     def example(cls, x: Tensor) -> MergedLinear:

@@ -11,7 +11,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.fusions import BlockBoundary, BlockBoundaryActivation, BlockBoundaryBackward
-from seqfuse.fusions.boundary import branch_around
+from seqfuse.fusions.boundary import asked_around
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 
 ALL = (BlockBoundary, BlockBoundaryBackward)
@@ -32,16 +32,18 @@ def test_the_stream_has_the_dtype_of_the_sum(autocast: bool, device: torch.devic
 
 
 def test_the_gradient_of_the_branch_is_written_where_it_differs_from_that_of_the_stream():
-    z, seed, half = torch.ones(3, 8), torch.tensor(1), torch.bfloat16
-    for given, written in (
-        ((z, None, 0.0, True, None), False),
-        ((z, None, 0.0, True, torch.float32), False),
-        ((z, None, 0.0, True, half), True),
-        ((z, None, 0.0, False, half), False),
-        ((z, seed, 0.3, True, None), True),
-        ((z, seed, 0.3, False, None), False),
+    x, other, half = frozenset({"x", "add.other"}), frozenset({"add.other"}), torch.bfloat16
+    for given, first, written in (
+        ((x, None, False, None), "dx", False),
+        ((x, None, False, torch.float32), "dx", False),
+        ((x, None, True, half), "dbranch", True),
+        ((other, None, True, half), None, False),
+        ((x, 0.3, False, None), "dbranch", True),
+        ((other, 0.3, False, None), None, False),
     ):
-        assert branch_around(*given).get("dbranch", False) is written
+        result, others, around = asked_around(None, *given)
+        assert (result, others) == (first, {"add.other": "dx"})
+        assert around.get("dbranch", False) is written
 
 
 def blocks(dtype: torch.dtype, device: torch.device, p: float = 0.25) -> sf.Sequential:
