@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from . import compiler
 from .errors import InputError
 from .hardware import CARDS, ONEDNN_FLOAT32_WORTHWHILE, architecture_of
 from .hardware import COSTS as _COSTS
@@ -343,8 +344,6 @@ def _has_triton() -> bool:
 
 def why_no_c() -> str:
     """Why no C kernel runs on the CPU of this machine; empty where they do."""
-    from . import compiler
-
     if not _has_triton():
         return "Triton, whose device functions C kernels are made of, is not installed"
     return compiler.why_none()

@@ -24,7 +24,8 @@ def real(x: Tensor, operation: str) -> None:
 
 def is_whole(t: Tensor) -> bool:
     """Whether a tensor is of integers; bool is none."""
-    return not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)
+    dtype = t.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 def check_last(shape: Sequence[int], size: int) -> None:

@@ -340,11 +340,11 @@ class Permute(sf.UnfusedOperation):
         """y, offsets and rows by kernels, if there are any."""
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            if runs_in_c(x):
+            if x.is_cpu:
                 rows, offsets = _of_pairs().sorted_pairs(experts.to(torch.int64), self.experts)
             else:
                 _, rows, offsets = self.sorted(experts)
-            return sorted_rows(x, rows, offsets), offsets, rows
+            return _copied(x, rows, offsets), offsets, rows
 
         return _by_kernel(x, run)
 
@@ -404,13 +404,19 @@ def _in_order(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
 
 def sorted_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """The y of a `Permute` again, of the rows that it made: the same bits."""
-    size, top_k = x.shape[-1], rows.shape[-1]
-    y = _by_kernel(x, lambda: _of_pairs().spread_rows(_flat(x, size), _flat(rows, top_k), offsets)[0])
+    y = _by_kernel(x, lambda: _copied(x, rows, offsets))
     if y is not None:
-        return y.view(*x.shape[:-1], top_k, size)
+        return y
     flat = rows.reshape(-1)
     order = torch.empty_like(flat).scatter_(0, flat, torch.arange(flat.shape[0], device=flat.device))
-    return _in_order(x, order, offsets, top_k)
+    return _in_order(x, order, offsets, rows.shape[-1])
+
+
+def _copied(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """`sorted_rows` by a kernel."""
+    size, top_k = x.shape[-1], rows.shape[-1]
+    y = _of_pairs().spread_rows(_flat(x, size), _flat(rows, top_k), offsets)[0]
+    return y.view(*x.shape[:-1], top_k, size)
 
 
 def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:

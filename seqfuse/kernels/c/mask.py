@@ -39,7 +39,7 @@ def _kernel() -> CKernel:
 
 def makes_mask(seed: Tensor) -> bool:
     """Whether a mask is made here: of a plain tensor that nobody watches, or of a fake one, whose shape is all."""
-    return (is_faking() and not recording()) or (type(seed) is Tensor and not traced())
+    return (type(seed) is Tensor and not traced()) or (is_faking() and not recording())
 
 
 def mask_on_cpu(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | None = None) -> Tensor:
