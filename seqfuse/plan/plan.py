@@ -410,8 +410,10 @@ def _within(
         options = front.within(least := front.least()) or []
         if limit is not None and not _is_bare(stretch, memory, kept):
             taken = f"the plan with the lowest peak was taken, whose peak is {least:,} bytes"
-            said = f"{taken}, and {limit:,} are allowed here"
-            why = f"does not fit: {said}"
+            why = f"does not fit: {taken}, and {limit:,} are allowed here"
+            if isinstance(memory, Budget) and memory.part is not None:
+                part = math.ceil(1000 * least / kept.unfused) / 1000
+                why += f"; sf.Budget(part={part:g}) fits" if part <= 1 else ""
     chosen = [c for o in options for c in o.forward], [c for o in options for c in o.backward]
     spans = [(range(o.start, o.stop), o.again) for o in options]
     again = tuple((span, keeps) for span, keeps in spans if keeps is not None)

@@ -37,7 +37,18 @@ from .guard import bind as bind_call
 from .guard import device, dtype, has_main_grad, requires
 from .lower import Context, OnStep, lower, torch_calls
 from .node import saved_hooks
-from .regions import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
+from .regions import (
+    Call,
+    CompiledRegion,
+    OpList,
+    Region,
+    callers_level,
+    collecting_later,
+    compare,
+    fusers,
+    mark_shards,
+    with_entry,
+)
 from .trial import calls_c, kernels_of, weighing
 
 KEPT_LISTS = 8
@@ -250,7 +261,10 @@ class Fuser:
         asked = dataclasses.replace(stretch, x=None, channels={})
         if isinstance(memory, Budget) or memory == "fast":
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
-                warnings.warn(f"{refusal.fusion} at {refusal.at}: {refusal.reason}", UserWarning, stacklevel=2)
+                first, last = (op_list.nodes[at].name for at in (region.start, region.stop - 1))
+                where = f"{region.stop - region.start} operations, {first} to {last}"
+                message = f"{refusal.fusion} for {where}: {refusal.reason}"
+                warnings.warn(message, UserWarning, stacklevel=callers_level())
         note = weakref.WeakMethod(self._note_failure)
         context = Context.of(stretch, region.slots, parameters, stretch.fusing.on_error, note, self.on_step, self.lock)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}

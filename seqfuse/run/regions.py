@@ -32,10 +32,13 @@ KEPT_PROGRAMS = 512
 fusers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """The `stacklevel`, of a warning where this is called, that names the line which called the library or torch."""
     frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("seqfuse", "torch"):
+    while frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").partition(".")[0] in ("seqfuse", "torch")
+        or frame.f_code.co_filename.startswith("<eval_with_key>")  # a graph of torch.fx
+    ):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -102,7 +105,7 @@ class OpList:
         theirs = len(self.nodes) > 1 and all(plain_type(node.operation) in TWINS for node in self.nodes)
         if theirs and not torch.compiler.is_compiling():
             message = "nothing in this Sequential can be fused, as its modules are torch.nn's: use sf.nn.from_torch"
-            warnings.warn(message, UserWarning, stacklevel=_callers_level())
+            warnings.warn(message, UserWarning, stacklevel=callers_level())
         for start, stop in stretches(self.nodes):
             self.parts.append(self._region(start, stop) if self.nodes[start].fusable else start)
 

@@ -362,8 +362,17 @@ def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan_and_says_so(memory:
     assert refusal.fusion == f"memory={model.memory}"
     assert refusal.reason.startswith(said)
     assert said in re.sub(r"\s+", " ", str(plan))
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=said) as caught:
         model(x)
+    (warned,) = caught
+    nodes = len(plan.names)
+    assert f"{refusal.fusion} for {nodes} operations, {plan.names[0]} to {plan.names[-1]}: does" in str(warned.message)
+    assert warned.filename == __file__
+    fits = re.search(r"; sf\.Budget\(part=([\d.]+)\) fits$", str(warned.message))
+    assert (fits is None) == isinstance(memory, int)
+    for change, wrong in ((0.0, 0), (-0.002, 1)) if fits is not None else ():
+        model.memory = sf.Budget(part=float(fits[1]) + change)
+        assert len([r for r in model.plan(x).refused if "does not fit" in r.reason]) == wrong
 
 
 def test_a_budget_that_several_regions_share_is_named_as_it_was_given():
