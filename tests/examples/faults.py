@@ -86,7 +86,7 @@ DEFINED, PLANNED, RUN, CHECKED, LOADED = (
 )
 
 
-@fault(DEFINED, "a slot that is no operation")
+@fault(DEFINED, "a slot that is not an operation")
 def _() -> None:
     class Odd(sf.InferenceFusion):
         bias: ops.Bias
@@ -96,7 +96,7 @@ def _() -> None:
             return x
 
 
-@fault(DEFINED, "`bwd` names no slot")
+@fault(DEFINED, "`bwd` names an unknown slot")
 def _() -> None:
     class Odd(sf.BackwardFusion):
         bias: ops.Bias
