@@ -159,8 +159,8 @@ class Budget:
 
     Args:
         bytes: the limit in bytes, without parameters and their gradients, as in `plan.memory.peak`.
-        part: instead of bytes, a factor from 0 to 1. The limit is `part * plan.memory.saved_unfused`: what operations
-            save for backward if none is fused. These are not a peak, so `part=1` may already recompute.
+        part: instead of bytes, a factor from 0 to 1. The limit is `part * plan.memory.saved_unfused`, the bytes that
+            unfused operations save for backward. These are not a peak, so `part=1` may already recompute.
 
     Raises:
         InputError: (SF106) for another value, or if both are given.

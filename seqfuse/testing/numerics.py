@@ -271,15 +271,15 @@ class Sample:
     def non_finite(self) -> Check:
         """Masks: what `u` has; or, where `u` is not finite, what `r` has, or finite and close to it.
 
-        Fused may keep more range; a NaN is never swallowed.
+        Fused may keep more range, and swallows no NaN that `u` has. Where `u` swallows one itself, as torch's attention
+        for CPUs does in its log-sum-exp, `f` has to be `u` to the bit: there is nothing to compare it with.
         """
         f, u = self.f, self.u
         same = (f.isnan() & u.isnan()) | (f == u)
         floor = self._floor(torch.where(self.r.isfinite(), self.r, 0.0), torch.where(self.counted, self.r, 0.0))
         close = (f - self.r).abs() <= 6 * self.rms_u + 2 * floor + 0.5 * self.rms_phi
-        wrong = torch.where(
-            u.isfinite(), ~(f.isfinite() & self.r.isfinite()), ~same & (f != self.r) & ~(f.isfinite() & close)
-        )
+        swallowed = ~(f.isfinite() & self.r.isfinite()) & (f != u)
+        wrong = torch.where(u.isfinite(), swallowed, ~same & (f != self.r) & ~(f.isfinite() & close))
         total = int(wrong.sum().item())
         at = int(wrong.flatten().int().argmax().item())
         f_at, u_at, r_at = (t.flatten()[at].item() for t in (f, u, self.r))

@@ -203,6 +203,7 @@ def test_accepts_what_is_not_finite_in_all_three(value: float):
         pytest.param(math.nan, 1.0, 1.0, id="a NaN of its own"),
         pytest.param(math.inf, 1.0, 1.0, id="an overflow of its own"),
         pytest.param(1.0, math.nan, math.nan, id="a swallowed NaN"),
+        pytest.param(1.0, 2.0, math.nan, id="another number where both swallow a NaN"),
         pytest.param(-math.inf, math.inf, math.inf, id="the wrong infinity"),
         pytest.param(math.inf, math.nan, math.nan, id="Inf for NaN"),
         pytest.param(2.0, math.inf, 1.0, id="finite and far from the reference"),
@@ -213,6 +214,12 @@ def test_refuses(fused: float, unfused: float, reference: float):
     f[3, 4], u[3, 4], r[3, 4] = fused, unfused, reference
     with pytest.raises(FusedMismatch, match=r"structure: NaN or Inf .* at \(3, 4\)"):
         assert_fused_close(f, u, r)
+
+
+def test_a_nan_that_unfused_swallows_may_be_the_same_number():
+    f, u, r = results()
+    f[3, 4], u[3, 4], r[3, 4] = 0.0, 0.0, math.nan  # as torch's log-sum-exp of a NaN is on some CPUs
+    assert_fused_close(f, u, r)
 
 
 def test_fused_may_be_infinite_with_the_reference_where_unfused_is_nan():

@@ -68,21 +68,42 @@ INLINE void moments(const float *z, I n, float *mean, double *squares) {
   *mean = (float)joined;
 }
 
-INLINE double sum_of_squares(const float *z, I n) {
+/* The order of the sum depends on n alone, not on what else a kernel makes. */
+INLINE double dot(const float *p, const float *q, I n) {
+  double sum = 0;
+  for (I at = 0; at < n; at += SPAN) {
+    const float *u = p + at, *v = q + at;
+    I count = n - at < SPAN ? n - at : SPAN, c = 0;
+    V a = {0}, b = {0}, e = {0}, f = {0};
+    for (; c + 32 <= count; c += 32) {
+      a += AT(u, c) * AT(v, c);
+      b += AT(u, c + 8) * AT(v, c + 8);
+      e += AT(u, c + 16) * AT(v, c + 16);
+      f += AT(u, c + 24) * AT(v, c + 24);
+    }
+    for (; c + 8 <= count; c += 8) a += AT(u, c) * AT(v, c);
+    float part = lanes((a + b) + (e + f));
+    for (; c < count; c++) part += u[c] * v[c];
+    sum += part;
+  }
+  return sum;
+}
+
+INLINE double plain_sum(const float *z, I n) {
   double sum = 0;
   for (I at = 0; at < n; at += SPAN) {
     const float *own = z + at;
     I count = n - at < SPAN ? n - at : SPAN, c = 0;
     V a = {0}, b = {0}, e = {0}, f = {0};
     for (; c + 32 <= count; c += 32) {
-      a += AT(own, c) * AT(own, c);
-      b += AT(own, c + 8) * AT(own, c + 8);
-      e += AT(own, c + 16) * AT(own, c + 16);
-      f += AT(own, c + 24) * AT(own, c + 24);
+      a += AT(own, c);
+      b += AT(own, c + 8);
+      e += AT(own, c + 16);
+      f += AT(own, c + 24);
     }
-    for (; c + 8 <= count; c += 8) a += AT(own, c) * AT(own, c);
+    for (; c + 8 <= count; c += 8) a += AT(own, c);
     float part = lanes((a + b) + (e + f));
-    for (; c < count; c++) part += own[c] * own[c];
+    for (; c < count; c++) part += own[c];
     sum += part;
   }
   return sum;

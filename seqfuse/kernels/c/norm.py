@@ -105,7 +105,7 @@ def _printed_forward(
         source, of_source, stride = "stream", of_stream, "W"
     row += _row(of_source, source, stride)
     row += "double squares;\nfloat mean = 0;\n"
-    row += "moments(z, W, &mean, &squares);\nmeans[row] = mean;\n" if centered else "squares = sum_of_squares(z, W);\n"
+    row += "moments(z, W, &mean, &squares);\nmeans[row] = mean;\n" if centered else "squares = dot(z, z, W);\n"
     row += "const float rstd = rstd_of(squares, W, eps);\nrstds[row] = rstd;\n"
     y = behind.number("z[c] - mean" if centered else "z[c]") * behind.number("rstd")
     if of_weight is not None:
@@ -165,21 +165,11 @@ def _printed_backward(
     if of_mean is not None:
         row += f"const float mean = {load_as(of_mean, 'means', 'row')};\n"
     if spread:
-        first.add(f"g[c] = {g.name};\nh[c] = {xhat.name};\nby += {g.name} * {xhat.name};")
-        if centered:
-            first.add(f"plain += {g.name};")
-        sums = "by, plain" if centered else "by"
-        row += (
-            "double all_by = 0, all_plain = 0;\n"
-            "for (I from = 0; from < W; from += SPAN) {\nI to = from + SPAN < W ? from + SPAN : W;\n"
-            f"float by = 0, plain = 0;\n#pragma omp simd reduction(+ : {sums})\nfor (I c = from; c < to; c++) {{\n"
-            + "\n".join(first.lines)
-            + "\n}\nall_by += by;\nall_plain += plain;\n}\n"
-            "const float by = (float)(all_by / W), plain = (float)(all_plain / W);\n"
-        )
-    else:
-        row += _columns("\n".join(first.lines), False)
+        first.add(f"g[c] = {g.name};\nh[c] = {xhat.name};")
+    row += _columns("\n".join(first.lines), False)
     if spread:
+        row += "const float by = (float)(dot(g, h, W) / W);\n"
+        row += "const float plain = (float)(plain_sum(g, W) / W);\n" * centered
         out = second.number("g[c]") - second.number("h[c]") * second.number("by")
         if centered:
             out = out - second.number("plain")

@@ -66,6 +66,19 @@ def test_sums_of_finite_numbers_do_not_overflow(centered: bool) -> None:
         torch.testing.assert_close(f.mean, torch.tensor([7.5e37, 5e-31]))
 
 
+@pytest.mark.parametrize("centered", [True, False], ids=["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("columns", [7, 32, 130, 5001])
+def test_dx_does_not_depend_on_what_else_is_needed(columns: int, centered: bool) -> None:
+    x, dy, dstream = (seeded_randn((33, columns), seed) for seed in range(3))
+    weight = seeded_randn((columns,), 3)
+    f = norm_fwd(x, weight, None, EPS, centered=centered)
+    given = dy, x, f.mean, f.rstd, weight
+    alone = norm_bwd(*given, dstream=dstream)
+    dtype = torch.float32
+    for more in ({"dweight": dtype}, {"dweight": dtype, "dbias": dtype}, {"dpre_bias": dtype, "dbranch": True}):
+        assert_bitwise_equal(norm_bwd(*given, dstream=dstream, **more).dx, alone.dx)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 130, 1025])
 def test_what_is_dropped_is_what_the_mask_says(columns: int, dtype: torch.dtype) -> None:
