@@ -276,7 +276,9 @@ class Fuser:
         views = all(operation.is_view for operation in inside) and not any(plan.fused)
         adds = any(map(has_main_grad, parameters))
         # Hooks on what is saved see each tensor once, and those of a checkpoint which plan it was.
-        plainly = not adds and memory == "fast" and saved_hooks(False) is None
+        fused: list[Any] = [s.operation for s in (*plan.forward, *plan.backward) if s.fused]
+        unasked = memory == "balanced" and not plan.recomputed and not any(f.saves_memory for f in fused)
+        plainly = not adds and (memory == "fast" or unasked) and saved_hooks(False) is None
         native = torch_calls(plan) if plainly else None
         return CompiledRegion(plan, asked, segments, views, native or ())
 

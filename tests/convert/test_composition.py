@@ -401,9 +401,7 @@ def test_transforms_of_torch_func_see_the_model():
 
 
 def test_a_second_derivative_is_an_error_where_a_node_runs_and_right_where_torch_does():
-    plain = Net()
-    model = copy.deepcopy(plain)
-    sf.convert(model, memory="fast")  # what is recomputed is recomputed by a node
+    model, plain, _ = pair()
     x = X.clone().requires_grad_()
     torch.testing.assert_close(_second(model, x), _second(plain, x), rtol=1e-12, atol=1e-12)
     x = seeded_randn((200, 8), 2).double().requires_grad_()

@@ -55,8 +55,9 @@ def passes(model: nn.Module, x: Tensor) -> list[Tensor]:
     ]
 
 
-def test_it_is_torch_bit_for_bit_and_has_its_nodes() -> None:
-    ours, theirs = pair()
+@pytest.mark.parametrize("memory", ["fast", "balanced"])
+def test_it_is_torch_bit_for_bit_and_has_its_nodes(memory: Any) -> None:
+    ours, theirs = pair(memory=memory)
     x = tensor(4, 5, dtype=torch.float32)
     for _ in range(3):
         for got, want in zip(passes(ours, x), passes(theirs, x), strict=True):
@@ -67,6 +68,12 @@ def test_it_is_torch_bit_for_bit_and_has_its_nodes() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
             model(x)
     assert sum(kept) > 0
+
+
+def test_what_has_to_save_less_than_torch_does_has_a_node() -> None:
+    ours, theirs = pair(memory="lean")
+    x = tensor(4, 5, dtype=torch.float32)
+    assert nodes(ours(x)) != nodes(theirs(x))
 
 
 class Block(nn.Sequential):
