@@ -10,8 +10,8 @@ GPU_PYTHON ?= python3
 ARGS ?=
 
 BIN := $(VENV)/bin
-# The constraints keep every installation at tested versions, torch included.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+# The constraints keep every installation at tested versions, torch included. Python compiles what is imported, when it is.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt
 PYTEST := $(BIN)/python -m tests.run -n 2 --dist worksteal --timeout 300
 
 .DEFAULT_GOAL := help
