@@ -324,14 +324,15 @@ def plan(width: int = FULL) -> str:
     return sf.Sequential(ops.Residual(*operations)).to("meta", torch.bfloat16).plan(x, env=env).svg(width)
 
 
-def whole(make: str) -> str:
+@functools.cache
+def whole(make: str) -> sf.Plan:
     """The plan of all layers of a model of examples/models.py for an H100."""
     sys.path[:0] = [str(HERE.parent / "examples")]
     import models
 
     x = torch.empty(counts(make)["x"], dtype=torch.bfloat16, device="meta")  # as that of the command beside it
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=x.shape[0] * x.shape[1])
-    return getattr(models, make)().bfloat16().plan(x, env=env).svg()
+    return getattr(models, make)().bfloat16().plan(x, env=env)
 
 
 BOTH = (layer, contract, segments, memory, front)
@@ -341,8 +342,9 @@ PICTURES: dict[str, Callable[[], str]] = {
     "plan": plan, "plan_narrow": functools.partial(plan, NARROW),
 }  # fmt: skip
 MODELS: dict[str, Callable[[], str]] = {
-    make: functools.partial(whole, make)
+    make + end: lambda make=make, width=width: whole(make).svg(width)
     for make in ("gpt2", "llama3_8b", "bert_base", "vit_b16", "qwen3_06b", "gemma3_1b")
+    for end, width in (("", FULL), ("_narrow", NARROW))
 }
 
 if __name__ == "__main__":

@@ -346,8 +346,9 @@ def test_a_command_of_the_gallery_writes_the_picture_above_it(
 
 
 def test_the_gallery_shows_every_model_with_its_command() -> None:
-    assert [name for _, name in COMMANDS] == [*draw.MODELS]
-    for name in draw.MODELS:
+    names = [name for _, name in COMMANDS]
+    assert [*draw.MODELS] == [name + end for name in names for end in ("", "_narrow")]
+    for name in names:
         shape = "x".join(map(str, draw.counts(name)["x"]))
         assert GALLERY.index(f"](pictures/{name}.svg)") < GALLERY.index(
             f"examples/models.py:{name} --input {shape}:bf16 "
