@@ -5,7 +5,6 @@
 
 from .compile import compile_kernel
 from .fusions import Checked, check_fusion
-from .lists import ListSpec
 from .numerics import PARTS, Check, FusedMismatch, Report, assert_fused_close
 from .observe import GlobalState, Observer, Pass
 from .operations import CheckedOp, check_op
@@ -26,7 +25,6 @@ __all__ = [
     "FusedMismatch",
     "GlobalState",
     "Guarded",
-    "ListSpec",
     "NotRun",
     "Observer",
     "Pass",

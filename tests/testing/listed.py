@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqfuse.testing import LAYOUTS, ListSpec, in_regime, laid_out, seeded_randn
+from seqfuse.testing import LAYOUTS, in_regime, laid_out, seeded_randn
 from seqfuse.testing.cases import seeded
+
+from .lists import ListSpec
 
 Results = dict[str, Tensor | None]
 CPU = torch.device("cpu")

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqfuse as sf
-from seqfuse.testing import LAYOUTS, ListSpec, assert_bitwise_equal, seeded_randn
-from seqfuse.testing import strategies as sfst
+from seqfuse.testing import LAYOUTS, assert_bitwise_equal, seeded_randn
 from tests.judging import judge_together
 
+from . import drawn
 from .kinds import KINDS
 from .listed import DISTINCT, Results, results
+from .lists import ListSpec
 from .plain_lists import plain as plainly
 
 FUSIONS = (*KINDS, *sf.fusions.default)
@@ -88,7 +89,7 @@ HOW = st.fixed_dictionaries(
 
 @FEWER
 @given(
-    spec=sfst.lists(attention=False),
+    spec=drawn.lists(attention=False),
     rows=st.sampled_from([(3,), (2, 5), (), (0,), (2, 0)]),
     x_wants=st.booleans(),
     grad=st.sampled_from([True, True, False]),
@@ -105,7 +106,7 @@ def test_fused_unfused_and_plain_torch_agree(
 
 @FEWER
 @given(
-    spec=sfst.lists(steps=5).filter(lambda spec: spec.attends),
+    spec=drawn.lists(steps=5).filter(lambda spec: spec.attends),
     rows=st.sampled_from([(5,), (2, 3), (17,), (0,)]),
     layout=st.sampled_from(DISTINCT),
     how=HOW,
@@ -115,7 +116,7 @@ def test_they_agree_with_attention_in_them(spec: ListSpec, rows: tuple[int, ...]
 
 
 @FEWER
-@given(spec=sfst.lists(), rows=st.sampled_from([(3,), (2, 5)]), seed=st.integers(0, 99))
+@given(spec=drawn.lists(), rows=st.sampled_from([(3,), (2, 5)]), seed=st.integers(0, 99))
 def test_references_compute_what_plain_torch_does(spec: ListSpec, rows: tuple[int, ...], seed: int):
     hypothesis.note(str(spec))
     model = spec.build(seed=seed, dtype=torch.float64)
@@ -127,7 +128,7 @@ def test_references_compute_what_plain_torch_does(spec: ListSpec, rows: tuple[in
 
 
 @FEWER
-@given(spec=sfst.lists(), seed=st.integers(0, 99))
+@given(spec=drawn.lists(), seed=st.integers(0, 99))
 def test_a_run_is_repeated_bit_for_bit(spec: ListSpec, seed: int):
     hypothesis.note(str(spec))
     model = spec.build(seed=seed, fusions=FUSIONS)
@@ -135,7 +136,7 @@ def test_a_run_is_repeated_bit_for_bit(spec: ListSpec, seed: int):
     assert_bitwise_equal(again, first)
 
 
-@given(spec=sfst.lists(hooks=False, barriers=False))
+@given(spec=drawn.lists(hooks=False, barriers=False))
 def test_a_plan_covers_every_position_once_in_each_pass(spec: ListSpec):
     model = spec.build(fusions=FUSIONS)
     x = torch.randn(4, spec.width, requires_grad=True)
@@ -156,6 +157,6 @@ def test_the_plain_attention_reads_a_mask_as_the_operation_does(kind: torch.dtyp
 
 @pytest.mark.parametrize("options", [{}, {"channels": False, "hooks": False, "dropout": False}], ids=["all", "plain"])
 def test_lists_print_what_they_are_made_of(options: dict[str, bool]):
-    spec = hypothesis.find(sfst.lists(**options), lambda _: True, settings=FIRST)
+    spec = hypothesis.find(drawn.lists(**options), lambda _: True, settings=FIRST)
     assert str(spec).startswith("Sequential(")
     assert isinstance(spec.build(), sf.Sequential)

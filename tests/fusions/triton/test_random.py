@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import seqfuse as sf
 from seqfuse.ops import _attention
-from seqfuse.testing import LAYOUTS, ListSpec
-from seqfuse.testing import strategies as sfst
+from seqfuse.testing import LAYOUTS
 from tests.judging import judge_together
+from tests.testing import drawn
 from tests.testing.listed import DISTINCT, Results, results
+from tests.testing.lists import ListSpec
 
 # Torch warns of a hook on the first module where the input needs no gradient, and of a weight of no columns.
 pytestmark = [
@@ -33,7 +34,7 @@ HEADED = (
 )
 FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 5)
 FIRST = hypothesis.settings(max_examples=500, phases=[hypothesis.Phase.generate])
-LISTS = sfst.lists(steps=3, depth=1, hooks=False).filter(lambda spec: spec.attends)
+LISTS = drawn.lists(steps=3, depth=1, hooks=False).filter(lambda spec: spec.attends)
 
 
 @pytest.fixture(autouse=True, scope="module")

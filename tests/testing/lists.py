@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from .. import ops
-from ..fusion import FusedOperation
-from ..operation import UnfusedOperation
-from ..ops import Residual
-from ..plan import random_seeds
-from ..run import Sequential
-from .cases import seeded
-from .tensors import generator, laid_out, seeded_randn
+from seqfuse import ops
+from seqfuse.fusion import FusedOperation
+from seqfuse.operation import UnfusedOperation
+from seqfuse.ops import Residual
+from seqfuse.plan import random_seeds
+from seqfuse.run import Sequential
+from seqfuse.testing.cases import seeded
+from seqfuse.testing.tensors import generator, laid_out, seeded_randn
 
 HEADED = ("QKNorm", "RotaryEmbedding", "Attention")
 CONTAINERS: dict[str, type[Sequential]] = {"Sequential": Sequential, "Residual": Residual}
