@@ -62,19 +62,40 @@ def cpu(found: Results) -> Lines:
     return _steps_of(found)
 
 
-def _steps_of(found: Results) -> Lines:
-    sides = list(dict.fromkeys(side for row in found["rows"] for side in row["sides"]))
-    cells = [
-        [r["name"], f"{r['eager']:,.0f}", *(between(r["sides"][s]) if s in r["sides"] else "" for s in sides)]
-        for r in found["rows"]
-    ]
-    return [where(found), "", *table(["step", "eager, us", *sides], cells)]
+_STEPS_OF = {
+    "default": "seqfuse",
+    "lean": "seqfuse, lean",
+    "default, GEMMs of MKL": "seqfuse, without oneDNN",
+    "Dynamo alone": "Dynamo, eager backend",
+    "loop over experts": "loop over experts",
+}
+
+
+def _steps_of(found: Results, eager: str = "eager") -> Lines:
+    """One narrow table, or two: the default and lean plans, then what else was timed in some of the rows."""
+    lines, rows = [where(found), ""], found["rows"]
+    if "converted" in found["about"]:
+        said = f"""Measured when the default of `sf.convert` was `memory="{found["about"]["converted"]}"`; it is
+            `"balanced"` now."""
+        lines += [wrapped(said), ""]
+    sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
+    plans = sides if len(sides) < 4 else [side for side in sides if side in ("default", "lean")]
+    head = ("step", f"{eager}, us", *(f"{_STEPS_OF[side]} / {eager}" for side in plans))
+    cells = [(r["name"], f"{r['eager']:,.0f}", *_times(r, plans)) for r in rows]
+    others = [side for side in sides if side not in plans]
+    rest = [(r["name"], *_times(r, others)) for r in rows if not r["sides"].keys().isdisjoint(others)]
+    names = ("step", *(f"{_STEPS_OF.get(side, side)} / {eager}" for side in others))
+    return [*lines, *table(head, cells), *(["", *table(names, rest)] if rest else [])]
+
+
+def _times(row: dict[str, Any], sides: Lines) -> Lines:
+    return [between(row["sides"][side]) if side in row["sides"] else "-" for side in sides]
 
 
 @drawn("cpu_experts", "cpu_experts")
 def cpu_experts(found: Results) -> Lines:
     """The same of experts."""
-    return _steps_of(found)
+    return _steps_of(found, "Hugging Face")
 
 
 @drawn("traffic", "traffic")
