@@ -372,15 +372,17 @@ class Conversion:
     def __str__(self) -> str:
         return self.report()
 
-    def report(self, *, launches: bool = False) -> str:
+    def report(self, *, launches: bool = False, choices: bool = False) -> str:
         """The printed report: chains of each graph, bytes saved for backward, and calls that were not converted.
 
         Args:
             launches: whether to compare kernel launches with eager torch also on a CPU, where they matter little.
+            choices: whether to compare what each `memory=` would save, hold and cost, which takes seconds to plan.
         """
         paths = paths_of(self.model)
         layers = [paths.get(place, "") for place in self._places]
-        text = [text_of(self.graphs, self._calls, self.left, layers, undone=not self._before, launches=launches)]
+        about: dict[str, Any] = {"undone": not self._before, "launches": launches, "choices": choices}
+        text = [text_of(self.graphs, self._calls, self.left, layers, **about)]
         text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]
         return "\n".join(text)
 

@@ -92,8 +92,8 @@ class Before:
                 self._calls.append((node, node.op, node.target, *_arguments(node, operations.get(node))))
         self._calls.reverse()
 
-    def eager(self, autocast: torch.dtype | None, gradients: bool) -> Unconverted:
-        """What torch launches and saves, counted on tensors without data."""
+    def eager(self, autocast: torch.dtype | None, gradients: bool, backward: bool) -> Unconverted:
+        """What torch launches and saves, counted on tensors without data; without `backward`, no launches of it."""
         with FakeTensorMode(), contextlib.ExitStack() as stack, torch.set_grad_enabled(gradients):
             device = example(self._outputs[0])
             if autocast is not None and device is not None:
@@ -107,13 +107,13 @@ class Before:
             outputs = [t for n in self._outputs if isinstance(t := made[n], Tensor) and t.requires_grad]
             inputs = [t for t in made.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
             given = [torch.empty_like(t) for t in outputs]
-            with Launches() as backward:
-                if outputs:
+            with Launches() as back:
+                if outputs and backward:
                     torch.autograd.grad(outputs, inputs, given, allow_unused=True)
             called = {call[0] for call in self._calls}
             entered = [t for node, t in made.items() if isinstance(t, Tensor) and node not in called]
             parameters = [made[node] for node in self._parameters if node in made]
-            return Unconverted(forward.count, backward.count, held.bytes(entered, parameters))
+            return Unconverted(forward.count, back.count, held.bytes(entered, parameters))
 
 
 class _Made(dict[Node, Any]):

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Container, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -166,12 +166,25 @@ class CapturedRegion(nn.Module):
 
         given = [like(fake(node, "meta")) for node in (self.order.x, *self.order.channels.values())]
         # Parameters are on the device of the call, since autocast casts nothing on meta.
-        with self._lock, FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
-            stack.callback(self._take_back)
-            self._lend(map(like, self.stand_ins(self.given)))
-            plan = self.model.plan(given[0], env=env, **dict(zip(self._names, given[1:], strict=True)))
-            _ = plan.memory, plan.choices  # they are found while there are parameters
-        return plan
+        with (mode := FakeTensorMode(allow_non_fake_inputs=True)):
+            parameters = [like(t) for t in self.stand_ins(self.given)]
+
+        def lent(find: Callable[..., Any] | None) -> Callable[..., Any] | None:
+            """The same function, called while the operations have parameters."""
+
+            def found(*args: Any, **kwargs: Any) -> Any:
+                assert find is not None
+                with self._lock, mode, contextlib.ExitStack() as stack:
+                    stack.callback(self._take_back)
+                    self._lend(parameters)
+                    return find(*args, **kwargs)
+
+            return None if find is None else found
+
+        plan: Plan = cast("Any", lent(self.model.plan))(
+            given[0], env=env, **dict(zip(self._names, given[1:], strict=True))
+        )
+        return dataclasses.replace(plan, measure=lent(plan.measure), compare=lent(plan.compare))
 
     def stand_ins(self, values: Iterable[Given]) -> list[Tensor]:
         """Tensors like these, fake under a `FakeTensorMode`; of each node one."""
@@ -188,7 +201,13 @@ class CapturedRegion(nn.Module):
     @property
     def eager(self) -> Unconverted | None:
         """What torch would launch and save in the chain's place, where that can be counted."""
-        return self._once("eager", self._count_eager)
+        return self._once("eager", lambda: self._count_eager(backward=True))
+
+    @property
+    def saved_by_eager(self) -> int | None:
+        """The bytes that torch would save in the chain's place, where they can be counted."""
+        counted = self._once("saved", lambda: self._count_eager(backward=False))
+        return None if counted is None else counted.saved
 
     def _once(self, name: str, count: Callable[[], Any]) -> Any:
         """What is counted for the plan of the last call, on tensors without data: a report asks for it each time."""
@@ -199,11 +218,12 @@ class CapturedRegion(nn.Module):
             counts[name] = count()
         return counts[name]
 
-    def _count_eager(self) -> Unconverted | None:
+    def _count_eager(self, backward: bool) -> Unconverted | None:
         plan = self.plan
         assert self.before is not None
         try:
-            return self.before.eager(None if plan is None else plan.env.autocast, plan is None or plan.env.grad)
+            autocast, grad = (None, True) if plan is None else (plan.env.autocast, plan.env.grad)
+            return self.before.eager(autocast, grad, backward)
         except Exception:  # a call that does not run without data
             return None
 

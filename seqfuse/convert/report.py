@@ -56,8 +56,8 @@ class GraphReport:
         since = f", none since call {captured.last} of {of}" if gone else ""
         return f"{self.name}: {after}{captured.call}; {counted(captured.calls, 'call')}{since}"
 
-    def body(self, launches: bool = False) -> list[str]:
-        """Lines about its chains and the calls that were not converted; with `launches`, also launches on a CPU."""
+    def body(self, launches: bool = False, choices: bool = False) -> list[str]:
+        """Lines about its chains and the calls that were not converted; `launches` and `choices` as in a report."""
         alike: dict[str, list[CapturedRegion]] = {}
         for region in self.regions:
             alike.setdefault("\n".join(_chain(region, launches)), []).append(region)
@@ -65,7 +65,7 @@ class GraphReport:
         if not self.regions:
             none = "no operation matches its calls" if not self.left else "the reasons are below"
             text.append(f"  nothing converted: {none}")
-        text += [f"  {line}" for line in _choices(self.regions)]
+        text += [f"  {line}" for line in (_choices(self.regions) if choices else ())]
         text += [f"  {line}" for line in _quantized(self.regions)]
         count = sum(self.beside.values())
         beside = f"{counted(count, 'call')} as before: {_named(self.beside)}" if count else "no calls"
@@ -119,21 +119,20 @@ def _chain(region: CapturedRegion, launches: bool, times: int = 1) -> list[str]:
     kernels = [f"    kernels: C, compiled by {plan.compiler}"] if plan.compiler is not None else []
     if plan.env.device == "cpu" and plan.env.kernels is None:
         kernels = [f"    no fused kernels: {why_no_c()}"]
-    eager, launched = region.eager, region.launched
-    shown = eager is not None and launched is not None and (launches or plan.env.device != "cpu")
     lines.append(f"    forward: {forward}, {plan.fused[0]} fused")
     if not plan.env.grad:
         lines[-1] += "; without gradients"
     else:
         lines[-1] += f"; backward: {backward}, {plan.fused[1]} fused"
     lines += kernels
-    if shown and launched is not None and eager is not None:
+    shown = launches or plan.env.device != "cpu"
+    if shown and (launched := region.launched) is not None and (eager := region.eager) is not None:
         own, theirs = (f"{launched[0]}", f"{eager.forward}")
         if plan.env.grad:
             own, theirs = f"{own} + {launched[1]}", f"{theirs} + {eager.backward}"
         lines.append(f"    kernel launches{', forward + backward' * plan.env.grad}: {own}; eager torch {theirs}")
     if (memory := plan.memory) is not None and plan.env.grad:
-        others = {} if eager is None else {"eager_torch": eager.saved}
+        others = {} if (saved := region.saved_by_eager) is None else {"eager_torch": saved}
         lines.append(f"    saved for backward: {bytes_against(memory.saved, **others, unfused=memory.saved_unfused)}")
     return lines
 
@@ -216,6 +215,7 @@ def text_of(
     layers: Sequence[str],
     undone: bool,
     launches: bool,
+    choices: bool,
 ) -> str:
     """The reports of all graphs, those that are alike once, what no graph has, and the calls that none served.
 
@@ -223,7 +223,7 @@ def text_of(
     """
     alike: dict[str, list[GraphReport]] = {}
     for graph in graphs:
-        alike.setdefault("\n".join(graph.body(launches)), []).append(graph)
+        alike.setdefault("\n".join(graph.body(launches, choices)), []).append(graph)
     of = None if len(layers) > 1 else calls.count
     text = [] if graphs or undone else [_nothing(calls, layers)]
     for body, (first, *others) in alike.items():
