@@ -132,16 +132,23 @@ def kernels(found: Results) -> Lines:
     return [said.format(found["triton"], *counts), "", *table(head, cells), "", told]
 
 
-@drawn("memory", "memory")
-def memory(found: Results) -> Lines:
-    """Bytes kept for backward by feed-forward blocks."""
+@drawn("memory", "memory", "gpu")
+def memory(found: Results, run: Results) -> Lines:
+    """Bytes kept for backward by feed-forward blocks, and what lean costs: estimated, and measured where it was."""
     names = ("seqfuse", "seqfuse balanced", "seqfuse lean")
+    took = {
+        row["shape"]["model"]: row["times"]["seqfuse lean"]["median"] / row["times"]["seqfuse"]["median"] - 1
+        for row in _measured(run, "MLP block forward + backward")
+        if "seqfuse lean" in row["times"]
+    }
     rows: list[tuple[str, ...]] = []
     for row in found["memory"]:
         kept = row["kept"]
         of = (f"{kept[name] / kept['eager']:.2f}" for name in names)
-        rows.append((row["model"], f"{kept['eager'] / MIB:,.0f}", *of, f"+{row['cost']['seqfuse lean']:.1%}"))
-    return table(("MLP block of", "eager, MiB", "fast", "balanced", "lean", "time of lean (est.)"), rows)
+        costs = (f"+{cost:.1%}" if cost else "-" for cost in (row["cost"]["seqfuse lean"], took.get(row["model"])))
+        rows.append((row["model"], f"{kept['eager'] / MIB:,.0f}", *of, *costs))
+    times = "time of lean, estimated", "measured"
+    return table(("MLP block of", "eager PyTorch, MiB", "fast", "balanced", "lean", *times), rows)
 
 
 @drawn("convert", "convert")
@@ -212,7 +219,7 @@ def training(found: Results) -> Lines:
         if r["side"] != "lean, checkpointed"
     ]
     note = f"""Relative to eager PyTorch, measured in one run on a CPU ({found["about"]["device"]}, one thread, torch
-        {found["about"]["torch"]}). {_trained(found)}"""
+        {found["about"]["torch"]}). {_trained(found)} In the picture: 12 x 1,024, no optimizer."""
     head = ("a training step", "saved for backward", "peak memory added", "CPU time")
     return [*table(head, rows), "", wrapped(note)]
 
@@ -220,15 +227,14 @@ def training(found: Results) -> Lines:
 @drawn("layer_counts", "layer_counts")
 def layer_counts(found: Results) -> Lines:
     """Launches and bytes of one layer of each model of the gallery, of Hugging Face's in eager torch and planned."""
-    head = ("layer of", "launches forward, eager", "planned", "backward, eager", "planned", "saved, eager, MiB",
-            "planned", '`memory="lean"`')  # fmt: skip
+    head = ("layer of", "forward launches", "backward launches", "MiB saved, `fast`", "MiB saved, `lean`")
     rows: list[tuple[str, ...]] = []
     for row in found["rows"]:
         eager, planned = row["eager"], row["planned"]
-        cells = [str(len(side[pass_])) for pass_ in ("forward", "backward") for side in (eager, planned)]
+        cells = [f"{len(eager[pass_])} → {len(planned[pass_])}" for pass_ in ("forward", "backward")]
         saved = [planned["saved"][choice] for choice in ("save", "lean")]
-        kept = (f"{size / MIB:,.0f} ({size / eager['saved']:.2f})" for size in saved)
-        rows.append((row["title"], *cells, f"{eager['saved'] / MIB:,.0f}", *kept))
+        kept = (f"{eager['saved'] / MIB:,.0f} → {size / MIB:,.0f} ({size / eager['saved']:.2f})" for size in saved)
+        rows.append((row["title"], *cells, *kept))
     return table(head, rows)
 
 
@@ -244,8 +250,10 @@ def families() -> int:
     return len(found.keys)
 
 
-@drawn("claims", "memory", "cpu", "layer_counts", "convert", "peak")
-def claims(bytes_of: Results, beside: Results, counted: Results, models: Results, steps: Results) -> Lines:
+@drawn("claims", "memory", "cpu", "cpu_experts", "layer_counts", "convert", "peak")
+def claims(
+    bytes_of: Results, beside: Results, experts: Results, counted: Results, models: Results, steps: Results
+) -> Lines:
     """What is claimed, each with how it is known."""
 
     def of_block(model: str) -> str:
@@ -257,7 +265,8 @@ def claims(bytes_of: Results, beside: Results, counted: Results, models: Results
         return ", ".join(f"{row['model']} {row['kept'][choice] / row['eager']:.2f}x" for row in models["rows"])
 
     def slowest(side: str) -> str:
-        times = sorted((row["sides"][side]["ratio"], row["name"]) for row in beside["rows"] if side in row["sides"])
+        all_rows = (*beside["rows"], *experts["rows"])
+        times = sorted((row["sides"][side]["ratio"], row["name"]) for row in all_rows if side in row["sides"])
         return f"{times[0][0]:.2f} to {times[-1][0]:.2f}x (slowest: {times[-1][1]})"
 
     def step(side: str) -> str:
@@ -275,9 +284,9 @@ def claims(bytes_of: Results, beside: Results, counted: Results, models: Results
     rows = [
         (f'{small}`memory="lean"`', step("lean"), cpu),
         (f"{small}activation checkpointing", step("eager, checkpointed"), cpu),
-        ("activation memory of a converted layer", kept_by("balanced"), cpu),
+        ('activation memory of a converted layer, `memory="balanced"` (default)', kept_by("balanced"), cpu),
         ('the same, `memory="lean"`', kept_by("lean"), cpu),
-        ("CPU time of [models and blocks](cpu.md#what-it-gains)", slowest("default"), cpu),
+        ('CPU time of [models and blocks](cpu.md#what-it-gains), `memory="fast"`', slowest("default"), cpu),
         ('the same, `memory="lean"`', slowest("lean"), cpu),
         ("kernel launches, a layer of Llama 3 8B built of `seqfuse.nn`", f"{ours} instead of {theirs}", plans),
         ("activation memory of that layer", f"{fast}; balanced {balanced}, lean {lean}", plans),
@@ -502,7 +511,7 @@ def summary(found: Results) -> Lines:
             [_CHOICES[side], _ratio(row["times"], side, "eager"), f"{row['memory'][side]['peak'] / eager:.2f}"]
             for side in ("eager", "checkpointed", "seqfuse lean", "seqfuse 0.5")
         ]
-        head = f"{_model(row)}, forward + backward", "GPU time", "peak memory added"
+        head = f"{_model(row)}, same H100, forward + backward", "GPU time", "peak added, with parameter gradients"
         lines += [*table(head, cells), ""]
     return lines[:-1]
 
