@@ -154,8 +154,9 @@ def alone(
         if r is None and not allowed(node):
             return f"{name_of(node)} ({NOT_ALLOWED})"
         if r is None:  # in a word where it has a line of its own
-            why = "left" if _kind(node, node in reasons) is not None else reasons.get(node, "not recognized")
-            return f"{name_of(node)} ({why})"
+            reason = reasons.get(node, "not recognized")
+            why = "left" if _kind(node, node in reasons) is not None else reason
+            return f"{name_of(node)} ({ALONE if why.startswith(ALONE) else why})"
         path = f", by way of {' and '.join(between)}" if between else ""
         return f"{type(r.operation).__name__} (in another chain{path})"
 

@@ -145,6 +145,12 @@ ALONE: dict[str, tuple[Spelling, str]] = {
         lambda m, x: m.c(m.b(F.gelu(m.a(x))).transpose(1, 2).reshape(2, -1, 8)),
         "its input is made by Linear (in another chain, by way of transpose and reshape); its result is returned",
     ),
+    "behind a sum that is fused with nothing either": (
+        lambda m, x: m.a((x.cumsum(0) + x.cumprod(0)).cummax(1).values + x.cumsum(1)),
+        (
+            "its input is made by add (no operation beside it to fuse it with); its result is returned"
+        ),
+    ),
     "several readers": (
         lambda m, x: (lambda y: y.cumsum(0) + y.cumprod(0) + y.sort().values + y.flip(0))(m.a(x)),
         (
