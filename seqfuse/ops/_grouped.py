@@ -276,8 +276,8 @@ def _operator(name: str, function: Callable[..., Tensor], fake: Callable[..., Te
 
 def _forward_like(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
     if is_collecting() and x.is_cpu and x.dtype is torch.float32 and _c().sgemm():
-        ask(_c().linear_kernel().source)
-        ask(_c().outer_kernel().source)
+        for kernel in (*map(_c().linear_kernel, {False, bias is not None}), _c().outer_kernel()):
+            ask(kernel.source)
     return x.new_empty(x.shape[0], weight.shape[1])
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +27,12 @@ Rows, not threads, decide what is summed together: the number of threads changes
 """
 
 _POINTER, _INTEGER, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_ALONE = _THREADS(1)
+_MOST = 256  # shapes, and layouts of one shape, of which it is kept what was decided
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore
 _empty = _guards._empty_strided_cpu  # a third of what `torch.empty` costs
 _function_modes: Any = torch._C._len_torch_function_stack
+_address = Tensor.data_ptr
 _NO_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -145,6 +150,9 @@ class Decided(NamedTuple):
         kernel, made, numbers, work, scratch, fit = self
         function = kernel.function()
         parallel, threads = work >= PARALLEL, torch.get_num_threads
+        # Made once, as ctypes makes them of numbers in each call.
+        kinds: list[Any] = [_INTEGER] * kernel.integers + [_FLOAT] * kernel.floats
+        constants = [of(number) for of, number in zip(kinds, numbers, strict=True)]
         absent = [i for i, (_, of) in enumerate(made) if of is None]
         outlines = [(tuple(shape), _strides(shape), of) for shape, of in made if of is not None]
         if scratch is not None:
@@ -153,12 +161,9 @@ class Decided(NamedTuple):
         def run(*given: Tensor) -> Any:
             if fit is not None:
                 given = fit(*given)  # which keeps copies until the kernel has run
-            empty = allocator()
-            outputs: list[Any] = [empty(*outline) for outline in outlines]
-            function(
-                *[t.data_ptr() for t in given], *[t.data_ptr() for t in outputs], *numbers,
-                threads() if parallel else 1,
-            )  # fmt: skip
+            # Maps, as a comprehension is a call more.
+            outputs: list[Any] = [*itertools.starmap(_watched_empty if _function_modes() else _empty, outlines)]
+            function(*map(_address, given), *map(_address, outputs), *constants, threads() if parallel else _ALONE)
             if scratch is not None:
                 outputs.pop()
             for i in absent:
@@ -166,6 +171,24 @@ class Decided(NamedTuple):
             return kind(outputs)
 
         return run
+
+
+def decided_once(decide: Callable[..., Decided]) -> Callable[..., Tensor]:
+    """A function of tensors on a CPU, whose one result `decide` decides: once for tensors like some."""
+    known: dict[Any, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
+
+    def call(*given: Tensor) -> Tensor:
+        key = given[0].shape, given[1].shape, len(given)
+        for check, run in known.get(key, ()):
+            if check(*given):
+                return run(*given)
+        check, run = decide(*given).entry(given, itemgetter(0))
+        if len(known) >= _MOST or len(known.get(key, ())) >= _MOST:
+            known.clear()
+        known.setdefault(key, []).append((check, run))
+        return run(*given)
+
+    return call
 
 
 def allocator() -> Callable[..., Tensor]:

@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .call import CKernel, allocator, written
+from .call import CKernel, Decided, copies, decided_once, row_stride, written
 
 MOST = 2**31 - 1
 """The greatest size and stride that BLAS takes, whose integers have 32 bits."""
@@ -46,15 +46,15 @@ def sgemm() -> int:
 
 
 @functools.cache
-def linear_kernel() -> CKernel:
+def linear_kernel(biased: bool) -> CKernel:
     """Gives y = x weight_g^T + bias_g for the rows of each group; zeros behind them."""
+    bias = "for (I r = 0; r < rows; r++) memcpy(to + r * N, bias + g * N, 4 * N);\n" * biased
     body = (
-        f"(void)threads;\n{_EACH}float *to = y + start * N;\n"
-        "if (bias) for (I r = 0; r < rows; r++) memcpy(to + r * N, bias + g * N, 4 * N);\n"
+        f"(void)threads;\n{_EACH}float *to = y + start * N;\n{bias}"
         "if (rows) gemm(call, turned ? 'N' : 'T', 'N', N, rows, K, weight + g * sg, sw, x + start * sx, sx,\n"
-        "  bias ? 1.f : 0.f, to, N);\nstart = end;\n}\nmemset(y + start * N, 0, 4 * (R - start) * N);\n"
+        f"  {float(biased)}f, to, N);\nstart = end;\n}}\nmemset(y + start * N, 0, 4 * (R - start) * N);\n"
     )
-    pointers = [*(f"const float *{name}" for name in ("x", "weight", "bias")), "const void *ends"]
+    pointers = ["const float *x", "const float *weight", "const void *ends", *["const float *bias"] * biased]
     integers = ["R", "N", "K", "G", "sx", "sg", "sw", "turned", "wide", "call"]
     return written([*pointers, "float *y"], integers, [], body, before=_SGEMM)
 
@@ -71,24 +71,40 @@ def outer_kernel() -> CKernel:
     return written(pointers, ["R", "N", "K", "G", "sy", "sx", "wide", "call"], [], body, before=_SGEMM)
 
 
-def _with_rows(t: Tensor) -> tuple[Tensor, int]:
-    """The same numbers with contiguous rows, and the stride from row to row, at least their length."""
-    t = t.resolve_neg() if t.is_neg() else t
-    (rows, columns), (down, along) = t.shape, t.stride()
-    if (along == 1 or columns == 1) and (down >= columns or rows == 1):
-        return t, max(down, columns)
-    return t.clone(memory_format=torch.contiguous_format), columns
+def _rows_of(t: Tensor) -> tuple[int, bool]:
+    """The stride from row to row, at least their length, and whether the tensor has to be copied to have one."""
+    columns = t.shape[1]
+    stride, copy = row_stride(t, columns)
+    return (columns, True) if stride < columns else (stride, copy)
 
 
-def _of_weights(t: Tensor) -> tuple[Tensor, int, bool]:
-    """The same, of which each matrix has contiguous rows or columns, the stride between these, and whether columns."""
-    t = t.resolve_neg() if t.is_neg() else t
-    (_, rows, columns), (_, down, along) = t.shape, t.stride()
+def _weights_of(t: Tensor) -> tuple[int, int, bool, bool]:
+    """Strides from matrix to matrix and from row to row, or column to column; whether that; whether it is copied."""
+    (_, rows, columns), (each, down, along) = t.shape, t.stride()
     if along == 1 and down >= columns:
-        return t, down, False
+        return each, down, False, False
     if down == 1 and along >= rows:
-        return t, along, True
-    return t.clone(memory_format=torch.contiguous_format), columns, False
+        return each, along, True, False
+    return rows * columns, columns, False, True
+
+
+def _decide_linear(x: Tensor, weight: Tensor, offsets: Tensor, *bias: Tensor) -> Decided:
+    (rows, depth), (groups, columns, _) = x.shape, weight.shape
+    (sx, copy), (sg, sw, turned, copied) = _rows_of(x), _weights_of(weight)
+    copied = [0] * copy + [1] * copied + [i for i, t in enumerate((offsets, *bias), 2) if not t.is_contiguous()]
+    numbers = rows, columns, depth, groups, sx, sg, sw, turned, offsets.dtype is torch.int64, sgemm()
+    return Decided(linear_kernel(bool(bias)), [((rows, columns), torch.float32)], numbers, 0, None, copies(copied))
+
+
+def _decide_outer(dy: Tensor, x: Tensor, offsets: Tensor) -> Decided:
+    (rows, columns), depth, groups = dy.shape, x.shape[1], offsets.shape[0]
+    (sy, copy), (sx, copy_x) = _rows_of(dy), _rows_of(x)
+    copied = [0] * copy + [1] * copy_x + [2] * (not offsets.is_contiguous())
+    numbers = rows, columns, depth, groups, sy, sx, offsets.dtype is torch.int64, sgemm()
+    return Decided(outer_kernel(), [((groups, columns, depth), torch.float32)], numbers, 0, None, copies(copied))
+
+
+_linear, _outer = decided_once(_decide_linear), decided_once(_decide_outer)
 
 
 def linear_of_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,18 +112,7 @@ def linear_of_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | 
 
     `offsets`, int32 or int64, are read here. No size is 0.
     """
-    x, sx = _with_rows(x)
-    weight, sw, turned = _of_weights(weight)
-    offsets = offsets.contiguous()
-    bias = None if bias is None else bias.contiguous().resolve_neg()
-    groups, columns, depth = weight.shape
-    rows = x.shape[0]
-    y = allocator()((rows, columns), (columns, 1), torch.float32)
-    linear_kernel().function()(
-        x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), offsets.data_ptr(), y.data_ptr(),
-        rows, columns, depth, groups, sx, weight.stride(0), sw, turned, offsets.dtype is torch.int64, sgemm(), 1,
-    )  # fmt: skip
-    return y
+    return _linear(x, weight, offsets) if bias is None else _linear(x, weight, offsets, bias)
 
 
 def outer_of_groups(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
@@ -115,13 +120,4 @@ def outer_of_groups(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
     `offsets`, int32 or int64, are read here. No size is 0.
     """
-    dy, sy = _with_rows(dy)
-    x, sx = _with_rows(x)
-    offsets = offsets.contiguous()
-    (rows, columns), depth, groups = dy.shape, x.shape[1], offsets.shape[0]
-    out = allocator()((groups, columns, depth), (columns * depth, depth, 1), torch.float32)
-    outer_kernel().function()(
-        dy.data_ptr(), x.data_ptr(), offsets.data_ptr(), out.data_ptr(),
-        rows, columns, depth, groups, sy, sx, offsets.dtype is torch.int64, sgemm(), 1,
-    )  # fmt: skip
-    return out
+    return _outer(dy, x, offsets)
