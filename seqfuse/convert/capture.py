@@ -377,7 +377,7 @@ class Conversion:
 
         Args:
             launches: whether to compare kernel launches with eager torch also on a CPU, where they matter little.
-            choices: whether to compare what each `memory=` would save, hold and cost, which takes seconds to plan.
+            choices: whether to compare the saved bytes, peak and time of each `memory=`, which takes seconds to plan.
         """
         paths = paths_of(self.model)
         layers = [paths.get(place, "") for place in self._places]
