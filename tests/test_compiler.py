@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import seqfuse as sf
 from seqfuse import compiler, ops
 from seqfuse.errors import CacheWarning, FallbackWarning
+from tests.processes import Script
 
 SOURCE = "int k(int n) { return n + %d; }\n"
 needs_compiler = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
@@ -99,8 +99,8 @@ def test_threads_and_processes_share_a_cache(cache: Path) -> None:
     for thread in threads:
         thread.start()
     program = f"from seqfuse import compiler; print(compiler.function({SOURCE % 7!r})(1))"
-    others = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [other.communicate(timeout=200)[0].strip() for other in others] == ["8", "8"]
+    others = [Script("-c", program, bare=True) for _ in range(2)]
+    assert [other.done().stdout.strip() for other in others] == ["8", "8"]
     for thread in threads:
         thread.join()
     assert found == [8] * 8
@@ -157,6 +157,8 @@ def block(width: int = 64) -> sf.Sequential:
 
 def without(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     program = """
+import warnings
+warnings.simplefilter("error")
 import torch, seqfuse as sf
 from seqfuse import ops
 model = sf.Sequential(ops.Linear(64, 64), ops.GeLU(), ops.Dropout(0.1))
@@ -165,8 +167,7 @@ model(x).sum().backward()
 plan = model.plan(x)
 print(plan.env.kernels, sorted({r.reason for r in plan.refused if r.fusion == "PointwiseChainBackward"}))
 """
-    given = os.environ | environment
-    return subprocess.run([sys.executable, "-W", "error", "-c", program], env=given, capture_output=True, text=True)
+    return Script("-c", program, environment=os.environ | environment, bare=True).done()
 
 
 @pytest.mark.parametrize(

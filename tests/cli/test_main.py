@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -204,27 +203,21 @@ def test_a_reader_that_goes_away_is_no_error(arguments: str) -> None:
     assert done.stderr.strip() == "141"
 
 
-def on_a_terminal(*arguments: str) -> str:
-    controller, terminal = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+def on_a_terminal(code: str) -> str:
+    """What code prints on a terminal of its own."""
+    environment = {**os.environ, "TERM": "xterm-256color"}
     environment.pop("NO_COLOR", None)
-    with subprocess.Popen([sys.executable, *arguments], stdout=terminal, stderr=subprocess.PIPE, env=environment):
-        os.close(terminal)
-        out = b""
-        try:
-            while chunk := os.read(controller, 4096):
-                out += chunk
-        except OSError:  # the other end was closed
-            pass
-        os.close(controller)
-    return out.decode()
+    own = "import os, pty\ncontroller, terminal = pty.openpty()\nos.dup2(terminal, 1)\n"
+    read = "\nsys.stdout.flush()\nos.write(2, os.read(controller, 4096))"
+    return Script("-c", f"import sys\n{own}{code}{read}", environment=environment).done().stderr
 
 
 def test_colors_are_for_terminals_only(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     heading = "from seqfuse.cli.output import tell; tell('a heading', 'bold')"
-    assert "\x1b[1m" in on_a_terminal("-c", heading)
-    assert "\x1b" not in subprocess.check_output([sys.executable, "-c", heading], text=True)
+    assert "\x1b[1m" in on_a_terminal(heading)
+    apart = python("-c", heading)
+    assert (apart.returncode, apart.stdout) == (0, "a heading\n")
     assert "\x1b" not in cli("--help").out
 
 

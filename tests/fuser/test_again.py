@@ -468,14 +468,23 @@ def test_the_gradient_of_a_weight_comes_first_and_lets_its_input_go(again: Any):
     assert wide < measured(model, torch.randn(512, 4)) < 1.5 * wide
 
 
-CHOICES = ("fast", "balanced", "lean", *(sf.Budget(part=part / 10) for part in (9, 8, 7, 6, 5, 4)), "least")
+BUDGETS = tuple(sf.Budget(part=part / 10) for part in (9, 8, 7, 6, 5, 4))
+CHOICES = ("fast", "balanced", "lean", *BUDGETS, "least")
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Every budget is that of one of the models, under --full of both.
+CHOICES_OF = [
+    ("gpt", [choice for choice in CHOICES if choice not in BUDGETS[::2]]),
+    ("llama", [choice for choice in CHOICES if choice not in BUDGETS[1::2]]),
+    *(pytest.param(name, CHOICES, marks=pytest.mark.full) for name in MODELS),
+]
+
+
+@pytest.mark.parametrize(("name", "choices"), CHOICES_OF)
 @pytest.mark.filterwarnings("ignore:memory=")
-def test_the_peak_is_what_the_plan_says_and_never_more_than_the_budget(name: str):
+def test_the_peak_is_what_the_plan_says_and_never_more_than_the_budget(name: str, choices: Sequence[Any]):
     x, least, times = x_of(32).requires_grad_(), 0, list[int]()
-    for memory in reversed(CHOICES):
+    for memory in reversed(choices):
         model = MODELS[name]()
         model.memory = memory
         plan = model.plan(x)
@@ -492,9 +501,9 @@ def test_the_peak_is_what_the_plan_says_and_never_more_than_the_budget(name: str
     assert len({*times}) > 2
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "choices"), CHOICES_OF)
 @pytest.mark.filterwarnings("ignore:memory=")
-def test_gradients_agree_at_every_budget(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_gradients_agree_at_every_budget(name: str, choices: Sequence[Any], monkeypatch: pytest.MonkeyPatch):
     """Within the error bound with those of other fusions; bit for bit with those of the same where all is saved."""
     x, planned, again = x_of(33), running.plan_region, 0
     wanted = run(MODELS[name](), x)
@@ -502,7 +511,7 @@ def test_gradients_agree_at_every_budget(name: str, monkeypatch: pytest.MonkeyPa
     def saving(*given: Any, **named: Any) -> Any:
         return dataclasses.replace(planned(*given, **named), recomputed=())
 
-    for memory in CHOICES:
+    for memory in choices:
         model, other = MODELS[name](), MODELS[name]()
         model.memory = other.memory = memory
         found = run(model, x)
@@ -511,10 +520,14 @@ def test_gradients_agree_at_every_budget(name: str, monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(running, "plan_region", saving)
             assert all(map(torch.equal, run(other, x), found)), memory
-        (part,) = other._fuser.op_list().parts
-        assert all(segment.again is None for segment, _ in part.program.segments)
-        again += bool(model.plan(x.requires_grad_()).recomputed)
-    assert again > 4
+        runs_again, saves = (
+            [segment.again is not None for segment, _ in part.program.segments]
+            for each in (model, other)
+            for part in each._fuser.op_list().parts
+        )
+        assert not any(saves)
+        again += any(runs_again)
+    assert 2 * again > len(choices) - 3  # "fast" saves all
 
 
 def test_the_plan_prints_what_runs_again_and_each_choice():

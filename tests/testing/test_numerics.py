@@ -1,8 +1,6 @@
 """Each part of the rule, one at a time."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from torch import Tensor
 from seqfuse import ops
 from seqfuse.testing import PARTS, FusedMismatch, assert_fused_close, in_regime, seeded_randn
 from seqfuse.testing.cases import Bench, Case, Specimen
+from tests.processes import Script
 
 SHAPE = (32, 48)
 
@@ -315,8 +314,8 @@ def test_pytest_shows_the_test_and_the_message_and_no_frames_of_the_kit(tmp_path
         "import torch\nfrom seqfuse.testing import assert_fused_close\n\n\n"
         "def test_close():\n    x = torch.ones(4)\n    assert_fused_close(x + 1, x, x.double())\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    options = "-p", "no:cacheprovider", "-p", "no:hypothesispytest"
+    done = Script("-m", "pytest", *options, str(tmp_path), folder=Path(__file__).parents[2]).done()
     assert "FusedMismatch: fused differs from unfused" in done.stdout
     assert "numerics.py" not in done.stdout
     assert "test_it.py:7" in done.stdout
