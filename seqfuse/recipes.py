@@ -58,7 +58,7 @@ class Recipe:
             such a device is an error. A CPU always emulates.
 
     Raises:
-        InputError: (SF106) for another format.
+        InputError: (SF106) for another format, or a flag that is not a bool.
     """
 
     format: Literal["hybrid", "e4m3"] = "e4m3"
@@ -69,9 +69,12 @@ class Recipe:
     keeps_state: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("bool", bool) and type(value) is not bool:
+                raise InputError(f"{self} takes True or False for {field.name}, got {value!r}", code="SF106")
         if self.format not in ("hybrid", "e4m3"):
-            name = type(self).__name__
-            raise InputError(f'{name} takes format "hybrid" or "e4m3", got {self.format!r}', code="SF106")
+            raise InputError(f'{self} takes format "hybrid" or "e4m3", got {self.format!r}', code="SF106")
 
     def dtype(self, role: Role) -> torch.dtype:
         """The 8-bit format of an operand."""
@@ -257,17 +260,18 @@ def quantize(
             column; [floor(M / B) + G, N] per `B x 1`, group after group, then 1 in unused entries.
 
     Raises:
-        InputError: (SF102) if x has no dimensions or is not floating, (SF106) for an unknown role, direction or
-            recipe.
+        InputError: (SF102) if x has no dimensions or is not floating, or for a scale or offsets of another shape or
+            dtype, (SF106) for an unknown role, direction or recipe, or a scale where the recipe computes it.
     """
-    if not isinstance(recipe, Recipe):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"quantize takes a recipe, such as sf.recipes.MXFP8(), not {recipe!r}", code="SF106")
-    for name, given, known in (("role", role, get_args(Role)), ("direction", direction, get_args(Direction))):
-        if given not in known:
-            raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}", code="SF106")
-    if not x.is_floating_point() or x.dim() == 0 or x.dtype.itemsize < 2:
-        message = f"quantize takes a floating tensor of 16 bits or more, [*, N], not {x.dtype} {list(x.shape)}"
-        raise InputError(message, code="SF102")
+    _check_arguments(recipe, role, direction, offsets)
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() == 0 or x.dtype.itemsize < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"quantize takes a floating tensor of 16 bits or more, [*, N], not {_said(x)}", code="SF102")
+    if scale is not None:
+        count = 1 if offsets is None else len(offsets)
+        if not recipe.keeps_state:
+            raise InputError(f"{recipe} computes its scales, so it takes no scale", code="SF106")
+        if not isinstance(scale, Tensor) or scale.numel() != count:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"quantize takes a scale of {count} numbers, not {_said(scale)}", code="SF102")
     dtype, size = recipe.dtype(role), recipe.block(role, direction)
     rows = _matrix(x.detach())
     places = _places(offsets, len(rows), size[0])
@@ -305,13 +309,38 @@ def dequantize(
     *,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The dequantized operand that a GEMM multiplies, data * inverse_scale, in float32; see `quantize`."""
+    """The dequantized operand that a GEMM multiplies, data * inverse_scale, in float32; see `quantize`.
+
+    Raises:
+        InputError: (SF102) for inverse scales of another shape than those that `quantize` returns for `data`, (SF106)
+            for an unknown role, direction or recipe.
+    """
+    _check_arguments(recipe, role, direction, offsets)
     rows, size, inverse = _matrix(data), recipe.block(role, direction), inverse_scale.to(torch.float32)
     places = _places(offsets, len(rows), size[0])
+    blocks = _blocks(rows, size if places is None else (1, size[1]))
+    count = blocks.shape[0] if places is None else places[1]
+    if inverse.numel() != count * blocks.shape[2]:
+        message = f"{recipe} has {count} x {blocks.shape[2]} scales for {role} {[*data.shape]} in {direction}"
+        raise InputError(f"{message}, not {_said(inverse_scale)}", code="SF102")
     if places is not None:
-        size, inverse = (1, size[1]), _spread(inverse.reshape(places[1], -1), places[0])
-    blocks = _blocks(rows, size)
+        inverse = _spread(inverse.reshape(count, -1), places[0])
     return _whole(blocks * inverse.reshape(blocks.shape[0], 1, blocks.shape[2], 1), rows).reshape(data.shape)
+
+
+def _check_arguments(recipe: Any, role: Any, direction: Any, offsets: Any) -> None:
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"quantize takes a recipe, such as sf.recipes.MXFP8(), not {recipe!r}", code="SF106")
+    for name, given, known in (("role", role, get_args(Role)), ("direction", direction, get_args(Direction))):
+        if given not in known:
+            raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {given!r}", code="SF106")
+    whole = isinstance(offsets, Tensor) and not (offsets.is_floating_point() or offsets.is_complex())
+    if offsets is not None and not (whole and offsets.dim() == 1):
+        raise InputError(f"offsets must be integers, [G], not {_said(offsets)}", code="SF102")
+
+
+def _said(given: Any) -> str:
+    return f"{given.dtype} {[*given.shape]}" if isinstance(given, Tensor) else type(given).__name__
 
 
 def largest_of_groups(x: Tensor, offsets: Tensor) -> Tensor:
@@ -375,19 +404,23 @@ def _whole(blocks: Tensor, rows: Tensor) -> Tensor:
 
 
 def _scales(most: Tensor, largest: float, power_of_two: bool) -> Tensor:
+    scale = _quotients(most, largest, 1.0)
+    return (scale.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else scale
+
+
+def _quotients(most: Tensor, largest: float, otherwise: Tensor | float, divisor: float = 1.0) -> Tensor:
+    """The largest number / most / divisor; `otherwise` where there are only zeros, or a number that is not finite."""
     # A number divided by a tensor is the reciprocal times that number in torch: rounded twice.
     scale = torch.full_like(most, largest) / most
+    scale = scale if divisor == 1 else scale / divisor
     scale = scale.clamp(max=_FLOAT32_MAX)  # of the smallest numbers it overflows
-    scale = torch.where((most > 0) & most.isfinite(), scale, 1.0)
-    return (scale.view(torch.int32) & -(1 << 23)).view(torch.float32) if power_of_two else scale
+    return torch.where((most > 0) & most.isfinite(), scale, otherwise)
 
 
 def next_scale(recipe: Float8DelayedScaling, role: Role, history: Tensor, scale: Tensor) -> Tensor:
     """The scale of the next step, of a history with the newest maximum first, and of the scale up to now."""
     most = history.amax(0) if recipe.algorithm == "max" else history[0]
-    new = torch.full_like(most, torch.finfo(recipe.dtype(role)).max) / most
-    new = (new / 2.0**recipe.margin).clamp(max=_FLOAT32_MAX)
-    return torch.where((most > 0) & most.isfinite(), new, scale)
+    return _quotients(most, torch.finfo(recipe.dtype(role)).max, scale, 2.0**recipe.margin)
 
 
 def _scales_mx(most: Tensor, exponent: int) -> tuple[Tensor, Tensor]:

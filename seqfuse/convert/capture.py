@@ -151,8 +151,8 @@ def _backend(
         hint = "Float8CurrentScaling has one scale for a tensor, too"
         message = f"{recipe} keeps scales in operations, and those of a converted model are its graphs'"
         raise InputError(message, code="SF108", operation=where, hint=hint)
-    named = () if isinstance(exclude, str) else tuple(exclude)
-    if isinstance(exclude, str) or not all(isinstance(name, str) for name in named):  # pyright: ignore[reportUnnecessaryIsInstance]
+    named = tuple(exclude) if isinstance(exclude, Iterable) and not isinstance(exclude, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if named is None or not all(isinstance(name, str) for name in named):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _wrong(f"exclude takes names of modules, got {exclude!r}", 'such as exclude=("lm_head",)', where)
     return ChainBackend(RewriteOptions(fusions, allowed, memory, recipe, named), then)
 

@@ -25,7 +25,7 @@ def hard(form: Any) -> list[Tensor]:
     numbers = np.concatenate([numbers, np.nextafter(numbers, np.float32(np.inf)), np.nextafter(numbers, np.float32(0))])
     numbers = np.minimum(numbers, np.float32(values[-1]))
     found: list[Tensor] = []
-    for factor in (1.0, 2.0**-20, 1.7, 3e-3, 2.0**90):
+    for factor in (1.0, 3e-3, 2.0**90):
         one = torch.from_numpy(np.concatenate([numbers, -numbers]) * np.float32(factor))
         largest = torch.full((one.numel(), 31), float(values[-1] * factor))
         found += [one[None], torch.cat([one[:, None], largest], 1)]

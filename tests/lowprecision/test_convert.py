@@ -183,6 +183,7 @@ def test_what_does_not_fit_is_said_before_anything_is_captured():
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"recipe": "mxfp8"}, "SF106", "recipe must be one of"),
         ({"recipe": recipes.MXFP8(), "exclude": "lm_head"}, "SF106", "exclude takes names of modules"),
+        ({"recipe": recipes.MXFP8(), "exclude": None}, "SF106", "exclude takes names of modules"),
         ({"recipe": recipes.MXFP8(strict=True)}, "SF108", "MXFP8 is strict, and out_features 50 is not a"),
     ]
     for given, code, match in wrong:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from seqfuse.recipes import Recipe
 from seqfuse.testing import seeded_randn
 
 from . import formats
+from .hard import hard
 from .named import DIRECTIONS, OTHERS, PAIRS, RECIPES, ROLES, expected, form_of, named, size_of
 
 SHAPES = [(1, 1), (7, 31), (32, 32), (33, 127), (3, 128), (129, 129), (128, 300), (2, 3, 40), (9,), (0, 8), (8, 0)]
@@ -51,16 +53,8 @@ def test_codes_and_scales_are_those_of_the_reference(recipe: Recipe, shape: tupl
 
 @pytest.mark.parametrize(("recipe", "role"), PAIRS, ids=named)
 def test_every_code_tie_and_neighbour(recipe: Recipe, role):
-    values = form_of(recipe, role).values
-    middles = (values[1:] + values[:-1]) / 2
-    hard = np.concatenate([values, middles]).astype(np.float32)
-    hard = np.concatenate([hard, np.nextafter(hard, np.float32(np.inf)), np.nextafter(hard, np.float32(0))])
-    hard = np.minimum(hard, np.float32(values[-1]))
-    for factor in (1.0, 2.0**-20, 1.7, 3e-3, 2.0**90):
-        x = torch.from_numpy(np.concatenate([hard, -hard]) * np.float32(factor))
-        largest = torch.full((x.numel(), 31), float(values[-1] * factor))
-        # Each of them with the largest number beside it, so that the scale is that of the factor.
-        for t in (x.unsqueeze(0), torch.cat([x.unsqueeze(1), largest], 1), x.unsqueeze(1)):
+    for x in hard(form_of(recipe, role)):
+        for t in (x, x.t().contiguous()):
             for direction in DIRECTIONS:
                 assert_as_expected(t, recipe, role, direction)
 
@@ -145,14 +139,42 @@ def test_recipes_are_values():
 
 
 def test_wrong_arguments_are_named():
-    x = torch.randn(4, 4)
-    for call, match in [
-        (lambda: recipes.quantize(x, recipes.MXFP8, "x", "rows"), "takes a recipe"),  # pyright: ignore[reportArgumentType]
-        (lambda: recipes.quantize(x, recipes.MXFP8(), "y", "rows"), "role must be one of 'x', 'weight', 'dy'"),  # pyright: ignore[reportArgumentType]
-        (lambda: recipes.quantize(x, recipes.MXFP8(), "x", "down"), "direction must be one of 'rows', 'columns'"),  # pyright: ignore[reportArgumentType]
-        (lambda: recipes.quantize(x.long(), recipes.MXFP8(), "x", "rows"), "floating tensor"),
-        (lambda: recipes.quantize(x[0, 0], recipes.MXFP8(), "x", "rows"), "floating tensor"),
-        (lambda: recipes.MXFP8(format="e5m2"), 'format "hybrid" or "e4m3"'),  # pyright: ignore[reportArgumentType]
+    x, ends = torch.randn(4, 32), torch.tensor([1, 4])
+    given: dict[str, Any] = {"x": x, "recipe": recipes.MXFP8(), "role": "x", "direction": "rows"}
+    current, delayed = recipes.Float8CurrentScaling(), recipes.Float8DelayedScaling()
+    for wrong, code, match in [
+        ({"recipe": recipes.MXFP8}, "SF106", "takes a recipe"),
+        ({"role": "y"}, "SF106", "role must be one of 'x', 'weight', 'dy'"),
+        ({"direction": "down"}, "SF106", "direction must be one of 'rows', 'columns'"),
+        ({"x": x.long()}, "SF102", "floating tensor"),
+        ({"x": x[0, 0]}, "SF102", "floating tensor"),
+        ({"x": x.numpy()}, "SF102", "not ndarray"),
+        ({"recipe": current, "scale": torch.tensor(2.0)}, "SF106", "computes its scales"),
+        ({"recipe": delayed, "scale": 2.0}, "SF102", "scale of 1 numbers, not float"),
+        ({"recipe": delayed, "scale": torch.ones(3)}, "SF102", "scale of 1 numbers"),
+        ({"recipe": delayed, "scale": torch.tensor(1.0), "offsets": ends}, "SF102", "scale of 2 numbers"),
+        *[
+            ({"recipe": current, "offsets": wrong}, "SF102", "offsets must be integers")
+            for wrong in ([1, 4], ends.float(), ends[None])
+        ],
+    ]:
+        with pytest.raises(sf.InputError, match=match) as caught:
+            recipes.quantize(**given | wrong)
+        assert caught.value.code == code
+    for wrong in ({"format": "e5m2"}, {"strict": None}, {"emulate": "no"}):
+        with pytest.raises(sf.InputError, match=r'format "hybrid" or "e4m3"|takes True or False for (strict|emulate)'):
+            recipes.MXFP8(**wrong)
+    with pytest.raises(sf.InputError, match="takes True or False for power_of_two"):
+        recipes.Float8RowScaling(power_of_two=1)  # pyright: ignore[reportArgumentType]
+
+
+def test_numbers_are_dequantized_with_scales_of_their_recipe_and_direction_alone():
+    data, inverse = recipes.quantize(torch.randn(4, 64), recipes.MXFP8(), "x", "rows")
+    for recipe, role, direction, match in [
+        (recipes.MXFP8(), "x", "columns", "1 x 64 scales"),
+        (recipes.Float8RowScaling(), "x", "rows", "4 x 1 scales"),
+        (recipes.MXFP8(), "y", "rows", "role must be one of"),
+        (recipes.MXFP8, "x", "rows", "takes a recipe"),
     ]:
         with pytest.raises(sf.InputError, match=match):
-            call()
+            recipes.dequantize(data, inverse, recipe, role, direction)  # pyright: ignore[reportArgumentType]
