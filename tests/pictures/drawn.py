@@ -1,4 +1,5 @@
-"""The picture in the documentation, wide and narrow; to draw both again, run  .venv/bin/python -m tests.pictures.drawn"""
+"""The picture in the documentation; to draw it again, wide and narrow, run
+.venv/bin/python -m tests.pictures.drawn"""
 
 from __future__ import annotations
 

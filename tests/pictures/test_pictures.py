@@ -487,8 +487,8 @@ def test_text_can_be_read_and_kinds_told_apart(palette: dict[str, str]) -> None:
 
 
 def test_the_picture_in_the_documentation_is_drawn_now() -> None:
-    for file, width in drawn_now.FILES.items():
-        assert file.read_text() == drawn_now.picture(width), "run: .venv/bin/python -m tests.pictures.drawn"
+    for file, wide in drawn_now.FILES.items():
+        assert file.read_text() == drawn_now.picture(wide), "run: .venv/bin/python -m tests.pictures.drawn"
 
 
 @pytest.mark.parametrize(
