@@ -341,7 +341,7 @@ class Matcher:
         reason = f"{method} raised {type(error).__name__}: {error}{f'; {wanted}' * isinstance(error, TypeError)}"
         if (name, reason) not in self._warned:
             self._warned.add((name, reason))
-            warnings.warn(f"fusion {name} is refused: {reason}", UserWarning, stacklevel=2)
+            warnings.warn(f"fusion {name} is not applied: {reason}", UserWarning, stacklevel=2)
         return reason
 
 
