@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.compiler import compiler
 from seqfuse.convert.launches import Launches
 from seqfuse.fusions import (
     GatedGroupedLinearUnpermute,
@@ -315,3 +316,12 @@ def test_a_converted_block_saves_less_than_the_loop_of_hugging_face(memory: str,
     after = saved()
     print(f"saved for backward, {memory}: {after:,} B, {after / before:.2f} of eager's {before:,} B")
     assert after <= most * before
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.parametrize(("tokens", "times"), [(64, 0), (1024, 1)])
+def test_balanced_makes_a_gated_unit_again_where_its_bytes_are_worth_the_calls(tokens: int, times: int):
+    model = block(64, 128, 8, 2)
+    model.memory = "balanced"
+    plan = model.plan(seeded_randn((tokens, 64), 0).requires_grad_())
+    assert plan.count("RecomputeGatedGroupedLinearUnpermute") == times
