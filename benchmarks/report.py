@@ -11,7 +11,6 @@ import importlib
 import math
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a script i
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import targets
-from tables import DRAWN, MIB, Lines, Results, Rows, between, drawn, read, table, where, wrapped
+from tables import DRAWN, MIB, Lines, Results, Rows, between, drawn, read, relative, table, where, wrapped
 
-for module in ("losses", "model_tables"):  # which register their tables
+for module in ("losses", "model_tables", "gpu_tables"):  # which register their tables
     importlib.import_module(module)
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -116,9 +115,11 @@ def kernels(found: Results) -> Lines:
     """What every configuration compiles to: the worst of each kernel module on each target."""
     rows = found["kernels"]
     nvidia = [row for row in rows if row["target"].startswith("sm_")]
-    counts = [sum(row["configurations"] for row in rows)]
-    counts += [sum(row[what] for row in nvidia) for what in ("spilled", "over_shared", "without_wgmma")]
-    said = "With Triton {}, `kernels: {} variants, {} spilled, {} over shared memory, {} dots without wgmma on sm_90`:"
+    counts = {what: sum(row[what] for row in nvidia) for what in ("spilled", "over_shared", "without_wgmma")}
+    amd = sum(row["spilled"] for row in rows if row["target"] == "gfx942")
+    said = (
+        "With Triton {}: {:,} configurations; {} spilled on {}; {} on gfx942; {} over shared memory; {} lack wgmma."
+    )
     names = list(dict.fromkeys(row["target"] for row in rows))
     cells: list[tuple[str, ...]] = []
     for module in dict.fromkeys(row["module"] for row in rows):
@@ -128,8 +129,12 @@ def kernels(found: Results) -> Lines:
         spilled = str(sum(row["spilled"] for row in of if row["target"].startswith("gfx")))
         cells.append((module.removeprefix("_"), f"{of[0]['configurations']:,}", registers, shared, spilled))
     head = ("module", "configurations", "most registers", "most shared memory, KiB", "spilled on gfx942")
-    told = f"Four numbers in a cell are for {', '.join(names)}."
-    return [said.format(found["triton"], *counts), "", *table(head, cells), "", told]
+    on = ", ".join(dict.fromkeys(row["target"] for row in nvidia))
+    of_all = sum(row["configurations"] for row in rows), counts["spilled"], on, amd
+    first = said.format(found["triton"], *of_all, counts["over_shared"], counts["without_wgmma"])
+    told = f"Four numbers in a cell are for {', '.join(names)}. *columns* is "
+    told += "`column_sums` of `kernels/_device.py`; *layernorm* and *rmsnorm* are `kernels/norm.py`."
+    return [wrapped(first), "", *table(head, cells), "", wrapped(told)]
 
 
 @drawn("memory", "memory", "gpu")
@@ -319,7 +324,7 @@ def goals() -> Lines:
             told = f"{value:.2f} ({name})" if math.isfinite(value) else f"no result: {name}"
             cells = [f"{verdict.reached} of {len(verdict.values)}", told]
         rows.append((verdict.target.what, verdict.target.wanted, verdict.status, *cells))
-    return table(("what", "target", "", "rows that meet it", "worst row"), rows, left=1)
+    return table(("what", "target", "status", "rows that meet it", "worst row"), rows, left=1)
 
 
 @drawn("score", "gpu")
@@ -334,74 +339,6 @@ def scored(_: Results) -> Lines:
         ]
         parts.append(f"{found.count('met')} of {len(found)} for {what}")
     return [f"[Targets](dev/benchmarks.md#targets): met {' and '.join(parts)}."]
-
-
-def _ratio(times: dict[str, Any], side: str, than: str) -> str:
-    """Time of a side over that of another; a dash where one was not measured."""
-    return f"{times[side]['median'] / times[than]['median']:.2f}" if {side, than} <= times.keys() else "-"
-
-
-@drawn("gpu")
-def gpu() -> Lines:
-    """All rows that a GPU measured, by group; then those that were wrong, and those there was no time for."""
-    found = read("gpu")
-    if found is None:
-        return ["Not run yet: no GPU was at hand."]
-    ceilings, rows = found["ceilings"], found["rows"]
-    rates = ", ".join(f"{rate:.0f} TFLOP/s in {dtype}" for dtype, rate in ceilings["cublas_TFLOP_per_s"].items())
-    peers = ", ".join(f"{name} {number}" for name, number in found["peers"].items())
-    lines = [f"{where(found)} Peers: {peers}.", ""]
-    lines += [f"Measured in the same run: a copy of {ceilings['copy_TB_per_s']:.2f} TB/s; cuBLAS {rates}.", ""]
-    # docs/memory.md and docs/convert.md have tables of the other groups.
-    elsewhere = ("memory", "converted")
-    good = [row for row in rows.values() if row["status"] == "ok" and not row["group"].startswith(elsewhere)]
-    earlier = {row["commit"] for row in good if "commit" in row}
-    lines += [f"Rows marked with an asterisk are of another run, of commit {commit}.\n" for commit in sorted(earlier)]
-    by_group = {group: [row for row in good if row["group"] == group] for group in (r["group"] for r in good)}
-    for group, members in sorted(by_group.items(), key=lambda one: ("as_called" not in one[1][0], one[0])):
-        title = "tiny blocks, which wait for the host" if group == "host" else group
-        lines += [f"**{title[0].upper()}{title[1:]}**", "", *_group(sorted(members, key=_by_size)), ""]
-    bad: dict[str, Lines] = {}
-    for row in rows.values():
-        if row["status"] in ("red", "failed"):
-            why = " ".join(row["why"].split()).partition(". ")[0].replace("|", "\\|")[:200]
-            status = "wrong" if row["status"] == "red" else "failed"
-            bad.setdefault(f"{row['group']}: {status}, {why}", []).append(row["name"])
-    if bad:
-        lines += ["Wrong or failed, so without a speed:", ""]
-        lines += [*(f"- {', '.join(of)}, {why}" for why, of in bad.items()), ""]
-    late = Counter(key.partition(":")[0] for key in found.get("planned", ()) if key not in rows)
-    if late:
-        told = "; ".join(f"{group}: {count}" for group, count in late.items())
-        lines += [wrapped(f"Rows for which there was no time, {sum(late.values())}: {told}."), ""]
-    return lines[:-1]
-
-
-def _by_size(row: dict[str, Any]) -> list[tuple[int, str]]:
-    """Its name with numbers in their order."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", row["name"])]
-
-
-def _group(rows: Rows) -> Lines:
-    called = "as_called" in rows[0]
-    names = {"eager": "eager", "compile": "torch.compile", "liger": "Liger"}
-    found = dict.fromkeys(name for row in rows for name in row["times"] if name != "seqfuse")
-    peers = sorted(found, key=lambda name: [*names, name].index(name))
-    cells: list[Lines] = []
-    for row in rows:
-        times, by_host = row["times"], row.get("as_called", {})
-        line = [row["name"] + "*" * ("commit" in row)]
-        line += [f"{times['seqfuse']['median']:,.1f}", f"{row['fraction']['seqfuse']:.2f}"]
-        for peer in peers:
-            ratio, of_host = (_ratio(side, peer, "seqfuse") for side in (times, by_host))
-            line.append(f"{ratio} ({of_host})" if of_host != "-" else ratio)
-        if called:
-            kept = {name: found["kept"] for name, found in row["memory"].items() if found["kept"]}
-            line += [f"{kept['seqfuse'] / kept['eager']:.2f}" if {"seqfuse", "eager"} <= kept.keys() else "-"]
-        cells.append(line)
-    of = (names.get(peer, peer.replace("seqfuse", "seqfuse,")) for peer in peers)
-    head = ["", "GPU time, µs", "of roofline", *(f"{name} / seqfuse" for name in of)]
-    return table([*head, "saved / eager"] if called else head, cells)
 
 
 @drawn("gpu_tune", "gpu_tune")
@@ -428,7 +365,7 @@ _STEPS = ("MLP block forward + backward", "attention block forward + backward", 
 def steps(found: Results) -> Lines:
     """Blocks and layers of some models: time as it is called, with what the host takes, and on the device alone."""
     cells = [
-        [row["group"].partition(" forward")[0], *_step(row), _ratio(row["times"], "seqfuse", "eager")]
+        [row["group"].partition(" forward")[0], *_step(row), relative(row["times"], "seqfuse", "eager")]
         for row in _measured(found, *_STEPS)
     ]
     head = ("forward + backward of", "model", *(f"time / {name}" for name in _PEERS.values()), "GPU time / eager")
@@ -449,7 +386,7 @@ def _measured(found: Results, *groups: str) -> Iterator[dict[str, Any]]:
 
 
 def _step(row: dict[str, Any]) -> Lines:
-    return [row["shape"]["model"], *(_ratio(row["as_called"], "seqfuse", peer) for peer in _PEERS)]
+    return [row["shape"]["model"], *(relative(row["as_called"], "seqfuse", peer) for peer in _PEERS)]
 
 
 def _how_steps(found: Results) -> str:
@@ -491,7 +428,7 @@ def front(found: Results) -> Lines:
                 peak, time = row["memory"][side]["peak"], row["times"][side]["median"] / 1000
                 added = f"{peak / MIB:,.0f} MiB ({peak / row['memory']['eager']['peak']:.2f})"
                 held = f"{row['said'][side]['peak'] / MIB:,.0f} MiB" if side in row["said"] else ""
-                cells.append([name, f"{time:.1f} ms ({_ratio(row['times'], side, 'eager')})", added, held])
+                cells.append([name, f"{time:.1f} ms ({relative(row['times'], side, 'eager')})", added, held])
         head = ("", "GPU time", "peak memory added by a step", "the plan's peak")
         lines += [f"{_model(row)}; their parameters have {row['gradients'] / MIB:,.0f} MiB of gradients:", ""]
         lines += [*table(head, cells), ""]
@@ -508,7 +445,7 @@ def summary(found: Results) -> Lines:
     for row in _of(found, "memory"):
         eager = row["memory"]["eager"]["peak"]
         cells = [
-            [_CHOICES[side], _ratio(row["times"], side, "eager"), f"{row['memory'][side]['peak'] / eager:.2f}"]
+            [_CHOICES[side], relative(row["times"], side, "eager"), f"{row['memory'][side]['peak'] / eager:.2f}"]
             for side in ("eager", "checkpointed", "seqfuse lean", "seqfuse 0.5")
         ]
         head = f"{_model(row)}, same H100, forward + backward", "GPU time", "peak added, with parameter gradients"

@@ -59,3 +59,8 @@ def wrapped(sentences: str) -> str:
 
 def between(m: dict[str, float]) -> str:
     return f"{m['ratio']:.2f} ({m['low']:.2f} to {m['high']:.2f})"
+
+
+def relative(times: dict[str, Any], side: str, than: str) -> str:
+    """Time of a side over that of another; a dash where one was not measured."""
+    return f"{times[side]['median'] / times[than]['median']:.2f}" if {side, than} <= times.keys() else "-"

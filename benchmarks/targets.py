@@ -18,12 +18,12 @@ def fraction(row: Row) -> float | None:
     return row["fraction"].get("seqfuse")
 
 
-def faster(*peers: str, by: str = "times") -> Value:
-    """How many times, than the best of these peers that the row has."""
+def over(*peers: str, by: str = "times") -> Value:
+    """Time relative to the fastest of these peers that the row has."""
 
     def value(row: Row) -> float | None:
         found = [row[by][peer]["median"] for peer in peers if peer in row.get(by, {})]
-        return min(found) / row[by]["seqfuse"]["median"] if found else None
+        return row[by]["seqfuse"]["median"] / min(found) if found else None
 
     return value
 
@@ -64,7 +64,7 @@ class Target(NamedTuple):
     @property
     def wanted(self) -> str:
         """The bound as a reader sees it."""
-        return f"≤ {self.most:g}" if self.least is None else f"≥ {self.least:g}"
+        return f"≤ {self.most:.3g}" if self.least is None else f"≥ {self.least:.3g}"
 
     def holds(self, value: float) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
@@ -112,33 +112,34 @@ def of_six(row: Row) -> bool:
 
 TARGETS = (
     Target("norm and add + norm forward: fraction of copy bandwidth", NORMS, fraction, 0.92),
-    Target("norm and add + norm forward: speed-up over Liger", NORMS, faster("liger"), 1.0),
-    Target("norm and add + norm forward: speed-up over quack", NORMS, faster("quack"), 0.97),
-    Target("norm and add + norm forward, N >= 8192: speed-up over eager", NORMS, faster("eager"), 1.4, where=wide),
+    Target("norm and add + norm forward: time / Liger-Kernel", NORMS, over("liger"), most=1),
+    Target("norm and add + norm forward: time / quack", NORMS, over("quack"), most=1 / 0.97),
+    Target("norm and add + norm forward, N >= 8192: time / torch eager", NORMS, over("eager"), most=1 / 1.4,
+           where=wide),
     Target("norm backward (+ residual): fraction of copy bandwidth", BACK, fraction, 0.80),
-    Target("norm backward (+ residual): speed-up over Liger", BACK, faster("liger"), 2.0),
-    Target("norm backward (+ residual): speed-up over eager", BACK, faster("eager"), 2.0),
+    Target("norm backward (+ residual): time / Liger-Kernel", BACK, over("liger"), most=1 / 2.0),
+    Target("norm backward (+ residual): time / torch eager", BACK, over("eager"), most=1 / 2.0),
     Target("activations and gated activations, both passes: fraction of copy bandwidth", ACTIVATIONS, fraction, 0.90),
     Target("dact + dbias; dropout + add + norm: fraction of copy bandwidth", SUMS, fraction, 0.85),
-    Target("MLP block: speed-up over torch.compile (best mode)", MLP, faster(*COMPILED, by=CALLED), 1.10),
-    Target("MLP block: speed-up over eager", MLP, faster("eager", by=CALLED), 1.25),
-    Target("layer: speed-up over torch.compile", LAYER, faster(*COMPILED, by=CALLED), 1.05),
-    Target("layer: speed-up over eager", LAYER, faster("eager", by=CALLED), 1.3),
-    Target("MLP block, balanced: saved bytes / eager", ("memory",), kept("seqfuse balanced"), most=0.65,
+    Target("MLP block: time / torch.compile (best mode)", MLP, over(*COMPILED, by=CALLED), most=1 / 1.10),
+    Target("MLP block: time / torch eager", MLP, over("eager", by=CALLED), most=1 / 1.25),
+    Target("layer: time / torch.compile", LAYER, over(*COMPILED, by=CALLED), most=1 / 1.05),
+    Target("layer: time / torch eager", LAYER, over("eager", by=CALLED), most=1 / 1.3),
+    Target('MLP block, `"balanced"`: saved bytes / torch eager', ("memory",), kept("seqfuse balanced"), most=0.65,
            rows="memory"),
-    Target("MLP block with recomputation: saved bytes / eager", ("memory",), kept("seqfuse lean"), most=0.45,
+    Target('MLP block, `"lean"`: saved bytes / torch eager', ("memory",), kept("seqfuse lean"), most=0.45,
            rows="memory"),
-    Target("MLP block with recomputation: time / without", MLP, share("seqfuse lean", "seqfuse"), most=1.03),
+    Target('MLP block, `"lean"`: time / `"fast"`', MLP, share("seqfuse lean", "seqfuse"), most=1.03),
     Target("decode attention: fraction of copy bandwidth", DECODE, fraction, 0.75),
-    Target("decode attention, GQA: speed-up over SDPA", DECODE, faster("eager"), 1.2),
-    Target("CPU overhead of six operations: instructions / eager", HOST, number("ratio"), most=1.15,
+    Target("decode attention, GQA: time / SDPA", DECODE, over("eager"), most=1 / 1.2),
+    Target("CPU overhead of six operations: instructions / torch eager", HOST, number("ratio"), most=1.15,
            where=of_six, rows="host"),
-    Target("CPU overhead on a GPU: time / eager", HOST, share("seqfuse", "eager"), most=0.5),
+    Target("CPU overhead on a GPU: time / torch eager", HOST, share("seqfuse", "eager"), most=0.5),
     Target("planning 10,000 operations: seconds",
            **planned(number("plan_seconds"), 1.0, lambda r: r["operations"] == 10_000)),
-    Target("plan-cache hit, 10 operations: us",
+    Target("plan-cache hit, 10 operations: µs",
            **planned(number("lookup_microseconds"), 10.0, lambda r: r["operations"] == 10)),
-    Target("plan-cache hit: us for each further operation",
+    Target("plan-cache hit: µs for each further operation",
            **planned(lambda r: r["lookup_microseconds"] / r["operations"], 2.0, lambda r: r["operations"] > 10)),
 )  # fmt: skip
 

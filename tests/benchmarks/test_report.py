@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gpu_tables
 import losses
 import pytest
 import record
@@ -59,12 +60,12 @@ def test_a_target_is_met_only_by_every_row() -> None:
     verdicts = {v.target.what: v for v in targets.judged({"gpu": found()["rows"].values()})}
     copy = verdicts["norm and add + norm forward: fraction of copy bandwidth"]
     assert (copy.status, copy.reached, copy.worst) == ("missed", 1, ("RMSNorm 32768 x 4096", 0.90))
-    assert verdicts["norm and add + norm forward, N >= 8192: speed-up over eager"].status == "met"
-    liger = verdicts["norm and add + norm forward: speed-up over Liger"]
-    assert liger.worst == ("RMSNorm 32768 x 8192", pytest.approx(0.9))
-    assert verdicts["norm and add + norm forward: speed-up over quack"].status == "not run"
-    assert verdicts["MLP block: speed-up over torch.compile (best mode)"].worst[1] == pytest.approx(0.95)
-    assert verdicts["MLP block: speed-up over eager"].status == "met"
+    assert verdicts["norm and add + norm forward, N >= 8192: time / torch eager"].status == "met"
+    liger = verdicts["norm and add + norm forward: time / Liger-Kernel"]
+    assert liger.worst == ("RMSNorm 32768 x 8192", pytest.approx(1 / 0.9))
+    assert verdicts["norm and add + norm forward: time / quack"].status == "not run"
+    assert verdicts["MLP block: time / torch.compile (best mode)"].worst[1] == pytest.approx(1 / 0.95)
+    assert verdicts["MLP block: time / torch eager"].status == "met"
     assert verdicts["decode attention: fraction of copy bandwidth"].status == "not run"
     assert verdicts["norm backward (+ residual): fraction of copy bandwidth"].status == "missed"
 
@@ -72,30 +73,31 @@ def test_a_target_is_met_only_by_every_row() -> None:
 def test_less_is_better_where_a_target_says_so() -> None:
     kept = {"model": "one", "kept": {"seqfuse balanced": 64, "seqfuse lean": 46, "eager": 100}}
     verdicts = {v.target.what: v for v in targets.judged({"memory": [kept]})}
-    assert verdicts["MLP block, balanced: saved bytes / eager"].status == "met"
-    assert verdicts["MLP block with recomputation: saved bytes / eager"].status == "missed"
+    assert verdicts['MLP block, `"balanced"`: saved bytes / torch eager'].status == "met"
+    assert verdicts['MLP block, `"lean"`: saved bytes / torch eager'].status == "missed"
 
 
 def test_without_results_everything_is_not_run(results: Path) -> None:
     lines = report.goals().splitlines()
     assert len(lines) == 2 + len(targets.TARGETS)
     assert all("| not run |" in line for line in lines[2:])
-    assert report.gpu() == "Not run yet: no GPU was at hand.\n"
+    assert gpu_tables.gpu() == "Not run yet: no GPU was at hand.\n"
     assert report.host() is report.memory() is report.traffic() is report.kernels() is None
 
 
 def test_losses_red_rows_and_what_was_not_run_are_shown(results: Path) -> None:
     (results / "gpu.json").write_text(json.dumps(found()))
-    shown = report.gpu()
-    assert "| RMSNorm 32768 x 8192 | 10.0 | 0.95 | 1.50 | 0.90 |" in shown
-    assert "| llama 8192 | 100.0 | 0.95 | 1.50 (1.40) | 0.90 (0.95) | 0.60 |" in shown
+    shown = gpu_tables.gpu()
+    assert "| norm forward | 2 | 0.90 to 0.95 | 0.67 | 0.91 to 1.11 (RMSNorm 32768 x 8192) |" in shown
+    assert "| llama 8192 | 100.0 | 0.67 (0.71) | 1.11 (1.05) |" in shown
+    assert "| llama 8192 | 0.95 | 0.60 |" in shown
     assert "- x, norm backward: wrong, differs \\| here and there" in shown
     assert "Rows for which there was no time, 1: norm forward: 1." in shown
-    assert "quack not installed" in shown
+    assert "quack was not installed" in shown
     assert "a copy of 4.20 TB/s; cuBLAS 780 TFLOP/s in bfloat16" in shown
     assert all(len(set(re.findall(r"(?<!\\)\|", line))) <= 1 for line in shown.splitlines())
     assert (
-        "| norm and add + norm forward: speed-up over Liger | ≥ 1 | missed | 1 of 2 | 0.90 (RMSNorm 32768 x 8192) |"
+        "| norm and add + norm forward: time / Liger-Kernel | ≤ 1 | missed | 1 of 2 | 1.11 (RMSNorm 32768 x 8192) |"
         in (report.goals())
     )
 
@@ -195,7 +197,10 @@ def test_choices_of_memory_on_a_gpu(results: Path) -> None:
     choice |= {"said": {"seqfuse": {"saved": 1, "peak": 3 * 2**20}}, "gradients": 2**20}
     (results / "gpu.json").write_text(json.dumps({"about": ABOUT, "rows": {"a": choice}}))
     summary = str(report.summary()).splitlines()
-    assert summary[0] == "| 2 layers of gpt, 8,192 tokens, forward + backward | GPU time | peak memory added |"
+    assert summary[0] == (
+        "| 2 layers of gpt, 8,192 tokens, same H100, forward + backward | GPU time "
+        "| peak added, with parameter gradients |"
+    )
     assert '| `memory="lean"` | 0.75 | 2.00 |' in summary
     front = str(report.front()).splitlines()
     assert '| `memory="fast"` | 2.0 ms (0.50) | 2 MiB (0.50) | 3 MiB |' in front

@@ -187,12 +187,10 @@ def layer_rows() -> Iterator[tuple[str, list[int]]]:
 
 def layer_table() -> str:
     """The table of layers as Markdown."""
-    names = ["layer"]
-    names += [
-        name for first in ("forward", "backward", "decode step") for name in (f"{first}, fused", "unfused", "eager")
-    ]
-    lines = [f"| {' | '.join(names)} |", f"| {' | '.join(['---'] * len(names))} |"]
-    lines += [f"| {name} | {' | '.join(map(str, numbers))} |" for name, numbers in layer_rows()]
+    lines = ["| layer | | fused | unfused | eager |", "| --- | --- | ---: | ---: | ---: |"]
+    for name, numbers in layer_rows():
+        for i, run in enumerate(("forward", "backward", "decode step")):
+            lines.append(f"| {name} | {run} | {' | '.join(map(str, numbers[3 * i : 3 * i + 3]))} |")
     return "\n".join(lines) + "\n"
 
 
