@@ -101,7 +101,7 @@ class Before:
             for args in self._modes:
                 stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
             made, held = _Made(), _Held()
-            with Launches() as forward, saved_tensors_hooks(held.add, _itself):
+            with Launches() as forward, saved_tensors_hooks(held.add, itself):
                 for call in self._calls:
                     made.run(*call)
             outputs = [t for n in self._outputs if isinstance(t := made[n], Tensor) and t.requires_grad]
@@ -141,7 +141,7 @@ def are_saved(node: Node) -> bool:
             continue
         made, held = _Made(), _Held()
         try:
-            with FakeTensorMode(), torch.enable_grad(), saved_tensors_hooks(held.add, _itself):
+            with FakeTensorMode(), torch.enable_grad(), saved_tensors_hooks(held.add, itself):
                 made.run(user, user.op, user.target, user.args, user.kwargs)
         except Exception:  # a call that does not run without data
             return True
@@ -172,7 +172,8 @@ class _Held:
         return sum(min(s.nbytes(), own.get(place, s.nbytes())) for place, s in self._storages.items())
 
 
-def _itself(t: Tensor) -> Tensor:
+def itself(t: Tensor) -> Tensor:
+    """Return what it is given, as a hook of saved tensors."""
     return t
 
 

@@ -125,7 +125,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
                 graph.erase_node(gone)
     _made_once(graph, allowed, modes)
     for node in reversed(list(graph.nodes)):
-        if not node.users and spelled(node) in _PURE | _NORMS and not in_place(node) and allowed(node):
+        if not node.users and spelled(node) in PURE | _NORMS and not in_place(node) and allowed(node):
             graph.erase_node(node)
 
 
@@ -145,7 +145,7 @@ def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Nod
     """Let equal calls that only compute be one: models make angles and masks for queries, and again for keys."""
     made: dict[Any, Node] = {}
     for node in list(graph.nodes):
-        if spelled(node) not in _PURE - {"clone"} or in_place(node) or not allowed(node):
+        if spelled(node) not in PURE - {"clone"} or in_place(node) or not allowed(node):
             continue
         try:
             state = modes.get(node)  # of calls that were written here it is not known
@@ -172,12 +172,13 @@ def _key(given: Any) -> Any:
 
 
 _NORMS = {"layer_norm", "rms_norm"}
-_PURE = {
+PURE = {
     "getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "expand", "transpose", "permute",
     "contiguous", "cos", "sin", "conj", "to", "type_as", "float", "double", "half", "bfloat16", "neg", "cat", "stack",
     "repeat_interleave", "mul", "add", "sub", "truediv", "pow", "chunk", "split", "unbind", "t",
     "clone", "detach", "mean",
 }  # fmt: skip
+"""Calls that only compute: equal ones may be one, and they need not run if nobody reads them."""
 
 
 def _einsum(node: Node, write: Writer) -> Node | None:

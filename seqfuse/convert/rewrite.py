@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -26,13 +25,13 @@ from .chains import RaisedChain, chains_of, needed, order_of
 from .dtensor import localize
 from .effects import CannotOrder, Effects, in_place, sort, states, views_are_changed
 from .graph import WRITTEN, example, fold_sizes, numbers, owner, positional, same_shape, spelled
-from .launches import Before, launching
-from .masks import OUTER, is_known, nan_in_rows_of_nothing
-from .normal import normalize
+from .launches import Before, itself, launching
+from .masks import OUTER, is_known
+from .normal import PURE, normalize
 from .patterns import MATCHERS
 from .patterns.experts import functional
 from .patterns.linear import beside, turned
-from .patterns.rope import ADDED, PURE
+from .patterns.rope import ADDED
 from .patterns.scores import around
 from .raising import Raised, Transposed, node_of, raised
 from .reasons import ALONE, alone, left_in
@@ -120,8 +119,8 @@ def _erase_unread(graph: Graph, took: set[Node]) -> None:
     Of these one may have been read for its shape alone, by `zeros_like`.
     """
     for node in reversed(list(graph.nodes)):
-        added = node.target in (nan_in_rows_of_nothing, *ADDED) or spelled(node) in PURE or WRITTEN in node.meta
-        stood_for = (node in took and not in_place(node)) or spelled(node) == "zeros_like"
+        added = node.target in ADDED or WRITTEN in node.meta
+        stood_for = (not in_place(node) and (node in took or spelled(node) in PURE)) or spelled(node) == "zeros_like"
         if not node.users and (added or stood_for or is_known(node)):
             graph.erase_node(node)
 
@@ -210,10 +209,6 @@ def _replace(gm: GraphModule, regions: list[tuple[RaisedChain, CapturedRegion]],
             graph.erase_node(node)
 
 
-def _itself(t: Tensor) -> Tensor:
-    return t
-
-
 def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
     """Why a region cannot stand for its chain: what it returns has other shapes or dtypes.
 
@@ -222,7 +217,7 @@ def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
     """
     modes = [node.args for node in chain.state.autocast]
     lowered = bool(modes) or autocast_of(region.device) is not None
-    with FakeTensorMode(), saved_tensors_hooks(_itself, _itself), contextlib.ExitStack() as stack:
+    with FakeTensorMode(), saved_tensors_hooks(itself, itself), contextlib.ExitStack() as stack:
         for args in modes:
             stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
         order = region.order

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..effects import are_changed
 from ..graph import (
     CASTS,
     argument,
@@ -47,9 +46,8 @@ class FoundRope(NamedTuple):
     style: PairStyle
 
     def is_like(self, other: FoundRope) -> bool:
-        """Whether the angles of another are the same; each call of a function may make them again."""
-        same = all(_is_same_value(*pair) for pair in ((self.cos, other.cos), (self.sin, other.sin)))
-        return same and (self.size, self.style) == (other.size, other.style)
+        """Whether the angles of another are the same; equal calls that make them were made one before."""
+        return self[1:] == other[1:]
 
 
 class _PairMember(NamedTuple):
@@ -251,17 +249,6 @@ def _row(node: Node, before_transpose: bool, pick: Callable[[Tensor, int], Tenso
     return found
 
 
-def _is_same_value(a: Any, b: Any) -> bool:
-    """Whether two nodes are made by the same calls of the same tensors, which nothing changes in place."""
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        first, second = cast("list[Any]", a), cast("list[Any]", b)
-        return len(first) == len(second) and all(map(_is_same_value, first, second))
-    if not isinstance(a, Node) or not isinstance(b, Node) or a is b:
-        return a is b or (not isinstance(a, Node) and a == b)
-    pure = a.target == b.target and a.kwargs == b.kwargs and (a.target in ADDED or spelled(a) in PURE)
-    return pure and _is_same_value(a.args, b.args) and not are_changed([a, b])
-
-
 def without_heads(t: Tensor, dim: int) -> Tensor:
     """The same without the dimension of heads, if it has one."""
     return t.squeeze(dim) if dim >= 0 else t
@@ -279,9 +266,3 @@ def sines(angles: Tensor, dim: int) -> Tensor:
 
 ADDED = (without_heads, cosines, sines)
 """Calls that are added to a graph, where RoPE may turn out not to be raised."""
-
-PURE = {
-    "getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "expand", "transpose", "permute", "contiguous",
-    "cos", "sin", "conj", "to", "type_as", "float", "double", "half", "bfloat16",
-}  # fmt: skip
-"""Calls that models make again for queries and for keys, and that need not run if nobody reads them."""
