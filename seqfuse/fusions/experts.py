@@ -166,6 +166,7 @@ class _FactorsBeforeGEMM(JointFusion):
         yield from kernels_run(env)
         yield from act_fits(self.gated, env)
         yield parameter(self.linear, "bias") is None, "a bias of the GEMM has the factors of its output"
+        yield self.unpermute.probs is not None, "Unpermute has no factors"
         yield self.linear.offsets == self.unpermute.offsets, "GEMM and Unpermute have other offsets"
         yield all(dtype is env.dtype for dtype in env.along[:-1]), "an operation in it gives another dtype"
 

@@ -97,6 +97,24 @@ def test_a_block_of_experts_is_one_chain(name: str):
     assert_alike(passes(model), wanted)
 
 
+def test_experts_whose_router_leaves_the_model_are_one_chain_behind_it():
+    """As with a loss that balances experts; a layer of GPT-OSS returns the factors, too."""
+    layer = built("gpt-oss").model.layers[0].mlp  # pyright: ignore
+    x = seeded_randn((2, 7, SIZES["hidden_size"]), 0).requires_grad_()
+
+    def made(layer: Any) -> list[Tensor]:
+        outputs = layer(x)
+        drawn = [seeded_randn(tuple(t.shape), i) for i, t in enumerate(outputs)]
+        return [*outputs, *torch.autograd.grad(outputs, [x, *layer.parameters()], drawn)]
+
+    wanted = made(layer)
+    conversion = sf.convert(layer)
+    for _ in range(2):
+        torch.testing.assert_close(made(layer), wanted, rtol=1e-4, atol=1e-4)
+    assert "Permute, GroupedLinear, ClampedSwiGLU, GroupedLinear, Unpermute" in str(conversion)
+    assert "Route" not in str(conversion)
+
+
 def test_a_correction_is_the_one_of_now():
     """Whoever balances experts changes the buffer between two calls."""
     model = built("deepseek-v3")

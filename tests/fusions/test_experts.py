@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -146,6 +147,17 @@ def test_a_gemm_with_a_bias_keeps_the_factors_of_its_output():
     )  # fmt: skip
     plan = model.plan(env=sf.Env.of("cuda:sm_90", tokens=8192))
     assert {r.reason for r in plan.refused} == {"a bias of the GEMM has the factors of its output"}
+
+
+def test_experts_without_factors_are_not_multiplied():
+    """Those of Llama 4, whose tokens are multiplied before."""
+    listed = ops.Permute(4, 2), ops.GroupedLinear(4, 16, 64, False), ops.SwiGLU(), ops.GroupedLinear(4, 32, 16, False)
+    model = sf.Sequential(*listed, ops.Unpermute(None), fusions=FACTORS, memory="lean")
+    x = seeded_randn((300, 16), 0).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sf.FallbackWarning)
+        model(x, experts=drawn(300, 2)).sum().backward()
+    assert {r.reason for r in model.plan(x, experts=drawn(300, 2)).refused} == {"Unpermute has no factors"}
 
 
 def test_a_wrong_order_is_found(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,8 @@ _ROWS = 256
 """Tokens of which a router is compared with `Route`."""
 
 
-def raise_mixture(node: Node) -> Found:
-    """`convert.experts.mixture`, with the router whose experts and factors it reads."""
+def raise_mixture(node: Node, router: bool = True) -> Found:
+    """`convert.experts.mixture`, with the `router` whose experts and factors it reads."""
     args: Any = node.args
     x, experts, probs, up, up_bias, down, down_bias, unit = args
     shapes = [e.shape for given in (up, down) if (e := example(given)) is not None]
@@ -43,7 +44,7 @@ def raise_mixture(node: Node) -> Found:
     permute, first, act, second, unpermute = cast("tuple[FusableOperation, ...]", tuple(sequence))
     given = [_given(up, up_bias), _given(down, down_bias)]
     found: list[Raised] = []
-    route = _route(back(x), experts, probs)
+    route = _route(back(x), experts, probs) if router else None
     values: list[Value] = [x, *(Inner() for _ in range(4)), node]
     if route is not None:
         values.insert(1, Inner())
@@ -285,4 +286,8 @@ def functional(graph: Graph) -> None:
                 user.replace_input_with(values, node)
 
 
-MATCHERS = (matcher(raise_mixture, "mixture"), matcher(raise_batched, "sum"))
+MATCHERS = (
+    matcher(raise_mixture, "mixture"),
+    matcher(functools.partial(raise_mixture, router=False), "mixture"),  # where logits or factors leave the model
+    matcher(raise_batched, "sum"),
+)
