@@ -7,6 +7,7 @@ masked. So one may run forward and another backward, and nothing of size S x S i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -114,15 +115,15 @@ class Scores:
 
     def _in_c(self, q: Tensor) -> bool:
         """Whether a C kernel does this, of plain tensors on a CPU."""
-        drops = self.seed is not None and self.p > 0
-        if self.cu_seqlens is not None or self.p >= 1 or torch.compiler.is_compiling():
+        if self.cu_seqlens is not None or self.p >= 1 or watched():
             return False
         if stats_dtype(q) is not torch.float32 or not has_c(q):
             return False
-        from ..kernels.c import attention, mask
-
-        if watched() or not all(mask.makes_mask(t) for t in (q, self.seed, self.mask) if t is not None):
-            return False
+        attention, mask = _c_kernels()
+        for t in (q, self.seed, self.mask):
+            if t is not None and not mask.makes_mask(t):
+                return False
+        drops = self.seed is not None and self.p > 0
         if type(q) is not Tensor:  # a plan, which has no numbers
             attention.ask_for_both(drops, self.softcap is not None, q.dtype)
             return True
@@ -156,13 +157,22 @@ class Scores:
 
     def arguments(self) -> dict[str, Any]:
         """All but the scale, as our kernels take it."""
-        fields = ("causal", "window", "softcap", "mask", "cu_seqlens", "seed", "p")
-        return {name: getattr(self, name) for name in fields}
+        return self.arguments_in_c() | {"mask": self.mask, "cu_seqlens": self.cu_seqlens}
 
     def arguments_in_c(self) -> dict[str, Any]:
         """The same as the C kernels take it, which have no packed sequences and add every mask."""
         mask = None if self.mask is None else additive(self.mask, torch.float32)
-        return {**{name: t for name, t in self.arguments().items() if name != "cu_seqlens"}, "mask": mask}
+        limits = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
+        return {**limits, "mask": mask, "seed": self.seed, "p": self.p}
+
+
+# An import statement would cost a call several steps.
+@functools.cache
+def _c_kernels() -> Any:
+    """The modules of attention and of masks in C."""
+    from ..kernels.c import attention, mask
+
+    return attention, mask
 
 
 def decoding_kernels_run(x: Tensor, size: int) -> bool:
@@ -282,12 +292,10 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
         return y, lse
     _held: Tensor | None = None
     if kernel == "c":
-        from ..kernels.c.attention import attention_on_cpu as run_in_c
-        from ..kernels.c.attention import scratch
-
+        in_c, _ = _c_kernels()
         if type(q) is Tensor:
-            return run_in_c(q, k, v, how.scale, **how.arguments_in_c())
-        _held = scratch(*qkv)  # bytes are asked, and shapes and FLOPs, which are those of torch's
+            return in_c.attention_on_cpu(q, k, v, how.scale, **how.arguments_in_c())
+        _held = in_c.scratch(*qkv)  # bytes are asked, and shapes and FLOPs, which are those of torch's
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
         y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
@@ -339,9 +347,7 @@ def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Sc
         attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
         return
     if kernel == "c":
-        from ..kernels.c.attention import attention_on_cpu_bwd as run_in_c
-
-        run_in_c(dy, *qkv, out, how.scale, **how.arguments_in_c())
+        _c_kernels()[0].attention_on_cpu_bwd(dy, *qkv, out, how.scale, **how.arguments_in_c())
         return
     assert y is not None
     assert how.cu_seqlens is not None

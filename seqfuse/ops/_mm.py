@@ -30,7 +30,8 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`. x: [*, K], weight: [N, K], bias: [N]."""
-    if env.WIDENED and (dtype := _widened(x, weight)) is not None and x.numel() >= _FEW * weight.shape[1]:
+    widened = env.WIDENED and (x.dtype in env.WIDENED or env.any_autocast()) and x.numel() >= _FEW * weight.shape[1]
+    if widened and (dtype := _widened(x, weight)) is not None:
         with autocasting("cpu", None):
             bias = None if bias is None else _wide(bias, dtype)
             return _linear(_wide(x, dtype), _wide(weight, dtype), bias).to(dtype)
@@ -38,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _is_large(x, weight.shape[0]):
+    if env.ONEDNN_FLOAT32 and _is_large(x, weight.shape[0]):
         rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         if _fits_onednn(rows, weight, bias):
             y = _onednn(rows, weight, bias)
@@ -47,14 +48,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
-    if _is_large(a, b.shape[1]) and _fits_onednn(a, b.mT):
+    if env.ONEDNN_FLOAT32 and _is_large(a, b.shape[1]) and _fits_onednn(a, b.mT):
         return _onednn(a, b.mT)
     return torch.mm(a, b)
 
 
 def _is_large(a: Tensor, columns: int, least: int | None = None) -> bool:
-    """Whether a product of `a` with so many columns may be oneDNN's."""
-    return env.ONEDNN_FLOAT32 and a.numel() * columns >= (ONEDNN_FLOAT32_WORTHWHILE if least is None else least)
+    """Whether a product of `a` with so many columns may be oneDNN's, where that multiplies float32."""
+    return a.numel() * columns >= (ONEDNN_FLOAT32_WORTHWHILE if least is None else least)
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -94,7 +95,7 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lea
             out.copy_(_linear(x.float(), weight.float(), None if bias is None else bias.float()))
         return
     x = x if x.dtype is weight.dtype else x.to(weight.dtype)
-    if _is_large(x, weight.shape[0], least) and _fits_onednn(x, weight, bias):
+    if env.ONEDNN_FLOAT32 and _is_large(x, weight.shape[0], least) and _fits_onednn(x, weight, bias):
         out.copy_(_onednn(x, weight, bias))
     elif bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -104,7 +105,8 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lea
 
 def mm(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor (a b) from one GEMM, rounded once. a: [M, K], b: [K, N]."""
-    if env.WIDENED and (dtype := _widened(a, b)) is not None:
+    widened = env.WIDENED
+    if widened and (a.dtype in widened or env.any_autocast()) and (dtype := _widened(a, b)) is not None:
         with autocasting("cpu", None):
             y = _mm(_wide(a, dtype), _wide(b, dtype))
             return (y if factor == 1.0 else y.mul_(factor)).to(dtype)
@@ -121,7 +123,7 @@ def addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
 
 def _addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     whole = factor == 1.0 and addend.shape == (a.shape[0], b.shape[1])
-    if whole and _is_large(a, b.shape[1]) and _fits_onednn(a, b.mT, addend):
+    if whole and env.ONEDNN_FLOAT32 and _is_large(a, b.shape[1]) and _fits_onednn(a, b.mT, addend):
         if compiler.is_collecting():
             return torch.addmm(addend, a.contiguous(), b)
         return _mkldnn._linear_pointwise.binary(a, addend, b.mT, None, "add")
@@ -130,7 +132,7 @@ def _addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
 
 def _plus(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return total + a b, which may be written over total."""
-    return _addmm(total, a, b) if _is_large(a, b.shape[1]) else total.addmm_(a, b)
+    return _addmm(total, a, b) if env.ONEDNN_FLOAT32 and _is_large(a, b.shape[1]) else total.addmm_(a, b)
 
 
 def sum_of_mm(pairs: Sequence[tuple[Tensor, Tensor]], addend: Tensor | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -531,4 +530,4 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
 def _rows(x: Any) -> Any:
     if isinstance(x, Quantized) or x.ndim == 2:
         return x
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)

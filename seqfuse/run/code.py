@@ -52,12 +52,12 @@ def plus(known: Tensor | None, g: Tensor | None) -> Tensor | None:
     return g if known is None else known if g is None else known + g
 
 
-def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checked: bool, leaves: bool) -> Any:
+def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checked: bool) -> Any:
     """`forward(ctx, segment, seeds, x, *channels)`, or `forward(segment, seeds, x, *channels)` where nothing is saved.
 
-    `run` holds the functions of the node that it calls: `failed`, `pack`, `leave`, `own`, `hooks`. With `leaves` the
-    node holds the parameters, which it keeps alive in any case. The code of a segment that runs again ends where all
-    that it saves is there.
+    `run` holds the functions of the node that it calls: `failed`, `pack`, `leave`, `own`, `hooks`. The node holds the
+    parameters that autograd accumulates into, which it keeps alive in any case. The code of a segment that runs again
+    ends where all that it saves is there.
     """
     keep, saves = segment.live, segment.saves
     records = keep and segment.again is None
@@ -131,7 +131,9 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         kept = "".join(f"y{at}, " for at in sorted(segment.keeps))
         drawn = "seeds" if any(segment.context.nodes[p].seed is not None for p in segment.span) else "None"
         s.add(f"f0 = dict(zip({names}, (x0, {drawn}, {entered}*{held}(), {kept})))")
-    stated = f"{{{', '.join(likes)}}}" if likes else "None", "_" if leaves else "None"
+    leaves = "".join([f"_[{i}], " for i in range(len(segment.parameters)) if i not in segment.apart])
+    leaves = f"({leaves})" if segment.apart and not segment.replays else "_"
+    stated = f"{{{', '.join(likes)}}}" if likes else "None", leaves
     late = () if checked or segment.replays or not records else segment.late
     _save(s, segment, late, *stated, entered)
     if segment.replays:

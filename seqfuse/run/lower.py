@@ -142,6 +142,8 @@ class Segment:
     first: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     codes: dict[Any, Any] = dataclasses.field(default_factory=lambda: dict[Any, Any](), init=False)
     late: Late = dataclasses.field(default=(), init=False)  # as its first call saved them
+    # Those of its parameters, by index, that are not of class `Parameter`: a node does not keep these alive.
+    apart: tuple[int, ...] = dataclasses.field(default=(), init=False)
     others: dict[Any, Segment] = dataclasses.field(default_factory=lambda: dict[Any, Segment](), init=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +182,8 @@ class Segment:
                 new["divided"] = self.divided | {*step.covers}
             if self.again is not None:
                 new["again"] = self.again.without(at)
-            self.others[at, backward] = dataclasses.replace(self, **new)
+            other = self.others[at, backward] = dataclasses.replace(self, **new)
+            other.apart = self.apart
         return self.others[at, backward]
 
     def place(self, index: int) -> tuple[str, str, int]:

@@ -31,9 +31,9 @@ saved_hooks: Any = _top_saved_tensors_default_hooks
 _attributes = operator.attrgetter("__dict__")
 
 # What a node keeps besides its saved tensors: the segment; fields that are no tensors; what y and outputs are like, for
-# an output that the loss does not use; the parameters, where each is one that autograd accumulates into; and which
-# fields are made again, or, if `pack` saved them, where they are.
-_Kept = tuple[Segment, tuple[Any, ...], Any, Sequence[nn.Parameter] | None, "Late | _Packed"]
+# an output that the loss does not use; the parameters that autograd accumulates into; and which fields are made again,
+# or, if `pack` saved them, where they are.
+_Kept = tuple[Segment, tuple[Any, ...], Any, Sequence[nn.Parameter], "Late | _Packed"]
 
 
 class Seqfuse(torch.autograd.Function):
@@ -124,12 +124,12 @@ def _again(ctx: Any, kept: _Kept, values: Sequence[Any], douts: Sequence[Any]) -
     x, seeds, *rest = values
     first = len(segment.inputs)
     channels, parameters = rest[:first], rest[first : first + len(segment.slots)]
-    leaves = kept[3] if kept[3] is not None else [None] * len(segment.parameters)
     while True:
         node = _Replayed(ctx.next_functions, (values, kept[1]))
         with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
             with _lent(segment, parameters), cast_once():
-                Seqfuse.forward(node, segment, seeds, x, *channels, *leaves)  # pyright: ignore[reportArgumentType]
+                segment.apart = kept[0].apart
+                Seqfuse.forward(node, segment, seeds, x, *channels, *kept[3])  # pyright: ignore[reportArgumentType]
             try:
                 return Seqfuse.backward(node, *douts)
             except _FailedAgain as again:
@@ -158,16 +158,18 @@ def _lent(segment: Segment, parameters: Sequence[Any]) -> Generator[None]:
 
 def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]) -> Any:
     """Run the forward code that checks its steps, and write the one that does not once each of them was checked."""
-    leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
+    if not segment.replays:
+        own = inputs[1 + len(segment.inputs) :]
+        segment.apart = tuple([i for i, p in enumerate(own) if type(p) is not nn.Parameter])
     calls = {"failed": _failed, "pack": _pack, "leave": _leave, "own": _own, "hooks": saved_hooks}
     code: Any = segment.first
     if code is None:
-        code = segment.first = forward_code(segment, calls, True, leaves)
+        code = segment.first = forward_code(segment, calls, True)
         if segment.live:  # a compiler that traces a backward finds the code of the usual one
             _write_back(segment, Asked((False,) * (1 + len(segment.outputs))))
     out = run(code)
     if segment.checked.issuperset(code.checks) and not is_fake(inputs[0]) and not torch.compiler.is_compiling():
-        segment.code, segment.first = forward_code(segment, calls, False, leaves), None
+        segment.code, segment.first = forward_code(segment, calls, False), None
     return out
 
 
@@ -372,10 +374,12 @@ def _is_usual(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> bool:
         return False
     if not _asked_for_all() and (_needed(ctx, kept[0]) is not None or Batched.given(douts)):
         return False
-    leaves = kept[3]
-    if leaves is not None:
-        return not any(map(_attributes, leaves)) or not any("main_grad" in p.__dict__ for p in leaves)
-    return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn, _ in ctx.next_functions)
+    if any(map(_attributes, kept[3])) and any("main_grad" in p.__dict__ for p in kept[3]):
+        return False
+    if not kept[0].apart:
+        return True
+    nodes = ctx.next_functions[len(ctx.next_functions) - len(kept[0].parameters) :]
+    return not any(hasattr(getattr(nodes[i][0], "variable", None), "main_grad") for i in kept[0].apart)
 
 
 def _needed(ctx: Any, segment: Segment) -> NeededGrads | None:

@@ -375,3 +375,17 @@ def test_what_was_added_before_a_fusion_failed_is_not_added_again(failing: int) 
             backward(model, x)
         assert FailsOnce.left == 0
         torch.testing.assert_close(buffers(model), expected)
+
+
+def test_a_leaf_that_is_no_parameter_gets_a_buffer_after_other_calls() -> None:
+    model, x = sf.Sequential(ops.Linear(4, 4), ops.QuickGeLU(), ops.Linear(4, 2)), torch.randn(3, 4)
+    weight = model[0].weight.detach().clone().requires_grad_()
+    model[0]._parameters["weight"] = weight  # beside parameters, which the node looks at in another way
+    for _ in range(3):  # from the second call on the code without checks runs
+        weight.grad = None
+        model(x).sum().backward()
+    wanted, weight.grad = weight.grad, None
+    weight.main_grad = torch.zeros_like(weight)
+    model(x).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, wanted)

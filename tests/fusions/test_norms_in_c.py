@@ -11,7 +11,7 @@ import seqfuse as sf
 from seqfuse import compiler, fusions, ops
 from seqfuse.fusions import NormForward
 from seqfuse.hardware import C_NORM_WORTHWHILE
-from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
+from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
 
@@ -123,3 +123,19 @@ def test_a_boundary_reads_strided_parameters():
             dx, grads = fusions.BlockBoundaryBackward(**slots).bwd(y, norm=saved["norm"], needs=needs)
         found.append([y, dx, grads["norm.weight"]])
     assert all(map(torch.equal, *found))
+
+
+def test_a_boundary_decides_anew_for_another_dtype_of_its_bias() -> None:
+    norm, bias, low = ops.LayerNorm(8), ops.Bias(8), torch.bfloat16
+    given: dict[str, Any] = {"bias": bias, "dropout": None, "add": ops.Add("r"), "fork": ops.Fork("s"), "norm": norm}
+    x, other = seeded_randn((3, 8), 0, dtype=low), seeded_randn((3, 8), 1, dtype=low)
+    one, streams = fusions.BlockBoundary(**given), list[torch.dtype]()
+    with torch.no_grad():
+        # Under autocast a bias takes the dtype of x.
+        for of_bias, cast in ((low, False), (torch.float32, False), (torch.float32, True)):
+            bias.bias.data = bias.bias.data.to(of_bias)
+            with torch.autocast("cpu", low, enabled=cast):
+                mine, fresh = (f.fwd(x, add_other=other, dtype=None) for f in (one, fusions.BlockBoundary(**given)))
+            assert_bitwise_equal({"y": mine[0], **mine[1]}, {"y": fresh[0], **fresh[1]})
+            streams.append(mine[1]["fork_out"].dtype)
+    assert streams == [low, torch.float32, low]
