@@ -15,13 +15,14 @@ def foreign(found: Results) -> Lines:
     inside = {kind: sum(row["inside"][kind] for row in rows) for kind in rows[0]["inside"]}
     every = {kind: n + sum(row["outside"][kind] for row in rows) for kind, n in inside.items()}
     gemms, norms, activations = (f"{n / every[kind]:.0%}" for kind, n in inside.items())
-    saved = {name: statistics.median(row["kept"][name] for row in rows if row["kept"]) for name in ("balanced", "lean")}
+    of = {"save": '`memory="fast"`', "balanced": '`"balanced"`', "lean": '`"lean"`'}
+    saved = (f"{statistics.median(r['kept'][key] for r in rows if r['kept']):.2f} with {n}" for key, n in of.items())
+    all_right = f"{right} of them" if right < len(rows) else "All"
     return [wrapped(
-        f"`make test-models` converts {len(rows)} small models of {packages} packages that are not part of the tests. "
-        f"{right} of them gave the same outputs and gradients, within the error bound. In chains were {gemms} of their "
-        f"GEMMs, {norms} of their norms and {activations} of their activations. In the median they save "
-        f"{saved['balanced']:.2f} of the bytes that eager PyTorch saves for backward, with `memory=\"lean\"` "
-        f"{saved['lean']:.2f}. " + where(found)
+        f"""`make test-models` converts {len(rows)} small models from {packages} packages. {all_right} gave the same outputs
+        and gradients within the error bound. {gemms} of their GEMMs, {norms} of their norms and {activations} of their
+        activations were converted. In the median they save, relative to the bytes that eager PyTorch saves for
+        backward, {", ".join(saved)}. """ + where(found)
     )]  # fmt: skip
 
 

@@ -117,9 +117,7 @@ def kernels(found: Results) -> Lines:
     nvidia = [row for row in rows if row["target"].startswith("sm_")]
     counts = {what: sum(row[what] for row in nvidia) for what in ("spilled", "over_shared", "without_wgmma")}
     amd = sum(row["spilled"] for row in rows if row["target"] == "gfx942")
-    said = (
-        "With Triton {}: {:,} configurations; {} spilled on {}; {} on gfx942; {} over shared memory; {} lack wgmma."
-    )
+    said = "With Triton {}: {:,} configurations; {} spilled on {}; {} on gfx942; {} over shared memory; {} lack wgmma."
     names = list(dict.fromkeys(row["target"] for row in rows))
     cells: list[tuple[str, ...]] = []
     for module in dict.fromkeys(row["module"] for row in rows):

@@ -41,7 +41,8 @@ class Guarded:
                 distance = (
                     self._margin - int(wrong[-1].item()) if side.startswith("before") else int(wrong[0].item()) + 1
                 )
-                raise AssertionError(f"{name}: written {distance} elements {side}")
+                written = "1 element was" if distance == 1 else f"{distance} elements were"
+                raise AssertionError(f"{name}: {written} written {side}")
 
 
 def poisoned(

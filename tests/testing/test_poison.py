@@ -17,11 +17,13 @@ def test_what_a_kernel_forgets_to_write_is_nan():
     assert guard.tensor.isnan().tolist() == [False, False, False, True]
 
 
-@pytest.mark.parametrize(("offset", "where"), [(-3, "3 elements before the start"), (6, "1 elements past the end")])
+@pytest.mark.parametrize(
+    ("offset", "where"), [(-3, "3 elements were written before the start"), (6, "1 element was written past the end")]
+)
 def test_a_write_out_of_bounds_is_found(offset: int, where: str):
     guard = poisoned((2, 3), dtype=torch.bfloat16, fill=-7.0, margin=8)
     torch.as_strided(guard.tensor, (1,), (1,), guard.tensor.storage_offset() + offset).fill_(1)
-    with pytest.raises(AssertionError, match=f"dx: written {where}"):
+    with pytest.raises(AssertionError, match=f"dx: {where}"):
         guard.check("dx")
 
 
@@ -52,7 +54,7 @@ def test_a_block_reports_a_write_past_an_allocation():
         y = torch.empty(4)
         torch.as_strided(y, (5,), (1,), y.storage_offset()).fill_(0)
 
-    with pytest.raises(AssertionError, match=r"allocation 0 \(4,\): written 1 elements past the end"), red_zones():
+    with pytest.raises(AssertionError, match=r"allocation 0 \(4,\): 1 element was written past the end"), red_zones():
         overrun()
 
 
