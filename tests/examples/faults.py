@@ -293,11 +293,12 @@ def said(function: Callable[[], object]) -> str:
 
 
 def table() -> str:
-    """Every fault with its answer, as a table in Markdown."""
-    lines = ["| fault | what is said |", "| --- | --- |"]
+    """Every fault with its answer, as lists in Markdown: long messages wrap there."""
+    lines: list[str] = []
     for part, faults in FAULTS.items():
-        lines.append(f"| **{part}** | |")
-        lines += [f"| {title} | `{said(function)}` |" for title, function in faults.items()]
+        lines += [f"**{part[0].upper()}{part[1:]}**", ""]
+        lines += [f"- {title[0].upper()}{title[1:]}:<br>`{said(function)}`" for title, function in faults.items()]
+        lines.append("")
     return "\n".join(lines) + "\n"
 
 

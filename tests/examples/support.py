@@ -236,7 +236,7 @@ def targets() -> str:
     """The GPUs that kernels are compiled for: configurations, and how many of them spill registers."""
     results = json.loads((ROOT / "benchmarks" / "results" / "kernels.json").read_text())
     lines = [
-        "| target | kernel configurations compiled | of them with spilled registers | run |",
+        "| target | kernel configurations compiled | with spills | run |",
         "| --- | ---: | ---: | --- |",
     ]
     for target in ("sm_80", "sm_90", "sm_100", "gfx942"):

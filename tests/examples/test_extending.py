@@ -66,9 +66,9 @@ def test_its_kernels_are_checked_in_one_call_and_used(kernels: str, tmp_path: Pa
     assert "skipped" not in text
     assert lines[-1] == "On cpu bfloat16, up to 16 tokens: 1 ScaleTanhScale"
     assert_planned(lines)
-    page = (ROOT / "docs" / "write_a_fusion.md").read_text()
+    page = (ROOT / "docs" / "write_a_kernel.md").read_text()
     shown = page.partition("<!-- what it prints -->\n```text\n")[2].partition("```")[0]
-    assert shown == text + "\n", "put what it prints into docs/write_a_fusion.md"
+    assert shown == text + "\n", "put what it prints into docs/write_a_kernel.md"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
