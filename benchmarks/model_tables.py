@@ -19,10 +19,10 @@ def foreign(found: Results) -> Lines:
     saved = (f"{statistics.median(r['kept'][key] for r in rows if r['kept']):.2f} with {n}" for key, n in of.items())
     all_right = f"{right} of them" if right < len(rows) else "All"
     return [wrapped(
-        f"""`make test-models` converts {len(rows)} small models from {packages} packages. {all_right} gave the same outputs
-        and gradients within the error bound. {gemms} of their GEMMs, {norms} of their norms and {activations} of their
-        activations were converted. In the median they save, relative to the bytes that eager PyTorch saves for
-        backward, {", ".join(saved)}. """ + where(found)
+        f"""`make test-models` converts {len(rows)} small models from {packages} packages. {all_right} gave the same
+        outputs and gradients within the error bound. {gemms} of their GEMMs, {norms} of their norms and {activations}
+        of their activations were converted. In the median they save, relative to the bytes that eager PyTorch saves
+        for backward, {", ".join(saved)}. """ + where(found)
     )]  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
     python tools/mutate.py --map MAP                                      which test runs which function, once
     python tools/mutate.py --map MAP --sample 400 --seed 0 --out FILE     mutants, and those that survive
-    python tools/mutate.py --rooms plan/front.py tune --tests tests/tune --sample 20 --out FILE     of rooms or files
+    python tools/mutate.py --files plan/front.py tune --tests tests/tune --sample 20 --out FILE     of rooms or files
 
 All are of the tree in the working directory. The first runs the tests with a trace of the functions that they call.
 The second draws mutants of operations, fusions, kernels (of C, too) and the engine, and runs for each the tests that
@@ -399,7 +399,7 @@ def main() -> int:
     """Write the map of tests, or run mutants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--map", type=Path, help="which test runs which function")
-    parser.add_argument("--rooms", nargs="+", default=(), help="rooms or files of the package, with a draw for each")
+    parser.add_argument("--files", nargs="+", default=(), help="folders or files of the package, with a draw for each")
     parser.add_argument("--tests", nargs="+", help="what is run for each mutant, in place of what the map says")
     parser.add_argument("--half", default="plain", choices=["plain", "kernels"], help="of these tests")
     parser.add_argument("--out", type=Path, metavar="FILE", help="mutants that survive; without it, the map is made")
@@ -412,7 +412,7 @@ def main() -> int:
         calls.write_map(given.map)
         return 0
     root = Path.cwd()
-    drawn, count = sample(root, given.sample, given.seed, given.rooms)
+    drawn, count = sample(root, given.sample, given.seed, given.files)
     results = given.out.with_suffix(".lines")
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     finished = {(row["path"], row["line"], row["change"]) for row in done}  # in a run that was cut off
