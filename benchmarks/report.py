@@ -461,7 +461,7 @@ _RECIPES = {
     "block": "`Float8BlockScaling`",
     "by hand": "FP8 module of torch calls (current scaling), eager",
     "by hand, compiled": "the same FP8 module, compiled",
-    "GEMMs alone": "the three 8-bit GEMMs alone",
+    "GEMMs alone": "only the three 8-bit GEMMs",
 }
 
 

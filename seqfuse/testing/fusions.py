@@ -174,7 +174,7 @@ def _otherwise(
     Gives the number of cases, and the classes that have no other configuration.
     """
     count = 0
-    misses = f"{fusion.__name__} misses a configuration, to be respected or refused in `requires`: "
+    misses = f"{fusion.__name__} misses a configuration: read it, or exclude it in `requires`: "
     others = [(f"{misses}{operations}", operations, like) for operations, like in configured_otherwise(fusion, x)]
     for operations, like in at_another_width(fusion, x) if not channels else ():
         others.append((f"{fusion.__name__} on {listed_types(operations)}, {like.shape[-1]} columns", operations, like))
