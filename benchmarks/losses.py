@@ -28,10 +28,15 @@ def slower_gpu(found: Results) -> Lines:
     return table(("what", "slower than", "rows", "worst: time / peer"), sorted(cells), left=2)
 
 
-@drawn("slower_cpu", "cpu", "cpu_experts")
+@drawn("slower_cpu", "cpu", "cpu_experts", "convert")
 def slower_cpu(*results: Results) -> Lines:
-    """Steps with the default plan that take longer than in eager torch, the slowest first."""
-    sides = {row["name"]: row["sides"] for found in results for row in found["rows"]}
+    """Steps with `memory="fast"` that take longer than in eager torch, the slowest first."""
+    *steps, models = results
+    sides = {row["name"]: row["sides"] for found in steps for row in found["rows"]}
     ratios = {name: of["default"]["ratio"] for name, of in sides.items() if "default" in of}
+    for row in models["rows"]:
+        for name, tokens in (("step", "32"), ("long", "1,024")):
+            if name in row:
+                ratios[f"HF {row['model']}, 2 layers of 16, {tokens} tokens"] = row[name]["ratio"]
     lost = sorted((name for name, ratio in ratios.items() if ratio > EQUAL), key=ratios.__getitem__, reverse=True)
     return table(("step", "CPU time / eager PyTorch"), [(name, f"{ratios[name]:.2f}") for name in lost])

@@ -183,8 +183,8 @@ _SIDES = {
 def _trained(found: Results) -> str:
     count, length = found["tokens"]
     return (
-        f"Hugging Face's Llama with {found['layers']} layers of width {found['width']}, on {count} x {length:,} tokens "
-        "in float32, with AdamW."
+        f"Hugging Face's `LlamaModel` (no output layer, no loss) with {found['layers']} layers of width "
+        f"{found['width']}, on {count} x {length:,} tokens in float32, with AdamW."
     )
 
 
@@ -222,7 +222,7 @@ def training(found: Results) -> Lines:
         if r["side"] != "lean, checkpointed"
     ]
     note = f"""Relative to eager PyTorch, measured in one run on a CPU ({found["about"]["device"]}, one thread, torch
-        {found["about"]["torch"]}). {_trained(found)} In the picture: 12 x 1,024, no optimizer."""
+        {found["about"]["torch"]}). {_trained(found)} Picture: 12 x 1,024, no optimizer."""
     head = ("a training step", "saved for backward", "peak memory added", "CPU time")
     return [*table(head, rows), "", wrapped(note)]
 
@@ -399,7 +399,7 @@ def _of(found: Results, group: str) -> Rows:
 
 def _model(row: dict[str, Any]) -> str:
     shape = row["shape"]
-    return f"{shape['layers']} layers of {shape['model']}, {shape['M']:,} tokens"
+    return f"{shape['layers']} layers of `seqfuse.nn` with the sizes of {shape['model']}, {shape['M']:,} tokens"
 
 
 _CHOICES = {
@@ -453,7 +453,7 @@ def summary(found: Results) -> Lines:
 
 _RECIPES = {
     "bfloat16": "eager PyTorch, bfloat16",
-    "bfloat16, compiled": "eager PyTorch, bfloat16, compiled",
+    "bfloat16, compiled": "`torch.compile`, bfloat16",
     "seqfuse": "seqfuse, bfloat16",
     "current": "`Float8CurrentScaling`",
     "delayed": "`Float8DelayedScaling`",

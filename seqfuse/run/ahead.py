@@ -67,7 +67,7 @@ def plan_ahead(
             shapes = None if shape is None else validate(op_list.nodes, part.positions, shape)
             shape = None if shapes is None else shapes[-1]
             if entering is not None and shapes is not None:
-                _check_channels(op_list.nodes, part.positions, entering, shapes, given)
+                _check_channels(op_list.nodes, part.positions, entering, shapes, given, env.autocast is not None)
             own = [getattr(owner, name) for owner, name in part.slots] if follows and not op_list.parametrized else []
             entered, beside = entering if follows else None, given
             if entered is not None and arriving is not None and part.start > 0:
@@ -186,10 +186,21 @@ def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
 
 
 def _check_channels(
-    nodes: Sequence[Node], positions: range, x: Tensor, shapes: Sequence[Any], channels: Mapping[str, Tensor]
+    nodes: Sequence[Node],
+    positions: range,
+    x: Tensor,
+    shapes: Sequence[Any],
+    channels: Mapping[str, Tensor],
+    autocast: bool,
 ) -> None:
-    """Check the shapes of channels that the call passes against what enters the operations that read them."""
-    given = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in channels.items()}
+    """Check the shapes of channels that the call passes against what enters the operations that read them.
+
+    Under autocast dtypes are not checked: what enters an operation may have another than x.
+    """
+    given = {
+        name: torch.empty(t.shape, dtype=x.dtype if autocast and t.is_floating_point() else t.dtype, device="meta")
+        for name, t in channels.items()
+    }
     for position, shape in zip(positions, shapes, strict=False):
         node = nodes[position]
         if node.inputs and all(channel in given for _, channel in node.inputs):

@@ -206,7 +206,7 @@ class Specimen:
         given = tuple(self.x.shape)
         last = given[-1:]
         main = given if torch.Size(given[:-1]).numel() >= _ROWS else (_ROWS, *last)
-        wanted = [main, given, last, (1, *last), (7, *last), (2, 3, 5, *last), (0, *last)]
+        wanted = [main, given, last, (1, *last), (7, *last), (2, 3, *last), (2, 3, 5, *last), (0, *last)]
         return [shape for shape in dict.fromkeys(wanted) if self.accepts(shape)] or [given]
 
     def accepts(self, shape: Shape) -> bool:

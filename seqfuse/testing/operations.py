@@ -71,6 +71,7 @@ def check_op(
     * every subset of needed gradients (beyond 32, one or all but one): the same bits, other gradients are `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
     * inputs and outputs are not saved as copies, in the same or a wider dtype.
+    * outputs have the dtypes of the reference, also for an x in bfloat16 with parameters in float32.
     * a small case in the other mode (training or evaluation); one for each of the class's other `examples(x)`; and, if
       the width of x is a power of two, an `example` with another width.
     * `bwd` reads parameters only from the saved tensors, since they may have changed.
@@ -129,6 +130,8 @@ def _check(
                 assert_fakes_alike(run)
                 if run.name == "fwd":
                     assert_saves_no_copies(run)
+    with saying(f"{name}, x in bfloat16 and parameters in float32"):
+        _check_mixed(specimen, Case(few_rows(shapes), torch.bfloat16, grad=False))
     small = Case(few_rows(shapes), dtypes[0])
     with saying(f"{name}, {small}"):
         full = _check_subsets(specimen, small)
@@ -176,6 +179,16 @@ def _observed(specimen: Specimen, case: Case, seed: int | None = None) -> tuple[
     observer = Observer()
     bench = specimen.bench(case.dtype, on_step=observer)
     return specimen.run(bench, case, specimen.seed if seed is None else seed), bench, observer
+
+
+def _check_mixed(specimen: Specimen, case: Case) -> None:
+    """Outputs have the dtypes of the reference where x is narrower than the parameters, if the reference takes that."""
+    try:
+        wanted = specimen.run(specimen.bench(torch.float32), case, specimen.seed, reference=True)
+    except Exception:
+        return
+    found = specimen.run(specimen.bench(torch.float32), case, specimen.seed)
+    assert_dtypes(found.outputs, wanted.outputs)
 
 
 def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:

@@ -79,6 +79,27 @@ def test_a_report_plans_the_choices_of_memory_that_it_prints(monkeypatch: pytest
     assert set(planned) >= {"fast", "lean", "least"}
 
 
+class Crossed(nn.Module):
+    """Queries of one input, keys and values of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, k = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (self.q(x), self.k(memory)))
+        return self.out(F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2))
+
+
+def test_cross_attention_under_autocast_is_reported():
+    model = Crossed()
+    conversion = sf.convert(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(seeded_randn((2, 4, 16), 0), seeded_randn((2, 6, 16), 1)).sum().backward()
+    assert "CrossAttention" in (said := str(conversion))
+    assert "saved for backward" in said
+
+
 @pytest.mark.filterwarnings("ignore:memory=")
 @pytest.mark.parametrize("part", [1.0, 0.7])
 def test_a_chain_keeps_to_a_part_of_what_it_saves_unfused(part: float):

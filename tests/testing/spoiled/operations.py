@@ -45,6 +45,20 @@ class Affine(sf.UnfusedOperation, open=True):
 # What it computes and keeps.
 
 
+@caught(r"NarrowsItsOutput, x in bfloat16 and parameters in float32: y is torch.bfloat16, and torch.float32 from")
+class NarrowsItsOutput(Affine):
+    def fwd(self, x):
+        y = torch.addcmul(self.bias, x, self.weight)
+        return y.to(x.dtype), self.Saved(x=x, weight=self.weight)
+
+
+@caught(r"DoublesBatches, float32, x \(2, 3, 6\)")
+class DoublesBatches(Affine):
+    def fwd(self, x):
+        y = torch.addcmul(self.bias, x, self.weight)
+        return y * 2 if x.dim() == 3 else y, self.Saved(x=x, weight=self.weight)
+
+
 @caught(r"KeepsAWiderX, bfloat16, .*saved.x is a copy of x, which takes memory of its own: save x itself")
 class KeepsAWiderX(Affine):
     def fwd(self, x):
