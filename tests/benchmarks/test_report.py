@@ -176,7 +176,7 @@ def test_memory_and_time_of_a_training_step_stand_beside_checkpointing(results: 
     (results / "peak.json").write_text(json.dumps(made))
     whole, first = str(report.peak()), str(report.training())
     for shown in (whole, first):
-        assert "Llama with 4 layers of width 8, on 2 x 16 tokens" in " ".join(shown.split())
+        assert "(no output layer, no loss) with 4 layers of width 8, on 2 x 16 tokens" in " ".join(shown.split())
     assert [one.count("\n| ") - 2 for one in (whole, "\n" + first)] == [len(sides), len(sides) - 1]
     assert "| eager PyTorch | 10 MiB (1.00) | 20 MiB (1.00) | 2.00 s (1.00) |" in whole
     assert "checkpointed | 9 MiB (0.90) | 19 MiB (0.95) | 3.00 s (1.25, 1.12 to 1.50) |" in whole
@@ -198,7 +198,7 @@ def test_choices_of_memory_on_a_gpu(results: Path) -> None:
     (results / "gpu.json").write_text(json.dumps({"about": ABOUT, "rows": {"a": choice}}))
     summary = str(report.summary()).splitlines()
     assert summary[0] == (
-        "| 2 layers of gpt, 8,192 tokens, same H100, forward + backward | GPU time "
+        "| 2 layers of `seqfuse.nn` with the sizes of gpt, 8,192 tokens, same H100, forward + backward | GPU time "
         "| peak added, with parameter gradients |"
     )
     assert '| `memory="lean"` | 0.75 | 2.00 |' in summary
