@@ -212,8 +212,8 @@ def peak(found: Results) -> Lines:
     return [where(found), "", wrapped(about), "", *table(head, rows)]
 
 
-@drawn("training", "peak")
-def training(found: Results) -> Lines:
+@drawn("training", "peak", "front")
+def training(found: Results, drawn_beside: Results) -> Lines:
     """What README.md shows of the same run: ratios alone, of one way to save less at a time."""
     added, saved = _added(found), found["rows"][0]["saved"]
     rows = [
@@ -221,8 +221,9 @@ def training(found: Results) -> Lines:
         for r in found["rows"]
         if r["side"] != "lean, checkpointed"
     ]
+    count, length = drawn_beside["tokens"]
     note = f"""Relative to eager PyTorch, measured in one run on a CPU ({found["about"]["device"]}, one thread, torch
-        {found["about"]["torch"]}). {_trained(found)} Picture: 12 x 1,024, no optimizer."""
+        {found["about"]["torch"]}). {_trained(found)} Picture: {count} x {length:,}, no optimizer."""
     head = ("a training step", "saved for backward", "peak memory added", "CPU time")
     return [*table(head, rows), "", wrapped(note)]
 
