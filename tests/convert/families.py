@@ -60,18 +60,19 @@ class Encoder(nn.TransformerEncoder):
 
 
 class Mixer(nn.Module):
-    """MLP-Mixer: products along the patches and along the features."""
+    """MLP-Mixer: products along the patches and along the features, the latter with a LayerScale."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
         self.patches = nn.ModuleList(_mlp(8, 16) for _ in range(2))
         self.features = nn.ModuleList(_mlp(32, 64) for _ in range(2))
+        self.gain = nn.Parameter(torch.full((32,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         for i, (patches, features) in enumerate(zip(self.patches, self.features, strict=True)):
             x = x + patches(self.norms[2 * i](x).transpose(1, 2)).transpose(1, 2)
-            x = x + features(self.norms[2 * i + 1](x))
+            x = x + features(self.norms[2 * i + 1](x)) * self.gain
         return x
 
 

@@ -38,7 +38,7 @@ def first(outputs: Any) -> tuple[Tensor]:
 
 
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.full)], ids=["recorded", "captured"])
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", "bert", "mlp-mixer"])
 def test_the_chains_are_those_without_autocast_and_the_numbers_those_of_autocast(name: str, captured: bool):
     family = FAMILIES[name]
     plain, inputs = randomized(family.build()).train(), family.inputs()

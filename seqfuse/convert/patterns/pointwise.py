@@ -166,7 +166,7 @@ def raise_product(node: Node) -> Found:
     """A tensor times a vector of its last dimension, or times another tensor, such as a gate."""
     for x, other in either(operands(node, "mul")):
         given, factor = example(x), example(other)
-        if given is None or factor is None or not alike(x, node) or not factor.is_floating_point() or given.ndim < 2:
+        if given is None or factor is None or not _fits(x, node) or not factor.is_floating_point() or given.ndim < 2:
             continue
         if factor.ndim == 1 and is_fixed(size := given.shape[-1]) and same_size(factor.shape[0], size):
             return one(ops.LayerScale(size, device=META, dtype=factor.dtype), x, node, gamma=other)
@@ -178,9 +178,9 @@ def raise_shift(node: Node) -> Found:
     """A tensor plus a vector of its last dimension, or plus another tensor that is repeated for it."""
     for x, other in either(operands(node, "add")):
         given, term = example(x), example(other)
-        if given is None or term is None or not alike(x, node) or term.dtype is not given.dtype or given.ndim < 2:
+        if given is None or term is None or not _fits(x, node) or not term.is_floating_point() or given.ndim < 2:
             continue
-        if term.ndim == 1 and is_fixed(size := given.shape[-1]) and same_size(term.shape[0], size):
+        if term.ndim == 1 and term.dtype is given.dtype and is_fixed(size := given.shape[-1]) and same_size(term.shape[0], size):
             return one(ops.Bias(size, device=META, dtype=term.dtype), x, node, bias=other)
         if not is_fixed(*given.shape) or given.device != term.device:
             continue
