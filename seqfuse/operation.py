@@ -165,6 +165,7 @@ class UnfusedOperation(FusableOperation):
         layout: strides that `fwd` and `bwd` accept: `"any"`, a contiguous last dimension, or contiguous tensors.
         is_view: whether y and the outputs are x or views of it. If there are only views between two barriers, the
             reference runs, so that in-place changes of y change x, as in torch.
+        channels_like_x: whether every extra input and output has the shape of x; checked before anything runs.
         narrows: the last dimension of x divided by that of y.
         packs: whether x packs several tensors, such as queries, keys and values, and cannot be split along features.
         same_dtype: whether x and the parameters must have the same dtype outside autocast, as for a GEMM in torch;
@@ -198,6 +199,7 @@ class UnfusedOperation(FusableOperation):
     layout: ClassVar[Layout] = "any"
     dy_may_be_none: ClassVar[bool] = False
     is_view: bool = False
+    channels_like_x: ClassVar[bool] = False
     narrows: ClassVar[int] = 1
     packs: bool = False
     same_dtype: ClassVar[bool] = False

@@ -62,6 +62,7 @@ class Fork(OnChannel):
     is_view = True
     native = True
     autocast = "same"
+    channels_like_x = True
 
     def reference(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return x, {"out": x}
@@ -102,6 +103,7 @@ class Add(OnChannel):
 
     autocast = "promote"
     native = True
+    channels_like_x = True
 
     def reference(self, x: Tensor, *, other: Tensor) -> Tensor:
         if isinstance(x, Tensor) and x.shape != other.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -247,6 +249,7 @@ class Take(sf.UnfusedOperation):
     dy_may_be_none = True
     is_view = True
     autocast = "exchange"
+    channels_like_x = True
 
     def __init__(self, name: str | None = None, to: str | None = None) -> None:
         super().__init__()

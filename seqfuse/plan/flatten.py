@@ -159,6 +159,7 @@ class Node:
     seed: int | None = None  # index into the seeds of a call, where it reads one now
     rank: int = 0  # of this process where others have something else to draw a mask for
     sum_over: Group | None = None  # the processes whose gradients of its parameters are summed
+    owner: str | None = None  # the class of the container that brings it along, such as the `Add` of a `Residual`
     recipe: Any = ...  # its own low-precision recipe, or that of the innermost container with one; `None` keeps it out
 
     @property
@@ -270,9 +271,10 @@ def _visit(
             exact = bool(getattr(kind, "is_final", False)) or module.is_open
             derives = None if exact else next((b for b in kind.__mro__ if getattr(b, "is_final", False)), None)
             slots = _own_slots(module, members)
-            nodes.append(
-                Node(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots, recipe=recipe)
-            )
+            owner = plain_type(within[-1]).__name__ if hidden else None
+            matched = kind if exact else _Never
+            node = Node(module, path, kind.__name__, matched, derives, slots=slots, owner=owner, recipe=recipe)
+            nodes.append(node)
         else:
             if at < len(children) and children[at][1] is member:  # as a container has them
                 named, at = children[at][0], at + 1

@@ -45,12 +45,21 @@ def expect_tensor(node: Node, x: Any) -> None:
         raise InputError(message, code="SF105", operation=node.name, position=0, path=node.path)
 
 
-def validate(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Check that operations take an input of this shape; the shapes that enter each position, and the one it gives."""
+def validate(
+    nodes: Sequence[Node], positions: range, shape: Sequence[int], channels: Mapping[str, Tensor] | None = None
+) -> list[tuple[int, ...]]:
+    """Check that operations take an input of this shape; the shapes that enter each position, and the one it gives.
+
+    Channels that come from positions before these are known by their tensors.
+    """
     _check_whole(nodes, positions, shape)
     shapes = [tuple(shape)]
+    before = [channel for node in nodes[: positions.start] for _, channel in node.outputs]
+    forked = {channel: tuple(channels[channel].shape) for channel in before if channels and channel in channels}
     for position in positions:
         operation: Any = nodes[position].operation
+        if operation.channels_like_x:
+            _check_forked(nodes, position, shapes[-1], forked)
         try:
             shape = operation.infer(shapes[-1])
         except SeqfuseError:
@@ -66,6 +75,24 @@ def validate(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> l
             raise PluginError(message, code="SF305", **located(nodes, position))
         shapes.append(shape)
     return shapes
+
+
+def _check_forked(
+    nodes: Sequence[Node], position: int, shape: tuple[int, ...], forked: dict[str, tuple[int, ...]]
+) -> None:
+    """Check that what an operation reads of forks before it has the shape of its input, and note what it forks."""
+    node, where = nodes[position], located(nodes, position)
+    for name, channel in node.inputs:
+        other = forked.get(channel, shape)
+        if other != shape and node.owner is not None:
+            where |= {"operation": node.owner, "path": node.path.rpartition(".")[0]}
+            message = f"adds {shape}, which its operations return, to its input, {other}: both must have one shape"
+            hint = "move operations that change the shape out of it"
+            raise InputError(message, code="SF101", hint=hint, **where)
+        if other != shape:
+            message = f"expects its {name} in the shape of its input, {shape}, and its Fork sends {other}"
+            raise InputError(message, code="SF101", **where)
+    forked.update((channel, shape) for _, channel in node.outputs)
 
 
 def _check_whole(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> None:

@@ -460,7 +460,7 @@ class Stretch:
         """The stretch at these positions, for the tensors that enter it."""
         required = {c: t.requires_grad for c, t in channels.items()}
         wants = Wants.of(nodes, positions.start, positions.stop, x.requires_grad, required, env.grad)
-        shapes = validate(nodes, positions, x.shape)
+        shapes = validate(nodes, positions, x.shape, channels)
         borders = borders_of(nodes, positions, x, channels, parameters, env)
         return cls(nodes, positions, env, wants, shapes, borders, x, channels, x.device)
 

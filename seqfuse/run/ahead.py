@@ -64,7 +64,7 @@ def plan_ahead(
     for part in op_list.parts:
         if isinstance(part, Region):
             wants = Wants.of(op_list.nodes, part.start, part.stop, wanted, known, env.grad)
-            shapes = None if shape is None else validate(op_list.nodes, part.positions, shape)
+            shapes = None if shape is None else validate(op_list.nodes, part.positions, shape, given)
             shape = None if shapes is None else shapes[-1]
             if entering is not None and shapes is not None:
                 _check_channels(op_list.nodes, part.positions, entering, shapes, given, env.autocast is not None)

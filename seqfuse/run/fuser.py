@@ -225,7 +225,7 @@ class Fuser:
         self, op_list: OpList, region: Region, about: Any, x: Tensor, channels: dict[str, Tensor], own: list[Tensor]
     ) -> tuple[CompiledRegion, Call | None]:
         state, given = about[3:8], [channels[c] for c in region.channels]
-        validate(op_list.nodes, region.positions, x.shape)
+        validate(op_list.nodes, region.positions, x.shape, channels)
         exact = isinstance(self.memory, Budget) and self.memory.bytes is not None  # bytes of so many rows
         bucket = Env.like(x).rows, x.shape if exact else x.shape[-1:], *about
         program = region.programs.get(bucket)

@@ -526,6 +526,20 @@ def test_shapes_that_do_not_add_up_are_an_error_and_are_not_broadcast() -> None:
         assert (caught.value.operation, caught.value.position) == ("Add", 2)
 
 
+def test_a_branch_that_changes_the_shape_is_an_error_of_its_residual() -> None:
+    wide, narrow = ops.Linear(5, 8), nn.Linear(5, 1)
+    for at, branch in ((3, wide), (2, narrow)):  # a module of torch begins another region
+        residual = ops.Residual(branch, ops.GeLU())
+        model = sf.Sequential(ops.Tanh(), sf.Sequential(residual), ops.Linear(branch.out_features, 5))
+        text = refused(model, sf.InputError, "Residual", at + 2)
+        assert f"'1.0', position {at + 2}" in text
+        assert f"adds (7, {branch.out_features}), which its operations return, to its input, (7, 5)" in text
+    model = sf.Sequential(ops.Fork("r"), wide, ops.Add("r"), ops.Linear(8, 5))
+    assert "its other in the shape of its input, (7, 8), and its Fork sends (7, 5)" in refused(
+        model, sf.InputError, "Add", 3
+    )
+
+
 @pytest.mark.parametrize("calls", [0, 2], ids=["first call", "third call"])
 def test_a_channel_on_another_device_is_an_error_that_names_both(calls: int) -> None:
     model = sf.Sequential(ops.Linear(5, 3), ops.Add("r"))

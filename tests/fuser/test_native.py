@@ -103,7 +103,7 @@ def test_channels_of_the_caller_run_behind_a_node(public: str) -> None:
 
 
 def test_a_sum_of_two_shapes_is_refused_as_ever() -> None:
-    with pytest.raises(sf.InputError, match="adds tensors of one shape"):
+    with pytest.raises(sf.InputError, match="both must have one shape"):
         sf.Sequential(ops.Residual(ops.Linear(5, 7)))(tensor(4, 5, dtype=torch.float32))
 
 

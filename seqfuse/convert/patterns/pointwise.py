@@ -180,7 +180,12 @@ def raise_shift(node: Node) -> Found:
         given, term = example(x), example(other)
         if given is None or term is None or not _fits(x, node) or not term.is_floating_point() or given.ndim < 2:
             continue
-        if term.ndim == 1 and term.dtype is given.dtype and is_fixed(size := given.shape[-1]) and same_size(term.shape[0], size):
+        if (
+            term.ndim == 1
+            and term.dtype is given.dtype
+            and is_fixed(size := given.shape[-1])
+            and same_size(term.shape[0], size)
+        ):
             return one(ops.Bias(size, device=META, dtype=term.dtype), x, node, bias=other)
         if not is_fixed(*given.shape) or given.device != term.device:
             continue
