@@ -124,19 +124,50 @@ class _Stated(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(run: Callable[..., Tensor], run_backward: Callable[..., Any], *tensors: Tensor) -> Tensor:
+    def forward(run: Callable[..., Tensor], run_backward: Callable[..., Any], error: Any, *tensors: Tensor) -> Tensor:
         return run(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, ctx.run_backward, *tensors = inputs
+        _, ctx.run_backward, ctx.error, *tensors = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *ctx.run_backward(*grads, *ctx.saved_tensors, needs=ctx.needs_input_grad[2:])
+    def backward(ctx: Any, *douts: Any) -> Any:
+        read = *douts, *ctx.saved_tensors
+        found = ctx.run_backward(*read, needs=ctx.needs_input_grad[3:])
+        if torch.is_grad_enabled():  # the codes have no derivatives, so others would be zeros
+            found = [None if g is None else _Last.apply(ctx.error, g, *read) for g in found]  # pyright: ignore[reportUnknownMemberType]
+        return None, None, None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ctx.error()
 
 
-def with_gradients(run: Callable[..., Tensor], run_backward: Callable[..., Any], *tensors: Tensor) -> Tensor:
-    """`run(*tensors)`, whose gradients are `run_backward(dy, *tensors, needs=...)`, one for each tensor, or `None`."""
-    return cast(Tensor, _Stated.apply(run, run_backward, *tensors))  # pyright: ignore[reportUnknownMemberType]
+class _Last(torch.autograd.Function):
+    """The gradient, whose derivative by any of the tensors it was computed from is an error."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(error: Callable[[], Exception], gradient: Tensor, *read: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.error = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        raise ctx.error()
+
+
+def with_gradients(
+    run: Callable[..., Tensor], run_backward: Callable[..., Any], error: Callable[[], Exception], *tensors: Tensor
+) -> Tensor:
+    """`run(*tensors)`, whose gradients are `run_backward(dy, *tensors, needs=...)`, one for each tensor, or `None`.
+
+    Second derivatives and forward-mode AD raise `error()`.
+    """
+    return cast(Tensor, _Stated.apply(run, run_backward, error, *tensors))  # pyright: ignore[reportUnknownMemberType]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..autograd import with_gradients
 from ..casts import lowered
+from ..errors import InputError
 from ..recipes import Recipe, recipe_of
 from . import _grouped_lowprecision as grouped
 from . import _lowprecision as low
@@ -33,13 +34,20 @@ def grouped_linear_by_reference(x: Tensor, weight: Tensor, offsets: Tensor, reci
 @torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _differentiable(x: Tensor, weight: Tensor, *constants: Any) -> Tensor:
     recipe = recipe_of(*constants)
-    return with_gradients(partial(_linear, recipe), partial(_gradients, recipe), x, weight)
+    given = partial(_linear, recipe), partial(_gradients, recipe), partial(_not_differentiable, recipe)
+    return with_gradients(*given, x, weight)
 
 
 @torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _differentiable_by_group(x: Tensor, weight: Tensor, offsets: Tensor, *constants: Any) -> Tensor:
     recipe = recipe_of(*constants)
-    return with_gradients(partial(_grouped_linear, recipe), partial(_grouped_gradients, recipe), x, weight, offsets)
+    given = partial(_grouped_linear, recipe), partial(_grouped_gradients, recipe), partial(_not_differentiable, recipe)
+    return with_gradients(*given, x, weight, offsets)
+
+
+def _not_differentiable(recipe: Recipe) -> InputError:
+    message = f"{recipe} has first derivatives in reverse mode only: no forward-mode AD, no derivatives of gradients"
+    return InputError(message, code="SF108", hint="with sf.low_precision(enabled=False): ... runs without recipes")
 
 
 def _linear(recipe: Recipe, x: Tensor, weight: Tensor) -> Tensor:

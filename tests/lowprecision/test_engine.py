@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
@@ -319,6 +320,15 @@ def test_transforms_of_torch_see_the_recipe(recipe: Recipe):
     grads, dx = torch.func.grad(loss, argnums=(0, 1))(own, X)
     low = step(model, X)
     assert_bitwise_equal([dx, *(grads[name] for name in own)], low[1:])
+    # Codes have no derivatives: of gradients there would be zeros.
+    first = torch.func.grad(loss, argnums=1)
+    for of in (lambda x: torch.func.grad(lambda x: first(own, x).square().sum())(x), torch.func.hessian(model)):
+        with pytest.raises(sf.InputError, match=f"{recipe} has first derivatives in reverse mode only"):
+            of(X)
+    with pytest.raises(sf.InputError, match=f"{recipe} has first"), forward_ad.dual_level():
+        model(forward_ad.make_dual(X, X))
+    with sf.low_precision(enabled=False):
+        assert torch.func.hessian(lambda x: model(x).square().sum())(X[:1]).any()
 
 
 @each_recipe
