@@ -91,9 +91,9 @@ class CapturedRegion(nn.Module):
         `None` before its first call, and while hooks of all modules make it run eagerly.
         """
         region, *_ = self._fuser.op_list().parts
-        if not isinstance(region, Region) or region.program is None:
+        if not isinstance(region, Region) or region.lowering is None:
             return None
-        plan = region.program.plan
+        plan = region.lowering.plan
         if self._ran is None or self._ran[0] is not plan:
             counted = functools.cache(lambda: self._planned(plan.env))
 
@@ -103,7 +103,7 @@ class CapturedRegion(nn.Module):
             def choices(_: Plan) -> tuple[MemoryChoice, ...]:
                 return counted().choices
 
-            shown = self._fuser.plan_of(region.program)
+            shown = self._fuser.plan_of(region.lowering)
             self._ran = plan, dataclasses.replace(shown, measure=memory, compare=choices)
         return self._ran[1]
 
@@ -234,9 +234,9 @@ class CapturedRegion(nn.Module):
 
     def _count_launched(self) -> tuple[int, int] | None:
         (part,) = (op_list := self._fuser.op_list()).parts
-        if not isinstance(part, Region) or (program := part.program) is None:
+        if not isinstance(part, Region) or (lowering := part.lowering) is None:
             return None
-        env = program.plan.env
+        env = lowering.plan.env
         try:
             with self._lock, FakeTensorMode(), contextlib.ExitStack() as stack, torch.set_grad_enabled(env.grad):
                 if env.autocast is not None:
@@ -247,7 +247,7 @@ class CapturedRegion(nn.Module):
                 channels = dict(zip(self._names, given[1:], strict=False))
                 with Launches() as forward:
                     seeds = draw(op_list.nodes, given[0])
-                    y: Any = bind(part, program)(given[0], channels, seeds)
+                    y: Any = bind(part, lowering)(given[0], channels, seeds)
                 outputs = [t for t in (y, *(channels[name] for name in op_list.outputs)) if t.requires_grad]
                 inputs = [t for t in given if t.requires_grad]
                 with Launches() as backward:

@@ -17,7 +17,7 @@ from ..errors import InputError, StateError
 from ..group import mark_divided
 from ..ops._cache import current
 from ..plan import check_channels, draw, run_eagerly, validate, walk_reference
-from ..run import KEPT_PROGRAMS, Fuser, OpList, Region, Sequential
+from ..run import KEPT_LOWERINGS, Fuser, OpList, Region, Sequential
 from .remote_tensor import Elsewhere, blank
 from .transfer import Boundary, Placement, sources, stand_in, through, together
 
@@ -184,7 +184,7 @@ class StagedFuser(Fuser):
             readers = nodes[0].readers
             made = [c for node in nodes[region.start : region.stop] for _, c in node.outputs]
             outs = [(None, y), *((c, inside[c]) for c in made if max(readers[c], default=region.stop) >= region.stop)]
-            if len(stage.clipped) == KEPT_PROGRAMS:
+            if len(stage.clipped) == KEPT_LOWERINGS:
                 stage.clipped.clear()
             found = [(name, t, sources(t, leaves)) for name, t in outs]
             stage.clipped[key] = [(name, blank(t), t.requires_grad, s) for name, t, s in found]

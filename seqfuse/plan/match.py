@@ -94,8 +94,8 @@ MAX_FAILURES = 3
 class Refusal:
     """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
 
-    `superseded` (also `outbid`, its earlier name) says that it could have been used, and that the schedule is cheaper
-    without it; `expected`, that the reason holds for its kind in any such plan: it is not printed; `own`, a user's.
+    `superseded` says that it could have been used, and that the schedule is cheaper without it; `expected`, that the
+    reason holds for its kind in any such plan: it is not printed; `own`, a user's.
     """
 
     fusion: str
@@ -104,11 +104,6 @@ class Refusal:
     superseded: bool = dataclasses.field(default=False, repr=False)
     expected: bool = dataclasses.field(default=False, repr=False)
     own: bool = dataclasses.field(default=False, repr=False)
-
-    @property
-    def outbid(self) -> bool:
-        """The earlier name of `superseded`."""
-        return self.superseded
 
 
 def is_own(fusion: type[FusedOperation]) -> bool:

@@ -194,11 +194,6 @@ class Plan:
         return self.env.widens and not {"Linear", "MergedLinear"}.isdisjoint(self.names)
 
     @property
-    def alone(self) -> tuple[Eager, ...]:
-        """Earlier name of `eager`."""
-        return self.eager
-
-    @property
     def fused(self) -> tuple[int, int]:
         """Number of fused steps in the forward and backward schedules."""
         return sum(s.fused for s in self.forward), sum(s.fused for s in self.backward)

@@ -7,11 +7,11 @@ from .fuser import Fuser, default_fusions, fuser_of
 from .guard import bind
 from .lower import Context, Segment, lower
 from .node import Alone, back_alone, run_alone
-from .regions import KEPT_PROGRAMS, OpList, Region
+from .regions import KEPT_LOWERINGS, OpList, Region
 from .sequential import Sequential, install, remap_keys
 
 __all__ = [
-    "KEPT_PROGRAMS",
+    "KEPT_LOWERINGS",
     "Alone",
     "Context",
     "Fuser",

@@ -28,8 +28,8 @@ from .fallback import instead
 from .lower import Late, NeededGrads, ParameterPlace, SavedAt, Segment
 
 
-class Asked(NamedTuple):
-    """What a backward is asked for: the code of a segment's backward is written once for each."""
+class BackwardVariant(NamedTuple):
+    """What a backward has and needs: its code is written once for each."""
 
     missing: tuple[bool, ...]  # of y and the outputs, which have no gradient
     needed: NeededGrads | None = None  # where not all gradients are
@@ -77,8 +77,8 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         if i:
             s.add(f"at = {i}")
         if weighed[1:] and step is weighed[0]:
-            asked = [(one.operation, one.recipe, one.needed) for one in weighed]
-            s.add(f"weights = {s.put(step.operation.quantized_weights)}({s.put(asked)})")
+            gemms = [(one.operation, one.recipe, one.needed) for one in weighed]
+            s.add(f"weights = {s.put(step.operation.quantized_weights)}({s.put(gemms)})")
         if i >= stop or (segment.replays and step.start in segment.keeps):
             _restore(s, segment, i)
             continue
@@ -231,19 +231,19 @@ def _check_forward(step: Step, segment: Segment, x: Tensor, out: Any, given: Map
 class _Backward:
     """Writes the code of a backward: which channels have a gradient at a step is known when it is written."""
 
-    def __init__(self, segment: Segment, asked: Asked, checked: bool) -> None:
-        self.segment, self.saves, self.asked, self.checked = segment, segment.saves, asked, checked
+    def __init__(self, segment: Segment, variant: BackwardVariant, checked: bool) -> None:
+        self.segment, self.saves, self.variant, self.checked = segment, segment.saves, variant, checked
         self.g = {name: f"g{i}" for i, name in enumerate(segment.outputs)}
         arguments = "".join(f", {g}" for g in self.g.values())
         self.s = Source("backward", f"segment, kept, tensors, buffers, records, d{arguments}")
         self.has = {
-            name: self.g[name] for name, lacks in zip(segment.outputs, asked.missing[1:], strict=True) if not lacks
+            name: self.g[name] for name, lacks in zip(segment.outputs, variant.missing[1:], strict=True) if not lacks
         }
-        self.known = not asked.missing[0]  # whether `d` is a gradient
+        self.known = not variant.missing[0]  # whether `d` is a gradient
         self.sums: dict[int, str] = {}
         self.made = 0  # records
         self.steps: list[Step] = []
-        self.made_of = dict(asked.late or ())
+        self.made_of = dict(variant.late or ())
         sizes = [self.made_of.get(i, 1) for i in range(len(self.saves.tensors))]
         self.at = [0, *itertools.accumulate(sizes)]  # where each field begins among the tensors
         self.fields: dict[int, list[tuple[int, SavedAt]]] = {r.position: [] for _, r in self.saves.records}
@@ -252,7 +252,7 @@ class _Backward:
 
     def write(self, failed: Callable[..., Any]) -> Any:
         """The function."""
-        s, segment, needed = self.s, self.segment, self.asked.needed
+        s, segment, needed = self.s, self.segment, self.variant.needed
         s.constants.update(failed=failed, fit=fit, plus=plus)
         s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))))
         self._places()
@@ -280,11 +280,13 @@ class _Backward:
         s.depth -= 1
         entered = f"(d0, {''.join(f'e{i}, ' for i in range(len(segment.outputs)))})"
         s.add("except Exception as error:")
-        s.add(f"    return failed(segment, kept, at, error, tensors, buffers, records, {entered}, {s.put(self.asked)})")
+        s.add(
+            f"    return failed(segment, kept, at, error, tensors, buffers, records, {entered}, {s.put(self.variant)})"
+        )
         dx = "d" if self.known and (needed is None or needed[1]) else "None"
         inputs = "".join(f"{self.has.get(name, 'None')}, " for name in segment.inputs)
         sums = [self.sums.get(i, "None") for i in range(len(segment.parameters))]
-        if self.asked.adds:
+        if self.variant.adds:
             s.add(f"sums = [{', '.join(sums)}]", "buffers.settle(sums)")
             s.add(f"return None, None, {dx}, {inputs}*sums")
         else:
@@ -301,7 +303,7 @@ class _Backward:
     def _places(self) -> None:
         """Where the fields that hold several tensors end."""
         self.s.add(*["data = kept[1]"] * bool(self.saves.data or self.saves.several or self.made_of))
-        for i in range(0 if self.asked.late is None else len(self.saves.several)):
+        for i in range(0 if self.variant.late is None else len(self.saves.several)):
             self.s.add(f"b{i} = {f'b{i - 1}' if i else self.at[-1]} + data[{len(self.saves.data) + i}]")
 
     def _step(self, step: Step) -> None:
@@ -342,15 +344,15 @@ class _Backward:
         keywords += [f"{identifier(k)}={s.put(v)}" for k, v in constants.items()]
         if step.operation.backward_signature.main_grads:
             offered = [(key, self.segment.index[slot]) for key, slot in step.grads]
-            keywords.append(f"main_grads={f'buffers.offer({s.put(offered)})' if self.asked.adds else '{}'}")
+            keywords.append(f"main_grads={f'buffers.offer({s.put(offered)})' if self.variant.adds else '{}'}")
         run = step.operation.bwd
-        if lets_go and not apart and (gone or self.segment.replays or self.asked.late is None):
+        if lets_go and not apart and (gone or self.segment.replays or self.variant.late is None):
             run = functools.partial(_parted, run, step.needed - _X)
         bwd = s.put(self.segment.context.called(step, run))
         if self.checked:
             s.add(f"given, before = dict({', '.join(keywords)}), d")
             s.add(f"out = {bwd}({', '.join([*positional, '**given'])})")
-            check = functools.partial(_check_backward, step, self.asked)
+            check = functools.partial(_check_backward, step, self.variant)
             s.add(f"{s.put(check)}(segment, before, out, given)", "d, grads = out", "out = given = before = None")
         elif apart:
             given = ", ".join([*positional, *keywords])
@@ -359,7 +361,7 @@ class _Backward:
             s.add(f"d = {bwd}({given}, needs={s.put(_X)})[0]")
         else:
             s.add(f"d, grads = {bwd}({', '.join([*positional, *keywords])})")
-        if own and (self.asked.late != () or self.segment.replays):  # tensors that were made again: let them go
+        if own and (self.variant.late != () or self.segment.replays):  # tensors that were made again: let them go
             s.add(f"{' = '.join(dict.fromkeys(own))} = f = None")
         self._grads(step)
         self.steps.append(step)
@@ -367,8 +369,8 @@ class _Backward:
 
     def _lets_go(self, step: Step) -> bool:
         """Whether its `bwd` may run in two calls, so that tensors which the first has read can be let go."""
-        needed, again = step.needed, self.segment.replays or self.asked.late != ()
-        plain = not self.asked.adds and step.recipe is None
+        needed, again = step.needed, self.segment.replays or self.variant.late != ()
+        plain = not self.variant.adds and step.recipe is None
         return again and plain and step.operation.separable and "x" in needed and len(needed) > 1
 
     def _made_for_others(self, record: Record) -> tuple[str, ...]:
@@ -380,7 +382,7 @@ class _Backward:
         s, has = self.s, self.has
         for key, slot in step.grads:
             index, value = self.segment.index[slot], f"grads[{s.put(key)}]"
-            if self.asked.adds or (self.checked and step.operation.backward_signature.main_grads):
+            if self.variant.adds or (self.checked and step.operation.backward_signature.main_grads):
                 value = f"{s.put(functools.partial(_left, step, key))}(buffers, {value})"
                 value = f"plus(p{index}, {value})" if index in self.sums else value
             elif index in self.sums:
@@ -415,7 +417,7 @@ class _Backward:
             if i in self.made_of:
                 given = "".join([f", tensors[{n}]" for n in range(self.at[i], self.at[i + 1])])
                 again.append(f"'{f.name}': {s.put(Recompute)}(data[{first + [*self.made_of].index(i)}]{given})")
-            elif self.asked.late is None:
+            elif self.variant.late is None:
                 lines.append(f"{s.put(_put)}(f, '{f.name}', {value})")
             elif at >= 0:
                 lines.append(f"f['{f.name}'] = tensors[{f'b{at - 1}' if at else self.at[-1]}:b{at}]")
@@ -426,37 +428,37 @@ class _Backward:
         s.add(*lines, *[f"f['_late'] = {{{', '.join(again)}}}"] * bool(again))
         for i, _ in fields if self.segment.replays else ():
             at = i - len(saves.tensors)
-            if at >= 0 and self.asked.late is not None:
+            if at >= 0 and self.variant.late is not None:
                 start = f"b{at - 1}" if at else f"{i}"
                 s.add(f"tensors[{start}:b{at}] = (None,) * (b{at} - {start})")
             else:
                 s.add(f"tensors[{i}] = None")
         several = bool(fields) and fields[-1][0] >= len(saves.tensors)
-        if layout != "any" and (self.asked.late is None or again or several):
+        if layout != "any" and (self.variant.late is None or again or several):
             s.add(f"{s.put(fit_record)}({name}, {s.put(layout)})")
         return name
 
 
-def backward_code(segment: Segment, failed: Callable[..., Any], asked: Asked, checked: bool) -> Any:
+def backward_code(segment: Segment, failed: Callable[..., Any], variant: BackwardVariant, checked: bool) -> Any:
     """`backward(segment, kept, tensors, buffers, records, d, *gradients of outputs)`.
 
     `kept` is what the node keeps, `tensors` are the saved tensors in the order of `segment.saves`, and `records` those
     of a joint fusion that failed, by position.
     """
-    return _Backward(segment, asked, checked).write(failed)
+    return _Backward(segment, variant, checked).write(failed)
 
 
-def joint_record(segment: Segment, asked: Asked, step: Step) -> Callable[[Any, Sequence[Any]], Saved]:
+def joint_record(segment: Segment, variant: BackwardVariant, step: Step) -> Callable[[Any, Sequence[Any]], Saved]:
     """A function of what the node keeps and the saved tensors: the record of a joint fusion."""
-    return _Backward(segment, asked, False).joint_record(step)
+    return _Backward(segment, variant, False).joint_record(step)
 
 
 def _check_backward(
-    step: Step, asked: Asked, segment: Segment, d: Tensor | None, out: Any, given: Mapping[str, Any]
+    step: Step, variant: BackwardVariant, segment: Segment, d: Tensor | None, out: Any, given: Mapping[str, Any]
 ) -> None:
-    if torch.compiler.is_compiling() or (asked.needed is None and (step.key, True) in segment.checked):
+    if torch.compiler.is_compiling() or (variant.needed is None and (step.key, True) in segment.checked):
         return
-    if check_backward(segment.context, step, d, out, given) and asked.needed is None:
+    if check_backward(segment.context, step, d, out, given) and variant.needed is None:
         segment.checked.add((step.key, True))
 
 

@@ -32,11 +32,11 @@ from ..plan.schedule import AnyChoice, Budget, Choice, choice_of
 from ..plan.step import Stretch
 from ..recipes import current as quantizing
 from ..settings import fusing_now, settings
-from .ahead import choice_in, plan_ahead
 from .guard import bind as bind_call
 from .guard import device, dtype, has_main_grad, requires
 from .lower import Context, OnStep, lower, torch_calls
 from .node import saved_hooks
+from .preview import choice_in, preview
 from .regions import (
     Call,
     CompiledRegion,
@@ -44,11 +44,10 @@ from .regions import (
     Region,
     callers_level,
     collecting_later,
-    compare,
     fusers,
-    mark_shards,
     with_entry,
 )
+from .shards import check_agreement, mark_shards
 from .trial import calls_c, kernels_of, weighing
 
 KEPT_LISTS = 8
@@ -208,16 +207,16 @@ class Fuser:
             if known is None:
                 known = self._planned(op_list, region, about, x, channels, parameters)
                 region.states = with_entry(region.states, (x.shape, *about), known)
-        program, call = known
+        lowering, call = known
         if settings().debug and not region.compared:
-            compare(op_list.nodes, region.positions, program.plan, x, seeds)
+            check_agreement(op_list.nodes, region.positions, lowering.plan, x, seeds)
             region.compared = True
-        region.program, region.latest = known  # not before: plans that differ are told in every call
+        region.lowering, region.latest = known  # not before: plans that differ are told in every call
         if call is not None and (y := call(x, channels, seeds)) is not None:
             return y
-        if program.by_reference:
+        if lowering.by_reference:
             return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
-        y = bind_call(region, program)(x, channels, seeds)  # of tensors without data
+        y = bind_call(region, lowering)(x, channels, seeds)  # of tensors without data
         assert y is not None
         return y
 
@@ -228,16 +227,18 @@ class Fuser:
         validate(op_list.nodes, region.positions, x.shape, channels)
         exact = isinstance(self.memory, Budget) and self.memory.bytes is not None  # bytes of so many rows
         bucket = Env.like(x).rows, x.shape if exact else x.shape[-1:], *about
-        program = region.programs.get(bucket)
-        if program is None:
+        lowering = region.lowerings.get(bucket)
+        if lowering is None:
             with collecting_later():
-                program = self.bind(op_list, region, x, channels, own)
-                if x.__class__ in _PLAIN and not self._compiled(op_list, region, program.plan, about, x, channels, own):
-                    program = self.bind(op_list, region, x, channels, own)
-            region.programs = with_entry(region.programs, bucket, program)
-        if x.__class__ not in _PLAIN or (program.by_reference and not program.native):
-            return program, None
-        return program, bind_call(region, program, state, x, own, given)
+                lowering = self.bind(op_list, region, x, channels, own)
+                if x.__class__ in _PLAIN and not self._compiled(
+                    op_list, region, lowering.plan, about, x, channels, own
+                ):
+                    lowering = self.bind(op_list, region, x, channels, own)
+            region.lowerings = with_entry(region.lowerings, bucket, lowering)
+        if x.__class__ not in _PLAIN or (lowering.by_reference and not lowering.native):
+            return lowering, None
+        return lowering, bind_call(region, lowering, state, x, own, given)
 
     def bind(
         self,
@@ -258,7 +259,7 @@ class Fuser:
         # A compiler that follows the call decides what is saved.
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "fast"
         plan = plan_region(stretch, self._matcher, memory, self.segment_bytes, weighing=weighing)
-        asked = dataclasses.replace(stretch, x=None, channels={})
+        planned = dataclasses.replace(stretch, x=None, channels={})
         if isinstance(memory, Budget) or memory == "fast":
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 first, last = (op_list.nodes[at].name for at in (region.start, region.stop - 1))
@@ -271,7 +272,7 @@ class Fuser:
         bound = lower(plan, context, op_list.configured) if exact else []
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]
         if not exact or not self.plain_autograd or self.on_step is not None:
-            return CompiledRegion(plan, asked, segments, not exact)
+            return CompiledRegion(plan, planned, segments, not exact)
         inside: list[Any] = [node.operation for node in op_list.nodes[region.start : region.stop]]
         views = all(operation.is_view for operation in inside) and not any(plan.fused)
         adds = any(map(has_main_grad, parameters))
@@ -280,7 +281,7 @@ class Fuser:
         unasked = memory == "balanced" and not plan.recomputed and not any(f.saves_memory for f in fused)
         plainly = not adds and (memory == "fast" or unasked) and saved_hooks(False) is None
         native = torch_calls(plan) if plainly else None
-        return CompiledRegion(plan, asked, segments, views, native or ())
+        return CompiledRegion(plan, planned, segments, views, native or ())
 
     def _compiled(
         self,
@@ -341,7 +342,7 @@ class Fuser:
         any gradient was needed before.
         """
         with collecting_later():
-            return plan_ahead(self.root, self._matcher, self._changed(), x, env, channels, self.memory, weighing)
+            return preview(self.root, self._matcher, self._changed(), x, env, channels, self.memory, weighing)
 
     def run_recorded(
         self, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
@@ -349,19 +350,19 @@ class Fuser:
         """Run a region while a compiler traces it."""
         if not is_fake(x):
             return self.run_region(op_list, region, x, channels, seeds)
-        program = self.bind(op_list, region, x, channels, [getattr(owner, name) for owner, name in region.slots])
-        steps = (*program.plan.forward, *program.plan.backward)
+        lowering = self.bind(op_list, region, x, channels, [getattr(owner, name) for owner, name in region.slots])
+        steps = (*lowering.plan.forward, *lowering.plan.backward)
         if any(step.fused and step.operation.kernels for step in steps):
-            y = bind_call(region, program)(x, channels, seeds)
+            y = bind_call(region, lowering)(x, channels, seeds)
             assert y is not None
             return y
         # Without kernels to call, a compiler sees more in the references.
         return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
 
-    def plan_of(self, program: CompiledRegion) -> Plan:
+    def plan_of(self, lowering: CompiledRegion) -> Plan:
         """The plan of a region that ran, with patterns that nearly match."""
-        plan, lean = program.plan, self.memory != "fast"
-        _, refused = self._matcher.find(program.asked, None, lean, near=True)
+        plan, lean = lowering.plan, self.memory != "fast"
+        _, refused = self._matcher.find(lowering.stretch, None, lean, near=True)
         near = [refusal for refusal in refused if refusal.reason.startswith(NEAR)]
         return dataclasses.replace(plan, refused=tuple(sorted((*near, *plan.refused), key=lambda refusal: refusal.at)))
 

@@ -59,7 +59,7 @@ _FIXED: Mapping[str, Any] = {
 
 def bind(
     region: Region,
-    program: CompiledRegion,
+    lowering: CompiledRegion,
     state: Sequence[Any] | None = None,
     x: Tensor | None = None,
     parameters: Sequence[Tensor] = (),
@@ -72,7 +72,7 @@ def bind(
     of these the device as well. Without a state, for tensors without data, nothing is asked and processes exchange
     nothing. An error of a call of torch gets the place of its operation as a note.
     """
-    slots, channels, autocast = region.slots, region.channels, program.plan.env.autocast
+    slots, channels, autocast = region.slots, region.channels, lowering.plan.env.autocast
     s = Source("call", "x, channels, seeds")
     s.constants.update(_FIXED)
     names = [f"p{i}" for i in range(len(slots))]
@@ -90,18 +90,18 @@ def bind(
     if state is not None and x is not None:
         own, beside = [*zip(names, parameters, strict=True)], [*zip(local.values(), given, strict=True)]
         tests = _tests(s, state, x, own, beside)
-        if program.native:
+        if lowering.native:
             tests += [f"has_main_grad({name})" for name in names] + ["saved_hooks(False) is not None"]
         s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
         for i, group in region.summed:
             if parameters[i].requires_grad and state[0]:
                 s.add(f"p{i} = summed({s.put(group)}, p{i})")
     made: dict[str, str] = {}
-    if program.native:
+    if lowering.native:
         at = {(id(owner), attribute): name for name, (owner, attribute) in zip(names, slots, strict=True)}
         s.add("at = 0", "try:")
         kept: dict[str, str] = {}
-        for i, call in enumerate(program.native):
+        for i, call in enumerate(lowering.native):
             if call.keeps is not None:
                 kept[call.keeps] = f"kept{i}"
             entering = ["x", *[at[id(owner), attribute] for owner, attribute in call.parameters]]
@@ -111,10 +111,10 @@ def bind(
             s.add(*[f"    at = {i}"] * (i > 0), f"    {target} = {made_by}")
         s.add(
             "except Exception as error:",
-            f"    error.add_note({s.put([c.place for c in program.native])}[at])",
+            f"    error.add_note({s.put([c.place for c in lowering.native])}[at])",
             "    raise",
         )
-    segments = () if program.native else program.segments
+    segments = () if lowering.native else lowering.segments
     casts = autocast is not None and any(segment.live for segment, _ in segments)
     s.add(*["with cast_once():"] * casts)
     s.depth += casts

@@ -20,7 +20,7 @@ from ..errors import PluginError, StateError
 from ..fake import is_fake
 from ..maingrad import MainGrads, main_grads
 from ..saved import Recompute
-from .code import Asked, backward_code, forward_code, joint_record
+from .code import BackwardVariant, backward_code, forward_code, joint_record
 from .fallback import may_fall_back, reason_of, recovered, warn
 from .lower import Late, NeededGrads, Segment
 
@@ -166,7 +166,7 @@ def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]
     if code is None:
         code = segment.first = forward_code(segment, calls, True)
         if segment.live:  # a compiler that traces a backward finds the code of the usual one
-            _write_back(segment, Asked((False,) * (1 + len(segment.outputs))))
+            _write_back(segment, BackwardVariant((False,) * (1 + len(segment.outputs))))
     out = run(code)
     if segment.checked.issuperset(code.checks) and not is_fake(inputs[0]) and not torch.compiler.is_compiling():
         segment.code, segment.first = forward_code(segment, calls, False), None
@@ -298,28 +298,28 @@ def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: Sequence[Any
     nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
     late = None if isinstance(packed, _Packed) else packed
-    asked = Asked(tuple([d is None for d in douts]), needed, late, buffers is not None)
+    variant = BackwardVariant(tuple([d is None for d in douts]), needed, late, buffers is not None)
     values = _values(packed, tensors)
     read = (*douts, *tensors) if torch.is_grad_enabled() else ()
     del tensors
     with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
-        grads = _run_back(segment, kept, asked, values, buffers, None, douts)
+        grads = _run_back(segment, kept, variant, values, buffers, None, douts)
     return Once.guard(ctx, grads, read) if torch.is_grad_enabled() else grads
 
 
 def _run_back(
     segment: Segment,
     kept: _Kept,
-    asked: Asked,
+    variant: BackwardVariant,
     values: Sequence[Any],
     buffers: MainGrads | None,
     records: Any,
     douts: Sequence[Any],
 ) -> tuple[Any, ...]:
-    code = segment.codes.get(tuple(asked)) or _write_back(segment, asked)
+    code = segment.codes.get(tuple(variant)) or _write_back(segment, variant)
     grads = code(segment, kept, values, buffers, records, *douts)
     if code.checks and not torch.compiler.is_compiling() and not any(map(is_fake, douts)):
-        _write_back(segment, asked)
+        _write_back(segment, variant)
     return grads
 
 
@@ -327,14 +327,14 @@ MOST = 64
 """So many ways in which gradients can be needed have code of their own; then all of it is written anew."""
 
 
-def _write_back(segment: Segment, asked: Asked) -> Any:
+def _write_back(segment: Segment, variant: BackwardVariant) -> Any:
     """Write the code of a backward: with checks, unless each of its steps was checked and all gradients are needed."""
     if len(segment.codes) >= MOST:
         segment.codes.clear()
-    code = backward_code(segment, _failed_back, asked, True)
-    if asked.needed is None and segment.checked.issuperset(code.checks):
-        code = backward_code(segment, _failed_back, asked, False)
-    segment.codes[tuple(asked)] = code
+    code = backward_code(segment, _failed_back, variant, True)
+    if variant.needed is None and segment.checked.issuperset(code.checks):
+        code = backward_code(segment, _failed_back, variant, False)
+    segment.codes[tuple(variant)] = code
     return code
 
 
@@ -347,7 +347,7 @@ def _failed_back(
     buffers: MainGrads | None,
     records: dict[int, Any] | None,
     douts: Sequence[Any],
-    asked: Asked,
+    variant: BackwardVariant,
 ) -> Any:
     """Run a backward again without the fusion that failed."""
     if isinstance(at, tuple):  # an operation that runs in the place of a fusion
@@ -358,12 +358,12 @@ def _failed_back(
         recovered(segment, at, error, None, buffers)
         warn(segment, step, reason_of(error), douts[0])
         raise _FailedAgain(segment.without(at, backward=True)) from None
-    found = recovered(segment, at, error, lambda: joint_record(segment, asked, step)(kept, values), buffers)
+    found = recovered(segment, at, error, lambda: joint_record(segment, variant, step)(kept, values), buffers)
     reason, other = reason_of(error), segment.without(at, backward=True)
     del error
     if buffers is not None:
         buffers.again()
-    grads = _run_back(other, kept, asked, values, buffers, {**(records or {}), **found}, douts)
+    grads = _run_back(other, kept, variant, values, buffers, {**(records or {}), **found}, douts)
     warn(segment, step, reason, douts[0])
     return grads
 

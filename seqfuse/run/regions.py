@@ -1,11 +1,10 @@
-"""A sequence as it was read once, cut into regions, with their plans, and how tensors are sharded along it."""
+"""A sequence as it was read once, cut into regions, with their plans."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import gc
-import hashlib
 import sys
 import warnings
 import weakref
@@ -16,17 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..errors import PlanError, StateError
-from ..fake import is_fake
-from ..group import Group, Redistribution, Sharding
+from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
-from ..plan.flatten import TWINS, Fingerprint, Node, flatten, inside_of, plain_type, public_channels
+from ..plan.flatten import TWINS, Fingerprint, Node, flatten, plain_type, public_channels
 from ..plan.plan import Plan
 from ..plan.reference import number_seeds
 from ..plan.step import Stretch
 from .lower import Segment, TorchCall
+from .shards import mark_shards
 
-KEPT_PROGRAMS = 512
+KEPT_LOWERINGS = 512
 
 # By name, for a node in a compiler's graph, which can hold nothing but names.
 fusers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -52,15 +50,15 @@ class CompiledRegion:
     """The plan of a region, lowered to segments."""
 
     plan: Plan
-    asked: Stretch  # what it was planned for, without tensors
+    stretch: Stretch  # what it was planned for, without tensors
     segments: list[tuple[Segment, list[int]]]  # with the indices of its parameters among the region's
     by_reference: bool = False
     native: Sequence[TorchCall] = ()  # the calls of torch that it comes to
 
 
-def with_entry(programs: dict[Any, Any], key: Any, program: Any) -> dict[Any, Any]:
+def with_entry(lowerings: dict[Any, Any], key: Any, lowering: Any) -> dict[Any, Any]:
     """A copy with one more entry: readers hold no lock. A full one starts anew."""
-    return {**(programs if len(programs) < KEPT_PROGRAMS else {}), key: program}
+    return {**(lowerings if len(lowerings) < KEPT_LOWERINGS else {}), key: lowering}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -72,13 +70,13 @@ class Region:
     slots: list[tuple[nn.Module, str]]
     channels: tuple[str, ...]
     summed: list[tuple[int, Group]]  # of those slots, whose gradients are, and over which processes
-    programs: dict[Any, CompiledRegion] = dataclasses.field(default_factory=lambda: dict[Any, CompiledRegion]())
+    lowerings: dict[Any, CompiledRegion] = dataclasses.field(default_factory=lambda: dict[Any, CompiledRegion]())
     # The same by the exact state of a call, with the function that checks that state and runs it.
     states: dict[Any, tuple[CompiledRegion, Call | None]] = dataclasses.field(
         default_factory=lambda: dict[Any, tuple[CompiledRegion, Call | None]]()
     )
     latest: Call | None = None  # the function of the latest call
-    program: CompiledRegion | None = None  # and what it runs
+    lowering: CompiledRegion | None = None  # and what it runs
     compared: bool = False  # with the plans of other processes
     rehearsed: set[Any] = dataclasses.field(default_factory=lambda: set[Any]())  # plans whose C kernels are compiled
 
@@ -118,7 +116,7 @@ class OpList:
         """Let go of every plan, to make it anew at the next call."""
         for part in self.parts:
             if isinstance(part, Region):
-                part.programs, part.states, part.latest = {}, {}, None
+                part.lowerings, part.states, part.latest = {}, {}, None
 
     def _region(self, start: int, stop: int) -> Region:
         inside = self.nodes[start:stop]
@@ -155,78 +153,3 @@ def collecting_later() -> Generator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def mark_shards(nodes: list[Node]) -> None:
-    """Give each node the rank and the group that follow from how tensors are sharded at its position.
-
-    Raises:
-        PlanError: (SF201) for a module that runs eagerly on a shard, and needs to know that.
-    """
-    collectives = [_redistribution(node) for node in nodes]
-    first = next((c for c in collectives if c is not None), None)
-    group, now = (None, "replicated") if first is None else (first.group, first.before)
-    for position, (node, collective) in enumerate(zip(nodes, collectives, strict=True)):
-        if collective is not None:
-            group, _, now = collective
-        elif node.eager is not None and now != "replicated":
-            _check_eager_on_shard(node, position, now)
-        if group is not None and now != "replicated":
-            node.rank = group.rank
-        if node.slots:
-            node.sum_over = getattr(node.operation, "sum_over", None) or (group if now == "sequence" else None)
-
-
-def _redistribution(node: Node) -> Redistribution | None:
-    """The collective at a position; of a module that runs eagerly, its collectives as one."""
-    operation = node.operation
-    if isinstance(operation, UnfusedOperation) and (node.eager is None or operation.redistribution is not None):
-        several = [operation.redistribution]
-    elif isinstance(operation, FusableOperation):
-        several = [_redistribution(inner) for inner in inside_of(operation)]
-    else:
-        return None
-    found = [c for c in several if c is not None and c.group.size > 1]
-    return Redistribution(found[-1].group, found[0].before, found[-1].after) if found else None
-
-
-def _check_eager_on_shard(node: Node, position: int, sharding: Sharding) -> None:
-    """Check that a module without collectives, which runs eagerly on a shard, draws no mask and sums no gradient."""
-    where: dict[str, Any] = {"code": "SF201", "operation": node.name, "position": position}
-    inside: list[Any] = [*node.operation.modules()]
-    if any(isinstance(m, UnfusedOperation) and m.random for m in inside):
-        message = "it runs by itself where each process needs a mask of its own, and would draw the same in all"
-        raise PlanError(message, hint="let it run in the sequence: take its hooks away", **where)
-    own = [p for m in inside if getattr(m, "sum_over", None) is None for p in m.parameters(False)]
-    if sharding == "sequence" and any(p.requires_grad for p in own):
-        message = "it runs by itself on a sequence shard, so that its gradients are a part of the sum"
-        raise PlanError(message, hint="set its sum_over", **where)
-
-
-def compare(nodes: Sequence[Node], positions: range, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
-    """Check that all processes of a region's collectives have the same plan and seeds: `SEQFUSE_DEBUG=1`.
-
-    Once, when the region first runs: a process may later go on without a fusion that failed there.
-    """
-    if is_fake(x):
-        return
-    collectives = [getattr(nodes[position].operation, "redistribution", None) for position in positions]
-    groups = {c.group.name: c.group for c in collectives if c is not None and c.group.size > 1}
-    steps = [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
-    common = [] if seeds is None else [int(seeds[n.seed]) ^ n.rank for n in nodes if n.seed is not None]
-    about = (str((tuple(x.shape), str(plan.env), steps, plan.segments)), str(common))
-    digests = [torch.frombuffer(bytearray(hashlib.sha256(t.encode()).digest()), dtype=torch.uint8) for t in about]
-    for group in groups.values():
-        what = f"{nodes[positions.start].name} at position {positions.start} and what follows"
-        every = group.all_gather(torch.stack(digests).unsqueeze(0).to(x.device), 0, what).cpu()
-        same = (every == every[0]).all(-1)
-        for i, (of, hint) in enumerate(
-            (
-                ("another plan or input", "give all processes the same list, fusions, settings and measurements"),
-                ("other seeds", "give the generators of all processes of the group one state"),
-            )
-        ):
-            others = [rank for rank in range(group.size) if not same[rank, i]]
-            if others:
-                message = f"processes {', '.join(map(str, others))} of {group} have {of} than process 0 here"
-                raise StateError(message, code="SF506", operation=what, hint=hint)

@@ -70,7 +70,7 @@ def test_the_plan_of_a_chain_says_bytes_and_what_other_choices_save():
 def test_a_report_plans_the_choices_of_memory_that_it_prints(monkeypatch: pytest.MonkeyPatch):
     replayed, region = converted("balanced")
     planned: list[object] = []
-    ahead = importlib.import_module("seqfuse.run.ahead")
+    ahead = importlib.import_module("seqfuse.run.preview")
     plan_region = ahead.plan_region
     monkeypatch.setattr(ahead, "plan_region", lambda *args, **how: planned.append(args[2]) or plan_region(*args, **how))
     assert "memory=" not in str(replayed.graphs[0])

@@ -243,7 +243,7 @@ def test_it_gives_the_same_bits(name: str, way: Passes, keeps: bool, again: Any)
         assert len(found) == len(wanted) > 0
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         assert any(t.abs().max() > 0 for t in found)
-    steps = [segment for part in model._fuser.op_list().parts for segment, _ in part.program.segments]
+    steps = [segment for part in model._fuser.op_list().parts for segment, _ in part.lowering.segments]
     assert all(segment.again is not None for segment in steps)
     assert any(segment.keeps for segment in steps) is keeps
 
@@ -365,7 +365,7 @@ def test_hooks_see_each_tensor_once_and_only_what_enters(again: Any):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         y = model(x.clone().requires_grad_())
     own = [t for t in seen if not isinstance(t, nn.Parameter)]
-    segments = [segment for part in model._fuser.op_list().parts for segment, _ in part.program.segments]
+    segments = [segment for part in model._fuser.op_list().parts for segment, _ in part.lowering.segments]
     assert len(own) <= sum(2 + len(segment.inputs) for segment in segments)
     assert {t.shape for t in own if t.is_floating_point()} == {y.shape}
 
@@ -521,7 +521,7 @@ def test_gradients_agree_at_every_budget(name: str, choices: Sequence[Any], monk
             patch.setattr(running, "plan_region", saving)
             assert all(map(torch.equal, run(other, x), found)), memory
         runs_again, saves = (
-            [segment.again is not None for segment, _ in part.program.segments]
+            [segment.again is not None for segment, _ in part.lowering.segments]
             for each in (model, other)
             for part in each._fuser.op_list().parts
         )

@@ -40,7 +40,7 @@ def test_of_many_ways_to_ask_for_gradients_no_more_are_kept_than_a_number():
     model = sf.Sequential(*(ops.Bias(2) for _ in range(8)), ops.Tanh()).double()
     y = model(draw(3, 2).requires_grad_())
     (region,) = model._fuser.op_list().parts
-    ((segment, _),) = region.program.segments
+    ((segment, _),) = region.lowering.segments
     sizes: list[int] = []
     for names in itertools.islice(itertools.combinations(range(8), 4), MOST + 6):
         torch.autograd.grad(y, [model[i].bias for i in names], draw(3, 2), retain_graph=True)

@@ -144,7 +144,7 @@ def kept(model: sf.Sequential, x: Tensor) -> int:
 
 
 def planned(model: sf.Sequential) -> list[Any]:
-    return [part.program.plan for part in model._fuser.op_list().parts if not isinstance(part, int)]
+    return [part.lowering.plan for part in model._fuser.op_list().parts if not isinstance(part, int)]
 
 
 @pytest.mark.parametrize("memory", ["fast", "lean"])

@@ -281,13 +281,13 @@ def test_without_gradients_a_tensor_is_let_go_behind_its_last_reader(between: An
 
 
 def test_plans_for_many_shapes_are_let_go_once_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_list, "KEPT_PROGRAMS", 3)
+    monkeypatch.setattr(op_list, "KEPT_LOWERINGS", 3)
     model = sf.Sequential(ops.Tanh(), ops.GeLU())
     kept: list[int] = []
     for rows in (1, 2, 4, 8, 16, 32, 64):  # each with a plan of its own
         model(tensor(rows, 5))
         (region,) = model._fuser.op_list().parts
-        kept += [len(region.programs), len(region.states)]
+        kept += [len(region.lowerings), len(region.states)]
     assert max(kept) == 3
 
 

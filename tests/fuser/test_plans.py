@@ -572,9 +572,3 @@ def test_a_forward_is_checked_once(grad: bool, monkeypatch: pytest.MonkeyPatch):
         first = model(x)
         monkeypatch.setattr(code, "check_forward", None)
         assert torch.equal(model(x), first)
-
-
-def test_earlier_names_of_a_plan_can_still_be_read() -> None:
-    plan = sf.Sequential(torch.nn.ReLU(), ops.Linear(4, 4)).plan(torch.ones(2, 4))
-    assert plan.alone == plan.eager != ()
-    assert all(refusal.outbid is refusal.superseded for refusal in plan.refused)

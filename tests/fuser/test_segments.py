@@ -212,7 +212,7 @@ def test_a_segment_may_be_asked_to_have_so_many_bytes_of_parameters_and_activati
         model = asking_for(1 << 20, sf.Sequential(*layers, fusions=()))
         y = model(torch.zeros(rows, width))
         (region,) = model._fuser.op_list().parts
-        lengths = [len(piece) for piece in region.program.plan.segments]
+        lengths = [len(piece) for piece in region.lowering.plan.segments]
         assert len(lengths) == len(nodes(y))
         return lengths
 

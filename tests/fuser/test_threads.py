@@ -104,7 +104,7 @@ def test_eight_threads_share_a_model_forward_and_backward(fusions: Any, impatien
 
 
 def test_threads_in_different_modes_each_run_the_plan_of_their_own(impatient: None):
-    """One program is remembered as the latest; nobody may run with that of another."""
+    """One plan is remembered as the latest; no call may run another one."""
     model = mlp(dtype=torch.float32, fusions=(BiasTanhJoint, BiasTanhInference))
     x = draw(3, 5, dtype=torch.float32)
     eager = model(x).detach()

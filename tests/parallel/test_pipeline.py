@@ -896,7 +896,7 @@ def test_what_has_two_names_on_another_rank_is_in_no_state_under_either(two_pret
 
 
 def test_the_shapes_of_few_inputs_are_kept(one: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sf.parallel.staged, "KEPT_PROGRAMS", 3)
+    monkeypatch.setattr(sf.parallel.staged, "KEPT_LOWERINGS", 3)
     staged = pipeline(model_of(), one, stages=("3",))
     fuser = staged._fuser
     for rows in range(1, 9):

@@ -126,8 +126,8 @@ def kept_by_engine(model: sf.Sequential) -> dict[int, tuple[str, ...]]:
     kept: dict[int, tuple[str, ...]] = {}
     for part in model._own().op_list().parts:
         if isinstance(part, Region):
-            program = part.program
-            for segment, _ in program.segments:
+            lowering = part.lowering
+            for segment, _ in lowering.segments:
                 kept |= {record.position: record.kept for step in segment.forward for record in step.saves}
     return kept
 

@@ -29,7 +29,7 @@ HALF = Budget(part=0.5)
 """A plan says what this choice would hold, beside those that have names."""
 
 
-def plan_ahead(
+def preview(
     root: FusableOperation,
     matcher: Matcher,
     op_list: OpList,
