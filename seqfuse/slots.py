@@ -22,12 +22,9 @@ class Slot:
     optional: bool = False
     variadic: bool = False
 
-    def takes(self, kind: type) -> bool:
-        """Whether an operation whose exact type is `kind` may stand here."""
-        return kind in self.types or issubclass(kind, self._open)
-
     @functools.cached_property
-    def _open(self) -> tuple[type, ...]:
+    def open_types(self) -> tuple[type, ...]:
+        """Those of which any final subclass fits; of the others the class itself alone."""
         return tuple(t for t in self.types if t.is_open)
 
     def __str__(self) -> str:

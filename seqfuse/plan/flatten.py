@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.modules.module as hooks_of
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ..errors import PlanError, PluginError
 from ..group import Group
@@ -176,8 +175,8 @@ def located(nodes: Sequence[Node], position: int) -> dict[str, Any]:
 
 def plain_type(module: nn.Module) -> type:
     """The class of a module, seen through the one that a parametrization puts in its place."""
-    kind = type(module)
-    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+    parametrized = "parametrizations" in module._modules  # pyright: ignore[reportPrivateUsage]
+    return type(module).__bases__[0] if parametrized else type(module)
 
 
 def has_own_graph(module: nn.Module) -> bool:

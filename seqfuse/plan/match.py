@@ -221,7 +221,8 @@ class Matcher:
         for kind in window:
             if kind not in self._fitting:
                 slots = [slot for cls in self.fusions for slot in cls.slots]
-                takes = {types: slot.takes(kind) for types, slot in {slot.types: slot for slot in slots}.items()}
+                distinct = {slot.types: slot.open_types for slot in slots}
+                takes = {types: kind in types or issubclass(kind, of) for types, of in distinct.items()}
                 fits = self._fitting[kind] = frozenset([id(slot) for slot in slots if takes[slot.types]])
                 ranked = enumerate(self.fusions)
                 self._beginning[kind] = [(i, c) for i, c in ranked if not fits.isdisjoint(map(id, c.first_slots))]
@@ -241,7 +242,7 @@ class Matcher:
         found, there = list[_Match](), frozenset[int]().union(*fits)
         for rank, cls in self._beginning[window[0]]:
             if there.issuperset([id(slot) for slot in cls.slots if not slot.optional]):
-                found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, 0, fits, 0)]
+                found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, fits)]
         return tuple(found)
 
     def _nearly(self, window: tuple[type, ...]) -> tuple[_Near, ...]:
@@ -258,9 +259,9 @@ class Matcher:
         fits = self._fits(window)
         for cls in self.fusions:
             slots = cls.slots
-            exact = max(map(sum, _lengths(slots, 0, fits, 0)), default=0)
+            exact = max(map(sum, _lengths(slots, fits)), default=0)
             for k in (k for k in range(max(1, exact), len(window)) if window[k].__name__ == "Fork"):
-                taken = max(map(sum, _lengths(slots, 0, [*fits[:k], *fits[k + 1 :]], 0)), default=0)
+                taken = max(map(sum, _lengths(slots, [*fits[:k], *fits[k + 1 :]])), default=0)
                 if taken > k:
                     said = f"a Fork follows {window[k - 1].__name__} here, so another operation reads its output"
                     yield cls, NEAR + said, taken + 1
@@ -269,11 +270,11 @@ class Matcher:
             surplus = ("Bias",) if cls.__module__.startswith("seqfuse.") else ("Bias", "Dropout")
             for k in range(1, min(len(slots), len(window))):
                 between, absent = f"{window[k - 1].__name__} and {window[k].__name__}", slots[k].types
-                if [*_lengths((*slots[:k], *slots[k + 1 :]), 0, fits, 0)] and k < len(slots) - 1:
+                if [*_lengths((*slots[:k], *slots[k + 1 :]), fits)] and k < len(slots) - 1:
                     if len(absent) == 1 and not absent[0].is_open:
                         said = f"a {absent[0].__name__} between {between} would let it apply"
                         yield cls, NEAR + said, len(slots) - 1
-                elif window[k].__name__ in surplus and [*_lengths(slots, 0, [*fits[:k], *fits[k + 1 :]], 0)]:
+                elif window[k].__name__ in surplus and [*_lengths(slots, [*fits[:k], *fits[k + 1 :]])]:
                     said = f"a {window[k].__name__} follows {window[k - 1].__name__} here, and its pattern has none"
                     yield cls, NEAR + said, len(slots) + 1
 
@@ -363,17 +364,18 @@ def _absorbed(to: Quantize, env: Env) -> int:
     return math.floor(env.microseconds(saved) * 1000)
 
 
-def _lengths(slots: Sequence[Slot], k: int, fits: Sequence[frozenset[int]], i: int) -> list[tuple[int, ...]]:
-    """Every way slots `k..` can take operations from `i` on, which fit slots: how many each takes, longest first."""
-    slot, most = slots[k], 0
-    limit = MAX_VARIADIC if slot.variadic else 1
-    while most < limit and i + most < len(fits) and id(slot) in fits[i + most]:
-        most += 1
-    found: list[tuple[int, ...]] = []
-    for taken in range(most, -1 if slot.optional else 0, -1):
-        rests = _lengths(slots, k + 1, fits, i + taken) if k + 1 < len(slots) else [()]
-        found += map((taken,).__add__, rests if taken or k else filter(any, rests))
-    return found
+def _lengths(slots: Sequence[Slot], fits: Sequence[frozenset[int]]) -> list[tuple[int, ...]]:
+    """Every way slots can take operations, which fit slots, from the first on: how many each takes, longest first."""
+    found: list[tuple[int, ...]] = [()]
+    for slot in slots:
+        before, found, limit = found, [], MAX_VARIADIC if slot.variadic else 1
+        for lengths in before:
+            at, most = sum(lengths), 0
+            while most < limit and at + most < len(fits) and id(slot) in fits[at + most]:
+                most += 1
+            for taken in range(most, -1 if slot.optional else 0, -1):
+                found.append((*lengths, taken))
+    return found if not found or any(found[-1]) else found[:-1]
 
 
 def _bind(cls: type[FusedOperation], lengths: Sequence[int], nodes: Sequence[Node], at: int) -> FusedOperation:

@@ -403,11 +403,13 @@ class _Backward:
         if record.position in self.segment.divided:
             s.add(f"{name} = {s.put(fit_record)}(records[{record.position}], {s.put(layout)})")
             return name
-        s.add(f"{name} = {s.put(record.cls.__new__)}({s.put(record.cls)})")
+        lines = [f"{name} = {s.put(record.cls.__new__)}({s.put(record.cls)})"]
         fields = self.fields.get(record.position)
         if fields is None:
+            s.add(*lines)
             return name
-        lines, again, first = [f"f = {name}.__dict__"], list[str](), len(saves.data) + len(saves.several)
+        lines.append(f"f = {name}.__dict__")
+        again, first = list[str](), len(saves.data) + len(saves.several)
         for i, f in enumerate(saves.data):
             if saves.records[f.record][1].position == record.position:
                 lines.append(f"f['{f.name}'] = data[{i}]")

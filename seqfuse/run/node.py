@@ -166,7 +166,7 @@ def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]
     if code is None:
         code = segment.first = forward_code(segment, calls, True)
         if segment.live:  # a compiler that traces a backward finds the code of the usual one
-            _write_back(segment, BackwardVariant((False,) * (1 + len(segment.outputs))))
+            _write_back(segment, BackwardVariant((False,) * (1 + len(segment.outputs))), True)
     out = run(code)
     if segment.checked.issuperset(code.checks) and not is_fake(inputs[0]) and not torch.compiler.is_compiling():
         segment.code, segment.first = forward_code(segment, calls, False), None
@@ -316,10 +316,11 @@ def _run_back(
     records: Any,
     douts: Sequence[Any],
 ) -> tuple[Any, ...]:
-    code = segment.codes.get(tuple(variant)) or _write_back(segment, variant)
+    code = segment.codes.get(tuple(variant)) or _write_back(segment, variant, True)
     grads = code(segment, kept, values, buffers, records, *douts)
-    if code.checks and not torch.compiler.is_compiling() and not any(map(is_fake, douts)):
-        _write_back(segment, variant)
+    passed = variant.needed is None and segment.checked.issuperset(code.checks)
+    if code.checks and passed and not torch.compiler.is_compiling() and not any(map(is_fake, douts)):
+        _write_back(segment, variant, False)
     return grads
 
 
@@ -327,12 +328,12 @@ MOST = 64
 """So many ways in which gradients can be needed have code of their own; then all of it is written anew."""
 
 
-def _write_back(segment: Segment, variant: BackwardVariant) -> Any:
-    """Write the code of a backward: with checks, unless each of its steps was checked and all gradients are needed."""
+def _write_back(segment: Segment, variant: BackwardVariant, checked: bool) -> Any:
+    """Write the code of a backward, with checks unless each of its steps was checked and all gradients are needed."""
     if len(segment.codes) >= MOST:
         segment.codes.clear()
-    code = backward_code(segment, _failed_back, variant, True)
-    if variant.needed is None and segment.checked.issuperset(code.checks):
+    code = backward_code(segment, _failed_back, variant, checked)
+    if checked and variant.needed is None and segment.checked.issuperset(code.checks):
         code = backward_code(segment, _failed_back, variant, False)
     segment.codes[tuple(variant)] = code
     return code

@@ -22,6 +22,7 @@ from ..errors import one_line
 from ..fake import faking, is_fake, laid_like
 from ..plan.described import class_identity, describe
 from ..plan.facts import Unknown, flops_of, owned, storage_of
+from ..plan.flatten import public_channels
 from ..plan.front import Weight, bytes_held
 from ..plan.inputs import validate
 from ..plan.plan import Plan
@@ -110,24 +111,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _described(segment: Segment, entering: Sequence[Tensor]) -> Any:
-    """What a trial of a segment depends on."""
-    steps: list[Any] = [
-        (
-            class_identity(s.operation.__class__),
-            s.start - segment.span.start,
-            *map(describe, s.nodes),
-            s.needs,
-            s.borders,
-            s.recipes,
-            s.to and (s.to.at - segment.span.start, s.to.recipe, s.to.role, s.to.rows, s.to.columns, s.to.record),
-        )
-        for s in (*segment.forward, *segment.backward)
-    ]
-    env = dataclasses.replace(segment.context.env, rows=None)
-    return env, *steps, *[(t.shape, t.stride(), t.dtype, t.device) for t in entering]
-
-
 class _Trial(NamedTuple):
     """What was counted of a segment. Tensors at its borders are named by their places: those that enter count up from
     0, those that leave it count down from -1.
@@ -162,6 +145,7 @@ class Weighing:
         parameters = [getattr(*slot) for slot in slots]
         self._context = Context.of(stretch, slots, parameters, "raise", lambda: None)
         self._configured: dict[int, Any] = {}
+        self._described: dict[int, str] = {}  # operations by position
         self._entering: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         self._numbers: dict[int, int] = {}  # by storage
         self.sizes: dict[int, int] = {}  # bytes of each tensor at a border
@@ -181,18 +165,20 @@ class Weighing:
     ) -> Weight:
         """The weight of these steps as one segment, which runs again but for the steps at the positions `again`."""
         span = range(forward[0].start, forward[-1].stop)
-        plan = Plan(self._stretch.env, (*forward,), (*backward,), (span,), () if again is None else ((span, again),))
-        (segment,) = lower(plan, self._context, self._configured)
+        inputs, outputs = public_channels(self._stretch.nodes, span.start, span.stop)
         x, channels = self._entering[span.start]
         with self._running():
-            given = [x, *(channels[c] for c in segment.inputs)]
+            given = [x, *(channels[c] for c in inputs)]
             alike = [storage_of(t) for t in given]
             kept = None if again is None else tuple(at - span.start for at in again)
-            key = _described(segment, given), kept, *[alike.index(one) for one in alike]
+            key = self._about(span.start, (*forward, *backward), given), kept, *[alike.index(one) for one in alike]
             trial = _known.get(key)
             if trial is None:
                 if len(_known) >= KEPT:
                     _known.clear()
+                recomputed = () if again is None else ((span, again),)
+                plan = Plan(self._stretch.env, (*forward,), (*backward,), (span,), recomputed)
+                (segment,) = lower(plan, self._context, self._configured)
                 try:
                     trial = self._try(segment, given)
                 except Exception as error:
@@ -201,15 +187,36 @@ class Weighing:
             self.kernels |= trial.kernels
             if span.stop not in self._entering:
                 y, *made = self._leaving(trial, given)
-                after = {**channels, **dict(zip(segment.outputs, made, strict=True))}
+                after = {**channels, **dict(zip(outputs, made, strict=True))}
                 self._entering[span.stop] = y, after
             y, after = self._entering[span.stop]
-            leaving = [y, *(after[c] for c in segment.outputs)]
+            leaving = [y, *(after[c] for c in outputs)]
         places = [given[place] if place >= 0 else leaving[-1 - place] for place in trial.shared]
-        seeds = [self._seeds] * any(self._stretch.nodes[p].seed is not None for p in span) * segment.live
+        draws = any(self._stretch.nodes[p].seed is not None for p in span)
+        seeds = [self._seeds] * (draws and self._context.wants.live_from < span.stop)
         shared = frozenset(map(self._number, (*places, *seeds)))
         entering = frozenset(map(self._number, given))
         return Weight(trial.own, shared, entering, trial.forward, trial.backward, trial.nanoseconds)
+
+    def _about(self, start: int, steps: Sequence[Step], entering: Sequence[Tensor]) -> Any:
+        """What a trial of the steps of a segment depends on."""
+        for step in steps:
+            for at, node in zip(step.covers, step.nodes, strict=True):
+                self._described[at] = self._described.get(at) or describe(node)
+        about: list[Any] = [
+            (
+                class_identity(s.operation.__class__),
+                s.start - start,
+                *map(self._described.get, s.covers),
+                s.needs,
+                s.borders,
+                s.recipes,
+                s.to and (s.to.at - start, s.to.recipe, s.to.role, s.to.rows, s.to.columns, s.to.record),
+            )
+            for s in steps
+        ]
+        env = dataclasses.replace(self._context.env, rows=None)
+        return env, *about, *[(t.shape, t.stride(), t.dtype, t.device) for t in entering]
 
     def _try(self, segment: Segment, given: Sequence[Tensor]) -> _Trial:
         tally, seeds = Tally(), self._seeds.clone()
