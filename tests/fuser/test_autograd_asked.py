@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.run import node
 from seqfuse.run.node import MOST
 
 from .fusions import Calls
@@ -46,6 +47,24 @@ def test_of_many_ways_to_ask_for_gradients_no_more_are_kept_than_a_number():
         torch.autograd.grad(y, [model[i].bias for i in names], draw(3, 2), retain_graph=True)
         sizes.append(len(segment.codes))
     assert sizes[-1] < max(sizes) <= MOST
+
+
+def test_a_backward_is_written_with_checks_once_and_without_once(monkeypatch: pytest.MonkeyPatch):
+    written: list[bool] = []
+    write = node.backward_code
+
+    def counted(*args: Any) -> Any:
+        written.append(args[-1])
+        return write(*args)
+
+    monkeypatch.setattr(node, "backward_code", counted)
+    model = sf.Sequential(ops.Bias(2), ops.Tanh(), ops.Bias(2)).double()
+    for _ in range(3):
+        model(draw(3, 2).requires_grad_()).sum().backward()
+    assert written == [True, False]
+    for _ in range(3):  # of a few gradients alone each call is checked, by the same code
+        torch.autograd.grad(model(draw(3, 2).requires_grad_()).sum(), [model[2].bias])
+    assert written == [True, False, True]
 
 
 def test_gradients_are_those_of_the_whole_whichever_were_asked_for_before():
