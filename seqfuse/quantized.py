@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .recipes import MULTIPLE, Recipe, Role
+from .recipes import Recipe, Role
 
 COLUMNS = 128
 """Of tiles that kernels quantize: each has whole blocks."""
@@ -60,13 +60,6 @@ class Quantize:
     def block(self) -> int | None:
         """How many numbers along a row share a scale; `None` for a scale that is given."""
         return None if self.recipe.keeps_state else self.recipe.block(self.role, "rows")[1]
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether a kernel quantizes a result of so many tokens: of others columns are not aligned.
-
-        The address of each number would take registers.
-        """
-        return bool(x.numel()) and not (self.columns and x.numel() // x.shape[-1] % MULTIPLE)
 
     def kept(self, x: Tensor) -> Any:
         """The scale that is kept of it, and where its maximum is noted; `None` unless scaling is delayed."""

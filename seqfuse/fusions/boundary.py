@@ -70,7 +70,7 @@ class BlockBoundary(ForwardFusion):
         to: Quantize | None = None,
     ) -> tuple[Tensor | Quantized, dict[str, Tensor], dict[str, Any]]:
         given = self.bias, self.dropout, x, add_other, dropout_seed, dtype
-        if to is not None and to.takes(x):
+        if to is not None and x.numel():
             y, stream, record = norm_to(self.norm, x, to, **boundary_around(*given)[0])
         else:
             row, seed = None if self.bias is None else self.bias.read(), dropout_seed
@@ -119,7 +119,7 @@ class BlockBoundaryBackward(BackwardFusion):
         to: Quantize | None = None,
     ) -> tuple[Tensor | Quantized | None, Grads]:
         seed, p = (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
-        if to is not None and "x" in needs and to.takes(dy):
+        if to is not None and "x" in needs and dy.numel():
             around: dict[str, Any] = {"seed": seed, "p": p, "dstream": d_fork_out, "branch_dtype": dtype}
             if "bias.bias" in needs and self.bias is not None:
                 around["dpre_bias"] = self.bias.dtype

@@ -376,7 +376,7 @@ def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = 
     before, behind = chain.parts[0], chain.parts[-1]
 
     def run(x: Tensor, *operands: Tensor) -> tuple[Any, ...]:
-        if not to.takes(x):
+        if not x.numel():
             return pointwise_maker()(chain, None, dtypes)(x, *operands)
         shape = (*x.shape[:-1], x.shape[-1] * behind // before)
         wanted, newest = as_codes(to, x)

@@ -178,7 +178,7 @@ class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
     ) -> tuple[Tensor | Quantized | None, Grads]:
         angles = _angles(rotary.positions, rotary.cos, rotary.sin, needs)
         rotation = self.rotation(dy)
-        if to is None or rotation is None or "x" not in needs or not to.takes(dy):
+        if to is None or rotation is None or "x" not in needs or not dy.numel():
             return self.backward(dy, norm, angles, needs)
         from ..kernels.rope import rope_codes_backward
 

@@ -74,7 +74,7 @@ class NormForward(ForwardFusion):
     def fwd(
         self, x: Tensor, *, dtype: torch.dtype | None = None, to: Quantize | None = None
     ) -> tuple[Tensor | Quantized, dict[str, NormRecord]]:
-        if to is not None and to.takes(x):
+        if to is not None and x.numel():
             y, _, record = norm_to(self.norm, x, to, dtype=dtype)
             return y, {"norm": record}
         out, record = run_decided(self, self.norm, x, (dtype,), lambda: {"dtype": dtype})
@@ -351,7 +351,7 @@ def norm_to(
     norm: LayerNorm | RMSNorm, x: Tensor, to: Quantize | None, **around: Any
 ) -> tuple[Tensor | Quantized, Tensor | None, NormRecord]:
     """As `run_norm`: the result, quantized where it is to be, what was normalized if that is not x, and the record."""
-    if to is None or not to.takes(x):
+    if to is None or not x.numel():
         out, record = run_norm(norm, x, **around)
         return out.y, out.stream, record
     wanted, newest = as_codes(to, x)

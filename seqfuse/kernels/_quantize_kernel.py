@@ -208,9 +208,13 @@ def _write(
     SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile that is quantized along its rows. out: [M, N]; inverses: [M], or of blocks [ceil(N / block), M]."""
+    """Write a tile that is quantized along its rows. out: [M, N]; inverses: [M], or of blocks [ceil(N / block), M].
+
+    Rows of `out` begin at multiples of 16 bytes, with zeros between them, so that stores are wide for every N.
+    """
     kind = out.dtype.element_ty
     M, N = tl.cast(M, tl.int64), tl.cast(N, tl.int64)
+    WIDTH = tl.cdiv(N, 16) * 16
     rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
     value = tile.to(tl.float32)
     if SCALING == "1x128" or SCALING == "1x32":
@@ -233,4 +237,4 @@ def _write(
         codes = codes_of(value, scale[:, None], EXPONENT, ROUNDED, kind)
     else:
         codes = codes_of(value, one, EXPONENT, ROUNDED, kind)
-    tl.store(out + rows[:, None] * N + cols[None, :], codes, mask=(rows < M)[:, None] & (cols < N)[None, :])
+    tl.store(out + rows[:, None] * WIDTH + cols[None, :], codes, mask=(rows < M)[:, None] & (cols < WIDTH)[None, :])

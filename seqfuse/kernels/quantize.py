@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hardware import capability
-from ._launch import architecture, cdiv, family, launch, stops
+from ._launch import architecture, cdiv, launch, stops
 from ._operators import operator, viewed_as_rows
 from ._quantize_kernel import _largest_kernel, _quantize_kernel, _quantize_several_kernel, _zero_kernel
 
@@ -44,9 +44,9 @@ class QuantizeTile:
     num_warps: int
 
 
-def codes_tile(scaling: Scaling, many: bool) -> QuantizeTile:
-    """A block of 128 x 128 where blocks are of 128, 32 numbers per thread; twice as many unless there are `many`."""
-    return QuantizeTile(128, 128, 16 if many else 8) if "128" in scaling else QuantizeTile(64, 128, 8)
+def codes_tile(scaling: Scaling) -> QuantizeTile:
+    """A block of 128 x 128 where blocks are of 128, 32 numbers per thread."""
+    return QuantizeTile(128, 128, 16) if "128" in scaling else QuantizeTile(64, 128, 8)
 
 
 class Codes(NamedTuple):
@@ -59,7 +59,7 @@ class Codes(NamedTuple):
 
     rows: Tensor | None  # [M, N] quantized along rows
     rows_inverse: Tensor | None  # also that of columns, where they share their scales
-    columns: Tensor | None  # [N, M], transposed: quantized down columns
+    columns: Tensor | None  # [N, M], transposed: quantized down columns; its rows begin at multiples of 16 bytes
     columns_inverse: Tensor | None
 
 
@@ -78,7 +78,7 @@ class As(NamedTuple):
 
         Where these are made one after the other of what both read, more registers are needed than 16 warps have.
         """
-        tile = codes_tile(self.scaling, True)
+        tile = codes_tile(self.scaling)
         return tile if parts == 1 else dataclasses.replace(tile, num_warps=8)
 
     def made(self, M: int, N: int, device: torch.device) -> Codes:
@@ -131,7 +131,7 @@ def quantize_matrix(
     if stops():
         return results
     source = viewed_as_rows("x", x, N)
-    tile = codes_tile(scaling, _are_many(columns, device, M))
+    tile = codes_tile(scaling)
     grid, sizes = cdiv(M, tile.m) * cdiv(N, tile.n), {"BLOCK_M": tile.m, "BLOCK_N": tile.n}
     whole = by_row = by_column = None
     if scaling in ("tensor", "row"):
@@ -187,7 +187,7 @@ def quantize_several(
     results = tuple([t for codes in found for t in codes if t is not None])
     if stops():
         return results
-    tile = codes_tile(scaling, _are_many(columns, device, *[len(one) for one in every]))
+    tile = codes_tile(scaling)
     counts = [cdiv(one.shape[0], tile.m) * cdiv(one.shape[1], tile.n) for one in every]
     sources = tuple([viewed_as_rows("x", one, one.shape[1]) for one in every])
     numbers = [*itertools.accumulate(counts[:-1], initial=0)], [one.stride(0) for one in sources]
@@ -221,14 +221,6 @@ def _check(x: Tensor, rows: bool, columns: bool) -> None:
         raise ValueError(f"expects rows of a multiple of {MULTIPLE} numbers, got {tuple(x.shape)} with {asked}")
 
 
-def _are_many(columns: bool, device: torch.device, *heights: int) -> bool:
-    """Whether a program has `many` threads.
-
-    Where rows of what is transposed are not aligned, each number has an address, for which Blackwell lacks registers.
-    """
-    return not columns or not any(M % MULTIPLE for M in heights) or family(architecture(device)) == "sm_90"
-
-
 def _made(
     M: int, N: int, dtype: torch.dtype, scaling: Scaling, rows: bool, columns: bool, device: torch.device
 ) -> Codes:
@@ -242,7 +234,7 @@ def _made(
     return Codes(
         torch.empty((M, N), dtype=dtype, device=device) if rows else None,
         torch.empty(shared or along, dtype=kind, device=device) if shared or rows else None,
-        torch.empty((N, M), dtype=dtype, device=device) if columns else None,
+        torch.empty((N, cdiv(M, MULTIPLE) * MULTIPLE), dtype=dtype, device=device)[:, :M] if columns else None,
         torch.empty(down, dtype=kind, device=device) if columns and not shared else None,
     )
 

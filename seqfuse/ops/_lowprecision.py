@@ -278,12 +278,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _turned(one: Operand) -> Operand:
-    """The transpose; its codes lie row by row, perhaps already: the instructions read both operands along the sum."""
-    return Operand(one.data.t().contiguous(), one.inverse.t() if one.inverse.dim() else one.inverse)
+    """The transpose."""
+    return Operand(one.data.t(), one.inverse.t() if one.inverse.dim() else one.inverse)
 
 
 def _scaled_mm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, of: Role = "weight") -> Tensor:
-    """Return a b^T, rounded once, of two operands that lie row by row. a: [M, K], b: [N, K].
+    """Return a b^T, rounded once. a: [M, K], b: [N, K]; operands that do not lie row by row are copied.
 
     Scales are of both tensors, of each row, or of 128 numbers of a and as many of b, or 128 x 128 of a weight.
     """
@@ -294,7 +294,7 @@ def _scaled_mm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, of: R
     if recipe.by_blocks:
         return _scaled_by_blocks(x, y, a.inverse, b.inverse, of, dtype)
     short = -x.shape[1] % MULTIPLE  # of tokens, which may be of any number
-    x, y = _filled(x, 0, short), _filled(y, 0, short)
+    x, y = _filled(x, 0, short).contiguous(), _filled(y, 0, short).contiguous()
     run: Any = torch._scaled_mm  # pyright: ignore
     if a.inverse.dim() == 0:
         return run(x, y.t(), a.inverse, b.inverse, out_dtype=dtype, use_fast_accum=False)
@@ -317,7 +317,8 @@ def _scaled_by_blocks(
     (m, k), n = x.shape, len(y)
     kinds: Any = F.ScalingType  # pyright: ignore
     square = of == "weight"
-    x, y = _filled(x, -m % 4, -k % 128), _filled(y, -n % 128 if square else 0, -k % 128)
+    x = _filled(x, -m % 4, -k % 128).contiguous()
+    y = _filled(y, -n % 128 if square else 0, -k % 128).contiguous()
     scales = _by_columns(_filled(x_inverse, -m % 4)), kinds.BlockWise1x128
     if square:
         scales += _in_fours(y_inverse).t(), kinds.BlockWise128x128

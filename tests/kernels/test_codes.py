@@ -85,7 +85,7 @@ def tensors(case: Case, shape: tuple[int, int], dtype: torch.dtype) -> dict[str,
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, to: As, columns: int) -> None:
     """Have kernels that quantize nothing sum along rows in the same order."""
-    tile = codes_tile(to.scaling, True)
+    tile = codes_tile(to.scaling)
     like = RowTile(tile.m, tile.n, cdiv(columns, tile.n), 4, sums=False)
     for name in ("forward_tile", "backward_tile"):
         monkeypatch.setattr(norm, name, lambda *_: like)

@@ -224,9 +224,7 @@ def test_kernels_compile_without_spills(request: pytest.FixtureRequest) -> None:
     assert {one.target for one in found} == set(TARGETS)
     for one in found:
         assert one.error is None, one
-        if one.target.startswith("gfx") and one.variant.endswith("odd"):
-            continue  # up to 162 spill on gfx942, and 42 on gfx950 with Triton 3.6; no AMD GPU launches these kernels
-        few = 8 * ((one.target, one.variant) == ("sm_89", "quantize tensor rows+columns fp16 odd"))  # of 80 registers
+        few = 4 * (one.target == "gfx942" and one.variant.endswith("odd"))  # no AMD GPU launches these kernels
         assert one.spills <= few, one
         assert one.int32_multiplications == one.late_reads == 0, one
         assert not one.over_shared, one

@@ -111,7 +111,7 @@ def test_kernels_quantize_what_they_write_bit_for_bit(
         torch.manual_seed(0)
         return make(recipe).to(DEVICE, dtype)
 
-    x = (seeded_randn((4, 36, 80), 1) + 0.1).to(DEVICE, dtype)
+    x = (seeded_randn((3, 37, 80), 1) + 0.1).to(DEVICE, dtype)
     model, steps = made(), 2 if recipe.keeps_state else 1
     fused = [passes(model, x) for _ in range(steps)]
     # Each part of a MergedLinear has a scale of its own there; tiles of 128 behind a bias do not fit in registers.
@@ -156,9 +156,22 @@ def test_what_kernels_cannot_quantize_is_a_pass_of_its_own():
     with torch.no_grad():
         assert absorbed(saved, x) == {("x", "PointwiseChain")}
         assert saved(x[:0]).shape == (0, 16)
-    for tokens in (0, 33):  # of which transposed rows are not aligned
-        model = gated(block).to(DEVICE, torch.bfloat16)
+    passes(gated(block).to(DEVICE, torch.bfloat16), seeded_randn((0, 80), 2).to(DEVICE, torch.bfloat16))
+
+
+def test_any_number_of_tokens_is_quantized_by_the_kernels_that_the_plan_names(monkeypatch: pytest.MonkeyPatch):
+    counts, quantize = [0], low.quantize
+
+    def counted(*given: Any, **how: Any) -> Any:
+        counts[-1] += 1
+        return quantize(*given, **how)
+
+    monkeypatch.setattr(low, "quantize", counted)
+    model = gated(recipes.MXFP8()).to(DEVICE, torch.bfloat16)
+    for tokens in (32, 33):  # rows of what is transposed are not multiples of 16 bytes
         passes(model, seeded_randn((tokens, 80), 2).to(DEVICE, torch.bfloat16))
+        counts.append(0)
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_kernel_that_fails_gives_way_to_its_operations(monkeypatch: pytest.MonkeyPatch):
