@@ -95,9 +95,17 @@ class Recipe:
         return self.block("x", "rows")[1] is None
 
     @property
-    def by_blocks(self) -> bool:
-        """Whether scales are per 128 e4m3 numbers, as in torch's block-scaled GEMMs on sm_90 GPUs."""
-        return self.block("x", "rows")[1] == 128 and self.format == "e4m3"
+    def by_blocks(self) -> int | None:
+        """Numbers that share a scale in torch's GEMMs of e4m3: 128, on sm_90; or 32, with E8M0 scales, on sm_100."""
+        size = self.block("x", "rows")[1]
+        known = size == 128 or (size == 32 and isinstance(self, MXFP8))
+        return size if known and self.format == "e4m3" else None
+
+    def has_gemms(self, number: int) -> bool:
+        """Whether torch has GEMMs for it on an `sm_{number}`: instructions for e4m3 and e5m2 begin with sm_89."""
+        if self.whole_rows:
+            return number >= 89
+        return (self.by_blocks, number // 10) in ((128, 9), (32, 10))
 
     @property
     def constants(self) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """GEMMs of quantized operands: y = x weight^T, dx = dy weight, dweight = dy^T x, each rounded once.
 
 Operands are multiplied as `recipes.dequantize` gives them, summed in float32: so a CPU does, which has no instructions
-for 8 bits, and a recipe that is emulated elsewhere. A GPU has torch's GEMMs where a tensor or a row has one scale, and
-one of sm_90 where blocks of 128 have.
+for 8 bits, and a recipe that is emulated elsewhere. A GPU has torch's GEMMs where a tensor or a row has one scale, an
+sm_90 where blocks of 128 have, and an sm_100 where blocks of 32 have.
 """
 
 from __future__ import annotations
@@ -269,7 +269,8 @@ def by_torch(recipe: Recipe, data: Tensor) -> bool:
     """Whether GEMMs are torch's of 8-bit operands."""
     if data.device.type != "cuda" or recipe.emulate:
         return False
-    return recipe.whole_rows or (recipe.by_blocks and _capability(data.device) == (9, 0))
+    major, minor = _capability(data.device)
+    return recipe.has_gemms(10 * major + minor)
 
 
 @functools.cache
@@ -285,14 +286,17 @@ def _turned(one: Operand) -> Operand:
 def _scaled_mm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, of: Role = "weight") -> Tensor:
     """Return a b^T, rounded once. a: [M, K], b: [N, K]; operands that do not lie row by row are copied.
 
-    Scales are of both tensors, of each row, or of 128 numbers of a and as many of b, or 128 x 128 of a weight.
+    Scales are of both tensors, of each row, of 32 numbers, or of 128 numbers of a and as many of b, or 128 x 128 of a
+    weight.
     """
     m, n = len(a.data), len(b.data)
     if not a.data.numel() or not b.data.numel():
         return a.data.new_zeros(m, n, dtype=dtype)
     x, y = a.data, b.data
-    if recipe.by_blocks:
+    if recipe.by_blocks == 128:
         return _scaled_by_blocks(x, y, a.inverse, b.inverse, of, dtype)
+    if recipe.by_blocks:
+        return _scaled_mx(x, y, a.inverse, b.inverse, dtype)
     short = -x.shape[1] % MULTIPLE  # of tokens, which may be of any number
     x, y = _filled(x, 0, short).contiguous(), _filled(y, 0, short).contiguous()
     run: Any = torch._scaled_mm  # pyright: ignore
@@ -327,6 +331,25 @@ def _scaled_by_blocks(
     run: Any = F.scaled_mm  # pyright: ignore
     found = run(x, y.t(), *scales, output_dtype=torch.float32 if dtype is torch.float16 else dtype)
     return (found if found.shape == (m, n) else found[:m, :n].contiguous()).to(dtype)
+
+
+def _scaled_mx(x: Tensor, y: Tensor, x_inverse: Tensor, y_inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x y^T with E8M0 scales [M, ceil(K / 32)] and [N, ceil(K / 32)]; blocks that are not whole get zeros."""
+    short = -x.shape[1] % 32
+    x, y = _filled(x, 0, short).contiguous(), _filled(y, 0, short).contiguous()
+    kind: Any = F.ScalingType.BlockWise1x32  # pyright: ignore
+    order: Any = F.SwizzleType.SWIZZLE_32_4_4  # pyright: ignore
+    run: Any = F.scaled_mm  # pyright: ignore
+    scales = _in_tiles(x_inverse), kind, _in_tiles(y_inverse), kind, order, order
+    return run(x, y.t(), *scales, output_dtype=torch.float32 if dtype is torch.float16 else dtype).to(dtype)
+
+
+def _in_tiles(inverse: Tensor) -> Tensor:
+    """E8M0 scales as cuBLAS reads them: tiles of 128 x 4, in each 4 of row i, then of i + 32, i + 64, i + 96, i + 1."""
+    rows, columns = inverse.shape
+    whole = _filled(inverse.view(torch.uint8), -rows % 128, -columns % 4)
+    tiles = whole.reshape(-(-rows // 128), 4, 32, -(-columns // 4), 4).permute(0, 3, 2, 1, 4)
+    return tiles.flatten().view(torch.float8_e8m0fnu)
 
 
 def _filled(x: Tensor, rows: int, columns: int = 0) -> Tensor:

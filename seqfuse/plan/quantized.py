@@ -75,15 +75,11 @@ def recipe_at(
 
 
 def _has_gemms(recipe: Recipe, env: Env) -> bool:
-    """Whether torch has GEMMs for a recipe there: instructions for e4m3 and e5m2 begin with sm_89."""
-    number = capability(env.arch)
-    if env.device != "cuda" or not number:
+    """Whether torch has GEMMs for a recipe there."""
+    if env.device != "cuda" or not recipe.has_gemms(capability(env.arch)):
         return False
-    if recipe.whole_rows:
-        return number >= 89
     cuda = torch.version.cuda  # `None` where the plan is for another machine
-    recent = cuda is None or tuple(map(int, cuda.split(".")[:2])) >= (12, 9)
-    return recipe.by_blocks and number == 90 and recent
+    return recipe.whole_rows or cuda is None or tuple(map(int, cuda.split(".")[:2])) >= (12, 9)
 
 
 def _why_not(operation: Any, recipe: Recipe, dtype: torch.dtype | None, wide: bool) -> str | None:

@@ -364,8 +364,8 @@ def test_a_foreign_module_does_not_inherit_a_recipe():
 def test_devices_without_kernels_for_a_recipe_say_so(recipe: Recipe):
     model = model_of(recipe)
     name = type(recipe).__name__
-    without = ["cuda:sm_80", "cuda:gfx942"] + ([] if recipe.whole_rows else ["cuda:sm_100"])
-    without += ["cuda:sm_90"] if isinstance(recipe, recipes.MXFP8) else []
+    without = ["cuda:sm_80", "cuda:gfx942"] + ([] if recipe.whole_rows else ["cuda:sm_120"])
+    without += {128: ["cuda:sm_100"], 32: ["cuda:sm_90"]}.get(recipe.by_blocks or 0, [])
     for device in without:
         env = sf.Env.of(device, dtype=torch.bfloat16)
         with pytest.raises(sf.InputError, match=f"{name} has no kernels") as caught:

@@ -147,15 +147,44 @@ def by_blocks(a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tenso
     return ((a.double() * high) @ (b.t().double() * wide).t()).to(given["output_dtype"])
 
 
+def by_mx(
+    a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, a_order: Any, b_order: Any,
+    output_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`F.scaled_mm` as cuBLAS documents it for E8M0 scales, in float64."""
+    (m, k), n = a.shape, b.shape[1]
+    assert k % 32 == n % 16 == 0
+    assert a.stride() == (k, 1)
+    assert b.stride() == (1, k)
+    assert a_kind is b_kind is F.ScalingType.BlockWise1x32
+    assert a_order is b_order is F.SwizzleType.SWIZZLE_32_4_4
+    assert output_dtype in (torch.bfloat16, torch.float32)
+
+    def scales(given: Tensor, rows: int) -> Tensor:
+        assert given.dtype is torch.float8_e8m0fnu
+        across = -(-k // 128)
+        assert given.shape == (-(-rows // 128) * across * 512,)
+        i, j = torch.arange(rows)[:, None], torch.arange(k // 32)[None]
+        at = (i // 128 * across + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+        return given.double()[at].repeat_interleave(32, 1)
+
+    return ((a.double() * scales(a_scale, m)) @ (b.t().double() * scales(b_scale, n)).t()).to(output_dtype)
+
+
+OF_BLOCKS = (
+    (recipes.Float8BlockScaling(), by_blocks),
+    (recipes.Float8BlockScaling(power_of_two=False), by_blocks),
+    (recipes.MXFP8(), by_mx),
+)
+
+
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 80, 144), (7, 400, 48), (33, 640, 272), (260, 128, 528)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize(("recipe", "run"), OF_BLOCKS, ids=str)
 def test_scales_of_blocks_go_where_they_belong(
-    rows: int, k: int, n: int, dtype: torch.dtype, rounded: bool, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, run: Any, rows: int, k: int, n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(low, "by_torch", lambda recipe, data: recipe.by_blocks)
-    monkeypatch.setattr(F, "scaled_mm", by_blocks)
-    recipe = recipes.Float8BlockScaling(power_of_two=rounded)
+    monkeypatch.setattr(F, "scaled_mm", run)
     x, dy = draw(rows, k, seed=2, dtype=dtype), draw(rows, n, seed=3, dtype=dtype, factor=1e-3)
     model = sf.Sequential(ops.Linear(k, n, bias=False, dtype=dtype), recipe=recipe)
     weight: Any = model[0].weight
@@ -178,13 +207,14 @@ def test_plans_for_a_gpu_have_recipes_that_torch_has_gemms_for():
         for device in ("cuda:sm_80", "cuda:gfx942", "cuda:gfx950"):
             with pytest.raises(sf.InputError, match=f"has no kernels for {device.removeprefix('cuda:')}"):
                 model.plan(env=sf.Env.of(device, dtype=torch.bfloat16, tokens=4096))
-    model.recipe = recipes.Float8BlockScaling()
-    assert model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=4096)).quantizations
+    for recipe, device in ((recipes.Float8BlockScaling(), "cuda:sm_90"), (recipes.MXFP8(), "cuda:sm_100")):
+        model.recipe = recipe
+        assert model.plan(env=sf.Env.of(device, dtype=torch.bfloat16, tokens=4096)).quantizations
     for recipe, device in [
         *((recipes.Float8BlockScaling(), device) for device in ("cuda:sm_89", "cuda:sm_100")),
         (recipes.Float8BlockScaling(format="hybrid"), "cuda:sm_90"),
-        (recipes.MXFP8(), "cuda:sm_90"),
-        (recipes.MXFP8(), "cuda:sm_100"),
+        *((recipes.MXFP8(), device) for device in ("cuda:sm_90", "cuda:sm_120")),
+        (recipes.MXFP8(format="hybrid"), "cuda:sm_100"),
     ]:
         model.recipe = recipe
         with pytest.raises(sf.InputError, match=f"has no kernels for {device.removeprefix('cuda:')}"):
