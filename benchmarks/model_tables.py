@@ -15,14 +15,14 @@ def foreign(found: Results) -> Lines:
     inside = {kind: sum(row["inside"][kind] for row in rows) for kind in rows[0]["inside"]}
     every = {kind: n + sum(row["outside"][kind] for row in rows) for kind, n in inside.items()}
     gemms, norms, activations = (f"{n / every[kind]:.0%}" for kind, n in inside.items())
-    of = {"save": '`memory="fast"`', "balanced": '`"balanced"`', "lean": '`"lean"`'}
+    of = {"balanced": 'the default, `memory="balanced"`', "lean": '`"lean"`'}
     saved = (f"{statistics.median(r['kept'][key] for r in rows if r['kept']):.2f} with {n}" for key, n in of.items())
     all_right = f"{right} of them" if right < len(rows) else "All"
     return [wrapped(
         f"""`make test-models` converts {len(rows)} small models from {packages} packages. {all_right} gave the same
         outputs and gradients within the error bound. {gemms} of their GEMMs, {norms} of their norms and {activations}
         of their activations were converted. In the median they save, relative to the bytes that eager PyTorch saves
-        for backward, {", ".join(saved)}. """ + where(found)
+        for backward, {" and ".join(saved)}. """ + where(found)
     )]  # fmt: skip
 
 

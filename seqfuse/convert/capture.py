@@ -224,7 +224,7 @@ def _check_not_converted(model: nn.Module) -> None:
 def _conversions_in(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
     """The conversions that modules of a model are called by, and the paths of these modules."""
     for path, module in named_modules(model):
-        if (found := getattr(_call_impl(module), "conversion", None)) is not None:
+        if (found := _conversion_of(module)) is not None:
             yield path, found
 
 
@@ -282,6 +282,12 @@ class ChainBackend:
         return buffers.checked(compiled_rest(gm), self.missed)
 
 
+_TAKEN_IN = (
+    "was compiled unconverted, in a graph that must not break: calls by code under fullgraph=True or by a compiled "
+    "checkpoint do not use the conversion"
+)
+
+
 class Conversion:
     """The result of `convert`; `print` shows each captured graph.
 
@@ -294,7 +300,7 @@ class Conversion:
 
     def __init__(self, model: nn.Module, places: Sequence[nn.Module], backend: ChainBackend) -> None:
         self.model, self._backend = model, backend
-        self._places, self._calls = places, Calls(backend.missed)
+        self._places, self._calls, self._taken_in = places, Calls(backend.missed), False
 
         reference = weakref.ref(self)  # Dynamo keeps every backend that was called, and would keep the model with it
 
@@ -330,6 +336,12 @@ class Conversion:
         for module, config in self._experts:
             module.config = config
         self._experts = []
+
+    def take_in(self) -> None:
+        """Note, and warn once, that a compiler captures the model unconverted, in a graph that must not break."""
+        if not self._taken_in:
+            warnings.warn(f"{type(self.model).__name__} {_TAKEN_IN}", UserWarning, stacklevel=2)
+        self._taken_in = True
 
     @property
     def left(self) -> tuple[Left, ...]:
@@ -383,6 +395,7 @@ class Conversion:
         layers = [paths.get(place, "") for place in self._places]
         about: dict[str, Any] = {"undone": not self._before, "launches": launches, "choices": choices}
         text = [text_of(self.graphs, self._calls, self.left, layers, **about)]
+        text += [f"{type(self.model).__name__} {_TAKEN_IN}"] * self._taken_in
         text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]
         return "\n".join(text)
 
@@ -426,6 +439,8 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
     traced = torch.jit.is_tracing() or is_fx_symbolic_tracing()  # pyright: ignore[reportPrivateImportUsage]
     if torch.compiler.is_compiling() or traced:
         return module._call_impl(*args, **kwargs)  # pyright: ignore
+    if callable(dynamo.compiler_around()):
+        return _alone(calls, compiled, module, *args, **kwargs)
     calls.count += 1
     if _has_any_global_hook():  # no guard of Dynamo sees hooks that are set for all modules
         calls.missed["hooks of all modules were set"] += 1
@@ -453,6 +468,13 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
     result: Any = module._call_impl(*args, **kwargs)  # pyright: ignore  # which raises what it raised before
     calls.failed[_kind(module, args, kwargs)] += 1
     return result  # pyright: ignore
+
+
+def _conversion_of(module: nn.Module) -> Conversion | None:
+    return getattr(_call_impl(module), "conversion", None)
+
+
+_alone = dynamo.runs_alone(_guarded, _conversion_of)
 
 
 def _kind(module: nn.Module, args: Sequence[Any], kwargs: Iterable[str]) -> tuple[Any, ...]:

@@ -50,6 +50,37 @@ def captured_before() -> int:
     return (now and now.frame_compile_id) or 0
 
 
+def runs_alone(call: Callable[..., Any], conversion_of: Callable[[nn.Module], Any]) -> Callable[..., Any]:
+    """Let a call of a converted module run by itself where a compiler captures the code around it.
+
+    Args:
+        call: what such modules are called by; Dynamo does not capture it.
+        conversion_of: the conversion of a module, `None` of one that has none.
+
+    Returns:
+        `call`, which runs without the compiler around it.
+    """
+    torch._dynamo.eval_frame.skip_code(call.__code__)  # pyright: ignore
+    kind = cast("Any", torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable)  # pyright: ignore
+    inlined: Callable[..., Any] = kind.call_function
+
+    def call_function(variable: Any, tracing: Any, *args: Any) -> Any:
+        conversion = conversion_of(variable.value) if current_call() is None else None
+        root = tracing.output.root_tx
+        if conversion is not None and not root.export:
+            if not (root.one_graph or tracing.error_on_graph_break or tracing.output.current_tracer.parent):
+                raise torch._dynamo.exc.Unsupported("a converted model runs by itself")  # pyright: ignore
+            conversion.take_in()
+        return inlined(variable, tracing, *args)
+
+    kind.call_function = call_function
+    return cast("Any", torch.compiler).disable(call)
+
+
+compiler_around: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore
+"""What captures the frames that are called now: a function, or no function if nothing does."""
+
+
 def is_of_capture(error: BaseException) -> bool:
     """Whether an error was raised while Dynamo captured, and not by what runs."""
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore

@@ -514,10 +514,25 @@ def test_a_model_that_raised_can_be_called_again():
         assert_equal(passes(model, X), passes(plain, X))
 
 
-def test_larger_graphs_and_traces_take_the_model_in():
+def test_chains_run_where_a_compiler_captures_the_code_around_the_model():
+    model, plain, conversion = pair()
+    whole, part, called = torch.compile(model, backend="eager"), nn.Sequential(model, nn.Tanh()), 1
+    for compiled, wanted in ((whole, plain), (torch.compile(part, backend="eager"), nn.Sequential(plain, nn.Tanh()))):
+        for _ in range(2):
+            assert_equal(passes(compiled, X), passes(wanted, X))
+            called += 1
+            (graph,) = conversion.graphs
+            assert graph.captured is not None
+            assert graph.captured.calls == called
+    y = part(X)
+    with pytest.warns(UserWarning, match="Net was compiled unconverted, in a graph that must not break"):
+        torch.testing.assert_close(torch.compile(part, backend="eager", fullgraph=True)(X), y)
+    assert "fullgraph=True" in str(conversion)
+
+
+def test_traces_take_the_model_in():
     model, plain, _ = pair()
     y = plain(X)
-    torch.testing.assert_close(torch.compile(nn.Sequential(model, nn.Tanh()), backend="eager")(X), y.tanh())
     torch.testing.assert_close(torch.jit.trace(model, X, check_trace=False)(X), y)
     torch.testing.assert_close(torch.export.export(model, (X,)).module()(X), y)
 
