@@ -26,7 +26,7 @@ CHOICES: dict[str, Any] = {
     "fast": "fast", "balanced": "balanced", "lean": "lean", "half": sf.Budget(part=0.5), "bytes": 0, "least": "least",
 }  # fmt: skip
 
-# Planning for a budget takes seconds; without a GPU each model has one, and the other under --full.
+# Planning for a budget takes seconds; without a GPU a model has one layer and one budget, and the other under --full.
 CASES = [
     pytest.param(llama, choice, marks=[pytest.mark.full] * (not HERE and choice == other), id=f"{kind} {choice}")
     for llama, kind, other in ((False, "gpt", "bytes"), (True, "llama", "half"))
@@ -34,7 +34,7 @@ CASES = [
 ]
 
 
-def model(llama: bool, device: torch.device, dtype: torch.dtype, layers: int = 2) -> sf.Sequential:
+def model(llama: bool, device: torch.device, dtype: torch.dtype, layers: int = 2 if HERE else 1) -> sf.Sequential:
     spec = plain.Spec(WIDTH, 4 * WIDTH, HEADS, HEADS // 2 if llama else HEADS, WIDTH // HEADS, llama, 0.1)
     torch.manual_seed(0)
     made = plain.fused("stack", spec, layers).to(device, dtype)
