@@ -508,19 +508,18 @@ def test_importing_reads_and_writes_nothing_here(cache: Path) -> None:
 # Several processes.
 
 
-def _write(folder: str, number: int, count: int) -> None:
-    path = Path(folder) / machine().file_name
+def _write(path: Path, here: cost_table.Machine, number: int, count: int) -> None:
     for i in range(count):
-        cost_table.save(path, machine(), {f"{number} {i}": Measurement(1.0 + i, 2.0)})
+        cost_table.save(path, here, {f"{number} {i}": Measurement(1.0 + i, 2.0)})
 
 
 def test_processes_that_write_together_lose_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "together"
     folder.mkdir()
-    workers = [CONTEXT.Process(target=_write, args=(str(folder), n, 12)) for n in range(3)]
+    path = folder / machine().file_name
+    workers = [CONTEXT.Process(target=_write, args=(path, machine(), n, 12)) for n in range(3)]
     for worker in workers:
         worker.start()
-    path = folder / machine().file_name
     while any(worker.is_alive() for worker in workers):
         cost_table.measured_in(path, machine())
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
