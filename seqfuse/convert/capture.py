@@ -41,6 +41,7 @@ from .report import GraphReport, text_of
 from .rewrite import RewriteOptions, rewrite
 
 _frames = itertools.count()
+_tracing: Callable[[], Any] = torch._C._get_tracing_state  # pyright: ignore
 _TRIES = 3
 """How often a kind of call is captured that Dynamo fails to capture, although it runs."""
 
@@ -335,6 +336,7 @@ class Conversion:
         self._before = []
         for module, config in self._experts:
             module.config = config
+            del module.seqfuse_unit
         self._experts = []
 
     def take_in(self) -> None:
@@ -360,6 +362,8 @@ class Conversion:
         # later; the second, where it is the default (torch 2.11), another class and another requires_grad.
         dynamo.set_until_the_call_ends("skip_nnmodule_hook_guards", False)
         dynamo.set_until_the_call_ends("use_recursive_dict_tags_for_guards", False)
+        dynamo.set_until_the_call_ends("record_runtime_overhead", False)  # for a profiler, at two calls in each call
+        dynamo.follow_captures()
         calls, call = self._calls, dynamo.current_call()
         assert call is not None  # that is captured
         captured = call.captures(gm, inputs)
@@ -371,12 +375,8 @@ class Conversion:
             captured.calls += 1
             captured.last = calls.count
             seen.serves(args)
-            now = dynamo.current_call()
-            if now is not None and not now.ran:
+            if (now := dynamo.current_call()) is not None:
                 now.ran = True
-                # The call cannot run again from its beginning, if Dynamo fails in a later part of it; so Dynamo lets
-                # that part of the code run as it is.
-                dynamo.set_until_the_call_ends("suppress_errors", True)
             return run(*args)
 
         return running
@@ -436,8 +436,8 @@ def _frame_of(calls: Calls) -> Callable[..., Any]:
 
 def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Within the capture of a larger model or a trace; Dynamo refuses to run while FX traces, as `make_fx` does.
-    traced = torch.jit.is_tracing() or is_fx_symbolic_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    if torch.compiler.is_compiling() or traced:
+    traced = torch.compiler.is_compiling() or _tracing() is not None
+    if traced or is_fx_symbolic_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return module._call_impl(*args, **kwargs)  # pyright: ignore
     if callable(dynamo.compiler_around()):
         return _alone(calls, compiled, module, *args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._dynamo.callback import callback_handler
 from torch._guards import CompileContext
 
 from .calls import ModelCall
@@ -42,6 +43,22 @@ def set_back() -> None:
     """Give the options of Dynamo that were set in a call the values that they had."""
     for name, value in vars(_local).pop("set", {}).items():
         setattr(config, name, value)
+
+
+def follow_captures() -> None:
+    """Be told when Dynamo begins to capture, as a reset of Dynamo forgets who is."""
+    if _capture_begins not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_capture_begins)
+
+
+def _capture_begins(_: object) -> None:
+    """A call of which a part ran cannot run again from its beginning, where Dynamo fails in a later part of it.
+
+    So Dynamo lets that part of the code run as it is.
+    """
+    call = current_call()
+    if call is not None and call.ran:
+        set_until_the_call_ends("suppress_errors", True)
 
 
 def captured_before() -> int:

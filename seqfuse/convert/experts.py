@@ -131,8 +131,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     up_bias = down_bias = None
     if self.has_bias:
         up_bias, down_bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias, self.down_proj_bias
-    unit = self.config.seqfuse_unit
-    return mixture(hidden_states, top_k_index, top_k_weights, up, up_bias, down, down_bias, unit)
+    return mixture(hidden_states, top_k_index, top_k_weights, up, up_bias, down, down_bias, self.seqfuse_unit)
 
 
 torch.compiler.allow_in_graph(mixture)  # pyright: ignore[reportUnknownMemberType]
@@ -159,8 +158,8 @@ def take_over(model: nn.Module) -> tuple[list[tuple[nn.Module, Any]], dict[str, 
         assert interface is not None
         interface.register(NAME, _forward)
         own = copy.copy(config)
-        own._experts_implementation, own.seqfuse_unit = NAME, found
-        module.config = own
+        own._experts_implementation = NAME
+        module.config, module.seqfuse_unit = own, found
         changed.append((module, config))
     return changed, kept
 
