@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 
@@ -21,8 +23,18 @@ def test_a_record_is_the_same_each_time_and_differences_are_found(tmp_path: Path
     assert [*record.differences(read, first)] == [f"{key}:", f"  -{first[key][-1]}!", f"  +{first[key][-1]}"]
 
 
-def test_a_conversion_is_recorded_with_its_schedules_and_launches() -> None:
-    text = "\n".join(line for lines in record.recorded("converted bert, lean", say=False).values() for line in lines)
+def test_a_conversion_is_recorded_with_its_schedules_and_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"bert", "gpt2, dropout"} < record.families().keys()
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    monkeypatch.setattr(record, "families", lambda: {"small": (build, lambda: {"input": torch.ones(3, 8)})})
+    found = record.recorded("converted small, lean", say=False)
+    assert [*found] == [
+        f"converted small, lean: graph 0{chain}" for chain in ("", ", chain 0, here", ", chain 0, H100")
+    ]
+    text = "\n".join(line for lines in found.values() for line in lines)
     assert "forward 0-" in text
     assert "launches (" in text
 
