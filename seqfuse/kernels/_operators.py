@@ -5,7 +5,7 @@
 A host function checks its arguments, makes its results, then decides and launches. In eager PyTorch it is called
 straight away, and done again for like tensors. Where a compiler, an export or a counter of FLOPs watches,
 its operator is called, whose schema is the signature and whose fake is the function itself, up to where its results are
-made (`_launch.stops`). On a CPU a function of C that has the same signature decides.
+made (`_launch.stops`). So it is called on a CPU, too, where a function of `kernels.c` decides what writes the results.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ class Operator:
         name: the operator's.
         written: parameters whose tensors it writes.
         out: a parameter of tensors that the results are written to; the operator makes them.
-        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the same arguments, or `None` where
-            nothing is asked for.
+        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the arguments, as attributes, and the
+            shape and dtype of each result, `None` for one that is not there.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Operator:
         out: str | None = None,
         in_c: Callable[..., Any] | None = None,
     ) -> None:
-        self.host, self.name, self.out, self.in_c = host, name, out, in_c
+        self.host, self.name, self.written, self.out, self.in_c = host, name, written, out, in_c
         self.signature = inspect.signature(host)
         hints, letters = typing.get_type_hints(host), iter("abcdefgh")
         self.result = hints["return"]
@@ -208,15 +208,24 @@ class Operator:
         """Of the values what a key may have the `id` of."""
         return [value for p, value in zip(self._parameters, args, strict=True) if p.text]
 
+    def decided_in_c(self, args: Sequence[Any], made: Any) -> Any:
+        """How C makes results like these; `None` where nothing is to be made or written."""
+        assert self.in_c is not None
+        results = [
+            None if t is None else (tuple(t.shape), t.dtype) for t in ((made,) if isinstance(made, Tensor) else made)
+        ]
+        named = {p.name: value for p, value in zip(self._parameters, args, strict=True)}
+        return self.in_c(types.SimpleNamespace(**named), results) if any(results) or self.written else None
+
     def recorded(self, *args: Any) -> Any:
         """Call the operator: a mode watches."""
-        if self.in_c is not None and compiler.is_collecting() and _launch.in_c(args[0]):
-            decided = self.call(self.in_c, args)
-            if decided is not None:
-                compiler.ask(decided.kernel.source)
         given = [one for p, value in zip(self._parameters, args, strict=True) for one in p.encoded(value)]
         named = {a.name: value for a, value in zip(self._arguments[self._first :], given[self._first :], strict=True)}
         made = getattr(torch.ops.seqfuse, self.name)(*given[: self._first], **named)
+        if self.in_c is not None and compiler.is_collecting() and _launch.in_c(args[0]):
+            decided = self.decided_in_c(args, made)
+            if decided is not None:
+                compiler.ask(decided.kernel.source)
         if self.out is not None:
             into = args[[p.name for p in self._parameters].index(self.out)]
             return tuple([to.copy_(result) for to, result in zip(into, made, strict=True)])
@@ -354,7 +363,9 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
     given = [t for t in tensors if t is not None]
     if operator.in_c is not None and _launch.in_c(given[0]):
         _launch.one_device(operator.name, given)
-        decided = operator.call(operator.in_c, args)
+        with _launch.stopping():
+            made = operator.make(args)
+        decided = operator.decided_in_c(args, made)
         if decided is None:
             return operator.make(args)
         one = itemgetter(0) if operator.result is Tensor else tuple

@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import architecture, launch, next_power_of_2, register_limit, stops
-from ._operators import operator
+from ._operators import inner_contiguous, operator
 from .activations import exponential, is_half, tanh
 from .c import crossentropy as c_crossentropy
-from .c.crossentropy import check_logits
+
+MAX_CLASSES = 2**30
+"""The widest row."""
 
 _WIDEST = 8192  # bytes
 # Rows of more bytes than this take a program of 32 warps, of which a processor has room for one: 132 rows of 128k
@@ -169,7 +171,7 @@ def cross_entropy_(
     Raises:
         ValueError: for shapes that differ, no or more than 2^30 classes, or classes that are not contiguous.
     """
-    check_logits(logits, targets, scale, softmax)
+    _check(logits, targets, scale, softmax)
     R, V = logits.shape
     compute, triton_compute = (
         (torch.float64, tl.float64) if logits.dtype is torch.float64 else (torch.float32, tl.float32)
@@ -201,6 +203,19 @@ def cross_entropy_(
         **register_limit(_registers(warps, logits.element_size()), arch),
     )  # fmt: skip
     return loss, made
+
+
+def _check(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:
+    """Raise `ValueError` for what no kernel takes."""
+    if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
+        raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
+    R = logits.shape[0]
+    for name, row in (("targets", targets), ("scale", scale)):
+        if row is not None and (tuple(row.shape) != (R,) or (R > 1 and row.stride(0) != 1)):
+            raise ValueError(f"{name} must be contiguous, of shape ({R},), got {tuple(row.shape)}, {row.stride()}")
+    inner_contiguous("logits", logits)
+    if softmax is not None and tuple(inner_contiguous("softmax", softmax).shape) != (2, R):
+        raise ValueError(f"softmax must have shape (2, {R}), got {tuple(softmax.shape)}")
 
 
 def block(classes: int, itemsize: int, amd: bool = False) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ._launch import cdiv, launch, next_power_of_2, stops
 from ._operators import operator, viewed_as_rows
-from .c.permute import check_gather, check_pairs, check_spread, decide_gather, decide_spread, sorted_pairs
+from .c.permute import decide_gather, decide_spread, sorted_pairs
 
 __all__ = ["Pairs", "gather_rows", "sorted_pairs", "spread_rows"]
 
@@ -113,6 +113,14 @@ def _gather_kernel(
     tl.store(y + token[:, None] * tl.cast(columns, tl.int64) + column, total.to(y.dtype.element_ty), mask=there)
 
 
+def check_pairs(rows: Tensor, offsets: Tensor, factors: Tensor | None) -> None:
+    """Raise ValueError unless kernels take these."""
+    if not rows.is_contiguous() or rows.ndim != 2 or offsets.ndim != 1 or not offsets.numel():
+        raise ValueError(f"rows must be contiguous [T, top_k] and offsets [G], got {rows.shape} and {offsets.shape}")
+    if factors is not None and (factors.shape != rows.shape or not factors.is_contiguous()):
+        raise ValueError(f"factors must be contiguous {tuple(rows.shape)}, got {tuple(factors.shape)}")
+
+
 def _options(columns: int, top_k: int, dtype: torch.dtype) -> dict[str, Any]:
     block = min(_COLUMNS, next_power_of_2(columns))
     return {
@@ -154,12 +162,13 @@ def spread_rows(
     """
     check_pairs(rows, offsets, factors)
     columns, (tokens, top_k) = x.shape[-1], rows.shape
-    x = viewed_as_rows("x", x, columns)
-    check_spread(x, rows, other, sums)
+    if len(x) != tokens or (sums is not None and (other is None or other.shape != (rows.numel(), columns))):
+        raise ValueError(f"expects {tokens} rows of x and {rows.numel()} of what is summed, got {tuple(x.shape)}")
     y = torch.empty((rows.numel(), columns), dtype=x.dtype, device=x.device) if spread else None
     made = torch.empty((tokens, top_k), dtype=sums, device=x.device) if sums is not None else None
     if stops() or (y is None and made is None):
         return y, made
+    x = viewed_as_rows("x", x, columns)
     other = viewed_as_rows("other", other, columns) if other is not None and sums is not None else None
     options = _options(columns, top_k, x.dtype)
     launch(
@@ -192,11 +201,12 @@ def gather_rows(x: Tensor, rows: Tensor, offsets: Tensor, *, factors: Tensor | N
     """
     check_pairs(rows, offsets, factors)
     columns, (tokens, top_k) = x.shape[-1], rows.shape
-    x = viewed_as_rows("x", x, columns)
-    check_gather(x, rows)
+    if len(x) != rows.numel():
+        raise ValueError(f"expects {rows.numel()} rows of x, got {tuple(x.shape)}")
     y = torch.empty((tokens, columns), dtype=x.dtype, device=x.device)
     if stops():
         return y
+    x = viewed_as_rows("x", x, columns)
     options = _options(columns, top_k, x.dtype)
     launch(
         _gather_kernel,

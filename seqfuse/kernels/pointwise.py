@@ -162,13 +162,13 @@ def _run(
     made = made if result and to is None else made[:-1]
     results = [torch.empty(shape, dtype=of, device=x.device) for shape, of in made]
     y = results.pop() if result and to is None else None
-    lead, source = tuple(x.shape[:-1]), viewed_as_rows("x", x, x.shape[-1] if x.ndim else 1)
-    M = source.shape[0]
+    lead, columns = tuple(x.shape[:-1]), x.shape[-1] if x.ndim else 1
+    M = x.numel() // columns if columns else 0
     codes = None if to is None else to.made(M, width * parts_made, x.device)
     every = (y, *results) if codes is None else (*results, *[t for t in codes if t is not None])
     if stops():
         return every
-    given = iter(operands)
+    source, given = viewed_as_rows("x", x, columns), iter(operands)
     left = iter(results)
     taken: list[Tensor | None] = []
     outputs: list[Tensor | None] = []

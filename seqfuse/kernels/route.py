@@ -106,6 +106,16 @@ def _gradients_kernel(
     tl.store(out + at, dlogits.to(out.dtype.element_ty), mask=inside)
 
 
+def _check(logits: Tensor, experts: Tensor, d_probs: Tensor | None = None) -> None:
+    """Raise ValueError unless these are contiguous matrices with as many rows."""
+    whole = all(t.ndim == 2 and t.is_contiguous() for t in (logits, experts))
+    if not whole or len(logits) != len(experts) or experts.dtype is not torch.int64:
+        message = f"expects contiguous logits [T, E] and experts [T, top_k] int64, got {logits.shape}, {experts.shape}"
+        raise ValueError(message)
+    if d_probs is not None and (d_probs.shape != experts.shape or not d_probs.is_contiguous()):
+        raise ValueError(f"expects contiguous gradients {tuple(experts.shape)}, got {tuple(d_probs.shape)}")
+
+
 def _options(logits: Tensor, experts: Tensor, softmax: bool, normalize: bool, scale: float) -> dict[str, Any]:
     block, wide = next_power_of_2(logits.shape[1]), logits.dtype is torch.float64
     return {
@@ -116,7 +126,7 @@ def _options(logits: Tensor, experts: Tensor, softmax: bool, normalize: bool, sc
     }  # fmt: skip
 
 
-@operator("route_factors", in_c=c_route.decide_factors)
+@operator("route_factors", in_c=c_route.decide_route)
 def route_factors(
     logits: Tensor, experts: Tensor, *, softmax: bool = True, normalize: bool = True, scale: float = 1.0
 ) -> Tensor:
@@ -134,7 +144,7 @@ def route_factors(
     Raises:
         ValueError: for tensors that are not contiguous, or of other shapes.
     """
-    c_route.check_router(logits, experts)
+    _check(logits, experts)
     probs = torch.empty(experts.shape, dtype=_stats(logits), device=logits.device)
     if stops():
         return probs
@@ -144,7 +154,7 @@ def route_factors(
     return probs
 
 
-@operator("route_gradients", in_c=c_route.decide_gradients)
+@operator("route_gradients", in_c=c_route.decide_route)
 def route_gradients(
     d_probs: Tensor,
     logits: Tensor,
@@ -171,7 +181,7 @@ def route_gradients(
     Raises:
         ValueError: for tensors that are not contiguous, or of other shapes.
     """
-    c_route.check_router(logits, experts, d_probs)
+    _check(logits, experts, d_probs)
     out = torch.empty(logits.shape, dtype=dtype or _stats(logits), device=logits.device)
     if stops():
         return out

@@ -107,12 +107,16 @@ def by_parts(rows: str, part: str, row: str, thread: str = "") -> str:
     )
 
 
+Outline = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a result."""
+
+
 class Decided(NamedTuple):
     """How a host function runs for tensors like some.
 
     Args:
         kernel: takes the tensors that are given, those that are made, the numbers and how many threads there are.
-        made: shape and dtype of each result; without a dtype it is `None`.
+        made: of each result; `None` for one that is not there.
         numbers: integers, then floats.
         work: elements that are read.
         scratch: how many floats of memory the kernel takes behind its results, if it takes any.
@@ -120,7 +124,7 @@ class Decided(NamedTuple):
     """
 
     kernel: CKernel
-    made: Sequence[tuple[Sequence[int], torch.dtype | None]]
+    made: Sequence[Outline | None]
     numbers: tuple[float, ...]
     work: int
     scratch: int | None = None
@@ -153,8 +157,8 @@ class Decided(NamedTuple):
         # Made once, as ctypes makes them of numbers in each call.
         kinds: list[Any] = [_INTEGER] * kernel.integers + [_FLOAT] * kernel.floats
         constants = [of(number) for of, number in zip(kinds, numbers, strict=True)]
-        absent = [i for i, (_, of) in enumerate(made) if of is None]
-        outlines = [(tuple(shape), _strides(shape), of) for shape, of in made if of is not None]
+        absent = [i for i, result in enumerate(made) if result is None]
+        outlines = [(shape, _strides(shape), of) for shape, of in filter(None, made)]
         if scratch is not None:
             outlines.append(((scratch,), (1,), torch.float32))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import activations, chains
-from .call import CKernel, Decided, by_parts, copies, load_as, parts_of, row_stride, store_as, written
+from .call import CKernel, Decided, Outline, by_parts, copies, load_as, parts_of, row_stride, store_as, written
 from .trace import Lines, Number, gradient_in_c, value_in_c
 
 
@@ -253,27 +253,18 @@ def total(sums: int, keep: str) -> str:
     )
 
 
-def decide_chain(
-    x: Tensor,
-    chain: Any,
-    operands: Sequence[Tensor | None],
-    *,
-    dtype: torch.dtype | None,
-    dtypes: Sequence[torch.dtype] | None,
-    result: bool,
-    to: Any,
-    largest: Tensor | None,
-) -> Decided:
+def decide_chain(a: Any, made: Sequence[Outline | None]) -> Decided:
     """`pointwise.pointwise`; an operand that a step has read before may be `None`."""
-    if to is not None or largest is not None:
+    if a.to is not None or a.largest is not None:
         raise ValueError("no C kernel quantizes its result")
-    dtype = dtype or x.dtype
-    width, made = chain.results(x.shape, dtype, dtypes)
+    x, chain = a.x, a.chain
+    steps = [result for result in made if result is not None][a.result :]
+    width = (x.shape[-1] if x.ndim else 1) // chain.parts[0]
     lead, columns = tuple(x.shape[:-1]), width * chain.parts[0]
     rows = x.numel() // columns if columns else 0
     stride, copy = row_stride(x, columns)
     strides, copied = [stride], [0] * copy
-    left: Iterator[Tensor | None] = iter(operands)
+    left: Iterator[Tensor | None] = iter(a.operands)
     at = 0
     try:
         for step, parts in zip(chain.steps, chain.parts, strict=False):
@@ -295,11 +286,10 @@ def decide_chain(
         raise ValueError(f"{chain}: too few operands or dtypes") from None
     if next(left, None) is not None:
         raise ValueError(f"{chain}: more operands than steps that take one")
-    of_operands = tuple(None if t is None else t.dtype for t in operands)
-    of_steps = tuple(of for _, of in made[:-1])
-    kernel, integers, floats = printed(chain, x.dtype, of_operands, of_steps, dtype if result else None)
+    of_operands = tuple(None if t is None else t.dtype for t in a.operands)
+    of_y = (a.dtype or x.dtype) if a.result else None
+    kernel, integers, floats = printed(chain, x.dtype, of_operands, tuple(of for _, of in steps), of_y)
     parts = parts_of(rows, columns, bool(chain.sums))
     numbers = (rows, width, parts, *strides, *integers, *floats)
-    results = [(made[-1][0], dtype if result else None), *made[:-1]]
     scratch = parts * chain.sums * width if chain.sums else None
-    return Decided(kernel, results, numbers, x.numel(), scratch, copies(copied))
+    return Decided(kernel, made, numbers, x.numel(), scratch, copies(copied))

@@ -7,17 +7,14 @@ A row is read three times: for its largest logit, for the sum of exponentials, a
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import activations
-from .._operators import inner_contiguous
-from .call import CKernel, Decided, by_parts, load_as, parts_of, store_as, written
+from .call import CKernel, Decided, Outline, by_parts, load_as, parts_of, store_as, written
 from .trace import Lines, Number, _language, value_in_c
-
-MAX_CLASSES = 2**30
-"""The widest row."""
 
 _LANES = 16
 _BLOCK = 1024
@@ -132,42 +129,17 @@ def kernel_of(
     return written(pointers, integers, floats, by_parts("R", "", row))
 
 
-def check_logits(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:
-    """Raise `ValueError` for what no kernel takes."""
-    if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
-        raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
-    R = logits.shape[0]
-    for name, row in (("targets", targets), ("scale", scale)):
-        if row is not None and (tuple(row.shape) != (R,) or (R > 1 and row.stride(0) != 1)):
-            raise ValueError(f"{name} must be contiguous, of shape ({R},), got {tuple(row.shape)}, {row.stride()}")
-    inner_contiguous("logits", logits)
-    if softmax is not None and tuple(inner_contiguous("softmax", softmax).shape) != (2, R):
-        raise ValueError(f"softmax must have shape (2, {R}), got {tuple(softmax.shape)}")
-
-
-def decide_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    scale: Tensor | None,
-    softmax: Tensor | None,
-    gradient: bool,
-) -> Decided:
+def decide_cross_entropy(a: Any, made: Sequence[Outline | None]) -> Decided:
     """`crossentropy.cross_entropy_`."""
-    check_logits(logits, targets, scale, softmax)
-    if targets.dtype is not torch.int64 or (softmax is not None and softmax.dtype is not torch.float32):
+    logits, softmax, softcap = a.logits, a.softmax, a.softcap
+    if a.targets.dtype is not torch.int64 or (softmax is not None and softmax.dtype is not torch.float32):
         raise ValueError("targets must be int64, and softmax float32")
     R, V = logits.shape
     kernel = kernel_of(
-        logits.dtype, None if scale is None else scale.dtype, softmax is not None, label_smoothing > 0, z_loss != 0,
-        softcap is not None, gradient,
+        logits.dtype, None if a.scale is None else a.scale.dtype, softmax is not None, a.label_smoothing > 0,
+        a.z_loss != 0, softcap is not None, a.gradient,
     )  # fmt: skip
-    of = torch.float32 if softmax is None else None
     stride = 0 if softmax is None else softmax.stride(0)
-    numbers = (R, V, parts_of(R, V, False), ignore_index, logits.stride(0), stride)
-    floats = (float(label_smoothing), float(z_loss), float(softcap or 0.0))
-    return Decided(kernel, [((R,), of), ((2, R), of)], (*numbers, *floats), logits.numel())
+    numbers = (R, V, parts_of(R, V, False), a.ignore_index, logits.stride(0), stride)
+    floats = (float(a.label_smoothing), float(a.z_loss), float(softcap or 0.0))
+    return Decided(kernel, made, (*numbers, *floats), logits.numel())

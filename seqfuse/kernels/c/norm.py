@@ -8,15 +8,14 @@ rows are made part by part, `call.ROWS` rows each, and the parts are added in or
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._device import threshold_and_scale
-from .._operators import norm_columns
-from .call import CKernel, Decided, by_parts, copies, load_as, parts_of, row_stride, store_as, written
+from .call import CKernel, Decided, Outline, by_parts, copies, load_as, parts_of, row_stride, store_as, written
 from .chain import Numbers, Printed, drop_element, total
 from .permute import PairTypes, each_pair, end_of, gather_in_c, kinds_of, row_dot
 from .trace import Lines, Number, gradient_in_c, value_in_c
@@ -241,14 +240,14 @@ class _Reads:
         self.strides.append(stride)
         self._next(copy)
 
-    def other(self, t: Tensor) -> None:
-        self._next(not t.is_contiguous())
+    def others(self, *tensors: Tensor | None) -> None:
+        for t in tensors:
+            if t is not None:
+                self._next(not t.is_contiguous())
 
     def pairs(self, pairs: Any) -> tuple[int, ...]:
         """The experts of a token and the groups."""
-        for t in pairs or ():
-            if t is not None:
-                self.other(t)
+        self.others(*pairs or ())
         return () if pairs is None else (pairs.rows.shape[-1], len(pairs.offsets))
 
     def _next(self, copy: bool) -> None:
@@ -256,69 +255,47 @@ class _Reads:
         self._count += 1
 
 
-def decide_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool, zero_centered: bool,
-    pre_bias: Tensor | None, seed: Tensor | None, p: float, residual: Tensor | None, pairs: Any, act: Any,
-    dtype: _Dtype, stream_dtype: _Dtype,
-) -> Decided:  # fmt: skip
+def decide_norm(a: Any, made: Sequence[Outline | None]) -> Decided:
     """`norm.norm_fwd`."""
-    W = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias)
-    whole = normalized_shape(x, pairs)
+    W, whole = a.x.shape[-1], normalized_shape(a.x, a.pairs)
     given = _Reads(whole, W)
-    given.rows("x", x, x.shape)
-    for t in (weight, bias, pre_bias, seed):
-        if t is not None:
-            given.other(t)
-    if residual is not None:
-        given.rows("residual", residual)
-    of_pairs = given.pairs(pairs)
-    prologue = pre_bias is not None or seed is not None or residual is not None or pairs is not None
-    of_y, of_stream = dtype or x.dtype, (stream_dtype or x.dtype) if prologue else None
+    given.rows("x", a.x, a.x.shape)
+    given.others(a.weight, a.bias, a.pre_bias, a.seed)
+    if a.residual is not None:
+        given.rows("residual", a.residual)
+    of_pairs = given.pairs(a.pairs)
+    y, stream, *_ = made
+    assert y is not None
     kernel, integers, floats = _printed_forward(
-        centered, zero_centered, _act_of(act), None if seed is None else p, x.dtype, _of(weight), _of(bias),
-        _of(pre_bias), _of(residual), of_y, of_stream, kinds_of(pairs),
+        a.centered, a.zero_centered, _act_of(a.act), None if a.seed is None else a.p, a.x.dtype, _of(a.weight),
+        _of(a.bias), _of(a.pre_bias), _of(a.residual), y[1], stream and stream[1], kinds_of(a.pairs),
     )  # fmt: skip
-    shape, rows, of_mean = tuple(whole), whole.numel() // W, torch.float32 if centered else None
-    made = [(shape, of_y), (shape, of_stream), (shape[:-1], of_mean), (shape[:-1], torch.float32)]
-    numbers = (rows, W, parts_of(rows, W, False), *given.strides, *of_pairs, *integers, eps, *floats)
-    return Decided(kernel, made, numbers, x.numel(), None, copies(given.copied))
+    rows = whole.numel() // W
+    numbers = (rows, W, parts_of(rows, W, False), *given.strides, *of_pairs, *integers, a.eps, *floats)
+    return Decided(kernel, made, numbers, a.x.numel(), None, copies(given.copied))
 
 
-def decide_norm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, *,
-    zero_centered: bool, dstream: Tensor | None, seed: Tensor | None, p: float, act: Any, dx: bool, dweight: _Dtype,
-    dbias: _Dtype, dbranch: bool, dpre_bias: _Dtype, branch_dtype: _Dtype, pairs: Any, other: Tensor | None,
-    dpairs: bool, dfactors: _Dtype,
-) -> Decided | None:  # fmt: skip
-    """`norm.norm_bwd`; `None` where nothing is asked for."""
-    W = norm_columns(x, weight=weight, bias=bias)
-    given = _Reads(x.shape, W)
-    given.rows("dy", dy)
-    given.rows("x", x)
-    for t in (mean, rstd, weight, bias):
-        if t is not None:
-            given.other(t)
-    if dstream is not None:
-        given.rows("dstream", dstream)
-    if seed is not None:
-        given.other(seed)
-    of_pairs = given.pairs(pairs)
-    if other is not None:
-        given.rows("other", other, other.shape)
-    of_dx, of_branch = x.dtype if dx else None, (branch_dtype or x.dtype) if dbranch else None
-    of_dpairs = (branch_dtype or x.dtype) if dpairs else None
-    if all(of is None for of in (of_dx, of_branch, of_dpairs, dfactors, dweight, dbias, dpre_bias)):
-        return None
+def decide_norm_backward(a: Any, made: Sequence[Outline | None]) -> Decided:
+    """`norm.norm_bwd`."""
+    W = a.x.shape[-1]
+    given = _Reads(a.x.shape, W)
+    given.rows("dy", a.dy)
+    given.rows("x", a.x)
+    given.others(a.mean, a.rstd, a.weight, a.bias)
+    if a.dstream is not None:
+        given.rows("dstream", a.dstream)
+    given.others(a.seed)
+    of_pairs = given.pairs(a.pairs)
+    if a.other is not None:
+        given.rows("other", a.other, a.other.shape)
+    of_dx, of_dweight, of_dbias, of_branch, of_dpre_bias, *of_rows = [result and result[1] for result in made]
+    totals = of_dweight, of_dbias, of_dpre_bias
     kernel, integers, floats = _printed_backward(
-        mean is not None, zero_centered, _act_of(act), None if seed is None else p, dy.dtype, x.dtype, _of(mean),
-        rstd.dtype, _of(weight), _of(bias), _of(dstream), of_dx, of_branch, (dweight, dbias, dpre_bias),
-        kinds_of(pairs), _of(other), of_dpairs, dfactors,
+        a.mean is not None, a.zero_centered, _act_of(a.act), None if a.seed is None else a.p, a.dy.dtype, a.x.dtype,
+        _of(a.mean), a.rstd.dtype, _of(a.weight), _of(a.bias), _of(a.dstream), of_dx, of_branch, totals,
+        kinds_of(a.pairs), _of(a.other), *of_rows,
     )  # fmt: skip
-    shape, rows = tuple(x.shape), x.numel() // W
-    made = [(shape, of_dx), ((W,), dweight), ((W,), dbias), (shape, of_branch), ((W,), dpre_bias)]
-    at = (*shape[:-1], of_pairs[0] if of_pairs else 0)
-    made += [((*at, W), of_dpairs), (at, dfactors)]
-    sums = sum(of is not None for of in (dweight, dbias, dpre_bias))
+    rows, sums = a.x.numel() // W, sum(of is not None for of in totals)
     parts = parts_of(rows, W, sums > 0)
     numbers = (rows, W, parts, *given.strides, *of_pairs, *integers, *floats)
-    return Decided(kernel, made, numbers, x.numel(), parts * sums * W if sums else None, copies(given.copied))
+    return Decided(kernel, made, numbers, a.x.numel(), parts * sums * W if sums else None, copies(given.copied))

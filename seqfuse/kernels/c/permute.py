@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,19 @@ from torch import Tensor
 
 from ... import compiler
 from .._launch import is_faking
-from .call import CKernel, Decided, allocator, by_parts, copies, load_as, parts_of, row_stride, store_as, written
+from .call import (
+    CKernel,
+    Decided,
+    Outline,
+    allocator,
+    by_parts,
+    copies,
+    load_as,
+    parts_of,
+    row_stride,
+    store_as,
+    written,
+)
 
 _INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _BLOCK = 1024
@@ -32,26 +45,6 @@ def kinds_of(pairs: Any) -> PairTypes | None:
         return None
     rows, ends, factors = pairs
     return PairTypes(rows.dtype, ends.dtype, None if factors is None else factors.dtype)
-
-
-def check_pairs(rows: Tensor, offsets: Tensor, factors: Tensor | None) -> None:
-    """Raise ValueError unless kernels take these."""
-    if not rows.is_contiguous() or rows.ndim != 2 or offsets.ndim != 1 or not offsets.numel():
-        raise ValueError(f"rows must be contiguous [T, top_k] and offsets [G], got {rows.shape} and {offsets.shape}")
-    if factors is not None and (factors.shape != rows.shape or not factors.is_contiguous()):
-        raise ValueError(f"factors must be contiguous {tuple(rows.shape)}, got {tuple(factors.shape)}")
-
-
-def check_spread(x: Tensor, rows: Tensor, other: Tensor | None, sums: Any) -> None:
-    """Raise ValueError unless there is a row of x for each token, and one of `other` for each pair if it is summed."""
-    if len(x) != len(rows) or (sums is not None and (other is None or other.shape != (rows.numel(), x.shape[-1]))):
-        raise ValueError(f"expects {len(rows)} rows of x and {rows.numel()} of what is summed, got {tuple(x.shape)}")
-
-
-def check_gather(x: Tensor, rows: Tensor) -> None:
-    """Raise ValueError unless there is a row of x for each pair."""
-    if len(x) != rows.numel():
-        raise ValueError(f"expects {rows.numel()} rows of x, got {tuple(x.shape)}")
 
 
 def end_of(kinds: PairTypes) -> str:
@@ -113,24 +106,18 @@ def _spread_kernel(
     return written(pointers, ["M", "W", "K", "G", "parts", "sx", "so"], [], body)
 
 
-def decide_spread(
-    x: Tensor, rows: Tensor, offsets: Tensor, *, factors: Tensor | None, other: Tensor | None, spread: bool,
-    sums: torch.dtype | None,
-) -> Decided | None:  # fmt: skip
-    """`permute.spread_rows`; `None` where nothing is asked for."""
-    check_pairs(rows, offsets, factors)
-    check_spread(x, rows, other, sums)
-    if not spread and sums is None:
-        return None
-    (tokens, top_k), columns = rows.shape, x.shape[-1]
-    (sx, copy), (so, copy_other) = row_stride(x, columns), (0, False) if other is None else row_stride(other, columns)
-    kinds, of_other = kinds_of((rows, offsets, factors)), None if other is None else other.dtype
+def decide_spread(a: Any, made: Sequence[Outline | None]) -> Decided:
+    """`permute.spread_rows`."""
+    (tokens, top_k), columns, other = a.rows.shape, a.x.shape[-1], a.other
+    (sx, copy), (so, copy_other) = row_stride(a.x, columns), (0, False) if other is None else row_stride(other, columns)
+    kinds, (spread, sums) = kinds_of((a.rows, a.offsets, a.factors)), made
     assert kinds is not None
-    kernel = _spread_kernel(x.dtype, kinds, of_other, spread, sums)
-    made = [((tokens * top_k, columns), x.dtype if spread else None), ((tokens, top_k), sums)]
-    numbers = (tokens, columns, top_k, len(offsets), parts_of(tokens, columns * top_k, False), sx, so)
-    copied = [0] * copy + [2] * (not offsets.is_contiguous()) + [3 + (factors is not None)] * copy_other
-    return Decided(kernel, made, numbers, rows.numel() * columns, None, copies(copied))
+    kernel = _spread_kernel(
+        a.x.dtype, kinds, None if other is None else other.dtype, spread is not None, sums and sums[1]
+    )
+    numbers = (tokens, columns, top_k, len(a.offsets), parts_of(tokens, columns * top_k, False), sx, so)
+    copied = [0] * copy + [2] * (not a.offsets.is_contiguous()) + [3 + (a.factors is not None)] * copy_other
+    return Decided(kernel, made, numbers, a.rows.numel() * columns, None, copies(copied))
 
 
 @functools.lru_cache(64)
@@ -146,18 +133,14 @@ def _gather_kernel(of: torch.dtype, kinds: PairTypes) -> CKernel:
     return written(pointers, ["M", "W", "K", "G", "parts", "sx"], [], body)
 
 
-def decide_gather(x: Tensor, rows: Tensor, offsets: Tensor, *, factors: Tensor | None) -> Decided:
+def decide_gather(a: Any, made: Sequence[Outline | None]) -> Decided:
     """`permute.gather_rows`."""
-    check_pairs(rows, offsets, factors)
-    check_gather(x, rows)
-    (tokens, top_k), columns = rows.shape, x.shape[-1]
-    sx, copy = row_stride(x, columns)
-    kinds = kinds_of((rows, offsets, factors))
+    (tokens, top_k), columns = a.rows.shape, a.x.shape[-1]
+    (sx, copy), kinds = row_stride(a.x, columns), kinds_of((a.rows, a.offsets, a.factors))
     assert kinds is not None
-    numbers = (tokens, columns, top_k, len(offsets), parts_of(tokens, columns * top_k, False), sx)
-    copied = [0] * copy + [2] * (not offsets.is_contiguous())
-    kernel = _gather_kernel(x.dtype, kinds)
-    return Decided(kernel, [((tokens, columns), x.dtype)], numbers, rows.numel() * columns, None, copies(copied))
+    numbers = (tokens, columns, top_k, len(a.offsets), parts_of(tokens, columns * top_k, False), sx)
+    copied = [0] * copy + [2] * (not a.offsets.is_contiguous())
+    return Decided(_gather_kernel(a.x.dtype, kinds), made, numbers, a.rows.numel() * columns, None, copies(copied))
 
 
 @functools.cache

@@ -18,14 +18,12 @@ from torch import Tensor
 from .._heads import (
     MAX_HEAD,
     Rotation,
-    check_normed,
-    check_weights,
     frequencies_of,
     head_sizes,
     rows_of_angles,
     spread,
 )
-from .call import CKernel, Decided, by_parts, load_as, parts_of, row_stride, store_as, written
+from .call import CKernel, Decided, Outline, by_parts, load_as, parts_of, row_stride, store_as, written
 from .chain import total
 
 # Of float32 angles of any size, as in `_rope_kernel._sine_cosine`: reduced to a quarter turn in float64, where adding
@@ -265,7 +263,8 @@ def backward_kernel(
 class _Takes:
     """The tensors of a call, in order, and which of them a kernel takes."""
 
-    def __init__(self, **tensors: Tensor | None) -> None:
+    def __init__(self, arguments: Any, *names: str) -> None:
+        tensors: dict[str, Tensor | None] = {name: getattr(arguments, name) for name in names}
         self._at = {name: i for i, name in enumerate(name for name, t in tensors.items() if t is not None)}
         self._tensors = tensors
         self._takes: list[Callable[[Sequence[Tensor]], Tensor]] = []
@@ -309,68 +308,45 @@ def _weights(q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[torch.dt
     return None if q_weight is None or k_weight is None else (q_weight.dtype, k_weight.dtype)
 
 
-def decide_rope(
-    x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None, positions: Tensor | None,
-    cos: Tensor | None, sin: Tensor | None, norm_eps: float | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    zero_centered: bool, store: bool,
-) -> Decided:  # fmt: skip
+def decide_rope(a: Any, made: Sequence[Outline | None]) -> Decided:
     """`rope.rope_fwd`."""
-    size, rotary = head_sizes(x, heads, kv_heads, rotation, bias=bias)
-    given = _Takes(
-        x=x, bias=bias, positions=positions, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight
-    )  # fmt: skip
-    norm, columns = norm_eps is not None, x.shape[-1]
-    check_weights(size, *((q_weight, k_weight) if norm else ()))
-    stride, copy = row_stride(x, columns)
+    size, rotary = head_sizes(a.x, a.heads, a.kv_heads, a.rotation)
+    given = _Takes(a, "x", "bias", "positions", "cos", "sin", "q_weight", "k_weight")
+    norm, columns = a.norm_eps is not None, a.x.shape[-1]
+    stride, copy = row_stride(a.x, columns)
     given.take("x", _copied(copy))
     given.take("bias")
-    angles, period = given.angles(x, rotation)
-    weights = _weights(q_weight, k_weight) if norm else None
+    angles, period = given.angles(a.x, a.rotation)
+    weights = _weights(a.q_weight, a.k_weight) if norm else None
     if norm:
         given.take("q_weight")
         given.take("k_weight")
-    of_bias = None if bias is None else bias.dtype
-    kernel = forward_kernel(x.dtype, of_bias, angles, norm, weights, zero_centered, store)
-    rows = x.numel() // columns
-    of_z, of_rstd = x.dtype if store else None, torch.float32 if norm else None
-    made = [(tuple(x.shape), x.dtype), (tuple(x.shape), of_z), ((*x.shape[:-1], heads + kv_heads), of_rstd)]
-    numbers = (rows, heads, kv_heads, size, rotary, period, parts_of(rows, columns, False), stride, 0)
-    return Decided(kernel, made, (*numbers, float(norm_eps or 0.0)), x.numel(), None, given.fit())
+    of_bias = None if a.bias is None else a.bias.dtype
+    kernel = forward_kernel(a.x.dtype, of_bias, angles, norm, weights, a.zero_centered, a.store)
+    rows = a.x.numel() // columns
+    numbers = (rows, a.heads, a.kv_heads, size, rotary, period, parts_of(rows, columns, False), stride, 0)
+    return Decided(kernel, made, (*numbers, float(a.norm_eps or 0.0)), a.x.numel(), None, given.fit())
 
 
-def decide_rope_backward(
-    dy: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, positions: Tensor | None, cos: Tensor | None,
-    sin: Tensor | None, x: Tensor | None, rstd: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    zero_centered: bool, dx: bool, dbias: torch.dtype | None, dq_weight: torch.dtype | None,
-    dk_weight: torch.dtype | None,
-) -> Decided | None:  # fmt: skip
-    """`rope.rope_bwd`; `None` where nothing is asked for."""
-    size, rotary = head_sizes(dy, heads, kv_heads, rotation)
-    check_normed(dy, x, rstd)
-    if not dx and dbias is dq_weight is dk_weight is None:
-        return None
-    given = _Takes(
-        dy=dy, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight
-    )  # fmt: skip
-    columns, weights = dy.shape[-1], None
-    sums = (dbias, dq_weight, dk_weight) if x is not None else (dbias, None, None)
-    (of_dy, copy), (of_x, copy_x) = row_stride(dy, columns), (0, False) if x is None else row_stride(x, columns)
+def decide_rope_backward(a: Any, made: Sequence[Outline | None]) -> Decided:
+    """`rope.rope_bwd`."""
+    size, rotary = head_sizes(a.dy, a.heads, a.kv_heads, a.rotation)
+    given = _Takes(a, "dy", "positions", "cos", "sin", "x", "rstd", "q_weight", "k_weight")
+    columns, weights, norm = a.dy.shape[-1], None, a.x is not None
+    (of_dy, copy), (of_x, copy_x) = row_stride(a.dy, columns), row_stride(a.x, columns) if norm else (0, False)
     given.take("dy", _copied(copy))
-    angles, period = given.angles(dy, rotation)
-    if x is not None:
-        check_weights(size, q_weight, k_weight)
-        weights = _weights(q_weight, k_weight)
+    angles, period = given.angles(a.dy, a.rotation)
+    if norm:
+        weights = _weights(a.q_weight, a.k_weight)
         given.take("x", _copied(copy_x))
-        given.take("rstd", _copied(rstd is not None and not rstd.is_contiguous()))
+        given.take("rstd", _copied(not a.rstd.is_contiguous()))
         given.take("q_weight")
         given.take("k_weight")
-    kernel = backward_kernel(
-        dy.dtype, None if x is None else x.dtype, angles, weights, zero_centered, dx, sums
-    )  # fmt: skip
-    totals = [((n,), kind) for n, kind in zip((columns, size, size), sums, strict=True)]
-    width = sum(n for (n,), kind in totals if kind is not None)
-    rows = dy.numel() // columns
+    dx, *totals = made
+    sums = tuple([None if total is None else total[1] for total in totals])
+    of = a.x.dtype if norm else None
+    kernel = backward_kernel(a.dy.dtype, of, angles, weights, a.zero_centered, dx is not None, sums)
+    width, rows = sum(shape[0] for shape, _ in filter(None, totals)), a.dy.numel() // columns
     parts = parts_of(rows, columns, width > 0)
-    numbers = (rows, heads, kv_heads, size, rotary, period, parts, of_x, of_dy)
-    made, work = [(tuple(dy.shape), dy.dtype if dx else None), *totals], dy.numel() * (1 + (x is not None))
-    return Decided(kernel, made, numbers, work, parts * width if width else None, given.fit())
+    numbers = (rows, a.heads, a.kv_heads, size, rotary, period, parts, of_x, of_dy)
+    return Decided(kernel, made, numbers, a.dy.numel() * (1 + norm), parts * width if width else None, given.fit())

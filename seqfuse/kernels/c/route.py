@@ -4,24 +4,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from .call import CKernel, Decided, by_parts, load_as, parts_of, store_as, written
+from .call import CKernel, Decided, Outline, by_parts, load_as, parts_of, store_as, written
 
 TINY = 1e-20
 """Added to the sum of the scores of a sigmoid, each of which may be 0."""
-
-
-def check_router(logits: Tensor, experts: Tensor, d_probs: Tensor | None = None) -> None:
-    """Raise ValueError unless these are contiguous matrices with as many rows."""
-    whole = all(t.ndim == 2 and t.is_contiguous() for t in (logits, experts))
-    if not whole or len(logits) != len(experts) or experts.dtype is not torch.int64:
-        message = f"expects contiguous logits [T, E] and experts [T, top_k] int64, got {logits.shape}, {experts.shape}"
-        raise ValueError(message)
-    if d_probs is not None and (d_probs.shape != experts.shape or not d_probs.is_contiguous()):
-        raise ValueError(f"expects contiguous gradients {tuple(experts.shape)}, got {tuple(d_probs.shape)}")
 
 
 @functools.lru_cache(64)
@@ -63,28 +54,12 @@ def _kernel(
     return written(pointers, ["M", "E", "K", "parts"], ["scale", "tiny"], by_parts("M", "", row, memory))
 
 
-def _decided(
-    logits: Tensor, experts: Tensor, d_probs: Tensor | None, softmax: bool, normalize: bool, scale: float,
-    of: torch.dtype,
-) -> Decided:  # fmt: skip
-    check_router(logits, experts, d_probs)
-    kernel = _kernel(logits.dtype, softmax, normalize, None if d_probs is None else d_probs.dtype, of)
-    rows, columns = logits.shape
-    made = experts.shape if d_probs is None else logits.shape
-    numbers = (rows, columns, experts.shape[1], parts_of(rows, columns, False), scale, 0.0 if softmax else TINY)
-    return Decided(kernel, [(tuple(made), of)], numbers, logits.numel())
-
-
-def decide_factors(
-    logits: Tensor, experts: Tensor, *, softmax: bool, normalize: bool, scale: float
-) -> Decided:  # fmt: skip
-    """`route.route_factors`."""
-    return _decided(logits, experts, None, softmax, normalize, scale, torch.float32)
-
-
-def decide_gradients(
-    d_probs: Tensor, logits: Tensor, experts: Tensor, *, softmax: bool, normalize: bool, scale: float,
-    dtype: torch.dtype | None,
-) -> Decided:  # fmt: skip
-    """`route.route_gradients`."""
-    return _decided(logits, experts, d_probs, softmax, normalize, scale, dtype or torch.float32)
+def decide_route(a: Any, made: Sequence[Outline | None]) -> Decided:
+    """`route.route_factors`, or `route.route_gradients` where there are gradients of the factors."""
+    of_d = a.d_probs.dtype if "d_probs" in vars(a) else None
+    (result,), (rows, columns) = made, a.logits.shape
+    assert result is not None
+    kernel = _kernel(a.logits.dtype, a.softmax, a.normalize, of_d, result[1])
+    parts = parts_of(rows, columns, False)
+    numbers = (rows, columns, a.experts.shape[1], parts, a.scale, 0.0 if a.softmax else TINY)
+    return Decided(kernel, made, numbers, a.logits.numel())
