@@ -88,11 +88,16 @@ def _left(lefts: Sequence[Left], indent: str = "  ") -> list[str]:
     """A line for each reason and name of a call."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for left in lefts:
-        alike.setdefault((left.kind, left.call, left.reason), []).append(left.module)
+        alike.setdefault((left.kind, left.call, left.reason), []).append(left.module or "the model")
     return [
-        f"{indent}left: {kind} {call} in {first or 'the model'}{f' and {len(more)} more' if more else ''}: {reason}"
-        for (kind, call, reason), (first, *more) in alike.items()
+        f"{indent}left: {kind} {call} in {_few(modules)}: {reason}" for (kind, call, reason), modules in alike.items()
     ]
+
+
+def _few(paths: Sequence[str]) -> str:
+    """The first paths, each once, and how many more there are."""
+    known = list(dict.fromkeys(paths))
+    return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if known[3:] else "")
 
 
 _MOST = 8
@@ -168,11 +173,7 @@ def _quantized(regions: Sequence[CapturedRegion]) -> list[str]:
         for path, reason in region.quantized.items():
             said = f"quantized by {region.recipe}" if reason is None else f"not quantized, {reason}"
             by_reason.setdefault(said, []).append(path)
-    few = {
-        said: f"{', '.join(paths[:3])}" + (f" and {len(paths) - 3} more" if paths[3:] else "")
-        for said, paths in by_reason.items()
-    }
-    return [f"{said}: {paths}" for said, paths in few.items()]
+    return [f"{said}: {_few(paths)}" for said, paths in by_reason.items()]
 
 
 def _folded(names: Sequence[str]) -> str:

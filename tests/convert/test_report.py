@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqfuse as sf
+from seqfuse.convert import GraphReport, Left
 from seqfuse.convert.launches import Launches
 from seqfuse.convert.report import _folded as folded
 from seqfuse.pictures.text import sized
@@ -439,3 +440,10 @@ def test_the_kernels_that_a_chain_launches_are_those_of_a_call():
     assert region.launched == (forward.count, backward.count)
     said = f"\n      kernel launches, forward + backward: {forward.count} + {backward.count}; eager torch "
     assert said in conversion.report(launches=True)
+
+
+def test_modules_of_calls_that_are_left_for_one_reason_are_named_three_at_most():
+    left = tuple(Left("linear", "GEMM", path, "why") for path in ("a", "", "b.c", "b.c", "d"))
+    assert "  left: GEMM linear in a, the model, b.c and 1 more: why" in str(GraphReport("graph 0", (), left)).split(
+        "\n"
+    )
