@@ -223,9 +223,11 @@ def test_a_state_is_not_that_of_the_others(fresh: dict[str, dict[str, Any]]) -> 
     assert same == ["as it is"]
 
 
+@pytest.mark.parametrize("behind_a_node", [False, True])
 @pytest.mark.parametrize("trained", [False, True])
-def test_gradient_mode_within_inference_mode_records_nothing_as_in_torch(trained: bool):
-    model, x = sf.Sequential(ops.Linear(8, 8), ops.GeLU(), ops.Linear(8, 8)), torch.randn(3, 8)
+def test_gradient_mode_within_inference_mode_records_nothing_as_in_torch(trained: bool, behind_a_node: bool):
+    last = (ops.LayerNorm(8), ops.Bias(8), ops.Tanh(), ops.Dropout(0.0)) if behind_a_node else (ops.Linear(8, 8),)
+    model, x = sf.Sequential(ops.Linear(8, 8), ops.GeLU(), *last), torch.randn(3, 8)
     for _ in range(3 * trained):
         model(x).sum().backward()
     wanted = model(x)
