@@ -251,7 +251,8 @@ def test_what_a_triangle_is():
     assert triangle_of(ONES.triu(1).bool()[None]) == Triangle(False, True)
     assert triangle_of(ONES) == Triangle(1, 1)
     assert triangle_of(torch.full((3, 3), -torch.inf).triu(1)) == Triangle(0, -torch.inf)
-    for other in (*NEARLY.values(), ONES.tril()[:3], ONES[0], ONES.tril().to("meta"), 3, nn.Parameter(ONES.tril())):
+    trained = nn.Parameter(ONES.tril()), ONES.tril().requires_grad_()
+    for other in (*NEARLY.values(), ONES.tril()[:3], ONES[0], ONES.tril().to("meta"), 3, *trained):
         assert triangle_of(other) is None
     with torch.inference_mode():
         assert triangle_of(ONES.tril()) is None, "its changes are not counted"
@@ -262,3 +263,5 @@ def test_a_triangle_is_read_again_after_a_change_in_place():
     assert triangle_of(mask) == Triangle(1, 0)
     mask[0, 1] = 1
     assert triangle_of(mask) is None
+    mask.data = ONES.triu(1)  # its version stays
+    assert triangle_of(mask) == Triangle(0, 1)
