@@ -74,15 +74,15 @@ def autocasting(kind: str, dtype: torch.dtype | None) -> contextlib.AbstractCont
 
 
 @contextlib.contextmanager
-def cast_once(apart: bool = False) -> Generator[None]:
+def cast_once(apart: bool = False) -> Generator[dict[tuple[int, ...], tuple[Any, Tensor]] | None]:
     """A call that keeps tensors for a backward: within the block a parameter is cast once, and kept as it was cast.
 
-    What runs on fake tensors beside a call casts `apart`, if casts are kept in it.
+    What runs on fake tensors beside a call casts `apart`, if casts are kept in it. The block has the casts so far.
     """
     outer = _call.casts
     if apart != (outer is None):
         _call.casts = {}
     try:
-        yield
+        yield _call.casts
     finally:
         _call.casts = outer

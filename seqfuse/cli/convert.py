@@ -77,7 +77,7 @@ def show_conversion(
     elif ending == ".json":
         write_text(json.dumps(_data(conversion, plans), indent=2), to)
     else:
-        text = [conversion.report(launches=launches, choices=True)]
+        text = [conversion.report(launches=launches)]
         if elsewhere is not None:
             text.insert(0, "Converted and called on this CPU; plans for the other device follow.")
             chains: dict[str, list[str]] = {}

@@ -384,16 +384,15 @@ class Conversion:
     def __str__(self) -> str:
         return self.report()
 
-    def report(self, *, launches: bool = False, choices: bool = False) -> str:
-        """The printed report: chains of each graph, bytes saved for backward, and calls that were not converted.
+    def report(self, *, launches: bool = False) -> str:
+        """The printed report: chains of each graph, saved bytes of each `memory=`, and calls that were not converted.
 
         Args:
             launches: whether to compare kernel launches with eager torch also on a CPU, where they matter little.
-            choices: whether to compare the saved bytes, peak and time of each `memory=`, which takes seconds to plan.
         """
         paths = paths_of(self.model)
         layers = [paths.get(place, "") for place in self._places]
-        about: dict[str, Any] = {"undone": not self._before, "launches": launches, "choices": choices}
+        about: dict[str, Any] = {"undone": not self._before, "launches": launches}
         text = [text_of(self.graphs, self._calls, self.left, layers, **about)]
         text += [f"{type(self.model).__name__} {_TAKEN_IN}"] * self._taken_in
         text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]

@@ -56,8 +56,8 @@ class GraphReport:
         since = f", none since call {captured.last} of {of}" if gone else ""
         return f"{self.name}: {after}{captured.call}; {counted(captured.calls, 'call')}{since}"
 
-    def body(self, launches: bool = False, choices: bool = False) -> list[str]:
-        """Lines about its chains and the calls that were not converted; `launches` and `choices` as in a report."""
+    def body(self, launches: bool = False) -> list[str]:
+        """Lines about its chains and the calls that were not converted; `launches` as in a report."""
         alike: dict[str, list[CapturedRegion]] = {}
         for region in self.regions:
             alike.setdefault("\n".join(_chain(region, launches)), []).append(region)
@@ -65,7 +65,7 @@ class GraphReport:
         if not self.regions:
             none = "no operation matches its calls" if not self.left else "the reasons are below"
             text.append(f"  nothing converted: {none}")
-        text += [f"  {line}" for line in (_choices(self.regions) if choices else ())]
+        text += [f"  {line}" for line in _choices(self.regions)]
         text += [f"  {line}" for line in _quantized(self.regions)]
         count = sum(self.beside.values())
         beside = f"{counted(count, 'call')} as before: {_named(self.beside)}" if count else "no calls"
@@ -216,7 +216,6 @@ def text_of(
     layers: Sequence[str],
     undone: bool,
     launches: bool,
-    choices: bool,
 ) -> str:
     """The reports of all graphs, those that are alike once, what no graph has, and the calls that none served.
 
@@ -224,7 +223,7 @@ def text_of(
     """
     alike: dict[str, list[GraphReport]] = {}
     for graph in graphs:
-        alike.setdefault("\n".join(graph.body(launches, choices)), []).append(graph)
+        alike.setdefault("\n".join(graph.body(launches)), []).append(graph)
     of = None if len(layers) > 1 else calls.count
     text = [] if graphs or undone else [_nothing(calls, layers)]
     for body, (first, *others) in alike.items():

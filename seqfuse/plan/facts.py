@@ -1,4 +1,7 @@
-"""The bytes that steps save for the backward pass: found by running them on fake tensors."""
+"""Steps tried on fake tensors: what they return and save, the bytes they allocate, their work, and their C kernels.
+
+Each kind of step is run once. Of a step like one that ran before, as those of equal layers are, the results follow.
+"""
 
 from __future__ import annotations
 
@@ -6,140 +9,434 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections import OrderedDict
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from copy import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .. import compiler
 from ..casts import autocasting, cast_once
-from ..env import Env
+from ..env import Env, Savings
 from ..errors import one_line
 from ..fake import faking, is_fake, laid_like
-from ..operation import FusableOperation, UnfusedOperation
-from ..saved import Recompute, Saved
-from ..traffic import FLOPS
-from .described import describe
-from .flatten import HOOKS, Node, global_hooks
+from ..generated import identifier
+from ..operation import UnfusedOperation
+from ..saved import Layout, Recompute, Saved
+from .arriving import Unknown, run_aside
+from .described import class_identity, describe
+from .flatten import Node
 from .inputs import check_dtypes
-from .reference import run_eagerly, walk_reference
 from .schedule import Candidate, Kept
-from .step import Step, Stretch
-
-_FILLED = (list, dict, set)
-
-
-class Unknown(Exception):
-    """The result of a module is not known, with that of all behind it."""
+from .step import Record, Step, Stretch
+from .tally import Tally, storage_of
 
 
-def aside(module: nn.Module, mode: Any, made: dict[int, nn.Module] | None = None) -> nn.Module:
-    """A copy of a module, and of those in it, with fake tensors for its own: what it changes is changed in the copy.
+class Alike(NamedTuple):
+    """Stands for a tensor: the number of its storage, and how it lies there."""
 
-    It has no hooks, which see the tensors of calls alone, and is not compiled.
+    storage: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def stride(self) -> tuple[int, ...]:
+        """As that of a tensor."""
+        return self.strides
+
+    @property
+    def bytes(self) -> int:
+        """As many as its numbers take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def is_dense(self, sizes: Mapping[int, int]) -> bool:
+        """Whether its numbers fill its storage."""
+        return sizes[self.storage] == self.bytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        """As that of a tensor."""
+        sides = zip(self.shape, self.strides, _rows(self.shape), strict=True)
+        return 0 in self.shape or all(size == 1 or stride == own for size, stride, own in sides)
+
+
+def _rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(1, size))
+    return tuple(strides[::-1][: len(shape)])
+
+
+class _Late(NamedTuple):
+    """A `Recompute` in what is known of a step, which holds no function: that may hold a model."""
+
+    fn: weakref.ref[Any]
+    tensors: tuple[Any, ...]
+
+
+def _mapped(value: Any, kind: type[Any], change: Callable[[Any], Any], late: Callable[..., Any] = Recompute) -> Any:
+    """A value with each `kind` in it changed: in tuples, in tensors in 8 bits, and in what makes a tensor again."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, Recompute):
+        return late(value.fn, *[_mapped(t, kind, change, late) for t in value.tensors])
+    if isinstance(value, list) or (isinstance(value, tuple) and not isinstance(value, torch.Size)):
+        several: list[Any] = [_mapped(one, kind, change, late) for one in value]  # pyright: ignore
+        return type(value)(*several) if hasattr(value, "_fields") else tuple(several)  # pyright: ignore
+    return value
+
+
+def storages(*values: Any) -> list[int]:
+    """The storages of all tensors in values."""
+    found: list[int] = []
+    left: list[Any] = [*values]
+    while left:
+        value = left.pop()
+        kind = value.__class__
+        if kind is Alike:
+            found.append(value.storage)
+        elif kind is dict:
+            left += value.values()
+        elif kind is Recompute:
+            left += value.tensors
+        elif issubclass(kind, list | tuple):
+            left += value
+    return found[::-1]
+
+
+class _Told(NamedTuple):
+    """What is known of a step: its results, whose storages have numbers in the order in which they were given or made,
+    the bytes of each made storage, and what it allocates; temporary storages have negative numbers.
     """
-    made = {} if made is None else made
-    module = module._modules.get("_orig_mod") or module  # pyright: ignore[reportPrivateUsage] # of torch.compile
-    if id(module) not in made:
-        kept = made[id(module)] = object.__new__(type(module))
-        own: dict[str, Any] = kept.__dict__
-        own.update(_copied(module.__dict__, mode), _compiled_call_impl=None)
-        own.update((name, _copied(module.__dict__[name], mode)) for name in ("_parameters", "_buffers"))
-        own.update((name, OrderedDict[int, Any]()) for name in HOOKS)
-        inside: Mapping[str, nn.Module | None] = module.__dict__["_modules"]
-        own["_modules"] = {name: child if child is None else aside(child, mode, made) for name, child in inside.items()}
-        if isinstance(module, FusableOperation):
-            own["_engine"] = []
-    return made[id(module)]
+
+    results: Any
+    made: tuple[int, ...]
+    events: tuple[tuple[int, int], ...]
+    work: Savings
+    kernels: dict[str, None]
 
 
-def _copied(held: Mapping[str, Any], mode: Any) -> dict[str, Any]:
-    """Fake tensors for tensors, copies of lists and the like, and the rest as it is."""
-    return {
-        name: mode.from_tensor(value) if isinstance(value, Tensor) else copy(value) if type(value) in _FILLED else value
-        for name, value in held.items()
-    }
+_known: dict[Any, _Told] = {}
+KEPT = 4096  # by names and sizes: no class or tensor of a model is held
+
+Fields = dict[str, Any]
 
 
-def run_aside(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor], mode: Any) -> Tensor:
-    """What a module that runs eagerly returns for fake tensors. Nothing of it changes, and its hooks are not run.
+class Attempt(NamedTuple):
+    """A step that was tried: its results, the casts that stay beside them, what it allocates, its work and kernels."""
 
-    Raises:
-        Unknown: where it does not run on fake tensors.
-    """
-    node = nodes[position]
-    operation = node.operation
-    try:
-        if global_hooks():
-            raise Unknown("global module hooks are registered")
-        stand_in = dataclasses.replace(node, operation=aside(operation, mode))
-        return run_eagerly([*nodes[:position], stand_in], position, x, channels)
-    except Exception as error:
-        if isinstance(operation, UnfusedOperation):  # its parameters may be elsewhere, as those of FSDP are
-            channels.update((channel, x) for _, channel in node.outputs)
-            return x.new_empty(operation.infer(tuple(x.shape)), dtype=operation.y_dtype)
-        raise _unknown(node, position, error) from None
+    results: Any
+    casts: tuple[Alike, ...]
+    events: Sequence[tuple[int, int]]
+    work: Savings
+    kernels: Mapping[str, None]
 
 
-def _unknown(node: Node, position: int, error: Exception) -> Unknown:
-    said = str(error).strip().partition("\n")[0]
-    said = said if isinstance(error, Unknown) else f"{type(error).__name__}: {said}"
-    return Unknown(f"unknown behind {node.name} at {position}, which does not run on fake tensors ({said})")
+class Tried:
+    """Tries steps, under a `FakeTensorMode` and the autocast that is on. A storage has a number here, and `sizes`.
 
-
-class Arriving:
-    """A sequence that is run part after part; `x` and `channels`, fake tensors, are what enters the next part.
-
-    `unknown` is why they are not known, once they are not.
+    Storages of parameters, which are `owned`, have no size.
     """
 
-    def __init__(self, x: Tensor, channels: Mapping[str, Tensor], env: Env, place: torch.device) -> None:
-        self.unknown: str | None = None
-        self._env, self._place = env, place
+    def __init__(self, seeds: Tensor, collects: bool) -> None:
+        self.sizes: dict[int, int] = {}
+        self.owned: set[int] = set()
+        self._collects = collects  # which C kernels steps call
+        self._bases: dict[int, Tensor] = {}  # by number
+        self._numbers: dict[int, int] = {}  # by storage, of those
+        self._parameters: dict[int, int] = {}  # by id
+        self._described: dict[int, str] = {}
+        self._next = 0
+        self._made_again: list[Any] = []  # functions in results, which are known while these are held
+        self.seeds, self._seeds = self.take(seeds), seeds
+
+    def fresh(self, size: int) -> int:
+        """The number of another storage."""
+        self._next += 1
+        self.sizes[self._next] = size
+        return self._next
+
+    def forget(self, first: int) -> None:
+        """Forget storages from a number on."""
+        for number in range(first, self._next + 1):
+            self.sizes.pop(number, None)
+
+    def new(self, like: Alike, dtype: torch.dtype | None = None) -> Alike:
+        """A contiguous tensor of this shape."""
+        dtype = dtype or like.dtype
+        return Alike(self.fresh(math.prod(like.shape) * dtype.itemsize), like.shape, _rows(like.shape), 0, dtype)
+
+    def take(self, t: Tensor) -> Alike:
+        """What stands for a fake tensor."""
+        place = storage_of(t)
+        number = self._numbers.get(place)
+        if number is None:
+            number = self._numbers[place] = self.fresh(t.untyped_storage().nbytes())
+            self._bases[number] = t
+        return _form(number, t)
+
+    def leave_out(self, tensors: Sequence[Tensor]) -> None:
+        """Do not count these: they are parameters."""
+        for t in tensors:
+            number = self.take(t).storage
+            self.sizes[number] = 0
+            self.owned.add(number)
+
+    def whole(self, t: Any) -> Any:
+        """A fake tensor like this one; those of one storage share one."""
+        return _mapped(t, Alike, self._whole)
+
+    def _whole(self, t: Alike) -> Tensor:
+        base = self._bases.get(t.storage)
+        if base is None:
+            count, place = self.sizes[t.storage] // t.dtype.itemsize, self._seeds.device
+            if t.is_contiguous and t.offset == 0 and math.prod(t.shape) == count:
+                base = torch.empty(t.shape, dtype=t.dtype, device=place)
+            else:
+                base = torch.empty(count, dtype=t.dtype, device=place)
+            self._bases[t.storage] = base
+            self._numbers[storage_of(base)] = t.storage
+        if (base.shape, base.stride(), base.storage_offset(), base.dtype) == (t.shape, t.strides, t.offset, t.dtype):
+            return base
+        if base.dtype is not t.dtype:  # a view of it as other numbers
+            storage, count = cast(Any, base.untyped_storage()), self.sizes[t.storage] // t.dtype.itemsize
+            base = cast(Any, torch.empty(0, dtype=t.dtype, device=base.device)).set_(storage, 0, (count,))
+        return cast(Tensor, base.as_strided(t.shape, t.strides, t.offset))
+
+    def forward(self, step: Step, x: Any, channels: Mapping[str, Alike], env: Env) -> Attempt:
+        """The forward of a step, for the x and the channels that it takes: y, extra outputs in the order of
+        `step.writes`, and for each of the records that it `saves` the names and the values of its fields.
+        """
+
+        def call(given: Any) -> Any:
+            reads = dict(zip([channel for _, channel in step.reads], given[1], strict=True))
+            try:
+                y, named, saved = step.returned(step.call(env, given[0], reads, self._seeds)[0])
+            except RuntimeError as error:
+                if not step.fused:
+                    raise
+                cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
+                raise RuntimeError(f"{step.name} does not run on fake tensors; {cure}: {error}") from None
+            records = [_fields(record.among(saved, self._seeds)) for record in step.saves]
+            return y, tuple([named[name] for name, _ in step.writes]), tuple(records)
+
+        given = x, tuple([channels[channel] for _, channel in step.reads])
+        return self._run(step, env, ("forward",), given, call)
+
+    def entered(self, t: Any, dtype: torch.dtype | None, layout: Layout) -> Any:
+        """A tensor in the dtype and the layout that a pass takes."""
+        if isinstance(t, Alike) and dtype is not None and t.dtype is not dtype:
+            t = Alike(self.fresh(0), t.shape, t.strides, 0, dtype) if t.is_dense(self.sizes) else self.new(t, dtype)
+            self.sizes[t.storage] = t.bytes
+        if not isinstance(t, Alike) or layout == "any" or t.is_contiguous:
+            return t
+        rows = layout == "inner_contig" and t.shape and (t.strides[-1] == 1 or t.shape[-1] == 1) and 0 not in t.strides
+        return t if rows else self.new(t)
+
+    def run_forward(self, step: Step, x: Any, channels: Mapping[str, Alike], env: Env) -> Attempt:
+        """The forward of a step, which casts x as it takes it."""
+        layout = step.operation.layout
+        reads = {channel: self.entered(channels[channel], None, layout) for _, channel in step.reads}
+        return self.forward(step, self.entered(x, step.cast, layout), reads, env)
+
+    def saved(self, step: Step, records: Any) -> frozenset[int]:
+        """The storages that a step saves, but for those of parameters."""
+        kept = [kept_fields(record, fields) for record, fields in zip(step.saves, records, strict=True)]
+        return frozenset(storages(*kept)) - self.owned
+
+    def backward(
+        self,
+        step: Step,
+        d: Any,
+        records: Sequence[Fields | None],
+        incoming: Mapping[str, Any],
+        env: Env,
+        needs: frozenset[str] | None = None,
+    ) -> Attempt:
+        """The backward of a step: dx, names and values of its gradients, and the fields that it filled in records."""
+        kinds: list[type[Saved]] = [record.cls for record in step.records]
+
+        def call(given: Any) -> Any:
+            own = [_record(cls, *fields) for cls, fields in zip(kinds, given[1], strict=True)]
+            before = [set(record.__dict__) for record in own]
+            positional, keywords = [given[0]], dict(zip(incoming, given[2], strict=True))
+            if step.joint or not step.fused:
+                positional += own
+            else:
+                named = step.operation.backward_signature.extras
+                keywords |= {identifier(slot): r for slot, r in step.by_slot(own).items() if slot in named}
+            keywords |= step.constants(env, True)
+            keywords |= {} if needs is None else {"needs": needs}
+            keywords |= {"main_grads": {}} if step.operation.backward_signature.main_grads else {}
+            dx, grads = step.operation.bwd(*positional, **keywords)
+            filled = [
+                {name: value for name, value in record.__dict__.items() if name not in names and name != "_late"}
+                for record, names in zip(own, before, strict=True)
+            ]
+            return dx, (tuple(grads), tuple(grads.values())), tuple([(tuple(f), tuple(f.values())) for f in filled])
+
+        fields = tuple([((), ()) if f is None else (tuple(f), tuple(f.values())) for f in records])
+        about = "backward", *map(class_identity, kinds), *incoming, needs
+        return self._run(step, env, about, (d, fields, tuple(incoming.values())), call)
+
+    def together(self, steps: Sequence[Step], env: Env) -> Attempt:
+        """The weights of several steps, quantized at once."""
+
+        def call(_: Any) -> Any:
+            asked = [(step.operation, step.recipe, step.needed) for step in steps]
+            return [*map(tuple, steps[0].operation.quantized_weights(asked))]
+
+        about = ("weights", *[self._about(node, at) for s in steps for node, at in zip(s.nodes, s.covers, strict=True)])
+        return self._run(steps[0], env, (*about, *[(s.needs, s.recipes) for s in steps]), (), call)
+
+    def described(self, step: Step) -> Any:
+        """What a step depends on, beside the tensors that it takes."""
+        to = step.to and dataclasses.replace(step.to, at=step.to.at - step.start, operation=None)
+        kind = class_identity(step.operation.__class__), *map(self._about, step.nodes, step.covers)
+        return kind, step.needs, step.borders, step.recipes, to and dataclasses.astuple(to)
+
+    def _about(self, node: Node, at: int) -> str:
+        if at not in self._described:
+            self._described[at] = describe(node)
+        return self._described[at]
+
+    def _run(self, step: Step, env: Env, about: Any, given: Any, call: Callable[[Any], Any]) -> Attempt:
+        places: dict[int, int] = {self.seeds.storage: 0}  # of each storage its place among those that are given
+        for node in step.nodes:
+            for owner, name in node.slots.values():
+                held: Any = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+                places.setdefault(-1 if held is None else self._parameter(held), len(places))
+
+        def local(t: Alike) -> Alike:
+            return t._replace(storage=places.setdefault(t.storage, len(places)))
+
+        owned = tuple(places.values())
+        key: Any = about, self.described(step), any_rows(env), owned, _mapped(given, Alike, local, _weakly)
         try:
-            with self._running() as mode:
-                self._mode = mode
-                self.x: Tensor = self._like(x)
-                self.channels = {name: self._like(t) for name, t in channels.items()}
-        except Exception as error:
-            self.unknown = f"the input cannot be made without data ({type(error).__name__}: {error})"
+            known = _known.get(key)
+        except TypeError:  # data that has no hash
+            key = known = None
+        numbers = [*places]
+        results = None if known is None else _bound(known.results, [*numbers, *map(self.fresh, known.made)])
+        if known is None or results is None:
+            known, constant = self._try(numbers, given, call)
+            results = _bound(known.results, [*numbers, *map(self.fresh, known.made)])
+            assert results is not None
+            if key is not None and not constant:
+                if len(_known) >= KEPT:
+                    _known.clear()
+                _known[key] = known
+        numbers += range(self._next - len(known.made) + 1, self._next + 1)
+        events = [(numbers[place] if place >= 0 else place, size) for place, size in known.events]
+        return Attempt(results[0], results[1], events, known.work, known.kernels)
 
-    def _like(self, t: Tensor) -> Tensor:
-        fake = self._mode.from_tensor(t).detach()
-        fake = fake if fake.device == self._place else laid_like(fake, fake.dtype, self._place)
-        return fake.requires_grad_(t.requires_grad)
+    def _parameter(self, held: Tensor) -> int:
+        """The number of a parameter's storage."""
+        number = self._parameters.get(id(held))
+        if number is None:
+            number = self.take(held).storage if is_fake(held) else self.fresh(0)
+            self.sizes[number] = 0
+            self._bases[number] = self._bases.get(number, held)
+            self._parameters[id(held)] = number
+            self.owned.add(number)
+        return number
 
-    @contextlib.contextmanager
-    def _running(self) -> Generator[Any]:
-        autocast = self._env.autocast if self._env.device == self._place.type else None
-        casting, mode = autocasting(self._place.type, autocast), getattr(self, "_mode", None)
-        with torch.set_grad_enabled(self._env.grad), casting, faking(mode) as mode:
-            yield mode
+    def _try(self, numbers: Sequence[int], given: Any, call: Callable[[Any], Any]) -> tuple[_Told, bool]:
+        """Run a step; what is known of it then, and whether its results have a constant, which belongs to this one."""
+        concrete = self.whole(given)
+        collecting = compiler.collecting() if self._collects else contextlib.nullcontext(dict[str, None]())
+        with collecting as kernels, cast_once(apart=True) as casts, Tally() as tally:
+            results = call(concrete), tuple([made for _, made in (casts or {}).values()])
+            events = [*tally.events]
+        places = {n: i for i, n in enumerate(numbers)}
+        parameters = {key: places[n] for key, n in self._parameters.items() if n in places}
+        made: list[int] = []
+        found: dict[int, int] = {}  # by storage
+        counted: dict[int, int] = {}  # by number of the tally
+        constant = False
 
-    def apart(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """What enters the next part and the channels beside it, as tensors on meta, which can be kept."""
-        x, *given = (
-            laid_like(t, t.dtype, "meta").requires_grad_(t.requires_grad) for t in (self.x, *self.channels.values())
-        )
-        return x, dict(zip(self.channels, given, strict=True))
+        def leaf(t: Tensor) -> Any:
+            nonlocal constant
+            if id(t) in parameters:
+                return _form(parameters[id(t)], t)
+            place = storage_of(t)
+            if (number := self._numbers.get(place, -1)) in places:
+                return _form(places[number], t)
+            if place not in found:
+                if not is_fake(t):  # of no byte that a call makes
+                    constant = True
+                    return t
+                found[place] = len(numbers) + len(made)
+                made.append(t.untyped_storage().nbytes())
+                if (counting := tally.number(t)) is not None:
+                    counted[counting] = found[place]
+            return _form(found[place], t)
 
-    def run(self, nodes: Sequence[Node], positions: range) -> None:
-        """Run the operations of a part, or the module that runs eagerly."""
-        if self.unknown is not None:
-            return
-        with self._running() as mode:
-            seeds = torch.empty(len(nodes), dtype=torch.int64, device=self._place)
-            for at in positions:
-                try:
-                    if nodes[at].fusable:
-                        self.x = walk_reference(nodes, range(at, at + 1), self.x, self.channels, seeds)
-                    else:
-                        self.x = run_aside(nodes, at, self.x, self.channels, mode)
-                except Exception as error:
-                    self.unknown = str(error if isinstance(error, Unknown) else _unknown(nodes[at], at, error))
-                    return
+        def late(fn: Any, *tensors: Any) -> _Late:
+            self._made_again.append(fn)
+            return _weakly(fn, *tensors)
+
+        encoded = _mapped(results, Tensor, leaf, late)
+        told = tuple([(counted.get(number, -number), size) for number, size in events])
+        return _Told(encoded, tuple(made), told, tally.work, dict(kernels)), constant
+
+
+@functools.lru_cache(64)
+def any_rows(env: Env) -> Env:
+    """The environment for any number of tokens."""
+    return dataclasses.replace(env, rows=None)
+
+
+def _form(number: int, t: Tensor) -> Alike:
+    return Alike(number, t.shape, t.stride(), int(t.storage_offset()), t.dtype)
+
+
+def _weakly(fn: Any, *tensors: Any) -> _Late:
+    return _Late(weakref.ref(fn), tensors)
+
+
+def _bound(value: Any, numbers: Sequence[int]) -> Any:
+    """The results of a step with the numbers of storages; `None` if a function in them is gone."""
+    gone = False
+
+    def bound(one: Any) -> Any:
+        nonlocal gone
+        if isinstance(one, Alike):
+            return one._replace(storage=numbers[one.storage])
+        fn = one.fn()
+        gone = gone or fn is None
+        return Recompute(cast(Any, fn), *[_mapped(t, _BOUND, bound) for t in one.tensors])
+
+    results = _mapped(value, _BOUND, bound)
+    return None if gone else results
+
+
+_BOUND: Any = (Alike, _Late)
+
+
+def _fields(record: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The names and the values of a record's fields; of those that are made again, what makes them."""
+    fields = {**record.__dict__, **record.__dict__.get("_late", {})}
+    fields.pop("_late", None)
+    return tuple(fields), tuple(fields.values())
+
+
+def _record(cls: type[Saved], names: Sequence[str], values: Sequence[Any]) -> Saved:
+    record = cls.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, Recompute):
+            record.__dict__.setdefault("_late", {})[name] = value
+        else:
+            record.__dict__[name] = value
+    return record
+
+
+def kept_fields(record: Record, fields: tuple[Sequence[str], Sequence[Any]]) -> Fields:
+    """The fields of a record that are saved."""
+    return {name: value for name, value in zip(*fields, strict=True) if name in record.kept}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +461,8 @@ def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
     live = [c for c in candidates if c.stop > stretch.wants.live_from]
     steps = [stretch.step(c.start, c.stop, c.fusion) for c in live if c.fusion.saves_memory or c.fusion.has_record]
     entering = Entering(stretch.x, stretch.channels, stretch.env, stretch.place)
-    return footprint((stretch,), steps, entering)
+    found = footprint((stretch,), steps, entering)
+    return found if isinstance(found, str) else found[0]
 
 
 class Entering(NamedTuple):
@@ -186,18 +484,8 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entering: 
     env, place = entering.env, entering.place
     if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
         return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
-    flops = list[int]()
-
-    @contextlib.contextmanager
-    def counting() -> Generator[None]:
-        from torch.utils.flop_counter import FlopCounterMode
-
-        with FlopCounterMode(display=False, custom_mapping=_formulas()[1]) as counter:
-            yield
-        flops.append(counter.get_total_flops())
-
-    kept = footprint(parts, forward, entering, counting)
-    return kept if isinstance(kept, str) else Memory(_saved_by(kept, forward), kept.unfused, sum(flops))
+    found = footprint(parts, forward, entering)
+    return found if isinstance(found, str) else Memory(_saved_by(found[0], forward), found[0].unfused, found[1])
 
 
 def _saved_by(kept: Kept, forward: Sequence[Step]) -> int:
@@ -209,48 +497,15 @@ def _saved_by(kept: Kept, forward: Sequence[Step]) -> int:
     return sum(kept.sizes[t] for t in tensors)
 
 
-@functools.cache
-def _formulas() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Functions that count FLOPs, by the calls of ATen: of tensors, and those that torch lacks, of shapes."""
-    from torch.utils import flop_counter
+def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], entering: Entering) -> tuple[Kept, int] | str:
+    """The tensors that operations of consecutive parts save, and the fusions of these steps, with the FLOPs of the
+    operations; or why they are not known.
 
-    of_shapes = cast(Any, flop_counter.shape_wrapper)  # pyright: ignore[reportUnknownMemberType]
-
-    def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-        return 2 * math.prod(q) * k[-2] + 2 * math.prod(q[:-1]) * k[-2] * v[-1]
-
-    # Torch has no formula for the CPU's kernel, and before torch 2.13 none for fewer heads of keys than of queries.
-    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    extra: dict[Any, Any] = {**FLOPS}
-    extra |= {getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): attention for kernel in kernels}
-    ahead = {name: of_shapes(formula) for name, formula in extra.items()}
-
-    def backward(_: Sequence[int], *forward: Any, **__: Any) -> int:  # five GEMMs where the forward pass has two
-        return attention(*forward[:3]) * 5 // 2
-
-    back = {
-        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward"): of_shapes(backward) for kernel in kernels
-    }
-    return {**flop_counter.flop_registry, **ahead, **back}, extra
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """The FLOPs of a call of ATen."""
-    formula = _formulas()[0].get(func.overloadpacket)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
-
-
-def footprint(
-    parts: Sequence[Stretch | Node], steps: Sequence[Step], entering: Entering, counting: Any = None
-) -> Kept | str:
-    """The tensors that operations of consecutive parts save, and the fusions of these steps, or why they are not known.
-
-    A module that runs eagerly is run on fake tensors, too; what it saves is not counted. The operations of each part
-    run within `counting()`.
+    A module that runs eagerly is run on fake tensors, too; what it saves and computes is not counted.
     """
     entered = next((part for part in parts if isinstance(part, Stretch)), None)
     if entered is None:
-        return Kept([frozenset[int]()] * len(parts), {}, {})
+        return Kept([frozenset[int]()] * len(parts), {}, {}), 0
     inside = entered.nodes[entered.start - parts.index(entered) :]
     known = {*entering.channels, *(c for node in inside for _, c in node.outputs)}
     for part in parts:
@@ -260,7 +515,7 @@ def footprint(
                     return f"{node.name} reads {name} from {channel!r}, which is not given to plan()"
     try:
         with torch.no_grad(), autocasting(entering.place.type, entering.env.autocast), faking() as mode, cast_once():
-            return _footprint(parts, entered, steps, entering, counting, mode)
+            return _footprint(parts, entered, steps, entering, mode)
     except Unknown as error:
         return str(error)
     except Exception as error:
@@ -268,211 +523,48 @@ def footprint(
 
 
 def _footprint(
-    parts: Sequence[Stretch | Node],
-    entered: Stretch,
-    steps: Sequence[Step],
-    entering: Entering,
-    counting: Any,
-    mode: Any,
-) -> Kept:
-    def like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    parts: Sequence[Stretch | Node], entered: Stretch, steps: Sequence[Step], entering: Entering, mode: Any
+) -> tuple[Kept, int]:
+    def like(t: Tensor, dtype: torch.dtype) -> Alike:
         t = mode.from_tensor(t).detach()
-        return t if t.device == place and t.dtype is dtype else laid_like(t, dtype, place)
+        return tried.take(t if t.device == place and t.dtype is dtype else laid_like(t, dtype, place))
 
     nodes, env, place = entered.nodes, entering.env, entering.place
-    x = like(entering.x, env.dtype if entering.x.is_floating_point() else entering.x.dtype)
-    channels = {name: like(t, t.dtype) for name, t in entering.channels.items()}
-    own, before = list[frozenset[int]](), [x]
     seeds = torch.empty(len([n for n in nodes if n.seed is not None]), dtype=torch.int64, device=place)
-    tried = _Tried(owned(nodes), seeds, counting is None)
+    tried = Tried(seeds, collects=False)
+    x: Any = like(entering.x, env.dtype if entering.x.is_floating_point() else entering.x.dtype)
+    channels = {name: like(t, t.dtype) for name, t in entering.channels.items()}
+    own, before, flops = list[frozenset[int]](), [x], 0.0
     first = at = entered.start - parts.index(entered)
     for part in parts:
         last = part.positions.stop if isinstance(part, Stretch) else at + 1
-        with counting() if counting and isinstance(part, Stretch) else contextlib.nullcontext():
-            while at < last:
-                if isinstance(part, Stretch):
-                    if env.autocast is None:
-                        check_dtypes(nodes, range(at, at + 1), [x.dtype])
-                    x, saved = tried(part.step(at, at + 1), x, channels, part.env)
-                else:
-                    tried.leave_out([mode.from_tensor(p) for p in part.operation.parameters()])
-                    given = {channel: tried.whole(channels[channel]) for _, channel in nodes[at].inputs}
-                    x, saved = run_aside(nodes, at, tried.whole(x), given, mode), frozenset[int]()
-                    channels.update(given)
-                at += 1
-                own.append(saved)
-                before.append(x)
+        while at < last:
+            if isinstance(part, Stretch):
+                if env.autocast is None:
+                    check_dtypes(nodes, range(at, at + 1), [x.dtype])
+                step = part.step(at, at + 1)
+                run = tried.run_forward(step, x, channels, part.env)
+                x, made, records = run.results
+                channels.update(zip([channel for _, channel in step.writes], made, strict=True))
+                saved, flops = tried.saved(step, records), flops + run.work.flops
+            else:
+                tried.leave_out([mode.from_tensor(p) for p in part.operation.parameters()])
+                given = {channel: tried.whole(channels[channel]) for _, channel in nodes[at].inputs}
+                x, saved = tried.take(run_aside(nodes, at, tried.whole(x), given, mode)), frozenset[int]()
+                channels.update({channel: tried.take(t) for channel, t in given.items()})
+            at += 1
+            own.append(saved)
+            before.append(x)
     fused: dict[tuple[int, Any], frozenset[int]] = {}
     for step in steps:
         if step.fused:
             alone = dataclasses.replace(step, to=None)  # what is quantized, its reader saves
-            y = before[step.stop - first]
-            fused[step.start, step.operation] = tried(alone, before[step.start - first], channels, env, y)[1]
-    return Kept(own, fused, tried.sizes)
-
-
-class _Alike:
-    """Stands for a tensor like one that a step gave before, and is made only where another step has to run on it."""
-
-    __slots__ = ("dtype", "number", "shape", "strides", "tensor")
-
-    def __init__(self, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.strides, self.dtype = shape, strides, dtype
-        self.number: int | None = None
-        self.tensor: Tensor | None = None
-
-    def stride(self) -> tuple[int, ...]:
-        """As that of a tensor."""
-        return self.strides
-
-
-class _Form(NamedTuple):
-    """What a result is like that is no tensor a step was given."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Tried:
-    """Steps that were run on fake tensors; one that is like another, as those of equal layers are, is not run again."""
-
-    def __init__(self, owned: set[int], seeds: Tensor, shares: bool) -> None:
-        self._owned, self._seeds, self._shares, self.sizes = owned, seeds, shares, dict[int, int]()
-        self._numbers: dict[int, int] = {}  # by storage
-        self._held: list[Tensor] = []  # so that no storage takes the place of one that went
-        # Each result by its form, or by the name of the tensor that it is, and what is saved: such names, or the bytes
-        # of other tensors. Names are x, y, seeds, and those of extra inputs and outputs.
-        self._known: dict[Any, tuple[dict[str, Any], tuple[str | int, ...]]] = {}
-        self._described: dict[int, str] = {}
-
-    def __call__(
-        self, step: Step, x: Any, channels: dict[str, Any], env: Env, same: Any = None
-    ) -> tuple[Any, frozenset[int]]:
-        """Its y, and the numbers of what it saves; `channels`, in which no name is made twice, gains what it makes.
-
-        `same` is the y of its operations, whose channels are there: what it gives is what they give.
-        """
-        places: dict[str, Any] = {"x": x, **{f"in {name}": channels[channel] for name, channel in step.reads}}
-        outputs = [(f"out {name}", channel) for name, channel in step.writes]
-        stored = [self._place(t) for t in places.values()]
-        forms = [(t.shape, t.dtype, t.stride()) for t in places.values()]
-        key: Any = None
-        if self._shares:
-            alike = [stored.index(place) for place in stored]
-            planned = step.needs, step.borders, step.recipes
-            key = (type(step.operation), *map(self._about, step.nodes, step.covers), *forms, *alike, *planned)
-        if key in self._known:
-            results, found = self._known[key]
-            for name, form in results.items():
-                places[name] = _Alike(*form) if isinstance(form, _Form) else places[form]
-            y = places["y"]
-            if same is None:
-                channels.update((channel, places[name]) for name, channel in outputs)
-            else:
-                places |= {"y": same, **{name: channels[channel] for name, channel in outputs}}
-            places["seeds"] = self._seeds
-            return y, frozenset([self._fresh(n) if isinstance(n, int) else self._number(places[n]) for n in found])
-        given = {channel: self.whole(channels[channel]) for _, channel in step.reads}
-        try:
-            y, named, saved = step.returned(step.call(env, self.whole(x), given, self._seeds)[0])
-        except RuntimeError as error:
-            if not step.fused:
-                raise
-            cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
-            raise RuntimeError(f"{step.name} does not run on fake tensors; {cure}: {error}") from None
-        made = {"y": y, **{f"out {name}": named[name] for name, _ in step.writes}}
-        if same is None:
-            channels.update((channel, made[name]) for name, channel in outputs)
-        else:
-            for mine, theirs in zip(made.values(), (same, *[channels[c] for _, c in outputs]), strict=True):
-                self._numbers[storage_of(mine)] = self._number(theirs)
-                self._held.append(mine)
-        records = ((record, record.among(saved, self._seeds)) for record in step.saves)
-        tensors = [t for record, value in records for t in _tensors(value, record.kept) if is_fake(t)]
-        tensors = [t for t in tensors if storage_of(t) not in self._owned]
-        if key is not None:
-            self._keep(key, {name: self.whole(t) for name, t in places.items()}, made, tensors)
-        return y, frozenset(map(self._number, tensors))
-
-    def _keep(self, key: Any, given: dict[str, Tensor], made: dict[str, Tensor], saved: Sequence[Tensor]) -> None:
-        """Keep what a step gave, unless a result of it is a view of another tensor."""
-        results: dict[str, Any] = {}
-        known = dict(given)
-        for name, t in made.items():
-            is_of = next((other for other, one in known.items() if one is t), None)
-            if is_of is None and storage_of(t) in map(storage_of, known.values()):
-                return
-            results[name] = is_of or _Form(t.shape, t.stride(), t.dtype)
-            known[name] = t
-        names: dict[int, str | int] = {storage_of(self._seeds): "seeds"}
-        names |= {storage_of(t): name for name, t in reversed(known.items())}
-        several = {storage_of(t): names.get(storage_of(t), t.untyped_storage().nbytes()) for t in saved}
-        self._known[key] = results, tuple(several.values())
-
-    def whole(self, t: Any) -> Tensor:
-        """A tensor, made now if it was not needed before."""
-        if not isinstance(t, _Alike):
-            return t
-        if t.tensor is None:
-            t.tensor = torch.empty_strided(t.shape, t.strides, dtype=t.dtype, device=self._seeds.device)
-            if t.number is not None:
-                self._held.append(t.tensor)
-                self._numbers[storage_of(t.tensor)] = t.number
-        return t.tensor
-
-    def _place(self, t: Any) -> int:
-        """What tells the storage of a tensor from others."""
-        if isinstance(t, _Alike):
-            return -id(t) if t.tensor is None else storage_of(t.tensor)
-        return storage_of(t)
-
-    def leave_out(self, tensors: Sequence[Tensor]) -> None:
-        """Do not count these: they are parameters."""
-        self._owned.update(map(storage_of, tensors))
-        self._held += tensors
-
-    def _about(self, node: Node, at: int) -> str:
-        if at not in self._described:
-            self._described[at] = describe(node)
-        return self._described[at]
-
-    def _number(self, t: Any) -> int:
-        if isinstance(t, _Alike) and t.tensor is None:
-            if t.number is None:
-                last = sum([(size - 1) * stride for size, stride in zip(t.shape, t.strides, strict=True)])
-                t.number = self._fresh(0 if 0 in t.shape else (last + 1) * t.dtype.itemsize)
-            return t.number
-        t = self.whole(t)
-        self._held.append(t)
-        at = self._numbers.get(storage_of(t))
-        if at is None:
-            at = self._numbers[storage_of(t)] = self._fresh(t.untyped_storage().nbytes())
-        return at
-
-    def _fresh(self, size: int) -> int:
-        self.sizes[len(self.sizes)] = size
-        return len(self.sizes) - 1
-
-
-def storage_of(t: Tensor) -> int:
-    """What tells the storage of a tensor from all others that are alive."""
-    return t.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-
-
-def _tensors(record: Saved, kept: Sequence[str]) -> Iterator[Tensor]:
-    late: Mapping[str, Recompute] = vars(record).get("_late", {})
-    for name in kept:
-        value: Any = late[name].tensors if name in late else vars(record).get(name)
-        several: tuple[Any, ...] = cast(Any, value) if isinstance(value, tuple) else (value,)
-        yield from (t for t in several if isinstance(t, Tensor))
-
-
-def owned(nodes: Sequence[Node]) -> set[int]:
-    """The storages of parameters, which are fake, too, where nothing has data."""
-    slots = [slot for node in nodes for slot in node.slots.values()]
-    parameters: list[Any] = [owner._parameters.get(name) for owner, name in slots]  # pyright: ignore[reportPrivateUsage]
-    return {storage_of(p) for p in parameters if is_fake(p)}
+            y, made, records = tried.run_forward(alone, before[step.start - first], channels, env).results
+            # What it returns is what its operations return.
+            same = {y.storage: before[step.stop - first].storage}
+            same |= {t.storage: channels[c].storage for t, (_, c) in zip(made, step.writes, strict=True)}
+            fused[step.start, step.operation] = frozenset([same.get(n, n) for n in tried.saved(alone, records)])
+    return Kept(own, fused, tried.sizes), round(flops)
 
 
 def entering_width(nodes: Sequence[Node]) -> tuple[int, ...] | None:

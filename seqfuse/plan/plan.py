@@ -29,13 +29,27 @@ from ..pictures.data import (
 )
 from ..pictures.svg import FULL
 from ..recipes import Recipe, Role
+from .arriving import Unknown
 from .cost_lookup import Known
-from .facts import Memory, Unknown, look
+from .facts import Memory, look
 from .flatten import Node
 from .front import Front, Scales, bytes_held, steps_of
 from .match import Matcher, Refusal, is_own
 from .quantized import Quantization
-from .schedule import Budget, Candidate, Choice, Kept, MemoryChoice, best, cheapest, chosen_for, graph, passes_of
+from .schedule import (
+    Budget,
+    Candidate,
+    Choice,
+    Edge,
+    Kept,
+    MemoryChoice,
+    Path,
+    best,
+    cheapest,
+    chosen_for,
+    graph,
+    passes_of,
+)
 from .step import Step, Stretch
 
 SEGMENT = 8
@@ -320,13 +334,11 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
     return Plan(env, ahead, back, segments, again, refused, cost=sum(plan.cost for plan in plans))
 
 
-def held_by(plan: Plan, stretches: Sequence[Stretch], weighing: Callable[[Stretch], Scales]) -> tuple[int, int] | None:
+def held_by(plan: Plan, searches: Sequence[Search]) -> tuple[int, int] | None:
     """The bytes that a plan of consecutive stretches keeps, and the most that are held at once; `None` if unknown."""
     kept = peak = 0
     try:
-        for stretch in stretches:
-            spans = [span for span in plan.segments if span.start in stretch.positions]
-            own = bytes_held(weighing(stretch), spans, (plan.forward, plan.backward), dict(plan.recomputed))
+        for own in [search.held(plan) for search in searches]:
             kept, peak = kept + own[0], max(peak, kept + own[1])
     except Unknown:
         return None
@@ -356,64 +368,113 @@ class _Chosen:
 ONCE = "{} does not run again in the backward pass: processes exchange tensors in it, or it fills a cache"
 
 
-def _chosen(
-    stretch: Stretch,
-    found: Sequence[Candidate],
-    memory: Choice,
-    weighing: Callable[[Stretch], Scales] | None,
-    segment_bytes: int,
-) -> _Chosen:
-    start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
-    kept = None if memory == "fast" else look(stretch, found)
-    if kept is not None and not isinstance(kept, str):
-        if memory in ("balanced", "lean"):
-            tokens = None if stretch.x is None else tokens_of(stretch.x)
-            return _Chosen(*chosen_for(memory, start, stop, found, live, kept, stretch.env, tokens))
-        try:
-            return _within(stretch, found, memory, kept, weighing, segment_bytes)
-        except Unknown as error:
-            kept = str(error)
-    why = None if kept is None else f"what would be saved is not known: {kept}"
-    found = found if kept is None else [c for c in found if not c.fusion.saves_memory]
-    return _Chosen(*cheapest(start, stop, found, live) if found else ([], []), why=why, unknown=why is not None)
+class Search:
+    """What is found out about a stretch once, whatever is asked of it: its candidates, what they save, its front.
 
+    `weighing` is needed for a budget. With `near` refusals say which patterns are nearly there.
+    """
 
-def _within(
-    stretch: Stretch,
-    found: Sequence[Candidate],
-    memory: Choice,
-    kept: Kept,
-    weighing: Callable[[Stretch], Scales] | None,
-    segment_bytes: int,
-) -> _Chosen:
-    """What is fastest within a budget, or for `"least"` within the least that is enough."""
-    assert weighing is not None
-    start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
-    plainly, weigh = [c for c in found if not c.fusion.saves_memory], weighing(stretch)
-    fast = best([*graph(start, stop, plainly, live)], lambda time, _: time)
-    limit = None
-    if isinstance(memory, Budget):
-        limit = int((memory.part or 0) * kept.unfused) if memory.bytes is None else memory.bytes
-        chosen = passes_of(fast, live)
-        steps = steps_of(stretch, chosen[0], start, stop), steps_of(stretch, chosen[1], max(start, live), stop)
-        cuts = segments_of(stretch, *steps, segment_bytes)
-        if bytes_held(weigh, cuts, steps)[1] <= limit:
-            return _Chosen(*chosen, cuts)
-    front, why = Front(stretch, found, fast, kept, weigh), None
-    options = None if limit is None else front.within(limit)
-    if options is None:
-        options = front.within(least := front.least()) or []
-        if limit is not None and not _is_bare(stretch, memory, kept):
-            taken = f"the plan with the lowest peak was taken, whose peak is {least:,} bytes"
-            why = f"does not fit: {taken}, and {limit:,} are allowed here"
-            if isinstance(memory, Budget) and memory.part is not None:
-                part = math.ceil(1000 * least / kept.unfused) / 1000
-                why += f"; sf.Budget(part={part:g}) fits" if part <= 1 else ""
-    chosen = [c for o in options for c in o.forward], [c for o in options for c in o.backward]
-    spans = [(range(o.start, o.stop), o.again) for o in options]
-    again = tuple((span, keeps) for span, keeps in spans if keeps is not None)
-    cuts, extra = tuple(span for span, _ in spans), sum(o.extra for o in options)
-    return _Chosen(*chosen, cuts, again, extra, why, once=front.once)
+    def __init__(
+        self,
+        stretch: Stretch,
+        matcher: Matcher,
+        weighing: Callable[[Stretch], Scales] | None = None,
+        near: bool = False,
+    ) -> None:
+        self.stretch, self._matcher, self._weighing, self._near = stretch, matcher, weighing, near
+        self._found: dict[bool, tuple[list[Candidate], list[Refusal]]] = {}
+
+    def candidates(self, lean: bool) -> tuple[list[Candidate], list[Refusal]]:
+        """Candidates and refusals; those that save memory at the price of time if it is to be `lean`."""
+        if lean not in self._found:
+            self._found[lean] = self._matcher.find(self.stretch, Known(self.stretch), lean, self._near)
+        found, refused = self._found[lean]
+        return found, [*refused]
+
+    @cached_property
+    def found(self) -> list[Candidate]:
+        """The candidates of all choices but `"fast"`."""
+        return self.candidates(self.stretch.is_entered)[0]
+
+    @cached_property
+    def kept(self) -> Kept | str:
+        """The tensors that would be saved, or why they are not known."""
+        return look(self.stretch, self.found)
+
+    @cached_property
+    def weigh(self) -> Scales:
+        """Weighs segments; raises `Unknown`."""
+        assert self._weighing is not None
+        return self._weighing(self.stretch)
+
+    @cached_property
+    def fast(self) -> Path:
+        """The fastest pair of schedules."""
+        stretch, plainly = self.stretch, [c for c in self.found if not c.fusion.saves_memory]
+        states = [*graph(stretch.start, stretch.positions.stop, plainly, stretch.wants.live_from)]
+        return best(states, lambda time, _: time)
+
+    @cached_property
+    def states(self) -> Sequence[list[Edge]]:
+        """The pairs of schedules, with the bytes that they save."""
+        start, stop, live = self.stretch.start, self.stretch.positions.stop, self.stretch.wants.live_from
+        assert isinstance(self.kept, Kept)
+        return [*graph(start, stop, self.found, live, self.kept)]
+
+    @cached_property
+    def front(self) -> Front:
+        """The options of which budgets choose."""
+        assert isinstance(self.kept, Kept)
+        return Front(self.stretch, self.found, self.fast, self.kept, self.weigh)
+
+    def held(self, plan: Plan) -> tuple[int, int]:
+        """The bytes that a plan keeps here, and the most that are held at once; raises `Unknown`."""
+        spans = [span for span in plan.segments if span.start in self.stretch.positions]
+        return bytes_held(self.weigh, spans, (plan.forward, plan.backward), dict(plan.recomputed))
+
+    def chosen(self, memory: Choice, segment_bytes: int) -> _Chosen:
+        """What is best for a choice of memory."""
+        stretch, kept = self.stretch, None if memory == "fast" else self.kept
+        start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
+        if kept is not None and not isinstance(kept, str):
+            try:
+                if memory in ("balanced", "lean"):
+                    tokens = None if stretch.x is None else tokens_of(stretch.x)
+                    return _Chosen(*chosen_for(memory, self.states, live, stretch.env, tokens))
+                return self._within(memory, kept, segment_bytes)
+            except Unknown as error:
+                kept = str(error)
+        why = None if kept is None else f"what would be saved is not known: {kept}"
+        found = self.candidates(False)[0] if kept is None else [c for c in self.found if not c.fusion.saves_memory]
+        return _Chosen(*cheapest(start, stop, found, live) if found else ([], []), why=why, unknown=why is not None)
+
+    def _within(self, memory: Choice, kept: Kept, segment_bytes: int) -> _Chosen:
+        """What is fastest within a budget, or for `"least"` within the least that is enough."""
+        stretch, live, limit, why = self.stretch, self.stretch.wants.live_from, None, None
+        if isinstance(memory, Budget):
+            limit = int((memory.part or 0) * kept.unfused) if memory.bytes is None else memory.bytes
+            chosen, stop = passes_of(self.fast, live), stretch.positions.stop
+            steps = (
+                steps_of(stretch, chosen[0], stretch.start, stop),
+                steps_of(stretch, chosen[1], max(stretch.start, live), stop),
+            )
+            cuts = segments_of(stretch, *steps, segment_bytes)
+            if bytes_held(self.weigh, cuts, steps)[1] <= limit:
+                return _Chosen(*chosen, cuts)
+        options = None if limit is None else self.front.within(limit)
+        if options is None:
+            options = self.front.within(least := self.front.least()) or []
+            if limit is not None and not _is_bare(stretch, memory, kept):
+                taken = f"the plan with the lowest peak was taken, whose peak is {least:,} bytes"
+                why = f"does not fit: {taken}, and {limit:,} are allowed here"
+                if isinstance(memory, Budget) and memory.part is not None:
+                    part = math.ceil(1000 * least / kept.unfused) / 1000
+                    why += f"; sf.Budget(part={part:g}) fits" if part <= 1 else ""
+        chosen = [c for o in options for c in o.forward], [c for o in options for c in o.backward]
+        spans = [(range(o.start, o.stop), o.again) for o in options]
+        again = tuple((span, keeps) for span, keeps in spans if keeps is not None)
+        cuts, extra = tuple(span for span, _ in spans), sum(o.extra for o in options)
+        return _Chosen(*chosen, cuts, again, extra, why, once=self.front.once)
 
 
 def absorbing(
@@ -452,19 +513,15 @@ def _is_bare(stretch: Stretch, memory: Choice, kept: Kept) -> bool:
 
 
 def plan_region(
-    stretch: Stretch,
-    matcher: Matcher,
-    memory: Choice = "fast",
-    segment_bytes: int = 0,
-    near: bool = False,
-    weighing: Callable[[Stretch], Scales] | None = None,
+    stretch: Stretch, matcher: Matcher, memory: Choice = "fast", segment_bytes: int = 0, search: Search | None = None
 ) -> Plan:
-    """Plan a stretch; with `near` it says which patterns are nearly there. `weighing` is needed for a budget."""
+    """Plan a stretch; several plans may share a `search`, and a budget needs one."""
+    search = search or Search(stretch, matcher)
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
     if live == stop:  # without a gradient nothing is saved, so there is nothing to choose
         memory = "fast"
-    found, refused = matcher.find(stretch, Known(stretch), memory != "fast" and stretch.is_entered, near)
-    chosen = _chosen(stretch, found, memory, weighing, segment_bytes)
+    found, refused = search.candidates(memory != "fast" and stretch.is_entered)
+    chosen = search.chosen(memory, segment_bytes)
     forward, backward = chosen.forward, chosen.backward
     used = {id(c): c for c in (*forward, *backward)}
     applied = {(c.name, c.start) for c in used.values()}  # of several matches there, one

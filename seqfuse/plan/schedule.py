@@ -232,22 +232,14 @@ class MemoryChoice:
 
 
 def chosen_for(
-    memory: Choice,
-    start: int,
-    stop: int,
-    candidates: Sequence[Candidate],
-    live_from: int,
-    kept: Kept,
-    env: Env,
-    tokens: int | None = None,
+    memory: Choice, states: Sequence[list[Edge]], live_from: int, env: Env, tokens: int | None = None
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """The fusions of the best pair of schedules of positions `start..stop`: forward, backward.
+    """The fusions of the best pair of schedules of a `graph` with bytes: forward, backward.
 
     Of all pairs, `"lean"` takes the one that saves the fewest bytes, and `"balanced"` the least sum of time and bytes.
-    Each is exact; `"fast"` is what `cheapest` finds. `tokens` are those of the input whose bytes are `kept`; the times
+    Each is exact; `"fast"` is what `cheapest` finds. `tokens` are those of the input whose bytes they are; the times
     are of as many as `env` says.
     """
-    states = [*graph(start, stop, candidates, live_from, kept)]
     if memory != "balanced":
         return passes_of(best(states, fewest), live_from)
     worth = BALANCED * env.tokens / (tokens or env.tokens)

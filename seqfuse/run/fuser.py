@@ -25,7 +25,7 @@ from ..operation import FusableOperation, config_version
 from ..plan.flatten import flatten, has_own_graph, public_channels
 from ..plan.inputs import check_devices, expect_tensor, validate
 from ..plan.match import NEAR, Matcher
-from ..plan.plan import Plan, plan_region
+from ..plan.plan import Plan, Search, plan_region
 from ..plan.quantized import check_stateless
 from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, walk_reference
 from ..plan.schedule import AnyChoice, Budget, Choice, choice_of
@@ -258,7 +258,8 @@ class Fuser:
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
         # A compiler that follows the call decides what is saved.
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "fast"
-        plan = plan_region(stretch, self._matcher, memory, self.segment_bytes, weighing=weighing)
+        search = Search(stretch, self._matcher, weighing)
+        plan = plan_region(stretch, self._matcher, memory, self.segment_bytes, search)
         planned = dataclasses.replace(stretch, x=None, channels={})
         if isinstance(memory, Budget) or memory == "fast":
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):

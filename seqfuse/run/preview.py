@@ -13,12 +13,13 @@ from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..fake import recorded
 from ..operation import FusableOperation
-from ..plan.facts import Arriving, Entering, Memory, entering_width, measure
+from ..plan.arriving import Arriving
+from ..plan.facts import Entering, Memory, entering_width, measure
 from ..plan.flatten import Node
 from ..plan.front import Scales
 from ..plan.inputs import borders_of, clearer, expect_tensor, validate
 from ..plan.match import Matcher
-from ..plan.plan import Plan, held_by, merge, plan_region
+from ..plan.plan import Plan, Search, held_by, merge, plan_region
 from ..plan.reference import check_channels, check_surplus, walk_reference
 from ..plan.schedule import MODES, Budget, Choice, MemoryChoice, Share
 from ..plan.step import Stretch, Wants
@@ -105,11 +106,16 @@ def preview(
                     here, dtype=like.dtype if follows else here.dtype, rows=like.rows if counts else here.rows
                 )
 
+    searches = [Search(stretch, matcher, weighing, near=True) for _, stretch in stretches]
+
     def planned(choice: Choice) -> Plan:
         asked: list[tuple[Stretch, Choice]] = [
             (stretch, choice_in(choice, op_list, part)) for part, stretch in stretches
         ]
-        plans = [plan_region(stretch, matcher, own, near=True, weighing=weighing) for stretch, own in asked]
+        plans = [
+            plan_region(stretch, matcher, own, search=search)
+            for (stretch, own), search in zip(asked, searches, strict=True)
+        ]
         return merge(plans, eager, env if largest is None else largest.env)
 
     largest = max((stretch for _, stretch in stretches), key=lambda stretch: len(stretch.positions), default=None)
@@ -130,7 +136,7 @@ def preview(
         counted = measure(parts, plan.forward, Entering(x, channels, env, places[0]))
         if isinstance(counted, str):
             return counted
-        held = held_by(plan, [stretch for _, stretch in stretches], weighing)
+        held = held_by(plan, searches)
         kept = counted.saved if held is None or not plan.recomputed else held[0]
         return dataclasses.replace(counted, saved=kept, peak=None if held is None else held[1])
 
@@ -142,7 +148,7 @@ def preview(
             return ()
         found, least = list[MemoryChoice](), every["fast"].cost
         for choice, plan in every.items():
-            held = held_by(plan, [stretch for _, stretch in stretches], weighing)
+            held = held_by(plan, searches)
             if held is None:
                 return ()
             found.append(MemoryChoice(str(choice), *held, (plan.cost - least) / 1000, choice == memory))

@@ -1,136 +1,53 @@
 """Segments tried on fake tensors: the C kernels that they call, what they keep, the most that is alive while they run,
 and what running them costs.
+
+Steps are tried one by one. A segment follows from its steps as its generated code, of `code.py`, holds their tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import weakref
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Savings
 from ..errors import one_line
-from ..fake import faking, is_fake, laid_like
-from ..plan.described import class_identity, describe
-from ..plan.facts import Unknown, flops_of, owned, storage_of
+from ..fake import faking, laid_like
+from ..fusion import BackwardFusion
+from ..plan.arriving import Unknown
+from ..plan.facts import Alike, Attempt, Fields, Tried, any_rows, kept_fields, storages
 from ..plan.flatten import public_channels
 from ..plan.front import Weight, bytes_held
-from ..plan.inputs import validate
 from ..plan.plan import Plan
-from ..plan.step import Step, Stretch
-from .lower import Context, Segment, lower
-from .node import back_alone, run_alone
+from ..plan.step import Step, Stretch, ending
+from ..plan.tally import most_of
+from ..saved import Recompute, kind_of
 
-# Calls of ATen that make a tensor and neither read nor write its numbers.
-_FREE = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-)
-
-
-class Tally(TorchDispatchMode):
-    """Counts bytes that are alive, of all tensors made within it, and the work of each call.
-
-    `events` are the storages made and freed, each with its bytes, negative where they are freed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]
-        self.events: list[tuple[int, int]] = []
-        self.work = Savings()
-        self._alive: dict[int, tuple[Any, int]] = {}
-        self._made = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        results, (makes, changes, makes_all) = _tensors(out), _work_of(func)
-        if (makes and results) or changes:
-            several = [*_tensors((args, tuple(kwargs.values()))), *results]
-            moved = sum([t.numel() * t.element_size() for t in several])
-            self.work += Savings(1, moved, flops_of(func, args, kwargs, out))
-        if makes_all:
-            for t in results:
-                self._enter(t.untyped_storage())
-        return out
-
-    def number(self, t: Tensor) -> int | None:
-        """The number of a tensor's storage, if it was made within."""
-        known = self._alive.get(storage_of(t))
-        return None if known is None else known[1]
-
-    def most(self, start: int, without: Sequence[int] = ()) -> int:
-        """The most bytes alive at once from an event on, but for storages with these numbers."""
-        alive = most = 0
-        for at, (number, size) in enumerate(self.events):
-            alive += 0 if number in without else size
-            most = max(most, alive) if at >= start else alive
-        return most
-
-    def _enter(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._alive:
-            return
-        number = self._made = self._made + 1
-
-        def freed(_: Any) -> None:
-            del self._alive[key]
-            self.events.append((number, -size))
-
-        self._alive[key] = weakref.ref(storage, freed), number
-        self.events.append((number, size))
-
-
-@functools.cache
-def _work_of(func: Any) -> tuple[bool, bool, bool]:
-    """Whether a call of ATen makes a result of its own, changes an argument, and makes all of its results."""
-    own = [returned.alias_info is None for returned in func._schema.returns]
-    changed = [given.alias_info is not None and given.alias_info.is_write for given in func._schema.arguments]
-    works = func.overloadpacket not in _FREE
-    return works and any(own), works and any(changed), all(own)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in lists and tuples, and in those in them, in order."""
-    found, left = list[Tensor](), [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, list | tuple):
-            left += cast(Sequence[Any], one)[::-1]
-    return found
+_Border = tuple[Any, dict[str, Any]]
 
 
 class _Trial(NamedTuple):
-    """What was counted of a segment. Tensors at its borders are named by their places: those that enter count up from
-    0, those that leave it count down from -1.
+    """What is known of a segment. Storages at its borders have places: those that enter count up from 0, others that
+    leave down from -1.
     """
 
-    own: int  # bytes that it keeps beside those
-    shared: tuple[int, ...]
-    forward: int
-    backward: int
-    nanoseconds: int
-    leaving: tuple[tuple[int, Any], ...]  # of each result its place, where it is that of another tensor, and its form
-    kernels: dict[str, None]  # the sources of its C kernels
+    weight: Weight
+    leaving: tuple[Alike, ...]
+    made: tuple[int, ...]  # the bytes of storages that leave and did not enter
+    kernels: dict[str, None]
 
 
 _known: dict[Any, _Trial] = {}
+_SEEDS = 1 << 30  # their place
 KEPT = 512  # by names and sizes: no class or tensor of a model is held
 
 
 class Weighing:
-    """Weighs segments of schedules of a stretch; segments that are alike, as those of equal layers are, once.
+    """Weighs segments of schedules of a stretch.
 
     Raises `Unknown` for what does not run on fake tensors.
     """
@@ -138,24 +55,16 @@ class Weighing:
     def __init__(self, stretch: Stretch) -> None:
         x, env = stretch.x, stretch.env
         assert x is not None
-        if stretch.shapes is None:  # of a plan without an input, whose x stands for one
-            stretch = dataclasses.replace(stretch, shapes=validate(stretch.nodes, stretch.positions, x.shape))
         self._stretch = stretch
-        slots = [*dict.fromkeys(slot for node in stretch.inside for slot in node.slots.values())]
-        parameters = [getattr(*slot) for slot in slots]
-        self._context = Context.of(stretch, slots, parameters, "raise", lambda: None)
-        self._configured: dict[int, Any] = {}
-        self._described: dict[int, str] = {}  # operations by position
-        self._entering: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
-        self._numbers: dict[int, int] = {}  # by storage
-        self.sizes: dict[int, int] = {}  # bytes of each tensor at a border
-        self._held: list[Tensor] = []
-        self._owned = owned(stretch.nodes)
+        self._entering: dict[int, _Border] = {}
         self.kernels: dict[str, None] = {}  # the sources of C kernels of all segments so far
         with self._running() as mode:
             self._mode = mode
             count = len([node for node in stretch.nodes if node.seed is not None])
-            self._seeds = torch.empty(count, dtype=torch.int64, device=stretch.place)
+            seeds = torch.empty(count, dtype=torch.int64, device=stretch.place)
+            # A plan for a GPU that is made on a CPU asks for no C kernels.
+            self.tried = Tried(seeds, collects=env.device == "cpu")
+            self.sizes = self.tried.sizes  # bytes of each tensor at a border
             channels = {name: self._like(t, t.dtype) for name, t in stretch.channels.items()}
             first = self._like(x, env.dtype if x.is_floating_point() else x.dtype)
             self._entering[stretch.start] = first, channels
@@ -164,119 +73,356 @@ class Weighing:
         self, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None = None
     ) -> Weight:
         """The weight of these steps as one segment, which runs again but for the steps at the positions `again`."""
-        span = range(forward[0].start, forward[-1].stop)
-        inputs, outputs = public_channels(self._stretch.nodes, span.start, span.stop)
-        x, channels = self._entering[span.start]
-        with self._running():
-            given = [x, *(channels[c] for c in inputs)]
-            alike = [storage_of(t) for t in given]
-            kept = None if again is None else tuple(at - span.start for at in again)
-            key = self._about(span.start, (*forward, *backward), given), kept, *[alike.index(one) for one in alike]
-            trial = _known.get(key)
-            if trial is None:
-                if len(_known) >= KEPT:
-                    _known.clear()
-                recomputed = () if again is None else ((span, again),)
-                plan = Plan(self._stretch.env, (*forward,), (*backward,), (span,), recomputed)
-                (segment,) = lower(plan, self._context, self._configured)
+        start, stop = forward[0].start, forward[-1].stop
+        segment, tried = _Segment(self._stretch, self.tried, range(start, stop)), self.tried
+        x, channels = self._entering[start]
+        given = [x, *(channels[c] for c in segment.inputs)]
+        numbers = [*dict.fromkeys(storages(*given))]
+        places = {number: place for place, number in enumerate(numbers)}
+        key = (
+            self._described(segment, forward, backward, again),
+            *[t._replace(storage=places[t.storage]) for t in given],
+        )
+        found = _known.get(key)
+        if found is None:
+            with self._running():
                 try:
-                    trial = self._try(segment, given)
+                    weight, results = segment.weighed(forward, backward, again, (x, channels))
                 except Exception as error:
                     raise Unknown(one_line(error)) from error
-                _known[key] = trial
-            self.kernels |= trial.kernels
-            if span.stop not in self._entering:
-                y, *made = self._leaving(trial, given)
-                after = {**channels, **dict(zip(outputs, made, strict=True))}
-                self._entering[span.stop] = y, after
-            y, after = self._entering[span.stop]
-            leaving = [y, *(after[c] for c in outputs)]
-        places = [given[place] if place >= 0 else leaving[-1 - place] for place in trial.shared]
-        draws = any(self._stretch.nodes[p].seed is not None for p in span)
-        seeds = [self._seeds] * (draws and self._context.wants.live_from < span.stop)
-        shared = frozenset(map(self._number, (*places, *seeds)))
-        entering = frozenset(map(self._number, given))
-        return Weight(trial.own, shared, entering, trial.forward, trial.backward, trial.nanoseconds)
+            made = [*dict.fromkeys(n for n in storages(*results) if n not in places)]
+            places |= {number: -1 - i for i, number in enumerate(made)} | {tried.seeds.storage: _SEEDS}
+            leaving = tuple([t._replace(storage=places[t.storage]) for t in results])
+            named = weight._replace(shared=frozenset([places[n] for n in weight.shared]))
+            found = _Trial(named, leaving, tuple([tried.sizes[n] for n in made]), segment.kernels)
+            tried.forget(segment.first)
+            if len(_known) >= KEPT:
+                _known.clear()
+            _known[key] = found
+        self.kernels |= found.kernels
+        if stop not in self._entering:
+            fresh = [tried.fresh(size) for size in found.made]
+            y, *made = [t._replace(storage=([*numbers, *fresh[::-1]])[t.storage]) for t in found.leaving]
+            self._entering[stop] = y, {**channels, **dict(zip(segment.outputs, made, strict=True))}
+        y, after = self._entering[stop]
+        # A border has one set of tensors, whichever schedule made them.
+        border = storages(y, *[after[c] for c in segment.outputs])
+        at = {_SEEDS: tried.seeds.storage, **dict(enumerate(numbers))}
+        at = {**{t.storage: n for t, n in zip(found.leaving, border, strict=True)}, **at}
+        shared = frozenset([at[place] for place in found.weight.shared])
+        return found.weight._replace(shared=shared, entering=frozenset(numbers))
 
-    def _about(self, start: int, steps: Sequence[Step], entering: Sequence[Tensor]) -> Any:
-        """What a trial of the steps of a segment depends on."""
-        for step in steps:
-            for at, node in zip(step.covers, step.nodes, strict=True):
-                self._described[at] = self._described.get(at) or describe(node)
-        about: list[Any] = [
+    def _described(
+        self, segment: _Segment, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None
+    ) -> Any:
+        """What the weight of a segment depends on beside the tensors that enter it."""
+        start = forward[0].start
+        channels = {c: i for i, c in enumerate(segment.inputs)}
+        for step in forward:
+            for _, channel in step.writes:
+                channels.setdefault(channel, len(channels))
+        steps = [
             (
-                class_identity(s.operation.__class__),
-                s.start - start,
-                *map(self._described.get, s.covers),
-                s.needs,
-                s.borders,
-                s.recipes,
-                s.to and (s.to.at - start, s.to.recipe, s.to.role, s.to.rows, s.to.columns, s.to.record),
+                self.tried.described(step),
+                step.start - start,
+                *[(name, channels.get(c)) for name, c in (*step.reads, *step.writes)],
+                *[channels.get(c) for c in step.ends],
             )
-            for s in steps
+            for step in (*forward, *backward)
         ]
-        env = dataclasses.replace(self._context.env, rows=None)
-        return env, *about, *[(t.shape, t.stride(), t.dtype, t.device) for t in entering]
+        leaving = [(channels[c], c in segment.frozen) for c in segment.outputs]
+        return any_rows(self._stretch.env), again and tuple([p - start for p in again]), again is None, *steps, *leaving
 
-    def _try(self, segment: Segment, given: Sequence[Tensor]) -> _Trial:
-        tally, seeds = Tally(), self._seeds.clone()
-        here = self._stretch.env.device == "cpu"  # a plan for a GPU that is made on a CPU asks for no C kernels
-        with compiler.collecting() if here else contextlib.nullcontext(dict[str, None]()) as kernels, tally:
-            node, results = run_alone(segment, seeds, given[0], *given[1:])
-            places = {storage_of(t): -1 - i for i, t in reversed([*enumerate(results)])}
-            places |= {storage_of(t): i for i, t in reversed([*enumerate(given)])}
-            kept = [t for t in _tensors(node.saved_tensors) if is_fake(t)]
-            every = {storage_of(t): t for t in kept if storage_of(t) not in {*self._owned, storage_of(seeds)}}
-            own = [t for at, t in every.items() if at not in places]
-            numbers = [n for t in every.values() if (n := tally.number(t)) is not None]
-            shared = tuple(places[at] for at in every if at in places)
-            size = sum(t.untyped_storage().nbytes() for t in own)
-            stated = [(places[storage_of(t)], _form(t)) for t in results]
-            del kept, every, own
-            made = sum(max(0, bytes) for number, bytes in tally.events if number in numbers)
-            ahead, back = tally.most(0), 0
-            if segment.live:
-                named = zip(("", *segment.outputs), results, strict=True)
-                douts = [None if c in segment.frozen else torch.empty_like(t) for c, t in named]
-                del results, named
-                start = len(tally.events)
-                grads = back_alone(node, *douts)
-                finished = [n for t in grads[1 + len(segment.inputs) :] if t is not None and (n := tally.number(t))]
-                back = tally.most(start, finished) - made
-                del grads, douts
-        nanoseconds = round(self._stretch.env.microseconds(tally.work) * 1000)
-        return _Trial(size, shared, ahead, back, nanoseconds, tuple(stated), kernels)
-
-    def _leaving(self, trial: _Trial, given: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors like those that a segment returns."""
-        made: list[Tensor] = []
-        for i, (place, (size, shape, stride, offset, dtype)) in enumerate(trial.leaving):
-            base = given[place] if place >= 0 else made[-1 - place] if -1 - place < i else None
-            whole = (
-                torch.empty(size // dtype.itemsize, dtype=dtype, device=self._stretch.place) if base is None else base
-            )
-            made.append(whole.as_strided(shape, stride, offset))
-        return made
-
-    def _number(self, t: Tensor) -> int:
-        at = storage_of(t)
-        if at not in self._numbers:
-            self._held.append(t)
-            self._numbers[at] = len(self._numbers)
-            size = 0 if at in self._owned else t.untyped_storage().nbytes()
-            self.sizes[self._numbers[at]] = size
-        return self._numbers[at]
-
-    def _like(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+    def _like(self, t: Tensor, dtype: torch.dtype) -> Alike:
         t = self._mode.from_tensor(t).detach()
         place = self._stretch.place
-        return t if t.device == place and t.dtype is dtype else laid_like(t, dtype, place)
+        return self.tried.take(t if t.device == place and t.dtype is dtype else laid_like(t, dtype, place))
 
     @contextlib.contextmanager
     def _running(self) -> Generator[Any]:
         place, mode = self._stretch.place, getattr(self, "_mode", None)
         with torch.no_grad(), autocasting(place.type, self._stretch.env.autocast), faking(mode) as mode, cast_once():
             yield mode
+
+
+class _Passed:
+    """What a forward pass of a segment leaves: results, records by position with the x of their step, kept results."""
+
+    def __init__(self) -> None:
+        self.x: Any = None
+        self.channels: dict[str, Any] = {}
+        self.every: dict[int, Fields] = {}  # all fields of each record
+        self.entered: dict[int, Any] = {}  # what entered its step
+        self.fields: dict[int, Fields] = {}  # those that are saved
+        self.results: dict[int, Any] = {}  # of steps that do not run again
+        self.likes: dict[int, tuple[Any, dict[str, Any]]] = {}  # y and extra outputs, by the position behind
+
+
+class _Segment:
+    """One segment: follows its tensors through both passes, as `forward_code` and `backward_code` write them."""
+
+    def __init__(self, stretch: Stretch, tried: Tried, span: range) -> None:
+        self._stretch, self._tried, self._span = stretch, tried, span
+        nodes, live = stretch.nodes, stretch.wants.live_from
+        self.inputs, self.outputs = public_channels(nodes, span.start, span.stop)
+        self.frozen = {c for p in span if p < live for _, c in nodes[p].outputs}
+        self._live = live < span.stop
+        self.first = tried.fresh(0)  # what the segment allocates has larger numbers
+        self.kernels: dict[str, None] = {}
+        self._work = Savings()
+        self._moments: list[tuple[frozenset[int], Sequence[tuple[int, int]]]] = []
+        self._constant: set[int] = set()  # storages that are alive all through, and counted elsewhere
+
+    def weighed(
+        self, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None, entering: _Border
+    ) -> tuple[Weight, list[Any]]:
+        """The weight of these steps, and the tensors that leave them."""
+        tried, x, channels = self._tried, *entering
+        keeps = frozenset(again or ())
+        passed = self._forward(forward, x, channels, keeps)
+        results = [passed.x, *(passed.channels[c] for c in self.outputs)]
+        ahead, kept = self._most(), list[Any]()
+        if self._live and again is None:
+            kept = [*passed.fields.values()]
+        elif self._live:
+            restored = [passed.fields[s.saves[0].position] for s in forward if s.start in keeps and s.restored]
+            kept = [x, *(channels[c] for c in self.inputs), *passed.results.values()]
+            names = [s.restored or () for s in forward if s.start in keeps and s.restored]
+            kept += [[f[name] for name in own if name in f] for f, own in zip(restored, names, strict=True)]
+        saved = {*storages(*kept)} - tried.owned - {tried.seeds.storage}
+        given = {*storages(x, *[channels[c] for c in self.inputs])}
+        border = given | {*storages(*results)}
+        back = 0
+        if self._live:
+            self._moments.clear()
+            self._constant = saved
+            like = dict(zip(("", *self.outputs), results, strict=True))
+            douts = {c: None if c in self.frozen else tried.new(t) for c, t in like.items()}
+            if again is not None:
+                ends = ending(forward)
+                passed = self._forward(forward, x, channels, keeps, passed, ends, [*douts.values()])
+            finished = self._backward(backward, passed, douts, again is not None)
+            back = self._most(finished)
+        drawn = self._live and any(self._stretch.nodes[p].seed is not None for p in self._span)
+        shared = (saved & border) | ({tried.seeds.storage} if drawn else set[int]())
+        own = sum(tried.sizes[n] for n in saved - border)
+        nanoseconds = round(self._stretch.env.microseconds(self._work) * 1000)
+        return Weight(own, frozenset(shared), frozenset(given), ahead, back, nanoseconds), results
+
+    def _note(self, run: Attempt | None, *alive: Any) -> None:
+        """Count what a step allocates, or nothing more, where these tensors are alive."""
+        held = frozenset([n for n in storages(*alive) if n > self.first and n not in self._constant])
+        self._moments.append((held, () if run is None else run.events))
+        if run is not None:
+            self._work += run.work
+            self.kernels |= run.kernels
+
+    def _most(self, without: frozenset[int] = frozenset()) -> int:
+        """The most bytes alive at once, but for these storages."""
+        sizes, most = self._tried.sizes, 0
+        for held, events in self._moments:
+            most = max(most, most_of(events, without, sum([sizes[n] for n in held if n not in without])))
+        return most
+
+    def _enter(self, step: Step, t: Any, dtype: torch.dtype | None, *alive: Any) -> Any:
+        """A tensor in the dtype and the layout that a step takes; both are alive while it is made."""
+        taken = self._tried.entered(t, dtype, step.operation.layout)
+        if taken is not t:
+            self._work += Savings(1, t.bytes + taken.bytes)
+            self._note(None, t, taken, *alive)
+        return taken
+
+    def _forward(
+        self,
+        steps: Sequence[Step],
+        x: Any,
+        channels: Mapping[str, Any],
+        keeps: frozenset[int],
+        before: _Passed | None = None,
+        stop: int | None = None,
+        beside: Sequence[Any] = (),
+    ) -> _Passed:
+        """The forward pass; one that runs again takes what was kept of the one `before`, and ends behind `stop`."""
+        env, tried, found = self._stretch.env, self._tried, _Passed()
+        channels, casts = {**channels}, list[Any]()
+        stop = len(steps) if stop is None else stop
+        running = [not (before and (i >= stop or s.start in keeps)) for i, s in enumerate(steps)]
+        weighed = [s for s, runs in zip(steps[:stop], running, strict=False) if s.weighs and runs]
+        if weighed[1:]:
+            self.kernels |= tried.together(weighed, env).kernels
+        for step, runs in zip(steps, running, strict=True):
+            alive = found.every, found.results, channels, casts, beside
+            if before is not None and not runs:
+                self._restore(step, x, before, found)
+                x = before.results.get(step.start, x)
+                continue
+            entered = x = self._enter(step, x, step.cast, *alive)
+            layout = step.operation.layout
+            reads = {channel: tried.entered(channels[channel], None, layout) for _, channel in step.reads}
+            run = tried.forward(step, x, reads, env)
+            self._note(run, x, reads, *alive)
+            x, made, records = run.results
+            casts += run.casts
+            made = dict(zip([channel for _, channel in step.writes], made, strict=True))
+            channels |= made
+            if made and step.zeros:
+                found.likes[step.stop] = x, made
+            for record, (names, values) in zip(step.saves, records, strict=True) if self._live else ():
+                found.every[record.position] = dict(zip(names, values, strict=True))
+                found.entered[record.position] = entered
+                found.fields[record.position] = kept_fields(record, (names, values))
+            if step.start in keeps:
+                found.results[step.start] = x
+            for channel in step.ends:
+                if channel not in self.outputs:
+                    del channels[channel]
+        found.x, found.channels = x, channels
+        if before is not None:
+            found.likes = before.likes
+        return found
+
+    def _restore(self, step: Step, x: Any, before: _Passed, found: _Passed) -> None:
+        """The records of a step that does not run again."""
+        for record in step.saves:
+            fields, entered = before.every[record.position], before.entered[record.position]
+            if not step.record_of(record)[1]:  # of x, which has been made again
+                again = dict(zip(storages(entered), storages(x), strict=True))
+                kept = step.restored or ()
+                fields = {n: v if n in kept else _moved(v, again) for n, v in fields.items()}
+            found.every[record.position] = fields
+            found.fields[record.position] = {n: v for n, v in fields.items() if n in record.kept}
+
+    def _backward(
+        self, steps: Sequence[Step], passed: _Passed, douts: Mapping[str, Any], replays: bool
+    ) -> frozenset[int]:
+        """The backward pass; the storages of the gradients of parameters."""
+        fields = passed.fields
+        late = any(_is_late(s, fields) for s in steps)
+        run = _BackwardPass(self, self._stretch, self._tried, passed, douts, replays, late)
+        for step in reversed(steps):
+            lacking = [c for _, c in step.incoming if c not in run.has]
+            if not run.known and len(lacking) == len(step.incoming):
+                continue  # nothing arrives
+            whole = not isinstance(step.operation, BackwardFusion) or not step.incoming
+            for one in (step,) if whole or (run.known and not lacking) else step.unfused(backward=True):
+                run.step(one)
+        return frozenset(storages(*run.sums.values()))
+
+
+def _moved(value: Any, moved: Mapping[int, int]) -> Any:
+    """A value with other storages for these."""
+    if isinstance(value, Alike):
+        return value._replace(storage=moved.get(value.storage, value.storage))
+    if isinstance(value, Recompute):
+        return Recompute(value.fn, *[_moved(t, moved) for t in value.tensors])
+    return tuple([_moved(one, moved) for one in value]) if type(value) is tuple else value  # pyright: ignore
+
+
+def _is_late(step: Step, fields: Mapping[int, Fields]) -> bool:
+    """Whether what a step reads is not saved as one tensor for each field."""
+    for record in step.records:
+        for name, value in fields.get(record.position, {}).items():
+            if isinstance(value, Recompute) or (kind_of(record.cls, name) == "tuple" and type(value) is not tuple):
+                return True
+    return False
+
+
+_X = frozenset({"x"})
+
+
+class _BackwardPass:
+    """Follows gradients from step to step, and which of them there are."""
+
+    def __init__(
+        self,
+        segment: Any,
+        stretch: Stretch,
+        tried: Tried,
+        passed: _Passed,
+        douts: Mapping[str, Any],
+        replays: bool,
+        late: bool,
+    ) -> None:
+        self._segment, self._env, self._tried = segment, stretch.env, tried
+        self._passed, self._douts, self._replays, self._late = passed, [*douts.values()], replays, late
+        self._left = dict(passed.fields)  # of one that runs again: what is saved and was not read yet
+        self.d: Any = douts[""]
+        self.known = self.d is not None
+        self.has: dict[str, Any] = {c: t for c, t in douts.items() if c and t is not None}
+        self.sums: dict[tuple[int, str], Any] = {}
+
+    def step(self, step: Step) -> None:
+        """Run one."""
+        came = [(keyword, channel, self.has.get(channel)) for keyword, channel in step.incoming]
+        if not self.known and all(g is None for _, _, g in came):
+            return
+        tried, layout, alive = self._tried, step.operation.layout, self._alive()
+        zeros = bool(came) and step.zeros and not isinstance(step.operation, BackwardFusion)
+        if not self.known:
+            self.d = tried.new(self._passed.likes[step.stop][0]) if zeros else None
+            self.known = zeros
+        if self.known:
+            self.d = self._segment._enter(step, self.d, step.dy_dtype, *alive)
+        incoming: dict[str, Any] = {}
+        for keyword, channel, g in came:
+            if g is None and zeros and step.joint:
+                g = tried.new(self._passed.likes[step.stop][1][channel])
+            incoming[keyword] = tried.entered(g, None, layout)
+        records: list[Fields | None] = []
+        for record in step.records:
+            fields = self._left.pop(record.position, None) if self._replays else self._left.get(record.position)
+            own = fields and {n: v if isinstance(v, Recompute) else _fit(tried, v, layout) for n, v in fields.items()}
+            records.append(own)
+        dx, named = self._passes(step, records, incoming)
+        grads = dict(zip(*named, strict=True))
+        self.d, self.known = dx, "x" in step.needs[0]
+        for key, slot in step.grads:
+            self.sums[slot] = self._sum(self.sums.get(slot), grads[key])
+        for _, channel in step.incoming:
+            self.has.pop(channel, None)
+        for key, channel in step.channel_grads:
+            self.has[channel] = self._sum(self.has.get(channel), grads[key])
+
+    def _passes(self, step: Step, records: list[Fields | None], incoming: Mapping[str, Any]) -> Any:
+        """Run its `bwd`, in two calls where that lets tensors go between them: dx, and its gradients."""
+        needed = step.needed
+        separable = step.operation.separable and step.recipe is None and "x" in needed and len(needed) > 1
+        asked = [needed - _X, _X] if separable and (self._replays or self._late) else [None]
+        named: Any = ((), ())
+        for needs in asked:
+            alive = [self.d, incoming, records, named, *self._alive()]
+            run = self._tried.backward(step, self.d, records, incoming, self._env, needs)
+            self._segment._note(run, *alive)
+            dx, grads, filled = run.results
+            for fields, made in zip(records, filled, strict=True):
+                if fields is not None:
+                    fields |= dict(zip(*made, strict=True))
+            if needs != _X:
+                named = grads
+            if needs is not None and needs != _X:
+                for record, fields in zip(step.records, records, strict=True):
+                    for name in [n for n in fields or () if n not in record.cls.kept(_X)]:
+                        assert fields is not None
+                        del fields[name]
+        return dx, named  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def _alive(self) -> list[Any]:
+        saved = self._left if self._replays else None
+        return [self.d, self.has, self._douts, self.sums, saved or ()]
+
+    def _sum(self, known: Any, g: Any) -> Any:
+        if known is None:
+            return g
+        made = self._tried.new(known)
+        self._segment._work += Savings(1, known.bytes + g.bytes + made.bytes)
+        self._segment._note(None, known, g, made, *self._alive())
+        return made
+
+
+def _fit(tried: Tried, value: Any, layout: Any) -> Any:
+    if type(value) is tuple:
+        return tuple([tried.entered(one, None, layout) for one in value])  # pyright: ignore
+    return tried.entered(value, None, layout)
 
 
 def weighing(stretch: Stretch) -> Weighing:
@@ -314,7 +460,3 @@ def kernels_of(plan: Plan, stretch: Stretch) -> Mapping[str, None]:
         found = trials.kernels
         bytes_held(trials, plan.segments, (plan.forward, plan.backward), dict(plan.recomputed))
     return found
-
-
-def _form(t: Tensor) -> tuple[int, torch.Size, tuple[int, ...], int, torch.dtype]:
-    return t.untyped_storage().nbytes(), t.shape, t.stride(), int(t.storage_offset()), t.dtype

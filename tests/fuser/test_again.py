@@ -22,8 +22,8 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import FallbackWarning, StateError
 from seqfuse.plan.front import Front, Option, Weight
+from seqfuse.plan.tally import Tally
 from seqfuse.run import fuser as running
-from seqfuse.run.trial import Tally
 
 from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
 
@@ -457,7 +457,7 @@ def measured(model: nn.Module, x: Tensor) -> int:
         y = model(leaf)
         y.backward(torch.empty_like(y))
         others = [tally.number(t) for t in (y, *(p.grad for p in model.parameters()))]  # pyright: ignore
-    return tally.most(0, [number for number in others if number is not None])
+    return tally.most([number for number in others if number is not None])
 
 
 def test_the_gradient_of_a_weight_comes_first_and_lets_its_input_go(again: Any):

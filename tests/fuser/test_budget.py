@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import pickle
@@ -20,11 +19,11 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.cost_table import Measurement
 from seqfuse.pictures.text import sized
-from seqfuse.plan import Matcher, Stretch, flatten
+from seqfuse.plan import Matcher, Stretch, facts, flatten
 from seqfuse.plan.cost_lookup import Known
 from seqfuse.plan.facts import Entering, footprint
 from seqfuse.plan.reference import number_seeds
-from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for
+from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for, graph
 from tests.fuser.fusions import tensor
 
 ENV = sf.Env()
@@ -86,7 +85,8 @@ class Case:
                     yield found
 
     def of(self, memory: Any) -> tuple[int, int]:
-        ahead, back = chosen_for(memory, 0, self.n, self.candidates, self.live, self.kept, ENV)
+        states = [*graph(0, self.n, self.candidates, self.live, self.kept)]
+        ahead, back = chosen_for(memory, states, self.live, ENV)
         used = [*{id(c): c for c in (*ahead, *back)}.values()]
         assert {id(c) for c in ahead} == {id(c) for c in used if self.passes(c)[0]}
         assert {id(c) for c in back} == {id(c) for c in used if self.passes(c)[1]}
@@ -483,7 +483,7 @@ def layers_that_are_alike() -> list[nn.Module]:
     return [ops.Residual(*one), ops.Residual(*two), *twice]
 
 
-def test_what_a_step_saves_is_found_once_for_steps_that_are_alike():
+def test_what_a_step_saves_is_found_once_for_steps_that_are_alike(monkeypatch: pytest.MonkeyPatch):
     model, x = sf.Sequential(*[m for _ in range(3) for m in layers_that_are_alike()]), torch.randn(3, 5, 8)
     nodes = flatten(model)
     number_seeds(nodes)
@@ -493,9 +493,13 @@ def test_what_a_step_saves_is_found_once_for_steps_that_are_alike():
     steps = [stretch.step(c.start, c.stop, c.fusion) for c in found if c.fusion.saves_memory or c.fusion.has_record]
     assert {"RecomputeNorm", "RecomputeHeads"} <= {step.name for step in steps}
     told: list[list[list[int]]] = []
-    for counting in (None, contextlib.nullcontext):  # where calls are counted each step runs
-        kept = footprint((stretch,), steps, Entering(x, {}, stretch.env, x.device), counting)
-        assert isinstance(kept, Kept)
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(facts, "KEPT", 0)
+        facts._known.clear()
+        found = footprint((stretch,), steps, Entering(x, {}, stretch.env, x.device))
+        assert isinstance(found, tuple)
+        kept = found[0]
         saved = [*kept.own, *(kept.fused[s.start, s.operation] for s in steps)]
         told.append([[sum(kept.sizes[t] for t in one & other) for other in saved] for one in saved])
     assert told[0] == told[1]

@@ -1,0 +1,134 @@
+"""Bytes that are alive while calls of ATen run, and the work of each call."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..env import Savings
+from ..traffic import FLOPS
+
+# Calls of ATen that make a tensor and neither read nor write its numbers.
+_FREE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+)
+
+
+class Tally(TorchDispatchMode):
+    """Counts bytes that are alive, of all tensors made within it, and the work of each call.
+
+    `events` are the storages made and freed, each with its bytes, negative where they are freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self.events: list[tuple[int, int]] = []
+        self.work = Savings()
+        self._alive: dict[int, tuple[Any, int]] = {}
+        self._made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        results, (makes, changes, makes_all) = _tensors(out), _work_of(func)
+        if (makes and results) or changes:
+            several = [*_tensors((args, tuple(kwargs.values()))), *results]
+            moved = sum([t.numel() * t.element_size() for t in several])
+            self.work += Savings(1, moved, _flops_of(func, args, kwargs, out))
+        if makes_all:
+            for t in results:
+                self._enter(t.untyped_storage())
+        return out
+
+    def number(self, t: Tensor) -> int | None:
+        """The number of a tensor's storage, if it was made within."""
+        known = self._alive.get(storage_of(t))
+        return None if known is None else known[1]
+
+    def most(self, without: Sequence[int] = ()) -> int:
+        """The most bytes alive at once, but for storages with these numbers."""
+        return most_of(self.events, without)
+
+    def _enter(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        number = self._made = self._made + 1
+
+        def freed(_: Any) -> None:
+            del self._alive[key]
+            self.events.append((number, -size))
+
+        self._alive[key] = weakref.ref(storage, freed), number
+        self.events.append((number, size))
+
+
+def most_of(events: Sequence[tuple[int, int]], without: Sequence[int] | frozenset[int] = (), alive: int = 0) -> int:
+    """The most bytes alive at once where so many are `alive` before, but for storages with these numbers."""
+    most = alive
+    for number, size in events:
+        alive += 0 if number in without else size
+        most = max(most, alive)
+    return most
+
+
+@functools.cache
+def _work_of(func: Any) -> tuple[bool, bool, bool]:
+    """Whether a call of ATen makes a result of its own, changes an argument, and makes all of its results."""
+    own = [returned.alias_info is None for returned in func._schema.returns]
+    changed = [given.alias_info is not None and given.alias_info.is_write for given in func._schema.arguments]
+    works = func.overloadpacket not in _FREE
+    return works and any(own), works and any(changed), all(own)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in lists and tuples, and in those in them, in order."""
+    found, left = list[Tensor](), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            left += cast(Sequence[Any], one)[::-1]
+    return found
+
+
+@functools.cache
+def _formulas() -> dict[Any, Any]:
+    """Functions that count FLOPs, by the calls of ATen: those of torch, and those that it lacks."""
+    from torch.utils import flop_counter
+
+    of_shapes = cast(Any, flop_counter.shape_wrapper)  # pyright: ignore[reportUnknownMemberType]
+
+    def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(q) * k[-2] + 2 * math.prod(q[:-1]) * k[-2] * v[-1]
+
+    def backward(_: Sequence[int], *forward: Any, **__: Any) -> int:  # five GEMMs where the forward pass has two
+        return attention(*forward[:3]) * 5 // 2
+
+    # Torch has no formula for the CPU's kernel, and before torch 2.13 none for fewer heads of keys than of queries.
+    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    extra: dict[Any, Any] = {**FLOPS}
+    for kernel in kernels:
+        extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = attention
+        extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = backward
+    return {**flop_counter.flop_registry, **{name: of_shapes(formula) for name, formula in extra.items()}}
+
+
+def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """The FLOPs of a call of ATen."""
+    formula = _formulas().get(func.overloadpacket)
+    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
+
+
+def storage_of(t: Tensor) -> int:
+    """What tells the storage of a tensor from all others that are alive."""
+    return t.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
