@@ -62,8 +62,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     help = "run the tests of Triton kernels or all others; without it, those that are named (tests/run.py runs both)"
     parser.addoption("--half", choices=["kernels", "plain"], help=help)
     parser.addoption("--full", action="store_true", help="run the whole numeric matrix, not the pairwise selection")
-    help = "compile C kernels as users do, with -O3; so does --full"
-    parser.addoption("--optimized", action="store_true", help=help)
     help = "run tests in an order drawn from this number, so that a run that is cut off has some of each"
     parser.addoption("--shuffle", type=int, help=help)
     parser.addoption("--seed", default="", help="draw other numbers: 7, or 1-20 for every test under each of these")
@@ -102,11 +100,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:seqfuse.testing.interpreter")
     processes.FULL = bool(config.getoption("--full"))
-    if not (processes.FULL or config.getoption("--optimized")):
-        from seqfuse import compiler  # which reads the environment above
-
-        # Hundreds of kernels are compiled, each for one or two tests, and in a third of the time that -O3 takes.
-        compiler._FLAGS = tuple("-O1" if flag == "-O3" else flag for flag in compiler._FLAGS)
     if limit := config.getoption("timeout", None):
         processes.SECONDS = 0.93 * limit  # and their test still says what hangs
     hypothesis.settings.load_profile("full" if config.getoption("--full") else "ci")

@@ -89,7 +89,7 @@ def probe(environment: dict[str, str]) -> dict[str, Any]:
 def run(environment: dict[str, str], arguments: list[str], workers: int) -> tuple[list[str], float]:
     """Names of the tests that failed, and seconds."""
     begin = time.monotonic()
-    command = [sys.executable, "-m", "tests.run", "-q", "-rfE", "--timeout", "1200", "--optimized", *arguments]
+    command = [sys.executable, "-m", "tests.run", "-q", "-rfE", "--timeout", "1200", *arguments]
     command += ["-n", str(workers)] if workers > 1 else []
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
