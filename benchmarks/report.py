@@ -212,19 +212,20 @@ def peak(found: Results) -> Lines:
     return [where(found), "", wrapped(about), "", *table(head, rows)]
 
 
-@drawn("training", "peak", "front")
-def training(found: Results, drawn_beside: Results) -> Lines:
+@drawn("training", "peak", "peak_avx512", "front")
+def training(found: Results, with_avx512: Results, drawn_beside: Results) -> Lines:
     """What README.md shows of the same run: ratios alone, of one way to save less at a time."""
     added, saved = _added(found), found["rows"][0]["saved"]
-    rows = [
-        (_SIDES[r["side"]], *(f"{n:.2f}" for n in (r["saved"] / saved, added[r["side"]], r["step"]["ratio"])))
-        for r in found["rows"]
-        if r["side"] != "lean, checkpointed"
-    ]
+    there = {row["side"]: f"{row['step']['ratio']:.2f}" for row in with_avx512["rows"]}
+    rows: list[tuple[str, ...]] = []
+    for row in found["rows"]:
+        if (side := row["side"]) != "lean, checkpointed":
+            numbers = row["saved"] / saved, added[side], row["step"]["ratio"]
+            rows.append((_SIDES[side], *(f"{n:.2f}" for n in numbers), there.get(side, "-")))
     count, length = drawn_beside["tokens"]
-    note = f"""Relative to eager PyTorch, measured in one run on a CPU ({found["about"]["device"]}, one thread, torch
-        {found["about"]["torch"]}). {_trained(found)} Picture: {count} x {length:,}, no optimizer."""
-    head = ("a training step", "saved for backward", "peak memory added", "CPU time")
+    note = f"""{found["about"]["device"]}, one thread, torch {found["about"]["torch"]}, with AVX2 and with
+        AVX-512. {_trained(found)} Picture: {count} x {length:,}, without AdamW."""
+    head = ("relative to eager PyTorch", "saved for backward", "peak memory added", "CPU time, AVX2", "with AVX-512")
     return [*table(head, rows), "", wrapped(note)]
 
 
