@@ -180,7 +180,7 @@ OF_BLOCKS = (
 
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 80, 144), (7, 400, 48), (33, 640, 272), (260, 128, 528)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("recipe", "run"), OF_BLOCKS, ids=str)
+@pytest.mark.parametrize(("recipe", "run"), OF_BLOCKS, ids=["block", "block of any scale", "MXFP8"])
 def test_scales_of_blocks_go_where_they_belong(
     recipe: Recipe, run: Any, rows: int, k: int, n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
