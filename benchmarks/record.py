@@ -42,6 +42,7 @@ def about() -> dict[str, Any]:
         "changed": stated is None and bool(git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if cuda else _cpu(),
+        "capability": torch.backends.cpu.get_cpu_capability(),  # of the CPU: what its instructions allow
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         **triton,

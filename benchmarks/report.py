@@ -223,8 +223,9 @@ def training(found: Results, with_avx512: Results, drawn_beside: Results) -> Lin
             numbers = row["saved"] / saved, added[side], row["step"]["ratio"]
             rows.append((_SIDES[side], *(f"{n:.2f}" for n in numbers), there.get(side, "-")))
     count, length = drawn_beside["tokens"]
-    note = f"""{found["about"]["device"]}, one thread, torch {found["about"]["torch"]}, with AVX2 and with
-        AVX-512. {_trained(found)} Picture: {count} x {length:,}, without AdamW."""
+    capability = drawn_beside["about"]["capability"].replace("AVX512", "AVX-512")
+    note = f"""{found["about"]["device"]}, one thread, torch {found["about"]["torch"]}. {_trained(found)}
+        Picture: {count} x {length:,}, {capability}, without AdamW."""
     head = ("relative to eager PyTorch", "saved for backward", "peak memory added", "CPU time, AVX2", "with AVX-512")
     return [*table(head, rows), "", wrapped(note)]
 

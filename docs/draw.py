@@ -282,7 +282,8 @@ def front(narrow: bool = False) -> str:
     about = (
         f"Forward and backward of a Llama of {found['layers']} layers of width {found['width']} on {length} tokens, one"
     )
-    about += " thread of a CPU. Relative to eager PyTorch."
+    capability = found["about"]["capability"].replace("AVX512", "AVX-512")
+    about += f" thread of a CPU with {capability}. Relative to eager PyTorch."
     y = p.head(["At every peak, less time than checkpointing and torch.compile"], [about])
     p.text(20, y + 24, "CPU time", "small")
     low, high = 0.2, max(row["peak"] / eager for row in rows.values()) + 0.05

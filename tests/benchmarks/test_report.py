@@ -16,7 +16,8 @@ import tables
 import targets
 
 ABOUT = {
-    "device": "Card", "torch": "2.11", "triton": "3.6", "python": "3.12", "commit": "0123456789ab", "changed": False,
+    "device": "Card", "capability": "AVX512", "torch": "2.11", "triton": "3.6", "python": "3.12",
+    "commit": "0123456789ab", "changed": False,
 }  # fmt: skip
 
 
@@ -179,7 +180,7 @@ def test_memory_and_time_of_a_training_step_stand_beside_checkpointing(results: 
     whole, first = str(report.peak()), str(report.training())
     for shown in (whole, first):
         assert "(no output layer, no loss) with 4 layers of width 8, on 2 x 16 tokens" in " ".join(shown.split())
-    assert "Picture: 3 x 7, without AdamW." in " ".join(first.split())
+    assert "Picture: 3 x 7, AVX-512, without AdamW." in " ".join(first.split())
     assert [one.count("\n| ") - 2 for one in (whole, "\n" + first)] == [len(sides), len(sides) - 1]
     assert "| eager PyTorch | 10 MiB (1.00) | 20 MiB (1.00) | 2.00 s (1.00) |" in whole
     assert "checkpointed | 9 MiB (0.90) | 19 MiB (0.95) | 3.00 s (1.25, 1.12 to 1.50) |" in whole

@@ -191,6 +191,7 @@ def test_gradients_of_weights_are_added_to_their_buffers():
     found: list[list[Tensor]] = []
     torch.manual_seed(0)
     model = block(6, 8, 4, 2)
+    model.memory = "lean"  # on a CPU it is slower than what it replaces
     for only in (FACTORS[:1], ()):
         for p in model.parameters():
             p.main_grad = torch.ones_like(p)
@@ -203,7 +204,7 @@ def test_gradients_of_weights_are_added_to_their_buffers():
 
 
 def test_a_block_saves_less_where_it_is_to():
-    """Of a token and an expert: 2 F; by default H and F more."""
+    """Of a token and an expert: 2 F; by default 2 H and F more."""
     model, x = block(64, 128, 8, 2), seeded_randn((512, 64), 0).requires_grad_()
     saved: dict[str, int] = {}
     found: dict[str, list[Tensor]] = {}
@@ -215,7 +216,7 @@ def test_a_block_saves_less_where_it_is_to():
         leaves = [x, *model.parameters()]
         found[memory] = [*torch.autograd.grad(model(x).square().sum(), leaves)]
     pairs = 4 * 512 * 2
-    assert saved["fast"] - saved["lean"] == pairs * (64 + 128)
+    assert saved["fast"] - saved["lean"] == pairs * (2 * 64 + 128)
     torch.testing.assert_close(found["lean"], found["fast"])
 
 
@@ -298,7 +299,7 @@ def test_launches_of_a_dispatch_to_8_experts_on_a_gpu(monkeypatch: pytest.Monkey
     assert backward.count < theirs["grouped_mm"][1] < theirs["eager"][1]
 
 
-@pytest.mark.parametrize(("memory", "most"), [("fast", 0.70), ("lean", 0.45)])
+@pytest.mark.parametrize(("memory", "most"), [("balanced", 0.70), ("lean", 0.45)])
 def test_a_converted_block_saves_less_than_the_loop_of_hugging_face(memory: str, most: float):
     transformers = pytest.importorskip("transformers")
     moe = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
