@@ -19,6 +19,7 @@ import torch
 import seqfuse as sf
 from docs import documented
 from seqfuse import fusions, ops
+from seqfuse.slots import Slot
 from seqfuse.testing import operations as operations_of_the_kit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,9 +83,13 @@ def in_c() -> list[type[sf.FusedOperation]]:
     return [one for one in (*fusions.aten, *fusions.triton, *fusions.lean) if "c" in one.kernels]
 
 
+def _takes(slot: Slot, operation: type[sf.UnfusedOperation]) -> bool:
+    return operation in slot.types or issubclass(operation, slot.open_types)
+
+
 def fused_in(operation: type[sf.UnfusedOperation], group: Any) -> str:
     """How many fusions of a set have a place for an operation, forward and backward."""
-    taking = [one for one in group if any(slot.takes(operation) for slot in one.slots)]
+    taking = [one for one in group if any(_takes(slot, operation) for slot in one.slots)]
     forward = sum(not issubclass(one, sf.BackwardFusion) for one in taking)
     backward = sum(issubclass(one, sf.BackwardFusion | sf.JointFusion) for one in taking)
     return f"{forward} / {backward}" if taking else "-"
