@@ -34,6 +34,19 @@ def describe(node: Node) -> str:
     return text + (" random" if getattr(node.operation, "random", False) else "")
 
 
+def tells_all(module: nn.Module) -> bool:
+    """Whether operations of equal text are alike: of the user's, attributes that are no data are told by class only."""
+    own = plain_type(module).__module__.partition(".")[0] in (_OWN, *_FOREIGN)
+    stated = () if own else [value for name, value in vars(module).items() if name not in _OF_A_MODULE]
+    return all(map(_is_data, stated)) and all(map(tells_all, module.children()))
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_data, cast(Sequence[Any], value)))
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | type)
+
+
 def _module(module: nn.Module) -> str:
     stated = {k: v for k, v in vars(module).items() if k not in _OF_A_MODULE}
     named = [f"{name}={_plain(value)}" for name, value in sorted(stated.items())]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from ..generated import identifier
 from ..operation import UnfusedOperation
 from ..saved import Layout, Recompute, Saved
 from .arriving import Unknown, run_aside
-from .described import class_identity, describe
+from .described import class_identity, describe, tells_all
 from .flatten import Node
 from .inputs import check_dtypes
 from .schedule import Candidate, Kept
@@ -119,6 +120,7 @@ class _Told(NamedTuple):
     kernels: dict[str, None]
 
 
+_unknown = itertools.count()  # of operations that are like no other, as far as is known
 _known: dict[Any, _Told] = {}
 KEPT = 4096  # by names and sizes: no class or tensor of a model is held
 
@@ -300,7 +302,8 @@ class Tried:
 
     def _about(self, node: Node, at: int) -> str:
         if at not in self._described:
-            self._described[at] = describe(node)
+            told = describe(node)
+            self._described[at] = told if tells_all(node.operation) else f"{told} {next(_unknown)}"
         return self._described[at]
 
     def _run(self, step: Step, env: Env, about: Any, given: Any, call: Callable[[Any], Any]) -> Attempt:

@@ -7,7 +7,7 @@ import itertools
 import pickle
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -503,3 +503,33 @@ def test_what_a_step_saves_is_found_once_for_steps_that_are_alike(monkeypatch: p
         saved = [*kept.own, *(kept.fused[s.start, s.operation] for s in steps)]
         told.append([[sum(kept.sizes[t] for t in one & other) for other in saved] for one in saved])
     assert told[0] == told[1]
+
+
+class Keeping(sf.UnfusedOperation):
+    """y = 2 x, which keeps a copy of x where an attribute says so that no text tells apart."""
+
+    class Saved(sf.Saved):
+        more: Tensor | None
+
+    def __init__(self, keeps: Callable[[], bool]) -> None:
+        super().__init__()
+        self.keeps = keeps
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        return x * 2, self.Saved(more=x.clone() if self.keeps() else None)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor, sf.Grads]:
+        return dy * 2, {}
+
+
+def test_operations_that_only_an_attribute_of_no_data_tells_apart_are_tried_each():
+    x = torch.randn(8, 16, requires_grad=True)
+    found: list[int] = []
+    for kept in (True, False, True):
+        plan = sf.Sequential(Keeping(lambda kept=kept: kept), ops.Linear(16, 4)).plan(x)
+        assert plan.memory is not None
+        found.append(plan.memory.saved)
+    assert found == [2 * x.nbytes, x.nbytes, 2 * x.nbytes]
