@@ -30,7 +30,7 @@ def slower_gpu(found: Results) -> Lines:
 
 @drawn("slower_cpu", "cpu", "cpu_experts", "convert")
 def slower_cpu(*results: Results) -> Lines:
-    """Steps with `memory="fast"` that take longer than in eager torch, the slowest first."""
+    """Steps that take longer than in eager torch, the slowest first."""
     *steps, models = results
     sides = {row["name"]: row["sides"] for found in steps for row in found["rows"]}
     ratios = {name: of["default"]["ratio"] for name, of in sides.items() if "default" in of}

@@ -11,7 +11,7 @@ import importlib
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,44 +57,34 @@ def host(found: Results, planned: Results) -> Lines:
 
 @drawn("cpu", "cpu")
 def cpu(found: Results) -> Lines:
-    """CPU time of steps beside eager torch."""
-    return _steps_of(found)
+    """CPU time of steps beside eager torch: default and lean plans, then what else was timed in some of the rows."""
+    said = f"""{where(found)} Measured when the default of `sf.convert` was `memory="{found["about"]["converted"]}"`; it
+        is `"balanced"` now."""
+    plans = {"default": "seqfuse / eager", "lean": "seqfuse, lean / eager"}
+    others = {
+        "default, GEMMs of MKL": "seqfuse, without oneDNN / eager",
+        "Dynamo alone": "Dynamo, eager backend / eager",
+        "torch.compile": "torch.compile / eager",
+    }
+    rows = found["rows"]
+    cells = [(row["name"], f"{row['eager']:,.0f}", *_times(row, plans)) for row in rows]
+    rest = [(row["name"], *_times(row, others)) for row in rows if not row["sides"].keys().isdisjoint(others)]
+    tables = [*table(("step", "eager, us", *plans.values()), cells), "", *table(("step", *others.values()), rest)]
+    return [wrapped(said), "", *tables]
 
 
-_STEPS_OF = {
-    "default": "seqfuse",
-    "lean": "seqfuse, lean",
-    "default, GEMMs of MKL": "seqfuse, without oneDNN",
-    "Dynamo alone": "Dynamo, eager backend",
-    "loop over experts": "loop over experts",
-}
-
-
-def _steps_of(found: Results, eager: str = "eager") -> Lines:
-    """One narrow table, or two: the default and lean plans, then what else was timed in some of the rows."""
-    lines, rows = [where(found), ""], found["rows"]
-    if "converted" in found["about"]:
-        said = f"""Measured when the default of `sf.convert` was `memory="{found["about"]["converted"]}"`; it is
-            `"balanced"` now."""
-        lines += [wrapped(said), ""]
-    sides = list(dict.fromkeys(side for row in rows for side in row["sides"]))
-    plans = sides if len(sides) < 4 else [side for side in sides if side in ("default", "lean")]
-    head = ("step", f"{eager}, us", *(f"{_STEPS_OF[side]} / {eager}" for side in plans))
-    cells = [(r["name"], f"{r['eager']:,.0f}", *_times(r, plans)) for r in rows]
-    others = [side for side in sides if side not in plans]
-    rest = [(r["name"], *_times(r, others)) for r in rows if not r["sides"].keys().isdisjoint(others)]
-    names = ("step", *(f"{_STEPS_OF.get(side, side)} / {eager}" for side in others))
-    return [*lines, *table(head, cells), *(["", *table(names, rest)] if rest else [])]
-
-
-def _times(row: dict[str, Any], sides: Lines) -> Lines:
+def _times(row: dict[str, Any], sides: Iterable[str]) -> Lines:
     return [between(row["sides"][side]) if side in row["sides"] else "-" for side in sides]
 
 
-@drawn("cpu_experts", "cpu_experts")
-def cpu_experts(found: Results) -> Lines:
-    """The same of experts."""
-    return _steps_of(found, "Hugging Face")
+@drawn("cpu_experts", "cpu_experts", "cpu_experts_avx512")
+def cpu_experts(found: Results, with_avx512: Results) -> Lines:
+    """The same of experts, and what the default takes where the processor has AVX-512."""
+    there = {row["name"]: between(row["sides"]["default"]) for row in with_avx512["rows"]}
+    head = ("step", "Hugging Face, us", "seqfuse", "seqfuse, lean", "loop over experts", "seqfuse, with AVX-512")
+    sides = ("default", "lean", "loop over experts")
+    cells = [(r["name"], f"{r['eager']:,.0f}", *_times(r, sides), there[r["name"]]) for r in found["rows"]]
+    return [where(found), "", *table(head, cells)]
 
 
 @drawn("traffic", "traffic")
@@ -256,10 +246,8 @@ def families() -> int:
     return len(found.keys)
 
 
-@drawn("claims", "memory", "cpu", "cpu_experts", "layer_counts", "convert", "peak")
-def claims(
-    bytes_of: Results, beside: Results, experts: Results, counted: Results, models: Results, steps: Results
-) -> Lines:
+@drawn("claims", "memory", "cpu", "layer_counts", "convert", "peak")
+def claims(bytes_of: Results, beside: Results, counted: Results, models: Results, steps: Results) -> Lines:
     """What is claimed, each with how it is known."""
 
     def of_block(model: str) -> str:
@@ -271,8 +259,7 @@ def claims(
         return ", ".join(f"{row['model']} {row['kept'][choice] / row['eager']:.2f}x" for row in models["rows"])
 
     def slowest(side: str) -> str:
-        all_rows = (*beside["rows"], *experts["rows"])
-        times = sorted((row["sides"][side]["ratio"], row["name"]) for row in all_rows if side in row["sides"])
+        times = sorted((row["sides"][side]["ratio"], row["name"]) for row in beside["rows"] if side in row["sides"])
         return f"{times[0][0]:.2f} to {times[-1][0]:.2f}x (slowest: {times[-1][1]})"
 
     def step(side: str) -> str:
