@@ -51,7 +51,6 @@ from .linear import (
     ScaleAdd,
 )
 from .norm import (
-    NormActivation,
     NormActivationJoint,
     NormBackward,
     NormForward,
@@ -91,7 +90,6 @@ triton: tuple[type[FusedOperation], ...] = (
     BlockBoundary,  # bias, dropout, residual sum and norm in one pass; stores no mask, writes the residual stream once
     BlockBoundaryActivation,  # the same with up to eight activations and factors after the norm
     NormActivationJoint,  # a norm and up to eight activations and factors; neither writes nor saves the norm's output
-    NormActivation,  # a norm and an activation in one pass; does not write the norm's output
     BlockBoundaryBackward,  # the backward of a block's boundary in one pass
     UnpermuteBoundary,  # the sum over a token's experts, the residual sum and the norm in one pass
     UnpermuteBoundaryBackward,  # their gradients in one pass

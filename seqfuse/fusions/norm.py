@@ -24,9 +24,7 @@ from ..ops._tensors import stats_dtype
 from ..pointwise import Pointwise
 from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import (
-    act_fits,
     as_one_activation,
-    device,
     factors_of,
     functions_fit,
     kernels_read,
@@ -121,43 +119,6 @@ def _is_faster(norm: LayerNorm | RMSNorm, env: Env) -> bool:
     return isinstance(norm, RMSNorm) or env.dtype.itemsize == 2 or not few
 
 
-class NormActivation(ForwardFusion):
-    """y = act(norm(x)) in one pass, for any `Pointwise` with device functions.
-
-    The output of the norm is not rounded. x, y: [*, H]. Saves the same tensors as the operations; if the activation
-    saves its input, the backward pass recomputes it from x. That costs more than this fusion saves, so in training
-    `NormActivationJoint` is faster.
-    """
-
-    norm: LayerNorm | RMSNorm
-    act: Pointwise
-
-    kernels = ("triton", "c")
-
-    def requires(self, env: Env) -> Requirements:
-        yield from norm_fits(self.norm, env)
-        yield from act_fits(self.act, env)
-        yield from gives_own(self.norm, env)
-        cast = self.act.reads == "output" and env.leaving is not env.dtype
-        yield not cast, f"{type(self.act).__name__} keeps y, which is cast for what comes next"
-
-    def saved_at(self) -> tuple[int, ...]:
-        return (0,)  # and y: the norm's result is never written
-
-    def saves(self, env: Env) -> Savings:
-        if not env.grad or self.act.reads == "output":
-            return super().saves(env)
-        # Made again in float32, an operator of torch at a time.
-        again = 17.0 * env.tokens * env.itemsize * self.norm.normalized_shape[-1]
-        return super().saves(env) - Savings(launches=5, bytes=again)
-
-    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
-        norm, act = self.norm, self.act
-        out, record = run_norm(norm, x, act=device(act), dtype=dtype)
-        own: Any = out.y if act.reads == "output" else _result_later(norm, record)
-        return out.y, {"norm": record, "act": act.record(own, own)}
-
-
 class NormActivationJoint(JointFusion):
     """y = act(norm(x)) and its gradients, act up to eight activations and constant factors in sequence.
 
@@ -231,30 +192,13 @@ def norm_records(
     return {"norm": record, "acts": own_records(acts, z, factors)}
 
 
-def _result_later(norm: LayerNorm | RMSNorm, record: NormRecord) -> context.Recompute:
-    """A stand-in for the norm's result, made of what its record keeps."""
-    mean = record.mean if isinstance(record, LayerNorm.Saved) else None
-    others = {"mean": mean, "weight": record.weight, "bias": bias_of_norm(norm)}
-    given = {name: t for name, t in others.items() if t is not None}
-    return context.Recompute(_again(norm.zero_centered, *given), record.x, record.rstd, *given.values())
-
-
-@functools.cache
-def _again(about_one: bool, *names: str) -> Callable[..., Tensor]:
-    return functools.partial(_of_tensors, about_one, names)
-
-
-def _of_tensors(about_one: bool, names: tuple[str, ...], x: Tensor, rstd: Tensor, *given: Tensor) -> Tensor:
-    return _normalized(x, rstd, about_one, **dict(zip(names, given, strict=True)))
-
-
 def _normalized(
     x: Tensor,
     rstd: Tensor,
     about_one: bool,
-    mean: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    mean: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """The norm's result from its statistics, in their dtype, rounded to that of x."""
     stats = rstd.dtype

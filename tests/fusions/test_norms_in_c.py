@@ -24,7 +24,7 @@ CASES: dict[str, tuple[Any, torch.dtype, tuple[Any, ...]]] = {
     "LayerNorm around one": (fusions.NormForward, torch.float16, (lambda: ops.LayerNorm(8, zero_centered=True),)),
     "backward of LayerNorm": (fusions.NormBackward, torch.float32, (END[3], lambda: ops.LayerNorm(8))),
     "backward of RMSNorm": (fusions.NormBackward, torch.bfloat16, (lambda: ops.RMSNorm(8, zero_centered=True),)),
-    "activation": (fusions.NormActivation, torch.float32, (lambda: ops.RMSNorm(8), ops.ReLU)),
+    "activation": (fusions.NormActivationJoint, torch.float32, (lambda: ops.RMSNorm(8), ops.ReLU)),
     "activations": (
         fusions.NormActivationJoint, torch.float32,
         (lambda: ops.LayerNorm(8), ops.GeLU, lambda: ops.Scale(0.5), ops.Tanh),

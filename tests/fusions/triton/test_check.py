@@ -26,7 +26,6 @@ from seqfuse.fusions import (
     BlockBoundaryActivation,
     BlockBoundaryBackward,
     LinearBiasPointwise,
-    NormActivation,
     NormActivationJoint,
     NormBackward,
     NormForward,
@@ -148,13 +147,12 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
         yield NormBackward, (F16,), (2, 3, 8), lambda n=norm: [ops.Fork("out"), n()]
     yield NormForward, (BF16,), (5, 8), lambda: [ops.RMSNorm(8, zero_centered=True)]
     yield NormForward, (F16,), (5, 8), lambda: [ops.LayerNorm(8, zero_centered=True)]
-    both = NormActivation, NormActivationJoint
-    yield both, (F32,), (5, 8), lambda: [ops.LayerNorm(8), ops.GeLU()]
-    yield both, (BF16,), (5, 8), lambda: [ops.LayerNorm(8), ops.Sigmoid()]
-    yield both, (F32,), (2, 3, 8), lambda: [no_bias(), ops.SiLU()]
-    yield both, (F32,), (2, 3, 8), lambda: [no_weight(), ops.SiLU()]
-    yield both, (F16,), (2, 3, 8), lambda: [about_one(), ops.SiLU()]
     joint = NormActivationJoint
+    yield joint, (F32,), (5, 8), lambda: [ops.LayerNorm(8), ops.GeLU()]
+    yield joint, (BF16,), (5, 8), lambda: [ops.LayerNorm(8), ops.Sigmoid()]
+    yield joint, (F32,), (2, 3, 8), lambda: [no_bias(), ops.SiLU()]
+    yield joint, (F32,), (2, 3, 8), lambda: [no_weight(), ops.SiLU()]
+    yield joint, (F16,), (2, 3, 8), lambda: [about_one(), ops.SiLU()]
     yield joint, (F32,), (5, 8), lambda: [ops.LayerNorm(8), ops.GeLU(), ops.Scale(-0.5), ops.Tanh()]
 
     def acts() -> Any:
@@ -270,8 +268,7 @@ TRAINED: dict[str, tuple[tuple[Any, ...], int, tuple[int, ...], Made]] = {
         for p in (0.0, 0.25, 1.0)
     },
     "acting": ((BlockBoundaryActivation,), 2, (2, 9, 9), lambda: [acting(), acting(), ops.RMSNorm(9), ops.Tanh()]),
-    "norm, ReLU": ((NormActivation,), 1, (20, 6), lambda: normed(ops.ReLU)),
-    "norm, ReLU, joint": ((NormActivationJoint,), 1, (20, 6), lambda: normed(ops.ReLU)),
+    "norm, ReLU": ((NormActivationJoint,), 1, (20, 6), lambda: normed(ops.ReLU)),
     "norm, QuickGeLU": ((NormActivationJoint,), 1, (20, 6), lambda: normed(ops.QuickGeLU)),
 }  # fmt: skip
 
@@ -321,18 +318,18 @@ ALONE = "only a Dropout that drops nothing here is with it"
 REFUSED: list[tuple[str, tuple[Any, ...], list[Any], torch.dtype]] = [
     (SCALED, (BlockBoundaryActivation,), [ops.Dropout(0.5, DOWN), ops.Add("o"), ops.LayerNorm(8), ops.ReLU()], BF16),
     (ONE_DIMENSION, (BlockBoundaryActivation,), [ops.Add("o"), ops.LayerNorm((2, 4)), ops.ReLU()], BF16),
-    ("one dimension", (NormActivation, NormActivationJoint), [ops.LayerNorm((2, 4)), ops.ReLU()], F32),
+    ("one dimension", (NormActivationJoint,), [ops.LayerNorm((2, 4)), ops.ReLU()], F32),
     (
-        "float32, float16 and bfloat16", (NormActivation, NormActivationJoint),
+        "float32, float16 and bfloat16", (NormActivationJoint,),
         [ops.LayerNorm(8), ops.ReLU()], torch.float64,
     ),
     (
-        "columns, not 70,000", (NormActivation, NormActivationJoint),
+        "columns, not 70,000", (NormActivationJoint,),
         [ops.RMSNorm(70000, elementwise_affine=False), ops.ReLU()], F32,
     ),
-    ("Cube has no device functions", (NormActivation, NormActivationJoint), [ops.LayerNorm(8), Cube()], F32),
+    ("Cube has no device functions", (NormActivationJoint,), [ops.LayerNorm(8), Cube()], F32),
     (
-        "Sloped has parameters, which device functions do not see", (NormActivation, NormActivationJoint),
+        "Sloped has parameters, which device functions do not see", (NormActivationJoint,),
         [ops.LayerNorm(8), Sloped()], F32,
     ),
     ("no two activations are adjacent", (PointwiseChainJoint,), [ops.SiLU(), ops.Dropout(0.5), ops.Tanh()], F32),

@@ -11,9 +11,8 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import NormActivation, NormActivationJoint, NormBackward, NormForward
+from seqfuse.fusions import NormActivationJoint, NormBackward, NormForward
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
-from seqfuse.testing.cases import Bench
 from seqfuse.testing.tensors import redrawn
 from tests.judging import judge_together
 
@@ -114,29 +113,16 @@ def test_what_is_saved_for_a_backward_of_others_has_the_gain_about_one(norm: Any
     norm = copy.deepcopy(norm).to(device)
     for i, p in enumerate(norm.parameters()):
         p.data = seeded_randn(tuple(p.shape), i + 1).to(device)
-    x, act = seeded_randn((5, 8), 0).to(device).requires_grad_(), ops.SiLU()
-    parameters = [*norm.parameters()]
-    dy = seeded_randn((5, 8), 9).to(device)
-    expected = torch.autograd.grad(act.reference(norm.reference(x)), [x, *parameters], dy)
-    y = Bench(sf.Sequential(norm, act, fusions=()), (NormActivation,))(x)
-    torch.testing.assert_close(torch.autograd.grad(y, [x, *parameters], dy), expected)
+    x, act = seeded_randn((5, 8), 0).to(device), ops.SiLU()
     with torch.no_grad():
         joint = NormActivationJoint(norm=norm, acts=(act,))
-        _, saved = joint.fwd(x.detach())
+        _, saved = joint.fwd(x)
         torch.testing.assert_close(joint.unfused(saved)["acts"][0].x, norm.reference(x))
-
-
-def test_training_takes_the_joint_form_and_inference_either(device: torch.device):
-    model = sf.Sequential(ops.LayerNorm(8), ops.GeLU(), fusions=(NormActivation, NormActivationJoint)).to(device)
-    x = seeded_randn((5, 8), 0).to(device)
-    assert model.plan(x).count("NormActivationJoint")
-    with torch.no_grad():
-        assert model.plan(x).count("NormActivation") == 1
 
 
 def test_a_variance_that_overflows_gives_zeros(device: torch.device):
     x = 1e30 * seeded_randn((5, 9), 0).to(device)
-    model = sf.Sequential(ops.LayerNorm(9), ops.ReLU(), fusions=(NormActivation,)).to(device)
+    model = sf.Sequential(ops.LayerNorm(9), ops.ReLU(), fusions=(NormActivationJoint,)).to(device)
     with torch.no_grad():
         y = model(x)
         with sf.fusing(False):
