@@ -34,9 +34,32 @@ def check_unaltered(
     Raises:
         ValueError: naming what differs.
     """
-    compared = _Comparison(given, buffers or {}, {*_INSIDE, *aside})
-    found = list(compared.modules("", given, fresh))
-    if found:
+    first, held, outside = next(given.parameters(), None), buffers or {}, {*_INSIDE, *aside}
+
+    def differences(path: str, a: Any, b: Any) -> Iterator[str]:
+        at, below = path or "it", f"{path}." if path else ""
+        if type(a) is not type(b):
+            yield f"{at} is {_of(a)}, not {_of(b)}"
+            return
+        owner = next(base for base in type(a).__mro__ if "forward" in vars(base))
+        if type(a).__module__.partition(".")[0] not in _HOMES or vars(owner)["forward"].__module__ != owner.__module__:
+            yield f"{at} is {_of(a)} whose class or its forward was replaced"
+        if a.training is not given.training:
+            yield f"{at} is in {'training' if a.training else 'evaluation'} mode, unlike the whole"
+        yield from (f"{at} has {said}" for said in _attributes(a, b, outside))
+        for name, p, own in _both(a, b, "_parameters"):
+            said = _parameter(p, own, cast(Tensor, first))
+            yield from [f"{below}{name} {said}"] * bool(said)
+        for name, t, own in _both(a, b, "_buffers"):
+            said = _buffer(t, own, held.get(below + name))
+            yield from [f"{below}{name} {said}"] * bool(said)
+        for name, inner, own in _both(a, b, "_modules"):
+            if inner is None or own is None:
+                yield f"{below}{name} is {'missing' if inner is None else f'{_of(inner)} that was added'}"
+            else:
+                yield from differences(below + name, inner, own)
+
+    if found := list(differences("", given, fresh)):
         more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise ValueError(
             f"{type(given).__name__} was altered, so that its settings do not say what it computes: "
@@ -44,71 +67,43 @@ def check_unaltered(
         )
 
 
-class _Comparison:
-    def __init__(self, whole: nn.Module, buffers: Mapping[str, Tensor], aside: set[str]) -> None:
-        self._training, self._first = whole.training, next(whole.parameters(), None)
-        self._buffers, self._aside = buffers, aside
+def _attributes(given: nn.Module, fresh: nn.Module, outside: set[str]) -> Iterator[str]:
+    for name in dict.fromkeys((*vars(given), *vars(fresh))):
+        a, b = getattr(given, name, _NONE), vars(fresh).get(name, _NONE)
+        if name in outside or _same(a, b):
+            continue
+        if "hooks" in name or name == "forward":
+            yield "a forward of its own" if name == "forward" else f"hooks ({name})"
+        else:
+            made = "which was added" if b is _NONE else f"not {_short(b)}"
+            yield f"no {name}" if a is _NONE else f"{name}={_short(a)}, {made}"
 
-    def modules(self, path: str, given: nn.Module, fresh: nn.Module) -> Iterator[str]:
-        """How a module differs, and those in it."""
-        at, kind = path or "it", type(given)
-        if kind is not type(fresh):
-            yield f"{at} is {_of(given)}, not {_of(fresh)}"
-            return
-        owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-        if kind.__module__.partition(".")[0] not in _HOMES or vars(owner)["forward"].__module__ != owner.__module__:
-            yield f"{at} is {_of(given)} whose class or its forward was replaced"
-        if given.training is not self._training:
-            yield f"{at} is in {'training' if given.training else 'evaluation'} mode, unlike the whole"
-        yield from self._attributes(at, given, fresh)
-        below = f"{path}." if path else ""
-        tree = _both(given, fresh, "_parameters")
-        yield from (f"{below}{name} {said}" for name, a, b in tree for said in self._parameter(a, b))
-        tree = _both(given, fresh, "_buffers")
-        yield from (f"{below}{name} {said}" for name, a, b in tree for said in self._buffer(below + name, a, b))
-        for name, a, b in _both(given, fresh, "_modules"):
-            if b is None:
-                yield f"{below}{name} is {_of(a)} that was added"
-            elif a is None:
-                yield f"{below}{name} is missing"
-            else:
-                yield from self.modules(below + name, a, b)
 
-    def _attributes(self, at: str, given: nn.Module, fresh: nn.Module) -> Iterator[str]:
-        for name in dict.fromkeys((*vars(given), *vars(fresh))):
-            a, b = getattr(given, name, _NONE), vars(fresh).get(name, _NONE)
-            if name in self._aside or _same(a, b):
-                continue
-            if "hooks" in name:
-                yield f"{at} has hooks ({name})"
-            elif name == "forward":
-                yield f"{at} has a forward of its own"
-            elif a is _NONE:
-                yield f"{at} has no {name}"
-            else:
-                yield f"{at} has {name}={_short(a)}, " + ("which was added" if b is _NONE else f"not {_short(b)}")
+def _parameter(given: Any, fresh: Any, first: Tensor) -> str:
+    """How a parameter differs; empty where it does not."""
+    if fresh is None or given is None:
+        return "is a parameter that was added" if fresh is None else "is not a parameter any more"
+    if type(given) is not nn.Parameter:
+        return f"is {_of(given)}, no plain parameter"
+    if given.shape != fresh.shape:
+        return f"has shape {tuple(given.shape)}, not {tuple(fresh.shape)}"
+    if (given.dtype, given.device) != (first.dtype, first.device):
+        return f"is {given.dtype} on {given.device}, and the first parameter {first.dtype} on {first.device}"
+    return ""
 
-    def _parameter(self, given: Any, fresh: Any) -> Iterator[str]:
-        first = cast(Tensor, self._first)
-        if fresh is None:
-            yield "is a parameter that was added"
-        elif given is None:
-            yield "is not a parameter any more"
-        elif type(given) is not nn.Parameter:
-            yield f"is {_of(given)}, no plain parameter"
-        elif given.shape != fresh.shape:
-            yield f"has shape {tuple(given.shape)}, not {tuple(fresh.shape)}"
-        elif (given.dtype, given.device) != (first.dtype, first.device):
-            yield f"is {given.dtype} on {given.device}, and the first parameter {first.dtype} on {first.device}"
 
-    def _buffer(self, path: str, given: Any, fresh: Any) -> Iterator[str]:
-        wanted = self._buffers.get(path)
-        if fresh is None or given is None:
-            yield f"is a buffer that was {'added' if fresh is None else 'removed'}"
-        elif wanted is None:
-            yield "is a buffer of which nothing is known here"
-        elif given.shape != wanted.shape or not (given.is_meta or _close(given, wanted)):
-            yield f"does not hold what the settings say ({given.dtype}: a cast of the model rounds it)"
+def _buffer(given: Any, fresh: Any, wanted: Tensor | None) -> str:
+    if fresh is None or given is None:
+        return f"is a buffer that was {'added' if fresh is None else 'removed'}"
+    if wanted is None:
+        return "is a buffer of which nothing is known here"
+    if given.shape != wanted.shape or not (given.is_meta or _close(given, wanted)):
+        return f"does not hold what the settings say ({given.dtype}: a cast of the model rounds it)"
+    return ""
+
+
+def _close(given: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(given.double().cpu(), wanted.double(), 1e-6, 0.0)
 
 
 def _both(given: nn.Module, fresh: nn.Module, tree: str) -> Iterator[tuple[str, Any, Any]]:
@@ -136,7 +131,3 @@ def _of(thing: object) -> str:
 def _short(value: Any) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _close(given: Any, wanted: Any) -> bool:
-    return torch.allclose(given.double().cpu(), wanted.double(), 1e-6, 0.0)

@@ -28,8 +28,8 @@ _ASIDE = (
 )  # fmt: skip
 
 
-def from_huggingface(model: nn.Module, *, share: bool = False) -> Sequential:
-    """Build a seqfuse model from a Hugging Face decoder, with copied or shared weights.
+def from_huggingface(model: nn.Module) -> Sequential:
+    """Build a seqfuse model from a Hugging Face decoder, with copies of its weights, packed.
 
     Supports `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
     `Phi3ForCausalLM` and `Olmo2ForCausalLM`.
@@ -45,36 +45,27 @@ def from_huggingface(model: nn.Module, *, share: bool = False) -> Sequential:
 
     Args:
         model: the model.
-        share: whether to share the parameters with `model`, in layers with separate weights for queries, keys, values,
-            gate and up, so that training one trains the other. Not for GPT-2, which has another layout. By default
-            weights are copied and packed.
 
     Raises:
         TypeError: for a model of another class.
         ValueError: for an unsupported configuration, or a modified model, with the difference.
     """
-    like_llama = dict.fromkeys((f"{name}ForCausalLM" for name in _LIKE_LLAMA), _llama)
-    made = {"GPT2LMHeadModel": _gpt2, **like_llama}
+    made = {"GPT2LMHeadModel": _gpt2, **dict.fromkeys((f"{name}ForCausalLM" for name in _LIKE_LLAMA), _llama)}
     kind = type(model)
     if kind.__name__ not in made or not kind.__module__.startswith("transformers.models."):
         known = ", ".join(made)
         raise TypeError(f"no model here stands for {kind.__name__} of {kind.__module__}; there are those of {known}")
     config: Any = model.config
-    if share and kind.__name__ not in like_llama:
-        raise ValueError(f"the weights of {kind.__name__} lie otherwise than those of layers here: they are not shared")
-    mine, convert, buffers = made[kind.__name__](config, next(model.parameters()), share)
+    mine, convert, buffers = made[kind.__name__](config, next(model.parameters()))
     _check_functions(kind, config)
     fresh = _fresh(kind, config)
     check_unaltered(model, fresh, buffers=buffers, aside=_ASIDE)
     _check_parameters(model, fresh)
-    if share:
-        _share(mine, convert(dict(model.named_parameters(remove_duplicate=False))))
-    else:
-        mine.load_state_dict(convert(model.state_dict()), strict=True)
-        if config.tie_word_embeddings:
-            head: Any = mine.head
-            head.weight = mine.embedding.weight
-        _freeze(mine, model, convert)
+    mine.load_state_dict(convert(model.state_dict()), strict=True)
+    if config.tie_word_embeddings:
+        head: Any = mine.head
+        head.weight = mine.embedding.weight
+    _freeze(mine, model, convert)
     mine.pad_token_id = None if config.pad_token_id == config.bos_token_id else config.pad_token_id
     return mine.train(model.training)
 
@@ -119,16 +110,6 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def _share(mine: nn.Module, parameters: Mapping[str, Any]) -> None:
-    """Put a model's own parameters in place of all of these."""
-    wanted = {name for name, _ in mine.named_parameters(remove_duplicate=False)}
-    if left := wanted ^ parameters.keys():
-        raise ValueError(f"parameters without a place, or places without one: {sorted(left)}")
-    for name, parameter in parameters.items():
-        path, _, own = name.rpartition(".")
-        setattr(mine.get_submodule(path), own, parameter)
-
-
 def _freeze(mine: nn.Module, its: nn.Module, convert: Any) -> None:
     """Let a parameter need a gradient where those that it was made of do."""
 
@@ -169,15 +150,11 @@ def gpt2_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return new
 
 
-def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int, *, share: bool = False) -> dict[str, Tensor]:
+def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[str, Tensor]:
     """The state of a `LlamaForCausalLM` or one like it, or gradients by its names, under those of `from_huggingface`.
 
-    Queries, keys and values are packed, and so are gate and up, where they are not shared.
+    Queries, keys and values are packed, and so are gate and up.
     """
-    merged = {
-        **{f"self_attn.{name}_proj": ("attention.mixer.qkv", i) for i, name in enumerate("qkv")},
-        **{f"mlp.{name}_proj": ("feedforward.mixer.up", i) for i, name in enumerate(("gate", "up"))},
-    }
     new: dict[str, Tensor] = {}
     whole = {"model.embed_tokens": "embedding", "model.norm": "layers.norm", "lm_head": "head"}
     alike = {
@@ -197,8 +174,6 @@ def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int, *, share
             at, beside = f"layers.{index}", f"model.layers.{index}"
             if part in alike:
                 new[f"{at}.{alike[part]}.{kind}"] = value
-            elif share and part in merged:
-                new[f"{at}.{merged[part][0]}.{kind}_{merged[part][1]}"] = value
             elif part == "self_attn.q_proj":
                 three = [state[f"{beside}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
                 new[f"{at}.attention.mixer.qkv.{kind}"] = pack_qkv(three, "separate", heads, kv_heads)
@@ -209,7 +184,7 @@ def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int, *, share
     return new
 
 
-def _gpt2(config: Any, like: Tensor, share: bool) -> tuple[Any, Any, dict[str, Tensor]]:
+def _gpt2(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
     unlike = [name for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention") if getattr(config, name)]
     unlike += [] if config.scale_attn_weights else ["scale_attn_weights=False"]
     unlike += [] if config.activation_function in _GELUS else [f"activation_function={config.activation_function!r}"]
@@ -237,7 +212,7 @@ def _gpt2(config: Any, like: Tensor, share: bool) -> tuple[Any, Any, dict[str, T
     return Sequential(parts), gpt2_state, {}
 
 
-def _llama(config: Any, like: Tensor, share: bool) -> tuple[Any, Any, dict[str, Tensor]]:
+def _llama(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
     rotary: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rotary.get("rope_type", "default")
     unlike = [] if kind == "default" else [f"rope_type={kind!r}"]
@@ -262,7 +237,7 @@ def _llama(config: Any, like: Tensor, share: bool) -> tuple[Any, Any, dict[str, 
         how |= {"pre_norm": None, "branch_norm": True}
     if family in ("mistral", "phi3"):
         how["window"] = config.sliding_window
-    made: dict[str, Any] = {"device": "meta" if share else like.device, "dtype": like.dtype}
+    made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["embedding"] = ops.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, **made)
     parts["layers"] = TransformerStack(
@@ -277,7 +252,6 @@ def _llama(config: Any, like: Tensor, share: bool) -> tuple[Any, Any, dict[str, 
         bias=bool(getattr(config, "mlp_bias", False)),
         qkv_bias=attention_bias or family == "qwen2",
         out_bias=attention_bias,
-        merged=share and family != "phi3",
         rotary=functools.partial(
             ops.RotaryEmbedding, style="half", base=base, rotary_dim=None if turned == size else turned
         ),
@@ -290,4 +264,4 @@ def _llama(config: Any, like: Tensor, share: bool) -> tuple[Any, Any, dict[str, 
     parts["head"] = ops.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
     angles = float(base) ** (torch.arange(0, turned, 2, dtype=torch.float64) / -turned)
     buffers = {f"model.rotary_emb.{name}": angles for name in ("inv_freq", "original_inv_freq")}
-    return Sequential(parts), functools.partial(llama_state, heads=heads, kv_heads=shared, share=share), buffers
+    return Sequential(parts), functools.partial(llama_state, heads=heads, kv_heads=shared), buffers

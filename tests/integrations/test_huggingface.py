@@ -124,43 +124,6 @@ def test_left_padded_prompts_are_refused_where_the_configuration_says_what_pads(
     generate(from_huggingface(make(pad_token_id=1).eval()), torch.ones_like(x), 2)  # a prompt begins with the same one
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("gpt2")])
-def test_shared_parameters_are_those_of_the_model_itself(name: str):
-    its = MODELS[name]()
-    mine = from_huggingface(its, share=True)
-    assert {id(p) for p in mine.parameters()} == {id(p) for p in its.parameters()}
-    exact, leaves = copy.deepcopy(its).double(), list(its.parameters())
-
-    def passes(logits: Tensor, leaves: list[nn.Parameter]) -> list[Tensor]:
-        dy = seeded_randn(tuple(logits.shape), 1, dtype=logits.dtype)
-        return [logits.detach(), *torch.autograd.grad(logits, leaves, dy)]
-
-    def measure(seed: int) -> tuple[list[Tensor], ...]:
-        x = tokens(seed)
-        return passes(mine(x), leaves), passes(its(x).logits, leaves), passes(exact(x).logits, [*exact.parameters()])
-
-    judge_together(measure, 1, DRAWS)
-    x = torch.zeros(2, 23, dtype=torch.long)
-    assert not mine.plan(x).eager
-
-
-def test_frozen_and_tied_parameters_are_shared_as_they_are():
-    its: Any = llama(tie_word_embeddings=True)
-    its.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
-    mine: Any = from_huggingface(its, share=True)
-    assert mine.head.weight is mine.embedding.weight
-    assert [p.requires_grad for p in mine.layers[0].attention.mixer.qkv.parameters()] == [True, False, True]
-    with torch.no_grad():
-        its.model.norm.weight.mul_(2)
-    x = torch.zeros(1, 4, dtype=torch.long)
-    torch.testing.assert_close(mine(x), its(x).logits)
-
-
-def test_weights_that_lie_otherwise_are_not_shared():
-    with pytest.raises(ValueError, match="the weights of GPT2LMHeadModel lie otherwise"):
-        from_huggingface(gpt2(), share=True)
-
-
 ALTERED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Mistral": ("model.layers.1.mlp.act_fn", {"forward": torch.relu}, "act_fn has a forward of its own"),
     "Qwen2": ("model.layers.1.self_attn", {"scaling": 1.0}, "self_attn has scaling=1.0"),
