@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse import cost_table
 from seqfuse.settings import settings
 from seqfuse.tune import timing
 from tests.tune import kit
@@ -20,8 +19,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     home.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setenv("SEQFUSE_TUNE", "1")
-    monkeypatch.setattr(cost_table, "_tables", {})
-    monkeypatch.setattr(cost_table, "_warned", set())
+    kit.forget(monkeypatch)
     settings.cache_clear()
     yield home / "seqfuse" / "tune"
     settings.cache_clear()

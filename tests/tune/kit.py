@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import seqfuse as sf
-from seqfuse import ops
+from seqfuse import cost_table, ops
 from seqfuse.ops.activations import gelu_backward
 
 
@@ -58,54 +59,44 @@ class Halve(sf.UnfusedOperation):
 
 
 class _Pair:
-    """`Bias, Halve` forward; `takes` microseconds, and says that it saves `launches`."""
+    """`Bias, Halve`; says that it saves `launches`."""
 
-    takes = 0.0
     launches = 1.0
 
     def saves(self, env: sf.Env) -> sf.Savings:
         return sf.Savings(launches=self.launches)
 
-    def both(self, x: Tensor) -> Any:
-        spend(self.takes)
-        bias: Any = self.bias
-        return (x + bias.bias) / 2, {"bias": ops.Bias.Saved(), "halve": Halve.Saved()}
+
+def both(self: Any, x: Tensor) -> Any:
+    """A right forward pass."""
+    return (x + self.bias.bias) / 2, {"bias": ops.Bias.Saved(), "halve": Halve.Saved()}
 
 
-class Quick(_Pair, sf.ForwardFusion):
-    bias: ops.Bias
-    halve: Halve
+def forward(name: str, act: Callable[[Any, Tensor], Any], launches: float = 1.0) -> type[sf.ForwardFusion]:
+    """A forward fusion of `Bias, Halve` that calls `act(self, x)` first, and returns what that returns, if anything."""
 
-    takes, launches = 10.0, -100.0  # faster than it thinks
+    class Made(_Pair, sf.ForwardFusion):
+        bias: ops.Bias
+        halve: Halve
 
-    def fwd(self, x: Tensor) -> Any:
-        return self.both(x)
+        def fwd(self, x: Tensor) -> Any:
+            found = act(self, x)
+            return both(self, x) if found is None else found
 
-
-class Slow(_Pair, sf.ForwardFusion):
-    bias: ops.Bias
-    halve: Halve
-
-    takes, launches = 80.0, 100.0  # slower than it thinks
-
-    def fwd(self, x: Tensor) -> Any:
-        return self.both(x)
+    Made.__name__ = Made.__qualname__ = name
+    Made.launches = launches
+    return Made
 
 
-class Broken(_Pair, sf.ForwardFusion):
-    bias: ops.Bias
-    halve: Halve
+def failing(error: BaseException) -> Callable[[Any, Tensor], Any]:
+    def act(self: Any, x: Tensor) -> Any:
+        raise error
 
-    def fwd(self, x: Tensor) -> Any:
-        raise ArithmeticError("no such luck")
+    return act
 
 
-class Starved(_Pair, sf.ForwardFusion):
-    bias: ops.Bias
-    halve: Halve
-
-    def fwd(self, x: Tensor) -> Any:
-        raise torch.OutOfMemoryError("not now")
+Quick = forward("Quick", lambda self, x: spend(10), -100.0)  # faster than it thinks
+Slow = forward("Slow", lambda self, x: spend(80), 100.0)  # slower than it thinks
 
 
 class QuickBackward(_Pair, sf.BackwardFusion):
@@ -165,6 +156,12 @@ class GeLUHalveBackward(sf.BackwardFusion):
     def bwd(self, dy: Tensor, *, act: Any, halve: Any) -> Any:
         spend(3)
         return gelu_backward(dy / 2, act.x), {}
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process would start."""
+    monkeypatch.setattr(cost_table, "_tables", {})
+    monkeypatch.setattr(cost_table, "_warned", set())
 
 
 def pair(*fusions: Any, width: int = 4) -> sf.Sequential:

@@ -22,7 +22,7 @@ import seqfuse as sf
 from seqfuse import cost_table, store
 from seqfuse.cost_table import Machine, Measurement
 from tests.processes import CONTEXT, Script
-from tests.tune.kit import Quick, Slow, pair
+from tests.tune.kit import Quick, Slow, forget, pair
 
 ROOT = Path(__file__).resolve().parents[2]
 X = torch.ones(6, 4)
@@ -33,12 +33,6 @@ def machine() -> Machine:
     found = Machine.of(sf.Env.like(X))
     assert found is not None
     return found
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a new process would start."""
-    monkeypatch.setattr(cost_table, "_tables", {})
-    monkeypatch.setattr(cost_table, "_warned", set())
 
 
 @contextlib.contextmanager

@@ -23,27 +23,10 @@ from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, _Search, shadow, timing
 from seqfuse.tune.shadow import Shadow
 from tests.tune import kit
-from tests.tune.kit import (
-    Broken,
-    DropoutAdd,
-    GeLUHalveBackward,
-    Halve,
-    Quick,
-    QuickBackward,
-    QuickInference,
-    QuickJoint,
-    Slow,
-    Starved,
-    pair,
-)
+from tests.tune.kit import Halve, Quick, Slow, failing, forget, forward, pair
 
 X = torch.ones(6, 4)
 TUNING: Any = sys.modules["seqfuse.tune"]  # the package's attribute of this name is the function
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a new process would start."""
-    monkeypatch.setattr(cost_table, "_tables", {})
 
 
 def times(report: TuneReport) -> dict[tuple[str, str], tuple[float | None, float | None, bool]]:
@@ -82,15 +65,7 @@ def test_a_real_clock_sees_a_fusion_that_sleeps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()  # the real clock; the table is put back below
     monkeypatch.setattr(cost_table, "_tables", {})
 
-    class Sleeps(sf.ForwardFusion):
-        bias: ops.Bias
-        halve: Halve
-
-        def fwd(self, x: Tensor) -> Any:
-            time.sleep(0.02)
-            return (x + self.bias.bias) / 2, {"bias": ops.Bias.Saved(), "halve": Halve.Saved()}
-
-    model = pair(Sleeps)
+    model = pair(forward("Sleeps", lambda self, x: time.sleep(0.02)))
     (row,) = sf.tune(model, X, modes="train").rows
     assert row.fused_us is not None
     assert row.unfused_us is not None
@@ -99,7 +74,7 @@ def test_a_real_clock_sees_a_fusion_that_sleeps(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_each_kind_is_timed_in_the_passes_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = pair(Quick, QuickBackward, QuickJoint, QuickInference)
+    model = pair(Quick, kit.QuickBackward, kit.QuickJoint, kit.QuickInference)
     x = X.clone().requires_grad_()
     found = {key: value[:2] for key, value in times(sf.tune(model, x)).items()}
     assert found == {
@@ -115,7 +90,7 @@ def test_each_kind_is_timed_in_the_passes_that_it_replaces(monkeypatch: pytest.M
     with torch.no_grad():
         assert model.plan(X).count("QuickInference") == 1
     monkeypatch.setattr(shadow, "back_alone", None)  # without gradients there is none, which would take its time
-    assert times(sf.tune(pair(QuickJoint, width=5), torch.ones(6, 5), modes="eval")) == {
+    assert times(sf.tune(pair(kit.QuickJoint, width=5), torch.ones(6, 5), modes="eval")) == {
         ("QuickJoint", "eval"): (11, 50, True)
     }
 
@@ -217,7 +192,7 @@ def test_what_was_measured_without_gradients_says_nothing_where_they_begin_insid
 
 
 def test_a_dropout_that_draws_a_mask_is_known_apart_from_one_that_does_not() -> None:
-    model = sf.Sequential(ops.Dropout(0.5), ops.Add("other"), fusions=(DropoutAdd,))
+    model = sf.Sequential(ops.Dropout(0.5), ops.Add("other"), fusions=(kit.DropoutAdd,))
     sf.tune(model, X, modes="eval", other=X)
     with torch.no_grad():
         assert model.plan(X, other=X).count("DropoutAdd") == 1
@@ -252,7 +227,7 @@ def test_two_classes_of_one_factory_and_another_source_are_others(monkeypatch: p
 
             def fwd(self, x: Tensor) -> Any:
                 kit.spend(takes)
-                return (x + self.bias.bias) / 2, {"bias": ops.Bias.Saved(), "halve": Halve.Saved()}
+                return kit.both(self, x)
 
         return Made
 
@@ -322,7 +297,7 @@ def test_every_candidate_of_the_default_rule_set_is_known_after_tuning() -> None
 
 
 def test_one_that_raises_is_refused_with_the_reason_and_not_tried_again(clock: kit.FakeClock) -> None:
-    model = pair(Broken, Quick)
+    model = pair(forward("Broken", failing(ArithmeticError("no such luck"))), Quick)
     report = sf.tune(model, X, modes="train")
     reason = "it failed when it was measured: ArithmeticError: no such luck"
     assert {(r.fusion, r.chosen, r.note) for r in report.rows} == {("Broken", False, reason), ("Quick", True, "")}
@@ -332,34 +307,31 @@ def test_one_that_raises_is_refused_with_the_reason_and_not_tried_again(clock: k
 
 
 def test_one_that_wants_memory_is_tried_again_by_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = pair(Starved)
+    model = pair(forward("Starved", failing(torch.OutOfMemoryError("not now"))))
     assert "OutOfMemoryError" in sf.tune(model, X, modes="train").rows[0].note
     assert sf.tune(model, X, modes="train").measured == 0
     forget(monkeypatch)
     assert sf.tune(model, X, modes="train").measured == 1
 
 
-class Hangs(kit._Pair, sf.ForwardFusion):
+class Hanging:
     """Never returns from its second call on, or from its first."""
 
-    bias: ops.Bias
-    halve: Halve
     quick = 0
     ended = threading.Event()
 
-    def fwd(self, x: Tensor) -> Any:
-        if Hangs.quick == 0:
-            assert Hangs.ended.wait(100)
-        Hangs.quick -= 1
-        return self.both(x)
+    def __call__(self, fusion: Any, x: Tensor) -> None:
+        if Hanging.quick == 0:
+            assert Hanging.ended.wait(100)
+        Hanging.quick -= 1
 
 
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ends what hangs, so that no later test is timed beside it."""
-    monkeypatch.setattr(Hangs, "ended", threading.Event())
+    monkeypatch.setattr(Hanging, "ended", threading.Event())
     yield
-    Hangs.ended.set()
+    Hanging.ended.set()
     for thread in threading.enumerate():
         if thread.name == "seqfuse-tune":
             thread.join(100)
@@ -375,8 +347,8 @@ def test_one_that_never_returns_is_left_behind_and_tried_again_by_the_next_proce
 ) -> None:
     monkeypatch.setattr(timing, "LIMIT", 0.5)
     monkeypatch.setattr(timing, "COMPILING", 0.6)
-    monkeypatch.setattr(Hangs, "quick", quick)
-    model = pair(Hangs, Quick)
+    monkeypatch.setattr(Hanging, "quick", quick)
+    model = pair(forward("Hangs", Hanging()), Quick)
     report = sf.tune(model, X, modes="train")
     assert {r.fusion: r.note for r in report.rows} == {"Hangs": f"it failed when it was measured: {why}", "Quick": ""}
     assert sf.tune(model, X, modes="train").measured == 0
@@ -395,14 +367,8 @@ def test_what_is_compiled_in_the_first_call_is_not_in_the_time() -> None:
 
 
 def test_a_fusion_that_breaks_its_contract_is_refused() -> None:
-    class Wrong(kit._Pair, sf.ForwardFusion):
-        bias: ops.Bias
-        halve: Halve
-
-        def fwd(self, x: Tensor) -> Any:
-            return x.double(), {"bias": ops.Bias.Saved(), "halve": Halve.Saved()}
-
-    (row,) = sf.tune(pair(Wrong), X, modes="train").rows
+    wrong = forward("Wrong", lambda self, x: (x.double(), {"bias": ops.Bias.Saved(), "halve": Halve.Saved()}))
+    (row,) = sf.tune(pair(wrong), X, modes="train").rows
     assert "PluginError" in row.note
 
 
@@ -450,17 +416,11 @@ def test_want_of_memory_for_scratch_says_nothing_of_the_fusion(monkeypatch: pyte
 def test_a_lost_device_ends_it_and_is_remembered(
     kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Breaks(kit._Pair, sf.ForwardFusion):
-        bias: ops.Bias
-        halve: Halve
-
-        def fwd(self, x: Tensor) -> Any:
-            raise kind(f"{said}an illegal memory access was encountered")
-
+    breaks = forward("Breaks", failing(kind(f"{said}an illegal memory access was encountered")))
     with pytest.raises(sf.KernelError, match="its state is lost"):
-        sf.tune(pair(Breaks), X, modes="train")
+        sf.tune(pair(breaks), X, modes="train")
     forget(monkeypatch)
-    assert "illegal memory access" in pair(Breaks).plan(X).refused[0].reason
+    assert "illegal memory access" in pair(breaks).plan(X).refused[0].reason
 
 
 def test_a_device_that_is_lost_while_times_are_taken_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,17 +533,12 @@ def test_calls_of_other_threads_go_on_and_take_the_new_plan() -> None:
 def test_what_is_measured_runs_under_the_autocast_of_the_caller_and_without_gradients() -> None:
     seen: list[Any] = []
 
-    class Looks(kit._Pair, sf.ForwardFusion):
-        bias: ops.Bias
-        halve: Halve
-
-        def fwd(self, x: Tensor) -> Any:
-            on = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
-            seen.append((on, torch.is_grad_enabled(), torch.is_autocast_cache_enabled()))
-            return self.both(x)
+    def look(self: Any, x: Tensor) -> None:
+        on = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+        seen.append((on, torch.is_grad_enabled(), torch.is_autocast_cache_enabled()))
 
     with torch.autocast("cpu", torch.float16):  # not the one by default
-        sf.tune(pair(Looks), X, modes="train")
+        sf.tune(pair(forward("Looks", look)), X, modes="train")
         assert torch.is_autocast_cache_enabled()
     assert set(seen) == {(torch.float16, False, False)}
 
@@ -794,7 +749,7 @@ def test_buffers_have_their_numbers_where_it_is_measured(monkeypatch: pytest.Mon
 
 def test_seeds_channels_and_records_are_made_for_it() -> None:
     model = sf.Sequential(
-        ops.Residual(ops.Dropout(0.5)), ops.GeLU(), Halve(), fusions=(DropoutAdd, GeLUHalveBackward)
+        ops.Residual(ops.Dropout(0.5)), ops.GeLU(), Halve(), fusions=(kit.DropoutAdd, kit.GeLUHalveBackward)
     )  # fmt: skip
     report = sf.tune(model, X.clone().requires_grad_())
     assert times(report) == {
@@ -802,7 +757,7 @@ def test_seeds_channels_and_records_are_made_for_it() -> None:
         ("GeLUHalveBackward", "train"): (3, 50, True),
         ("DropoutAdd", "eval"): (1, 0, False),
     }
-    named = sf.Sequential(ops.Dropout(0.5), ops.Add("other"), fusions=(DropoutAdd,))
+    named = sf.Sequential(ops.Dropout(0.5), ops.Add("other"), fusions=(kit.DropoutAdd,))
     assert len(sf.tune(named, X, modes="train", other=torch.ones(6, 4)).rows) == 1
 
 
@@ -819,7 +774,7 @@ def test_what_fusing_does_not_allow_is_not_measured() -> None:
 def three() -> sf.Sequential:
     return sf.Sequential(
         *(op for width in (4, 4, 4) for op in (ops.Bias(width), Halve(), ops.Identity())),
-        fusions=(Quick, Slow, QuickJoint),
+        fusions=(Quick, Slow, kit.QuickJoint),
     )
 
 
@@ -894,19 +849,11 @@ def test_a_file_of_ones_own_is_used_instead_of_the_cache(
     assert pair(Slow).plan(X).count("Slow") == 0
 
 
-def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_a_line_per_candidate_where_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
     sf.tune(pair(Slow), X, modes="train")
     assert capsys.readouterr() == ("", "")
-    sf.tune(pair(Slow), X, modes="eval", progress=True)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "1/1" in err
-    assert "Slow" in err
-
-
-def test_progress_is_a_line_per_candidate(capsys: pytest.CaptureFixture[str]) -> None:
     sf.tune(pair(Slow, Quick), X, modes="eval", progress=True)
-    assert capsys.readouterr().err == "tuning 1/2 Slow\ntuning 2/2 Quick\n"
+    assert capsys.readouterr() == ("", "tuning 1/2 Slow\ntuning 2/2 Quick\n")
 
 
 def test_the_report_is_a_table_within_reach() -> None:
@@ -921,17 +868,10 @@ def test_the_report_is_a_table_within_reach() -> None:
 
 
 def test_nothing_of_the_users_is_changed() -> None:
-    class Draws(kit._Pair, sf.ForwardFusion):
-        bias: ops.Bias
-        halve: Halve
-
-        def fwd(self, x: Tensor) -> Any:
-            torch.rand(3)
-            return self.both(x)
-
+    draws = forward("Draws", lambda self, x: [torch.rand(3)].clear())
     model = sf.Sequential(
         ops.Bias(4), Halve(), nn.BatchNorm1d(4), ops.Dropout(0.5), nn.Dropout(0.5), ops.Linear(4, 4), ops.GeLU(),
-        fusions=(Quick, Draws, QuickBackward, *sf.fusions.default),
+        fusions=(Quick, draws, kit.QuickBackward, *sf.fusions.default),
     )  # fmt: skip
     x = torch.randn(6, 4, requires_grad=True)
     model(x).sum().backward()
@@ -960,16 +900,11 @@ def test_nothing_of_the_users_is_changed() -> None:
 
 
 def test_a_fusion_that_writes_to_its_weight_and_input_writes_to_scratch() -> None:
-    class Writes(kit._Pair, sf.ForwardFusion):
-        bias: ops.Bias
-        halve: Halve
+    def write(self: Any, x: Tensor) -> None:
+        self.bias.bias.data.fill_(7)
+        x.fill_(7)
 
-        def fwd(self, x: Tensor) -> Any:
-            self.bias.bias.data.fill_(7)
-            x.fill_(7)
-            return self.both(x)
-
-    model, x = pair(Writes), torch.ones(6, 4)
+    model, x = pair(forward("Writes", write)), torch.ones(6, 4)
     sf.tune(model, x, modes="train")
     assert torch.equal(model[0].bias, torch.zeros(4))
     assert torch.equal(x, X)
