@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +13,12 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from seqfuse.integrations.huggingface import from_huggingface
-from tests.alterations import Doubled, Twice
+from tests.alterations import Doubled, Quantized, Twice, at, patched, twice
 from tests.integrations.test_huggingface import gpt2, llama
 
 transformers = pytest.importorskip("transformers")
 
 X = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
-
-
-class Quantized(nn.Parameter):
-    """As libraries keep a weight in few bits."""
-
-
-def twice(*given: Any) -> Any:
-    return 2 * given[-1]
 
 
 def replaced(path: str) -> Callable[[Any], None]:
@@ -39,13 +30,6 @@ def having(path: str, **attributes: Any) -> Callable[[Any], None]:
     return lambda m: m.get_submodule(path).__dict__.update(attributes)
 
 
-def at(path: str, change: Callable[[Any], object]) -> Callable[[Any], None]:
-    def alter(m: Any) -> None:
-        change(m.get_submodule(path))
-
-    return alter
-
-
 def quiet(change: Callable[[Any], object]) -> Callable[[Any], object]:
     def alter(module: Any) -> None:
         with warnings.catch_warnings():
@@ -53,10 +37,6 @@ def quiet(change: Callable[[Any], object]) -> Callable[[Any], object]:
             change(module)
 
     return alter
-
-
-def patched(module: Any) -> None:
-    module.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), module)
 
 
 MLP, NORM, ATTN, ROTARY = (

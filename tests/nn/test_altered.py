@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 
 from seqfuse.nn import from_torch
 from seqfuse.testing import seeded_randn
-from tests.alterations import Doubled, Twice
+from tests.alterations import Doubled, Quantized, Twice, at, patched, twice
 
 X = seeded_randn((2, 5, 24), 1)
 
@@ -23,28 +22,9 @@ class OwnLinear(nn.Linear):
         return 2 * super().forward(input)
 
 
-class Quantized(nn.Parameter):
-    """As libraries keep a weight in few bits."""
-
-
 def plain() -> Any:
     inner = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Dropout(0.0), nn.Linear(40, 24))
     return nn.Sequential(nn.LayerNorm(24), inner, nn.Tanh())
-
-
-def at(path: str, change: Callable[[Any], object]) -> Callable[[Any], None]:
-    def alter(m: Any) -> None:
-        change(m.get_submodule(path))
-
-    return alter
-
-
-def patched(module: Any) -> None:
-    module.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), module)
-
-
-def twice(*given: Any) -> Any:
-    return 2 * given[-1]
 
 
 LINEAR = "1.0"
