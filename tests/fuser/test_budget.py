@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops
@@ -455,24 +454,6 @@ def test_what_cannot_be_tried_on_fake_tensors_is_planned_as_ever_and_says_so():
     assert plan.count("RecomputeNorm") == 0
     (said,) = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
     assert "what would be saved is not known" in said.reason
-
-
-@pytest.mark.parametrize("memory", ["lean", "least", sf.Budget(part=0.9)])
-@pytest.mark.filterwarnings("ignore:memory=")
-def test_checkpoints_and_offloading_go_with_it(memory: Any):
-    model = sf.Sequential(*block(), memory=memory)
-
-    def gradient(run: Any) -> Tensor:
-        torch.manual_seed(0)
-        x = tensor(8, 16)
-        run(x).sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    plain = gradient(model)
-    assert torch.equal(gradient(lambda x: checkpoint(model, x, use_reentrant=False)), plain)
-    with torch.autograd.graph.save_on_cpu():
-        assert torch.equal(gradient(model), plain)
 
 
 def layers_that_are_alike() -> list[nn.Module]:

@@ -62,42 +62,6 @@ def test_a_checkpointed_model_gives_the_same_numbers_with_dropout_replayed(fusio
     same_passes(model, Checkpointed(model, use_reentrant=reentrant), draw(3, 5))
 
 
-@KIND
-def test_each_block_may_be_checkpointed_by_itself(reentrant: bool):
-    model = blocks(fusions=(BiasTanhJoint,))
-    other = nn.Sequential(*(Checkpointed(block, use_reentrant=reentrant) for block in model))
-    same_passes(nn.Sequential(*model), other, draw(3, 5))
-
-
-@KIND
-def test_blocks_inside_a_list_may_be_checkpointed(reentrant: bool):
-    model = blocks(fusions=(BiasTanhForward,))
-    other = sf.Sequential(*(Checkpointed(block, use_reentrant=reentrant) for block in model), ops.Tanh())
-    same_passes(sf.Sequential(*(nn.Sequential(block) for block in model), ops.Tanh()), other, draw(3, 5))
-
-
-@KIND
-def test_channels_of_a_checkpointed_model_carry_gradients(reentrant: bool):
-    model = sf.Sequential(ops.Linear(5, 5), ops.Fork("mid"), ops.Dropout(0.5), ops.Add("side"), ops.Tanh()).double()
-    x, side = draw(3, 5).requires_grad_(), draw(3, 5, seed=2).requires_grad_()
-
-    def run(t: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        return model(t, side=r)
-
-    results = []
-    for call in (run, functools.partial(checkpoint, run, use_reentrant=reentrant)):
-        torch.manual_seed(3)
-        y, mid = call(x, side)
-        leaves = [x, side, *model.parameters()]
-        torch.autograd.backward([y, mid], [draw(3, 5, seed=4), draw(3, 5, seed=5)])
-        results.append([y.detach(), mid.detach(), *(leaf.grad for leaf in leaves)])
-        for leaf in leaves:
-            leaf.grad = None
-    for a, b in zip(*results, strict=True):
-        assert b.abs().max() > 0
-        assert torch.equal(a, b)
-
-
 def test_without_the_state_of_the_generator_the_mask_is_replayed_if_the_function_seeds_itself():
     model, x = blocks(fusions=(BiasTanhJoint,)), draw(3, 5)
 
@@ -132,12 +96,6 @@ def test_without_the_state_of_the_generator_the_recomputed_mask_is_used_througho
         forward, backward = gradient(drop)
         assert 0.3 < backward.double().mean() < 0.7
         assert not torch.equal(forward, backward)
-
-
-@KIND
-def test_without_the_state_of_the_generator_a_model_without_dropout_is_the_same(reentrant: bool):
-    model = blocks(dropout=0.0, fusions=(BiasTanhJoint,))
-    same_passes(model, Checkpointed(model, use_reentrant=reentrant, preserve_rng_state=False), draw(3, 5))
 
 
 def test_nothing_but_the_input_is_kept_by_a_checkpointed_model():

@@ -19,9 +19,7 @@ from tests.fuser.fusions import (
     BiasGeLUForward,
     BiasReLU,
     BiasReLUBack,
-    Calls,
     fused_names,
-    randomized,
     tensor,
 )
 
@@ -103,17 +101,6 @@ def test_an_error_of_an_operation_in_the_place_of_a_fusion_is_its_own() -> None:
     y, _ = model(x)
     y.sum().backward()
     assert torch.equal(bias.bias.grad, torch.full((4,), 9.0))
-
-
-def test_one_activation_serves_two_widths() -> None:
-    act, first, second = ops.GeLU(), nn.Linear(4, 8), nn.Linear(8, 16)
-    x = tensor(3, 4)
-    act(second(act(first(x)))).sum().backward()
-    got = x.grad
-    x.grad = None
-    gelu = nn.functional.gelu
-    gelu(second(gelu(first(x)))).sum().backward()
-    torch.testing.assert_close(got, x.grad)
 
 
 def test_what_is_not_asked_for_is_not_returned_by_a_backward_that_makes_it_all_the_same() -> None:
@@ -376,38 +363,3 @@ def test_an_error_of_an_activation_that_stands_alone_says_where() -> None:
         with pytest.raises(RuntimeError) as caught:
             model(torch.ones(3, 5, dtype=torch.int64))
         assert caught.value.__notes__ == ["in operation GeLU at position 1"]
-
-
-def test_bfloat16_is_fused_in_both_passes_without_any_quantization() -> None:
-    members = ops.LayerNorm(64), ops.Linear(64, 96), ops.SwiGLU(), ops.Linear(48, 64)
-    model = randomized(sf.Sequential(*members)).bfloat16()
-    x = tensor(40, 64, dtype=torch.bfloat16)
-    plan = model.plan(x)
-    ahead, back = plan.fused
-    assert ahead >= 2
-    assert back >= 1
-    assert len(plan.forward) <= 4
-    model(x)  # the first call also checks what the fusions save
-    with Calls() as calls:
-        model(x)
-    # Neither bias is a pass of its own.
-    assert calls.count("add", "add_") == 0
-
-
-def test_alternating_modes_plan_once_each() -> None:
-    asked: list[bool] = []
-
-    class Counting(BiasReLU):
-        def requires(self, env: sf.Env) -> sf.Requirements:
-            asked.append(env.grad)
-            yield True, ""
-
-    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Dropout(0.1), fusions=(Counting,)))
-    x = tensor(7, 5)
-    for _ in range(5):
-        model.train()
-        model(x).sum().backward()
-        model.eval()
-        with torch.no_grad():
-            model(x)
-    assert sorted(asked) == [False, True]

@@ -521,22 +521,6 @@ def test_a_region_can_be_a_decorator() -> None:
     assert names_now(model) == ALL
 
 
-def test_a_call_follows_the_region_it_is_made_in() -> None:
-    ran: list[int] = []
-
-    class Seen(BiasReLU):
-        def fwd(self, x: Tensor) -> Any:
-            ran.append(1)
-            return super().fwd(x)
-
-    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Seen,)))
-    x = tensor(7, 5)
-    for enabled, expected in ((True, 1), (False, 1), (True, 2), (False, 2)):
-        with sf.fusing(enabled):
-            model(x)
-        assert len(ran) == expected
-
-
 def test_the_backward_runs_the_cover_its_forward_was_made_under() -> None:
     ran: list[int] = []
 
@@ -561,24 +545,6 @@ def test_a_nested_list_follows_the_region_too() -> None:
     outer = sf.Sequential(ops.Tanh(), inner, fusions=PAIR)
     with sf.fusing(False):
         assert names_now(outer) == names_now(inner) == []
-
-
-def test_defining_a_fusion_changes_nothing_anywhere() -> None:
-    model = sf.Sequential(ops.Bias(5), ops.SquaredReLU(), fusions=PAIR)
-    x = tensor(7, 5)
-    before, default = model.plan(x), sf.fusions.default
-
-    class BiasSquaredReLU(sf.ForwardFusion):
-        bias: ops.Bias
-        act: ops.SquaredReLU
-
-        def fwd(self, x: Tensor) -> Any:
-            raise AssertionError("nobody asked for it")
-
-    assert sf.fusions.default is default
-    assert model.plan(x) == before
-    assert sf.Sequential(ops.Bias(5), ops.SquaredReLU()).plan(x).count("BiasSquaredReLU") == 0
-    model(x)
 
 
 def test_a_fusion_without_state_is_made_anew_for_every_place() -> None:

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
 from tests.processes import Script
 
-from .kit_b import BiasTanhForward, assert_same, draw, passes, randomize
+from .kit_b import assert_same, draw, passes, randomize
 
 Install = Callable[..., None]
 
@@ -225,154 +223,3 @@ def test_a_distribution_without_metadata_does_not_break_the_list(install: Instal
     assert {"bare", "good"} <= listed.keys()
     assert (listed["bare"].distribution, listed["bare"].version) == ("?", "?")
     assert len(sf.plugins.load("bare")) == 2
-
-
-FAILING = """
-    import torch
-    import seqfuse as sf
-    from seqfuse import ops
-
-    class Forward(sf.ForwardFusion):
-        bias: ops.Bias
-        act: ops.Sigmoid
-
-        def fwd(self, x):
-            torch.sigmoid(x + self.bias.bias)
-            raise {error}
-
-    class Backward(sf.BackwardFusion):
-        bias: ops.Bias
-        act: ops.Sigmoid
-
-        def bwd(self, dy, *, bias, act):
-            dx = dy * act.y * (1 - act.y)
-            raise {error}
-
-    fusions = (Forward, Backward)
-"""
-
-
-@pytest.mark.parametrize("error", ["RuntimeError('no such kernel')", "torch.OutOfMemoryError()", "KeyError('x')"])
-def test_a_plug_in_that_raises_at_run_time_leaves_the_model_as_the_operations_do(install: Install, error: str):
-    install("failing-fusions", FAILING.format(error=error), failing="failing_fusions:fusions")
-    fusions = sf.plugins.load("failing")
-    model = sf.Sequential(ops.Linear(5, 7), ops.Sigmoid(), ops.Dropout(0.25), ops.Linear(7, 3), fusions=fusions)
-    randomize(model.double())
-    x, before = draw(6, 5), {name: t.clone() for name, t in model.state_dict().items()}
-    torch.manual_seed(3)
-    with sf.fusing(False):
-        want = [passes(model, x) for _ in range(2)]
-    random = torch.get_rng_state()
-    torch.manual_seed(3)
-    with pytest.warns(sf.FallbackWarning) as caught:
-        found = [passes(model, x) for _ in range(2)]
-    assert {name: model.plan(x.requires_grad_()).count(name) for name in ("Forward", "Backward")} == {
-        "Forward": 1,
-        "Backward": 1,
-    }
-    assert sorted(str(w.message).split()[0] for w in caught) == ["Backward", "Forward"]
-    for got, expected in zip(found, want, strict=True):
-        assert_same(got, expected, tolerance=0)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-
-
-# Plug-ins as code: new operations and fusions ------------------------------------------------------------------------
-
-
-class Softsign(sf.Pointwise):
-    """y = x / (1 + |x|)."""
-
-    def reference(self, x: Tensor) -> Tensor:
-        return x / (1 + x.abs())
-
-
-class Cube(sf.Pointwise):
-    """y = x^3, with a backward from the output."""
-
-    reads = "output"
-
-    def reference(self, x: Tensor) -> Tensor:
-        return x * x * x
-
-    def derivative_reference(self, y: Tensor) -> Tensor:
-        return 3 * y.abs().pow(2 / 3)
-
-
-class BiasAny(sf.JointFusion):
-    """One fusion for every activation, of this library or not: the slot's type is abstract."""
-
-    bias: ops.Bias
-    act: sf.Pointwise
-
-    class Saved(sf.Saved):
-        z: Tensor
-
-    def fwd(self, x: Tensor) -> Any:
-        z = x + self.bias.bias
-        return self.act.reference(z), self.Saved(z=z)
-
-    def bwd(self, dy: Tensor, saved: Any) -> Any:
-        _, record = self.act.fwd(saved.z)
-        dz, _ = self.act.bwd(dy, record)
-        return dz, {"bias.bias": dz.reshape(-1, dz.shape[-1]).sum(0)}
-
-
-@pytest.mark.parametrize("act", [Softsign, Cube, ops.Tanh, ops.GeLU], ids=lambda c: c.__name__)
-def test_a_new_activation_fits_every_abstract_slot(act: type[sf.Pointwise]):
-    model = sf.Sequential(ops.LayerNorm(5), ops.Linear(5, 7), act(), ops.Linear(7, 3), fusions=(BiasAny,))
-    randomize(model.double())
-    x = draw(3, 5)
-    assert model.plan(x).count("BiasAny") == 1
-    want = _plain_passes(model, x)
-    assert_same(passes(model, x), want, 1e-10)
-    with sf.fusing(False):
-        assert_same(passes(model, x), want, 1e-10)
-    gated = sf.Sequential(ops.Linear(5, 8), sf.Gated(act())).double()
-    assert_same(passes(gated, x), _plain_passes(gated, x), 1e-10)
-
-
-def _plain_passes(model: sf.Sequential, x: Tensor) -> dict[str, Tensor | None]:
-    """By the references under torch's autograd."""
-    leaf = x.clone().requires_grad_()
-    out, pull = torch.func.vjp(
-        lambda p, t: torch.func.functional_call(model, p, (t,)), dict(model.named_parameters()), leaf
-    )
-    by_name, dx = pull(draw(*out.shape, seed=99))
-    return {"out": out.detach(), "d_x": dx, **{f"d_{n}": g for n, g in by_name.items()}}
-
-
-def test_an_operation_of_a_user_with_parameters_and_channels_is_planned_like_any():
-    class Mix(sf.UnfusedOperation):
-        """y = x * weight + other."""
-
-        class Saved(sf.Saved):
-            x: Tensor = sf.field(for_="weight")
-            weight: Tensor = sf.field(for_="x")
-
-        def __init__(self, size: int) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(size))
-
-        def reference(self, x: Tensor, *, other: Tensor) -> Tensor:
-            return x * self.weight + other
-
-        def fwd(self, x: Tensor, *, other: Tensor) -> Any:
-            return x * self.weight + other, self.Saved(x=x, weight=self.weight)
-
-        def bwd(self, dy: Tensor, saved: Any, *, needs: frozenset[str]) -> Any:
-            dw = (dy * saved.x).reshape(-1, dy.shape[-1]).sum(0) if "weight" in needs else None
-            return (dy * saved.weight if "x" in needs else None), {
-                "weight": dw,
-                "other": dy if "other" in needs else None,
-            }
-
-    model = sf.Sequential(ops.Fork("other"), ops.Bias(5), ops.Tanh(), Mix(5), fusions=(BiasTanhForward,))
-    randomize(model.double())
-    x = draw(3, 5)
-    assert model.plan(x).count("BiasTanhForward") == 1
-    leaf = x.clone().requires_grad_()
-    want = torch.tanh(leaf + model[1].bias) * model[3].weight + leaf
-    grads = torch.autograd.grad(want, [leaf, *model.parameters()], draw(3, 5, seed=99))
-    found = passes(model, x)
-    assert_same(found, dict(zip(found, [want.detach(), *grads], strict=True)))

@@ -149,17 +149,6 @@ def test_saved_tensors_are_freed_as_segments_finish():
     assert sum(ref() is not None for ref in kept) == 0
 
 
-def test_nothing_is_kept_without_a_gradient():
-    kept: list[weakref.ref[Tensor]] = []
-    model = sf.Sequential(*(Keeper(kept, []) for _ in range(20)))
-    with torch.no_grad():
-        y = model(draw(3, 5).requires_grad_())
-    z = model(draw(3, 5))
-    assert (y.requires_grad, z.requires_grad) == (False, False)
-    assert len(kept) == 40
-    assert not any(ref() is not None for ref in kept)
-
-
 def test_saved_tensors_are_freed_with_the_output_if_no_backward_runs():
     kept: list[weakref.ref[Tensor]] = []
     model = sf.Sequential(*(Keeper(kept, []) for _ in range(20)))
@@ -268,35 +257,6 @@ def test_a_fusion_longer_than_a_segment_is_not_cut():
     assert_same(passes(model, x), want)
 
 
-def test_a_channel_over_many_segments_carries_its_gradient():
-    model = sf.Sequential(
-        ops.Linear(5, 5), ops.Fork("far"), *(op for _ in range(12) for op in (ops.Linear(5, 5), ops.Tanh())),
-        ops.Add("far"), ops.Scale(-0.5), ops.Add("far"),
-    )  # fmt: skip
-    randomize(model.double())
-    x = draw(3, 5)
-    assert len(model.plan(x).segments) > 3
-    found = passes(model, x)
-    inner = nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(5, 5), nn.Tanh()))).double()
-    head = nn.Linear(5, 5).double()
-    head.load_state_dict(model[0].state_dict())
-    inner.load_state_dict(dict(zip(inner.state_dict(), list(model.state_dict().values())[2:], strict=True)))
-    plain = _Far(head, inner)
-    want = passes(plain, x)
-    assert len(found) == len(want)
-    assert_same(dict(zip(want, found.values(), strict=True)), want, 1e-10)
-
-
-class _Far(nn.Module):
-    def __init__(self, head: nn.Module, inner: nn.Module) -> None:
-        super().__init__()
-        self.head, self.inner = head, inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        far = self.head(x)
-        return -0.5 * (self.inner(far) + far) + far
-
-
 @pytest.mark.parametrize("fusions", [(), *((kind,) for kind in KINDS)], ids=lambda f: f[0].__name__ if f else "none")
 def test_backward_twice_with_retain_graph_gives_the_same_gradients(fusions: Any):
     model = stack(blocks=3, fusions=fusions)
@@ -375,17 +335,6 @@ def test_double_backward_says_that_it_is_not_supported(second: Second, of: str):
     assert "torch.func" in caught.value.hint
 
 
-def test_the_hint_about_torch_func_is_true():
-    model = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), ops.Linear(7, 1)).double()
-    x = draw(5)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
-    plain.load_state_dict(model.state_dict())
-    found = torch.func.hessian(lambda t: model(t).sum())(x)
-    want = torch.func.hessian(lambda t: plain(t).sum())(x)
-    assert found.abs().max() > 0
-    torch.testing.assert_close(found, want)
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_an_optimizer_may_step_in_a_hook_while_backward_goes_on(momentum: float):
     model = stack(blocks=4, fusions=(BiasTanhForward,))
@@ -412,16 +361,6 @@ def test_an_optimizer_may_step_in_a_hook_while_backward_goes_on(momentum: float)
     assert found == pytest.approx(want, rel=1e-9)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def test_a_barrier_ends_a_segment_and_gradients_pass_it():
-    model = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), nn.Softplus(), ops.Linear(7, 3), fusions=(BiasTanhJoint,))
-    randomize(model.double())
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Softplus(), nn.Linear(7, 3)).double()
-    plain.load_state_dict(model.state_dict())
-    x = draw(3, 5)
-    assert model.plan(x).segments == (range(3), range(4, 6))
-    assert_same(passes(model, x), passes(plain, x))
 
 
 def test_what_a_first_step_makes_grows_with_the_list_and_not_with_its_square() -> None:

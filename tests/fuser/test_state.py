@@ -154,39 +154,3 @@ def test_no_operation_touches_an_autograd_context_or_a_private_buffer() -> None:
     for source in sorted((PACKAGE / "ops").glob("*.py")):
         names = {n.id for n in ast.walk(ast.parse(source.read_text())) if isinstance(n, ast.Name)}
         assert "ctx" not in names, source.name
-
-
-def test_a_state_with_tied_weights_names_them_as_torch_does() -> None:
-    mine, its = pair()
-    for model in (mine, its):
-        model.append(type(model[4])(3, 3))
-        model.append(type(model[4])(3, 3))
-        model[6].weight = model[5].weight
-    assert list(mine.state_dict()) == list(its.state_dict())
-    assert [n for n, _ in mine.named_parameters()] == [n for n, _ in its.named_parameters()]
-    its.load_state_dict(mine.state_dict())
-    same(mine, its)
-
-
-def test_states_of_nested_lists_have_the_prefixes_of_torch() -> None:
-    mine = sf.Sequential(sf.Sequential(sf.Sequential(ops.Linear(5, 4))), ops.Residual(ops.Residual(ops.Bias(4))))
-    assert list(mine.state_dict()) == ["0.0.0.weight", "0.0.0.bias", "1.0.0.bias"]
-    holder = nn.ModuleDict({"net": mine})
-    assert next(iter(holder.state_dict())) == "net.0.0.0.weight"
-
-
-def test_loading_into_another_dtype_keeps_the_models() -> None:
-    mine, its = pair()
-    randomized(its, 70)
-    mine.bfloat16().load_state_dict(its.state_dict())
-    assert all(p.dtype is torch.bfloat16 for p in mine.parameters())
-    assert torch.equal(mine[1].weight, its[1].weight.bfloat16())
-
-
-def test_a_loaded_state_is_used_at_the_next_call() -> None:
-    mine, its = pair()
-    x = tensor(7, 5)
-    mine(x), mine.plan(x)
-    for seed in (70, 80, 90):
-        mine.load_state_dict(randomized(its, seed).state_dict())
-        same(mine, its)
