@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -53,44 +53,77 @@ def check(model: sf.Sequential, plain: Callable[..., Any], x: Tensor, **channels
         torch.testing.assert_close(y, expected[f"y{i}"])
 
 
-def test_a_residual_adds_its_input_and_sums_the_gradients() -> None:
-    model = sf.Sequential(ops.Residual(ops.Linear(5, 5), ops.Tanh()), fusions=())
-    check(model, lambda p, x: x + torch.tanh(lin(p, "0.0", x)), tensor(7, 5))
+class Half(nn.Module):
+    """No operation of the library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return half(x)
 
 
-def test_nested_residuals_pair_like_parentheses() -> None:
-    model = sf.Sequential(ops.Residual(ops.Linear(5, 5), ops.Residual(ops.Tanh()), ops.Scale(-0.5)), fusions=())
-
-    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = lin(p, "0.0", x)
-        return x - 0.5 * (h + torch.tanh(h))
-
-    check(model, plain, tensor(7, 5))
+def half(x: Tensor) -> Tensor:
+    return x * 0.5 + x.square()
 
 
-def test_unnamed_forks_and_adds_pair_like_parentheses() -> None:
-    model = sf.Sequential(ops.Fork(), ops.Scale(2), ops.Fork(), ops.Tanh(), ops.Add(), ops.Scale(-0.7), ops.Add())
-    check(model, lambda p, x: x - 0.7 * (2 * x + torch.tanh(2 * x)), tensor(7, 5))
+def stream(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x + torch.tanh(lin(p, "0.0", x))
 
 
-def test_named_channels_may_cross() -> None:
-    model = sf.Sequential(
-        ops.Fork("a"), ops.Scale(2), ops.Fork("b"), ops.Tanh(), ops.Add("a"), ops.Sigmoid(), ops.Add("b")
-    )
-    check(model, lambda p, x: torch.sigmoid(torch.tanh(2 * x) + x) + 2 * x, tensor(7, 5))
+def pair() -> sf.Sequential:
+    return sf.Sequential(ops.Fork("r"), ops.Add("r"))
 
 
-@pytest.mark.parametrize("readers", [2, 5])
-def test_fan_out_sums_the_gradients_of_all_readers(readers: int) -> None:
-    model = sf.Sequential(ops.Fork("r"), *(op for _ in range(readers) for op in (ops.Tanh(), ops.Add("r"))))
+# Lists, and their mathematics.
+LISTS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[..., Any]]] = {
+    "a residual": (lambda: [ops.Residual(ops.Linear(5, 5), ops.Tanh())], stream),
+    "nested residuals": (
+        lambda: [ops.Residual(ops.Linear(5, 5), ops.Residual(ops.Tanh()), ops.Scale(-0.5))],
+        lambda p, x: x - 0.5 * (lin(p, "0.0", x) + torch.tanh(lin(p, "0.0", x))),
+    ),
+    "without names": (
+        lambda: [ops.Fork(), ops.Scale(2), ops.Fork(), ops.Tanh(), ops.Add(), ops.Scale(-0.7), ops.Add()],
+        lambda p, x: x - 0.7 * (2 * x + torch.tanh(2 * x)),
+    ),
+    "crossing": (
+        lambda: [ops.Fork("a"), ops.Scale(2), ops.Fork("b"), ops.Tanh(), ops.Add("a"), ops.Sigmoid(), ops.Add("b")],
+        lambda p, x: torch.sigmoid(torch.tanh(2 * x) + x) + 2 * x,
+    ),
+    "read twice": (
+        lambda: [ops.Fork("r"), ops.Tanh(), ops.Add("r"), ops.Tanh(), ops.Add("r")],
+        lambda p, x: torch.tanh(torch.tanh(x) + x) + x,
+    ),
+    "an input of the call": (
+        lambda: [ops.Linear(5, 5), ops.Add("r"), ops.Tanh()],
+        lambda p, x, r: torch.tanh(lin(p, "0", x) + r),
+    ),
+    "outputs of the call, in order": (
+        lambda: [ops.Fork("late"), ops.Linear(5, 3), ops.Fork("early"), ops.Tanh()],
+        lambda p, x: (torch.tanh(lin(p, "1", x)), x, lin(p, "1", x)),
+    ),
+    "outputs of the call that are one tensor": (
+        lambda: [ops.Linear(5, 3), ops.Fork("a"), ops.Fork("b"), ops.Tanh()],
+        lambda p, x: (torch.tanh(lin(p, "0", x)), lin(p, "0", x), lin(p, "0", x)),
+    ),
+    "past a barrier": (
+        lambda: [ops.Fork("r"), ops.Linear(5, 5), Half(), ops.Tanh(), ops.Add("r")],
+        lambda p, x: torch.tanh(half(lin(p, "1", x))) + x,
+    ),
+    "around barriers": (
+        lambda: [ops.Residual(Half(), ops.Residual(Half()))],
+        lambda p, x: x + half(x) + half(half(x)),
+    ),
+    "private to containers": (lambda: [pair(), pair()], lambda p, x: 4 * x),
+    "one block twice": (
+        lambda: [ops.Residual(ops.Linear(5, 5), ops.Tanh())] * 2,
+        lambda p, x: stream(p, stream(p, x)),
+    ),
+}
 
-    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        y = x
-        for _ in range(readers):
-            y = torch.tanh(y) + x
-        return y
 
-    check(model, plain, tensor(7, 5))
+@pytest.mark.parametrize("case", LISTS)
+def test_channels_carry_what_their_mathematics_says_and_its_gradients(case: str) -> None:
+    make, plain = LISTS[case]
+    model = sf.Sequential(*make(), fusions=())
+    check(model, plain, tensor(7, 5), **{name: tensor(7, 5, seed=9) for name in model.channels.inputs})
 
 
 def test_fan_out_reaches_over_several_segments() -> None:
@@ -123,27 +156,12 @@ def test_a_channel_may_be_read_last_where_a_segment_begins() -> None:
     check(model, plain, tensor(7, 5))
 
 
-def test_a_public_extra_input_is_passed_by_keyword_and_gets_its_gradient() -> None:
-    model = sf.Sequential(ops.Linear(5, 3), ops.Add("residual"), ops.Tanh(), fusions=())
-    check(model, lambda p, x, residual: torch.tanh(lin(p, "0", x) + residual), tensor(7, 5), residual=tensor(7, 3))
-
-
 def test_a_public_extra_input_may_be_read_twice_and_have_any_layout() -> None:
     model = sf.Sequential(ops.Scale(0.5), ops.Add("r"), ops.ReLU(), ops.Add("r"), fusions=(AddReLUForward,))
     r = tensor(5, 7, grad=False).t().requires_grad_()
     check(model, lambda p, x, r: torch.relu(x / 2 + r) + r, tensor(7, 5), r=r)
     row = tensor(1, 5, grad=False).expand(7, 5).requires_grad_()
     check(model, lambda p, x, r: torch.relu(x / 2 + r) + r, tensor(7, 5), r=row)
-
-
-def test_public_outputs_come_after_y_in_list_order() -> None:
-    model = sf.Sequential(ops.Fork("late"), ops.Linear(5, 3), ops.Fork("early"), ops.Tanh(), fusions=())
-    check(model, lambda p, x: (torch.tanh(lin(p, "1", x)), x, lin(p, "1", x)), tensor(7, 5))
-
-
-def test_public_outputs_that_are_one_tensor_add_up_their_gradients() -> None:
-    model = sf.Sequential(ops.Linear(5, 3), ops.Fork("a"), ops.Fork("b"), ops.Tanh(), fusions=())
-    check(model, lambda p, x: (torch.tanh(lin(p, "0", x)), lin(p, "0", x), lin(p, "0", x)), tensor(7, 5))
 
 
 def test_an_extra_input_can_be_handed_to_the_next_list() -> None:
@@ -165,34 +183,6 @@ def test_an_unused_extra_input_gets_no_gradient_where_nothing_is_wanted_of_it() 
 
 
 # Barriers and containers.
-
-
-class Half(nn.Module):
-    """No operation of the library."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 0.5 + x.square()
-
-
-def test_channels_pass_a_barrier() -> None:
-    model = sf.Sequential(ops.Fork("r"), ops.Linear(5, 5), Half(), ops.Tanh(), ops.Add("r"), fusions=())
-    assert [a.at for a in model.plan(tensor(7, 5)).eager] == [3]
-
-    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = lin(p, "1", x)
-        return torch.tanh(h / 2 + h * h) + x
-
-    check(model, plain, tensor(7, 5))
-
-
-def test_a_residual_may_hold_a_barrier() -> None:
-    model = sf.Sequential(ops.Residual(Half(), ops.Residual(Half())), fusions=())
-
-    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = x / 2 + x * x
-        return x + h + h / 2 + h * h
-
-    check(model, plain, tensor(7, 5))
 
 
 def nested_reader() -> sf.Sequential:
@@ -283,20 +273,6 @@ def test_blocks_with_a_private_channel_of_one_name_can_be_stacked(hooked: bool) 
         return x
 
     check(sf.Sequential(*(block() for _ in range(3))), plain, tensor(7, 5))
-
-
-def test_a_block_of_two_operations_has_a_private_channel_too() -> None:
-    check(sf.Sequential(*(sf.Sequential(ops.Fork("r"), ops.Add("r")) for _ in range(2))), lambda p, x: 4 * x, tensor(7))
-
-
-def test_one_block_with_a_private_channel_may_stand_twice() -> None:
-    block = ops.Residual(ops.Linear(5, 5), ops.Tanh())
-
-    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        x = x + torch.tanh(lin(p, "0.0", x))
-        return x + torch.tanh(lin(p, "0.0", x))
-
-    check(sf.Sequential(block, block), plain, tensor(7, 5))
 
 
 def test_a_nested_list_with_public_outputs_works_by_itself_and_inside() -> None:
