@@ -161,9 +161,9 @@ def table(machine: Machine) -> Mapping[str, Measurement]:
     return known
 
 
-def keep_measured(machine: Machine, found: Mapping[str, Measurement]) -> None:
-    """Add measurements for plans to use."""
-    known = {**table(machine), **found}
+def keep_measured(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = False) -> None:
+    """Add measurements for plans to use, or let them take the place of all that were known."""
+    known = dict(found) if instead else {**table(machine), **found}
     if known != table(machine):
         _tables[machine] = known
         config_version.measured = Version()  # sequences planned before are planned anew

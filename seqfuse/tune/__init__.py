@@ -20,6 +20,7 @@ from ..cost_table import Machine, Measurement
 from ..errors import InputError, KernelError
 from ..settings import settings
 from ..traffic import unfused
+from .ranks import Ranks
 from .report import NOT_KEPT, OUT_OF_BUDGET, Row, TuneReport
 from .shadow import MODES, CalledRegion, Candidate, Shadow, called_regions, passes, real_parameters, why_not_now
 from .timing import SECONDS, TRIES, Unmeasurable, doubt, is_passing, time_passes
@@ -34,6 +35,7 @@ def tune(
     modes: str | Sequence[str] = MODES,
     budget: float | None = None,
     progress: bool | None = None,
+    group: Any = None,
     file: str | os.PathLike[str] | None = None,
     **channels: Tensor,
 ) -> TuneReport:
@@ -58,7 +60,9 @@ def tune(
         x: an input; its shape, dtype, device and `requires_grad` matter. A surrounding `torch.autocast` also matters.
         modes: `"train"` (with gradients), `"eval"` (without), or both.
         budget: seconds after which no further measurement starts.
-        progress: whether to show progress; by default on a terminal.
+        progress: whether to show progress (first rank only); by default on a terminal.
+        group: the process group whose first rank measures for all; by default the default group, if any. Every rank
+            must call this function, and gets the same measurements.
         file: file for the measurements of one device, instead of the user's cache. An existing file without
             measurements, or of another machine, is an error and is not changed.
         channels: the public extra inputs, by channel name.
@@ -66,6 +70,7 @@ def tune(
     Raises:
         InputError: (SF105, SF106) for an invalid argument, a `file` with other content, or a model that cannot be
             copied.
+        StateError: (SF504) on the other ranks, if the first rank failed.
         KernelError: (SF401) if the device was lost.
     """
     chosen = _checked(x, modes, budget, file)
@@ -73,12 +78,22 @@ def tune(
     if reason is not None:
         warnings.warn(f"nothing was tuned: {reason}; fusions keep the costs they declare", UserWarning, stacklevel=2)
         return TuneReport((), skipped=(reason,))
-    shown = sys.stderr.isatty() if progress is None else progress
-    search = _Search(None if file is None else Path(file), budget, shown)
+    ranks = Ranks(group, x.device)
+    shown = ranks.first and (sys.stderr.isatty() if progress is None else progress)
+    path = None if file is None else Path(file)
+    search = _Search(path, budget, ranks, shown)
     generators: Any = torch.random
     with generators.fork_rng([x.device] if x.is_cuda else []):
-        search.look(model, x, channels, chosen)
-        search.measure()
+        try:
+            search.look(model, x, channels, chosen)
+            if ranks.first:
+                search.measure()
+        except BaseException as error:
+            ranks.send(f"{type(error).__name__}: {error}")
+            if ranks.several and not ranks.first and isinstance(error, Exception):
+                ranks.receive()  # the first rank does not know that this one failed
+            raise
+        search.share()
     return search.report()
 
 
@@ -122,8 +137,8 @@ class _Job:
 class _Search:
     """One call of `tune`."""
 
-    def __init__(self, path: Path | None, budget: float | None, shown: bool) -> None:
-        self._path, self._budget, self._shown = path, budget, shown
+    def __init__(self, path: Path | None, budget: float | None, ranks: Ranks, shown: bool) -> None:
+        self._path, self._budget, self._ranks, self._shown = path, budget, ranks, shown
         self._jobs: dict[tuple[Machine, str], _Job] = {}
         self._skipped: list[str] = []
         self._measured = 0
@@ -174,6 +189,7 @@ class _Search:
                     if self._shown:
                         again = f" (again, as it was noisy: {attempt} of {TRIES})" if attempt > 1 else ""
                         print(f"tuning {number}/{len(todo)} {job.candidate.name}{again}", file=sys.stderr, flush=True)
+                    self._ranks.beat()
                 todo = [job for job in todo if job.unkept is not None]
         finally:
             for machine, several in found.items():
@@ -223,6 +239,18 @@ class _Search:
             raise InputError(message, code="SF106", hint=hint) from error
         return path
 
+    def share(self) -> None:
+        """Make what the first rank knows what all ranks know."""
+        if not self._ranks.several:
+            return
+        if self._ranks.first:
+            self._ranks.send({_tag(machine): dict(cost_table.table(machine)) for machine in self._machines()})
+            return
+        told = self._ranks.receive()
+        for machine in self._machines():
+            if _tag(machine) in told:
+                cost_table.keep_measured(machine, told[_tag(machine)], instead=True)
+
     def report(self) -> TuneReport:
         """What is known now."""
         steps: dict[int, set[tuple[str, range]]] = {}
@@ -243,11 +271,17 @@ class _Search:
         path = self._path
         if path is None and settings().tune and machines:
             path = cost_table.user_file(machines[0], create=False)
-        kept = path if path is not None and path.exists() else None
-        return TuneReport(tuple(rows), self._measured, tuple(self._skipped), ", ".join(map(str, machines)), kept)
+        kept = path if path is not None and path.exists() and self._ranks.first else None
+        return TuneReport(
+            tuple(rows), self._measured, tuple(self._skipped), ", ".join(map(str, machines)), kept
+        )  # fmt: skip
 
 
 def _places(job: _Job) -> str:
     path, c = job.stretch.site.path, job.candidate
     first = f"{path} {c.start}{f'-{c.stop - 1}' if c.stop > c.start + 1 else ''}".lstrip()
     return first + (f" and {len(job.places) - 1} more" if len(job.places) > 1 else "")
+
+
+def _tag(machine: Machine) -> str:
+    return f"{machine.arch} {machine.kernels}"

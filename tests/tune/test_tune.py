@@ -21,6 +21,7 @@ from seqfuse.operation import config_version
 from seqfuse.plan import cost_lookup, described, flatten
 from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, _Search, shadow, timing
+from seqfuse.tune.ranks import Ranks
 from seqfuse.tune.shadow import Shadow
 from tests.tune import kit
 from tests.tune.kit import Halve, Quick, Slow, failing, forget, forward, pair
@@ -993,7 +994,7 @@ def test_a_fusion_in_which_one_operation_exchanges_something_is_not_measured() -
     nodes = [SimpleNamespace(operation=SimpleNamespace(redistribution=r)) for r in (None, object())]
     site = SimpleNamespace(op_list=SimpleNamespace(nodes=nodes))
     found = [SimpleNamespace(name="Both", start=0, stop=2, fusion=None)]
-    search: Any = _Search(None, None, False)
+    search: Any = _Search(None, None, Ranks(None, torch.device("cpu")), False)
     search._take(SimpleNamespace(entered=SimpleNamespace(env=sf.Env()), site=site, found=found))
     assert search._skipped == ["Both: processes exchange tensors in it, and one alone measures"]
     assert not search._jobs

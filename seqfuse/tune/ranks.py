@@ -1,0 +1,53 @@
+"""One rank measures, all ranks plan by what it found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import StateError
+
+
+class Ranks:
+    """The ranks of a group, the first of which measures; without a group, this process alone.
+
+    Args:
+        group: a process group; the default one, if there is one, where it is `None`.
+        device: of the tensors that are sent, where the backend sends nothing else.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        self.first = not self.several or dist.get_rank(group) == 0
+        self._group = group
+        if self.several:
+            self._from = dist.get_global_rank(group, 0) if group is not None else 0
+            self._device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+    def beat(self) -> None:
+        """Tell the other ranks that this one still measures, before they give it up."""
+        self.send(None)
+
+    def send(self, found: Any) -> None:
+        """Send what was found, or the error that ended the search, from the first rank to the others."""
+        if self.several and self.first:
+            self._broadcast(found)
+
+    def receive(self) -> Any:
+        """What the first rank sends.
+
+        Raises:
+            StateError: (SF504) if it failed.
+        """
+        while (found := self._broadcast(None)) is None:
+            pass
+        if isinstance(found, str):
+            raise StateError(f"the first rank could not tune: {found}", code="SF504")
+        return found
+
+    def _broadcast(self, found: Any) -> Any:
+        box = [found]
+        dist.broadcast_object_list(box, self._from, self._group, self._device)
+        return box[0]
