@@ -29,41 +29,61 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
-# Bias, ReLU: what most structural tests use.
+# Bias and an activation, in all four kinds.
 
 
-class BiasReLU(sf.ForwardFusion):
-    bias: ops.Bias
-    act: ops.ReLU
-
-    def fwd(self, x: Tensor) -> Any:
-        y = torch.relu(x + self.bias.bias)
-        return y, {"bias": ops.Bias.Saved(), "act": ops.ReLU.Saved(y=y)}
+def shifted(x: Tensor, bias: Tensor) -> Tensor:
+    """x + bias, with what `Bias` does under autocast."""
+    return x + (bias.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else bias)
 
 
-class BiasReLUBack(sf.BackwardFusion):
-    bias: ops.Bias
-    act: ops.ReLU
+def of_bias(act: type[sf.Pointwise], *names: str) -> tuple[Any, ...]:
+    """Fusions of a Bias and an activation by these names: for forward, backward, both and inference.
 
-    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
-        dx = torch.where(act.y <= 0, 0, dy)
+    The third saves x where the operations may save y, so that a record of the one kind is useless to the other.
+    """
+
+    class Saved(sf.Saved):
+        x: Tensor
+        shift: Tensor
+
+    def forward(self: Any, x: Tensor) -> Any:
+        z = shifted(x, self.bias.bias)
+        y = self.act.reference(z)
+        return y, {"bias": ops.Bias.Saved(), "act": self.act.record(z, y)}
+
+    def backward(self: Any, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
+        dx, _ = self.act.bwd(dy, act)
         return dx, {"bias.bias": rows(dx)}
 
+    def both(self: Any, x: Tensor) -> Any:
+        return self.act.reference(shifted(x, self.bias.bias)), self.Saved(x=x, shift=self.bias.bias)
 
-PAIR = (BiasReLU, BiasReLUBack)
+    def both_backward(self: Any, dy: Tensor, saved: Any) -> Any:
+        z = shifted(saved.x, saved.shift)
+        dx, _ = self.act.bwd(dy, self.act.record(z, self.act.reference(z)))
+        return dx, {"bias.bias": rows(dx)}
+
+    def inference(self: Any, x: Tensor) -> Tensor:
+        return self.act.reference(shifted(x, self.bias.bias))
+
+    kinds: tuple[tuple[type, dict[str, Any]], ...] = (
+        (sf.ForwardFusion, {"fwd": forward}),
+        (sf.BackwardFusion, {"bwd": backward}),
+        (sf.JointFusion, {"fwd": both, "bwd": both_backward, "Saved": Saved}),
+        (sf.InferenceFusion, {"fwd": inference}),
+    )
+    slots = {"__annotations__": {"bias": ops.Bias, "act": act}, "__module__": __name__}
+    return tuple(type(name, (base,), slots | passes) for name, (base, passes) in zip(names, kinds, strict=False))
 
 
-# Bias, GeLU: all four kinds.
-
-
-class BiasGeLUForward(sf.ForwardFusion):
-    bias: ops.Bias
-    act: ops.GeLU
-
-    def fwd(self, x: Tensor) -> Any:
-        z = x + self.bias.bias
-        y = F.gelu(z, approximate=self.act.approximate)
-        return y, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(x=z)}
+PAIR = BiasReLU, BiasReLUBack = of_bias(ops.ReLU, "BiasReLU", "BiasReLUBack")
+BiasGeLUForward, BiasGeLUBackward, BiasGeLUJoint, BiasGeLUInference = of_bias(
+    ops.GeLU, "BiasGeLUForward", "BiasGeLUBackward", "BiasGeLUJoint", "BiasGeLUInference"
+)
+KINDS = BiasTanhForward, BiasTanhBackward, BiasTanhJoint, BiasTanhInference = of_bias(
+    ops.Tanh, "BiasTanhForward", "BiasTanhBackward", "BiasTanhJoint", "BiasTanhInference"
+)
 
 
 class BiasGeLURecomputing(sf.ForwardFusion):
@@ -76,40 +96,6 @@ class BiasGeLURecomputing(sf.ForwardFusion):
         bias = self.bias.bias
         y = F.gelu(x + bias, approximate=self.act.approximate)
         return y, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(x=sf.Recompute(add, x, bias))}
-
-
-class BiasGeLUBackward(sf.BackwardFusion):
-    bias: ops.Bias
-    act: ops.GeLU
-
-    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
-        dx = gelu_backward(dy, act.x, approximate=self.act.approximate)
-        return dx, {"bias.bias": rows(dx)}
-
-
-class BiasGeLUJoint(sf.JointFusion):
-    bias: ops.Bias
-    act: ops.GeLU
-
-    class Saved(sf.Saved):
-        x: Tensor
-        shift: Tensor
-
-    def fwd(self, x: Tensor) -> Any:
-        y = F.gelu(x + self.bias.bias, approximate=self.act.approximate)
-        return y, self.Saved(x=x, shift=self.bias.bias)
-
-    def bwd(self, dy: Tensor, saved: Any) -> Any:
-        dx = gelu_backward(dy, saved.x + saved.shift, approximate=self.act.approximate)
-        return dx, {"bias.bias": rows(dx)}
-
-
-class BiasGeLUInference(sf.InferenceFusion):
-    bias: ops.Bias
-    act: ops.GeLU
-
-    def fwd(self, x: Tensor) -> Tensor:
-        return F.gelu(x + self.bias.bias, approximate=self.act.approximate)
 
 
 # Linear, Bias, GeLU: fusions that skip what is not wanted.

@@ -1,4 +1,4 @@
-"""Fusions of one small pair in all four kinds, and ways to run a model and look at everything it gives."""
+"""Ways to run a model and look at everything it gives."""
 
 from __future__ import annotations
 
@@ -11,69 +11,9 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.ops.activations import tanh_backward
 from seqfuse.plan import plan as planning
 from seqfuse.run import fuser as running
 from seqfuse.testing import seeded_randn
-
-
-def shifted(x: Tensor, bias: Tensor) -> Tensor:
-    """x + bias, with what `Bias` does under autocast."""
-    return x + (bias.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else bias)
-
-
-class BiasTanhForward(sf.ForwardFusion):
-    """Fused forward, unfused backward."""
-
-    bias: ops.Bias
-    act: ops.Tanh
-
-    def fwd(self, x: Tensor) -> Any:
-        y = torch.tanh(shifted(x, self.bias.bias))
-        return y, {"bias": ops.Bias.Saved(), "act": ops.Tanh.Saved(y=y)}
-
-
-class BiasTanhBackward(sf.BackwardFusion):
-    """Unfused forward, fused backward."""
-
-    bias: ops.Bias
-    act: ops.Tanh
-
-    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
-        dx = tanh_backward(dy, act.y)
-        return dx, {"bias.bias": dx.reshape(-1, dx.shape[-1]).sum(0)}
-
-
-class BiasTanhJoint(sf.JointFusion):
-    """Both passes; keeps x and not y, so that a record of the one kind is useless to the other."""
-
-    bias: ops.Bias
-    act: ops.Tanh
-
-    class Saved(sf.Saved):
-        x: Tensor
-        shift: Tensor
-
-    def fwd(self, x: Tensor) -> Any:
-        shift = self.bias.bias
-        return torch.tanh(shifted(x, shift)), self.Saved(x=x, shift=shift)
-
-    def bwd(self, dy: Tensor, saved: Any) -> Any:
-        dx = tanh_backward(dy, torch.tanh(shifted(saved.x, saved.shift)))
-        return dx, {"bias.bias": dx.reshape(-1, dx.shape[-1]).sum(0)}
-
-
-class BiasTanhInference(sf.InferenceFusion):
-    """Forward where nothing needs a gradient."""
-
-    bias: ops.Bias
-    act: ops.Tanh
-
-    def fwd(self, x: Tensor) -> Tensor:
-        return torch.tanh(shifted(x, self.bias.bias))
-
-
-KINDS = (BiasTanhForward, BiasTanhBackward, BiasTanhJoint, BiasTanhInference)
 
 
 def randomize(model: nn.Module, seed: int = 7) -> nn.Module:

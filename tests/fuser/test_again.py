@@ -25,7 +25,8 @@ from seqfuse.plan.front import Front, Option, Weight
 from seqfuse.plan.tally import Tally
 from seqfuse.run import fuser as running
 
-from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
+from .kit_b import assert_same, draw, mlp, passes, randomize
 
 Passes = Callable[[nn.Module, Tensor], Any]
 WIDTH = 12

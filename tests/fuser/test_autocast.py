@@ -17,7 +17,8 @@ from seqfuse.casts import cast_once, lowered
 from seqfuse.plan import flatten
 from seqfuse.plan.inputs import dtypes_of, under_autocast
 
-from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, draw, randomize
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
+from .kit_b import draw, randomize
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's RMSNorm
 HALVES = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

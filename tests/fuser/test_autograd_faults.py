@@ -16,7 +16,8 @@ from seqfuse import ops
 from seqfuse.errors import StateError
 from seqfuse.testing import Untouched, assert_distinct_storages
 
-from .kit_b import KINDS, BiasTanhJoint, assert_same, draw, mlp, passes, plain_mlp, randomize
+from .fusions import KINDS, BiasTanhJoint
+from .kit_b import assert_same, draw, mlp, passes, plain_mlp, randomize
 
 COVERS = pytest.mark.parametrize("fusions", [(), *((k,) for k in KINDS)], ids=lambda f: f[0].__name__ if f else "none")
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 
-from .kit_b import BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
+from .fusions import BiasTanhForward, BiasTanhJoint
+from .kit_b import assert_same, draw, mlp, passes, randomize
 
 
 @pytest.fixture(autouse=True)

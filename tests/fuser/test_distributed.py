@@ -15,7 +15,8 @@ import seqfuse as sf
 from seqfuse import ops
 from tests.processes import Facts
 
-from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, counting_plans, draw, randomize
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
+from .kit_b import counting_plans, draw, randomize
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 WORLD, STEPS, ROWS = 2, 2, 4

@@ -18,16 +18,8 @@ from seqfuse.errors import FallbackWarning, KernelError, PluginError
 from seqfuse.ops.activations import tanh_backward
 from seqfuse.testing import assert_bitwise_equal
 
-from .kit_b import (
-    BiasTanhBackward,
-    BiasTanhForward,
-    BiasTanhInference,
-    BiasTanhJoint,
-    assert_same,
-    draw,
-    passes,
-    randomize,
-)
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint
+from .kit_b import assert_same, draw, passes, randomize
 
 
 class Faults:

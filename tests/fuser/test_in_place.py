@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 
-from .kit_b import BiasTanhForward, draw, randomize
+from .fusions import BiasTanhForward
+from .kit_b import draw, randomize
 
 Torch = Callable[[Tensor, dict[str, Tensor]], Any]
 

@@ -19,7 +19,8 @@ from seqfuse import ops
 from seqfuse.run import code
 from seqfuse.settings import fusing_now
 
-from .kit_b import BiasTanhForward, BiasTanhJoint, assert_same, counting_plans, draw, mlp, randomize
+from .fusions import BiasTanhForward, BiasTanhJoint
+from .kit_b import assert_same, counting_plans, draw, mlp, randomize
 
 
 def test_batch_sizes_share_a_plan_per_power_of_two():

@@ -16,7 +16,8 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import StateError
 
-from .kit_b import KINDS, BiasTanhForward, BiasTanhJoint, assert_same, draw, passes, randomize
+from .fusions import KINDS, BiasTanhForward, BiasTanhJoint
+from .kit_b import assert_same, draw, passes, randomize
 
 BLOCKS = 24
 

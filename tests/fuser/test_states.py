@@ -14,8 +14,8 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import ops
 
-from .fusions import Calls, kept_bytes
-from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint, counting_plans, draw, randomize
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint, Calls, kept_bytes
+from .kit_b import counting_plans, draw, randomize
 
 Given = tuple[Tensor, Tensor]  # x, and the channel "side"
 State = Callable[[sf.Sequential, Tensor, Tensor], contextlib.AbstractContextManager[Given]]

@@ -20,17 +20,8 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.run import fuser as running
 
-from .kit_b import (
-    BiasTanhBackward,
-    BiasTanhForward,
-    BiasTanhInference,
-    BiasTanhJoint,
-    counting_plans,
-    draw,
-    mlp,
-    plain_mlp,
-    randomize,
-)
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint
+from .kit_b import counting_plans, draw, mlp, plain_mlp, randomize
 
 
 @pytest.fixture
