@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.testing import seeded_randn
+from tests.fuser.fusions import BiasGeLUBackward
 
 
 class Steep(sf.Pointwise):
@@ -25,15 +26,6 @@ class Steep(sf.Pointwise):
 
     def reference(self, x: Tensor) -> Tensor:
         return self.factor * x * x
-
-
-class BiasGeLUBackward(sf.BackwardFusion):
-    bias: ops.Bias
-    act: ops.GeLU
-
-    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
-        dz = torch.ops.aten.gelu_backward(dy, act.x, approximate=self.act.approximate)
-        return dz, {"bias.bias": dz.sum((0, 1))}
 
 
 class GeLUScalesJoint(sf.JointFusion):

@@ -17,13 +17,10 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.run import fuser as run
 from seqfuse.run import regions as op_list
-from tests.fuser.fusions import PAIR, BiasReLU, BiasReLUBack, tensor
+from tests.fuser.fusions import PAIR, BiasReLU, BiasReLUBack, BiasTanhInference, tensor
 
 
-class BrokenBiasReLU(sf.ForwardFusion):
-    bias: ops.Bias
-    act: ops.ReLU
-
+class BrokenBiasReLU(BiasReLU):
     def fwd(self, x: Tensor) -> Any:
         raise RuntimeError("broken")
 
@@ -40,37 +37,25 @@ class Later:
             raise RuntimeError("broken")
 
 
-class LaterForward(Later, sf.ForwardFusion):
-    bias: ops.Bias
-    act: ops.ReLU
-
+class LaterForward(Later, BiasReLU):
     def fwd(self, x: Tensor) -> Any:
         self.call()
-        return BiasReLU.fwd(self, x)  # pyright: ignore[reportArgumentType]
+        return super().fwd(x)
 
 
-class LaterBackward(Later, sf.BackwardFusion):
-    bias: ops.Bias
-    act: ops.ReLU
-
+class LaterBackward(Later, BiasReLUBack):
     def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
         self.call()
-        return BiasReLUBack.bwd(self, dy, bias=bias, act=act)  # pyright: ignore[reportArgumentType]
+        return super().bwd(dy, bias=bias, act=act)
 
 
-class LaterInference(Later, sf.InferenceFusion):
-    bias: ops.Bias
-    act: ops.ReLU
-
+class LaterInference(Later, BiasTanhInference):
     def fwd(self, x: Tensor) -> Tensor:
         self.call()
-        return torch.relu(x + self.bias.bias)
+        return super().fwd(x)
 
 
-class BrokenBiasReLUBack(sf.BackwardFusion):
-    bias: ops.Bias
-    act: ops.ReLU
-
+class BrokenBiasReLUBack(BiasReLUBack):
     def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
         raise RuntimeError("broken")
 
@@ -176,7 +161,8 @@ def test_a_model_is_freed_with_its_parameters_when_nobody_holds_it(
 @pytest.mark.parametrize("fusion", [LaterForward, LaterBackward, LaterInference])
 def test_a_call_in_which_a_fusion_failed_leaves_nothing_behind(fusion: Any) -> None:
     fusion.calls = 0
-    model = sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 5), fusions=(fusion,))
+    (act,) = fusion.slots[1].types
+    model = sf.Sequential(ops.Linear(5, 4), act(), ops.Linear(4, 5), fusions=(fusion,))
     for _ in range(3):
         x = tensor(3, 5)
         if fusion is LaterInference:

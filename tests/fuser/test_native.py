@@ -11,21 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops
-from tests.fuser.fusions import tensor
+from tests.fuser.fusions import BiasTanhForward, tensor
 
 
-class BiasTanh(sf.ForwardFusion):
+class BiasTanh(BiasTanhForward):
     """As an author writes one."""
-
-    bias: ops.Bias
-    act: ops.Tanh
 
     def saves(self, env: sf.Env) -> sf.Savings:
         return sf.Savings(launches=9)
-
-    def fwd(self, x: Tensor) -> Any:
-        y = torch.tanh(x + self.bias.bias)
-        return y, {"bias": ops.Bias.Saved(), "act": ops.Tanh.Saved(y=y)}
 
 
 def pair(**options: Any) -> tuple[sf.Sequential, nn.Sequential]:

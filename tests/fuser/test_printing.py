@@ -28,6 +28,7 @@ from tests.fuser.fusions import (
     LinearBiasGeLUBackward,
     LinearBiasGeLUForward,
     fused_names,
+    of_bias,
     tensor,
 )
 from tests.processes import Script
@@ -244,15 +245,9 @@ def test_a_reason_that_fusions_share_is_printed_once_and_what_could_not_be_other
     def no_gpu(self: Any, env: sf.Env) -> Any:
         yield False, "needs a GPU"
 
-    class Infer(sf.InferenceFusion):
-        bias: ops.Bias
-        act: ops.ReLU
-
-        def fwd(self, x: Tensor) -> Tensor:
-            return torch.relu(x + self.bias.bias)
-
+    (*_, infer) = of_bias(ops.ReLU, "Forward", "Backward", "Both", "Infer")
     a, b = (type(name, (BiasReLU,), {"requires": no_gpu, "__annotations__": {}}) for name in ("One", "Two"))
-    model = sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Bias(5), ops.ReLU(), fusions=(a, b, Infer, PAIR[-1]))
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Bias(5), ops.ReLU(), fusions=(a, b, infer, PAIR[-1]))
     lines = [line for line in printed(model) if line.startswith("not applied")]
     assert lines == ["not applied: One at 0, 2; Two at 0, 2: needs a GPU"]
     assert sum(refusal.fusion == "Infer" for refusal in model.plan(tensor(7, 5)).refused) == 2  # as data it is there

@@ -12,6 +12,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
+from tests.fuser.fusions import BiasReLU
 from tests.processes import Script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,15 +103,8 @@ def test_a_setting_that_is_none_is_an_error(choose: Any) -> None:
     assert caught.value.hint is not None or "dtype" in str(caught.value)
 
 
-class Own(sf.ForwardFusion):
+class Own(BiasReLU):
     """A fusion of somebody's, in a rule set."""
-
-    bias: ops.Bias
-    act: ops.ReLU
-
-    def fwd(self, x: torch.Tensor) -> Any:
-        y = (x + self.bias.bias).relu()
-        return y, {"bias": ops.Bias.Saved(), "act": ops.ReLU.Saved(y=y)}
 
 
 NAMELESS: dict[str, tuple[Any, str]] = {
