@@ -34,7 +34,8 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 def shifted(x: Tensor, bias: Tensor) -> Tensor:
     """x + bias, with what `Bias` does under autocast."""
-    return x + (bias.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else bias)
+    casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return x + (bias.to(x.dtype) if casts else bias)
 
 
 def of_bias(act: type[sf.Pointwise], *names: str) -> tuple[Any, ...]:

@@ -62,25 +62,6 @@ def test_a_checkpointed_model_gives_the_same_numbers_with_dropout_replayed(fusio
     same_passes(model, Checkpointed(model, use_reentrant=reentrant), draw(3, 5))
 
 
-def test_without_the_state_of_the_generator_the_mask_is_replayed_if_the_function_seeds_itself():
-    model, x = blocks(fusions=(BiasTanhJoint,)), draw(3, 5)
-
-    class Seeded(nn.Module):
-        def forward(self, t: Tensor) -> Tensor:
-            torch.manual_seed(7)
-            return model(t)
-
-    torch.manual_seed(7)
-    want = passes(model, x)
-    run = Checkpointed(Seeded(), use_reentrant=False, preserve_rng_state=False)
-    leaf = x.clone().requires_grad_()
-    y = run(leaf)
-    torch.manual_seed(1234)
-    y.backward(draw(3, 5, seed=99))
-    found = {"out": y.detach(), "d_x": leaf.grad, **{f"d_{n}": p.grad for n, p in model.named_parameters()}}
-    assert_same(found, want, 0.0)
-
-
 def test_without_the_state_of_the_generator_the_recomputed_mask_is_used_throughout_as_in_torch():
     """The seed is drawn inside the function, so a second run drops others; both passes of the second run agree."""
     weight = draw(40, 40)

@@ -21,7 +21,6 @@ from tests.fuser.fusions import (
     LinearBiasGeLUForward,
     LinearBiasGeLUJoint,
     assert_exact,
-    assert_like_torch,
     fused_names,
     kept_bytes,
     randomized,
@@ -329,30 +328,6 @@ def test_gradients_of_a_subset_are_those_of_the_whole(name: str) -> None:
         got = run(model, x, **channels)
         assert got.keys() == {k for k in whole if not k.startswith("d_") or k[2:] in mask}
         assert_exact(got, {k: v for k, v in whole.items() if k in got})
-
-
-def test_requires_grad_of_the_output_is_that_of_torch() -> None:
-    mine, its = two_layers()
-    for mask in masks(LAYERS):
-        x, z = tensor(ROWS, 5), tensor(ROWS, 5)
-        want(mine, x, mask), want(its, z, mask)
-        for enabled in (True, False):
-            with torch.set_grad_enabled(enabled):
-                assert mine(x).requires_grad == its(z).requires_grad == (enabled and bool(mask))
-
-
-def test_no_product_runs_for_a_frozen_layer_of_a_deep_list() -> None:
-    mine = randomized(sf.Sequential(*(op for _ in range(6) for op in (ops.Linear(5, 5), ops.ReLU())), fusions=PAIR))
-    its = nn.Sequential(*(op for _ in range(6) for op in (nn.Linear(5, 5), nn.ReLU())))
-    for i in (0, 2, 6):
-        mine[i].requires_grad_(False)
-    x = tensor(ROWS, 5, grad=False)
-    assert_like_torch(mine, its, x)
-    y = mine(x)
-    with Calls() as calls:
-        y.sum().backward()
-    # Weights of layers 2, 4 and 5, and the inputs of layers 3, 4 and 5.
-    assert calls.count(*GEMM) == 6
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
