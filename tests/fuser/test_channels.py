@@ -424,60 +424,50 @@ def test_variadic_slots_name_channels_by_number() -> None:
 # Mistakes.
 
 
-def refused(
-    model: sf.Sequential, error: type[sf.SeqfuseError], operation: str, position: int, /, **channels: Tensor
-) -> str:
-    with pytest.raises(error) as caught:
-        model(tensor(7, 5), **channels)
-    assert (caught.value.operation, caught.value.position) == (operation, position)
-    text = str(caught.value)
-    assert operation in text
-    assert str(position) in text
-    with pytest.raises(error):
-        model.plan(tensor(7, 5), **channels)
-    return text
+FORK, WIDE = ops.Fork("r"), ops.Linear(5, 8)
+NAMED = OrderedDict(stem=ops.Tanh(), body=sf.Sequential(ops.Tanh(), ops.Add("r")))
+GROWS = "adds (7, {0}), which its operations return, to its input, (7, 5)"
+# Operations, names of channels that are passed, and what is said: the error, the operation, its position, and words.
+MISTAKES: dict[str, tuple[Sequence[Any], str, type[sf.SeqfuseError], str, int, tuple[str, ...]]] = {
+    "missing": ([ops.Linear(5, 5), ops.Add("r")], "", sf.InputError, "Add", 2, ("'r'",)),
+    "surplus": ([ops.Linear(5, 5), ops.Add("left")], "left lfet", sf.InputError, "Add", 2, ("'lfet'", "'left'")),
+    "made twice": (
+        [ops.Fork("r"), ops.Tanh(), ops.Fork("r"), ops.Add("r")], "", sf.PlanError, "Fork", 2, ("'r'", "position 0")
+    ),
+    "made twice by one": ([FORK, ops.Tanh(), FORK, ops.Add("r")], "", sf.PlanError, "Fork", 2, ()),
+    "read before it is made": (
+        [ops.Tanh(), ops.Add("r"), ops.Fork("r")], "", sf.PlanError, "Fork", 2, ("position 1",)
+    ),
+    "an unnamed one that is not made": ([ops.Tanh(), ops.Add()], "", sf.PlanError, "Add", 1, ("unnamed",)),
+    "an unnamed one that is not read": (
+        [ops.Tanh(), ops.Fork(), ops.Tanh()], "", sf.PlanError, "Fork", 1, ("unnamed",)
+    ),
+    "missing in a container": ([NAMED], "", sf.InputError, "Add", 2, ("body.1",)),
+    "a residual that grows": (
+        [ops.Tanh(), sf.Sequential(ops.Residual(WIDE, ops.GeLU())), ops.Linear(8, 5)],
+        "", sf.InputError, "Residual", 5, ("'1.0', position 5", GROWS.format(8)),
+    ),
+    "a residual around a barrier that shrinks": (
+        [ops.Tanh(), sf.Sequential(ops.Residual(nn.Linear(5, 1), ops.GeLU())), ops.Linear(1, 5)],
+        "", sf.InputError, "Residual", 4, ("'1.0', position 4", GROWS.format(1)),
+    ),
+    "of another shape": (
+        [ops.Fork("r"), WIDE, ops.Add("r"), ops.Linear(8, 5)],
+        "", sf.InputError, "Add", 3, ("its other in the shape of its input, (7, 8), and its Fork sends (7, 5)",),
+    ),
+}  # fmt: skip
 
 
-def test_a_missing_channel_names_who_reads_it() -> None:
-    model = sf.Sequential(ops.Linear(5, 5), ops.Tanh(), ops.Add("residual"))
-    assert "'residual'" in refused(model, sf.InputError, "Add", 3)
-
-
-def test_a_surplus_channel_names_what_is_read_and_where() -> None:
-    model = sf.Sequential(ops.Linear(5, 5), ops.Tanh(), ops.Add("residual"))
-    x = tensor(7, 5)
-    text = refused(model, sf.InputError, "Add", 3, residual=x, residaul=x)
-    assert "'residaul'" in text
-    assert "'residual'" in text
-
-
-def test_a_channel_passed_to_a_list_that_reads_none_is_an_error() -> None:
-    with pytest.raises(sf.InputError, match="'mask'"):
-        sf.Sequential(ops.Tanh())(tensor(7, 5), mask=tensor(7, 5))
-    with pytest.raises(sf.InputError, match="'r'"):
-        sf.Sequential(ops.Fork("r"), ops.Add("r"))(tensor(7, 5), r=tensor(7, 5))
-
-
-def test_a_channel_made_twice_names_both_places() -> None:
-    model = sf.Sequential(ops.Fork("r"), ops.Tanh(), ops.Fork("r"), ops.Add("r"))
-    text = refused(model, sf.PlanError, "Fork", 2)
-    assert "'r'" in text
-    assert "position 0" in text
-
-
-def test_one_named_fork_standing_twice_makes_its_channel_twice() -> None:
-    fork = ops.Fork("r")
-    refused(sf.Sequential(fork, ops.Tanh(), fork, ops.Add("r")), sf.PlanError, "Fork", 2)
-
-
-def test_a_channel_read_before_it_is_made_names_both_places() -> None:
-    text = refused(sf.Sequential(ops.Tanh(), ops.Add("r"), ops.Fork("r")), sf.PlanError, "Fork", 2)
-    assert "position 1" in text
-
-
-def test_an_unnamed_add_without_a_fork_and_a_fork_without_an_add_are_errors() -> None:
-    assert "unnamed" in refused(sf.Sequential(ops.Tanh(), ops.Add()), sf.PlanError, "Add", 1)
-    assert "unnamed" in refused(sf.Sequential(ops.Tanh(), ops.Fork(), ops.Tanh()), sf.PlanError, "Fork", 1)
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_told_with_its_place(case: str) -> None:
+    made, channels, error, operation, position, words = MISTAKES[case]
+    model = sf.Sequential(*made)
+    for use in (model, model.plan):
+        with pytest.raises(error) as caught:
+            use(tensor(7, 5), **{name: tensor(7, 5) for name in channels.split()})
+        assert (caught.value.operation, caught.value.position) == (operation, position)
+        text = str(caught.value)
+        assert all(word in text for word in (operation, str(position), *words)), text
 
 
 @pytest.mark.parametrize("name", ["x", "env", "self"])
@@ -486,33 +476,12 @@ def test_a_public_channel_that_no_call_could_pass_is_an_error(name: str) -> None
         sf.Sequential(ops.Tanh(), ops.Add(name)).plan()
 
 
-def test_mistakes_inside_containers_say_where() -> None:
-    model = sf.Sequential(OrderedDict(stem=ops.Tanh(), body=sf.Sequential(ops.Tanh(), ops.Add("r"))))
-    refused(model, sf.InputError, "Add", 2)
-    model[1][1].name = None
-    refused(model, sf.PlanError, "Add", 2)
-
-
 def test_shapes_that_do_not_add_up_are_an_error_and_are_not_broadcast() -> None:
     model = sf.Sequential(ops.Linear(5, 3), ops.Add("r"))
     for shape in ((7, 5), (3,), (1, 3), (7, 1), (2, 7, 3)):
         with pytest.raises(sf.InputError, match=r"Add") as caught:
             model(tensor(7, 5), r=tensor(*shape))
         assert (caught.value.operation, caught.value.position) == ("Add", 2)
-
-
-def test_a_branch_that_changes_the_shape_is_an_error_of_its_residual() -> None:
-    wide, narrow = ops.Linear(5, 8), nn.Linear(5, 1)
-    for at, branch in ((3, wide), (2, narrow)):  # a module of torch begins another region
-        residual = ops.Residual(branch, ops.GeLU())
-        model = sf.Sequential(ops.Tanh(), sf.Sequential(residual), ops.Linear(branch.out_features, 5))
-        text = refused(model, sf.InputError, "Residual", at + 2)
-        assert f"'1.0', position {at + 2}" in text
-        assert f"adds (7, {branch.out_features}), which its operations return, to its input, (7, 5)" in text
-    model = sf.Sequential(ops.Fork("r"), wide, ops.Add("r"), ops.Linear(8, 5))
-    assert "its other in the shape of its input, (7, 8), and its Fork sends (7, 5)" in refused(
-        model, sf.InputError, "Add", 3
-    )
 
 
 @pytest.mark.parametrize("calls", [0, 2], ids=["first call", "third call"])
