@@ -366,47 +366,6 @@ class ForkGeLUAddOutBackward(sf.BackwardFusion):
         return dy + d_fork_out + gelu_backward(dy, act.x, approximate=self.act.approximate), {}
 
 
-# Random operations: the seed of each slot by name.
-
-
-class DropoutAddForward(sf.ForwardFusion):
-    bias: ops.Bias
-    dropout: ops.Dropout
-    add: ops.Add
-
-    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None, add_other: Tensor) -> Any:
-        y, record = self.dropout.fwd(x + self.bias.bias, seed=dropout_seed)
-        return y + add_other, {"bias": ops.Bias.Saved(), "dropout": record, "add": ops.Add.Saved()}
-
-
-class DropoutAddBackward(sf.BackwardFusion):
-    bias: ops.Bias
-    dropout: ops.Dropout
-    add: ops.Add
-
-    def bwd(self, dy: Tensor, *, bias: sf.Saved, dropout: Any, add: sf.Saved) -> Any:
-        dx, _ = self.dropout.bwd(dy, dropout)
-        return dx, {"bias.bias": rows(dx), "add.other": dy}
-
-
-class DropoutAddJoint(sf.JointFusion):
-    bias: ops.Bias
-    dropout: ops.Dropout
-    add: ops.Add
-
-    class Saved(sf.Saved):
-        seed: Tensor | None
-        p: float
-
-    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None, add_other: Tensor) -> Any:
-        y, record = self.dropout.fwd(x + self.bias.bias, seed=dropout_seed)
-        return y + add_other, self.Saved(seed=record.seed, p=record.p)
-
-    def bwd(self, dy: Tensor, saved: Any) -> Any:
-        dx, _ = self.dropout.bwd(dy, ops.Dropout.Saved(seed=saved.seed, p=saved.p))
-        return dx, {"bias.bias": rows(dx), "add.other": dy}
-
-
 def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.erf(x / 2**0.5))
 
@@ -495,16 +454,6 @@ CASES = (
     ),
 )  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
-# The only random one; its mask is drawn by the reference from the same seed.
-DROPOUT = Case(
-    "dropout",
-    lambda: [ops.Bias(5), ops.Dropout(0.3), ops.Add("a")],
-    lambda p, x, a: None,
-    (DropoutAddForward,),
-    (DropoutAddBackward,),
-    (DropoutAddJoint,),
-    channels=("a",),
-)
 
 
 def randomized(model: nn.Module, seed: int = 11) -> Any:

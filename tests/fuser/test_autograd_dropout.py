@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.plan.reference import random_seeds
-from seqfuse.testing import laid_out
 from tests.selection import few_cases as few_cases
 
 from .kit_b import assert_same, draw, passes, randomize
@@ -93,62 +92,6 @@ COVERS = {
 }
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("mode", ["upscale_in_train", "downscale_in_infer"])
-def test_the_kept_fraction_and_the_scale_are_those_asked_for(p: float, mode: Any):
-    model = sf.Sequential(ops.Dropout(p, mode))
-    x = draw(257, 129).abs() + 0.5
-    y = model(x)
-    kept = y != 0
-    n = x.numel()
-    fraction = kept.double().mean().item()
-    assert abs(fraction - (1 - p)) <= 4 * math.sqrt(p * (1 - p) / n)
-    scale = 1.0 if mode == "downscale_in_infer" or p == 1 else 1 / (1 - p)
-    torch.testing.assert_close(y[kept], x[kept] * scale)
-    if mode == "upscale_in_train" and p < 1:
-        spread = x.square().mean().sqrt().item() * math.sqrt(p / (1 - p) / n)
-        assert abs((y.mean() - x.mean()).item()) <= 4 * spread + 1e-12
-    model.eval()
-    factor = 1 - p if mode == "downscale_in_infer" else 1.0
-    torch.testing.assert_close(model(x), x * factor)
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_elements_rows_columns_and_calls_are_independent(p: float):
-    x = torch.ones(211, 131, dtype=torch.float64)
-    model = sf.Sequential(ops.Dropout(p), ops.Scale(1.0), ops.Dropout(p), fusions=())
-    a = (model[:1](x) == 0).double()
-    b = (model[:1](x) == 0).double()
-    both = model(x)
-    n = x.numel()
-    bound = 4.5 / math.sqrt(n)
-
-    def correlation(s: Tensor, t: Tensor) -> float:
-        return ((s - p) * (t - p)).mean().item() / (p * (1 - p))
-
-    assert abs(correlation(a, b)) < bound
-    for step in (1, 2, 3, 4, 131):
-        flat = a.flatten()
-        assert abs(correlation(flat[:-step], flat[step:])) < bound
-    assert a.mean(0).sub(p).abs().max() < 5 * math.sqrt(p * (1 - p) / 211)
-    assert a.mean(1).sub(p).abs().max() < 5 * math.sqrt(p * (1 - p) / 131)
-    survived = (both != 0).double().mean().item()
-    q = (1 - p) ** 2
-    assert abs(survived - q) < 4 * math.sqrt(q * (1 - q) / n), "two dropouts of one list use different seeds"
-
-
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
-@pytest.mark.parametrize("mode", ["upscale_in_train", "downscale_in_infer"])
-def test_the_backward_uses_the_mask_and_the_scale_of_the_forward(p: float, mode: Any):
-    model = sf.Sequential(ops.Dropout(p, mode))
-    x = draw(33, 17).requires_grad_()
-    dy = draw(33, 17, seed=2)
-    y = model(x)
-    y.backward(dy)
-    torch.testing.assert_close(x.grad * x, y * dy)  # both are mask * scale * x * dy
-    assert torch.equal(x.grad == 0, y == 0)
-
-
 @pytest.mark.parametrize("cover", COVERS)
 def test_every_cover_drops_the_same_elements(cover: str):
     ops_ = [ops.Linear(5, 7), ops.Scale(-0.5), ops.Dropout(0.5), ops.Linear(7, 9), ops.Scale(3.0), ops.Dropout(0.3)]
@@ -180,26 +123,6 @@ def test_the_reference_drops_the_same_elements():
     torch.manual_seed(4)
     found, _ = torch.func.vjp(model, x)
     torch.testing.assert_close(found, want)
-
-
-@pytest.mark.parametrize("layout", ["strided", "transposed", "misaligned", "expanded"])
-def test_the_layout_of_the_input_does_not_move_the_mask(layout: str):
-    model, x = sf.Sequential(ops.Dropout(0.5)), torch.ones(13, 9, dtype=torch.float64)
-    torch.manual_seed(4)
-    want = model(x)
-    torch.manual_seed(4)
-    assert torch.equal(model(laid_out(x, layout)), want)
-    torch.manual_seed(4)
-    assert torch.equal(model(x.view(1, 13, 9, 1)).flatten(), want.flatten())
-
-
-def test_the_dtype_of_the_input_does_not_move_the_mask():
-    model = sf.Sequential(ops.Dropout(0.5))
-    masks = []
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        torch.manual_seed(4)
-        masks.append(model(torch.ones(13, 9, dtype=dtype)) == 0)
-    assert all(torch.equal(m, masks[0]) for m in masks)
 
 
 def test_a_seed_given_to_torch_reproduces_and_a_call_moves_the_generator_on():
@@ -242,36 +165,6 @@ def test_one_seed_vector_per_call_whatever_the_number_of_dropouts(monkeypatch: p
     model(x)
     assert drawn == [3, 2]
     assert torch.equal(torch.get_rng_state(), state), "evaluation leaves the generator alone"
-
-
-@pytest.mark.parametrize("mode", ["upscale_in_train", "downscale_in_infer"])
-def test_evaluation_passes_gradients_through(mode: Any):
-    model = sf.Sequential(ops.Dropout(0.75, mode)).eval()
-    x, dy = draw(4, 5).requires_grad_(), draw(4, 5, seed=2)
-    y = model(x)
-    y.backward(dy)
-    factor = 1.0 if mode == "upscale_in_train" else 0.25
-    torch.testing.assert_close(y, x * factor)
-    torch.testing.assert_close(x.grad, dy * factor)
-
-
-def test_dropped_infinities_are_nan_in_both_passes():
-    model = sf.Sequential(ops.Dropout(0.5))
-    x = torch.full((20, 20), torch.inf).requires_grad_()
-    y = model(x)
-    dy = torch.full_like(y, torch.nan)
-    y.backward(dy)
-    assert 0.3 < y.isnan().double().mean() < 0.7
-    assert torch.isinf(y[~y.isnan()]).all()
-    assert x.grad.isnan().all()
-
-
-def test_no_mask_is_kept():
-    model, kept = sf.Sequential(ops.Dropout(0.5)), []
-    x = draw(33, 17).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        model(x)
-    assert [(t.shape, t.dtype) for t in kept] == [((), torch.int64)]
 
 
 def test_one_dropout_used_twice_in_a_list_drops_differently_each_time():

@@ -196,33 +196,6 @@ def test_a_tensor_that_several_operations_keep_is_saved_once():
     assert len({t.untyped_storage().data_ptr() for t in packed}) == 6
 
 
-def test_fields_that_were_one_tensor_may_be_two_in_a_later_call():
-    factor = [1.0]
-
-    class Product(sf.UnfusedOperation):
-        """y = factor x^2"""
-
-        class Saved(sf.Saved):
-            x: Tensor
-            scaled: Tensor
-
-        def reference(self, x: Tensor) -> Tensor:
-            return factor[0] * x * x
-
-        def fwd(self, x: Tensor) -> Any:
-            scaled = x if factor[0] == 1 else factor[0] * x
-            return scaled * x, self.Saved(x=x, scaled=scaled)
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any:
-            return 2 * dy * saved.scaled, {}
-
-    model = sf.Sequential(Product(), ops.Identity())
-    for factor[0] in (1.0, 1.0, 3.0, 1.0, 3.0, 3.0):
-        x = draw(3, 5).requires_grad_()
-        model(x).sum().backward()
-        assert torch.allclose(x.grad, 2 * factor[0] * x)
-
-
 def test_numbers_and_tuples_of_a_record_may_be_others_in_a_later_call():
     now: list[tuple[float, int, float | None]] = [(1.0, 1, None)]
 

@@ -381,22 +381,6 @@ def test_checkpointing_and_compiling_combine():
         torch.testing.assert_close(c, a)
 
 
-def test_make_fx_traces_the_backward_of_an_eager_model():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    model, x = mlp(fusions=(BiasTanhJoint,)), draw(4, 5)
-    model(x)
-
-    def gradient(t: Tensor) -> Tensor:
-        return torch.autograd.grad(model(t).square().sum(), t)[0]
-
-    want = gradient(x.clone().requires_grad_())
-    traced = make_fx(gradient)(x.clone().requires_grad_())
-    other = draw(4, 5, seed=8)
-    torch.testing.assert_close(traced(x), want)
-    torch.testing.assert_close(traced(other), gradient(other.clone().requires_grad_()))
-
-
 def test_compiled_autograd_compiles_the_backward_of_a_compiled_model_as_one_graph():
     model, x = sf.Sequential(ops.LayerNorm(4), ops.Linear(4, 4), ops.Tanh()), torch.randn(3, 4)
     leaves = [x.requires_grad_(), *model.parameters()]

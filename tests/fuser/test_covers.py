@@ -20,7 +20,6 @@ from seqfuse.testing import Untouched
 from tests.fuser.fusions import (
     BY_NAME,
     CASES,
-    DROPOUT,
     WIDTH,
     BiasGeLUBackward,
     BiasGeLUForward,
@@ -112,29 +111,6 @@ def test_every_fusion_serves_the_forward_pass_without_gradients_but_a_backward_o
     for cls in case.backward:
         with torch.no_grad(), sf.fusing(only=[cls]):
             assert fused_names(model.plan(x, **channels)) == ([], [])
-
-
-@pytest.mark.parametrize("kind", [*COMBINATIONS, "joint"])
-def test_a_random_operation_has_one_mask_whatever_the_cover(kind: str) -> None:
-    model = randomized(sf.Sequential(*DROPOUT.make(), fusions=DROPOUT.fusions))
-    x, channels = inputs(DROPOUT, (7, WIDTH))
-    torch.manual_seed(5)
-    expected = unfused(model, x, **channels)
-    after = torch.get_rng_state()
-    torch.manual_seed(5)
-    only = DROPOUT.joint if kind == "joint" else chosen(DROPOUT, kind)
-    with sf.fusing(only=only, on_error="raise"):
-        assert any(fused_names(model.plan(x, **channels))) == (kind != "unfused-unfused")
-        got = run(model, x, **channels)
-    assert torch.equal(torch.get_rng_state(), after)
-
-    dropped = (expected["y0"] == channels["a"].detach()) & (expected["d_x"] == 0)
-    assert 0 < dropped.sum() < dropped.numel()
-
-    def plain(p: dict[str, Tensor], x: Tensor, a: Tensor) -> Tensor:
-        return (x + p["0.bias"]).masked_fill(dropped, 0) / 0.7 + a
-
-    assert_same(got, expected, run_plain(plain, model, x, **channels))
 
 
 def test_a_joint_fusion_is_worth_both_passes_by_default() -> None:

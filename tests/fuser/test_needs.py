@@ -131,37 +131,6 @@ def test_a_fused_layer_computes_and_keeps_no_more_than_the_unfused_one(
         torch.testing.assert_close(got[key], value)
 
 
-NORMS: dict[str, tuple[nn.Module, nn.Module, dict[str, int]]] = {
-    # Bytes of statistics for each row.
-    "layernorm": (ops.LayerNorm(5), nn.LayerNorm(5), {"x": 2, "0.weight": 2}),
-    "rmsnorm": (ops.RMSNorm(5), nn.RMSNorm(5), {"x": 1, "0.weight": 1}),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "mask"),
-    [
-        *(("layernorm", m) for m in masks(("x", "0.weight", "0.bias"))),
-        *(("rmsnorm", m) for m in masks(("x", "0.weight"))),
-    ],
-    ids=lambda v: v if isinstance(v, str) else named(v),
-)
-def test_a_norm_keeps_its_input_only_where_a_gradient_reads_it(kind: str, mask: frozenset[str]) -> None:
-    operation, twin, statistics = NORMS[kind]
-    model = randomized(sf.Sequential(operation, fusions=()))
-    its = nn.Sequential(twin)
-    its.load_state_dict(model.state_dict())
-    x, z = tensor(ROWS, 5), tensor(ROWS, 5)
-    want(model, x, mask), want(its, z, mask)
-    got, _, kept = counted(model, x)
-    expected, _, _ = counted(its, z)
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value)
-    readers = mask & {"x", "0.weight"}
-    assert kept == (FLOAT * ROWS * (5 + statistics["x"]) if readers else 0)
-
-
 def test_a_fused_backward_is_told_what_is_wanted() -> None:
     told: list[frozenset[str]] = []
 

@@ -21,7 +21,7 @@ from seqfuse import ops
 from seqfuse.run import fuser as running
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint
-from .kit_b import counting_plans, draw, mlp, plain_mlp, randomize
+from .kit_b import counting_plans, draw, mlp, plain_mlp
 
 
 @pytest.fixture
@@ -339,28 +339,3 @@ def test_a_fork_while_another_thread_plans_does_not_hang(monkeypatch: pytest.Mon
     finally:
         go_on.set()
         planner.join(60)
-
-
-class Transform(torch.utils.data.Dataset):
-    """Applies a model in the workers of a loader."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, i: int) -> Tensor:
-        with torch.no_grad():
-            return self.model(draw(2, 5, seed=i))
-
-
-def test_workers_of_a_data_loader_may_run_a_model():
-    model = sf.Sequential(ops.Linear(5, 7), ops.Tanh())
-    randomize(model.double())
-    with torch.no_grad():
-        want = [model(draw(2, 5, seed=i)) for i in range(6)]
-    found = list(torch.utils.data.DataLoader(Transform(model), batch_size=None, num_workers=2, timeout=60))
-    assert len(found) == 6
-    for a, b in zip(found, want, strict=True):
-        assert torch.equal(a, b)
