@@ -17,12 +17,6 @@ from seqfuse import ops
 from tests.fuser.fusions import PAIR, outcome, randomized, tensor
 
 
-def close(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, msg=lambda m, key=key: f"{key}: {m}")
-
-
 def test_a_shallow_copy_with_a_list_of_its_own_runs_that_list() -> None:
     mine = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR))
     x = tensor(7, 5)
@@ -68,5 +62,5 @@ def test_a_replica_for_data_parallel_runs_its_own_parameters() -> None:
         h = torch.relu(F.linear(x, copies["0.weight"], copies["0.bias"]))
         return h + F.linear(h, copies["2.0.weight"], copies["2.0.bias"])
 
-    close(got, outcome(plain, {"x": x, **copies}))
+    torch.testing.assert_close(got, outcome(plain, {"x": x, **copies}))
     assert all(p.grad is None for p in model.parameters())

@@ -16,12 +16,6 @@ from seqfuse import ops
 from tests.fuser.fusions import outcome, randomized, run, tensor
 
 
-def close(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, msg=lambda m, key=key: f"{key}: {m}")
-
-
 class Doubled(nn.Module):
     def forward(self, w: Tensor) -> Tensor:
         return 2 * w
@@ -76,7 +70,7 @@ def test_configuration_of_a_module_inside_an_operation_is_asked_for_again() -> N
         got = run(model, x)
         with sf.fusing(False):
             expected = run(model, x)
-        close(got, expected)
+        torch.testing.assert_close(got, expected)
         assert model.plan(x).count("SmallSlope") == (slope == 0.1)
 
 
@@ -137,4 +131,4 @@ def test_a_parameter_of_a_module_inside_an_operation_may_change(change: Callable
     with parametrize.cached():
         got = outcome(model, wanted, x)
     expected = outcome(lambda: F.leaky_relu((x + model[0].bias) @ model[1].inner.weight.mT, 0.1), wanted)
-    close(got, expected)
+    torch.testing.assert_close(got, expected)
