@@ -29,6 +29,22 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
+class Doubles(sf.UnfusedOperation, open=True):
+    """y = 2 x: a base of operations that do something beside it."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    def reference(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def fwd(self, x: Tensor) -> Any:
+        return 2 * x, self.Saved(x=x)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return 2 * dy, {}
+
+
 # Bias and an activation, in all four kinds.
 
 

@@ -25,7 +25,7 @@ from seqfuse.plan.front import Front, Option, Weight
 from seqfuse.plan.tally import Tally
 from seqfuse.run import fuser as running
 
-from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Doubles
 from .kit_b import assert_same, draw, mlp, passes, randomize
 
 Passes = Callable[[nn.Module, Tensor], Any]
@@ -408,25 +408,13 @@ def test_a_fusion_that_fails_gives_way_to_its_operations(
 
 
 def test_what_runs_only_once_does_not_run_again_and_says_so():
-    class Counted(sf.UnfusedOperation):
+    class Counted(Doubles):
         runs = 0
-
-        class Saved(sf.Saved):
-            x: Tensor
-
-        @property
-        def repeatable(self) -> bool:
-            return False
-
-        def reference(self, x: Tensor) -> Tensor:
-            return 2 * x
+        repeatable = False
 
         def fwd(self, x: Tensor) -> Any:
             Counted.runs += not isinstance(x, torch._subclasses.FakeTensor)
-            return 2 * x, self.Saved(x=x)
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any:
-            return 2 * dy, {}
+            return super().fwd(x)
 
     mlp = ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 2 * WIDTH), ops.GeLU(), ops.Linear(2 * WIDTH, WIDTH)
     inner = *mlp, Counted(), *copy.deepcopy(mlp)

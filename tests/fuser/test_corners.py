@@ -19,6 +19,7 @@ from tests.fuser.fusions import (
     BiasGeLUForward,
     BiasReLU,
     BiasReLUBack,
+    Doubles,
     fused_names,
     tensor,
 )
@@ -55,26 +56,17 @@ def test_a_gradient_penalty_is_an_error_also_where_x_is_not_kept(make: Any, way:
     assert caught.value.code == "SF501"
 
 
-class Frail(sf.UnfusedOperation):
+class Frail(Doubles):
     """Its backward fails so many times."""
-
-    class Saved(sf.Saved):
-        pass
 
     def __init__(self) -> None:
         super().__init__()
         self.failures: list[str] = []
 
-    def reference(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-    def fwd(self, x: Tensor) -> Any:
-        return 2 * x, self.Saved()
-
     def bwd(self, dy: Tensor, saved: Any) -> Any:
         if self.failures:
             raise torch.OutOfMemoryError(self.failures.pop())
-        return 2 * dy, {}
+        return super().bwd(dy, saved)
 
 
 class FrailForkBias(sf.BackwardFusion):

@@ -23,6 +23,7 @@ from tests.fuser.fusions import (
     LinearBiasGeLUBackward,
     LinearBiasGeLUJoint,
     assert_exact,
+    of_bias,
     randomized,
     rows,
     run,
@@ -634,27 +635,10 @@ def test_a_fusion_that_is_still_abstract_is_the_base_of_others() -> None:
 
 
 def test_a_slot_that_is_annotated_again_has_another_type_at_its_place() -> None:
-    class BiasReLU(sf.JointFusion):
-        bias: ops.Bias
-        act: ops.ReLU
-
-        class Saved(sf.Saved):
-            y: Tensor
-
-        def fwd(self, x: Tensor) -> Any:
-            y = self.act.reference(x + self.bias.bias)
-            return y, self.Saved(y=y)
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any:
-            d = dy * (saved.y > 0)
-            return d, {"bias.bias": d.sum(0)}
+    (*_, BiasReLU) = of_bias(ops.ReLU, "Forward", "Backward", "BiasReLU")
 
     class BiasTanh(BiasReLU):
         act: ops.Tanh
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any:
-            d = dy * (1 - saved.y * saved.y)
-            return d, {"bias.bias": d.sum(0)}
 
     assert [(slot.name, slot.types) for slot in BiasTanh.slots] == [("bias", (ops.Bias,)), ("act", (ops.Tanh,))]
     assert BiasTanh.reach == 2

@@ -18,7 +18,7 @@ from seqfuse.errors import FallbackWarning, KernelError, PluginError
 from seqfuse.ops.activations import tanh_backward
 from seqfuse.testing import assert_bitwise_equal
 
-from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint, Doubles
 from .kit_b import assert_same, draw, passes, randomize
 
 
@@ -478,47 +478,36 @@ def test_a_copy_of_a_model_that_fell_back_works():
 B, T = ops.Bias.Saved, ops.Tanh.Saved
 
 
-class Counting(sf.UnfusedOperation):
-    """y = 2 x, in passes that may run once."""
-
-    class Saved(sf.Saved):
-        x: Tensor
+class Counting(Doubles):
+    """In passes that may run once."""
 
     repeatable = False
     ran: ClassVar[list[str]] = []
 
-    def reference(self, x: Tensor) -> Tensor:
-        return 2 * x
-
     def fwd(self, x: Tensor) -> Any:
         self.ran.append("fwd")
-        return 2 * x, self.Saved(x=x)
+        return super().fwd(x)
 
     def bwd(self, dy: Tensor, saved: Any) -> Any:
         self.ran.append("bwd")
-        return 2 * dy, {}
+        return super().bwd(dy, saved)
 
 
-class Breaking(sf.UnfusedOperation):
-    """y = 2 x; a pass fails once `broken` says so, or its record is none."""
-
-    class Saved(sf.Saved):
-        x: Tensor
+class Breaking(Doubles):
+    """A pass fails once `broken` says so, or its record is none."""
 
     broken: ClassVar[str] = ""
-
-    def reference(self, x: Tensor) -> Tensor:
-        return 2 * x
 
     def fwd(self, x: Tensor) -> Any:
         if self.broken == "fwd":
             raise RuntimeError("broken")
-        return 2 * x, self.Saved(x=3 if self.broken == "saved" else x)  # pyright: ignore[reportArgumentType]
+        y, saved = super().fwd(x)
+        return y, self.Saved(x=3) if self.broken == "saved" else saved
 
     def bwd(self, dy: Tensor, saved: Any) -> Any:
         if self.broken == "bwd":
             raise RuntimeError("broken")
-        return 2 * dy, {}
+        return super().bwd(dy, saved)
 
 
 @pytest.mark.parametrize("calls", [0, 2], ids=["first call", "third call"])

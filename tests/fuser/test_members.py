@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
 
+from .fusions import Doubles
 from .kit_b import draw, randomize
 
 
@@ -74,24 +73,12 @@ def test_what_holds_itself_is_one_error_that_names_it(model: nn.Module, name: st
     assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF305", name, position)
 
 
-class Infers(sf.UnfusedOperation):
+class Infers(Doubles):
     """Its `infer` fails on anything."""
-
-    class Saved(sf.Saved):
-        pass
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
-
-    def reference(self, x: Tensor) -> Tensor:
-        return x
-
-    def fwd(self, x: Tensor) -> Any:
-        return x, self.Saved()
-
-    def bwd(self, dy: Tensor, saved: Any) -> Any:
-        return dy, {}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         raise self.error
