@@ -41,24 +41,6 @@ def test_one_row_of_each_group_with_a_target_comes_first() -> None:
     assert [c.priority for c in cases[first:]] == sorted(c.priority for c in cases[first:])
 
 
-def test_every_target_has_rows() -> None:
-    groups = {case.group for case in rows.cases(real())}
-    for target in TARGETS:
-        assert target.rows != "gpu" or set(target.groups) <= groups, target.what
-
-
-def test_all_shapes_of_norms_and_models_are_there() -> None:
-    names = {case.key for case in rows.cases(real())}
-    for columns in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
-        assert f"norm forward: RMSNorm 32768 x {columns}" in names
-        assert f"norm backward: LayerNorm 32768 x {columns}" in names
-    assert all(f"norm forward: LayerNorm 4096 x {512 * i}" in names for i in range(2, 32))
-    for model in MODELS:
-        for tokens in (512, 2048, 8192, 16384):
-            assert f"MLP block forward + backward: {model.name} {tokens}" in names
-            assert f"layer forward + backward: {model.name} {tokens}" in names
-
-
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @pytest.mark.parametrize("what", blocks.GROUPS)
 def test_blocks_of_real_sizes_are_planned_for_an_sm_90(model: Any, what: str) -> None:
@@ -70,19 +52,6 @@ def test_blocks_of_real_sizes_are_planned_for_an_sm_90(model: Any, what: str) ->
     assert [step for step in steps if getattr(step.operation, "kernels", ())], plan
     theirs = plain.build(what, blocks.spec_of(model, 0.1), device="meta", dtype=torch.bfloat16)
     assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in block.state_dict().items()}
-
-
-def test_results_are_whole_after_every_row(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "gpu.json"
-    book = Book(path)
-    book.state(about={"device": "none"})
-    book.begin("norm: 4 x 4")
-    assert json.loads(path.read_text())["running"] == "norm: 4 x 4"
-    again = Book(path)
-    assert again.bury("it ended") == "norm: 4 x 4"
-    assert again.rows["norm: 4 x 4"] == {"group": "norm", "name": "4 x 4", "status": "failed", "why": "it ended"}
-    assert Book(path).bury("it ended again") is None
-    assert sorted(p.name for p in path.parent.iterdir()) == ["gpu.json"]
 
 
 Child = Callable[[Sequence[str]], int]
@@ -137,18 +106,6 @@ def test_a_child_that_ends_costs_one_row(tmp_path: Path, child: Callable[[Child]
     assert found["a: 2"]["why"] == "its process ended with status -11"
     assert len(calls) == 2
     assert all(command[-2] == "--child" for command in calls)
-
-
-def test_a_child_that_cannot_start_is_not_started_for_ever(tmp_path: Path, child: Callable[[Child], None]) -> None:
-    calls: list[Any] = []
-
-    def run(command: Sequence[str]) -> int:
-        calls.append(command)
-        return 1
-
-    child(run)
-    assert bench_gpu.supervise(options(), tmp_path / "gpu.json") == 1
-    assert len(calls) == 1
 
 
 def test_a_run_goes_on_from_committed_rows(
@@ -229,11 +186,3 @@ def test_runs_from_the_command_line_and_goes_on_where_it_stopped(tmp_path: Path)
     assert found["rows"][kept] == before
     assert found["rows"][new]["status"] == "ok"
     assert found["rows"][new]["times"]
-
-
-def test_says_so_where_there_is_no_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    done = Script(str(SCRIPT), bare=True).done()
-    assert done.returncode == 2
-    assert "there is no GPU here" in done.stderr

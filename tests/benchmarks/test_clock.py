@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import ceilings
-from gpu.clock import OnDevice, OnHost, interleaved
+from gpu.clock import OnDevice, interleaved
 
 
 class Fake:
@@ -124,29 +123,3 @@ def test_other_calls_are_timed_without_the_sleeps_of_those_before(launched: list
     interleaved({"norm": [lambda: None] * 2}, clock, seconds=0, least=1)
     assert sleeps == [200] * 3
     assert clock.exposed == 3
-
-
-def test_the_host_clock_is_in_microseconds() -> None:
-    import time
-
-    took = OnHost(torch.device("cpu")).sample([lambda: time.sleep(0.01)] * 2)
-    assert 9_000 < took < 1_000_000
-
-
-def test_a_floor_is_the_larger_of_two() -> None:
-    found = ceilings.Ceilings(bandwidth=4e6, rates={"bfloat16": 8e8})
-    assert found.floor(8_000_000, 0.0, torch.bfloat16) == 2.0
-    assert found.floor(8_000_000, 8e9, torch.bfloat16) == 10.0
-    assert found.stated() == {"copy_TB_per_s": 4.0, "cublas_TFLOP_per_s": {"bfloat16": 800.0}}
-
-
-def test_ceilings_count_what_is_read_and_written() -> None:
-    class Steady:
-        def sample(self, calls: Any) -> float:
-            for call in calls:
-                call()
-            return 2.0
-
-    found = ceilings.measure(Steady(), torch.device("cpu"), (torch.bfloat16,), numel=1000, side=16)
-    assert found.bandwidth == 2 * 1000 * 2 / 2.0
-    assert found.rates == {"bfloat16": 2 * 16**3 / 2.0}

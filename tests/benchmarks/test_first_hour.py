@@ -35,10 +35,6 @@ def test_sanitized_rows_are_there() -> None:
         assert any(re.search(f"^{only}", key) for key in keys), only
 
 
-def test_calls_fit_into_what_one_may_take() -> None:
-    assert all(seconds <= 580 for _, seconds in first_hour.CALLS.values())
-
-
 def test_a_stage_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
     call = first_hour.Call(tmp_path, time.time() + 60, True)
 
@@ -76,49 +72,6 @@ def test_a_family_that_cannot_begin_is_told(tmp_path: Path, monkeypatch: pytest.
         "no rows of norms bfloat16: its process ended with status 1",
         "no rows of blocks float16: ok (0)",
     ]
-
-
-def test_facts_tell_what_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_hour, "TOOLS", ("sh", "no-such-tool"))
-    monkeypatch.setattr(first_hour, "MODULES", ("json", "no_such_module"))
-    monkeypatch.setattr(first_hour.sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(first_hour.Call, "run", lambda *_: "ok (0)")
-    told = first_hour.facts(first_hour.Call(tmp_path, time.time() + 60, False))
-    assert told.endswith("; not here: no-such-tool, no_such_module, Python.h")
-
-
-def test_pytest_is_not_given_options_of_plugins_that_are_not_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[str] = []
-
-    def run(call: first_hour.Call, command: list[str], *_: Any) -> str:
-        given[:] = command
-        (tmp_path / "log").write_text("3 passed")
-        return "ok (0)"
-
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(first_hour.Call, "run", run)
-    call = first_hour.Call(tmp_path, time.time() + 60, False)
-    assert first_hour.tests(call, 9, "log", "tests/gpu") == "ok (0); 3 passed"
-    assert {"-n", "--timeout"} <= {*given}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xdist" else find_spec(name))
-    first_hour.tests(call, 9, "log", "tests/gpu")
-    assert "-n" not in given
-    assert "--timeout" in given
-
-
-def test_a_sanitizer_sees_each_tensor_in_memory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, str]] = []
-
-    def run(call: first_hour.Call, command: list[str], seconds: float, log: str, **variables: str) -> str:
-        given.append(variables)
-        return "ok (0)"
-
-    monkeypatch.setattr(first_hour.shutil, "which", lambda _: "compute-sanitizer")
-    monkeypatch.setattr(first_hour.Call, "run", run)
-    first_hour.sanitizer(first_hour.Call(tmp_path, time.time() + 60, False))
-    assert given == [{"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}] * len(first_hour.SANITIZED)
 
 
 def test_counters_are_of_our_kernels() -> None:

@@ -83,14 +83,6 @@ def test_a_wrong_result_has_no_speed(wrong: Any) -> None:
     assert clock.samples == 0
 
 
-def test_an_error_has_no_speed() -> None:
-    def fails(_: Tensor) -> Tensor:
-        raise ValueError("no such tile\nmore")
-
-    row = bench(Steady()).row(case(fails))
-    assert (row["status"], row["why"]) == ("failed", "ValueError: no such tile")
-
-
 def test_a_peer_that_is_wrong_is_left_out() -> None:
     def fails(_: Tensor) -> Tensor:
         raise RuntimeError("not on this card")
@@ -102,13 +94,6 @@ def test_a_peer_that_is_wrong_is_left_out() -> None:
     assert set(row["times"]) == {"seqfuse", "eager"}
 
 
-def test_a_peer_that_cannot_be_compared_is_timed() -> None:
-    one = case()
-    loose = Contender(lambda i: lambda: (torch.rand(3),), checked=False)
-    row = bench(Steady()).row(dataclasses.replace(one, contenders={**one.contenders, "dropout": loose}))
-    assert "dropout" in row["times"]
-
-
 def test_a_lost_device_is_not_a_red_row() -> None:
     def lost(_: Tensor) -> Tensor:
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -117,12 +102,6 @@ def test_a_lost_device_is_not_a_red_row() -> None:
         bench(Steady()).row(case(lost))
     with pytest.raises(torch.AcceleratorError):
         bench(Steady()).row(case(liger=lost))
-
-
-def test_a_check_takes_no_time() -> None:
-    clock = Steady()
-    assert bench(clock).row(case(), checks_only=True)["status"] == "checked"
-    assert clock.samples == 0
 
 
 def test_distance_sees_any_piece() -> None:

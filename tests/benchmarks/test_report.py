@@ -71,13 +71,6 @@ def test_a_target_is_met_only_by_every_row() -> None:
     assert verdicts["norm backward (+ residual): fraction of copy bandwidth"].status == "missed"
 
 
-def test_less_is_better_where_a_target_says_so() -> None:
-    kept = {"model": "one", "kept": {"seqfuse balanced": 64, "seqfuse lean": 46, "eager": 100}}
-    verdicts = {v.target.what: v for v in targets.judged({"memory": [kept]})}
-    assert verdicts['MLP block, `"balanced"`: saved bytes / torch eager'].status == "met"
-    assert verdicts['MLP block, `"lean"`: saved bytes / torch eager'].status == "missed"
-
-
 def test_without_results_everything_is_not_run(results: Path) -> None:
     lines = report.goals().splitlines()
     assert len(lines) == 2 + len(targets.TARGETS)
@@ -103,20 +96,6 @@ def test_losses_red_rows_and_what_was_not_run_are_shown(results: Path) -> None:
     )
 
 
-def test_what_a_page_shows_of_a_gpu_follows_from_what_ran(results: Path) -> None:
-    page = "Before.\n<!-- figures: score -->\nold\n<!-- end of figures -->\nAfter.\n"
-    assert report.redrawn(page) == page
-    (results / "gpu.json").write_text(json.dumps(found()))
-    shown = report.redrawn(page)
-    assert shown.startswith("Before.\n<!-- figures: score -->\n")
-    assert shown.endswith("<!-- end of figures -->\nAfter.\n")
-    assert "old" not in shown
-    counted = [v.status for v in report.verdicts() if v.values]
-    told = [int(number) for number in re.findall(r"(\d+) of (?:\d+) for", shown)]
-    assert sum(told) == counted.count("met")
-    assert 0 < counted.count("met") < len(counted)
-
-
 def test_rows_that_lose_are_counted_and_the_worst_is_named() -> None:
     rows = [
         row("norm", "won", seqfuse=9, eager=10, liger=9),
@@ -136,14 +115,6 @@ def test_rows_that_lose_are_counted_and_the_worst_is_named() -> None:
     assert losses.slower_cpu.__wrapped__(*sides)[2:] == ["| a | 1.14 |"]
 
 
-def test_results_have_a_line_for_each_row() -> None:
-    data = {"about": {"torch": "2"}, "rows": [{"a": [1, {"b": 2}]}, {"a": []}], "by name": {"x": {}, "y": [1]}, "n": 1}
-    written = record.lines(data)
-    assert json.loads(written) == data
-    assert written.count("\n") == 12
-    assert '\n  {"a": [1, {"b": 2}]},\n' in written
-
-
 def test_committed_results_can_be_drawn() -> None:
     for path in record.RESULTS.glob("*.json"):
         assert path.read_text() == record.lines(json.loads(path.read_text()))
@@ -159,54 +130,3 @@ def test_the_number_of_converted_models_is_that_of_the_tests() -> None:
 
     assert report.families() == len(FAMILIES)
     assert f"converted models | equal within rounding in {len(FAMILIES)} small models |" in str(report.claims())
-
-
-def test_memory_and_time_of_a_training_step_stand_beside_checkpointing(results: Path) -> None:
-    import bench_peak
-
-    assert report.peak() is report.training() is None
-    sides = [*bench_peak.SIDES]
-    rows = [
-        {
-            "side": side, "saved": 2**20 * (10 - i), "before": 2**20, "peak": 2**20 * (21 - i), "parameters": 2**20,
-            "step": {"seconds": 2.0 + i, "ratio": 1 + i / 4, "low": 1 + i / 8, "high": 1 + i / 2},
-        }
-        for i, side in enumerate(sides)
-    ]  # fmt: skip
-    made = {"about": ABOUT, "layers": 4, "width": 8, "tokens": [2, 16], "rounds": 5, "rows": rows}
-    (results / "peak.json").write_text(json.dumps(made))
-    (results / "peak_avx512.json").write_text(json.dumps({**made, "rows": rows[:2]}))
-    (results / "front.json").write_text(json.dumps({"about": ABOUT, "tokens": [3, 7]}))
-    whole, first = str(report.peak()), str(report.training())
-    for shown in (whole, first):
-        assert "(no output layer, no loss) with 4 layers of width 8, on 2 x 16 tokens" in " ".join(shown.split())
-    assert "Picture: 3 x 7, AVX-512, without AdamW." in " ".join(first.split())
-    assert [one.count("\n| ") - 2 for one in (whole, "\n" + first)] == [len(sides), len(sides) - 1]
-    assert "| eager PyTorch | 10 MiB (1.00) | 20 MiB (1.00) | 2.00 s (1.00) |" in whole
-    assert "checkpointed | 9 MiB (0.90) | 19 MiB (0.95) | 3.00 s (1.25, 1.12 to 1.50) |" in whole
-    assert "| eager PyTorch, each layer checkpointed | 0.90 | 0.95 | 1.25 | 1.25 |" in first
-    assert '| `sf.convert(model, memory="fast")` | 0.80 | 0.90 | 1.50 | - |' in first
-
-
-def measured(group: str, name: str, **medians: float) -> dict[str, Any]:
-    made = row(group, name, **medians)
-    memory = {side: {"kept": 2**20 * i, "peak": 2**21 * i} for i, side in enumerate(medians, 1)}
-    shape = {"model": name, "M": 8192, "layers": 2}
-    return made | {"as_called": times(**medians), "memory": memory, "shape": shape}
-
-
-def test_choices_of_memory_on_a_gpu(results: Path) -> None:
-    assert report.summary() is report.front() is None
-    sides = {"seqfuse": 2e3, "eager": 4e3, "checkpointed": 5e3, "seqfuse lean": 3e3, "seqfuse 0.5": 4e3}
-    choice = measured("memory: layers forward + backward", "gpt", **sides)
-    choice |= {"said": {"seqfuse": {"saved": 1, "peak": 3 * 2**20}}, "gradients": 2**20}
-    (results / "gpu.json").write_text(json.dumps({"about": ABOUT, "rows": {"a": choice}}))
-    summary = str(report.summary()).splitlines()
-    assert summary[0] == (
-        "| 2 layers of `seqfuse.nn` with the sizes of gpt, 8,192 tokens, same H100, forward + backward | GPU time "
-        "| peak added, with parameter gradients |"
-    )
-    assert '| `memory="lean"` | 0.75 | 2.00 |' in summary
-    front = str(report.front()).splitlines()
-    assert '| `memory="fast"` | 2.0 ms (0.50) | 2 MiB (0.50) | 3 MiB |' in front
-    assert "| eager PyTorch, each layer checkpointed | 5.0 ms (1.25) | 6 MiB (1.50) |  |" in front
