@@ -15,6 +15,7 @@ import seqfuse as sf
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 from .converting import HERE, SHAPE, W, built, fused, gpt2, held_to_the_rule, inputs_of, llama, passes, tokens
+from .steps import captured, step
 
 GPU = pytest.mark.gpu
 # What other packages deprecate in one another.
@@ -58,25 +59,15 @@ def test_a_graph_replays_a_step_of_a_converted_model(device: torch.device) -> No
     x, dy = (seeded_randn((*SHAPE, W), seed, dtype=torch.bfloat16).to(device) for seed in (1, 2))
     static, parameters = x.clone(), [p for p in model.parameters() if p is not model.embed_tokens.weight]
 
-    def step() -> list[Tensor]:
-        leaf = static.detach().requires_grad_()
-        y = model(inputs_embeds=leaf, use_cache=False)[0]
-        return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], dy)]
+    def stepped() -> list[Tensor]:
+        return step(lambda x: model(inputs_embeds=x, use_cache=False)[0], parameters, static, dy)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(stepped)
     for seed in (5, 6):
         static.copy_(seeded_randn(tuple(x.shape), seed, dtype=x.dtype))
         graph.replay()
-        replayed = [t.clone() for t in captured]
-        assert_bitwise_equal(replayed, step())
+        replayed = [t.clone() for t in results]
+        assert_bitwise_equal(replayed, stepped())
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "static, compiled"])

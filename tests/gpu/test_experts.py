@@ -19,6 +19,8 @@ from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
 from seqfuse.testing.judge import judge
 from seqfuse.testing.structure import named_tensors
 
+from .steps import captured
+
 HERE = torch.cuda.is_available()
 GPU = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -324,20 +326,12 @@ def test_nothing_waits_for_the_gpu(memory: str, fused: bool, dtype: torch.dtype,
 def test_a_graph_replays_with_other_experts(memory: str, dtype: torch.dtype, device: torch.device) -> None:
     made = block(device, dtype, True, memory)
     static, dy = (seeded_randn((TOKENS, H), seed, dtype=dtype).to(device) for seed in (1, 2))
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            trained(made, static, dy, True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = trained(made, static, dy, True)
+    graph, results = captured(lambda: trained(made, static, dy, True))
     chosen = []
     for seed in (5, 6):
         static.copy_(seeded_randn((TOKENS, H), seed, dtype=dtype))
         graph.replay()
-        replayed = [t.clone() for t in captured]
+        replayed = [t.clone() for t in results]
         assert_bitwise_equal(replayed, trained(made, static, dy, True))
         chosen.append(made[0].fwd(static)[1]["experts"])
     assert not torch.equal(*chosen)

@@ -21,6 +21,8 @@ from tests.kernels.test_quantize import assert_as_defined, by_kernels, widened
 from tests.lowprecision.hard import draw, hard
 from tests.lowprecision.named import OTHERS, RECIPES, expected, form_of, named
 
+from . import steps
+
 HERE = torch.cuda.is_available()
 GPU = pytest.mark.gpu
 K, N = (4096, 1040) if HERE else (80, 48)
@@ -265,9 +267,7 @@ def off(mine: Tensor, other: Tensor) -> float:
 
 
 def step(model: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
-    leaf = x.detach().requires_grad_()
-    y = model(leaf)
-    return [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy)]
+    return steps.step(model, model.parameters(), x, dy)
 
 
 @GPU
@@ -275,19 +275,11 @@ def step(model: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
 def test_a_graph_replays_a_step(recipe: Recipe, device: torch.device):
     model, x, dy = block(runs(recipe), device)
     static = x.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step(model, static, dy)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(model, static, dy)
+    graph, results = steps.captured(lambda: step(model, static, dy))
     for seed in (5, 6):
         static.copy_(draw(*x.shape, seed=seed, dtype=x.dtype))
         graph.replay()
-        replayed = [t.clone() for t in captured]
+        replayed = [t.clone() for t in results]
         assert_bitwise_equal(replayed, step(model, static, dy))
 
 
@@ -299,9 +291,8 @@ def test_compilers_trace_it(recipe: Recipe, device: torch.device):
     x, dy = (draw(rows, width, seed=i, dtype=torch.bfloat16).to(device) for i in (0, 1))
     eager = step(model, x, dy)
     torch._dynamo.reset()
-    leaf = x.detach().requires_grad_()
-    y = torch.compile(model, backend="aot_eager", fullgraph=True)(leaf)
-    assert_bitwise_equal([y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy)], eager)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_bitwise_equal(steps.step(compiled, model.parameters(), x, dy), eager)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, recipes.Float8DelayedScaling(history=4)], ids=str)

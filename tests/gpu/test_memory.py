@@ -17,6 +17,8 @@ from seqfuse.run import fuser as running
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from seqfuse.testing.judge import judge
 
+from .steps import step
+
 HERE = torch.cuda.is_available()
 GPU = pytest.mark.gpu
 WIDTH, HEADS, LAYERS = (512, 8, 4) if HERE else (16, 2, 2)
@@ -50,9 +52,7 @@ def inputs(device: torch.device, dtype: torch.dtype, seed: int = 1, rows: tuple[
 
 def passes(run: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
     torch.manual_seed(3)
-    leaf = x.detach().requires_grad_()
-    y = run(leaf)
-    return [y.detach(), *torch.autograd.grad(y, [leaf, *run.parameters()], dy)]
+    return step(run, run.parameters(), x, dy)
 
 
 def choose(own: sf.Sequential, choice: str, x: Tensor) -> None:

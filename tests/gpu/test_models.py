@@ -19,6 +19,8 @@ from seqfuse.ops import attention
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.cases import Bench
 
+from .steps import captured, step
+
 HERE = torch.cuda.is_available()
 GPU = pytest.mark.gpu
 WIDTH, HEADS, ROWS = (1024, 16, (2, 512)) if HERE else (16, 2, (1, 8))
@@ -51,9 +53,7 @@ def inputs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def passes(run: Any, parameters: list[Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:
     torch.manual_seed(3)
-    leaf = x.detach().requires_grad_()
-    y = run(leaf)
-    return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], dy)]
+    return step(run, parameters, x, dy)
 
 
 def trained(model: sf.Sequential, covers: tuple[Any, ...], x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -114,19 +114,11 @@ def test_a_graph_replays_a_step(llama: bool, order: str, device: torch.device, r
     x, dy = inputs(device, torch.bfloat16)
     static = x.clone()
     bench, parameters = Bench(own, COVERS["joint"]), list(own.parameters())
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            _step(bench, parameters, static, dy)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = _step(bench, parameters, static, dy)
+    graph, results = captured(lambda: step(bench, parameters, static, dy))
     for seed in (5, 6):
         static.copy_(seeded_randn(tuple(x.shape), seed, dtype=x.dtype))
         graph.replay()
-        replayed, again = [t.clone() for t in captured], _step(bench, parameters, static, dy)
+        replayed, again = [t.clone() for t in results], step(bench, parameters, static, dy)
         if order == "fixed":
             assert_bitwise_equal(replayed, again)
         else:  # by the kernel for attention that torch takes by default
@@ -134,25 +126,13 @@ def test_a_graph_replays_a_step(llama: bool, order: str, device: torch.device, r
             assert distance(replayed, again) < NEAR[torch.bfloat16]
 
 
-def _step(run: Any, parameters: list[Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:
-    leaf = x.detach().requires_grad_()
-    y = run(leaf)
-    return [y.detach(), *torch.autograd.grad(y, [leaf, *parameters], dy)]
-
-
 @GPU
 def test_a_graph_draws_another_mask_at_each_replay(device: torch.device) -> None:
     own = model(False, device, torch.bfloat16, dropout=0.5)
     x, _ = inputs(device, torch.bfloat16)
     bench = Bench(own, AHEAD)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side), torch.no_grad():
-        bench(x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
-        y = bench(x)
+    with torch.no_grad():
+        graph, y = captured(lambda: bench(x))
     graph.replay()
     first = y.clone()
     graph.replay()
@@ -166,14 +146,14 @@ def test_streams_do_not_share_what_kernels_write(device: torch.device) -> None:
     x, dy = inputs(device, torch.bfloat16)
     bench, parameters = Bench(own, COVERS["joint"]), list(own.parameters())
     others = [seeded_randn(tuple(x.shape), seed, dtype=x.dtype).to(device) for seed in range(4)]
-    wanted = [_step(bench, parameters, other, dy) for other in others]
+    wanted = [step(bench, parameters, other, dy) for other in others]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in others]
     found: list[list[Tensor]] = []
     for stream, other in zip(streams, others, strict=True):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            found.append(_step(bench, parameters, other, dy))
+            found.append(step(bench, parameters, other, dy))
     torch.cuda.synchronize()
     for one, other in zip(found, wanted, strict=True):
         assert_bitwise_equal(one, other)
@@ -204,7 +184,7 @@ def test_memory_does_not_grow(device: torch.device) -> None:
 def _allocated(own: sf.Sequential, x: Tensor, dy: Tensor) -> Iterator[int]:
     bench, parameters = Bench(own, COVERS["joint"]), list(own.parameters())
     for _ in range(8):
-        _step(bench, parameters, x, dy)
+        step(bench, parameters, x, dy)
         gc.collect()
         torch.cuda.synchronize()
         yield torch.cuda.memory_allocated()
