@@ -24,25 +24,25 @@ class EditsGradients(LinearBias):
         return self.edit(dx, dict(grads), dy, linear, needs)
 
 
+def setting(name, value, when=lambda dy, needs: True):
+    """An edit that puts another gradient in the place of one that is needed."""
+
+    def edit(self, dx, grads, dy, linear, needs):
+        return dx, {**grads, name: value(dy, linear, grads)} if name in needs and when(dy, needs) else grads
+
+    return edit
+
+
 spoil(
     EditsGradients, "edit",
     ShapesAGradientWrongly=(
         r"gradient 'bias.bias' should be float32\[9\] on cpu, not float32\[1, 9\]",
-        lambda self, dx, grads, dy, linear, needs: (dx, {**grads, "bias.bias": rows(dy).sum(0, keepdim=True)}),
+        setting("bias.bias", lambda dy, linear, grads: rows(dy).sum(0, keepdim=True)),
     ),
-)  # fmt: skip
-
-
-@caught("gradient 'bias.bias' should be bfloat16")
-class LeavesAGradientInFloat32(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "bias.bias" in needs:
-            grads["bias.bias"] = rows(dy).float().sum(0)
-        return dx, grads
-
-
-spoil(
-    EditsGradients, "edit",
+    LeavesAGradientInFloat32=(
+        "gradient 'bias.bias' should be bfloat16",
+        setting("bias.bias", lambda dy, linear, grads: rows(dy).float().sum(0)),
+    ),
     ForgetsAGradient=(
         "returned no gradient 'linear.weight', which is needed",
         lambda self, dx, grads, dy, linear, needs: (dx, {"bias.bias": grads["bias.bias"]}),
@@ -52,64 +52,50 @@ spoil(
         "bwd reads the parameter 'linear.weight' of its module, which may have changed; read it from `saved`",
         lambda self, dx, grads, dy, linear, needs: (dy @ self.linear.weight if "x" in needs else None, grads),
     ),
-)  # fmt: skip
-
-
-@caught("(shares its storage with dy|shares its memory with the incoming gradient)")
-class ReturnsDyAsAGradient(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if dy.ndim == 1 and "bias.bias" in needs:
-            grads["bias.bias"] = dy
-        return dx, grads
-
-
-@caught("bias.bias.grad: (max|rms|tile|element|bias)")
-class DoublesTheBiasGradient(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "bias.bias" in needs:
-            grads["bias.bias"] = 2 * grads["bias.bias"]
-        return dx, grads
-
-
-@caught(r"dy one_nan: .*\n  bias.bias.grad: structure")
-class SwallowsANaNOfDy(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "bias.bias" in needs:
-            grads["bias.bias"] = rows(dy).nansum(0)
-        return dx, grads
-
-
-spoil(
-    EditsGradients, "edit",
+    ReturnsDyAsAGradient=(
+        "(shares its storage with dy|shares its memory with the incoming gradient)",
+        setting("bias.bias", lambda dy, linear, grads: dy, lambda dy, needs: dy.ndim == 1),
+    ),
+    DoublesTheBiasGradient=(
+        "bias.bias.grad: (max|rms|tile|element|bias)",
+        setting("bias.bias", lambda dy, linear, grads: 2 * grads["bias.bias"]),
+    ),
+    SwallowsANaNOfDy=(
+        r"dy one_nan: .*\n  bias.bias.grad: structure",
+        setting("bias.bias", lambda dy, linear, grads: rows(dy).nansum(0)),
+    ),
     ClampsDx=(
         r"dy large: .*\n  d_x: (max|rms|tile|element|bias)",
         lambda self, dx, grads, dy, linear, needs: (None if dx is None else dx.clamp(-1e4, 1e4), grads),
     ),
+    DropsTheLastRowOfTheWeightGradient=(
+        "linear.weight.grad: (max|rms|tile|element|bias)",
+        setting("linear.weight", lambda dy, linear, grads: rows(dy)[:-1].t() @ rows(linear.x)[:-1]),
+    ),
+    AccumulatesInLowPrecision=(
+        "linear.weight.grad: (max|rms|tile|element|bias)",
+        setting(
+            "linear.weight",
+            lambda dy, linear, grads: (rows(dy).bfloat16().t() @ rows(linear.x).bfloat16()).to(dy.dtype),
+        ),
+    ),
+    IgnoresNeeds=(
+        "bwd gives a gradient of 'linear.weight', which is not needed",
+        lambda self, dx, grads, dy, linear, needs: (
+            dx, {**grads, "linear.weight": torch.zeros_like(linear.weight)} if needs == {"x"} else grads
+        ),
+    ),
+    MutatesDy=(
+        "bwd: dy was modified",
+        lambda self, dx, grads, dy, linear, needs: (dy.data.mul_(2), (dx, grads))[1],
+    ),
+    MutatesARecord=(
+        "bwd: linear.x was modified",
+        lambda self, dx, grads, dy, linear, needs: (
+            "linear.weight" in needs and linear.x.data.zero_(), (dx, grads)
+        )[1],
+    ),
 )  # fmt: skip
-
-
-@caught("linear.weight.grad: (max|rms|tile|element|bias)")
-class DropsTheLastRowOfTheWeightGradient(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "linear.weight" in needs:
-            grads["linear.weight"] = rows(dy)[:-1].t() @ rows(linear.x)[:-1]
-        return dx, grads
-
-
-@caught("linear.weight.grad: (max|rms|tile|element|bias)")
-class AccumulatesInLowPrecision(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "linear.weight" in needs:
-            grads["linear.weight"] = (rows(dy).bfloat16().t() @ rows(linear.x).bfloat16()).to(dy.dtype)
-        return dx, grads
-
-
-@caught("bwd gives a gradient of 'linear.weight', which is not needed")
-class IgnoresNeeds(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "x" in needs and "bias.bias" not in needs and "linear.weight" not in needs:
-            grads["linear.weight"] = torch.zeros_like(linear.weight)
-        return dx, grads
 
 
 @caught("field 'x' was dropped: only weight reads it")

@@ -93,20 +93,6 @@ spoil(
 )  # fmt: skip
 
 
-@caught("weight.grad: (max|rms|tile|element|bias)")
-class ForgetsTheInput(Affine):
-    def bwd(self, dy, saved, *, needs):
-        dx, grads = super().bwd(dy, saved, needs=needs)
-        return dx, {**grads, "weight": dy.reshape(-1, self.size).sum(0).clone() if "weight" in needs else None}
-
-
-@caught("bias.grad: (max|rms|tile|element|bias)")
-class DoublesAGradient(Affine):
-    def bwd(self, dy, saved, *, needs):
-        dx, grads = super().bwd(dy, saved, needs=needs)
-        return dx, {**grads, "bias": 2 * grads["bias"] if "bias" in needs else None}
-
-
 @caught("y: (max|rms|tile|element|bias)")
 class MultipliesByOne(Affine):
     """Hidden by fresh parameters, all ones and zeros."""
@@ -187,18 +173,40 @@ class StatesAnotherDerivative(sf.Pointwise):
 # Which gradients it computes, from what.
 
 
-@caught("gives a gradient of 'bias', which is not needed")
-class IgnoresNeeds(Affine):
+class EditsGradients(Affine, open=True):
     def bwd(self, dy, saved, *, needs):
-        dx, grads = super().bwd(dy, saved, needs=needs)
-        return dx, {**grads, "bias": dy.reshape(-1, self.size).sum(0)}
+        return self.edit(*super().bwd(dy, saved, needs=needs), dy.reshape(-1, self.size), needs)
 
 
-@caught("bits differ|gradients needed")
-class ComputesDifferentlyWithFewerNeeds(Affine):
-    def bwd(self, dy, saved, *, needs):
-        dx, grads = super().bwd(dy, saved, needs=needs)
-        return (dx if dx is None or "bias" in needs else dx * (1 + 2 * torch.finfo(dx.dtype).eps)), grads
+spoil(
+    EditsGradients, "edit",
+    ForgetsTheInput=(
+        "weight.grad: (max|rms|tile|element|bias)",
+        lambda self, dx, grads, dy, needs: (dx, {**grads, "weight": dy.sum(0) if "weight" in needs else None}),
+    ),
+    DoublesAGradient=(
+        "bias.grad: (max|rms|tile|element|bias)",
+        lambda self, dx, grads, dy, needs: (dx, {**grads, "bias": 2 * dy.sum(0) if "bias" in needs else None}),
+    ),
+    IgnoresNeeds=(
+        "gives a gradient of 'bias', which is not needed",
+        lambda self, dx, grads, dy, needs: (dx, {**grads, "bias": dy.sum(0)}),
+    ),
+    ComputesDifferentlyWithFewerNeeds=(
+        "bits differ|gradients needed",
+        lambda self, dx, grads, dy, needs: (
+            dx if dx is None or "bias" in needs else dx * (1 + 2 * torch.finfo(dx.dtype).eps), grads
+        ),
+    ),
+    ForgetsAGradient=(
+        "returned no gradient 'bias', which is needed",
+        lambda self, dx, grads, dy, needs: (dx, {"weight": grads["weight"]}),
+    ),
+    WidensDx=(
+        r"the gradient of x should be like float32\[33, 6\] on cpu, not float64|bwd gives dx as torch.float64",
+        lambda self, dx, grads, dy, needs: (None if dx is None else dx.double(), grads),
+    ),
+)  # fmt: skip
 
 
 @caught("field 'x' was dropped: only weight reads it")
@@ -237,20 +245,6 @@ class SavesSeveralThatNobodyReads(Affine):
     def fwd(self, x):
         y = torch.addcmul(self.bias, x, self.weight)
         return y, self.Saved(x=x, weight=self.weight, both=(self.weight, self.bias))
-
-
-@caught("returned no gradient 'bias', which is needed")
-class ForgetsAGradient(Affine):
-    def bwd(self, dy, saved, *, needs):
-        dx, grads = super().bwd(dy, saved, needs=needs)
-        return dx, {"weight": grads["weight"]}
-
-
-@caught(r"the gradient of x should be like float32\[33, 6\] on cpu, not float64|bwd gives dx as torch.float64")
-class WidensDx(Affine):
-    def bwd(self, dy, saved, *, needs):
-        dx, grads = super().bwd(dy, saved, needs=needs)
-        return None if dx is None else dx.double(), grads
 
 
 @caught("bwd reads the parameter 'weight' of its module, which may have changed; read it from `saved`")

@@ -22,20 +22,8 @@ spoil(
     DoesSomethingElse, "act",
     MutatesItsInput=("fwd: x was modified", lambda self, x: x.data.mul_(1.01)),
     MutatesAParameter=("fwd: weight of the operation was modified", lambda self, x: self.weight.data.mul_(1.01)),
-)  # fmt: skip
-
-
-@caught("fwd changed last of the operation")
-class RemembersItsInput(DoesSomethingElse):
-    def act(self, x):
-        self.last = x
-
-
-spoil(
-    DoesSomethingElse, "act",
-    ChangesTheDefaultDtype=("fwd changed the default dtype", lambda self, x: torch.set_default_dtype(torch.float64)),
+    RemembersItsInput=("fwd changed last of the operation", lambda self, x: setattr(self, "last", x)),
     SeedsTheGenerator=("fwd drew from torch's CPU generator", lambda self, x: torch.manual_seed(0)),
-    DrawsRandomNumbers=("fwd drew from torch's CPU generator", lambda self, x: torch.rand(1)),
 )  # fmt: skip
 
 
