@@ -519,7 +519,7 @@ def together() -> dict[str, Callable[[], Any]]:
 
 
 def _alone(rank: int, folder: str, send: Any) -> None:
-    """A process of two: the first ends, and the other waits for it in vain."""
+    """A process of two: the first fails to tune, so that the other is told, and then waits for it in vain."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from seqfuse.parallel import pipeline
@@ -527,27 +527,29 @@ def _alone(rank: int, folder: str, send: Any) -> None:
     torch.set_num_threads(1)
     patience = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2, timeout=patience)
+    file = "nowhere/at/all" if rank == 0 else None
+    found = {"the first rank fails to tune": outcome(lambda: sf.tune(linear(ops.GeLU()), X, file=file))}
     model = pipeline(linear(ops.Linear(8, 8)), init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
     reduce = ops.AllReduce(dist.group.WORLD)
     if rank == 1:
-        send.send((outcome(lambda: model(X)), outcome(lambda: reduce(X))))
+        send.send((found, outcome(lambda: model(X)), outcome(lambda: reduce(X))))
     # The first ends here: what the second waits for does not come.
 
 
 def apart() -> dict[str, list[str]]:
-    """What the second of two processes is told, where the first ends."""
+    """What the second of two processes is told, where the first fails and then ends."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         both = [context.Process(target=_alone, args=(rank, folder, send)) for rank in range(2)]
         for process in both:
             process.start()
-        transfer, collective = receive.recv()
+        found, transfer, collective = receive.recv()
         for process in both:
             process.join()
     # What gloo says names ports and lines of its source.
     cut = {"the other rank has ended": transfer, "the other rank has ended in a collective": collective}
-    return {name: [line.partition(" failed")[0] for line in text[:2]] for name, text in cut.items()}
+    return {**found, **{name: [line.partition(" failed")[0] for line in text[:2]] for name, text in cut.items()}}
 
 
 # All of them ----------------------------------------------------------------------------------------------------------
