@@ -78,7 +78,8 @@ def tune(
     if budget is not None and not budget >= 0:
         raise InputError(f"budget must be a number of seconds, not {budget!r}", code="SF106")
     if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-        raise InputError(f"tune takes a plain tensor on the device to measure, not {x!r}", code="SF105")
+        given = f"{type(x).__name__} {getattr(x, 'device', '')}".rstrip()
+        raise InputError(f"tune takes a plain tensor on the device to measure, not {given}", code="SF105")
     reason = why_not_now(x)
     if reason is not None:
         warnings.warn(f"nothing was tuned: {reason}; fusions keep the costs they declare", UserWarning, stacklevel=2)
