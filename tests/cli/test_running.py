@@ -42,20 +42,6 @@ def test_tuned_measurements_are_kept(cli: Cli, folder: Path, monkeypatch: pytest
     assert "0 measured now" in cli(*given).out
 
 
-def test_it_says_that_the_machine_is_busy_and_keeps_nothing(
-    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slices = itertools.cycle([2e7, 4e7, 6e7, 2e7, 4e7, 2e7, 6e7])
-    monkeypatch.setattr(timing, "clock", lambda device: lambda run: (run(), next(slices))[1])
-    monkeypatch.setattr(timing, "ROUNDS", (3, 3))
-    given = ("tune", "M:build", "--input", "64x16", "--modes", "eval", "--device", "cpu")
-    report = json.loads(cli(*given, "--json").out)
-    assert report["measured"] == 0
-    assert all(row["noise_us"] > 1000 and row["note"].startswith("not kept: ") for row in report["rows"])
-    assert "this machine is busy: " in cli(*given).out
-    assert not list(folder.glob("*.json"))
-
-
 def test_running_into_a_file(cli: Cli, tmp_path: Path) -> None:
     done = cli("tune", "M:build", "--input", "8x16", "--file", "kept.json", "--budget", "0", "--device", "cpu")
     assert done.status == 0
@@ -69,19 +55,6 @@ def test_running_is_under_autocast_where_that_is_asked_for(cli: Cli, monkeypatch
     for asked in ((), ("--autocast", "bf16")):
         assert cli("tune", "M:build", "--input", "8x16", "--device", "cpu", *asked).status == 0
     assert seen == [None, torch.bfloat16]
-
-
-def test_a_file_of_the_users_that_is_no_table_is_refused(cli: Cli, tmp_path: Path) -> None:
-    own = tmp_path / "own.py"
-    own.write_text("print('mine')")
-    done = cli("tune", "M:build", "--input", "8x16", "--file", "own.py", "--modes", "eval", "--device", "cpu")
-    assert (done.status, done.out) == (2, "")
-    assert "own.py holds no measurements of this machine, and is left as it is: it is not JSON" in done.err
-    assert own.read_text() == "print('mine')"
-    done = cli("tune", "M:build", "--input", "8x16", "--file", "no/table.json", "--modes", "eval", "--device", "cpu")
-    assert done.status == 2
-    assert "there is no folder no" in done.err
-    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith(("models_", "__pycache__"))} == {"own.py"}
 
 
 def test_kernels_are_compiled_ahead(cli: Cli) -> None:
