@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -46,14 +47,22 @@ def results(model: nn.Module, x: Tensor, dy: Tensor, **channels: Tensor) -> tupl
     return y.detach(), grads
 
 
-def assert_same(model: nn.Module, whole: nn.Module, x: Tensor, **channels: Tensor) -> None:
-    """Output and every gradient of a divided model are those of the whole one in a single process."""
+def own(x: Tensor, dim: int | None) -> Tensor:
+    """This process's shard of rows along a dimension, or all of them."""
+    return x if dim is None else x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def assert_same(model: nn.Module, whole: nn.Module, x: Tensor, *, dim: int | None = None, **channels: Tensor) -> None:
+    """Output and every gradient of a divided model are those of the whole one in a single process.
+
+    With `dim` each process has its shard of x and y along it.
+    """
     dy = draw(*whole(x, **channels).shape, seed=7)
-    y, grads = results(model, x, dy, **channels)
+    y, grads = results(model, own(x, dim), own(dy, dim), **channels)
     expected_y, expected = results(whole, x, dy, **channels)
-    torch.testing.assert_close(y, expected_y)
+    torch.testing.assert_close(y, own(expected_y, dim))
     assert grads.keys() == expected.keys()
     for name, grad in expected.items():
         assert grad.abs().max() > 0, name
-        wanted = grad if name == "x" else share_of(model, name, grad)
+        wanted = own(grad, dim) if name == "x" else share_of(model, name, grad)
         torch.testing.assert_close(grads[name], wanted, msg=lambda m, n=name: f"{n}: {m}")

@@ -132,24 +132,13 @@ def autocast_agrees() -> None:
     assert off <= 0.05 * torch.stack([expected_grads[name].norm() for name in grads]).norm()
 
 
-FACTS = Facts(
-    {
-        2: [
-            passes_are_adjoint_along_every_dimension,
-            half_numbers_and_no_rows,
-            transforms_see_the_references,
-            a_compiler_traces_a_divided_model,
-            autocast_agrees,
-        ],
-    }
-)
-WHOLE = Facts({2: [a_compiler_traces_a_divided_stack]})
-
-
-test_in_several_processes = FACTS.test
-
-
-test_in_several_processes_at_length = pytest.mark.full(WHOLE.test)
+test_in_several_processes = Facts({
+    2: [
+        passes_are_adjoint_along_every_dimension, half_numbers_and_no_rows, transforms_see_the_references,
+        a_compiler_traces_a_divided_model, autocast_agrees,
+    ],
+}).test  # fmt: skip
+test_in_several_processes_at_length = pytest.mark.full(Facts({2: [a_compiler_traces_a_divided_stack]}).test)
 
 
 def test_between_collectives_of_one_process_all_is_as_without_them() -> None:

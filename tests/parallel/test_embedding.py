@@ -12,7 +12,7 @@ import seqfuse as sf
 from seqfuse import ops
 from tests.processes import Facts
 
-from .sharded import assert_same, copy_shares, draw, randomize, results, share_of
+from .sharded import assert_same, copy_shares, draw, own, randomize, results, share_of
 
 
 def table(group: Any = None, padding_idx: int | None = None, sequence_dim: int | None = None) -> sf.Sequential:
@@ -59,10 +59,9 @@ def references_agree() -> None:
 
 def shares_of_rows_follow() -> None:
     model, whole = table(dist.group.WORLD, sequence_dim=-2), table()
-    rank = dist.get_rank()
-    y, grads = results(model, INDICES, draw(2, 4, 4).chunk(2, 1)[rank])
+    y, grads = results(model, INDICES, own(draw(2, 4, 4), 1))
     expected_y, expected = results(whole, INDICES, draw(2, 4, 4))
-    assert torch.equal(y, expected_y.chunk(2, 1)[rank])
+    assert torch.equal(y, own(expected_y, 1))
     torch.testing.assert_close(grads["0.weight"], share_of(model, "0.weight", expected["0.weight"]))
 
 
@@ -72,16 +71,6 @@ def an_index_outside_is_an_error_everywhere() -> None:
             table(dist.group.WORLD)(torch.tensor([0, wrong]))
 
 
-FACTS = Facts(
-    {
-        2: [
-            lookups_equal_one_process,
-            references_agree,
-            shares_of_rows_follow,
-            an_index_outside_is_an_error_everywhere,
-        ]
-    }
-)
-
-
-test_in_several_processes = FACTS.test
+test_in_several_processes = Facts({
+    2: [lookups_equal_one_process, references_agree, shares_of_rows_follow, an_index_outside_is_an_error_everywhere],
+}).test  # fmt: skip

@@ -133,21 +133,13 @@ def the_rank_that_measures_waits_for_nobody() -> None:
     assert "AllReduceLinearBackward" not in fusions
 
 
-FACTS = Facts(
-    {
-        2: [
-            a_fusion_with_a_collective_in_it_does_not_fall_back,
-            one_process_falls_back_between_collectives,
-            processes_that_agree_run,
-            another_plan_is_an_error_everywhere,
-            other_seeds_are_an_error_everywhere,
-            the_rank_that_measures_waits_for_nobody,
-        ]
-    }
-)
-
-
-test_in_several_processes = FACTS.test
+test_in_several_processes = Facts({
+    2: [
+        a_fusion_with_a_collective_in_it_does_not_fall_back, one_process_falls_back_between_collectives,
+        processes_that_agree_run, another_plan_is_an_error_everywhere, other_seeds_are_an_error_everywhere,
+        the_rank_that_measures_waits_for_nobody,
+    ],
+}).test  # fmt: skip
 
 
 def dies() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import nn, ops
 from tests.processes import Facts
 
-from .sharded import assert_same, copy_shares, draw, randomize, results, share_of
+from .sharded import assert_same, copy_shares, draw, randomize
 
 rotary = functools.partial(ops.RotaryEmbedding, style="half")
 LAYERS: dict[str, dict[str, Any]] = {
@@ -49,29 +48,12 @@ def layers_unfused() -> None:
         assert_same(stack("modern", dist.group.WORLD), stack("modern"), draw(2, 6, 16))
 
 
-def own(x: Tensor, dim: int) -> Tensor:
-    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
-
-
 def shares_of_rows_equal_one_process() -> None:
     for name, dim in (("plain", -2), ("modern", 1), ("shared key heads, post-norm", -2)):
-        whole, model = stack(name), stack(name, dist.group.WORLD, dim)
-        x, dy = draw(2, 8, 16), draw(2, 8, 16, seed=7)
-        y, grads = results(model, own(x, dim), own(dy, dim))
-        expected_y, expected = results(whole, x, dy)
-        torch.testing.assert_close(y, own(expected_y, dim))
-        assert grads.keys() == expected.keys()
-        for key, grad in expected.items():
-            wanted = own(grad, dim) if key == "x" else share_of(model, key, grad)
-            torch.testing.assert_close(grads[key], wanted, msg=lambda m, k=f"{name} {key}": f"{k}: {m}")
+        assert_same(stack(name, dist.group.WORLD, dim), stack(name), draw(2, 8, 16), dim=dim)
 
 
-FACTS = Facts(
-    {
-        2: [every_layer_equals_one_process, layers_unfused, shares_of_rows_equal_one_process],
-        4: [every_layer_equals_one_process, shares_of_rows_equal_one_process],
-    }
-)
-
-
-test_in_several_processes = FACTS.test
+test_in_several_processes = Facts({
+    2: [every_layer_equals_one_process, layers_unfused, shares_of_rows_equal_one_process],
+    4: [every_layer_equals_one_process, shares_of_rows_equal_one_process],
+}).test  # fmt: skip

@@ -69,17 +69,9 @@ def a_list_by_hand_sums_gradients_where_rows_are_shares() -> None:
             copy_shares(model, listed())
         return model
 
-    whole, rank = listed(), dist.get_rank()
-    x, dy = draw(4, 6), draw(4, 6, seed=7)
     for enabled, bias_last in itertools.product((True, False), repeat=2):
-        model = listed(dist.group.WORLD, bias_last)
         with sf.fusing(enabled):
-            y, grads = results(model, x.chunk(2)[rank], dy.chunk(2)[rank])
-            expected_y, expected = results(whole, x, dy)
-        torch.testing.assert_close(y, expected_y.chunk(2)[rank])
-        for name, grad in expected.items():
-            wanted = grad.chunk(2)[rank] if name == "x" else share_of(model, name, grad)
-            torch.testing.assert_close(grads[name], wanted, msg=lambda m, n=name: f"{n}: {m}")
+            assert_same(listed(dist.group.WORLD, bias_last), listed(), draw(4, 6), dim=0)
 
 
 def every_pair_of_covers_agrees() -> None:
@@ -162,21 +154,11 @@ def a_main_grad_takes_the_gradient_of_a_share() -> None:
             torch.testing.assert_close(p.main_grad, expected)
 
 
-FACTS = Facts(
-    {
-        2: [
-            divided_equals_whole,
-            unfused_equals_fused,
-            references_agree,
-            a_list_by_hand_sums_gradients_where_rows_are_shares,
-            every_pair_of_covers_agrees,
-            the_sum_is_under_way_while_the_weight_gradient_is_made,
-            what_nobody_wants_is_not_sent,
-            exact_numbers_are_exact,
-            a_main_grad_takes_the_gradient_of_a_share,
-        ]
-    }
-)
-
-
-test_in_several_processes = FACTS.test
+test_in_several_processes = Facts({
+    2: [
+        divided_equals_whole, unfused_equals_fused, references_agree,
+        a_list_by_hand_sums_gradients_where_rows_are_shares, every_pair_of_covers_agrees,
+        the_sum_is_under_way_while_the_weight_gradient_is_made, what_nobody_wants_is_not_sent,
+        exact_numbers_are_exact, a_main_grad_takes_the_gradient_of_a_share,
+    ],
+}).test  # fmt: skip

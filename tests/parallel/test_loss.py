@@ -133,23 +133,13 @@ def tied_to_a_divided_table() -> None:
     torch.testing.assert_close(table.weight.grad, share_of(table, "weight", whole.weight.grad))
 
 
-FACTS = Facts(
-    {
-        2: [
-            losses_equal_one_process,
-            large_logits_do_not_overflow,
-            shares_of_rows_are_gathered,
-            plain_operations_agree,
-            logits_are_never_sent,
-            a_target_outside_is_an_error_everywhere,
-            tied_to_a_divided_table,
-        ],
-        4: [losses_equal_one_process],
-    }
-)
-
-
-test_in_several_processes = FACTS.test
+test_in_several_processes = Facts({
+    2: [
+        losses_equal_one_process, large_logits_do_not_overflow, shares_of_rows_are_gathered, plain_operations_agree,
+        logits_are_never_sent, a_target_outside_is_an_error_everywhere, tied_to_a_divided_table,
+    ],
+    4: [losses_equal_one_process],
+}).test  # fmt: skip
 
 
 def test_a_group_of_one_process_is_none() -> None:

@@ -72,7 +72,4 @@ def fully_sharded() -> None:
         assert all(torch.equal(gathered[name], value) for name, value in state.items())
 
 
-FACTS = Facts({4: [data_parallel, fully_sharded]})
-
-
-test_in_several_processes = FACTS.test
+test_in_several_processes = Facts({4: [data_parallel, fully_sharded]}).test

@@ -94,15 +94,7 @@ def a_language_model_equals_the_whole() -> None:
         parallel.parallelize(model, dist.group.WORLD, EVERYTHING, sequence_dim=dim)
         assert model.head.weight is model.body[0].weight
         tokens = torch.tensor([[1, 11, 4, 6, 2, 5, 0, 9], [8, 8, 3, 7, 10, 2, 6, 1]])
-        y, grads = results(model, tokens, torch.tensor(1.0))
-        expected_y, expected = results(whole, tokens, torch.tensor(1.0))
-        torch.testing.assert_close(y, expected_y)
-        assert grads.keys() == expected.keys()
-        for name, grad in expected.items():
-            assert grad.abs().max() > 0, name
-            torch.testing.assert_close(
-                grads[name], share_of(model, name, grad), msg=lambda m, n=f"{dim} {name}": f"{n}: {m}"
-            )
+        assert_same(model, whole, tokens)
 
 
 def lone_norms_know_that_they_see_a_share_of_the_rows() -> None:
@@ -167,22 +159,14 @@ def checkpoints_of_two_are_read_by_four() -> None:
         assert torch.equal(model.get_parameter(name), share_of(model, name, p)), name
 
 
-FACTS = Facts(
-    {
-        2: [
-            a_model_divided_in_place_equals_the_whole,
-            halves_of_a_gated_unit_are_divided_one_by_one,
-            a_mesh_is_a_group,
-            a_language_model_equals_the_whole,
-            lone_norms_know_that_they_see_a_share_of_the_rows,
-            checkpoints_come_and_go_whole,
-        ],
-        4: [checkpoints_of_two_are_read_by_four],
-    }
-)
-
-
-test_in_several_processes = FACTS.test
+test_in_several_processes = Facts({
+    2: [
+        a_model_divided_in_place_equals_the_whole, halves_of_a_gated_unit_are_divided_one_by_one, a_mesh_is_a_group,
+        a_language_model_equals_the_whole, lone_norms_know_that_they_see_a_share_of_the_rows,
+        checkpoints_come_and_go_whole,
+    ],
+    4: [checkpoints_of_two_are_read_by_four],
+}).test  # fmt: skip
 
 
 @pytest.fixture

@@ -595,32 +595,18 @@ def a_batch_that_has_no_equal_parts_is_refused() -> None:
 
 
 THREE = [
-    gradients_are_those_of_one_process,
-    dropout_is_that_of_one_process,
-    stages_of_other_ranks_hold_and_launch_nothing,
-    outputs_say_what_they_are_everywhere,
-    without_a_gradient_before_a_boundary,
-    freezing_between_calls_is_seen_on_every_rank,
-    complex_numbers_have_gradients_too,
-    gradients_that_end_in_a_stage_are_not_waited_for,
-    a_channel_may_pass_a_stage_in_which_the_chain_ends,
-    integers_may_leave_a_stage_beside_a_channel,
-    tensors_are_sent_however_they_lie_in_memory,
-    a_stage_may_give_back_no_gradient_at_all,
-    public_channels_go_with_the_chain,
-    several_forwards_before_one_backward,
-    reading_the_loss_elsewhere_raises,
-    a_tensor_of_this_rank_gets_no_gradient_from_the_loss,
-    training_goes_as_in_one_process,
-    the_plan_is_equal_on_every_rank,
-    a_wrong_input_is_an_error_on_every_rank,
-    shapes_that_depend_on_numbers_are_told,
-    under_autocast,
-    a_bias_that_is_not_there_is_not_one_that_is_elsewhere,
-    other_modules_and_parametrizations_take_part,
-    every_loss_is_written_once,
-    schedules_take_our_stages,
-]
+    gradients_are_those_of_one_process, dropout_is_that_of_one_process,
+    stages_of_other_ranks_hold_and_launch_nothing, outputs_say_what_they_are_everywhere,
+    without_a_gradient_before_a_boundary, freezing_between_calls_is_seen_on_every_rank,
+    complex_numbers_have_gradients_too, gradients_that_end_in_a_stage_are_not_waited_for,
+    a_channel_may_pass_a_stage_in_which_the_chain_ends, integers_may_leave_a_stage_beside_a_channel,
+    tensors_are_sent_however_they_lie_in_memory, a_stage_may_give_back_no_gradient_at_all,
+    public_channels_go_with_the_chain, several_forwards_before_one_backward, reading_the_loss_elsewhere_raises,
+    a_tensor_of_this_rank_gets_no_gradient_from_the_loss, training_goes_as_in_one_process,
+    the_plan_is_equal_on_every_rank, a_wrong_input_is_an_error_on_every_rank, shapes_that_depend_on_numbers_are_told,
+    under_autocast, a_bias_that_is_not_there_is_not_one_that_is_elsewhere,
+    other_modules_and_parametrizations_take_part, every_loss_is_written_once, schedules_take_our_stages,
+]  # fmt: skip
 
 
 def a_parameter_on_two_ranks_is_refused() -> None:
@@ -633,12 +619,9 @@ def a_parameter_on_two_ranks_is_refused() -> None:
 
 
 TWO = [
-    schedules_take_several_stages_of_a_rank,
-    schedules_take_shapes_that_are_told,
-    schedules_take_public_channels,
-    a_batch_that_has_no_equal_parts_is_refused,
-    a_parameter_on_two_ranks_is_refused,
-]
+    schedules_take_several_stages_of_a_rank, schedules_take_shapes_that_are_told, schedules_take_public_channels,
+    a_batch_that_has_no_equal_parts_is_refused, a_parameter_on_two_ranks_is_refused,
+]  # fmt: skip
 
 
 def stages_of_shares_give_the_gradients_of_one_process() -> None:

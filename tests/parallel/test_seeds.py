@@ -107,18 +107,10 @@ def a_mask_that_would_be_the_same_everywhere_is_an_error() -> None:
     model.eval()(torch.ones(4, 4))
 
 
-FACTS = Facts(
-    {
-        2: [
-            a_region_has_masks_of_its_own,
-            the_first_process_draws_what_one_process_would,
-            shares_of_rows_have_masks_of_their_own,
-            references_draw_the_same,
-            products_that_run_by_themselves_are_seen,
-            a_mask_that_would_be_the_same_everywhere_is_an_error,
-        ]
-    }
-)
-
-
-test_in_several_processes = FACTS.test
+test_in_several_processes = Facts({
+    2: [
+        a_region_has_masks_of_its_own, the_first_process_draws_what_one_process_would,
+        shares_of_rows_have_masks_of_their_own, references_draw_the_same, products_that_run_by_themselves_are_seen,
+        a_mask_that_would_be_the_same_everywhere_is_an_error,
+    ],
+}).test  # fmt: skip
