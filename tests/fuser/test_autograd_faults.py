@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from typing import Any
 
 import pytest
@@ -288,33 +287,6 @@ def test_hooks_around_a_training_loop_see_what_is_saved_and_nothing_else():
 
 
 # Which outputs are used, which gradients are wanted -------------------------------------------------------------------
-
-
-@COVERS
-def test_an_output_that_is_not_used_sends_no_gradient(fusions: Any):
-    model = sf.Sequential(
-        ops.Linear(5, 5), ops.Tanh(), ops.Fork("early"), ops.Linear(5, 5), ops.Tanh(), ops.Fork("late"), ops.Tanh(),
-        fusions=fusions,
-    )  # fmt: skip
-    randomize(model.double())
-    x = draw(3, 5).requires_grad_()
-    leaves = [x, *model.parameters()]
-    weights = [draw(3, 5, seed=s) for s in (11, 12, 13)]
-
-    def reference() -> list[Tensor]:
-        early = torch.tanh(nn.functional.linear(x, model[0].weight, model[0].bias))
-        late = torch.tanh(nn.functional.linear(early, model[3].weight, model[3].bias))
-        return [torch.tanh(late), early, late]
-
-    for used in [s for n in (1, 2, 3) for s in itertools.combinations(range(3), n)]:
-        want = torch.autograd.grad(sum((reference()[i] * weights[i]).sum() for i in used), leaves, allow_unused=True)
-        outs = model(x)
-        found = torch.autograd.grad(sum((outs[i] * weights[i]).sum() for i in used), leaves, allow_unused=True)
-        for a, b in zip(found, want, strict=True):
-            assert (a is None) == (b is None), used
-            if b is not None:
-                assert b.abs().max() > 0
-                torch.testing.assert_close(a, b)
 
 
 # Dropped fields -------------------------------------------------------------------------------------------------------

@@ -14,12 +14,9 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.run.fuser import Fuser
 from tests.fuser.fusions import (
-    PAIR,
-    AddForkForward,
     AddReLUForward,
     ForkGeLUAddBackward,
     ForkGeLUAddForward,
-    assert_exact,
     assert_same,
     fused_names,
     gelu,
@@ -222,20 +219,6 @@ def test_channels_cross_the_borders_of_nested_containers(
     check(model, lambda p, x: plain(x), x)
 
 
-@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED.keys())
-def test_hooks_on_everything_leave_channels_as_they_were(make: tuple[Make, Callable[[Tensor], Tensor]]) -> None:
-    model, plain = make[0](), make[1]
-    x = tensor(7, 5)
-    before = run(model, x)
-    handles = [m.register_forward_hook(ignored) for m in model.modules() if m is not model]
-    assert len(model.plan(x).eager) == len(model)
-    assert_exact(run(model, x), before)
-    for handle in handles:
-        handle.remove()
-    assert model.plan(x).eager == ()
-    check(model, lambda p, x: plain(x), x)
-
-
 @pytest.mark.parametrize("at", range(3))
 def test_unnamed_forks_and_adds_may_have_hooks(at: int) -> None:
     model = sf.Sequential(ops.Fork(), ops.Linear(5, 5), ops.Add(), fusions=())
@@ -309,15 +292,6 @@ def test_a_fork_and_an_add_work_by_themselves() -> None:
 # Fusions over channels.
 
 
-def test_a_fusion_that_holds_producer_and_consumer_owns_the_routing() -> None:
-    model = sf.Sequential(ops.Residual(ops.GeLU()), ops.Scale(2), fusions=(ForkGeLUAddForward, ForkGeLUAddBackward))
-    x = tensor(7, 5)
-    plan = model.plan(x)
-    assert [s.covers for s in plan.forward] == [range(3), range(3, 4)]
-    assert fused_names(plan) == (["ForkGeLUAddForward"], ["ForkGeLUAddBackward"])
-    check(model, lambda p, x: 2 * (x + gelu(x)), x)
-
-
 def test_it_is_refused_where_the_channel_is_read_elsewhere_too() -> None:
     model = sf.Sequential(
         ops.Fork("r"),
@@ -360,22 +334,6 @@ def test_a_fusion_without_the_extra_input_in_its_signature_is_refused() -> None:
     plan = model.plan(tensor(7, 5), r=tensor(7, 5))
     assert fused_names(plan) == ([], [])
     assert plan.refused[0].reason == "the extra input add_other is not in the signature of its fwd"
-
-
-def test_a_fusion_with_an_output_makes_a_channel_for_readers_further_on() -> None:
-    model = sf.Sequential(
-        ops.Residual(ops.Linear(5, 5), ops.Tanh()),
-        ops.Residual(ops.Bias(5), ops.ReLU()),
-        fusions=(AddForkForward, *PAIR),
-    )
-    x = tensor(7, 5)
-    assert fused_names(model.plan(x))[0] == ["AddForkForward", "BiasReLU"]
-
-    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        h = x + torch.tanh(lin(p, "0.0", x))
-        return h + torch.relu(h + p["1.0.bias"])
-
-    check(model, plain, x)
 
 
 def test_an_inference_fusion_may_make_a_channel() -> None:

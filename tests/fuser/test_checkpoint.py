@@ -90,18 +90,6 @@ def test_nothing_but_the_input_is_kept_by_a_checkpointed_model():
 
 
 @KIND
-def test_retain_graph_works_under_checkpointing(reentrant: bool):
-    model, x = blocks(fusions=(BiasTanhForward,)), draw(3, 5).requires_grad_()
-    y = Checkpointed(model, use_reentrant=reentrant)(x)
-    y.backward(draw(3, 5, seed=2), retain_graph=True)
-    first = [p.grad.clone() for p in model.parameters()]
-    y.backward(draw(3, 5, seed=2))
-    for a, p in zip(first, model.parameters(), strict=True):
-        assert a.abs().max() > 0
-        torch.testing.assert_close(p.grad, 2 * a)
-
-
-@KIND
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_replayed(reentrant: bool, half: torch.dtype):
     model = blocks(fusions=(BiasTanhForward,)).float()

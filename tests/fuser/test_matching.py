@@ -484,13 +484,6 @@ def test_the_backward_runs_the_cover_its_forward_was_made_under() -> None:
     assert ran == [1]
 
 
-def test_a_nested_list_follows_the_region_too() -> None:
-    inner = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR)
-    outer = sf.Sequential(ops.Tanh(), inner, fusions=PAIR)
-    with sf.fusing(False):
-        assert names_now(outer) == names_now(inner) == []
-
-
 def test_a_fusion_without_state_is_made_anew_for_every_place() -> None:
     model = sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Bias(5), ops.ReLU(), fusions=PAIR)
     first, second = (s.operation for s in model.plan(tensor(7, 5)).forward)
