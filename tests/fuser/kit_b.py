@@ -16,6 +16,35 @@ from seqfuse.run import fuser as running
 from seqfuse.testing import seeded_randn
 
 
+class PlainResidual(nn.Sequential):
+    """What `ops.Residual` does, of torch's modules."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + super().forward(input)
+
+
+# Blocks of models.
+
+
+def feed_forward(width: int) -> list[nn.Module]:
+    return [ops.LayerNorm(width), ops.Linear(width, 4 * width), ops.GeLU(), ops.Linear(4 * width, width)]
+
+
+def gated(width: int) -> list[nn.Module]:
+    up = ops.MergedLinear(width, (2 * width,) * 2, bias=False), ops.SwiGLU()
+    return [ops.RMSNorm(width), *up, ops.Linear(2 * width, width, bias=False)]
+
+
+def attending(width: int, heads: int, dropout: float = 0.0) -> list[nn.Module]:
+    qkv = ops.Linear(width, 3 * width), ops.Attention(heads, causal=True, dropout=dropout)
+    return [ops.LayerNorm(width), *qkv, ops.Linear(width, width)]
+
+
+def attending_by_several_weights(width: int, heads: int, causal: bool = True) -> list[nn.Module]:
+    qkv = ops.MergedLinear(width, (width,) * 3, bias=False), ops.Attention(heads, causal=causal)
+    return [ops.RMSNorm(width), *qkv, ops.Linear(width, width, bias=False)]
+
+
 def randomize(model: nn.Module, seed: int = 7) -> nn.Module:
     """Give every parameter signed numbers of its own; biases and gains too, which start as zeros and ones."""
     with torch.no_grad():

@@ -26,55 +26,33 @@ from seqfuse.plan.tally import Tally
 from seqfuse.run import fuser as running
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Doubles
-from .kit_b import assert_same, draw, mlp, passes, randomize
+from .kit_b import (
+    assert_same,
+    attending,
+    attending_by_several_weights,
+    draw,
+    feed_forward,
+    gated,
+    mlp,
+    passes,
+    randomize,
+)
 
 Passes = Callable[[nn.Module, Tensor], Any]
 WIDTH = 12
 
 
-def gpt(fusions: Any = None) -> sf.Sequential:
+def gpt() -> sf.Sequential:
     """Two layers with dropout, of odd rows."""
     torch.manual_seed(0)
-    model = sf.Sequential(
-        *(
-            ops.Residual(*inner)
-            for _ in range(2)
-            for inner in (
-                (
-                    ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 3 * WIDTH), ops.Attention(3, causal=True),
-                    ops.Linear(WIDTH, WIDTH), ops.Dropout(0.2),
-                ),
-                (
-                    ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 4 * WIDTH), ops.GeLU(), ops.Linear(4 * WIDTH, WIDTH),
-                    ops.Dropout(0.2),
-                ),
-            )
-        ),
-        ops.RMSNorm(WIDTH),
-        fusions=fusions,
-    )  # fmt: skip
-    return randomize(model)
+    layers = [m for _ in range(2) for m in (attending(WIDTH, 3), feed_forward(WIDTH))]
+    return randomize(sf.Sequential(*(ops.Residual(*m, ops.Dropout(0.2)) for m in layers), ops.RMSNorm(WIDTH)))
 
 
 def llama() -> sf.Sequential:
     """Two layers of merged and gated GEMMs."""
-    model = sf.Sequential(
-        *(
-            ops.Residual(*inner)
-            for _ in range(2)
-            for inner in (
-                (
-                    ops.RMSNorm(WIDTH), ops.MergedLinear(WIDTH, (WIDTH,) * 3, bias=False), ops.Attention(3),
-                    ops.Linear(WIDTH, WIDTH, bias=False),
-                ),
-                (
-                    ops.RMSNorm(WIDTH), ops.MergedLinear(WIDTH, (2 * WIDTH,) * 2, bias=False), ops.SwiGLU(),
-                    ops.Linear(2 * WIDTH, WIDTH, bias=False),
-                ),
-            )
-        ),
-    )  # fmt: skip
-    return randomize(model)
+    layers = [m for _ in range(2) for m in (attending_by_several_weights(WIDTH, 3, causal=False), gated(WIDTH))]
+    return randomize(sf.Sequential(*(ops.Residual(*m) for m in layers)))
 
 
 MODELS = {"gpt": gpt, "llama": llama}

@@ -18,7 +18,7 @@ from seqfuse.plan import flatten
 from seqfuse.plan.inputs import dtypes_of, under_autocast
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
-from .kit_b import draw, randomize
+from .kit_b import PlainResidual, draw, randomize
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's RMSNorm
 HALVES = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -26,11 +26,6 @@ FUSIONS = pytest.mark.parametrize(
     "fusions", [(), (BiasTanhForward,), (BiasTanhBackward,), (BiasTanhJoint,)],
     ids=lambda f: f[0].__name__ if f else "none",
 )  # fmt: skip
-
-
-class PlainResidual(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
 
 
 def pair(dtype: torch.dtype = torch.float32, fusions: Any = ()) -> tuple[sf.Sequential, nn.Sequential]:

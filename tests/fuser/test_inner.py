@@ -13,12 +13,8 @@ from torch.nn.utils import parametrize
 
 import seqfuse as sf
 from seqfuse import ops
+from tests.alterations import Doubled
 from tests.fuser.fusions import outcome, randomized, run, tensor
-
-
-class Doubled(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return 2 * w
 
 
 class Affine(sf.UnfusedOperation):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from tests.fuser.fusions import BiasTanhForward, tensor
+from tests.fuser.kit_b import PlainResidual
 
 
 class BiasTanh(BiasTanhForward):
@@ -69,14 +70,9 @@ def test_what_has_to_save_less_than_torch_does_has_a_node() -> None:
     assert nodes(ours(x)) != nodes(theirs(x))
 
 
-class Block(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
 def test_so_does_a_residual_block_bit_for_bit() -> None:
     ours = sf.Sequential(ops.Residual(ops.LayerNorm(5), ops.Linear(5, 7), ops.GeLU(), ops.Linear(7, 5)), ops.Tanh())
-    theirs = nn.Sequential(Block(nn.LayerNorm(5), nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)), nn.Tanh())
+    theirs = nn.Sequential(PlainResidual(nn.LayerNorm(5), nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)), nn.Tanh())
     theirs.load_state_dict(dict(zip(theirs.state_dict(), ours.state_dict().values(), strict=True)))
     x = tensor(4, 5, dtype=torch.float32)
     for mine, its in zip(passes(ours, x), passes(theirs, x), strict=True):

@@ -27,6 +27,7 @@ from tests.fuser.fusions import (
     run,
     tensor,
 )
+from tests.fuser.kit_b import PlainResidual
 from tests.selection import few_cases as few_cases
 
 GEMM = ("mm", "addmm", "bmm", "matmul", "linear")
@@ -193,12 +194,8 @@ def test_a_residual_stream_carries_gradients_only_where_they_are_wanted(mask: fr
     def build(kit: Any, residual: Any) -> Any:
         return (kit.Linear(5, 5, bias=False), residual, kit.Linear(5, 3, bias=False))
 
-    class Plain(nn.Sequential):
-        def forward(self, input: Tensor) -> Tensor:
-            return input + super().forward(input)
-
     mine = randomized(sf.Sequential(*build(ops, ops.Residual(ops.Linear(5, 5, bias=False), ops.Tanh())), fusions=()))
-    its = nn.Sequential(*build(nn, Plain(nn.Linear(5, 5, bias=False), nn.Tanh())))
+    its = nn.Sequential(*build(nn, PlainResidual(nn.Linear(5, 5, bias=False), nn.Tanh())))
     its.load_state_dict(mine.state_dict())
     x, z = tensor(ROWS, 5), tensor(ROWS, 5)
     want(mine, x, mask), want(its, z, mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,36 +17,17 @@ from seqfuse.kernels.c import attention
 from seqfuse.plan import MODES, facts
 from seqfuse.run import trial
 
-from .kit_b import draw
+from .kit_b import attending, attending_by_several_weights, draw, feed_forward, gated
 
 WIDTH = 64
 
 
-def mlp() -> list[nn.Module]:
-    return [ops.LayerNorm(WIDTH), ops.Linear(WIDTH, 4 * WIDTH), ops.GeLU(), ops.Linear(4 * WIDTH, WIDTH)]
-
-
-def gated() -> list[nn.Module]:
-    gate = ops.MergedLinear(WIDTH, (2 * WIDTH,) * 2, bias=False), ops.SwiGLU()
-    return [ops.RMSNorm(WIDTH), *gate, ops.Linear(2 * WIDTH, WIDTH, bias=False)]
-
-
-def attending(dropout: float = 0.0) -> list[nn.Module]:
-    heads = ops.Linear(WIDTH, 3 * WIDTH), ops.Attention(4, causal=True, dropout=dropout)
-    return [ops.LayerNorm(WIDTH), *heads, ops.Linear(WIDTH, WIDTH)]
-
-
-def attending_in_llama() -> list[nn.Module]:
-    heads = ops.MergedLinear(WIDTH, (WIDTH,) * 3, bias=False), ops.Attention(4, causal=True)
-    return [ops.RMSNorm(WIDTH), *heads, ops.Linear(WIDTH, WIDTH, bias=False)]
-
-
-MODELS = {
-    "MLP": [mlp],
-    "gated MLP": [gated],
-    "attention": [attending],
-    "GPT": [attending, mlp],
-    "Llama": [attending_in_llama, gated],
+MODELS: dict[str, list[Callable[[], list[nn.Module]]]] = {
+    "MLP": [lambda: feed_forward(WIDTH)],
+    "gated MLP": [lambda: gated(WIDTH)],
+    "attention": [lambda: attending(WIDTH, 4)],
+    "GPT": [lambda: attending(WIDTH, 4), lambda: feed_forward(WIDTH)],
+    "Llama": [lambda: attending_by_several_weights(WIDTH, 4), lambda: gated(WIDTH)],
 }
 
 
@@ -123,7 +105,7 @@ def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
     """In the forward pass k and v as the kernel reads them, and floats of each thread in both passes."""
     calls, kernel = list[int](), attention.attention_on_cpu
     monkeypatch.setattr(attention, "attention_on_cpu", lambda *given, **of: (calls.append(1), kernel(*given, **of))[1])
-    model = sf.Sequential(*attending(dropout), memory=memory)
+    model = sf.Sequential(*attending(WIDTH, 4, dropout), memory=memory)
     x = draw(2, 300, WIDTH, seed=3).float()
     assert allocated(model, x) == pytest.approx(planned(model, x), rel=0.05)
     assert len(calls) >= 3

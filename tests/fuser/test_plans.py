@@ -18,6 +18,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.run import code
 from seqfuse.settings import fusing_now
+from tests.alterations import Doubled
 
 from .fusions import BiasTanhForward, BiasTanhJoint
 from .kit_b import assert_same, counting_plans, draw, mlp, randomize
@@ -102,11 +103,6 @@ def test_many_lengths_in_one_bucket_do_not_push_out_the_plans_of_others():
 
 
 # Mutations ------------------------------------------------------------------------------------------------------------
-
-
-class Doubled(nn.Module):
-    def forward(self, t: Tensor) -> Tensor:
-        return 2 * t
 
 
 def _set_none(module: nn.Module, name: str) -> None:

@@ -17,7 +17,7 @@ from seqfuse import ops
 from seqfuse.errors import StateError
 
 from .fusions import KINDS, BiasTanhForward, BiasTanhJoint
-from .kit_b import assert_same, draw, passes, randomize
+from .kit_b import PlainResidual, assert_same, draw, passes, randomize
 
 BLOCKS = 24
 
@@ -36,11 +36,6 @@ def stack(width: int = 5, blocks: int = BLOCKS, fusions: Any = ()) -> sf.Sequent
     model = sf.Sequential(*(block(width) for _ in range(blocks)), fusions=fusions)
     randomize(model)
     return model.double()
-
-
-class PlainResidual(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
 
 
 def plain_stack(model: sf.Sequential, width: int = 5) -> nn.Sequential:

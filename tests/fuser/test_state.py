@@ -14,11 +14,12 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 import seqfuse as sf
 from seqfuse import ops
 from tests.fuser.fusions import PAIR, fused_names, randomized, run, tensor
+from tests.fuser.kit_b import PlainResidual
 
 PACKAGE = Path(sf.__file__).parent
 
@@ -28,11 +29,6 @@ def block(kit: Any, residual: Any) -> list[nn.Module]:
         kit.LayerNorm(5), kit.Linear(5, 4), kit.ReLU(),
         residual(kit.RMSNorm(4), kit.Linear(4, 4, bias=False), kit.Tanh()), kit.Linear(4, 3),
     ]  # fmt: skip
-
-
-class PlainResidual(nn.Sequential):
-    def forward(self, input: Tensor) -> Tensor:
-        return input + super().forward(input)
 
 
 def pair() -> tuple[sf.Sequential, nn.Sequential]:

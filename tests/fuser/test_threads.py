@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.run import fuser as running
+from tests.alterations import Doubled
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint
 from .kit_b import counting_plans, draw, mlp, plain_mlp
@@ -195,11 +196,6 @@ def test_a_mode_change_is_not_mixed_up_while_many_look(impatient: None):
             model[2].factor = 1.0 + step  # the other mode's list is not kept then
         for y in together([lambda: model(x)] * 4):
             assert bool((y == 0).any()) == training
-
-
-class Doubled(nn.Module):
-    def forward(self, t: Tensor) -> Tensor:
-        return 2 * t
 
 
 def test_parametrized_weights_are_shared_between_threads_without_their_graphs(impatient: None):
