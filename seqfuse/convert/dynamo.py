@@ -183,6 +183,21 @@ def _module_of(tracing: Any) -> str:
     return "" if tracing is None else tracing.f_globals.get("__name__", "")
 
 
+def _name_nothing_for_logs() -> None:
+    """Spare a capture what Dynamo prepares for a log that is off: it tokenizes each file that it traces for one."""
+    tracing: Any = torch._dynamo.symbolic_convert  # pyright: ignore
+    named: Callable[[str, int], str | None] | None = getattr(tracing, "get_funcname", None)
+    logged: Callable[[str], bool] = torch._logging._internal.log_state.is_artifact_enabled  # pyright: ignore
+    if named is not None:
+
+        def get_funcname(filename: str, line: int) -> str | None:
+            if current_call() is None or logged("trace_call") or logged("trace_source"):
+                return named(filename, line)
+            return None
+
+        tracing.get_funcname = get_funcname
+
+
 def _is_logged(record: logging.LogRecord) -> bool:
     """Whether torch logs why a call was not captured: of a converted model the report has it, so its call is told."""
     call = current_call()
@@ -197,5 +212,6 @@ def _is_logged(record: logging.LogRecord) -> bool:
 
 
 _answer_as_eager()
+_name_nothing_for_logs()
 for _name in (_CAPTURING, _FAKES, _METRICS):
     logging.getLogger(_name).addFilter(_is_logged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -74,3 +75,15 @@ def test_a_compiled_model_is_told_the_truth_after_another_was_converted():
     model(X)
     compiled = torch.compile(Asking(torch.compiler.is_compiling).double(), backend="eager")
     torch.testing.assert_close(compiled(X), compiled.fc(compiled.norm(X)).exp())
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_files_are_tokenized_for_a_log_that_is_on_alone(log: bool, monkeypatch: pytest.MonkeyPatch):
+    names = importlib.import_module("torch._dynamo.funcname_cache")
+    monkeypatch.setattr(names, "cache", {})
+    monkeypatch.setattr(torch._logging._internal.log_state, "artifact_names", {"trace_call"} if log else set())
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    conversion = sf.convert(model)
+    model(torch.ones(2, 4))
+    assert conversion.graphs
+    assert bool(names.cache) == log
