@@ -6,6 +6,7 @@ import ast
 import io
 import os
 import pickle
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -129,9 +130,11 @@ def test_extra_state_of_another_library_is_ignored_with_a_warning_and_never_unpi
 def test_the_package_neither_unpickles_nor_loads_with_code() -> None:
     found: list[str] = []
     for source in sorted(PACKAGE.rglob("*.py")):
-        if source.parent.name == "testing":  # the kit pickles what it was given and reads that back
+        text = source.read_text()
+        # The kit pickles what it was given and reads that back.
+        if source.parent.name == "testing" or not re.search(r"pickle|shelve|marshal|dill|torch\.load", text):
             continue
-        for node in ast.walk(ast.parse(source.read_text())):
+        for node in ast.walk(ast.parse(text)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
             module = getattr(node, "module", None) or ""
             if {"pickle", "shelve", "marshal", "dill", "cloudpickle"} & {*names, module}:
