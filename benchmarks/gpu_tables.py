@@ -70,22 +70,28 @@ _NAMES = {"eager": "torch eager", "compile": "torch.compile", "liger": "Liger-Ke
 
 
 def _group(rows: Rows) -> Lines:
-    """Blocks of a group: their times relative to peers, then how near they are to the roofline and what they save."""
-    times: list[Lines] = []
-    rest: list[Lines] = []
+    """Blocks of a group: their times relative to peers, how near they are to the roofline, and what they save."""
+    cells: list[Lines] = []
     for row in rows:
-        name = row["name"] + "*" * ("commit" in row)
         sides = row["times"], row["as_called"]
         ratios = [[relative(side, "seqfuse", peer) for side in sides] for peer in _NAMES]
         lean = [relative(side, "seqfuse lean", "seqfuse") for side in sides]
         bytes_of = {of: counted["kept"] for of, counted in row.get("memory", {}).items() if counted["kept"]}
         both = {"seqfuse", "eager"} <= bytes_of.keys()
         saved = f"{bytes_of['seqfuse'] / bytes_of['eager']:.2f}" if both else "-"
-        times.append([name, f"{row['times']['seqfuse']['median']:,.1f}", *map(_as_called, ratios)])
-        rest.append([name, f"{row['fraction']['seqfuse']:.2f}", saved, _as_called(lean)])
-    head = ("", "GPU time, µs", *(f"time / {name}" for name in _NAMES.values()))
-    more = ("", "of roofline", "saved bytes / torch eager", "time of `lean` / `fast`")
-    return [*table(*_filled(head, times)), "", *table(*_filled(more, rest)), ""]
+        numbers = f"{row['times']['seqfuse']['median']:,.0f}", *map(_as_called, ratios)
+        cells.append(
+            [
+                row["name"] + "*" * ("commit" in row),
+                *numbers,
+                f"{row['fraction']['seqfuse']:.2f}",
+                saved,
+                _as_called(lean),
+            ]
+        )
+    peers = [f"/ {name}" for name in _NAMES.values()]
+    head = ("", "GPU time, µs", *peers, "of roofline", "saved / torch eager", "`lean` / `fast`")
+    return [*table(*_filled(head, cells)), ""]
 
 
 def _filled(head: tuple[str, ...], rows: list[Lines]) -> tuple[Lines, list[Lines]]:
