@@ -420,10 +420,15 @@ def front(found: Results) -> Lines:
         head = ("", "GPU time", "peak memory added by a step", "the plan's peak")
         lines += [f"{_model(row)}; their parameters have {row['gradients'] / MIB:,.0f} MiB of gradients:", ""]
         lines += [*table(head, cells), ""]
-    note = """bfloat16, forward and backward, as `torch.cuda.max_memory_allocated` counts; in brackets relative to eager
+    if not rows:
+        return []
+    saving = [(row, side) for row in rows for side in ("seqfuse balanced", "seqfuse lean") if side in row["said"]]
+    off = max(abs(row["said"][side]["peak"] / row["memory"][side]["peak"] - 1) for row, side in saving)
+    note = f"""bfloat16, forward and backward, as `torch.cuda.max_memory_allocated` counts; in brackets relative to eager
         PyTorch. The planned peak excludes outputs and parameter gradients. Most parameter gradients arrive late in the
-        backward pass, when few activations are still allocated."""
-    return [*lines, wrapped(note)] if rows else []
+        backward pass, when few activations are still allocated: with `"balanced"` and `"lean"` the planned peak is
+        within {100 * off:.1f} % of the measured one."""
+    return [*lines, wrapped(note)]
 
 
 @drawn("gpu_memory_summary", "gpu")
