@@ -426,8 +426,8 @@ def front(found: Results) -> Lines:
     off = max(abs(row["said"][side]["peak"] / row["memory"][side]["peak"] - 1) for row, side in saving)
     note = f"""bfloat16, forward and backward, as `torch.cuda.max_memory_allocated` counts; in brackets relative to
         eager PyTorch. The planned peak excludes outputs and parameter gradients. Most parameter gradients arrive late
-        in the backward pass, when few activations are still allocated: with `"balanced"` and `"lean"` the planned peak is
-        within {100 * off:.1f} % of the measured one."""
+        in the backward pass, when few activations are still allocated: with `"balanced"` and `"lean"` the planned peak
+        is within {100 * off:.1f} % of the measured one."""
     return [*lines, wrapped(note)]
 
 
