@@ -327,17 +327,6 @@ def test_selective_checkpointing_sees_the_operators(fusions: Any, warm: bool):
     assert all(kind in (Tensor, nn.Parameter) for _, kinds in seen for kind in kinds)
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_selective_checkpointing_of_point_wise_operators(warm: bool):
-    model, x = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), ops.Linear(7, 3), fusions=(BiasTanhForward,)), draw(3, 5)
-    randomize(model.double())
-    want = passes(model, x) if warm else None
-    run = Selective(model, [torch.ops.aten.tanh.default, torch.ops.aten.mm.default])
-    found = passes(run, x)
-    want = want or passes(model, x)
-    assert_same(dict(zip(want, found.values(), strict=True)), want, 0.0)
-
-
 def test_selective_checkpointing_under_autocast():
     model, x = mlp(dtype=torch.float32, fusions=(BiasTanhForward,)), draw(3, 5, dtype=torch.float32)
     results = []

@@ -309,33 +309,6 @@ def test_one_bad_fusion_does_not_disturb_the_others() -> None:
     assert [r.fusion for r in plan.refused] == ["Picky"]
 
 
-def test_what_lost_to_a_cheaper_cover_says_to_which() -> None:
-    class Wide(sf.ForwardFusion):
-        scale: ops.Scale
-        bias: ops.Bias
-        act: ops.ReLU
-
-        def fwd(self, x: Tensor) -> Any: ...
-
-    plan = sf.Sequential(ops.Scale(2), ops.Bias(5), ops.ReLU(), fusions=(BiasReLU, Wide)).plan(tensor(7, 5))
-    assert fused_names(plan)[0] == ["Wide"]
-    assert [(r.fusion, r.at, r.reason) for r in plan.refused] == [
-        (
-            "BiasReLU",
-            1,
-            "superseded by Wide (est. 10 us saved, against 5); state saves() if it gains more",
-        ),
-    ]
-
-
-def test_what_saves_nothing_says_so() -> None:
-    class Pointless(BiasReLU):
-        def saves(self, env: sf.Env) -> Any:
-            return sf.Savings()
-
-    assert reasons(Pointless) == [("Pointless", 1, "not faster on this device")]
-
-
 def test_reasons_of_gradient_modes() -> None:
     model = sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(BiasGeLUInference, BiasGeLUBackward))
     x = tensor(7, 5, grad=False)
