@@ -579,12 +579,12 @@ class Calls(TorchDispatchMode):
 def kept_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
     """Bytes that autograd keeps within the block, each storage once, parameters left out."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    kept: dict[int, Any] = {}
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage().data_ptr() not in own:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield lambda: sum(kept.values())
+        yield lambda: sum(storage.nbytes() for storage in kept.values())

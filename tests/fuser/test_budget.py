@@ -23,7 +23,7 @@ from seqfuse.plan.cost_lookup import Known
 from seqfuse.plan.facts import Entering, footprint
 from seqfuse.plan.reference import number_seeds
 from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for, graph
-from tests.fuser.fusions import tensor
+from tests.fuser.fusions import kept_bytes, tensor
 
 ENV = sf.Env()
 KINDS = (sf.ForwardFusion, sf.BackwardFusion, sf.JointFusion)
@@ -114,16 +114,9 @@ def block(width: int = 16) -> sf.Sequential:
 
 
 def kept_by(model: nn.Module, x: Tensor) -> int:
-    storages: dict[int, Any] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with kept_bytes(model) as kept:
         model(x)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return sum(s.nbytes() for at, s in storages.items() if at not in own)
+    return kept()
 
 
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean", sf.Budget(part=0.8), 40_000])

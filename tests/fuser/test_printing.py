@@ -28,6 +28,7 @@ from tests.fuser.fusions import (
     LinearBiasGeLUBackward,
     LinearBiasGeLUForward,
     fused_names,
+    kept_bytes,
     of_bias,
     tensor,
 )
@@ -334,13 +335,9 @@ def test_memory_is_that_of_the_environment_wherever_it_is_asked_for() -> None:
             return model.plan(x)
 
     def kept(autocast: bool) -> int:
-        tensors: list[Tensor] = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t)
-        with torch.autocast("cpu", torch.bfloat16, autocast), sf.fusing(False), hooks:
+        with torch.autocast("cpu", torch.bfloat16, autocast), sf.fusing(False), kept_bytes(model) as found:
             model(x)
-        own = {t.data_ptr() for t in model.parameters()}
-        storages = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.data_ptr() not in own}
-        return sum(storages.values())
+        return found()
 
     for grad, autocast in ((True, False), (False, False), (True, True)):
         inside = planned(grad=grad, autocast=autocast)
