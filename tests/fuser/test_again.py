@@ -26,7 +26,7 @@ from seqfuse.plan.tally import Tally
 from seqfuse.run import fuser as running
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Doubles
-from .kit_b import (
+from .kit import (
     assert_same,
     attending,
     attending_by_several_weights,

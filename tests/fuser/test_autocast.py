@@ -18,7 +18,7 @@ from seqfuse.plan import flatten
 from seqfuse.plan.inputs import dtypes_of, under_autocast
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
-from .kit_b import PlainResidual, draw, randomize
+from .kit import PlainResidual, draw, randomize
 
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's RMSNorm
 HALVES = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -18,7 +18,7 @@ from seqfuse.run import node
 from seqfuse.run.node import MOST
 
 from .fusions import BiasReLUBack, Calls
-from .kit_b import draw, randomize
+from .kit import draw, randomize
 
 
 def test_gradients_that_are_not_asked_for_are_not_computed():

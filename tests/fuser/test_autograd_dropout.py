@@ -14,7 +14,7 @@ from seqfuse import ops
 from seqfuse.plan.reference import random_seeds
 from tests.selection import few_cases as few_cases
 
-from .kit_b import assert_same, draw, passes, randomize
+from .kit import assert_same, draw, passes, randomize
 
 
 class ScaleDropout(sf.ForwardFusion):

@@ -16,7 +16,7 @@ from seqfuse.errors import StateError
 from seqfuse.testing import Untouched, assert_distinct_storages
 
 from .fusions import KINDS, BiasTanhJoint
-from .kit_b import assert_same, draw, mlp, passes, plain_mlp, randomize
+from .kit import assert_same, draw, mlp, passes, plain_mlp, randomize
 
 COVERS = pytest.mark.parametrize("fusions", [(), *((k,) for k in KINDS)], ids=lambda f: f[0].__name__ if f else "none")
 

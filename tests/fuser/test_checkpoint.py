@@ -17,7 +17,7 @@ from seqfuse import ops
 from seqfuse.errors import StateError
 
 from .fusions import KINDS, BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Calls
-from .kit_b import assert_same, draw, mlp, passes, randomize
+from .kit import assert_same, draw, mlp, passes, randomize
 
 KIND = pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
 COVERS = pytest.mark.parametrize("fusions", [(), *((k,) for k in KINDS)], ids=lambda f: f[0].__name__ if f else "none")

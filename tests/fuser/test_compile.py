@@ -15,7 +15,7 @@ import seqfuse as sf
 from seqfuse import ops
 
 from .fusions import BiasTanhForward, BiasTanhJoint
-from .kit_b import assert_same, draw, mlp, passes, randomize
+from .kit import assert_same, draw, mlp, passes, randomize
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from seqfuse import ops
 from tests.processes import Facts
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
-from .kit_b import counting_plans, draw, randomize
+from .kit import counting_plans, draw, randomize
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 WORLD, STEPS, ROWS = 2, 2, 4

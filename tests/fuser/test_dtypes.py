@@ -24,7 +24,7 @@ from seqfuse.run.lower import Context, lower
 from seqfuse.run.node import back_alone, run_alone
 from seqfuse.testing import assert_bitwise_equal
 
-from .kit_b import draw
+from .kit import draw
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 OPERATIONS = sorted(

@@ -19,7 +19,7 @@ from seqfuse.ops.activations import tanh_backward
 from seqfuse.testing import assert_bitwise_equal
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint, Doubles
-from .kit_b import assert_same, draw, passes, randomize
+from .kit import assert_same, draw, passes, randomize
 
 
 class Faults:

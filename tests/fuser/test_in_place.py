@@ -14,7 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 
 from .fusions import BiasTanhForward
-from .kit_b import draw, randomize
+from .kit import draw, randomize
 
 Torch = Callable[[Tensor, dict[str, Tensor]], Any]
 

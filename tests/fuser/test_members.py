@@ -11,7 +11,7 @@ from seqfuse import ops
 from seqfuse.errors import PluginError
 
 from .fusions import Doubles
-from .kit_b import draw, randomize
+from .kit import draw, randomize
 
 
 class Own(sf.FusableOperation):

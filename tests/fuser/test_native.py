@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from tests.fuser.fusions import BiasTanhForward, tensor
-from tests.fuser.kit_b import PlainResidual
+from tests.fuser.kit import PlainResidual
 
 
 class BiasTanh(BiasTanhForward):

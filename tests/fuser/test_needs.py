@@ -27,7 +27,7 @@ from tests.fuser.fusions import (
     run,
     tensor,
 )
-from tests.fuser.kit_b import PlainResidual
+from tests.fuser.kit import PlainResidual
 from tests.selection import few_cases as few_cases
 
 GEMM = ("mm", "addmm", "bmm", "matmul", "linear")

@@ -17,7 +17,7 @@ from seqfuse.kernels.c import attention
 from seqfuse.plan import MODES, facts
 from seqfuse.run import trial
 
-from .kit_b import attending, attending_by_several_weights, draw, feed_forward, gated
+from .kit import attending, attending_by_several_weights, draw, feed_forward, gated
 
 WIDTH = 64
 

@@ -21,7 +21,7 @@ from seqfuse.settings import fusing_now
 from tests.alterations import Doubled
 
 from .fusions import BiasTanhForward, BiasTanhJoint
-from .kit_b import assert_same, counting_plans, draw, mlp, randomize
+from .kit import assert_same, counting_plans, draw, mlp, randomize
 
 
 def test_batch_sizes_share_a_plan_per_power_of_two():

@@ -14,7 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
 
-from .kit_b import assert_same, draw, passes, randomize
+from .kit import assert_same, draw, passes, randomize
 
 Install = Callable[..., None]
 

@@ -21,7 +21,7 @@ from seqfuse.operation import config_version
 from seqfuse.run import code
 from seqfuse.saved import copied
 
-from .kit_b import assert_same, draw, passes, randomize
+from .kit import assert_same, draw, passes, randomize
 
 calls: list[str] = []
 

@@ -17,7 +17,7 @@ from seqfuse import ops
 from seqfuse.errors import StateError
 
 from .fusions import KINDS, BiasTanhForward, BiasTanhJoint
-from .kit_b import PlainResidual, assert_same, draw, passes, randomize
+from .kit import PlainResidual, assert_same, draw, passes, randomize
 
 BLOCKS = 24
 

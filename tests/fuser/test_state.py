@@ -20,7 +20,7 @@ from torch import nn
 import seqfuse as sf
 from seqfuse import ops
 from tests.fuser.fusions import PAIR, fused_names, randomized, run, tensor
-from tests.fuser.kit_b import PlainResidual
+from tests.fuser.kit import PlainResidual
 
 PACKAGE = Path(sf.__file__).parent
 

@@ -15,7 +15,7 @@ import seqfuse as sf
 from seqfuse import ops
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint, Calls, kept_bytes
-from .kit_b import counting_plans, draw, randomize
+from .kit import counting_plans, draw, randomize
 
 Given = tuple[Tensor, Tensor]  # x, and the channel "side"
 State = Callable[[sf.Sequential, Tensor, Tensor], contextlib.AbstractContextManager[Given]]

@@ -22,7 +22,7 @@ from seqfuse.run import fuser as running
 from tests.alterations import Doubled
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint
-from .kit_b import counting_plans, draw, mlp, plain_mlp
+from .kit import counting_plans, draw, mlp, plain_mlp
 
 
 @pytest.fixture
