@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ..traffic import gain
 from ._shared import act_fits, kernels_read, kernels_run, numbers_of, unit_of
 from .boundary import boundary_around, boundary_fits, experts_bwd, pairs_of
 from .chain import chain_of, pointwise_maker
+from .gated import gated_kernel
 from .norm import NormRecord, run_norm
 
 
@@ -186,13 +186,13 @@ class _FactorsBeforeGEMM(JointFusion):
         return float(env.tokens * self.linear.in_features * env.itemsize)
 
     def _outputs(
-        self, x: Tensor, ends: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor
+        self, x: Tensor, ends: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor, /
     ) -> tuple[Tensor, dict[str, Any]]:
         """What the experts make of their tokens, times factors, and what is saved."""
         self.unpermute.check(x, rows, probs)
         # Every row is some pair's; what a row of no expert is given adds nothing.
         scales = torch.empty_like(probs).view(-1).scatter_(0, rows.reshape(-1), probs.reshape(-1))
-        kernel = self.decided(numbers_of(self.gated), _chain, self.gated, ("gated", "token_scale"))
+        kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, ("gated", "token_scale"))
         (scaled,) = kernel(x, scales.view(x.shape[:-1]))
         assert scaled is not None
         y, record = self.linear.run(scaled, ends)
@@ -213,7 +213,7 @@ class _FactorsBeforeGEMM(JointFusion):
         if d is not None:
             key = before, dots, saved.scales.dtype, numbers_of(self.gated)
             steps = (*["dot_gated"] * dots, *["token_scale", "dgated"] * before)
-            kernel = self.decided(key, _chain, self.gated, steps, before, [saved.scales.dtype] * dots)
+            kernel = self.decided(key, gated_kernel, self.gated, steps, before, [saved.scales.dtype] * dots)
             behind = [saved.scales.reshape(d.shape[:-1]), saved.x] * before
             dx, *made = kernel(d, *[saved.x] * dots, *behind)
             if dots:
@@ -282,19 +282,10 @@ class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
     def saves(self, env: Env) -> Savings:
         return super().saves(env) - Savings(launches=1 + RECOMPUTING, bytes=3 * self._made(env))
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        linear_offsets: Tensor,
-        unpermute_rows: Tensor,
-        unpermute_offsets: Tensor,
-        unpermute_probs: Tensor,
-    ) -> tuple[Tensor, Any]:
-        y, fields = self._outputs(x, linear_offsets, unpermute_rows, unpermute_offsets, unpermute_probs)
+    def _outputs(self, x: Tensor, *given: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        y, fields = super()._outputs(x, *given)
         again = functools.partial(_scaled, ("gated", *unit_of(self.gated)), fields["scaled"].dtype)
-        fields["scaled"] = context.Recompute(again, x, fields["scales"])
-        return summed(y, unpermute_rows, unpermute_offsets, None), self.Saved(**fields)
+        return y, {**fields, "scaled": context.Recompute(again, x, fields["scales"])}
 
 
 class GatedGroupedLinearUnpermuteBoundary(_FactorsBeforeGEMM):
@@ -386,10 +377,3 @@ def _scaled(gated: tuple[Any, ...], dtype: torch.dtype, x: Tensor, scales: Tenso
     (h,) = pointwise_maker()(chain_of([gated, ("token_scale",)]), None, [], True)(x, scales.reshape(x.shape[:-1]))
     assert h is not None
     return h.to(dtype)
-
-
-def _chain(
-    gated: Gated, steps: tuple[str, ...], result: bool = True, dtypes: list[torch.dtype] | None = None
-) -> Callable[..., tuple[Tensor | None, ...]]:
-    of = unit_of(gated)
-    return pointwise_maker()(chain_of([(s, *of) if "gated" in s else (s,) for s in steps]), None, dtypes or [], result)

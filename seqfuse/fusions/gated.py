@@ -40,7 +40,7 @@ class BiasGated(ForwardFusion):
     def fwd(self, x: Tensor, *, to: Quantize | None = None) -> tuple[Tensor | Quantized, dict[str, Any]]:
         gated, bias = self.gated, self.bias
         steps = ("gated",) if bias is None else ("bias", "store", "gated")
-        kernel = self.decided((numbers_of(gated), to), _gated_kernel, gated, steps, True, (), to)
+        kernel = self.decided((numbers_of(gated), to), gated_kernel, gated, steps, True, (), to)
         y: Any
         packed: Any = x
         if bias is None:
@@ -74,7 +74,7 @@ class BiasGatedBackward(BackwardFusion):
     ) -> tuple[Tensor | Quantized | None, Grads]:
         steps = ("dgated", "column_sum") if "bias.bias" in needs else ("dgated",)
         key, to = (needs, numbers_of(self.gated), to), to if "x" in needs else None
-        dx, *sums = self.decided(key, _gated_kernel, self.gated, steps, "x" in needs, (), to)(dy, gated.x)
+        dx, *sums = self.decided(key, gated_kernel, self.gated, steps, "x" in needs, (), to)(dy, gated.x)
         return dx, {"bias.bias": sums[0]} if sums else {}
 
 
@@ -107,7 +107,7 @@ class BiasGatedScale(JointFusion):
         bias = None if self.bias is None else self.bias.read()
         self.scale.check((*x.shape[:-1], 1), scale_scales)
         steps = (*["bias"] * (bias is not None), "gated", "token_scale")
-        kernel = self.decided(numbers_of(self.gated), _gated_kernel, self.gated, steps)
+        kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, steps)
         y: Any
         (y,) = kernel(x, *[] if bias is None else [bias], scale_scales.reshape(x.shape[:-1]))
         return y, self.Saved(x=x, bias=bias, scales=scale_scales)
@@ -119,7 +119,7 @@ class BiasGatedScale(JointFusion):
         steps += [*["token_scale", "dgated"] * before, *["column_sum"] * sums]
         dtypes = [*[scales.dtype] * dots, *[bias.dtype for _ in range(sums) if bias is not None]]
         key = "backward", needs, numbers_of(self.gated), *dtypes
-        kernel = self.decided(key, _gated_kernel, self.gated, tuple(steps), "x" in needs, dtypes)
+        kernel = self.decided(key, gated_kernel, self.gated, tuple(steps), "x" in needs, dtypes)
         behind = [scales.reshape(dy.shape[:-1]), saved.x] * before
         dx, *made = kernel(dy, *[] if bias is None else [bias], *[saved.x] * dots, *behind)
         grads: dict[str, Tensor | None] = {}
@@ -142,14 +142,14 @@ def _gated_fits(bias: Bias | None, gated: Gated, env: Env) -> Requirements:
     yield env.leaving is env.dtype, "the gated unit gives another dtype"
 
 
-def _gated_kernel(
+def gated_kernel(
     gated: Gated,
     steps: Sequence[str],
     result: bool = True,
     dtypes: Sequence[torch.dtype] = (),
     to: Quantize | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """The chain of these steps; `dtypes` are of what they give, by default that of x."""
+    """The chain of these steps of a gated unit; `dtypes` are of what they give, by default that of x."""
     of = unit_of(gated)
     chain = chain_of(
         [(s, *of) if "gated" in s else (s, True) if s == "shift" else (s,) for s in steps]  # a packed bias

@@ -43,14 +43,12 @@ from ._shared import one_dtype, output_bytes
 class _Stage(NamedTuple):
     """An operation as it was configured, and what it is given: the names of its parameters, and those of other inputs.
 
-    A Linear has its Bias. `whole` says that the parts of a MergedLinear were made by one GEMM. `from_rstd` says that an
-    RMSNorm is also given its rstd.
+    A Linear has its Bias. `from_rstd` says that an RMSNorm is also given its rstd.
     """
 
     operation: UnfusedOperation
     parameters: tuple[str, ...]
     inputs: tuple[str, ...]
-    whole: bool
     from_rstd: bool
 
 
@@ -161,11 +159,10 @@ class _Recomputed(ForwardFusion, contract=True):
     def _parts(
         self, seeds: Sequence[Tensor | None], extras: Mapping[str, Tensor | None], env: Env, needs: frozenset[str]
     ) -> tuple[_Again, ...]:
-        stages: tuple[list[_Stage | torch.dtype], list[_Stage | torch.dtype]] = [], []  # by `whole`
+        stages: list[_Stage | torch.dtype] = []
 
         def made() -> tuple[Any, Any]:
-            apart, whole = (functools.partial(_replayed, tuple(each)) for each in stages)
-            return apart, whole
+            return functools.partial(_replayed, tuple(stages), False), functools.partial(_replayed, tuple(stages), True)
 
         found: list[_Again] = []
         dtypes = env.along[:-1] or (None,) * len(seeds)
@@ -175,15 +172,12 @@ class _Recomputed(ForwardFusion, contract=True):
                 continue
             bias = self.bias if operation is self.linear else None
             if dtype is not None:
-                for each in stages:
-                    each.append(dtype)
+                stages.append(dtype)
             cast = made()
             parameters, inputs, asked = self._given(slot, operation, bias, seeds[i], extras, needs)
             from_rstd = isinstance(operation, RMSNorm) and env.device == "cpu"
             if not isinstance(operation, Fork):
-                copy = _without_parameters(operation)
-                for each, whole in zip(stages, (False, True), strict=True):
-                    each.append(_Stage(copy, parameters, inputs, whole and operation is self.linear, from_rstd))
+                stages.append(_Stage(_without_parameters(operation), parameters, inputs, from_rstd))
             seed = i if "seed" in inputs else None
             named = slot, operation, bias, dtype, parameters, inputs
             found.append(_Again(*named, asked, seed, from_rstd, cast, made(), operation is last))
@@ -351,8 +345,11 @@ def _make_again(record: Any, made: dict[int, context.Recompute]) -> None:
             del fields[name]
 
 
-def _replayed(stages: tuple[_Stage | torch.dtype, ...], x: Tensor, *given: Tensor) -> Tensor:
-    """What the last of these operations makes of x, with the parameters and other inputs that each had."""
+def _replayed(stages: tuple[_Stage | torch.dtype, ...], whole: bool, x: Tensor, *given: Tensor) -> Tensor:
+    """What the last of these operations makes of x, with the parameters and other inputs that each had.
+
+    `whole` says that one GEMM made the parts of a MergedLinear.
+    """
     at = 0
     for stage in stages:
         if isinstance(stage, torch.dtype):
@@ -364,7 +361,7 @@ def _replayed(stages: tuple[_Stage | torch.dtype, ...], x: Tensor, *given: Tenso
         if isinstance(operation, Linear):
             x = linear(x, *tensors)
         elif isinstance(operation, MergedLinear):
-            x = _merged(operation, x, dict(zip(stage.parameters, tensors, strict=True)), stage.whole)
+            x = _merged(operation, x, dict(zip(stage.parameters, tensors, strict=True)), whole)
         elif stage.from_rstd:
             x = operation.again(x, given[at], *tensors)
             at += 1
