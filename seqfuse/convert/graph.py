@@ -262,43 +262,40 @@ def operands(node: Any, name: str) -> tuple[Any, Any] | None:
     return node.args[0], node.args[1]
 
 
+VIEWS = {
+    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "getitem", "unbind", "chunk", "split",
+    "split_with_sizes", "unsqueeze", "expand",
+}  # fmt: skip
+
+
+def view_source(node: Any) -> Node | None:
+    """The tensor that a call gives a view of, as the examples of both share memory."""
+    source: Any = node.args[0] if spelled(node) in VIEWS and node.args else None
+    if spelled(source) in ("unbind", "chunk", "split", "split_with_sizes"):
+        source = source.args[0]
+    e, w = example(node), example(source)
+    if e is None or w is None or any(is_fixed(stride) and not stride for stride in w.stride()):
+        return None  # of repeated elements strides do not tell which
+    return source if e.untyped_storage()._cdata == w.untyped_storage()._cdata else None  # pyright: ignore
+
+
+def elements_before(e: Tensor, w: Tensor) -> Any:
+    """How many elements of the last dimension of a tensor are before those of a view of it."""
+    start, step = e.storage_offset() - w.storage_offset(), w.stride(-1)
+    number = start if isinstance(start, int) else _known(start)
+    return None if number is None or not is_fixed(step) or number % step else number // step
+
+
 def part_of(node: Any) -> tuple[Any, int, int] | None:
     """Of which tensor a node is a stretch of the last dimension, where it starts, and its length."""
-    e = example(node)
-    if e is None or spelled(node) != "getitem" or not is_fixed(e.shape[-1]):
+    whole = view_source(node) if spelled(node) == "getitem" else None
+    e, w = example(node), example(whole)
+    if e is None or w is None or not e.ndim or not is_fixed(e.shape[-1], w.shape[-1]):
         return None
-    source, index = node.args
-    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else ()
-    name, size = spelled(source), e.shape[-1]
-    if name in ("chunk", "split", "split_with_sizes") and isinstance(index, int) and source.args:
-        whole = source.args[0]
-        w = example(whole)
-        dim = argument(source, 2, "dim", 0)
-        if w is None or dim not in (-1, w.ndim - 1) or not is_fixed(w.shape[-1]):
-            return None
-        named = {"split_size", "split_size_or_sections", "split_sizes", "chunks"} & set(source.kwargs)
-        sizes: Any = source.kwargs[named.pop()] if named else argument(source, 1, "")
-        if isinstance(sizes, list | tuple):
-            start: int = sum(cast("Sequence[int]", sizes)[:index])
-        elif isinstance(sizes, int) and index >= 0:
-            each = sizes if name == "split" else -(-w.shape[-1] // sizes)
-            start = each * index
-        else:
-            return None
-        return whole, start, size
-    if indices and isinstance(indices[-1], slice):
-        last = cast("slice[Any, Any, Any]", indices[-1])
-        if any(i is not Ellipsis and i != slice(None) for i in indices[:-1]) or last.step not in (None, 1):
-            return None
-        w = example(source)
-        if w is None or w.ndim != e.ndim or not is_fixed(w.shape[-1]):
-            return None
-        if Ellipsis not in indices and len(indices) != w.ndim:
-            return None  # a stretch of another dimension
-        if any(isinstance(i, Node) for i in (last.start, last.stop)):
-            return None
-        return source, slice(last.start, last.stop).indices(w.shape[-1])[0], size
-    return None
+    start = elements_before(e, w)
+    if start is None or not same_shape(e.shape[:-1], w.shape[:-1]) or not same_shape(e.stride(), w.stride()):
+        return None
+    return whole, start, e.shape[-1]
 
 
 def either(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:

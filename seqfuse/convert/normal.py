@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .effects import State, are_changed, in_place, leave, states
-from .graph import NAMED, WRITTEN, argument, back, example, is_fixed, is_same, same_shape, spelled
+from .graph import NAMED, VIEWS, WRITTEN, argument, back, called, example, is_fixed, is_same, same_shape, spelled
 
 
 class Writer:
@@ -120,6 +120,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
         old = node if spelled(node) not in _PAIRS else _first(node)
         assert old is not None
         old.replace_all_uses_with(found)
+        _view_anew(found)
         for gone in (old, node) if old is not node else (node,):
             if not gone.users:
                 graph.erase_node(gone)
@@ -127,6 +128,19 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and spelled(node) in PURE | _NORMS and not in_place(node) and allowed(node):
             graph.erase_node(node)
+
+
+def _view_anew(node: Node) -> None:
+    """Let the examples of views of a node that stands for another be views of its own example."""
+    for user in node.users:
+        if spelled(user) not in VIEWS:
+            continue
+        old, values = _value(user), [e for t in user.all_input_nodes if (e := example(t)) is not None]
+        mode: Any = next((m for e in values if (m := getattr(e, "fake_mode", None))), contextlib.nullcontext())
+        needs = any(t.requires_grad for t in cast("Sequence[Any]", old if isinstance(old, list | tuple) else [old]))
+        with mode, torch.set_grad_enabled(needs):
+            user.meta["example_value"] = called(user, _value)
+        _view_anew(user)
 
 
 def _is_like(made: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -484,12 +498,21 @@ def _view(node: Node, write: Writer) -> Node | None:
 
 
 def _getitem(node: Node, write: Writer) -> Node | None:
-    """Tokens that are taken of a norm's result, such as that of the class: the norm is of these alone."""
+    """Tokens that are taken of a norm's result, such as that of the class: the norm is of these alone.
+
+    A copy of what is taken by a list of one number, as Falcon takes the head of keys: the same by a slice.
+    """
     norm, index = cast("Any", node.args)
-    e = example(norm)
+    e, parts = example(norm), cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
+    numbers = [cast("list[Any]", i)[0] for i in parts if isinstance(i, list)]
+    if len(numbers) == 1 and all(i is Ellipsis or i == slice(None) or i == [numbers[0]] for i in parts):
+        (at,) = numbers
+        part = tuple(slice(at, at + 1 or None) if isinstance(i, list) else i for i in parts)
+        made = write("clone", write("getitem", norm, part), memory_format=torch.contiguous_format)
+        return made if type(at) is int and same_shape(_value(made).stride(), _value(node).stride()) else None
     if spelled(norm) not in _NORMS or list(norm.users) != [node] or e is None or is_same(node) is not None:
         return None
-    indices = list(cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,)))
+    indices = list(parts)
     while indices[1:] and indices[-1] == slice(None):
         indices.pop()
     whole = e.ndim - len(argument(norm, 1, "normalized_shape"))

@@ -74,6 +74,7 @@ SPELLINGS = {
     "rows before heads, permuted": ViT(lambda t: turned(t.permute(2, 0, 1, 3, 4).unbind())),  # pyright: ignore
     "head by head": ViT(lambda t: t.permute(3, 0, 2, 1, 4).unbind(0), (HEADS, 3)),  # pyright: ignore
     "head by head, rows before heads": ViT(lambda t: turned(t.unbind(3)), (HEADS, 3)),  # pyright: ignore
+    "head by head, by index": ViT(lambda t: turned((t[..., 0, :], t[..., 1, :], t[..., 2, :])), (HEADS, 3)),
     "both scaled": ViT(attend=both_scaled),
     "scaled before torch's attention": ViT(attend=lambda q, k, v: S(q * 0.5, k, v, scale=1.0)),
 }

@@ -21,6 +21,7 @@ from ..graph import (
     back,
     channel,
     either,
+    elements_before,
     example,
     is_fixed,
     is_last,
@@ -31,6 +32,7 @@ from ..graph import (
     same_shape,
     same_size,
     spelled,
+    view_source,
 )
 from ..masks import limited
 from ..normal import Writer
@@ -366,8 +368,6 @@ def _as_key(q: Node, k: Node, v: Any, mask: Any, sink: Node, write: tuple[Writer
     return q, k, v, before.call(torch.cat, (before("expand", mask, *column[:3], keys), sink), -1)
 
 
-_TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
-
 _LIKE_ROPE = ("add", "sub", "cat", "flatten")
 """What RoPE may end with."""
 
@@ -416,16 +416,11 @@ def _heads_of(node: Any) -> Heads | str:
         return "not of four dimensions, the last of a fixed size"
     size = e.shape[-1]
     node = _ungrouped(narrow_of(node))
-    seen, factor = node, 1.0
+    seen, factor, transposed = node, 1.0, False
     rope, norm, gain, turns = None, None, None, True
-    transposed = False
-    part, of, cut, first = 0, 1, None, 0
     while True:
         node = narrow_of(node)
-        name = spelled(node)
-        if not transposed and _is_transpose(node):
-            node, transposed = node.args[0], True
-        elif rope is None and norm is None and turns and (turned := rope_at(node, transposed)) is not None:
+        if rope is None and norm is None and turns and (turned := rope_at(node, transposed)) is not None:
             node, rope = turned.x, turned
         elif norm is None and (found := norm_ending_at(node)) is not None:
             norm, node, factor = found, found.x, factor * found.factor
@@ -434,21 +429,15 @@ def _heads_of(node: Any) -> Heads | str:
         elif norm is None and gain is None and (gained := _gained(node, transposed)) is not None:
             node, gain = gained
             turns = gain.size == 1  # angles are the same for all heads, and differ for elements
-        elif of == 1 and cut is None and (packed := _third_of_five(node, transposed)) is not None:
-            node, heads, part, of = packed
-            first = 0 if of == 3 else part * heads * size
+        elif isinstance(laid := _laid(node, transposed), tuple):
+            node, first, heads, part, of = laid
             break
-        elif transposed and name in ("view", "reshape", "unflatten") and _splits_heads(node, size * of):
-            heads: Any = example(node).shape[-2]  # pyright: ignore[reportOptionalMemberAccess]
-            node = node.args[0]
-            break
-        elif transposed and of == 1 and cut is None and (cut := _cut(node)) is not None:
-            node = node.args[0]
-        elif name == "getitem" and of == 1 and cut is None and (third := _third(node, size)) is not None:
-            (node, part), of = third, 3
-        elif name == "getitem" and part_of(node) is not None:
-            return "queries, keys and values lie within each head of one GEMM's result, not side by side"
+        elif not transposed and _is_transpose(node):
+            node, transposed = node.args[0], True
+        elif laid is not None:
+            return laid
         else:
+            name = spelled(node)
             nor = ", nor by RoPE in a spelling that is known" if name in _LIKE_ROPE else ""
             return f"made by {name or 'the model'}, not by a GEMM whose last dimension is split into heads{nor}"
     if norm is None and (found := norm_ending_at(back(node))) is not None:
@@ -458,8 +447,6 @@ def _heads_of(node: Any) -> Heads | str:
         node, factor = narrow_of(found[0]), factor * found[1]
     stretch = part_of(node)
     source, start = (node, first) if stretch is None else (back(stretch[0]), first + stretch[1])
-    if cut is not None:
-        start, heads = start + cut[0] * size, cut[1]
     return Heads(seen, source, start, heads, size, rope, norm, factor, part, of, gain)
 
 
@@ -476,69 +463,34 @@ def _gained(node: Any, transposed: bool) -> tuple[Any, Gain] | None:
     return None
 
 
-def _cut(node: Any) -> tuple[int, int] | None:
-    """The first of some heads that are taken of [B, S, H, D], and how many they are."""
-    e = example(node)
-    if spelled(node) != "getitem" or e is None or e.ndim != 4 or not isinstance(node.args[1], tuple):
-        return None
-    *before, index, after = cast("tuple[Any, ...]", node.args[1])
-    whole = example(node.args[0])
-    every = before == [Ellipsis] or before == [slice(None), slice(None)]
-    if not every or after != slice(None) or whole is None or whole.ndim != 4 or not is_fixed(whole.shape[2]):
-        return None
-    heads: list[int] = list(range(whole.shape[2]))
-    found: list[int] = []
-    if isinstance(index, slice):
-        stretch = cast("slice[Any, Any, Any]", index)
-        fixed = all(n is None or isinstance(n, int) for n in (stretch.start, stretch.stop))
-        found = heads[stretch] if fixed and stretch.step in (None, 1) else []
-    elif isinstance(index, list):
-        several = cast("list[Any]", index)
-        found = [heads[several[0]]] if len(several) == 1 and isinstance(several[0], int) else []
-    return (found[0], len(found)) if found else None
-
-
-def _third_of_five(node: Any, transposed: bool) -> tuple[Any, int, int, int] | None:
-    """Queries, keys or values as one of three that share a view of five dimensions, [B, S, 3, H, D] or [B, S, H, 3, D].
+def _laid(node: Any, transposed: bool) -> tuple[Any, int, int, int, int] | str | None:
+    """Where heads [B, H, S, D], or [B, S, H, D], lie in a tensor [B, S, *] of which they are a view, by their strides.
 
     Returns:
-        What is viewed so, H, which of the three they are, and 3 if these interleave head by head, otherwise 1.
+        The tensor, the first element, H, which of three parts of each head they are, and 3 if these interleave head by
+        head, otherwise 1; why they are no such heads; `None` if they are no view of such a tensor.
     """
-    if spelled(node) != "getitem":
+    e, source = example(node), node
+    if e is None or e.ndim != 4:
         return None
-    view, index, dim = node.args[0], node.args[1], 0
-    if spelled(view) == "unbind":
-        view, dim = view.args[0], argument(view, 1, "dim", 0)
-    elif isinstance(index, tuple):
-        *every, index = cast("tuple[Any, ...]", index)
-        dim = len(every) if all(i == slice(None) for i in every) else None
-    e, order = example(view), list(range(5))
-    if e is None or e.ndim != 5 or type(index) is not int or type(dim) is not int:
+    order = (0, 1, 2, 3) if transposed else (0, 2, 1, 3)
+    (batch, rows, heads, size), strides = (e.shape[d] for d in order), [e.stride(d) for d in order]
+    while True:
+        source = view_source(source)
+        if (w := example(source)) is None:
+            return None
+        if w.ndim == 3 and same_shape((batch, rows), w.shape[:2]):
+            break
+    steps = zip((batch, rows, size), (*strides[:2], strides[3]), w.stride(), strict=True)
+    alike = all(same_size(count, 1) or same_size(step, own) for count, step, own in steps)
+    if not alike or not is_fixed(heads, size, strides[2]):
         return None
-    view = back(view)
-    if spelled(view) == "permute":
-        dims: Any = argument(view, 1, "dims")
-        order = [d % 5 for d in (cast("Sequence[int]", dims) if isinstance(dims, list | tuple) else view.args[1:])]
-        view = view.args[0]
-    before, e = example(view.args[0]) if spelled(view) in ("view", "reshape", "unflatten") else None, example(view)
-    if before is None or e is None or before.ndim != 3 or e.ndim != 5 or not same_shape(before.shape[:2], e.shape[:2]):
-        return None
-    third = order.pop(dim)
-    heads = {2: 3, 3: 2}.get(third)
-    if heads is None or not is_fixed(*e.shape[2:]) or e.shape[third] != 3:
-        return None
-    if order != ([0, 1, heads, 4] if transposed else [0, heads, 1, 4]):
-        return None
-    return view.args[0], e.shape[heads], index % 3, 3 if third == 3 else 1
-
-
-def _third(node: Any, size: int) -> tuple[Any, int] | None:
-    """What a node is the first, second or third part of, along the last dimension, and which of them."""
-    found = part_of(node)
-    e = None if found is None else example(found[0])
-    if found is None or e is None or found[2] != size or not same_size(e.shape[-1], 3 * size) or found[1] % size:
-        return None
-    return found[0], found[1] // size
+    start, each = elements_before(e, w), strides[2] // w.stride(2)
+    if start is not None and (heads == 1 or each == size):
+        return source, start, heads, 0, 1
+    if start is not None and each == 3 * size > start and not start % size:
+        return source, 0, heads, start // size, 3
+    return "queries, keys and values lie within each head of one GEMM's result, not side by side"
 
 
 def _ungrouped(node: Node) -> Node:
@@ -549,47 +501,24 @@ def _ungrouped(node: Node) -> Node:
         if inner is None or after is None or not by_number:
             return node
         return back(node.args[0])
-    if spelled(node) != "reshape" or spelled(node.args[0]) != "expand":
+    expanded: Any = node.args[0] if spelled(node) == "reshape" else None
+    source = view_source(expanded) if spelled(expanded) == "expand" else None
+    source = source if source is None or (i := example(source)) is None or i.ndim == 4 else view_source(source)
+    s, e, r = example(source), example(expanded), example(node)
+    if s is None or e is None or r is None or source is None or s.ndim != 4 or e.ndim != 5:
         return node
-    expanded: Any = node.args[0]
-    inserted = expanded.args[0]
-    source: Any = inserted.args[0] if spelled(inserted) in ("getitem", "unsqueeze") else None
-    s, i, e, r = example(source), example(inserted), example(expanded), example(node)
-    if s is None or i is None or e is None or r is None or s.ndim != 4 or e.ndim != 5:
-        return node
-    if not _only_inserts(inserted) or not same_shape(i.shape, (*s.shape[:2], 1, *s.shape[2:])):
-        return node
-    if not same_shape((*e.shape[:2], *e.shape[3:]), s.shape) or not same_shape(r.shape[2:], s.shape[2:]):
-        return node
-    return back(source)
+    repeated = same_shape(e.stride(), (*s.stride()[:2], 0, *s.stride()[2:]))
+    alike = same_shape((*e.shape[:2], *e.shape[3:]), s.shape) and same_shape(r.shape[2:], s.shape[2:])
+    return back(source) if repeated and alike and elements_before(e, s) == 0 else node
 
 
-def _only_inserts(node: Node) -> bool:
-    """Whether a call adds a dimension of one element and takes every element."""
-    if spelled(node) == "unsqueeze":
-        return True
-    index: Any = node.args[1]
-    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (0,)
-    return all(i is None or i is Ellipsis or i == slice(None) for i in indices)
-
-
-def _is_transpose(node: Node) -> bool:
+def _is_transpose(node: Any) -> bool:
     """Whether a call swaps the second and the third of four dimensions."""
-    name = spelled(node)
-    if name == "transpose":
-        return tuple(node.args[1:]) in _TRANSPOSED
-    order: Any = argument(node, 1, "dims")
-    order = cast("Sequence[Any]", order) if isinstance(order, list | tuple) else node.args[1:]
-    return name == "permute" and tuple(order) == (0, 2, 1, 3)
-
-
-def _splits_heads(node: Node, size: int) -> bool:
-    before, after = example(node.args[0]), example(node)
-    if before is None or after is None or before.ndim != 3 or after.ndim != 4:
+    e, w = example(node), example(view_source(node) if spelled(node) in ("transpose", "permute") else None)
+    if e is None or w is None or e.ndim != 4:
         return False
-    heads = after.shape[-2]
-    same = same_shape(before.shape[:2], after.shape[:2]) and same_size(after.shape[-1], size)
-    return same and is_fixed(heads) and same_size(before.shape[-1], heads * size)
+    order = (0, 2, 1, 3)
+    return same_shape(e.shape, [w.shape[d] for d in order]) and same_shape(e.stride(), [w.stride(d) for d in order])
 
 
 MATCHERS = (

@@ -14,6 +14,7 @@ from ..graph import (
     argument,
     back,
     either,
+    elements_before,
     example,
     is_fixed,
     narrow_of,
@@ -22,6 +23,7 @@ from ..graph import (
     same_shape,
     same_size,
     spelled,
+    view_source,
 )
 
 PairStyle = Literal["half", "interleaved"]
@@ -178,31 +180,23 @@ def _joined(node: Any) -> tuple[Any, Any, PairStyle] | None:
 def _part(node: Any) -> _PairMember | None:
     """Of which x a node is the first or second members of pairs."""
     node = narrow_of(node)
-    half = part_of(node)
-    if half is not None:
-        whole, start, size = half
-        e = example(whole)
-        if e is None or not same_size(e.shape[-1], 2 * size) or start not in (0, size):
-            return None
+    e, whole = example(node), view_source(node)
+    while whole is not None and (w := example(whole)) is not None and e is not None and w.ndim == e.ndim + 1:
+        whole = view_source(whole)
+    w = example(whole)
+    if (
+        e is None
+        or w is None
+        or not is_fixed(size := e.shape[-1])
+        or not same_shape((*e.shape[:-1], 2 * size), w.shape)
+    ):
+        return None
+    if not same_shape(e.stride()[:-1], w.stride()[:-1]) or (start := elements_before(e, w)) is None:
+        return None
+    if same_size(e.stride(-1), w.stride(-1)) and start in (0, size):
         return _PairMember(narrow_of(whole), start // size, "half")
-    if spelled(node) != "getitem":
-        return None
-    source: Any = node.args[0]
-    index: Any = node.args[1]
-    if spelled(source) == "unbind" and argument(source, 1, "dim", 0) in (-1, 4):
-        source, index = source.args[0], (Ellipsis, index)
-    e = example(source)
-    *every, last = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (None, None)
-    if e is None or any(i is not Ellipsis and i != slice(None) for i in every):
-        return None
-    if Ellipsis not in every and len(every) + 1 != e.ndim:
-        return None
-    if isinstance(last, slice):
-        step = cast("slice[Any, Any, Any]", last)
-        begin = {(None, None, 2): 0, (0, None, 2): 0, (1, None, 2): 1}.get((step.start, step.stop, step.step))
-        return None if begin is None or e.shape[-1] % 2 else _PairMember(narrow_of(source), begin, "interleaved")
-    x = _of_pairs(source)
-    return _PairMember(x, last, "interleaved") if x is not None and type(last) is int and last in (0, 1) else None
+    interleaved = same_size(e.stride(-1), 2 * w.stride(-1)) and start in (0, 1)
+    return _PairMember(narrow_of(whole), start, "interleaved") if interleaved else None
 
 
 def _of_pairs(node: Any) -> Any:
