@@ -31,6 +31,17 @@ def assert_equal(found: list[Tensor | None], wanted: list[Tensor | None], bound:
             torch.testing.assert_close(got, want, rtol=bound, atol=bound, equal_nan=True)
 
 
+def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
+    """Within what float32 loses: a gradient may be a sum that cancels, so its scale is that of all gradients, too."""
+    whole = max(float(t.abs().max()) for t in wanted.values() if t is not None)
+    for name, want in wanted.items():
+        got = found[name]
+        assert (got is None) == (want is None), name
+        if got is not None and want is not None:
+            bound = 1e-5 * float(want.abs().max()) + 1e-6 * whole
+            assert float((got - want).abs().max()) <= bound, name
+
+
 def assert_same(model: nn.Module, x: Tensor, bound: float = 1e-9) -> Conversion:
     """A model gives the same before and after it is converted: in its first call, later, and without gradients."""
     wanted = passes(model, x)

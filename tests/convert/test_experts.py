@@ -15,6 +15,7 @@ import seqfuse as sf
 from seqfuse.convert import experts
 from seqfuse.testing import seeded_randn
 
+from .comparing import assert_close
 from .families import VOCABULARY, randomized
 
 transformers: Any = pytest.importorskip("transformers")
@@ -66,16 +67,6 @@ def passes(model: nn.Module) -> dict[str, Tensor | None]:
     return {"y": y.detach(), **{n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}}
 
 
-def assert_alike(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
-    """Within what float32 loses: a gradient may be a sum that cancels, so its scale is that of all gradients, too."""
-    whole = max(float(t.abs().max()) for t in wanted.values() if t is not None)
-    for name, want in wanted.items():
-        got = found[name]
-        assert (got is None) == (want is None), name
-        if got is not None and want is not None:
-            assert float((got - want).abs().max()) <= 1e-5 * float(want.abs().max()) + 1e-6 * whole, name
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_block_of_experts_is_one_chain(name: str):
     model = built(name)
@@ -85,7 +76,7 @@ def test_a_block_of_experts_is_one_chain(name: str):
     wanted = passes(before)
     conversion = sf.convert(model)
     for _ in range(2):  # the first call is interpreted, the second runs generated code
-        assert_alike(passes(model), wanted)
+        assert_close(passes(model), wanted)
     assert len(conversion.graphs) == 1
     chains = [", ".join(type(r.operation).__name__ for r in g.order.members) for g in conversion.graphs[0].regions]
     assert sum(MODELS[name][2] in chain for chain in chains) >= 1, chains
@@ -94,7 +85,7 @@ def test_a_block_of_experts_is_one_chain(name: str):
         one for one in conversion.graphs[0].left if one.call == "mixture" or any(n in one.module for n in block)
     ]
     conversion.undo()
-    assert_alike(passes(model), wanted)
+    assert_close(passes(model), wanted)
 
 
 def test_experts_whose_router_leaves_the_model_are_one_chain_behind_it():
@@ -121,13 +112,13 @@ def test_a_correction_is_the_one_of_now():
     before = copy.deepcopy(model)
     before.set_experts_implementation("eager")  # pyright: ignore
     sf.convert(model)
-    assert_alike(passes(model), passes(before))
+    assert_close(passes(model), passes(before))
     for each in (model, before):
         gates = [m for name, m in each.named_modules() if name.endswith("mlp.gate")]
         assert gates
         for gate in gates:
             gate.e_score_correction_bias.copy_(seeded_randn(tuple(gate.e_score_correction_bias.shape), 3))
-    assert_alike(passes(model), passes(before))
+    assert_close(passes(model), passes(before))
 
 
 def test_undo_gives_configurations_back_and_others_keep_theirs():
@@ -149,7 +140,7 @@ def test_every_spelling_of_hugging_face_is_taken_over(used: str):
     model.set_experts_implementation(used)  # pyright: ignore
     wanted = passes(model)
     conversion = sf.convert(model)
-    assert_alike(passes(model), wanted)
+    assert_close(passes(model), wanted)
     assert "Route, Permute" in str(conversion)
 
 
@@ -157,7 +148,7 @@ def test_what_is_not_allowed_to_be_converted_runs_by_the_same_operations():
     model = built("mixtral")
     wanted = passes(model)
     conversion = sf.convert(model, filter_fn=lambda module, path: "mlp" not in path)
-    assert_alike(passes(model), wanted)
+    assert_close(passes(model), wanted)
     assert "Permute" not in str(conversion)
 
 
@@ -254,7 +245,7 @@ def test_tokens_times_the_factors_of_several_experts_stay_as_they_were():
     model = randomized(getattr(transformers, f"{kind}ForCausalLM")(config)).train()
     wanted = passes(model)
     conversion = sf.convert(model)
-    assert_alike(passes(model), wanted)
+    assert_close(passes(model), wanted)
     left = [left for left in conversion.graphs[0].left if left.module.endswith("experts") and left.kind == "GEMM"]
     assert left
     assert all(one.reason for one in left)

@@ -13,6 +13,7 @@ import seqfuse as sf
 from seqfuse.convert.rewrite import RewriteOptions
 from seqfuse.testing import seeded_randn
 
+from .comparing import assert_close
 from .families import FAMILIES, randomized, tensor_of
 from .recording import Replayed
 
@@ -22,17 +23,6 @@ def passes(model: nn.Module | Replayed, inputs: dict[str, Any]) -> dict[str, Ten
     model.zero_grad()
     (y * seeded_randn(tuple(y.shape), 9)).sum().backward()
     return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters()}}
-
-
-def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
-    """Within what float32 loses: a gradient may be a sum that cancels, so its scale is that of all gradients, too."""
-    whole = max(float(t.abs().max()) for t in wanted.values() if t is not None)
-    for name, want in wanted.items():
-        got = found[name]
-        assert (got is None) == (want is None), name
-        if got is not None and want is not None:
-            bound = 1e-5 * float(want.abs().max()) + 1e-6 * whole
-            assert float((got - want).abs().max()) <= bound, name
 
 
 # A graph that is recorded costs a tenth of one that Dynamo captures; these have what is recorded otherwise, or not at
