@@ -46,7 +46,7 @@ OURS = "^_[a-z]"
 # which might end a worker's use of the device.
 NEED_A_GPU = (
     "not compiles and not without_spills and not mutant and not test_compiled and not test_interpreter "
-    "and not test_proof and not test_traffic"
+    "and not test_traffic"
 )
 SANITIZED = ("norm backward", "dact", "cross-entropy", "decode")
 

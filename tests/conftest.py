@@ -50,8 +50,11 @@ Triton reads `TRITON_INTERPRET` when a kernel is decorated, and it changes what 
 
 IN_C = tuple(
     HERE / "kernels" / name
-    for name in ("c", "test_crossentropy.py", "test_norm.py", "test_permute.py", "test_pointwise.py", "test_rope.py")
-)
+    for name in (
+        "c", "test_contract.py", "test_crossentropy.py", "test_norm.py", "test_permute.py", "test_pointwise.py",
+        "test_rope.py",
+    )
+)  # fmt: skip
 """Of these, tests that run in the other half, too, with C kernels: the functions that they call are the same."""
 
 IN_TURN = ("kernels", "fusions", "gpu", "losses", "ops")

@@ -86,7 +86,7 @@ GEMM_ROOMS = ("plan", "run", "fusions", "nn", "parallel", "tune", "pictures")
 def prose(markdown: str) -> str:
     """A page without its blocks of code, code in a line, tables drawn from results, comments and targets of links."""
     text = re.sub(r"^(```|~~~).*?^\1", "", markdown, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"<!-- (figures|faults|support|settings|proof)\b.*?<!-- end of \w+ -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- (figures|faults|support|settings)\b.*?<!-- end of \w+ -->", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->|`[^`]*`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
     return " ".join(text.split())
 

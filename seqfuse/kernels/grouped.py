@@ -145,7 +145,7 @@ def _grouped_outer_kernel(
     m = tl.arange(0, BLOCK_M)[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for first in tl.range(start, end, BLOCK_M):
-        row = first + m
+        row = tl.cast(first, tl.int64) + m
         if EVEN_N:
             a = tl.load(dy + row * dy_stride + n, mask=row < end, other=0.0)
         else:
@@ -178,7 +178,7 @@ def _group_sums_kernel(
     n = (tl.program_id(0) % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in tl.range(start, end, BLOCK_M):
-        row = first + tl.arange(0, BLOCK_M)[:, None]
+        row = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_M)[:, None]
         total += tl.load(x + row * x_stride + n, mask=(row < end) & (n < columns), other=0.0).to(tl.float32)
     at = group.to(tl.int64) * columns + n
     tl.store(out + at, tl.sum(total, 0)[None, :].to(out.dtype.element_ty), mask=n < columns)

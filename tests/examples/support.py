@@ -209,13 +209,8 @@ def saved() -> str:
 
 def how() -> str:
     """Of how many operations, fusions and kernels a test runs in each dtype, and by what."""
-    proof = importlib.import_module("tests.kernels.test_proof")
-    kernels = {
-        kernel: {
-            dtype for test in proof.named(kernel, "dtypes") for dtype in _parameters(inspect.getmodule(test), test)[0]
-        }
-        for kernel in sorted({kernel for kernel, _ in proof.CELLS})
-    }
+    compared = importlib.import_module("tests.kernels.test_contract").COMPARED
+    kernels = {kernel: {*_parameters(inspect.getmodule(test), test)[0]} for kernel, test in compared.items()}
     every = (*fusions.aten, *fusions.triton, *fusions.lean)
     sets = [{one.__name__ for one in every if bool(one.kernels) is kind} for kind in (False, True)]
     rows = (

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.testing import assert_close
 
 from seqfuse.kernels import _operators, norm
 from seqfuse.kernels._launch import cdiv, processors
@@ -33,6 +32,7 @@ from seqfuse.testing.judge import judge
 from seqfuse.testing.tensors import redrawn
 
 from .conftest import DEVICE
+from .laid import apart, far
 
 EPS, P = 1e-5, 0.3
 SEED = torch.tensor(0x1234_5678_9ABC_DEF)
@@ -169,14 +169,6 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch, module: ModuleType, n: int, sums:
     monkeypatch.setattr(module, "backward_tile", lambda columns, itemsize, heavy: plain(2, n, -(-columns // n), 4))
 
 
-def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same rows, each tensor's with another distance, and NaN between them."""
-    return {
-        key: F.pad(t, (1, 4 + i), value=torch.nan)[..., 1 : 1 + t.shape[-1]] if t.ndim == 2 else t
-        for i, (key, t) in enumerate(tensors.items())
-    }
-
-
 Results = dict[str, Tensor]
 
 
@@ -230,17 +222,6 @@ def test_a_norm_equals_the_operations_it_stands_for(
     name: str, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str
 ) -> None:
     check(CASES[name], drawn(CASES[name], lead, width, dtype, regime))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_a_norm_equals_the_operations_it_stands_for_everywhere(name: str, dtype: torch.dtype) -> None:
-    for lead in LEADS:
-        for width in WIDTHS:
-            for regime in REGIMES:
-                # Of 1,320 comparisons in float32 some alarm by chance; a fault does so under every seed.
-                judge(functools.partial(measured_in, CASES[name], lead, width, dtype, regime), 0)
 
 
 @pytest.mark.triton
@@ -306,41 +287,6 @@ def test_a_weight_that_is_not_contiguous_is_refused() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", CASES)
-def test_float64_is_computed_in_float64(name: str) -> None:
-    tensors = drawn(CASES[name], (5,), 12, torch.float64)
-    ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
-    for key, t in theirs.items():
-        torch.testing.assert_close(ours[key], t, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_outside_the_tensors_is_read_or_written(name: str) -> None:
-    case = CASES[name]
-    tensors = drawn(case, (5,), 20, torch.float32)
-    with red_zones():
-        inside = run(case, {key: guarded(t).tensor for key, t in tensors.items()})
-    assert_bitwise_equal({k: t.clone() for k, t in inside.items()}, run(case, tensors))
-
-
-@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
-def test_rows_may_have_any_stride(name: str) -> None:
-    case = CASES[name]
-    tensors = drawn(case, (9,), 24, torch.float32)
-    # A GPU loads rows that lie apart by other threads, which sum them in another order.
-    same = assert_bitwise_equal if DEVICE.type == "cpu" else functools.partial(assert_close, atol=1e-6, rtol=1e-5)
-    same(run(case, apart(tensors)), run(case, tensors))
-    one = {key: t[:1].expand(t.shape) if t.ndim == 2 else t for key, t in tensors.items()}
-    same(run(case, one), run(case, {key: t.contiguous() for key, t in one.items()}))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_bits_every_time(name: str) -> None:
-    tensors = drawn(CASES[name], (40,), 130, torch.bfloat16)
-    assert_bitwise_equal(run(CASES[name], tensors), run(CASES[name], tensors))
-
-
-@pytest.mark.triton
 @pytest.mark.parametrize("sums", [True, False], ids=["with their sums", "sums apart"])
 @pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
 def test_a_wide_row_reads_and_writes_nothing_outside_and_gives_the_same_bits(
@@ -352,7 +298,8 @@ def test_a_wide_row_reads_and_writes_nothing_outside_and_gives_the_same_bits(
         inside = run(CASES[name], {key: guarded(t).tensor for key, t in tensors.items()})
     expected = run(CASES[name], tensors)
     assert_bitwise_equal({k: t.clone() for k, t in inside.items()}, expected)
-    assert_bitwise_equal(run(CASES[name], apart(tensors)), expected)
+    for lay in (apart, far) if DEVICE.type == "cpu" else (apart,):
+        assert_bitwise_equal(run(CASES[name], lay(tensors)), expected)
 
 
 # Rows and columns at once: 256 rows of 8 columns are one tile forward, 128 backward.
@@ -429,33 +376,6 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     torch.autograd.gradcheck(lambda *a: _Norm.apply(name, *a), inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
-def test_rows_further_apart_than_int32_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third row begins beyond 2^31 elements; on a CPU only the rows themselves take memory."""
-    if DEVICE.type == "cuda" and torch.cuda.mem_get_info()[0] < 40 * 2**30:
-        pytest.skip("takes memory for what lies between, too")
-    tensors = drawn(CASES[name], (4,), 24, torch.float16)
-
-    def far(t: Tensor) -> Tensor:
-        return t.new_empty_strided(t.shape, (2**30 + 8, 1)).copy_(t) if t.ndim == 2 else t
-
-    distant = {key: far(t) for key, t in tensors.items()}
-    assert_bitwise_equal(run(CASES[name], distant), run(CASES[name], tensors))
-    in_chunks(monkeypatch, norm, 16)
-    assert_bitwise_equal(run(CASES[name], distant), run(CASES[name], tensors))
-
-
-@pytest.mark.parametrize("regime", ["one_nan", "one_inf", "extremes"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
-def test_edges_of_a_format_spoil_no_more_than_in_torch(name: str, dtype: torch.dtype, regime: str) -> None:
-    """Fused may be finite where unfused is not, never the other way round."""
-    tensors = drawn(CASES[name], (5,), 24, dtype, regime)
-    ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
-    for key, t in theirs.items():
-        assert (ours[key].isfinite() | ~t.isfinite()).all(), key
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "layernorm_around"])
 def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) -> None:
@@ -468,16 +388,6 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) 
     ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
     for key, t in theirs.items():
         assert torch.equal(ours[key].isfinite(), t.isfinite()), key
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_no_rows_give_zero_gradients(name: str) -> None:
-    case = CASES[name]
-    ours = run(case, drawn(case, (0,), 8, torch.float32))
-    assert ours["y"].shape == (0, 8)
-    for key in ("d_weight", "d_bias", "d_pre_bias"):
-        if key in ours:
-            assert_bitwise_equal(ours[key], torch.zeros(8, device=DEVICE))
 
 
 @pytest.mark.parametrize("regime", ["zeros", "constant_rows"])
@@ -566,26 +476,6 @@ def test_only_what_is_wanted_is_made() -> None:
     r = norm_bwd(x, x, None, norm_fwd(x, None, None, EPS, centered=False).rstd, None)
     assert r.dx is not None
     assert r.dweight is None
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "layernorm_all", "rmsnorm_plain"])
-def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
-    case = CASES[name]
-    tensors = drawn(case, (3,), 8, torch.float32)
-    x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
-    both: dict[str, Any] = {"zero_centered": case.zero_centered, "act": case.act}
-    both |= {"seed": SEED.to(DEVICE), "p": P} if case.around else {}
-    before: dict[str, Any] = {key: tensors[key] for key in ("pre_bias", "residual")} if case.around else {}
-    before |= {"stream_dtype": torch.bfloat16} if case.around else {}
-    before |= {"centered": case.centered}
-    torch.library.opcheck(torch.ops.seqfuse.norm.default, (x, weight, bias, EPS), both | before)
-    _, stream, mean, rstd = torch.ops.seqfuse.norm(x, weight, bias, EPS, **both, **before)
-    after: dict[str, Any] = {"dweight": torch.float32} if weight is not None else {}
-    after |= {"dstream": tensors["dstream"], "dbranch": True, "dpre_bias": torch.float64} if case.around else {}
-    after |= {"branch_dtype": torch.float16} if case.around else {}
-    args = (tensors["dy"], stream if case.around else x, mean, rstd, weight, bias)
-    torch.library.opcheck(torch.ops.seqfuse.norm_backward.default, args, both | after)
 
 
 # As it is compiled, which the interpreter does element by element.

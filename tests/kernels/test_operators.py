@@ -28,6 +28,7 @@ from seqfuse.kernels.quantize import As
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 from .conftest import DEVICE
+from .test_contract import Checked
 
 GELU = ACTIVATIONS["gelu"]
 ALONG = As("1x32", torch.float8_e4m3fn, along_rows=True)
@@ -203,7 +204,9 @@ def test_an_operator_gives_shapes_on_meta() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_entry_that_is_recorded_calls_its_operator(name: str) -> None:
-    """Recorded on tensors without memory, run on others: the same bits come out and are written as by the function."""
+    """Which passes torch's checks. Recorded on tensors without memory and run on others, it gives and writes the bits
+    that the function does.
+    """
     module, function = name.partition(" ")[0].split(".")
     entry = getattr(importlib.import_module(f"seqfuse.kernels.{module}"), function)
     operator, run, given = CALLS[name]
@@ -217,6 +220,9 @@ def test_an_entry_that_is_recorded_calls_its_operator(name: str) -> None:
             for i, (key, t) in enumerate(given.items())
         }
 
+    with Checked() as checked:
+        call(drawn(0))
+    assert checked.names == {operator}
     graph = make_fx(call, tracing_mode="fake")(drawn(20))
     assert re.findall(r"torch\.ops\.seqfuse\.(\w+)\.default\(", graph.code) == [operator]
     recorded, eager = drawn(0), drawn(0)

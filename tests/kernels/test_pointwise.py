@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels import _device, _launch, pointwise
+from seqfuse.kernels import _device, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS, Activation
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
@@ -23,13 +22,15 @@ from seqfuse.testing import (
     assert_bitwise_equal,
     assert_fused_close,
     exact,
-    guarded,
     in_regime,
     red_zones,
     seeded_randn,
 )
 from seqfuse.testing.judge import judge
 from seqfuse.testing.tensors import redrawn
+
+from .conftest import DEVICE
+from .laid import Tensors, apart
 
 SEED = torch.tensor(-6148914691236517205)
 P = 0.3
@@ -224,49 +225,38 @@ CASES = {
 
 def drawn(
     case: Case, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str = "normal", seed: int = 0
-) -> list[Tensor]:
+) -> Tensors:
     """x and the operands other than the seed."""
-    shapes = [(*lead, case.x * width), *((n * width,) for n in case.rows.values())]
-    shapes += [(*lead, n * width) for n in case.matrices.values()] + [lead] * case.tokens
-    draw = (
-        seeded_randn if regime == "normal" else lambda shape, seed, dtype: in_regime(regime, shape, seed, dtype=dtype)
-    )
-    return [draw(shape, at, dtype=dtype) for at, shape in enumerate(shapes, start=seed)]
+    shapes = {"x": (*lead, case.x * width), **{name: (n * width,) for name, n in case.rows.items()}}
+    shapes |= {name: (*lead, n * width) for name, n in case.matrices.items()} | ({"f": lead} if case.tokens else {})
+    return {
+        name: in_regime(regime, shape, at, dtype=dtype).to(DEVICE)
+        for at, (name, shape) in enumerate(shapes.items(), start=seed)
+    }
 
 
-def operands_of(case: Case, x: Tensor, *operands: Tensor) -> list[Tensor]:
-    """In the order of the steps."""
-    given = list(operands)
-    if case.tokens and len(case.matrices) == 2:  # between the two that read the packed one
-        given[1:] = given[:0:-1]
+def run(case: Case, tensors: Tensors, k: ModuleType = pointwise) -> Tensors:
+    x, *operands = tensors.values()
+    if case.tokens and len(case.matrices) == 2:  # the factors stand between the two that read the packed one
+        operands[1:] = operands[:0:-1]
     if case.seed is not None:
-        given.insert(case.seed, SEED.to(x.device))
-    return given
+        operands.insert(case.seed, SEED.to(x.device))
+    made = [t for t in k.pointwise(x, case.chain(k), operands) if t is not None]
+    return {str(i): t for i, t in enumerate(made)}
 
 
-def run(case: Case, tensors: list[Tensor], k: ModuleType = pointwise) -> list[Tensor]:
-    x, operands = tensors[0], operands_of(case, *tensors)
-    return [t for t in k.pointwise(x, case.chain(k), operands) if t is not None]
+def in_torch(case: Case, tensors: Tensors) -> Tensors:
+    return {str(i): t.detach() for i, t in enumerate(case.torch(*tensors.values()))}
 
 
-def in_torch(case: Case, tensors: list[Tensor]) -> list[Tensor]:
-    return [t.detach() for t in case.torch(*tensors)]
+def check(case: Case, tensors: Tensors, k: ModuleType = pointwise) -> None:
+    def measure(seed: int) -> tuple[Tensors, ...]:
+        drawn = {name: redrawn(t, seed) for name, t in tensors.items()}
+        with Untouched(drawn):
+            ours = run(case, drawn, k)
+        return ours, in_torch(case, drawn), in_torch(case, {name: t.double() for name, t in drawn.items()})
 
-
-def measured(case: Case, tensors: list[Tensor], k: ModuleType = pointwise) -> tuple[list[Tensor], ...]:
-    with Untouched(tensors):
-        ours = run(case, tensors, k)
-    return ours, in_torch(case, tensors), in_torch(case, [t.double() for t in tensors])
-
-
-def measured_in(
-    case: Case, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str, device: torch.device, seed: int
-) -> tuple[list[Tensor], ...]:
-    return measured(case, [t.to(device) for t in drawn(case, lead, width, dtype, regime, seed)])
-
-
-def check(case: Case, tensors: list[Tensor], k: ModuleType = pointwise) -> None:
-    judge(lambda seed: measured(case, [redrawn(t, seed) for t in tensors], k), 0)
+    judge(measure, 0)
 
 
 LEADS = [(1,), (7,), (33,), (2, 3), (), (1, 2, 1, 3)]
@@ -283,73 +273,16 @@ SELECTION = [
 
 @pytest.mark.parametrize(("name", "lead", "width", "dtype", "regime"), SELECTION)
 def test_a_chain_equals_the_operations_it_stands_for(
-    name: str, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str, device: torch.device
+    name: str, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str
 ) -> None:
-    case = CASES[name]
-    check(case, [t.to(device) for t in drawn(case, lead, width, dtype, regime)])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_a_chain_equals_the_operations_it_stands_for_everywhere(
-    name: str, dtype: torch.dtype, device: torch.device
-) -> None:
-    case = CASES[name]
-    for lead, width, regime in itertools.product(LEADS, WIDTHS, REGIMES):
-        if (name, dtype, regime) == ("long", torch.float16, "offset"):
-            continue  # tanh is 1 there: all sums lie alike between two numbers, and are rounded the same way
-        # The sum of one column is one number, whose rounding may be far above that of torch by chance.
-        judge(functools.partial(measured_in, case, lead, width, dtype, regime, device), 0)
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("name", CASES)
-def test_float64_is_computed_in_float64(name: str, device: torch.device) -> None:
-    case = CASES[name]
-    tensors = [t.to(device) for t in drawn(case, (5,), 12, torch.float64)]
-    torch.testing.assert_close(run(case, tensors), in_torch(case, tensors), rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rows_may_have_any_stride(name: str, device: torch.device) -> None:
-    """Padded rows, rows that are one row, and a start that no vector load is aligned to."""
-    case = CASES[name]
-    tensors = [t.to(device) for t in drawn(case, (9,), 24, torch.float32)]
-    expected = run(case, tensors)
-
-    def padded(t: Tensor) -> Tensor:
-        return F.pad(t, (1, 4), value=torch.nan)[..., 1:-4] if t.ndim == 2 else t
-
-    assert_bitwise_equal(run(case, [padded(t) for t in tensors]), expected)
-    one = [t[:1].expand(t.shape) if t.ndim == 2 else t for t in tensors]
-    assert_bitwise_equal(run(case, one), run(case, [t.contiguous() for t in one]))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_nothing_outside_the_tensors_is_read_or_written(name: str, device: torch.device) -> None:
-    case = CASES[name]
-    for rows, width in ((3, 20), (1, 1)):
-        tensors = [t.to(device) for t in drawn(case, (rows,), width, torch.float32)]
-        with red_zones():
-            inside = run(case, [guarded(t).tensor for t in tensors])
-        assert_bitwise_equal([t.clone() for t in inside], run(case, tensors))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_bits_every_time(name: str, device: torch.device) -> None:
-    case = CASES[name]
-    rows = 9 if _launch.interpreted() else 70  # which an interpreter adds in one order, threads and a GPU maybe not
-    tensors = [t.to(device) for t in drawn(case, (rows,), 130, torch.bfloat16)]
-    assert_bitwise_equal(run(case, tensors), run(case, tensors))
+    check(CASES[name], drawn(CASES[name], lead, width, dtype, regime))
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
 @pytest.mark.parametrize("name", ["bias_dropout_add", "d_gelu_sum"])
-def test_rows_at_the_end_of_a_tile(name: str, more: int, device: torch.device) -> None:
-    case = CASES[name]
-    rows = case.chain(pointwise).tile(16, 4)[0] + more
-    check(case, [t.to(device) for t in drawn(case, (rows,), 16, torch.float32)])
+def test_rows_at_the_end_of_a_tile(name: str, more: int) -> None:
+    rows = CASES[name].chain(pointwise).tile(16, 4)[0] + more
+    check(CASES[name], drawn(CASES[name], (rows,), 16, torch.float32))
 
 
 def test_a_chain_that_is_kept_serves_rows_of_any_width(device: torch.device) -> None:
@@ -359,20 +292,6 @@ def test_a_chain_that_is_kept_serves_rows_of_any_width(device: torch.device) -> 
         fresh = pointwise.Chain(pointwise.dropout(P))
         both = [pointwise.pointwise(given[0], one, given[1:])[0] for one in (chain, fresh)]
         assert_bitwise_equal(both[:1], both[1:])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_rows_further_apart_than_int32_counts(name: str, device: torch.device) -> None:
-    """The third row begins beyond 2^31 elements; only the rows themselves take memory."""
-    if device.type != "cpu":
-        pytest.skip("takes memory for what lies between, too")
-    case = CASES[name]
-    tensors = drawn(case, (4,), 12, torch.float16)
-
-    def far(t: Tensor) -> Tensor:
-        return torch.empty_strided(t.shape, (2**30 + 8, 1), dtype=t.dtype).copy_(t) if t.ndim == 2 else t
-
-    assert_bitwise_equal(run(case, [far(t) for t in tensors]), run(case, tensors))
 
 
 EXACT: dict[str, Any] = {
@@ -433,20 +352,20 @@ def test_gradients_are_those_of_finite_differences(device: torch.device) -> None
 
 # By default each chain meets each regime and each dtype, in turn.
 @pytest.mark.parametrize(("name", "regime"), [*itertools.product(CASES, ["zeros", "constant_rows", "extremes"])])
-def test_at_the_edges_of_a_format(name: str, regime: str, device: torch.device, request: pytest.FixtureRequest) -> None:
+def test_at_the_edges_of_a_format(name: str, regime: str, request: pytest.FixtureRequest) -> None:
     """Where one overflows, so does the other; fused may be finite where unfused is not."""
     case, turn = CASES[name], [*CASES].index(name) + len(regime)  # lengths of 5, 13 and 9: 2, 1 and 0 of 3
     for dtype in DTYPES[:3] if request.config.getoption("--full") else [DTYPES[turn % 3]]:
-        tensors = [t.to(device) for t in drawn(case, (5,), 12, dtype)]
-        tensors[0] = in_regime(regime, tuple(tensors[0].shape), 3, dtype=dtype).to(device)
+        tensors = drawn(case, (5,), 12, dtype)
+        tensors["x"] = in_regime(regime, tuple(tensors["x"].shape), 3, dtype=dtype).to(DEVICE)
         if regime != "extremes":
             check(case, tensors)
             continue
-        reference = in_torch(case, [t.double() for t in tensors])
-        for ours, theirs, r in zip(run(case, tensors), in_torch(case, tensors), reference, strict=True):
+        ours, theirs = run(case, tensors), in_torch(case, tensors)
+        for key, r in in_torch(case, {name: t.double() for name, t in tensors.items()}).items():
             # Whether a sum over rows overflows depends on its order; at the largest number, on how it is rounded.
             exempt = (r.abs() > 0.98 * torch.finfo(dtype).max) | (r.ndim == 1)
-            assert (ours.isfinite() | ~theirs.isfinite() | exempt).all()
+            assert (ours[key].isfinite() | ~theirs[key].isfinite() | exempt).all()
 
 
 @pytest.mark.parametrize("kind", ["integers", "signs"])
@@ -484,15 +403,15 @@ def test_runs_of_columns_are_summed_in_one_launch(columns: int, device: torch.de
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", CASES)
-def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float, device: torch.device) -> None:
+def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) -> None:
     case = CASES[name]
 
-    def measure(seed: int) -> tuple[list[Tensor], ...]:
-        tensors = [t.to(device) for t in drawn(case, (6,), 8, torch.float32, seed=seed)]
-        tensors[0][2, 3] = value
-        reference = in_torch(case, [t.double() for t in tensors])
+    def measure(seed: int) -> tuple[Tensors, ...]:
+        tensors = drawn(case, (6,), 8, torch.float32, seed=seed)
+        tensors["x"][2, 3] = value
+        reference = in_torch(case, {name: t.double() for name, t in tensors.items()})
         # Not torch in float32, whose vectorized GeLU makes NaN of infinity on a CPU.
-        return run(case, tensors), [t.float() for t in reference], reference
+        return run(case, tensors), {name: t.float() for name, t in reference.items()}, reference
 
     judge(measure, 0)
 
@@ -606,16 +525,6 @@ def test_what_is_given_again_reads_its_input_once(dtype: torch.dtype, gated: boo
     assert_bitwise_equal(k.pointwise(dy, twice, (z, z)), apart)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_operator_passes_the_checks_of_torch(name: str, device: torch.device) -> None:
-    case = CASES[name]
-    x, *others = (t.to(device) for t in drawn(case, (3,), 8, torch.float32))
-    operands, chain = operands_of(case, x, *others), case.chain(pointwise).text
-    torch.library.opcheck(torch.ops.seqfuse.pointwise.default, (x, chain, operands), {})
-    expected = [t for t in pointwise.pointwise(x, pointwise.parse(chain), operands) if t is not None]
-    assert_bitwise_equal(torch.ops.seqfuse.pointwise(x, chain, operands), expected)
-
-
 def test_a_chain_is_its_text_again() -> None:
     chains = [case.chain(pointwise) for case in CASES.values()]
     for chain in (*chains, pointwise.Chain(pointwise.dropout(P, upscale=False))):
@@ -694,11 +603,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(name: str, device: torch.d
         for at, dtype in enumerate(DTYPES[:3])
     ],
 )
-def test_rows_that_lie_apart_are_those_of_torch(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Each tensor's by another distance, so that neighbors and strides matter; what lies between is NaN."""
-    case = CASES[name]
+def test_rows_that_lie_apart_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
     for (rows, width), padding in itertools.product(((37, 12), (130, 9), (9, 1100)), (0, 3)):
-        tensors = [t.to(device) for t in drawn(case, (rows,), width, dtype)]
-        laid = [F.pad(t, (0, padding + i), value=torch.nan)[..., : t.shape[-1]] for i, t in enumerate(tensors)]
         with red_zones():
-            check(case, [t if u.ndim == 2 else u for t, u in zip(laid, tensors, strict=True)])
+            check(CASES[name], apart(drawn(CASES[name], (rows,), width, dtype), more=padding))
