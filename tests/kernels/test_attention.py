@@ -16,19 +16,18 @@ from torch import Tensor
 from seqfuse.kernels import _attention_kernel, attention
 from seqfuse.kernels.attention import ScoreTile
 from seqfuse.ops import _attention
-from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import Untouched, assert_bitwise_equal, in_regime, seeded_randn
 from seqfuse.testing.judge import judge
 from tools.compiled import Compiled
 from tools.traffic import counted, fewest
 
 from .conftest import DEVICE
+from .references import AttentionGrads, attention_in_torch, hidden_from
 
 SEED = 0x1234_5678_9ABC
 TILE_OF = attention.score_tile
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(2, 2, 32), (4, 2, 40), (3, 1, 33), (2, 1, 80)]
-Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 Drawn = tuple[tuple[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -97,64 +96,18 @@ def unpacked(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
-def hidden(rows: int, keys: int, how: dict[str, Any], device: torch.device) -> Tensor:
-    row, key = torch.arange(rows, device=device).unsqueeze(1), torch.arange(keys, device=device)
-    none = torch.zeros(rows, keys, dtype=torch.bool, device=device)
-    if how.get("causal"):
-        none |= key > row
-    if how.get("window") is not None:
-        none |= (key - row).abs() >= how["window"]
-    if how.get("cu_seqlens") is not None:
-        ends = how["cu_seqlens"].long()
-        none |= torch.searchsorted(ends, row, right=True) != torch.searchsorted(ends, key, right=True)
-    return none
-
-
-def truth(qkv: tuple[Tensor, ...], dy: Tensor, how: dict[str, Any], kind: torch.dtype) -> tuple[Grads, Tensor, Tensor]:
-    """y, dq, dk and dv, log-sum-exp and weights: the formulas in plain torch, rounded to `kind` after each product.
-
-    In a 16-bit dtype delta is made of y as it is stored, which is what every kernel that keeps no scores has.
-    """
-    q, k, v = (t.to(kind) for t in qkv)
-    shared, wide = q.shape[1] // k.shape[1], torch.promote_types(kind, torch.float32)
-    keys, values = (t.repeat_interleave(shared, 1) for t in (k, v))
-    scale = how.get("scale") or q.shape[-1] ** -0.5
-    scores, slope = (q @ keys.mT).to(wide) * scale, 1.0
-    if how.get("softcap") is not None:
-        bent = torch.tanh(scores / how["softcap"])
-        scores, slope = how["softcap"] * bent, 1 - bent * bent
-    mask = how.get("mask")
-    if mask is not None:
-        scores = scores + mask.to(wide) if mask.is_floating_point() else scores.masked_fill(mask == 0, -torch.inf)
-    scores = scores.masked_fill(hidden(*scores.shape[-2:], how, q.device), -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    scores = scores.masked_fill(blind, 0)
-    sums = scores.logsumexp(-1, keepdim=True).masked_fill(blind, 0)
-    if kind is torch.float64 or (mask is not None and mask.is_floating_point()):
-        weights, kept = scores.softmax(-1).masked_fill(blind, 0), 1.0
-    else:  # torch's own kernel makes them again from the log-sum-exp
-        weights, kept = (scores - sums).exp().masked_fill(blind, 0), 1.0
-    if how.get("p"):
-        kept = ~drop_mask(how["seed"], weights.shape, how["p"]) * (1 / (1 - how["p"]) if how["p"] < 1 else 0.0)
-    y, dy = (weights * kept).to(kind) @ values, dy.to(kind).transpose(1, 2)
-    delta = (y.to(wide) * dy.to(wide)).sum(-1, keepdim=True)
-    dscores = (weights * ((dy @ values.mT).to(wide) * kept - delta) * slope).to(kind)
-    dq = (dscores @ keys).to(wide) * scale
-    dk, dv = ((t.mT @ of).to(wide) for t, of in ((dscores, q), ((weights * kept).to(kind), dy)))
-    dk, dv = (t.unflatten(1, (-1, shared)).sum(2) for t in (dk * scale, dv))
-    return (y.transpose(1, 2), *(t.to(kind) for t in (dq, dk, dv))), sums.squeeze(-1), weights
-
-
 def ours(
     qkv: tuple[Tensor, Tensor, Tensor], dy: Tensor, how: dict[str, Any], k: ModuleType = attention
-) -> tuple[Grads, Tensor]:
-    """The same by the kernels; gradients are views of one packed tensor, whose every element is written once."""
+) -> tuple[AttentionGrads, Tensor]:
+    """The same by the kernels; of as many rows as keys gradients are views of one packed tensor, all of it written."""
     heads, kv_heads = qkv[0].shape[1], qkv[1].shape[1]
-    packed = torch.full((dy.shape[0], dy.shape[1], (heads + 2 * kv_heads) * dy.shape[-1]), torch.nan).to(dy)
-    out = unpacked(packed, heads, kv_heads)
+    out = tuple(torch.full_like(t, torch.nan) for t in qkv)
+    if dy.shape[1] == qkv[1].shape[2]:
+        packed = torch.full((dy.shape[0], dy.shape[1], (heads + 2 * kv_heads) * dy.shape[-1]), torch.nan).to(dy)
+        out = unpacked(packed, heads, kv_heads)
     y, lse = k.attention_fwd(*qkv, **how)
     k.attention_bwd(dy, *qkv, y, lse, out, **how)
-    assert not packed.isnan().any()
+    assert not any(t.isnan().any() for t in out)
     return (y, *(t.clone() for t in out)), lse
 
 
@@ -189,7 +142,10 @@ def check(draw: Callable[[int], Drawn], how: dict[str, Any], k: ModuleType = att
         watched = dict(zip("qkv", qkv, strict=True)) | {n: t for n, t in how.items() if isinstance(t, Tensor)}
         with Untouched({**watched, "dy": dy}):
             found, lse = ours(qkv, dy, how, k)
-        (exact, sums, weights), (unfused, *_) = truth(qkv, dy, how, torch.float64), truth(qkv, dy, how, dy.dtype)
+        (exact, sums, weights), (unfused, *_) = (
+            attention_in_torch(qkv, dy, how, torch.float64),
+            attention_in_torch(qkv, dy, how, dy.dtype),
+        )
         torch.testing.assert_close(lse, sums.float(), atol=1e-5, rtol=1e-5)
         factors = evening(qkv, dy, weights)
         names = ("y", "dq", "dk", "dv")
@@ -220,7 +176,7 @@ def test_every_limit_in_float32(how: str, device: torch.device) -> None:
 def test_any_number_of_rows(rows: int, device: torch.device) -> None:
     for how in ({}, {"causal": True, "window": 16}):
         qkv, dy = drawn(1, 2, 1, rows, 8, torch.float32, device)
-        for found, exact in zip(ours(qkv, dy, how)[0], truth(qkv, dy, how, torch.float64)[0], strict=True):
+        for found, exact in zip(ours(qkv, dy, how)[0], attention_in_torch(qkv, dy, how, torch.float64)[0], strict=True):
             torch.testing.assert_close(found, exact.float(), atol=2e-6, rtol=1e-5)
 
 
@@ -250,16 +206,13 @@ def test_the_size_of_a_block_is_of_no_consequence(
 
 
 def test_rows_and_keys_may_differ_in_number(device: torch.device) -> None:
-    q, k, v = (seeded_randn((1, 2, n, 16), i).to(device) for i, n in enumerate((21, 50, 50)))
-    dy = seeded_randn((1, 21, 2, 16), 5).to(device)
+    def draw(seed: int) -> Drawn:
+        q, k, v = (seeded_randn((1, 2, n, 16), seed + i).to(device) for i, n in enumerate((21, 50, 50)))
+        return (q, k, v), seeded_randn((1, 21, 2, 16), seed + 5).to(device)
+
     mask = seeded_randn((1, 1, 21, 50), 6).to(device) > 0
     for how in ({}, {"causal": True}, {"mask": mask}, {"window": 9}):
-        found, out = attention.attention_fwd(q, k, v, **how), tuple(torch.empty_like(t) for t in (q, k, v))
-        attention.attention_bwd(dy, q, k, v, *found, out, **how)
-        exact, sums, _ = truth((q, k, v), dy, how, torch.float64)
-        for one, r in zip((found[0], *out), exact, strict=True):
-            torch.testing.assert_close(one, r.float(), atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(found[1], sums.float())
+        check(draw, how)
 
 
 def test_a_window_as_wide_as_32_bits_hides_nothing(device: torch.device) -> None:
@@ -279,7 +232,7 @@ def test_drops_what_plain_torch_drops(device: torch.device) -> None:
         _attention.attend_blocks_backward(dy, qkv, scores, out, False)
         found, sums = ours(qkv, dy, how)
         torch.testing.assert_close(sums, lse, atol=1e-5, rtol=1e-5)
-        exact, _, weights = truth(qkv, dy, how, torch.float64)
+        exact, _, weights = attention_in_torch(qkv, dy, how, torch.float64)
         factors = evening(qkv, dy, weights)
         return tuple(tuple(t * f for t, f in zip(of, factors, strict=True)) for of in (found, (y, *out), exact))
 
@@ -323,7 +276,7 @@ def test_weights_of_a_row_under_one_large_mask_add_up_to_one(
     together = found[3].sum(2).float(), dy.float().sum((1, 2)).unsqueeze(1)
     torch.testing.assert_close(*together, atol=10 * close, rtol=0)
     # Beside 1e4 a score has three digits, which another order of summation rounds otherwise.
-    for one, r in zip(found, truth(qkv, dy, how, torch.float32)[0], strict=True):
+    for one, r in zip(found, attention_in_torch(qkv, dy, how, torch.float32)[0], strict=True):
         torch.testing.assert_close(one.float(), r, atol=max(close, 5e-3 if value == -1e4 else 0), rtol=0)
 
 
@@ -366,7 +319,7 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float, de
     y, lse = attention.attention_fwd(*qkv, causal=True)
     out = tuple(torch.empty_like(t) for t in qkv)
     attention.attention_bwd(dy, *qkv, y, lse, out, causal=True)
-    expected, *_ = truth(qkv, dy, {"causal": True}, torch.float32)
+    expected, *_ = attention_in_torch(qkv, dy, {"causal": True}, torch.float32)
     for name, one, r in zip(("y", "dq", "dk", "dv"), (y, *out), expected, strict=True):
         # Blocks that no row sees are left out here, where torch multiplies by zeros: more may stay finite.
         assert (one.isfinite() | ~r.isfinite()).all(), name
@@ -394,7 +347,7 @@ def test_a_nan_under_a_mask_that_is_added_is_not_lost(device: torch.device) -> N
     y, lse = attention.attention_fwd(q, k, v, **how)
     out = tuple(torch.empty_like(t) for t in (q, k, v))
     attention.attention_bwd(dy, q, k, v, y, lse, out, **how)
-    expected, *_ = truth((q, k, v), dy, how, torch.float32)
+    expected, *_ = attention_in_torch((q, k, v), dy, how, torch.float32)
     for one, r in zip((y, *out), expected, strict=True):
         assert torch.equal(one.isnan(), r.isnan())
     assert out[2].isnan().all()
@@ -530,7 +483,7 @@ def test_blocks_that_no_row_sees_are_not_read(how: str, monkeypatch: pytest.Monk
     qkv = tuple(t.contiguous() for t in qkv)
     with counted() as traffic:
         ours(qkv, dy, given)
-    seen = ~hidden(64, 64, given, dy.device)
+    seen = ~hidden_from(64, 64, given, dy.device)
     pairs = int(seen.view(4, 16, 4, 16).any(3).any(1).sum())
     ahead, dq, dkv = ({name: moved.loaded for name, moved in one.arguments.items()} for one in traffic.launches)
     tile = 16 * 16 * 4

@@ -26,31 +26,29 @@ from seqfuse.testing.tensors import redrawn
 from tools.compiled import Compiled
 
 from .conftest import DEVICE
+from .references import attention_in_torch
 
 LENGTHS = [0, 1, 37, 200, 128]
 ROWS = 200
 
 
-def truth(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, wide: bool = True, **how: Any) -> Tensor:
-    """Sequence by sequence; in float64, or rounded after each product as torch would."""
-    kind = torch.float64 if wide else q.dtype
-    y = torch.zeros_like(q, dtype=kind)
-    for b, length in enumerate(lengths.tolist()):
-        first = 0 if how.get("window") is None else max(0, length - how["window"])
-        if length <= first:
-            continue
-        keys, values = (t[b, :, first:length].to(kind) for t in (k, v))
-        if how.get("k_scale") is not None:
-            keys = keys * how["k_scale"][b, :, first:length, None].to(kind)
-            values = values * how["v_scale"][b, :, first:length, None].to(kind)
-        shared = q.shape[1] // k.shape[1]
-        keys, values = (t.repeat_interleave(shared, 0) for t in (keys, values))
-        scale = how.get("scale") or q.shape[-1] ** -0.5
-        scores = (keys @ q[b].to(kind).unsqueeze(-1)).squeeze(-1).to(torch.promote_types(kind, torch.float32)) * scale
-        if how.get("softcap") is not None:
-            scores = how["softcap"] * torch.tanh(scores / how["softcap"])
-        y[b] = (scores.softmax(-1).to(kind).unsqueeze(1) @ values).squeeze(1)
-    return y
+def truth(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, wide: bool = True, window: int | None = None, **how: Any
+) -> Tensor:
+    """In float64, or rounded after each product as torch would; of what no row sees nothing is read."""
+    kind, rows = torch.float64 if wide else q.dtype, torch.arange(k.shape[2], device=q.device)
+    seen = rows < lengths.unsqueeze(1)
+    seen &= rows >= lengths.unsqueeze(1) - (k.shape[2] if window is None else window)
+    seen = seen[:, None, :, None]
+    k, v = (torch.where(seen, t.to(kind), 0) for t in (k, v))
+    if how.get("k_scale") is not None:
+        k, v = (
+            torch.where(seen, t * how[f"{name}_scale"].unsqueeze(-1).to(kind), 0) for name, t in (("k", k), ("v", v))
+        )
+    limits = {name: how.get(name) for name in ("scale", "softcap")}
+    of = (q.unsqueeze(2), k, v), torch.zeros_like(q).unsqueeze(1)
+    (y, *_), *_ = attention_in_torch(*of, {**limits, "mask": seen.mT}, kind)
+    return y.squeeze(1)
 
 
 def drawn(heads: int, kv_heads: int, size: int, dtype: torch.dtype, int8: bool = False) -> dict[str, Tensor]:

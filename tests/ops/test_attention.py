@@ -17,6 +17,7 @@ from seqfuse import ops
 from seqfuse.ops import _attention
 from seqfuse.ops._attention import additive
 from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
+from tests.kernels.references import attention_in_torch
 
 from .passes import check_needs
 
@@ -28,33 +29,18 @@ def packed(rows: tuple[int, ...], heads: int, kv_heads: int, size: int, seed: in
     return seeded_randn((*rows, (heads + 2 * kv_heads) * size), seed, **kwargs)
 
 
-def truth(x: Tensor, op: ops.Attention, mask: Mask = None, ends: Mask = None, drop: Mask = None) -> Tensor:
-    """The math, in float64."""
-    heads, shared = op.heads, op.kv_heads
-    size, rows = x.shape[-1] // (heads + 2 * shared), torch.arange(x.shape[-2])
-    widths = [heads * size, shared * size, shared * size]
-    q, k, v = (t.unflatten(-1, (-1, size)).transpose(-3, -2) for t in x.double().split(widths, -1))
-    k, v = (t.repeat_interleave(heads // shared, -3) for t in (k, v))
-    scores = q @ k.mT * (size**-0.5 if op.scale is None else op.scale)
-    if op.softcap:
-        scores = op.softcap * torch.tanh(scores / op.softcap)
+def truth(x: Tensor, op: ops.Attention, mask: Mask = None, ends: Mask = None, seed: Mask = None) -> Tensor:
+    """The math, in float64, differentiable; of packed sequences x has no batch."""
+    q, k, v = op.heads_of(x.double())
+    lead = q.shape[:-3]
+    qkv = tuple(t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
+    how: dict[str, Any] = {name: getattr(op, name) for name in ("causal", "window", "softcap", "scale")}
+    how |= {"cu_seqlens": ends, "p": op.dropout if seed is not None else 0.0, "seed": seed}
     if mask is not None:
-        scores = scores + mask.double() if mask.is_floating_point() else scores.masked_fill(mask == 0, -torch.inf)
-    apart = rows.unsqueeze(1) - rows
-    hidden = torch.zeros_like(apart, dtype=torch.bool)
-    if op.causal:
-        hidden |= apart < 0
-    if op.window is not None:
-        hidden |= apart.abs() >= op.window
-    if ends is not None:
-        sequence = torch.searchsorted(ends, rows, right=True)
-        hidden |= sequence.unsqueeze(1) != sequence
-    scores = scores.masked_fill(hidden, -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    if drop is not None:
-        weights = weights.masked_fill(drop, 0) / (1 - op.dropout)
-    return (weights @ v).transpose(-3, -2).flatten(-2)
+        whole = mask.expand(*lead, op.heads, x.shape[-2], x.shape[-2])
+        how["mask"] = whole.reshape(-1, *whole.shape[-3:])
+    (y, *_), *_ = attention_in_torch(qkv, torch.zeros_like(qkv[0]).transpose(1, 2), how, torch.float64)
+    return y.flatten(-2).view(*lead, x.shape[-2], -1)
 
 
 def masks(kind: str | None, heads: int, length: int) -> Mask:
@@ -210,10 +196,8 @@ def test_only_wanted_gradients_are_computed(mask: bool):
 def test_dropped_weights_are_those_of_a_dropout_over_all_of_them(kv_heads: int, dropout: float, length: int):
     op = ops.Attention(4, kv_heads, causal=True, dropout=dropout)
     x, seed = packed((2, length), 4, kv_heads, 4).requires_grad_(), torch.tensor(0x1234_5678_9ABC)
-    ones = torch.ones(2, 4, length, length)
-    drop = ops.Dropout(dropout).fwd(ones, seed=seed)[0] == 0
     y, saved = op.fwd(x.detach(), seed=seed)
-    want = truth(x, op, drop=drop) if dropout < 1 else 0 * x[..., : 4 * 4].double()
+    want = truth(x, op, seed=seed)
     dy = seeded_randn(tuple(y.shape), 5)
     (dx,) = torch.autograd.grad(want, x, dy.double())
     torch.testing.assert_close(y.double(), want.detach(), atol=1e-6, rtol=1e-5)

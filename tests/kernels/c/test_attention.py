@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +16,13 @@ from seqfuse.compiler import CompileError
 from seqfuse.errors import FallbackWarning
 from seqfuse.kernels.c import attention
 from seqfuse.ops import _attention
-from seqfuse.ops._philox import drop_mask, masked
+from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from seqfuse.testing.judge import judge
+from tests.kernels.references import attention_in_torch
+from tests.kernels.test_attention import DTYPES, check, ours
 
 SEED = torch.tensor(2**40 + 5)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Batch, heads, heads of keys, queries, keys, elements of a head; limits, and the mask, if any.
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], str | None]] = {
     "plain": ((2, 3, 3, 37, 41, 16), {}, None),
@@ -37,69 +40,53 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], str | None]] = {
 }
 
 
-def drawn(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor | None]:
-    """q, k, v and dy, as heads of packed tensors are, and the mask."""
-    (B, H, Hkv, S, N, D), _, kind = CASES[name]
+def drawn(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """q, k and v as heads of packed tensors are, and dy."""
+    (B, H, Hkv, S, N, D), *_ = CASES[name]
     sizes = ((S, H), (N, Hkv), (N, Hkv), (S, H))
-    packed = [seeded_randn((B, s, 2, h, D), 5 * seed + i, dtype=dtype)[:, :, 1] for i, (s, h) in enumerate(sizes)]
-    mask = None
-    if kind is not None:
-        shape = {"bool": (1, 1, S, N), "keys": (B, 1, 1, N), "bias": (1, H, N, S)}[kind]
-        mask = seeded_randn(shape, 5 * seed + 4)
-        mask = mask.mT if kind == "bias" else torch.where(mask > -1, 0.0, -torch.inf)
-        if kind == "bool":
-            mask[:, :, 7] = -torch.inf  # a row that sees no key
-    return [*(t.transpose(1, 2) for t in packed[:3]), packed[3]], mask
+    q, k, v, dy = (seeded_randn((B, s, 2, h, D), 5 * seed + i, dtype=dtype)[:, :, 1] for i, (s, h) in enumerate(sizes))
+    return (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)), dy
 
 
-def by_torch(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
-    (B, H, Hkv, S, N, _), limits, _ = CASES[name]
-    scale, causal, window = given[0].shape[-1] ** -0.5, limits.get("causal", False), limits.get("window")
-    softcap, p = limits.get("softcap"), limits.get("p", 0.0)
-    q, k, v = (t.detach().clone().requires_grad_() for t in given[:3])
-    stats = torch.promote_types(q.dtype, torch.float32)
-    wide = [t.to(stats) for t in (q, k.repeat_interleave(H // Hkv, 1), v.repeat_interleave(H // Hkv, 1))]
-    scores = wide[0] @ wide[1].mT * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    rows, keys = torch.arange(S).unsqueeze(1), torch.arange(N)
-    hidden = (keys > rows) if causal else torch.zeros(S, N, dtype=torch.bool)
-    if window is not None:
-        hidden = hidden | (rows - keys >= window) | (keys - rows >= window)
-    scores = (scores if mask is None else scores + mask.to(stats)).masked_fill(hidden, -torch.inf)
-    blind = (scores == -torch.inf).all(-1, keepdim=True)
-    lse = scores.masked_fill(blind, 0).logsumexp(-1).masked_fill(blind.squeeze(-1), 0)
-    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    if p:
-        weights = masked(weights, drop_mask(SEED, torch.Size((B, H, S, N)), p), p)
-    y = (weights @ wide[2]).transpose(1, 2).to(q.dtype)
-    dq, dk, dv = torch.autograd.grad(y, (q, k, v), given[3].to(q.dtype))
-    return {"y": y.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+def mask_of(name: str) -> Tensor | None:
+    (B, H, _, S, N, _), _, kind = CASES[name]
+    if kind is None:
+        return None
+    mask = seeded_randn({"bool": (1, 1, S, N), "keys": (B, 1, 1, N), "bias": (1, H, N, S)}[kind], 4)
+    mask = mask.mT if kind == "bias" else torch.where(mask > -1, 0.0, -torch.inf)
+    if kind == "bool":
+        mask[:, :, 7] = -torch.inf  # a row that sees no key
+    return mask
 
 
-def in_c(name: str, given: list[Tensor], mask: Tensor | None) -> dict[str, Tensor]:
-    q, k, v, dy = given
-    limits = CASES[name][1]
-    how = {**limits, "mask": mask, "seed": SEED if "p" in limits else None}
-    y, lse = attention.attention_on_cpu(q, k, v, q.shape[-1] ** -0.5, **how)
-    grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
-    attention.attention_on_cpu_bwd(dy, q, k, v, grads, q.shape[-1] ** -0.5, **how)
-    return {"y": y, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+def _forward(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+    return attention.attention_on_cpu(q, k, v, q.shape[-1] ** -0.5, **how)
 
 
-def check(name: str, dtype: torch.dtype = torch.float32) -> None:
-    def measure(seed: int) -> tuple[Any, Any, Any]:
-        given, mask = drawn(name, seed, dtype)
-        exact = by_torch(name, [t.double() for t in given], mask)
-        return in_c(name, given, mask), by_torch(name, given, mask), exact
+def _backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, out: Any, **how: Any) -> None:
+    attention.attention_on_cpu_bwd(dy, q, k, v, out, q.shape[-1] ** -0.5, **how)
 
-    judge(measure, 0)
+
+IN_C: Any = SimpleNamespace(attention_fwd=_forward, attention_bwd=_backward)
+
+
+def how_of(name: str) -> dict[str, Any]:
+    limits, mask = CASES[name][1], mask_of(name)
+    return limits | ({"seed": SEED} if "p" in limits else {}) | ({} if mask is None else {"mask": mask})
+
+
+def in_c(name: str) -> Any:
+    return ours(*drawn(name, 0), how_of(name), IN_C)
+
+
+def check_case(name: str, dtype: torch.dtype = torch.float32) -> None:
+    check(functools.partial(drawn, name, dtype=dtype), how_of(name), IN_C)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_what_torch_makes(name: str, dtype: torch.dtype) -> None:
-    check(name, dtype)
+    check_case(name, dtype)
 
 
 @pytest.mark.parametrize("name", ["causal", "more keys", "window", "bias"])
@@ -107,7 +94,7 @@ def test_threads_change_no_bit(
     name: str, by_threads: Callable[[Callable[[], Any]], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_LARGE", 0)
-    first, *others = by_threads(lambda: in_c(name, *drawn(name)))
+    first, *others = by_threads(lambda: in_c(name))
     for other in others:
         assert_bitwise_equal(other, first)
 
@@ -121,27 +108,27 @@ def test_processors_with_shorter_vectors(lanes: int, altered: Callable[[str, str
             "#if defined(__AVX512F__)\n#define LANES 16\n#define VECTORS 4\n#elif defined(__AVX__)", "#if 0\n#elif 0"
         )
     for name in ("causal", "more keys", "bias", "long"):
-        check(name)
+        check_case(name)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_numbers_that_are_not_finite(value: float) -> None:
     """A NaN spoils the row of its query, and every value's gradient; an infinite score its own key alone."""
-    given, mask = drawn("causal")
-    given[0][0, 1, 20, 3] = value
-    given[1][0, 0, 20] = given[1][0, 0, 20].abs()  # which make a score of infinite terms of one sign, or NaN
-    mine, theirs = in_c("causal", given, mask), by_torch("causal", given, mask)
-    spoiled = {name: (~mine[name].isfinite(), ~theirs[name].isfinite()) for name in ("y", "lse", "dv")}
-    for name, (of_mine, of_theirs) in spoiled.items():
-        assert bool(of_mine.any())
-        exact = name != "dv" or value != value  # torch's softmax spoils all weights of a row for an infinite score
-        assert torch.equal(of_mine, of_theirs) if exact else not bool((of_mine & ~of_theirs).any()), name
-    finite = torch.ones(70, dtype=torch.bool)
-    finite[20] = False
-    for name in ("y", "dq"):
-        rows = {"y": 1, "dq": 2}[name]
-        got, wanted = mine[name].movedim(rows, 0)[finite], theirs[name].movedim(rows, 0)[finite]
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    (q, k, v), dy = drawn("causal", 0)
+    q[0, 1, 20, 3] = value
+    k[0, 0, 20] = k[0, 0, 20].abs()  # which make a score of infinite terms of one sign, or NaN
+    (y, lse), out = _forward(q, k, v, causal=True), tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
+    _backward(dy, q, k, v, y, lse, out, causal=True)
+    (of_y, of_dq, _, of_dv), sums, _ = attention_in_torch((q, k, v), dy, {"causal": True}, torch.float64)
+    for mine, theirs in ((y, of_y), (lse, sums), (out[2], of_dv)):
+        assert bool((~mine.isfinite()).any())
+        # Torch's softmax spoils all weights of a row for an infinite score.
+        spoiled, more = ~mine.isfinite(), ~theirs.isfinite()
+        assert torch.equal(spoiled, more) if mine is not out[2] or value != value else not bool((spoiled & ~more).any())
+    finite = torch.arange(70) != 20
+    for mine, theirs, rows in ((y, of_y, 1), (out[0], of_dq, 2)):
+        got, wanted = mine.movedim(rows, 0)[finite], theirs.movedim(rows, 0)[finite]
+        torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 SHAPES = {"heads": (4, 4, None), "shared heads": (4, 2, None), "soft-cap": (4, 4, 5.0)}

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import seqfuse as sf
 from seqfuse import compiler
 from seqfuse.errors import FallbackWarning
 from seqfuse.hardware import C_WORTHWHILE
@@ -19,7 +18,7 @@ from seqfuse.kernels import crossentropy
 from seqfuse.kernels.c import call
 from seqfuse.kernels.c import crossentropy as in_c
 from seqfuse.losses import LinearCrossEntropy, _chunks
-from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
+from seqfuse.testing import assert_bitwise_equal
 from tests.kernels.test_crossentropy import CASES, check, drawn, in_torch, run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,40 +91,6 @@ def test_the_largest_logit_is_found_wherever_it_is(at: int) -> None:
     assert run(CASES["plain"], spread(at))["loss"].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_loss_takes_the_kernel_and_is_as_without_it(
-    reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    kernel = crossentropy.cross_entropy_
-    monkeypatch.setattr(
-        crossentropy, "cross_entropy_", lambda *args, **more: (calls.append(len(args[0])), kernel(*args, **more))[1]
-    )
-    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "reduction": reduction}
-    torch.manual_seed(0)
-    module = LinearCrossEntropy(12, 60, True, chunk=8, **options).double()
-    x, targets = seeded_randn((21, 12), 0, dtype=dtype), torch.arange(21)
-    targets[3:6] = -100
-
-    def results(x: torch.Tensor, fusing: bool) -> dict[str, torch.Tensor]:
-        x = x.detach().requires_grad_()
-        with sf.fusing(fusing):
-            loss = module(x, targets)
-            grads = torch.autograd.grad(loss.sum(), [x, *module.parameters()])
-        return {"loss": loss.detach(), **{f"d{i}": d for i, d in enumerate(grads)}}
-
-    wide = results(x.double(), False)
-    module.to(dtype)
-    ours = results(x, True)
-    twice = [8, 8, 8, 8, 5, 5] if dtype is torch.float16 else [8, 8, 5]
-    assert calls == ([] if dtype is torch.float64 else [8, 8, 5] * 2 if reduction == "none" else twice)
-    calls.clear()
-    theirs = results(x, False)
-    assert not calls
-    assert_fused_close(ours, theirs, wide)
-
-
 @pytest.mark.parametrize("classes", [C_WORTHWHILE // 4 - 1, C_WORTHWHILE // 4])
 def test_small_logits_compile_nothing(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
@@ -134,15 +99,6 @@ def test_small_logits_compile_nothing(classes: int, monkeypatch: pytest.MonkeyPa
     module = LinearCrossEntropy(3, classes)
     module(torch.randn(4, 3), torch.arange(4))
     assert bool(calls) == (4 * classes >= C_WORTHWHILE)
-
-
-def test_a_kernel_that_fails_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*args: Any, **more: Any) -> None:
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(crossentropy, "cross_entropy_", failing)
-    with pytest.raises(sf.KernelError, match="SF401 LinearCrossEntropy: its kernel failed: out of luck"):
-        LinearCrossEntropy(3, 400)(torch.randn(4, 3), torch.arange(4))
 
 
 def test_without_a_compiler_operations_of_torch_run(monkeypatch: pytest.MonkeyPatch) -> None:
