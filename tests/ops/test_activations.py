@@ -73,11 +73,6 @@ def test_both_spellings_are_one_class():
     assert repr(ops.GELU("tanh")) == "GeLU(approximate='tanh')"
 
 
-def test_refuses_an_unknown_form():
-    with pytest.raises(ValueError, match="approximate must be"):
-        ops.GeLU("erf")
-
-
 def test_nan_passes_a_relu_and_zero_has_no_slope():
     x = torch.tensor([math.nan, -math.inf, -1.0, -1e-38, 0.0, 2.0, math.inf])
     op = ops.ReLU()

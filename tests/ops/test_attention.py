@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import seqfuse as sf
@@ -386,47 +386,6 @@ def test_empty_inputs_give_empty_outputs(shape: tuple[int, ...]):
     y.sum().backward()
     assert y.shape == (*shape[:-1], 6)
     assert x.grad.shape == shape
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((4, 3), "kv_heads must divide heads, got 3 and 4"),
-        ((0,), "kv_heads must divide heads, got 0 and 0"),
-        ({"heads": 2, "dropout": 1.5}, "dropout must be between 0 and 1, got 1.5"),
-        ({"heads": 2, "window": 0}, "window must be at least 1, got 0"),
-        ({"heads": 2, "softcap": 0.0}, "softcap must be positive, got 0.0"),
-    ],
-)
-def test_refuses_numbers_that_do_not_fit(arguments: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        ops.Attention(**arguments) if isinstance(arguments, dict) else ops.Attention(*arguments)
-
-
-def test_errors_name_the_place_and_what_was_expected():
-    model = sf.Sequential(nn.Identity(), ops.Attention(2, 1, mask="m", cu_seqlens=None))
-    with pytest.raises(
-        sf.errors.InputError, match=r"SF101 position 1 \(Attention\): expects \[\*, S, 4 D\] of 2 query"
-    ):
-        model(torch.zeros(3, 10), m=torch.zeros(3, 3))
-    with pytest.raises(
-        sf.errors.InputError, match=r"position 1 \(Attention\): expects a mask that broadcasts to \(2, 3, 3\)"
-    ):
-        model(torch.zeros(3, 12), m=torch.zeros(4, 3))
-    for x, mask, said in (
-        (torch.ones(3, 12, dtype=torch.int64), torch.ones(3, 3), "torch.int64 and a mask of torch.float32"),
-        (torch.ones(3, 12, dtype=torch.complex64), torch.ones(3, 3), "torch.complex64 and"),
-        (torch.zeros(3, 12), torch.ones(3, 3, dtype=torch.complex64), "torch.float32 and a mask of torch.complex64"),
-    ):
-        with pytest.raises(sf.errors.InputError, match=rf"SF101 position 1 .* expects floating-point x.* got {said}"):
-            model(x, m=mask)
-    packed_model = sf.Sequential(ops.Attention(2, 1, cu_seqlens="ends"))
-    for ends in ([0, 2], [1, 3], [0, 2, 1, 3], []):
-        message = r"SF107 position 0 \(Attention\): expects cu_seqlens that run from 0 to 3"
-        with pytest.raises(sf.errors.InputError, match=message):
-            packed_model(torch.zeros(3, 12), ends=torch.tensor(ends, dtype=torch.int32))
-    with pytest.raises(sf.errors.InputError, match=r"expects x \[S, C\]"):
-        packed_model(torch.zeros(1, 3, 12), ends=torch.tensor([0, 3]))
 
 
 @pytest.mark.parametrize("length", [5, 18])

@@ -87,14 +87,6 @@ def test_of_logits_whose_sigmoids_are_1_the_greatest_is_chosen():
     assert torch.equal(op.reference(torch.ones(3, 4))[1]["experts"], made["experts"])
 
 
-@pytest.mark.parametrize(
-    "named", [{"top_k": 0}, {"top_k": 7}, {"groups": (4, 1)}, {"groups": (3, 0)}, {"groups": (6, 1)}]
-)
-def test_a_router_refuses_numbers_that_do_not_fit(named: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"must be between|must cut"):
-        ops.Route(6, 6, **{"top_k": 2, **named})
-
-
 CASES = st.tuples(st.integers(1, 8), st.integers(1, 9), st.integers(0, 12), st.integers(0, 2**31))
 
 
@@ -264,19 +256,3 @@ def test_nothing_of_a_gpu_is_read_by_the_host():
         d, _ = route.bwd(d, of_route, d_experts=None, d_probs=grads["probs"], needs=needs - {"bias"})
         assert d.shape == x.shape
         assert mode is not None
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.bool)],
-    ids=["shape", "floating-point", "bool"],
-)
-def test_permute_refuses_what_are_no_experts(chosen: Tensor):
-    with pytest.raises(sf.InputError, match=r"SF101 position 0 \(Permute\): .*integers \(5, 2\), got"):
-        sf.Sequential(ops.Permute(4, 2), ops.Unpermute(None))(torch.zeros(5, 6), experts=chosen)
-
-
-def test_unpermute_refuses_factors_of_another_shape():
-    given = {"rows": torch.arange(10).view(5, 2), "offsets": torch.tensor([10], dtype=torch.int32)}
-    with pytest.raises(sf.InputError, match=r"SF101 position 0 \(Unpermute\): .*probs of the shape of the rows"):
-        sf.Sequential(ops.Unpermute())(torch.zeros(5, 2, 6), probs=torch.zeros(5, 3), **given)

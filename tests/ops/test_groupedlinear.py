@@ -193,19 +193,6 @@ def test_counts_its_flops():
     assert plan.memory.flops == 2 * 9 * 6 * 8
 
 
-@pytest.mark.parametrize(
-    "ends", [torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0]), torch.tensor([True, True])], ids=str
-)
-def test_refuses_what_are_no_ends(ends: Tensor):
-    with pytest.raises(sf.InputError, match=r"SF101 position 0 \(GroupedLinear\): .*ends of 2 groups, integers \(2,\)"):
-        sf.Sequential(ops.GroupedLinear(2, 6, 8))(torch.zeros(5, 6), offsets=ends)
-
-
-def test_refuses_no_group():
-    with pytest.raises(ValueError, match="at least one group"):
-        ops.GroupedLinear(0, 6, 8)
-
-
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 def test_operators_are_what_they_say(ends: tuple[int, ...]) -> None:
     x, dy, weight = seeded_randn((20, 6), 0), seeded_randn((20, 5), 1), seeded_randn((3, 5, 6), 2)

@@ -136,23 +136,6 @@ def test_starts_from_the_numbers_and_keys_of_torch():
     assert repr(ops.RMSNorm(4)) == "RMSNorm((4,), eps=None, elementwise_affine=True)"
 
 
-@BOTH
-@pytest.mark.parametrize(("size", "shape", "sentence"), [
-    (4, (3, 5), "expects last dimension 4, got 5"),
-    (4, (), "expects last dimension 4, got 0-d"),
-    ((3, 4), (3, 5), r"expects last dimensions \(3, 4\), got \(3, 5\)"),
-    ((3, 4), (4,), r"expects last dimensions \(3, 4\), got 1-d"),
-], ids=str)  # fmt: skip
-def test_says_which_trailing_shape_it_expects(size: Any, shape: tuple[int, ...], sentence: str, kind: type[Norm]):
-    with pytest.raises(ValueError, match=sentence):
-        kind(size).infer(shape)
-
-
-def test_refuses_an_empty_trailing_shape():
-    with pytest.raises(ValueError, match="at least one dimension"):
-        ops.LayerNorm(())
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_sums_half_gradients_in_float32(dtype: torch.dtype):
     op, x = ops.LayerNorm(8, dtype=dtype), seeded_randn((5000, 8), 0, dtype=dtype)

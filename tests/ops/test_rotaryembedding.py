@@ -122,18 +122,6 @@ def test_only_wanted_gradients_of_angles_keep_the_input():
     assert op.fwd(x, **angles, needs=frozenset({"sin"}))[1].x is x
 
 
-def test_angles_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="cos and sin are given together, in place of positions"):
-        ops.RotaryEmbedding(2, style="half", cos="cos")
-    with pytest.raises(ValueError, match="cos and sin are given together, in place of positions"):
-        ops.RotaryEmbedding(2, style="half", cos="cos", sin="sin", positions="ids")
-    op = ops.RotaryEmbedding(1, style="half", cos="cos", sin="sin")
-    for cos, sin in (((3, 4), (3, 4)), ((2, 4), (2, 2)), ((2, 3), (2, 3)), ((2, 2, 4), (2, 2, 4))):
-        wanted = r"position 0 \(RotaryEmbedding\): expects cos and sin that broadcast to \(2, 4\) or \(2, 2\), got"
-        with pytest.raises(sf.InputError, match=wanted):
-            sf.Sequential(op)(torch.zeros(2, 12), cos=torch.zeros(cos), sin=torch.zeros(sin))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_far_positions_keep_their_digits(dtype: torch.dtype):
     op = ops.RotaryEmbedding(1, style="half")
@@ -162,19 +150,6 @@ def test_ids_may_differ_from_row_to_row_of_a_batch():
     y = op(x, p=ids)
     torch.testing.assert_close(y[1], op(x[1], p=ids[1]))
     torch.testing.assert_close(y[0], ops.RotaryEmbedding(2, style="half")(x[0]))
-
-
-def test_refuses_what_does_not_fit():
-    with pytest.raises(ValueError, match='style must be "half" or "interleaved"'):
-        ops.RotaryEmbedding(2, style="neox")
-    with pytest.raises(ValueError, match="rotary_dim must be even"):
-        ops.RotaryEmbedding(2, style="half", rotary_dim=3)
-    with pytest.raises(sf.errors.InputError, match=r"turns all elements of a head, got heads of 3"):
-        ops.RotaryEmbedding(1, style="half")(torch.zeros(2, 9))
-    with pytest.raises(sf.errors.InputError, match=r"turns 8 elements of a head, got heads of 4"):
-        ops.RotaryEmbedding(1, style="half", rotary_dim=8)(torch.zeros(2, 12))
-    with pytest.raises(sf.errors.InputError, match=r"positions that broadcast to \(2,\), got \(3,\)"):
-        ops.RotaryEmbedding(1, style="half", positions="p")(torch.zeros(2, 12), p=torch.arange(3))
 
 
 def test_a_part_of_a_head_of_odd_size_is_turned():
