@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import pkgutil
 from collections.abc import Callable, Collection, Sequence
@@ -10,10 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.library import opcheck
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from seqfuse import kernels
 from seqfuse.kernels import _launch, decode
@@ -30,6 +28,7 @@ from . import (
     test_quantize,
     test_rope,
 )
+from .checked import Checked
 from .conftest import DEVICE
 from .laid import Tensors, apart, as_one, far
 
@@ -212,6 +211,7 @@ def test_no_rows_give_nothing_and_sums_of_zero(kernel: str, case: str) -> None:
     ("kernel", "case"), [one for one in each(lambda of: of.cases if of.in_torch else ()) if one[0] != "rope"]
 )
 def test_float64_is_computed_in_float64(kernel: str, case: str) -> None:
+    """And every gradient is that of autograd to its last digits."""
     subject = SUBJECTS[kernel]
     assert subject.in_torch is not None
     tensors = subject.drawn(case, (5,), 12, torch.float64)
@@ -244,21 +244,47 @@ def test_each_size_and_regime_equals_torch(kernel: str, case: str, dtype: torch.
             subject.check(case, subject.drawn(case, lead, columns, dtype, regime))
 
 
-class Checked(TorchDispatchMode):
-    """Has torch check each operator of ours that is called."""
+def _only_looked_at(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: Any, *more: Any, **options: Any) -> None:
+    _launch.one_device(kernel.__name__, _launch._tensors(args))
+    assert {t.device.type for t in _launch._tensors(args)} == {"meta"}, kernel.__name__
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "seqfuse":
-            self.names.add(func._opname)
-            # Results of 8 bits are not compared by torch.
-            narrow = any(value is torch.float8_e4m3fn for value in tree_leaves((args, kwargs)))
-            tests: Any = {"test_utils": ("test_schema", "test_faketensor")} if narrow else {}
-            opcheck(func, args, kwargs or {}, **tests)
-        return func(*args, **(kwargs or {}))
+@pytest.fixture
+def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without memory refuse to meet those of a CPU, as a GPU's would, and have gradients."""
+    for one in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{one.name}")
+        if one.name != "_launch" and hasattr(module, "launch"):
+            monkeypatch.setattr(module, "launch", _only_looked_at)
+    for module in (test_norm, test_pointwise, test_rope, test_crossentropy, test_decode):
+        monkeypatch.setattr(module, "DEVICE", torch.device("meta"))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [
+        ("pointwise", "bias_gelu"), ("norm", "layernorm_all"), ("norm", "rmsnorm_around"), ("rope", "all_interleaved"),
+        ("rope", "bias"), ("crossentropy", "all"), ("decode", "plain"), ("decode", "int8"),
+    ],
+)  # fmt: skip
+def test_all_tensors_are_on_one_device(kernel: str, case: str, on_meta: None) -> None:
+    """What a file draws, and what its references make of that, too."""
+    subject = SUBJECTS[kernel]
+    tensors = subject.drawn(case, (3,), 8, torch.float32)
+    ours = subject.run(case, tensors)
+    assert {t.device.type for t in ours.values()} == {"meta"}
+    if subject.in_torch is not None:
+        theirs = subject.in_torch(case, tensors)
+        assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
+
+
+@pytest.mark.triton
+def test_a_tensor_elsewhere_is_found(on_meta: None) -> None:
+    tensors = SUBJECTS["norm"].drawn("layernorm_around", (3,), 8, torch.float32)
+    tensors["residual"] = torch.ones(3, 8)
+    with pytest.raises(ValueError, match="expected all tensors on one device, got cpu and meta"):
+        SUBJECTS["norm"].run("layernorm_around", tensors)
 
 
 def known(tensors: Tensors) -> Tensors:

@@ -199,21 +199,6 @@ def test_equal_logits_have_exact_gradients(dtype: torch.dtype) -> None:
     assert_bitwise_equal(logits, wanted)
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
-    case, tensors = CASES[name], drawn(CASES[name], 4, 6, torch.float64)
-    gradient, step = run(case, tensors)["gradient"], 1e-6
-    weight = tensors["scale"].double() if case.scaled else torch.ones(4, dtype=torch.float64, device=DEVICE)
-    for column in range(6):
-        ends: list[Tensor] = []
-        for sign in (1, -1):
-            moved = tensors["logits"].clone()
-            moved[:, column] += sign * step
-            ends.append(run(case, {**tensors, "logits": moved})["loss"])
-        torch.testing.assert_close(gradient[:, column], weight * (ends[0] - ends[1]) / (2 * step), rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("regime", ["zeros", "constant_rows"])
 def test_rows_of_one_number_are_those_of_torch(regime: str) -> None:
     for name in ("plain", "all"):

@@ -337,45 +337,6 @@ def test_rows_of_signs_are_normalized_exactly(
         assert_bitwise_equal(b.dbias, d.sum(0).to(dtype))
 
 
-class _Norm(torch.autograd.Function):
-    """Bias, dropout, residual sum, norm and activation, every gradient by a kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        case = CASES[name]
-        x, weight, bias, pre_bias, residual = inputs
-        ctx.case, ctx.affine = case, (weight, bias if case.centered else None)
-        f = norm_fwd(
-            x, *ctx.affine, EPS, centered=case.centered, zero_centered=case.zero_centered,
-            act=ACTIVATIONS.get(str(case.act)), seed=SEED.to(x.device), p=P, pre_bias=pre_bias, residual=residual,
-        )  # fmt: skip
-        assert f.stream is not None
-        ctx.save_for_backward(f.stream, f.rstd, *(() if f.mean is None else (f.mean,)))
-        return f.y, f.stream
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        case, wanted = ctx.case, torch.float64
-        stream, rstd, *mean = ctx.saved_tensors
-        b = norm_bwd(
-            grads[0].contiguous(), stream, mean[0] if mean else None, rstd, *ctx.affine,
-            zero_centered=case.zero_centered, act=ACTIVATIONS.get(str(case.act)), seed=SEED.to(stream.device), p=P,
-            dstream=grads[1].contiguous(), dweight=wanted, dbias=wanted if case.centered else None, dbranch=True,
-            dpre_bias=wanted,
-        )  # fmt: skip
-        return None, b.dbranch, b.dweight, b.dbias, b.dpre_bias, b.dx
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
-    shapes = ((3, 6), (6,), (6,), (6,), (3, 6))
-    inputs = [seeded_randn(shape, i, dtype=torch.float64).to(DEVICE).requires_grad_() for i, shape in enumerate(shapes)]
-    if not CASES[name].centered:
-        inputs[2].requires_grad_(False)
-    torch.autograd.gradcheck(lambda *a: _Norm.apply(name, *a), inputs, fast_mode=True)
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "layernorm_around"])
 def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) -> None:

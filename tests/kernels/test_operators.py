@@ -27,8 +27,8 @@ from seqfuse.kernels.permute import Pairs
 from seqfuse.kernels.quantize import As
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
+from .checked import Checked
 from .conftest import DEVICE
-from .test_contract import Checked
 
 GELU = ACTIVATIONS["gelu"]
 ALONG = As("1x32", torch.float8_e4m3fn, along_rows=True)

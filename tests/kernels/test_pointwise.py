@@ -321,35 +321,6 @@ def test_exact_numbers_give_exact_results(name: str, dtype: torch.dtype, device:
     assert_bitwise_equal(list(ours), [t.to(dtype) for t in expected(*(t.double() for t in tensors))])
 
 
-class _Chain(torch.autograd.Function):
-    """dropout(silu(gate) up), [gate; up] = x + b, then a residual: every gradient by a chain."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, b: Tensor, other: Tensor, seed: Tensor) -> Tensor:
-        k = pointwise
-        y, z = k.pointwise(
-            x, k.Chain(k.bias(), k.store(), k.gated(SILU), k.dropout(P), k.add()), (b, seed, other)
-        )  # fmt: skip
-        ctx.save_for_backward(z, seed)
-        assert y is not None
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        k = pointwise
-        z, seed = ctx.saved_tensors
-        dy = grads[0].contiguous()
-        dx, db = k.pointwise(dy, k.Chain(k.dropout(P), k.dgated(SILU), k.column_sum()), (seed, z))
-        return dx, db, dy, None
-
-
-@pytest.mark.triton
-def test_gradients_are_those_of_finite_differences(device: torch.device) -> None:
-    shapes = ((3, 8), (8,), (3, 4))
-    inputs = [seeded_randn(s, i, dtype=torch.float64).to(device).requires_grad_() for i, s in enumerate(shapes)]
-    torch.autograd.gradcheck(lambda *a: _Chain.apply(*a, SEED.to(device)), inputs, fast_mode=True)
-
-
 # By default each chain meets each regime and each dtype, in turn.
 @pytest.mark.parametrize(("name", "regime"), [*itertools.product(CASES, ["zeros", "constant_rows", "extremes"])])
 def test_at_the_edges_of_a_format(name: str, regime: str, request: pytest.FixtureRequest) -> None:

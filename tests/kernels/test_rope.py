@@ -26,6 +26,7 @@ from seqfuse.testing.judge import judge
 from seqfuse.testing.tensors import redrawn
 from tools.compiled import Compiled
 
+from .checked import Checked
 from .conftest import DEVICE
 
 HEADS, KV = 3, 2
@@ -361,110 +362,44 @@ def test_a_row_that_cannot_be_written_is_refused() -> None:
         rope.rope_write(x, HEADS, KV, turn, cache.to(torch.int8), cache.to(torch.int8), lengths)
 
 
-WRITES = {
-    "everything": ("bias", "norm", "gains", "turned"),
-    "norm without gains": ("bias", "norm", "turned"),
-    "norm alone": ("norm", "gains"),
-    "rotation alone": ("turned",),
-    "nothing": (),
-}
-
-
-def to_write(around: tuple[str, ...], *, int8: bool) -> tuple[tuple[Any, ...], Rotation | None, dict[str, Any]]:
-    """What is written of two new rows, of a batch whose second sequence is full; the cache is part of a larger one."""
-    size, width = 6, PARTS * 6
-    caches = [torch.full((2, KV, 8, size), 5.0, device=DEVICE).to(torch.int8 if int8 else torch.float32) for _ in "kv"]
-    given: dict[str, Any] = {}
-    if "bias" in around:
-        given["bias"] = seeded_randn((width,), 2).to(DEVICE)
-    if "norm" in around:
-        given["norm_eps"] = EPS
-    if "gains" in around:
-        given |= {name: seeded_randn((size,), i).to(DEVICE) for i, name in ((3, "q_weight"), (4, "k_weight"))}
+def to_write(int8: bool) -> tuple[list[Tensor], dict[str, Any]]:
+    """Two new rows, of a batch whose second sequence is full, and a cache that is part of a larger one."""
+    width = PARTS * 6
+    caches = [torch.full((2, KV, 8, 6), 5.0, device=DEVICE).to(torch.int8 if int8 else torch.float32) for _ in "kv"]
+    given: dict[str, Any] = {"bias": seeded_randn((width,), 2).to(DEVICE), "norm_eps": EPS}
+    given |= {name: seeded_randn((6,), i).to(DEVICE) for i, name in ((3, "q_weight"), (4, "k_weight"))}
     if int8:
         given |= {name: torch.full((2, KV, 8), 9.0, device=DEVICE)[:, :, :5] for name in ("k_scale", "v_scale")}
     x, lengths = seeded_randn((2, width), 1).to(DEVICE), torch.tensor([3, 5], device=DEVICE)
-    rotation = Rotation("interleaved", 4, 100.0) if "turned" in around else None
-    return (x, *(cache[:, :, :5] for cache in caches), lengths), rotation, given
+    return [x, *(cache[:, :, :5] for cache in caches), lengths], given
 
 
-def written(run: Callable[..., Tensor], around: tuple[str, ...], *, int8: bool) -> list[Tensor]:
+def written(run: Callable[..., Tensor], int8: bool) -> list[Tensor]:
     """The queries, both caches, and their scales."""
-    (x, *caches), rotation, given = to_write(around, int8=int8)
-    q = run(x, HEADS, KV, rotation, *caches, **given)
+    (x, *caches), given = to_write(int8)
+    q = run(x, HEADS, KV, Rotation("interleaved", 4, 100.0), *caches, **given)
     return [q, *(t.clone() for t in (*caches[:2], *(given[name] for name in ("k_scale", "v_scale") if int8)))]
-
-
-UNTURNED = (None, 0, 0.0)
-
-
-def written_by_operator(x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *rest: Any, **given: Any):
-    return torch.ops.seqfuse.rope_write(x, heads, kv_heads, *(rotation or UNTURNED), *rest, **given)
-
-
-# Each with and without rounded caches in turn; the other way round under --full.
-IN_TURN = [
-    pytest.param(
-        name,
-        int8,
-        id=f"{name}-{'int8' if int8 else ''}",
-        marks=[pytest.mark.full] * (DEVICE.type == "cpu" and i % 2 != int8),
-    )
-    for i, name in enumerate(WRITES)
-    for int8 in (False, True)
-]
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize(("name", "int8"), IN_TURN)
-def test_the_operator_that_writes_is_what_it_says(name: str, int8: bool) -> None:
-    (x, *caches), rotation, given = to_write(WRITES[name], int8=int8)
-    torch.library.opcheck(torch.ops.seqfuse.rope_write.default, (x, HEADS, KV, *(rotation or UNTURNED), *caches), given)
-    eager = written(rope.rope_write, WRITES[name], int8=int8)
-    assert_bitwise_equal(written(written_by_operator, WRITES[name], int8=int8), eager)
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize(
-    ("name", "int8"), [given for given in IN_TURN if given.values[0] in ("everything", "rotation alone", "nothing")]
-)
-def test_a_compiled_write_is_in_the_cache(name: str, int8: bool) -> None:
-    """Whether the queries are used or not."""
-    torch.compiler.reset()
-
-    def without_queries(x: Tensor, *rest: Any, **given: Any) -> Tensor:
-        written_by_operator(x, *rest, **given)
-        return x + 1
-
-    for function in (written_by_operator, without_queries):
-        eager = written(function, WRITES[name], int8=int8)
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        assert_bitwise_equal(written(compiled, WRITES[name], int8=int8), eager)
-    assert not torch.equal(eager[1], to_write(WRITES[name], int8=int8)[0][1])
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
-@pytest.mark.parametrize("name", ["everything", "rotation alone", "nothing"])
-def test_a_recorded_write_calls_the_operator(name: str, int8: bool) -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
+def test_an_operator_that_writes_is_what_it_says_and_is_compiled(int8: bool) -> None:
+    """Whether the queries are used or not."""
+    with Checked() as checked:
+        found = written(rope.rope_write, int8)
+    assert checked.names == {"rope_write"}
+    eager = written(rope.rope_write, int8)
+    assert_bitwise_equal(found, eager)
+    assert not torch.equal(eager[1], to_write(int8)[0][1])
+    torch.compiler.reset()
+    for used in (True, False):
 
-    (x, *caches), rotation, given = to_write(WRITES[name], int8=int8)
-    tensors = {key: t for key, t in given.items() if isinstance(t, Tensor)}
-    numbers = {key: t for key, t in given.items() if key not in tensors}
+        def run(x: Tensor, heads: int, kv_heads: int, rotation: Rotation, *rest: Any, used: bool = used, **given: Any):
+            q = torch.ops.seqfuse.rope_write(x, heads, kv_heads, *rotation, *rest, **given)
+            return q if used else x + 1
 
-    def write(x: Tensor, caches: list[Tensor], tensors: dict[str, Tensor]) -> Tensor:
-        return rope.rope_write(x, HEADS, KV, rotation, *caches, **tensors, **numbers)
-
-    graph = make_fx(write, tracing_mode="fake")(x, caches, tensors)
-    assert graph.code.count("torch.ops.seqfuse.rope_write.default(") == 1
-    # Nothing was written while it was recorded.
-    assert_bitwise_equal(caches[:2], list(to_write(WRITES[name], int8=int8)[0][1:3]))
-
-    def recorded(x: Tensor, heads: int, kv_heads: int, rotation: Any, *caches: Tensor, **given: Any) -> Tensor:
-        return graph(x, list(caches), {key: t for key, t in given.items() if key in tensors})
-
-    assert_bitwise_equal(written(recorded, WRITES[name], int8=int8), written(rope.rope_write, WRITES[name], int8=int8))
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        assert_bitwise_equal(written(compiled, int8)[1:], eager[1:])
 
 
 def test_angles_made_while_tensors_are_fake_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

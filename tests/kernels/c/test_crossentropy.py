@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +13,8 @@ from seqfuse import compiler
 from seqfuse.errors import FallbackWarning
 from seqfuse.hardware import C_WORTHWHILE
 from seqfuse.kernels import crossentropy
-from seqfuse.kernels.c import call
 from seqfuse.kernels.c import crossentropy as in_c
 from seqfuse.losses import LinearCrossEntropy, _chunks
-from seqfuse.testing import assert_bitwise_equal
 from tests.kernels.test_crossentropy import CASES, check, drawn, in_torch, run
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,21 +24,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("name", ["plain", "all", "all_again"])
 def test_rows_longer_than_a_block(name: str, dtype: torch.dtype) -> None:
     check(CASES[name], drawn(CASES[name], 5, 2 * in_c._BLOCK + 37, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["plain", "all", "again"])
-def test_plain_c_gives_as_good_numbers(name: str, dtype: torch.dtype, plain_c: None) -> None:
-    check(CASES[name], drawn(CASES[name], 9, 131, dtype))
-
-
-@pytest.mark.parametrize("name", ["plain", "all", "all_again"])
-def test_threads_change_no_bit(name: str, by_threads: Callable[..., list[Any]]) -> None:
-    tensors = drawn(CASES[name], 70, 1025, torch.float32)
-    assert tensors["logits"].numel() >= call.PARALLEL
-    first, *others = by_threads(lambda: run(CASES[name], tensors))
-    for other in others:
-        assert_bitwise_equal(other, first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -92,22 +92,6 @@ def test_what_is_dropped_is_what_the_mask_says(columns: int, dtype: torch.dtype)
     assert torch.equal(b.dbranch == 0, drop)
 
 
-@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around", "layernorm_composed"])
-def test_plain_c_agrees(name: str, plain_c: None) -> None:
-    for lead, width, regime in SHAPES[:4]:
-        judge(functools.partial(measured_in, CASES[name], lead, width, torch.bfloat16, regime), 0)
-    if CASES[name].around:
-        test_what_is_dropped_is_what_the_mask_says(130, torch.float32)
-
-
-@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm", "layernorm_composed"])
-def test_threads_change_no_bit(name: str, by_threads: Callable[..., list[Any]]) -> None:
-    tensors = drawn(CASES[name], (333,), 130, torch.float32)
-    first, *others = by_threads(lambda: run(CASES[name], tensors))
-    for other in others:
-        assert_bitwise_equal(other, first)
-
-
 @pytest.mark.parametrize("order", range(3))
 def test_dtypes_may_differ_from_tensor_to_tensor(order: int) -> None:
     """The results are those of the same numbers in float32, rounded."""
@@ -217,20 +201,6 @@ def test_a_kernel_depends_on_no_number(sources: list[str]) -> None:
     _steps(70, 0.0, 1.0, 3.0)
     assert len(sources) == 6
     assert len(set(sources)) == 2
-
-
-def test_kernels_that_a_call_will_need_are_asked_for_on_fake_tensors(sources: list[str]) -> None:
-    real = drawn(CASES["layernorm_all"], (5,), 24, torch.float32)
-    with compiler.collecting() as wanted, FakeTensorMode() as fake:
-        t = {key: fake.from_tensor(value) for key, value in real.items()}
-        act = ACTIVATIONS["gelu"]
-        f = norm_fwd(t["x"], t["weight"], t["bias"], EPS, act=act, residual=t["residual"])
-        norm_bwd(t["dy"], t["x"], f.mean, f.rstd, t["weight"], t["bias"], act=act, dweight=torch.float32)
-    assert len(wanted) == 2
-    assert not sources
-    f = norm_fwd(real["x"], real["weight"], real["bias"], EPS, act=act, residual=real["residual"])
-    norm_bwd(real["dy"], real["x"], f.mean, f.rstd, real["weight"], real["bias"], act=act, dweight=torch.float32)
-    assert sources == [*wanted]
 
 
 def test_what_is_asked_for_nothing_compiles_nothing(sources: list[str]) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from seqfuse import ops
 from seqfuse.kernels.c.permute import sorted_pairs
 from seqfuse.testing import assert_bitwise_equal
-from tests.kernels.test_permute import DTYPES, check, check_router, drawn, of_a_router, run, run_router
 
 
 @pytest.mark.parametrize("shape", [(40, 3), (2, 5, 1), (0, 2), (7,)], ids=str)
@@ -24,16 +20,3 @@ def test_pairs_are_sorted_by_expert(shape: tuple[int, ...]) -> None:
     assert ends[-1] == int(((dropped >= 0) & (dropped < 5)).sum())
     assert sorted(found.flatten().tolist()) == list(range(experts.numel()))
     assert bool(((found < ends[-1]) == ((dropped >= 0) & (dropped < 5))).all())
-
-
-def test_threads_change_no_bit(by_threads: Callable[..., list[Any]]) -> None:
-    given, routed = drawn("many", torch.bfloat16, 3), of_a_router("many", torch.float32, 3)
-    first, *others = by_threads(lambda: (run(given, True), run_router(routed)))
-    for other in others:
-        assert_bitwise_equal(other, first)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_plain_c_agrees(dtype: torch.dtype, plain_c: None) -> None:
-    check("odd", dtype, True)
-    check_router("odd", "softmax", dtype)

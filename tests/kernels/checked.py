@@ -1,0 +1,27 @@
+"""Operators as torch checks them: their schema, their fake, and what they write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Checked(TorchDispatchMode):
+    """Has torch check each operator of ours that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "seqfuse":
+            self.names.add(func._opname)
+            # Results of 8 bits are not compared by torch.
+            narrow = any(value is torch.float8_e4m3fn for value in tree_leaves((args, kwargs)))
+            tests: Any = {"test_utils": ("test_schema", "test_faketensor")} if narrow else {}
+            opcheck(func, args, kwargs or {}, **tests)
+        return func(*args, **(kwargs or {}))
