@@ -35,15 +35,13 @@ def assert_within(got: Tensor, a: np.ndarray, b: np.ndarray, addend: Any = 0.0) 
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size} elements are beyond the error of a sum in float32"
 
 
-@every_recipe
-@pytest.mark.parametrize("rows", [1, 7, 33, 129])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_are_those_of_quantized_operands(recipe: Recipe, rows: int, dtype: torch.dtype):
-    model = sf.Sequential(ops.Linear(80, 144, bias=False, dtype=dtype), recipe=recipe)
+def check_products(recipe: Recipe, rows: int, dtype: torch.dtype, k: int = 80, n: int = 144) -> None:
+    """Each of the three GEMMs of a Linear is that of quantized operands, and the same bits again."""
+    model = sf.Sequential(ops.Linear(k, n, bias=False, dtype=dtype), recipe=recipe)
     (weight,) = model.parameters()
-    weight.data = draw(144, 80, seed=1, dtype=dtype, factor=0.1)
-    x = draw(rows, 80, seed=2, dtype=dtype).requires_grad_()
-    dy = draw(rows, 144, seed=3, dtype=dtype, factor=1e-3)
+    weight.data = draw(n, k, seed=1, dtype=dtype, factor=0.1)
+    x = draw(rows, k, seed=2, dtype=dtype).requires_grad_()
+    dy = draw(rows, n, seed=3, dtype=dtype, factor=1e-3)
     y = model(x)
     dx, dweight = torch.autograd.grad(y, (x, weight), dy)
     assert y.dtype is dx.dtype is dweight.dtype is dtype
@@ -52,6 +50,13 @@ def test_products_are_those_of_quantized_operands(recipe: Recipe, rows: int, dty
     assert_within(dweight, multiplied(dy, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns"))
     again = model(x)
     assert_bitwise_equal([again, *torch.autograd.grad(again, (x, weight), dy)], [y, dx, dweight])
+
+
+@every_recipe
+@pytest.mark.parametrize("rows", [1, 7, 33, 129])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_those_of_quantized_operands(recipe: Recipe, rows: int, dtype: torch.dtype):
+    check_products(recipe, rows, dtype)
 
 
 @each_recipe
@@ -81,6 +86,23 @@ def test_a_bias_is_added_and_its_gradient_is_of_the_gradient_as_it_is(recipe: Re
     assert torch.equal(dbias, dy.sum(0))
 
 
+def assert_parts(
+    op: Any, x: Tensor, dy: Tensor, y: Tensor, grads: list[Tensor], recipe: Recipe, main: float = 0.0
+) -> None:
+    """What a MergedLinear gives is that of each part by itself; `grads` are of x and weights, the first with `main`."""
+    a = multiplied(x, recipe, "x", "rows")
+    for part, weight, shift in zip(y.split(op.parts, -1), op.weights(), op.biases(), strict=True):
+        addend = 0.0 if shift is None else shift.detach().double().numpy()
+        assert_within(part, a, multiplied(weight, recipe, "weight", "rows").T, addend)
+    each = dy.split(op.parts, -1)
+    along = np.concatenate([multiplied(d, recipe, "dy", "rows") for d in each], 1)
+    down = np.concatenate([multiplied(weight, recipe, "weight", "columns") for weight in op.weights()], 0)
+    assert_within(grads[0], along, down)
+    for i, (d, dweight) in enumerate(zip(each, grads[1:], strict=True)):
+        left, right = multiplied(d, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns")
+        assert_within(dweight, left, right, 0.0 if i else main)
+
+
 @each_recipe
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True, (True, False, True)], ids=str)
@@ -93,17 +115,7 @@ def test_merged_linear_quantizes_x_once_and_each_weight_by_itself(recipe: Recipe
     x = draw(9, 64, seed=5, dtype=dtype).requires_grad_()
     dy = draw(9, 96, seed=6, dtype=dtype)
     y = model(x)
-    dx, *dweights = torch.autograd.grad(y, (x, *op.weights()), dy)
-    a = multiplied(x, recipe, "x", "rows")
-    for part, weight, shift in zip(y.split(parts, -1), op.weights(), op.biases(), strict=True):
-        addend = 0.0 if shift is None else shift.detach().double().numpy()
-        assert_within(part, a, multiplied(weight, recipe, "weight", "rows").T, addend)
-    each = dy.split(parts, -1)
-    along = np.concatenate([multiplied(d, recipe, "dy", "rows") for d in each], 1)
-    down = np.concatenate([multiplied(weight, recipe, "weight", "columns") for weight in op.weights()], 0)
-    assert_within(dx, along, down)
-    for d, dweight in zip(each, dweights, strict=True):
-        assert_within(dweight, multiplied(d, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns"))
+    assert_parts(op, x, dy, y, list(torch.autograd.grad(y, (x, *op.weights()), dy)), recipe)
 
 
 @pytest.mark.parametrize("recipe", [recipes.Float8BlockScaling(), recipes.MXFP8()], ids=named)
@@ -134,19 +146,8 @@ def test_parts_that_end_with_blocks_are_one_weight(
     square = isinstance(recipe, recipes.Float8BlockScaling)
     assert calls.count("weight") == (1 if laid else 3) * (1 if square else 2)
     assert calls.count("dy") == 2 * (1 if laid else 3)
-    a = multiplied(x, recipe, "x", "rows")
-    for part, weight, shift in zip(y.split(parts, -1), op.weights(), op.biases(), strict=True):
-        addend = 0.0 if shift is None else shift.detach().double().numpy()
-        assert_within(part, a, multiplied(weight, recipe, "weight", "rows").T, addend)
-    each = dy.split(parts, -1)
-    along = np.concatenate([multiplied(d, recipe, "dy", "rows") for d in each], 1)
-    down = np.concatenate([multiplied(weight, recipe, "weight", "columns") for weight in op.weights()], 0)
-    assert x.grad is not None
-    assert_within(x.grad, along, down)
-    wide = op.weight_0.main_grad, op.weight_1.grad, op.weight_2.grad
-    for i, (d, dweight) in enumerate(zip(each, wide, strict=True)):
-        left, right = multiplied(d, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns")
-        assert_within(dweight, left, right, 0.0 if i else 0.5)
+    grads: Any = [x.grad, op.weight_0.main_grad, op.weight_1.grad, op.weight_2.grad]
+    assert_parts(op, x, dy, y, grads, recipe, 0.5)
 
 
 @pytest.mark.usefixtures("few_cases")

@@ -16,8 +16,8 @@ from seqfuse.ops import _lowprecision as low
 from seqfuse.recipes import Recipe
 
 from .hard import draw
-from .named import multiplied, named
-from .test_linear import assert_within
+from .named import named
+from .test_linear import check_products
 
 RECIPES: tuple[Recipe, ...] = (
     recipes.Float8CurrentScaling(),
@@ -41,17 +41,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_are_those_of_quantized_operands(recipe: Recipe, rows: int, dtype: torch.dtype):
     if dtype is torch.bfloat16 and isinstance(recipe, recipes.Float8RowScaling) and not BY_ROWS:
         pytest.skip("the CPU's GEMM has no scales for rows")
-    x, dy = draw(rows, 80, seed=2, dtype=dtype), draw(rows, 144, seed=3, dtype=dtype, factor=1e-3)
-    model = sf.Sequential(ops.Linear(80, 144, bias=False, dtype=dtype), recipe=recipe)
-    weight: Any = model[0].weight
-    weight.data = draw(144, 80, seed=1, dtype=dtype, factor=0.1)
-    x.requires_grad_()
-    y = model(x)
-    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
-    assert y.dtype is dx.dtype is dweight.dtype is dtype
-    assert_within(y, multiplied(x, recipe, "x", "rows"), multiplied(weight, recipe, "weight", "rows").T)
-    assert_within(dx, multiplied(dy, recipe, "dy", "rows"), multiplied(weight, recipe, "weight", "columns"))
-    assert_within(dweight, multiplied(dy, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns"))
+    check_products(recipe, rows, dtype)
 
 
 @each_recipe
@@ -185,16 +175,7 @@ def test_scales_of_blocks_go_where_they_belong(
     recipe: Recipe, run: Any, rows: int, k: int, n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(F, "scaled_mm", run)
-    x, dy = draw(rows, k, seed=2, dtype=dtype), draw(rows, n, seed=3, dtype=dtype, factor=1e-3)
-    model = sf.Sequential(ops.Linear(k, n, bias=False, dtype=dtype), recipe=recipe)
-    weight: Any = model[0].weight
-    weight.data = draw(n, k, seed=1, dtype=dtype, factor=0.1)
-    x.requires_grad_()
-    y = model(x)
-    dx, dweight = torch.autograd.grad(y, (x, weight), dy)
-    assert_within(y, multiplied(x, recipe, "x", "rows"), multiplied(weight, recipe, "weight", "rows").T)
-    assert_within(dx, multiplied(dy, recipe, "dy", "rows"), multiplied(weight, recipe, "weight", "columns"))
-    assert_within(dweight, multiplied(dy, recipe, "dy", "columns").T, multiplied(x, recipe, "x", "columns"))
+    check_products(recipe, rows, dtype, k, n)
 
 
 def test_plans_for_a_gpu_have_recipes_that_torch_has_gemms_for():
