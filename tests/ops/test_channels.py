@@ -125,13 +125,6 @@ def test_without_a_name_it_takes_the_nearest_open_fork():
     torch.testing.assert_close(model(x), 7 * x)
 
 
-def test_compiles_whole():
-    model = sf.Sequential(ops.Fork("r"), ops.GeLU(), ops.Take("r"), ops.Tanh(), ops.Add())
-    x = seeded_randn((5, 6), 0)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), model(x))
-
-
 def test_says_how_it_was_made():
     assert [repr(op) for op in (ops.Take(), ops.Take("a"), ops.Take("a", "b"), ops.Take(to="b"))] == [
         "Take()", "Take('a')", "Take('a', to='b')", "Take(to='b')",

@@ -86,18 +86,6 @@ def test_an_index_outside_the_table_is_told_with_its_place():
     assert "position 0" in str(error.value.__notes__)
 
 
-def test_a_compiler_follows_it_in_one_graph():
-    mine, _ = twins(padding_idx=3)
-    x = torch.tensor([[1, 3, 10], [0, 1, 1]])
-    found = []
-    for model in (mine, torch.compile(mine, fullgraph=True, backend="aot_eager")):
-        mine.zero_grad()
-        y = model(x)
-        y.square().sum().backward()
-        found.append((y.detach(), mine[0].weight.grad))
-    torch.testing.assert_close(*found)
-
-
 @pytest.mark.parametrize("shape", [(9, 6), (2, 5, 6), (2, 3, 4, 6)], ids=str)
 def test_positions_are_added_row_by_row(shape: tuple[int, ...]):
     op = ops.PositionEmbedding(9, 6)

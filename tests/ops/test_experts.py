@@ -223,14 +223,6 @@ def test_several_blocks_in_one_sequence_have_channels_of_their_own():
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_a_block_compiles_whole():
-    block, x = experts_of(6, 4, 3, 2), seeded_randn((9, 6), 0).requires_grad_()
-    leaves, dy = [x, *block.parameters()], seeded_randn((9, 6), 1)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(run(x), leaves, dy) for run in (compiled, block))
-    torch.testing.assert_close(found, expected)
-
-
 def test_nothing_of_a_gpu_is_read_by_the_host():
     """On fake tensors a read would raise, as there is nothing to read."""
     block = experts_of(16, 8, 4, 2).bfloat16()

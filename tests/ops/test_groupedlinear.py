@@ -178,15 +178,6 @@ def test_a_main_grad_is_added_to_without_rounding():
     assert op.weight.grad is None
 
 
-def test_compiles_whole():
-    model = sf.Sequential(ops.GroupedLinear(2, 6, 8), ops.SwiGLU(), ops.GroupedLinear(2, 4, 6))
-    x, ends = seeded_randn((9, 6), 0).requires_grad_(), torch.tensor([3, 8], dtype=torch.int32)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    leaves, dy = [x, *model.parameters()], seeded_randn((9, 6), 1)
-    found, expected = (torch.autograd.grad(run(x, offsets=ends), leaves, dy) for run in (compiled, model))
-    torch.testing.assert_close(found, expected)
-
-
 def test_counts_its_flops():
     plan = sf.Sequential(ops.GroupedLinear(2, 6, 8)).plan(torch.ones(9, 6), offsets=torch.tensor([3, 8]))
     assert plan.memory is not None

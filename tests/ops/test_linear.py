@@ -379,17 +379,6 @@ def test_adds_to_a_main_grad():
     torch.testing.assert_close(op.weight_0.grad, x.sum(0).expand(9, 6))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: ops.MergedLinear.of(*apart()), lambda: ops.MergedLinear(6, (9, 2, 4))], ids=["apart", "one"]
-)
-def test_compiles_whole(make):
-    model = sf.Sequential(ops.RMSNorm(6), make(), ops.GeLU())
-    x = seeded_randn((5, 6), 0).requires_grad_()
-    expected = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(x).square().sum(), [x, *model.parameters()]), expected)
-
-
 def test_functional_call_swaps_its_parameters():
     op, x = ops.MergedLinear(6, (3, 4), False), seeded_randn((2, 6), 0)
     y = torch.func.functional_call(op, {"weight_1": torch.zeros(4, 6)}, (x,))
