@@ -627,30 +627,28 @@ def test_a_dropout_changes_its_input_whether_that_is_said_by_place_or_by_name():
             assert in_place(graph.call_function(F.dropout, (x, *rest), named)) == expected
 
 
-def test_weights_that_are_dropped_without_a_number_are_dropped_by_half():
-    def spelling(m: Layers, x: Tensor) -> Tensor:
-        q, k, v = qkv(m, x)
-        return joined(F.dropout(torch.softmax(q @ k.transpose(-1, -2), -1)) @ v)
-
-    model, x = Layers(spelling).double(), torch.randn(2, 4, 8, dtype=torch.float64)
-    graph, _ = recorded(model, x, renames=True, tensors=lambda y: [y])
-    for node in graph.graph.find_nodes(op="call_function", target=F.dropout):
-        node.kwargs = {}  # as Dynamo captures it
-    found = [
-        op for graph in rewrite(graph, RewriteOptions()) for region in graph.regions for op in region.order.operations
-    ]
-    assert [op.dropout for op in found if isinstance(op, ops.Attention)] == [0.5]
+def drops_weights(m: Layers, x: Tensor) -> Tensor:
+    q, k, v = qkv(m, x)
+    return joined(F.dropout(torch.softmax(q @ k.transpose(-1, -2), -1)) @ v)
 
 
-def test_a_norm_without_a_number_has_that_of_torch():
-    model = Layers(lambda m, x: m.b(F.layer_norm(m.a(x), (8,), m.w))).double()
-    graph, _ = recorded(model, torch.randn(2, 4, 8, dtype=torch.float64), renames=True, tensors=lambda y: [y])
-    for node in graph.graph.find_nodes(op="call_function", target=F.layer_norm):
-        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "eps"}  # as Dynamo captures it
-    found = [
-        op for graph in rewrite(graph, RewriteOptions()) for region in graph.regions for op in region.order.operations
-    ]
-    assert [op.eps for op in found if isinstance(op, ops.LayerNorm)] == [1e-5]
+@pytest.mark.parametrize(
+    ("spelling", "call", "number"),
+    [
+        (drops_weights, F.dropout, ("dropout", 0.5)),
+        (lambda m, x: m.b(F.layer_norm(m.a(x), (8,), m.w)), F.layer_norm, ("eps", 1e-5)),
+    ],
+    ids=["dropout", "layer_norm"],
+)
+def test_a_call_without_a_number_has_that_of_torch(spelling: Spelling, call: Any, number: tuple[str, float]):
+    graph, _ = recorded(Layers(spelling).double(), altered("quick gelu")[1], renames=True, tensors=lambda y: [y])
+    for node in graph.graph.find_nodes(op="call_function", target=call):
+        kept = ("normalized_shape", "weight", "bias")
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name in kept}  # as Dynamo captures it
+    (name, value), kinds = number, (ops.Attention, ops.LayerNorm)
+    regions = [region for report in rewrite(graph, RewriteOptions()) for region in report.regions]
+    found = [getattr(op, name) for r in regions for op in r.order.operations if isinstance(op, kinds)]
+    assert found == [value]
 
 
 def test_parameters_are_lent_for_a_call():
