@@ -29,6 +29,8 @@ _interpreter: Callable[[], Any] = peek_interpreter_stack
 class Once(torch.autograd.Function):
     """Passes first gradients through; differentiating them again is an error."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def guard(ctx: Any, grads: Sequence[Any], read: Sequence[Any]) -> tuple[Any, ...]:
         """Put every path from `grads` to what they depend on (tensors `read`, leaves of the node) behind the error.
@@ -44,16 +46,20 @@ class Once(torch.autograd.Function):
             raise _twice()
         if not present:
             return tuple(grads)
-        guarded: Iterator[Any] = iter(Once.apply(len(present), *present, *links))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        guarded: Iterator[Any] = iter(Once.apply(_twice, len(present), *present, *links))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         return tuple(None if g is None else next(guarded) for g in grads)
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> Any:
+    def forward(error: Callable[[], Exception], count: int, *tensors: Tensor) -> Any:
         return tuple(t.view_as(t) for t in tensors[:count])
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.error = inputs[0]
+
+    @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
-        raise _twice()
+        raise ctx.error()
 
 
 class Batched(torch.autograd.Function):
@@ -137,29 +143,11 @@ class _Stated(torch.autograd.Function):
         read = *douts, *ctx.saved_tensors
         found = ctx.run_backward(*read, needs=ctx.needs_input_grad[3:])
         if torch.is_grad_enabled():  # the codes have no derivatives, so others would be zeros
-            found = [None if g is None else _Last.apply(ctx.error, g, *read) for g in found]  # pyright: ignore[reportUnknownMemberType]
+            found = [g if g is None else Once.apply(ctx.error, 1, g, *read)[0] for g in found]  # pyright: ignore
         return None, None, None, *found
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise ctx.error()
-
-
-class _Last(torch.autograd.Function):
-    """The gradient, whose derivative by any of the tensors it was computed from is an error."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(error: Callable[[], Exception], gradient: Tensor, *read: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.error = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *douts: Any) -> Any:
         raise ctx.error()
 
 

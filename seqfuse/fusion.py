@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
+import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -11,12 +14,10 @@ from torch import Tensor
 
 from .env import Env, Kernels, Savings
 from .errors import PluginError, definition_error
-from .operation import Grads, UnfusedOperation, config_version
+from .operation import FusableOperation, Grads, UnfusedOperation, config_version
 from .quantized import Quantize, Quantized
 from .saved import Layout, Saved, always_saved, check_layout, class_hints
 from .signature import Signature, check_pass_names
-from .slots import Slot as Slot
-from .slots import slot_of
 from .traffic import gain
 
 Requirements = Iterator[tuple[bool, str]]
@@ -29,6 +30,58 @@ T = TypeVar("T")
 # What an author may have meant for what the engine asks.
 _METHODS = "fwd", "bwd", "requires", "saves", "saved_at", "unfused"
 _MISSPELT = {"require": "requires", "save": "saves", "unfuse": "unfused"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A named place in a pattern: the types it takes, whether it may be empty, whether it takes several operations."""
+
+    name: str
+    types: tuple[type[UnfusedOperation], ...]
+    optional: bool = False
+    variadic: bool = False
+
+    @functools.cached_property
+    def open_types(self) -> tuple[type, ...]:
+        """Those of which any final subclass fits; of the others the class itself alone."""
+        return tuple(t for t in self.types if t.is_open)
+
+    def __str__(self) -> str:
+        """The types, as a pattern spells them."""
+        named = " | ".join([t.__name__ for t in self.types] + ["None"] * self.optional)
+        return f"tuple[{named}, ...]" if self.variadic else named
+
+
+def slot_of(cls: type, name: str, hint: Any) -> Slot:
+    """The slot that the type of a field declares."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        if len(arguments) != 2 or arguments[1] is not Ellipsis:
+            raise definition_error(cls, f"slot {name!r}: a variadic slot is written tuple[X, ...]", name)
+        return Slot(name, _classes(cls, name, arguments[0]), variadic=True)
+    optional = type(None) in arguments
+    chosen = tuple(a for a in arguments if a is not type(None)) if _is_union(origin) else (hint,)
+    return Slot(name, tuple(c for part in chosen for c in _classes(cls, name, part)), optional=optional)
+
+
+def _is_union(origin: Any) -> bool:
+    return origin is typing.Union or origin is types.UnionType
+
+
+def _classes(cls: type, name: str, hint: Any) -> tuple[type[UnfusedOperation], ...]:
+    parts: Sequence[Any] = typing.get_args(hint) if _is_union(typing.get_origin(hint)) else (hint,)
+    for part in parts:
+        if not (isinstance(part, type) and issubclass(part, UnfusedOperation)):
+            what = "which is not an operation class"
+            if isinstance(part, type) and issubclass(part, FusableOperation):
+                what = "a container: what it holds stands in the sequence, for a Residual between a Fork and an Add"
+            raise definition_error(cls, f"slot {name!r} has type {part!r}, {what}", name)
+        if not part.is_open and not part.is_final:
+            base = next(base.__name__ for base in part.__mro__[1:] if getattr(base, "is_final", False))
+            never = f"{part.__name__} derives from {base}, so no slot matches it"
+            open_to = "derive it from an open class, such as sf.UnfusedOperation or sf.Pointwise"
+            raise definition_error(cls, f"slot {name!r}: {never}; {open_to}", name)
+    return tuple(parts)
 
 
 class FusedOperation:
@@ -90,8 +143,6 @@ class FusedOperation:
             known = "ForwardFusion, BackwardFusion, InferenceFusion, or JointFusion, which replaces both passes"
             raise definition_error(cls, f"derive from one of {known}", "class ")
         check_layout(cls, cls.layout)
-        if vars(cls).get("triton"):  # the earlier way to say it
-            cls.kernels = ("triton",)
         if not isinstance(cls.kernels, tuple) or not {*cls.kernels} <= {*typing.get_args(Kernels)}:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise definition_error(cls, f'kernels is a tuple of "triton" and "c", not {cls.kernels!r}', "kernels")
         own = [

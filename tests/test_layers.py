@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
-    "operation", "pointwise", "slots", "traffic", "fusion", "store", "cost_table", "pictures", "hardware", "compiler",
+    "operation", "pointwise", "traffic", "fusion", "store", "cost_table", "pictures", "hardware", "compiler",
     "recipes", "scaling", "quantized", "fake",
 }  # fmt: skip
 COLLECTIONS = {"plan", "run", "kernels", "ops", "fusions"}
@@ -41,9 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "group": {"errors"},
     "operation": {"saved", "signature", "maingrad", "autograd", "group", "errors"},
     "pointwise": {"env", "saved", "signature", "operation", "errors"},
-    "slots": {"operation", "errors"},
     "traffic": {"env", "hardware", "operation"},
-    "fusion": {"quantized", "slots", "saved", "signature", "env", "operation", "traffic", "errors"},
+    "fusion": {"quantized", "saved", "signature", "env", "operation", "traffic", "errors"},
     "store": set(),
     "pictures": set(),
     "cost_table": {"compiler", "store", "env", "settings", "operation", "errors"},

@@ -3,11 +3,10 @@
 Other folders than `run` import what is listed here, and none of the files.
 """
 
-from .cost_lookup import Known
 from .facts import Memory
 from .flatten import Node, flatten, global_hooks, has_own_graph, inside_of, located
 from .inputs import validate
-from .match import Matcher, Refusal
+from .match import Known, Matcher, Refusal
 from .plan import Eager, Plan
 from .quantized import recipe_at
 from .reference import by_reference, check_channels, draw, random_seeds, run_eagerly, walk_reference

@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +22,6 @@ from ..env import Env, Savings
 from ..errors import one_line
 from ..fake import faking, is_fake, laid_like
 from ..generated import identifier
-from ..operation import UnfusedOperation
 from ..saved import Layout, Recompute, Saved
 from .arriving import Unknown, run_aside
 from .described import class_identity, describe, tells_all
@@ -71,13 +69,6 @@ def _rows(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides[::-1][: len(shape)])
 
 
-class _Late(NamedTuple):
-    """A `Recompute` in what is known of a step, which holds no function: that may hold a model."""
-
-    fn: weakref.ref[Any]
-    tensors: tuple[Any, ...]
-
-
 def _mapped(value: Any, kind: type[Any], change: Callable[[Any], Any], late: Callable[..., Any] = Recompute) -> Any:
     """A value with each `kind` in it changed: in tuples, in tensors in 8 bits, and in what makes a tensor again."""
     if isinstance(value, kind):
@@ -122,6 +113,7 @@ class _Told(NamedTuple):
 
 _unknown = itertools.count()  # of operations that are like no other, as far as is known
 _known: dict[Any, _Told] = {}
+SEEDS = 1  # the number of the storage of seeds
 KEPT = 4096  # by names and sizes: no class or tensor of a model is held
 
 Fields = dict[str, Any]
@@ -138,12 +130,13 @@ class Attempt(NamedTuple):
 
 
 class Tried:
-    """Tries steps, under a `FakeTensorMode` and the autocast that is on. A storage has a number here, and `sizes`.
+    """Tries steps of a stretch. A storage has a number here, and `sizes`.
 
-    Storages of parameters, which are `owned`, have no size.
+    `x` and `channels` stand for what enters the stretch. Storages of parameters, which are `owned`, have no size.
     """
 
-    def __init__(self, seeds: Tensor, collects: bool) -> None:
+    def __init__(self, stretch: Stretch, collects: bool = False) -> None:
+        assert stretch.x is not None
         self.sizes: dict[int, int] = {}
         self.owned: set[int] = set()
         self._collects = collects  # which C kernels steps call
@@ -152,8 +145,27 @@ class Tried:
         self._parameters: dict[int, int] = {}  # by id
         self._described: dict[int, str] = {}
         self._next = 0
-        self._made_again: list[Any] = []  # functions in results, which are known while these are held
-        self.seeds, self._seeds = self.take(seeds), seeds
+        self._known: dict[Any, _Told] = {}  # of steps with tensors that are made again
+        self._stretch = stretch
+        self._mode: Any = None
+        with self.running():
+            count = len([node for node in stretch.nodes if node.seed is not None])
+            self._seeds = torch.empty(count, dtype=torch.int64, device=stretch.place)
+            assert self.take(self._seeds).storage == SEEDS
+            self.channels = {name: self._like(t, t.dtype) for name, t in stretch.channels.items()}
+            floating = stretch.x.is_floating_point()
+            self.x: Any = self._like(stretch.x, stretch.env.dtype if floating else stretch.x.dtype)
+
+    def _like(self, t: Tensor, dtype: torch.dtype) -> Alike:
+        t, place = self._mode.from_tensor(t).detach(), self._stretch.place
+        return self.take(t if t.device == place and t.dtype is dtype else laid_like(t, dtype, place))
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """Within the block steps can be tried: under a `FakeTensorMode`, and the autocast of the stretch."""
+        place, autocast = self._stretch.place.type, self._stretch.env.autocast
+        with torch.no_grad(), autocasting(place, autocast), faking(self._mode) as self._mode, cast_once():
+            yield
 
     def fresh(self, size: int) -> int:
         """The number of another storage."""
@@ -180,13 +192,6 @@ class Tried:
             self._bases[number] = t
         return _form(number, t)
 
-    def leave_out(self, tensors: Sequence[Tensor]) -> None:
-        """Do not count these: they are parameters."""
-        for t in tensors:
-            number = self.take(t).storage
-            self.sizes[number] = 0
-            self.owned.add(number)
-
     def whole(self, t: Any) -> Any:
         """A fake tensor like this one; those of one storage share one."""
         return _mapped(t, Alike, self._whole)
@@ -194,7 +199,7 @@ class Tried:
     def _whole(self, t: Alike) -> Tensor:
         base = self._bases.get(t.storage)
         if base is None:
-            count, place = self.sizes[t.storage] // t.dtype.itemsize, self._seeds.device
+            count, place = self.sizes[t.storage] // t.dtype.itemsize, self._stretch.place
             if t.is_contiguous and t.offset == 0 and math.prod(t.shape) == count:
                 base = torch.empty(t.shape, dtype=t.dtype, device=place)
             else:
@@ -207,6 +212,17 @@ class Tried:
             storage, count = cast(Any, base.untyped_storage()), self.sizes[t.storage] // t.dtype.itemsize
             base = cast(Any, torch.empty(0, dtype=t.dtype, device=base.device)).set_(storage, 0, (count,))
         return cast(Tensor, base.as_strided(t.shape, t.strides, t.offset))
+
+    def run_aside(self, nodes: Sequence[Node], at: int, x: Alike, channels: dict[str, Alike]) -> Alike:
+        """What a module that runs eagerly makes of x; its parameters do not count. `channels` gains what it makes."""
+        for p in nodes[at].operation.parameters():
+            number = self.take(self._mode.from_tensor(p)).storage
+            self.sizes[number] = 0
+            self.owned.add(number)
+        given = {channel: self.whole(channels[channel]) for _, channel in nodes[at].inputs}
+        y = self.take(run_aside(nodes, at, self.whole(x), given, self._mode))
+        channels.update({channel: self.take(t) for channel, t in given.items()})
+        return y
 
     def forward(self, step: Step, x: Any, channels: Mapping[str, Alike], env: Env) -> Attempt:
         """The forward of a step, for the x and the channels that it takes: y, extra outputs in the order of
@@ -284,16 +300,6 @@ class Tried:
         about = "backward", *map(class_identity, kinds), *incoming, needs
         return self._run(step, env, about, (d, fields, tuple(incoming.values())), call)
 
-    def together(self, steps: Sequence[Step], env: Env) -> Attempt:
-        """The weights of several steps, quantized at once."""
-
-        def call(_: Any) -> Any:
-            asked = [(step.operation, step.recipe, step.needed) for step in steps]
-            return [*map(tuple, steps[0].operation.quantized_weights(asked))]
-
-        about = ("weights", *[self._about(node, at) for s in steps for node, at in zip(s.nodes, s.covers, strict=True)])
-        return self._run(steps[0], env, (*about, *[(s.needs, s.recipes) for s in steps]), (), call)
-
     def described(self, step: Step) -> Any:
         """What a step depends on, beside the tensors that it takes."""
         to = step.to and dataclasses.replace(step.to, at=step.to.at - step.start, operation=None)
@@ -307,7 +313,7 @@ class Tried:
         return self._described[at]
 
     def _run(self, step: Step, env: Env, about: Any, given: Any, call: Callable[[Any], Any]) -> Attempt:
-        places: dict[int, int] = {self.seeds.storage: 0}  # of each storage its place among those that are given
+        places: dict[int, int] = {SEEDS: 0}  # of each storage its place among those that are given
         for node in step.nodes:
             for owner, name in node.slots.values():
                 held: Any = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
@@ -317,23 +323,28 @@ class Tried:
             return t._replace(storage=places.setdefault(t.storage, len(places)))
 
         owned = tuple(places.values())
-        key: Any = about, self.described(step), any_rows(env), owned, _mapped(given, Alike, local, _weakly)
+        functions: list[Any] = []  # which may hold a model
+
+        def late(fn: Any, *tensors: Any) -> Any:
+            functions.append(fn)
+            return fn, tensors
+
+        key: Any = about, self.described(step), any_rows(env), owned, _mapped(given, Alike, local, late)
         try:
-            known = _known.get(key)
+            known = self._known.get(key) or _known.get(key)
         except TypeError:  # data that has no hash
             key = known = None
         numbers = [*places]
-        results = None if known is None else _bound(known.results, [*numbers, *map(self.fresh, known.made)])
-        if known is None or results is None:
-            known, constant = self._try(numbers, given, call)
-            results = _bound(known.results, [*numbers, *map(self.fresh, known.made)])
-            assert results is not None
+        if known is None:
+            known, constant, made_again = self._try(numbers, given, call)
+            memo = self._known if functions or made_again else _known
             if key is not None and not constant:
-                if len(_known) >= KEPT:
-                    _known.clear()
-                _known[key] = known
-        numbers += range(self._next - len(known.made) + 1, self._next + 1)
-        events = [(numbers[place] if place >= 0 else place, size) for place, size in known.events]
+                if len(memo) >= KEPT:
+                    memo.clear()
+                memo[key] = known
+        storage = [*numbers, *map(self.fresh, known.made)]
+        results = _mapped(known.results, Alike, lambda one: one._replace(storage=storage[one.storage]))
+        events = [(storage[place] if place >= 0 else place, size) for place, size in known.events]
         return Attempt(results[0], results[1], events, known.work, known.kernels)
 
     def _parameter(self, held: Tensor) -> int:
@@ -347,8 +358,10 @@ class Tried:
             self.owned.add(number)
         return number
 
-    def _try(self, numbers: Sequence[int], given: Any, call: Callable[[Any], Any]) -> tuple[_Told, bool]:
-        """Run a step; what is known of it then, and whether its results have a constant, which belongs to this one."""
+    def _try(self, numbers: Sequence[int], given: Any, call: Callable[[Any], Any]) -> tuple[_Told, bool, bool]:
+        """Run a step; what is known of it then, and whether its results have a constant, which belongs to this one, and
+        tensors that are made again.
+        """
         concrete = self.whole(given)
         collecting = compiler.collecting() if self._collects else contextlib.nullcontext(dict[str, None]())
         with collecting as kernels, cast_once(apart=True) as casts, Tally() as tally:
@@ -359,7 +372,7 @@ class Tried:
         made: list[int] = []
         found: dict[int, int] = {}  # by storage
         counted: dict[int, int] = {}  # by number of the tally
-        constant = False
+        constant = made_again = False
 
         def leaf(t: Tensor) -> Any:
             nonlocal constant
@@ -378,13 +391,14 @@ class Tried:
                     counted[counting] = found[place]
             return _form(found[place], t)
 
-        def late(fn: Any, *tensors: Any) -> _Late:
-            self._made_again.append(fn)
-            return _weakly(fn, *tensors)
+        def late(fn: Any, *tensors: Any) -> Recompute:
+            nonlocal made_again
+            made_again = True
+            return Recompute(fn, *tensors)
 
         encoded = _mapped(results, Tensor, leaf, late)
         told = tuple([(counted.get(number, -number), size) for number, size in events])
-        return _Told(encoded, tuple(made), told, tally.work, dict(kernels)), constant
+        return _Told(encoded, tuple(made), told, tally.work, dict(kernels)), constant, made_again
 
 
 @functools.lru_cache(64)
@@ -395,29 +409,6 @@ def any_rows(env: Env) -> Env:
 
 def _form(number: int, t: Tensor) -> Alike:
     return Alike(number, t.shape, t.stride(), int(t.storage_offset()), t.dtype)
-
-
-def _weakly(fn: Any, *tensors: Any) -> _Late:
-    return _Late(weakref.ref(fn), tensors)
-
-
-def _bound(value: Any, numbers: Sequence[int]) -> Any:
-    """The results of a step with the numbers of storages; `None` if a function in them is gone."""
-    gone = False
-
-    def bound(one: Any) -> Any:
-        nonlocal gone
-        if isinstance(one, Alike):
-            return one._replace(storage=numbers[one.storage])
-        fn = one.fn()
-        gone = gone or fn is None
-        return Recompute(cast(Any, fn), *[_mapped(t, _BOUND, bound) for t in one.tensors])
-
-    results = _mapped(value, _BOUND, bound)
-    return None if gone else results
-
-
-_BOUND: Any = (Alike, _Late)
 
 
 def _fields(record: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
@@ -459,66 +450,51 @@ class Memory:
 
 def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
     """The tensors that the operations of a stretch and these candidates save, or why they are not known."""
-    if stretch.x is None:
-        return stretch.unknown or "the shape of the input"
     live = [c for c in candidates if c.stop > stretch.wants.live_from]
     steps = [stretch.step(c.start, c.stop, c.fusion) for c in live if c.fusion.saves_memory or c.fusion.has_record]
-    entering = Entering(stretch.x, stretch.channels, stretch.env, stretch.place)
-    found = footprint((stretch,), steps, entering)
+    found = footprint((stretch,), steps, stretch)
     return found if isinstance(found, str) else found[0]
 
 
-class Entering(NamedTuple):
-    """What enters the first of several parts, for an environment, and the device on which they can be tried."""
-
-    x: Tensor
-    channels: Mapping[str, Tensor]
-    env: Env
-    place: torch.device
-
-
-def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entering: Entering) -> Memory | str:
+def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entered: Stretch) -> Memory | str:
     """The bytes that a forward schedule saves and the FLOPs that it computes, or why they are not known.
 
-    The device is its `place`, where the parameters are, also where the plan is for a machine that is not here: on fake
-    tensors no kernel is launched. The operators of the library's own make what they return; a fusion that launches one
-    itself is not known.
+    Steps are tried on the device where the parameters are, also where the plan is for a machine that is not here: on
+    fake tensors no kernel is launched. The operators of the library's own make what they return; a fusion that launches
+    one itself is not known.
     """
-    env, place = entering.env, entering.place
-    if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
-        return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
-    found = footprint(parts, forward, entering)
-    return found if isinstance(found, str) else Memory(_saved_by(found[0], forward), found[0].unfused, found[1])
-
-
-def _saved_by(kept: Kept, forward: Sequence[Step]) -> int:
-    """Bytes that the steps of a forward schedule save."""
-    first, tensors = forward[0].start if forward else 0, set[int]()
+    env, kind = entered.env, entered.place.type
+    if env.autocast is not None and (env.device != kind or not torch.amp.is_autocast_available(kind)):
+        return f"autocast on {env.device} saves other tensors than on {kind}, where the parameters are"
+    found = footprint(parts, forward, entered)
+    if isinstance(found, str):
+        return found
+    kept, flops = found
+    tensors = set[int]()
     for step in forward:
         own = kept.fused.get((step.start, step.operation)) if step.fused else None
-        tensors = tensors.union(*kept.own[step.start - first : step.stop - first]) if own is None else tensors | own
-    return sum(kept.sizes[t] for t in tensors)
+        tensors = tensors.union(*kept.own[step.start : step.stop]) if own is None else tensors | own
+    return Memory(sum(kept.sizes[t] for t in tensors), kept.unfused, flops)
 
 
-def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], entering: Entering) -> tuple[Kept, int] | str:
+def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: Stretch) -> tuple[Kept, int] | str:
     """The tensors that operations of consecutive parts save, and the fusions of these steps, with the FLOPs of the
-    operations; or why they are not known.
+    operations; or why they are not known. What enters the first part, and the environment, are those of `entered`.
 
     A module that runs eagerly is run on fake tensors, too; what it saves and computes is not counted.
     """
-    entered = next((part for part in parts if isinstance(part, Stretch)), None)
-    if entered is None:
-        return Kept([frozenset[int]()] * len(parts), {}, {}), 0
-    inside = entered.nodes[entered.start - parts.index(entered) :]
-    known = {*entering.channels, *(c for node in inside for _, c in node.outputs)}
+    if entered.x is None:
+        return entered.unknown or "the shape of the input"
+    known = {*entered.channels, *(c for node in entered.nodes[entered.start :] for _, c in node.outputs)}
     for part in parts:
         for node in part.inside if isinstance(part, Stretch) else ():
             for name, channel in node.inputs:
                 if channel not in known:
                     return f"{node.name} reads {name} from {channel!r}, which is not given to plan()"
     try:
-        with torch.no_grad(), autocasting(entering.place.type, entering.env.autocast), faking() as mode, cast_once():
-            return _footprint(parts, entered, steps, entering, mode)
+        tried = Tried(entered)
+        with tried.running():
+            return _footprint(parts, steps, entered, tried)
     except Unknown as error:
         return str(error)
     except Exception as error:
@@ -526,57 +502,34 @@ def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], entering: 
 
 
 def _footprint(
-    parts: Sequence[Stretch | Node], entered: Stretch, steps: Sequence[Step], entering: Entering, mode: Any
+    parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: Stretch, tried: Tried
 ) -> tuple[Kept, int]:
-    def like(t: Tensor, dtype: torch.dtype) -> Alike:
-        t = mode.from_tensor(t).detach()
-        return tried.take(t if t.device == place and t.dtype is dtype else laid_like(t, dtype, place))
-
-    nodes, env, place = entered.nodes, entering.env, entering.place
-    seeds = torch.empty(len([n for n in nodes if n.seed is not None]), dtype=torch.int64, device=place)
-    tried = Tried(seeds, collects=False)
-    x: Any = like(entering.x, env.dtype if entering.x.is_floating_point() else entering.x.dtype)
-    channels = {name: like(t, t.dtype) for name, t in entering.channels.items()}
+    nodes, start, env = entered.nodes, entered.start, entered.env
+    x, channels = tried.x, tried.channels
     own, before, flops = list[frozenset[int]](), [x], 0.0
-    first = at = entered.start - parts.index(entered)
     for part in parts:
-        last = part.positions.stop if isinstance(part, Stretch) else at + 1
-        while at < last:
-            if isinstance(part, Stretch):
-                if env.autocast is None:
-                    check_dtypes(nodes, range(at, at + 1), [x.dtype])
-                step = part.step(at, at + 1)
-                run = tried.run_forward(step, x, channels, part.env)
-                x, made, records = run.results
-                channels.update(zip([channel for _, channel in step.writes], made, strict=True))
-                saved, flops = tried.saved(step, records), flops + run.work.flops
-            else:
-                tried.leave_out([mode.from_tensor(p) for p in part.operation.parameters()])
-                given = {channel: tried.whole(channels[channel]) for _, channel in nodes[at].inputs}
-                x, saved = tried.take(run_aside(nodes, at, tried.whole(x), given, mode)), frozenset[int]()
-                channels.update({channel: tried.take(t) for channel, t in given.items()})
-            at += 1
-            own.append(saved)
+        if not isinstance(part, Stretch):
+            x = tried.run_aside(nodes, start + len(own), x, channels)
+            own.append(frozenset[int]())
+            before.append(x)
+            continue
+        for at in part.positions:
+            if env.autocast is None:
+                check_dtypes(nodes, range(at, at + 1), [x.dtype])
+            step = part.step(at, at + 1)
+            run = tried.run_forward(step, x, channels, part.env)
+            x, made, records = run.results
+            channels.update(zip([channel for _, channel in step.writes], made, strict=True))
+            flops += run.work.flops
+            own.append(tried.saved(step, records))
             before.append(x)
     fused: dict[tuple[int, Any], frozenset[int]] = {}
     for step in steps:
         if step.fused:
             alone = dataclasses.replace(step, to=None)  # what is quantized, its reader saves
-            y, made, records = tried.run_forward(alone, before[step.start - first], channels, env).results
+            y, made, records = tried.run_forward(alone, before[step.start - start], channels, env).results
             # What it returns is what its operations return.
-            same = {y.storage: before[step.stop - first].storage}
+            same = {y.storage: before[step.stop - start].storage}
             same |= {t.storage: channels[c].storage for t, (_, c) in zip(made, step.writes, strict=True)}
             fused[step.start, step.operation] = frozenset([same.get(n, n) for n in tried.saved(alone, records)])
     return Kept(own, fused, tried.sizes), round(flops)
-
-
-def entering_width(nodes: Sequence[Node]) -> tuple[int, ...] | None:
-    """The last dimensions of what enters, as the first operation with parameters says them; `None` if it does not."""
-    for node in nodes:
-        operation: Any = node.operation
-        last: Any = getattr(operation, "in_features", None) or getattr(operation, "normalized_shape", None)
-        if last is not None:
-            return (last,) if isinstance(last, int) else tuple(last)
-        if not isinstance(operation, UnfusedOperation) or operation.parameter_slots():
-            return None
-    return None

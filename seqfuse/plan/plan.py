@@ -30,11 +30,10 @@ from ..pictures.data import (
 from ..pictures.svg import FULL
 from ..recipes import Recipe, Role
 from .arriving import Unknown
-from .cost_lookup import Known
 from .facts import Memory, look
 from .flatten import Node
 from .front import Front, Scales, bytes_held, steps_of
-from .match import Matcher, Refusal, is_own
+from .match import Known, Matcher, Refusal, is_own
 from .quantized import Quantization
 from .schedule import (
     Budget,

@@ -53,10 +53,6 @@ class Tally(TorchDispatchMode):
         known = self._alive.get(storage_of(t))
         return None if known is None else known[1]
 
-    def most(self, without: Sequence[int] = ()) -> int:
-        """The most bytes alive at once, but for storages with these numbers."""
-        return most_of(self.events, without)
-
     def _enter(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:

@@ -22,6 +22,7 @@ from ..errors import FallbackWarning, InputError, StateError
 from ..fake import is_fake
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
+from ..plan.facts import any_rows
 from ..plan.flatten import flatten, has_own_graph, public_channels
 from ..plan.inputs import check_devices, expect_tensor, validate
 from ..plan.match import NEAR, Matcher
@@ -231,10 +232,6 @@ class Fuser:
         if lowering is None:
             with collecting_later():
                 lowering = self.bind(op_list, region, x, channels, own)
-                if x.__class__ in _PLAIN and not self._compiled(
-                    op_list, region, lowering.plan, about, x, channels, own
-                ):
-                    lowering = self.bind(op_list, region, x, channels, own)
             region.lowerings = with_entry(region.lowerings, bucket, lowering)
         if x.__class__ not in _PLAIN or (lowering.by_reference and not lowering.native):
             return lowering, None
@@ -260,6 +257,8 @@ class Fuser:
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "fast"
         search = Search(stretch, self._matcher, weighing)
         plan = plan_region(stretch, self._matcher, memory, self.segment_bytes, search)
+        if x.__class__ in _PLAIN and not _compiled(region, stretch, plan):
+            return self.bind(op_list, region, x, channels, parameters)
         planned = dataclasses.replace(stretch, x=None, channels={})
         if isinstance(memory, Budget) or memory == "fast":
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
@@ -283,31 +282,6 @@ class Fuser:
         plainly = not adds and (memory == "fast" or unasked) and saved_hooks(False) is None
         native = torch_calls(plan) if plainly else None
         return CompiledRegion(plan, planned, segments, views, native or ())
-
-    def _compiled(
-        self,
-        op_list: OpList,
-        region: Region,
-        plan: Plan,
-        about: Any,
-        x: Tensor,
-        channels: dict[str, Tensor],
-        parameters: Sequence[Tensor],
-    ) -> bool:
-        """Compile the C kernels that a plan calls; `False` if that failed, and no plan has C kernels any more."""
-        key = tuple(step.key for step in (*plan.forward, *plan.backward)), about
-        if key in region.rehearsed or not calls_c(plan):
-            return True
-        region.rehearsed.add(key)
-        given = {c: channels[c] for c in region.channels}
-        stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
-        try:
-            compile_all(kernels_of(plan, stretch))
-        except CompileError as error:
-            give_up(error)
-            warnings.warn(f"fusions run unfused, in ATen calls: {error}", FallbackWarning, stacklevel=2)
-            return False
-        return True
 
     def _changed(self) -> OpList:
         config_version.bump()
@@ -380,6 +354,22 @@ class Fuser:
         if type(self) is Fuser and plannable(nodes, x) and self._name and not has_graph_inside(self._name):
             return run_planned(self._name, nodes, inputs, outputs, x, channels)
         return by_reference(nodes, inputs, outputs, x, channels)
+
+
+def _compiled(region: Region, stretch: Stretch, plan: Plan) -> bool:
+    """Compile the C kernels that a plan calls; `False` if that failed, and no plan has C kernels any more."""
+    steps = tuple([(step.key, step.needs) for step in (*plan.forward, *plan.backward)])
+    key = steps, any_rows(plan.env), stretch.borders
+    if key in region.rehearsed or not calls_c(plan):
+        return True
+    region.rehearsed.add(key)
+    try:
+        compile_all(kernels_of(plan, stretch))
+    except CompileError as error:
+        give_up(error)
+        warnings.warn(f"fusions run unfused, in ATen calls: {error}", FallbackWarning, stacklevel=2)
+        return False
+    return True
 
 
 def default_fusions() -> Sequence[type[FusedOperation]]:

@@ -116,20 +116,20 @@ class Segment:
     span: range
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]  # in the order in which they run, with each operation configured as in the forward
-    parameters: tuple[ParameterPlace, ...]  # those whose gradients are needed, each once
-    inputs: tuple[str, ...]  # the channels that enter it
-    outputs: tuple[str, ...]  # those that leave it
-    crossing: frozenset[str]  # of these, those that a later operation reads
-    frozen: frozenset[str]  # and those without a gradient
-    consumed: tuple[str, ...]  # the inputs that nothing after it reads
-    followed: bool  # by an operation of this library, which changes no tensor in place
-    live: bool  # whether any gradient is needed
     signature: int  # of the plan
     # The same steps as the backward pass runs them again, to save what they save; `None` where they save it at once.
     again: Segment | None = None
     replays: bool = False  # whether it is that of another one: nothing leaves it, and it saves each tensor for one step
     keeps: frozenset[int] = frozenset()  # first positions of steps that do not run again, as their results are saved
     given: Saves | None = None  # of one that runs again: what had been saved for that
+    parameters: tuple[ParameterPlace, ...] = dataclasses.field(init=False)  # with a needed gradient, each once
+    inputs: tuple[str, ...] = dataclasses.field(init=False)  # the channels that enter it
+    outputs: tuple[str, ...] = dataclasses.field(init=False)  # those that leave it
+    crossing: frozenset[str] = dataclasses.field(init=False)  # of these, those that a later operation reads
+    frozen: frozenset[str] = dataclasses.field(init=False)  # and those without a gradient
+    consumed: tuple[str, ...] = dataclasses.field(init=False)  # the inputs that nothing after it reads
+    followed: bool = dataclasses.field(init=False)  # by an operation of this library, which changes nothing in place
+    live: bool = dataclasses.field(init=False)  # whether any gradient is needed
     slots: Sequence[ParameterPlace] = dataclasses.field(default=(), init=False)  # of one that runs again: all of them
     index: dict[tuple[int, str], int] = dataclasses.field(init=False)
     autocast: torch.dtype | None = dataclasses.field(init=False)
@@ -147,10 +147,19 @@ class Segment:
     others: dict[Any, Segment] = dataclasses.field(default_factory=lambda: dict[Any, Segment](), init=False)
 
     def __post_init__(self) -> None:
-        self.autocast = self.context.env.autocast
+        span, nodes, wants = self.span, self.context.nodes, self.context.wants
+        readers = nodes[span.start].readers
+        self.inputs, self.outputs = public_channels(nodes, span.start, span.stop)
+        self.crossing = frozenset(c for c in self.outputs if readers[c])
+        self.frozen = frozenset(c for p in span if p < wants.live_from for _, c in nodes[p].outputs)
+        self.consumed = tuple(c for c in self.inputs if max(readers[c]) < span.stop)
+        self.followed = span.stop < len(nodes) and isinstance(nodes[span.stop].operation, FusableOperation)
+        self.live, self.autocast = wants.live_from < span.stop, self.context.env.autocast
+        needed = [slot for p in span for name, slot in nodes[p].slots.items() if name in wants.needs[p]]
+        self.parameters = tuple(dict.fromkeys(needed))
         self.saves = Saves.of(self.forward if self.live else ())
         if self.replays or self.again is not None:
-            every = [slot for p in self.span for slot in self.context.nodes[p].slots.values()]
+            every = [slot for p in span for slot in nodes[p].slots.values()]
             self.slots = [*{(id(owner), attribute): (owner, attribute) for owner, attribute in every}.values()]
             self.given = self._given()
             self.saves = self.given if self.again is not None else self.saves
@@ -270,31 +279,14 @@ def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[S
     """The segments of a plan; `configured_at` gains a copy of each operation as its forward is configured."""
     whole = hash(tuple((s.name, s.covers) for s in (*plan.forward, *plan.backward)))
     by_start = [{s.start: s for s in steps} for steps in (plan.forward, plan.backward)]
-    nodes, wants = context.nodes, context.wants
     segments: list[Segment] = []
     for span in plan.segments:
         forward, backward = ([steps[p] for p in span if p in steps] for steps in by_start)
-        inputs, outputs = public_channels(nodes, span.start, span.stop)
-        readers, live = nodes[span.start].readers, wants.live_from < span.stop
-        needed = [slot for p in span for name, slot in nodes[p].slots.items() if name in wants.needs[p]]
-        for position in span if live else ():
+        for position in span if context.wants.live_from < span.stop else ():
             if position not in configured_at:
-                configured_at[position] = configured(nodes[position].operation)  # pyright: ignore[reportArgumentType]
-        segment = Segment(
-            context=context,
-            span=span,
-            forward=tuple(forward),
-            backward=tuple(_as_configured(s, configured_at) for s in reversed(backward)),
-            parameters=tuple(dict.fromkeys(needed)),
-            inputs=inputs,
-            outputs=outputs,
-            crossing=frozenset(c for c in outputs if readers[c]),
-            frozen=frozenset(c for p in span if p < wants.live_from for _, c in nodes[p].outputs),
-            consumed=tuple(c for c in inputs if max(readers[c]) < span.stop),
-            followed=span.stop < len(nodes) and isinstance(nodes[span.stop].operation, FusableOperation),
-            live=live,
-            signature=whole,
-        )
+                configured_at[position] = configured(context.nodes[position].operation)  # pyright: ignore[reportArgumentType]
+        back = tuple(_as_configured(s, configured_at) for s in reversed(backward))
+        segment = Segment(context, span, tuple(forward), back, whole)
         for keeps in [frozenset(keeps) for again, keeps in plan.recomputed if again == span]:
             own = tuple(_as_configured(s, configured_at) for s in forward)
             again = dataclasses.replace(segment, forward=own, replays=True, keeps=keeps)

@@ -7,19 +7,16 @@ Steps are tried one by one. A segment follows from its steps as its generated co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..casts import autocasting, cast_once
 from ..env import Savings
 from ..errors import one_line
-from ..fake import faking, laid_like
 from ..fusion import BackwardFusion
 from ..plan.arriving import Unknown
-from ..plan.facts import Alike, Attempt, Fields, Tried, any_rows, kept_fields, storages
+from ..plan.facts import SEEDS, Alike, Attempt, Fields, Tried, any_rows, kept_fields, storages
 from ..plan.flatten import public_channels
 from ..plan.front import Weight, bytes_held
 from ..plan.plan import Plan
@@ -53,21 +50,12 @@ class Weighing:
     """
 
     def __init__(self, stretch: Stretch) -> None:
-        x, env = stretch.x, stretch.env
-        assert x is not None
         self._stretch = stretch
-        self._entering: dict[int, _Border] = {}
         self.kernels: dict[str, None] = {}  # the sources of C kernels of all segments so far
-        with self._running() as mode:
-            self._mode = mode
-            count = len([node for node in stretch.nodes if node.seed is not None])
-            seeds = torch.empty(count, dtype=torch.int64, device=stretch.place)
-            # A plan for a GPU that is made on a CPU asks for no C kernels.
-            self.tried = Tried(seeds, collects=env.device == "cpu")
-            self.sizes = self.tried.sizes  # bytes of each tensor at a border
-            channels = {name: self._like(t, t.dtype) for name, t in stretch.channels.items()}
-            first = self._like(x, env.dtype if x.is_floating_point() else x.dtype)
-            self._entering[stretch.start] = first, channels
+        # A plan for a GPU that is made on a CPU asks for no C kernels.
+        self.tried = tried = Tried(stretch, collects=stretch.env.device == "cpu")
+        self.sizes = tried.sizes  # bytes of each tensor at a border
+        self._entering: dict[int, _Border] = {stretch.start: (tried.x, tried.channels)}
 
     def __call__(
         self, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None = None
@@ -85,13 +73,13 @@ class Weighing:
         )
         found = _known.get(key)
         if found is None:
-            with self._running():
+            with tried.running():
                 try:
                     weight, results = segment.weighed(forward, backward, again, (x, channels))
                 except Exception as error:
                     raise Unknown(one_line(error)) from error
             made = [*dict.fromkeys(n for n in storages(*results) if n not in places)]
-            places |= {number: -1 - i for i, number in enumerate(made)} | {tried.seeds.storage: _SEEDS}
+            places |= {number: -1 - i for i, number in enumerate(made)} | {SEEDS: _SEEDS}
             leaving = tuple([t._replace(storage=places[t.storage]) for t in results])
             named = weight._replace(shared=frozenset([places[n] for n in weight.shared]))
             found = _Trial(named, leaving, tuple([tried.sizes[n] for n in made]), segment.kernels)
@@ -107,7 +95,7 @@ class Weighing:
         y, after = self._entering[stop]
         # A border has one set of tensors, whichever schedule made them.
         border = storages(y, *[after[c] for c in segment.outputs])
-        at = {_SEEDS: tried.seeds.storage, **dict(enumerate(numbers))}
+        at = {_SEEDS: SEEDS, **dict(enumerate(numbers))}
         at = {**{t.storage: n for t, n in zip(found.leaving, border, strict=True)}, **at}
         shared = frozenset([at[place] for place in found.weight.shared])
         return found.weight._replace(shared=shared, entering=frozenset(numbers))
@@ -132,17 +120,6 @@ class Weighing:
         ]
         leaving = [(channels[c], c in segment.frozen) for c in segment.outputs]
         return any_rows(self._stretch.env), again and tuple([p - start for p in again]), again is None, *steps, *leaving
-
-    def _like(self, t: Tensor, dtype: torch.dtype) -> Alike:
-        t = self._mode.from_tensor(t).detach()
-        place = self._stretch.place
-        return self.tried.take(t if t.device == place and t.dtype is dtype else laid_like(t, dtype, place))
-
-    @contextlib.contextmanager
-    def _running(self) -> Generator[Any]:
-        place, mode = self._stretch.place, getattr(self, "_mode", None)
-        with torch.no_grad(), autocasting(place.type, self._stretch.env.autocast), faking(mode) as mode, cast_once():
-            yield mode
 
 
 class _Passed:
@@ -172,13 +149,14 @@ class _Segment:
         self._work = Savings()
         self._moments: list[tuple[frozenset[int], Sequence[tuple[int, int]]]] = []
         self._constant: set[int] = set()  # storages that are alive all through, and counted elsewhere
+        self._sums: dict[tuple[int, str], Any] = {}  # gradients of parameters
 
     def weighed(
         self, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None, entering: _Border
     ) -> tuple[Weight, list[Any]]:
         """The weight of these steps, and the tensors that leave them."""
         tried, x, channels = self._tried, *entering
-        keeps = frozenset(again or ())
+        self._replays, keeps = again is not None, frozenset(again or ())
         passed = self._forward(forward, x, channels, keeps)
         results = [passed.x, *(passed.channels[c] for c in self.outputs)]
         ahead, kept = self._most(), list[Any]()
@@ -189,7 +167,7 @@ class _Segment:
             kept = [x, *(channels[c] for c in self.inputs), *passed.results.values()]
             names = [s.restored or () for s in forward if s.start in keeps and s.restored]
             kept += [[f[name] for name in own if name in f] for f, own in zip(restored, names, strict=True)]
-        saved = {*storages(*kept)} - tried.owned - {tried.seeds.storage}
+        saved = {*storages(*kept)} - tried.owned - {SEEDS}
         given = {*storages(x, *[channels[c] for c in self.inputs])}
         border = given | {*storages(*results)}
         back = 0
@@ -201,10 +179,10 @@ class _Segment:
             if again is not None:
                 ends = ending(forward)
                 passed = self._forward(forward, x, channels, keeps, passed, ends, [*douts.values()])
-            finished = self._backward(backward, passed, douts, again is not None)
+            finished = self._backward(backward, passed, douts)
             back = self._most(finished)
         drawn = self._live and any(self._stretch.nodes[p].seed is not None for p in self._span)
-        shared = (saved & border) | ({tried.seeds.storage} if drawn else set[int]())
+        shared = (saved & border) | ({SEEDS} if drawn else set[int]())
         own = sum(tried.sizes[n] for n in saved - border)
         nanoseconds = round(self._stretch.env.microseconds(self._work) * 1000)
         return Weight(own, frozenset(shared), frozenset(given), ahead, back, nanoseconds), results
@@ -247,9 +225,6 @@ class _Segment:
         channels, casts = {**channels}, list[Any]()
         stop = len(steps) if stop is None else stop
         running = [not (before and (i >= stop or s.start in keeps)) for i, s in enumerate(steps)]
-        weighed = [s for s, runs in zip(steps[:stop], running, strict=False) if s.weighs and runs]
-        if weighed[1:]:
-            self.kernels |= tried.together(weighed, env).kernels
         for step, runs in zip(steps, running, strict=True):
             alive = found.every, found.results, channels, casts, beside
             if before is not None and not runs:
@@ -292,21 +267,84 @@ class _Segment:
             found.every[record.position] = fields
             found.fields[record.position] = {n: v for n, v in fields.items() if n in record.kept}
 
-    def _backward(
-        self, steps: Sequence[Step], passed: _Passed, douts: Mapping[str, Any], replays: bool
-    ) -> frozenset[int]:
+    def _backward(self, steps: Sequence[Step], passed: _Passed, douts: Mapping[str, Any]) -> frozenset[int]:
         """The backward pass; the storages of the gradients of parameters."""
-        fields = passed.fields
-        late = any(_is_late(s, fields) for s in steps)
-        run = _BackwardPass(self, self._stretch, self._tried, passed, douts, replays, late)
+        self._late = any(_is_late(s, passed.fields) for s in steps)
+        self._left, self._douts = dict(passed.fields), [*douts.values()]
+        self._d, self._known = douts[""], douts[""] is not None
+        self._has = {c: t for c, t in douts.items() if c and t is not None}
         for step in reversed(steps):
-            lacking = [c for _, c in step.incoming if c not in run.has]
-            if not run.known and len(lacking) == len(step.incoming):
-                continue  # nothing arrives
+            lacking = [c for _, c in step.incoming if c not in self._has]
             whole = not isinstance(step.operation, BackwardFusion) or not step.incoming
-            for one in (step,) if whole or (run.known and not lacking) else step.unfused(backward=True):
-                run.step(one)
-        return frozenset(storages(*run.sums.values()))
+            for one in (step,) if whole or (self._known and not lacking) else step.unfused(backward=True):
+                self._step_back(one, passed)
+        return frozenset(storages(*self._sums.values()))
+
+    def _step_back(self, step: Step, passed: _Passed) -> None:
+        came = [(keyword, channel, self._has.get(channel)) for keyword, channel in step.incoming]
+        if not self._known and all(g is None for _, _, g in came):
+            return  # nothing arrives
+        tried, layout, alive = self._tried, step.operation.layout, self._alive()
+        zeros = bool(came) and step.zeros and not isinstance(step.operation, BackwardFusion)
+        if not self._known:
+            self._d = tried.new(passed.likes[step.stop][0]) if zeros else None
+            self._known = zeros
+        if self._known:
+            self._d = self._enter(step, self._d, step.dy_dtype, *alive)
+        incoming: dict[str, Any] = {}
+        for keyword, channel, g in came:
+            if g is None and zeros and step.joint:
+                g = tried.new(passed.likes[step.stop][1][channel])
+            incoming[keyword] = tried.entered(g, None, layout)
+        records: list[Fields | None] = []
+        for record in step.records:
+            fields = self._left.pop(record.position, None) if self._replays else self._left.get(record.position)
+            own = fields and {n: v if isinstance(v, Recompute) else _fit(tried, v, layout) for n, v in fields.items()}
+            records.append(own)
+        dx, named = self._passes(step, records, incoming)
+        grads = dict(zip(*named, strict=True))
+        self._d, self._known = dx, "x" in step.needs[0]
+        for key, slot in step.grads:
+            self._sums[slot] = self._sum(self._sums.get(slot), grads[key])
+        for _, channel in step.incoming:
+            self._has.pop(channel, None)
+        for key, channel in step.channel_grads:
+            self._has[channel] = self._sum(self._has.get(channel), grads[key])
+
+    def _passes(self, step: Step, records: list[Fields | None], incoming: Mapping[str, Any]) -> Any:
+        """Run its `bwd`, in two calls where that lets tensors go between them: dx, and its gradients."""
+        needed = step.needed
+        separable = step.operation.separable and step.recipe is None and "x" in needed and len(needed) > 1
+        asked = [needed - _X, _X] if separable and (self._replays or self._late) else [None]
+        named: Any = ((), ())
+        for needs in asked:
+            alive = [self._d, incoming, records, named, *self._alive()]
+            run = self._tried.backward(step, self._d, records, incoming, self._stretch.env, needs)
+            self._note(run, *alive)
+            dx, grads, filled = run.results
+            for fields, made in zip(records, filled, strict=True):
+                if fields is not None:
+                    fields |= dict(zip(*made, strict=True))
+            if needs != _X:
+                named = grads
+            if needs is not None and needs != _X:
+                for record, fields in zip(step.records, records, strict=True):
+                    for name in [n for n in fields or () if n not in record.cls.kept(_X)]:
+                        assert fields is not None
+                        del fields[name]
+        return dx, named  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def _alive(self) -> list[Any]:
+        saved = self._left if self._replays else None
+        return [self._d, self._has, self._douts, self._sums, saved or ()]
+
+    def _sum(self, known: Any, g: Any) -> Any:
+        if known is None:
+            return g
+        made = self._tried.new(known)
+        self._work += Savings(1, known.bytes + g.bytes + made.bytes)
+        self._note(None, known, g, made, *self._alive())
+        return made
 
 
 def _moved(value: Any, moved: Mapping[int, int]) -> Any:
@@ -328,95 +366,6 @@ def _is_late(step: Step, fields: Mapping[int, Fields]) -> bool:
 
 
 _X = frozenset({"x"})
-
-
-class _BackwardPass:
-    """Follows gradients from step to step, and which of them there are."""
-
-    def __init__(
-        self,
-        segment: Any,
-        stretch: Stretch,
-        tried: Tried,
-        passed: _Passed,
-        douts: Mapping[str, Any],
-        replays: bool,
-        late: bool,
-    ) -> None:
-        self._segment, self._env, self._tried = segment, stretch.env, tried
-        self._passed, self._douts, self._replays, self._late = passed, [*douts.values()], replays, late
-        self._left = dict(passed.fields)  # of one that runs again: what is saved and was not read yet
-        self.d: Any = douts[""]
-        self.known = self.d is not None
-        self.has: dict[str, Any] = {c: t for c, t in douts.items() if c and t is not None}
-        self.sums: dict[tuple[int, str], Any] = {}
-
-    def step(self, step: Step) -> None:
-        """Run one."""
-        came = [(keyword, channel, self.has.get(channel)) for keyword, channel in step.incoming]
-        if not self.known and all(g is None for _, _, g in came):
-            return
-        tried, layout, alive = self._tried, step.operation.layout, self._alive()
-        zeros = bool(came) and step.zeros and not isinstance(step.operation, BackwardFusion)
-        if not self.known:
-            self.d = tried.new(self._passed.likes[step.stop][0]) if zeros else None
-            self.known = zeros
-        if self.known:
-            self.d = self._segment._enter(step, self.d, step.dy_dtype, *alive)
-        incoming: dict[str, Any] = {}
-        for keyword, channel, g in came:
-            if g is None and zeros and step.joint:
-                g = tried.new(self._passed.likes[step.stop][1][channel])
-            incoming[keyword] = tried.entered(g, None, layout)
-        records: list[Fields | None] = []
-        for record in step.records:
-            fields = self._left.pop(record.position, None) if self._replays else self._left.get(record.position)
-            own = fields and {n: v if isinstance(v, Recompute) else _fit(tried, v, layout) for n, v in fields.items()}
-            records.append(own)
-        dx, named = self._passes(step, records, incoming)
-        grads = dict(zip(*named, strict=True))
-        self.d, self.known = dx, "x" in step.needs[0]
-        for key, slot in step.grads:
-            self.sums[slot] = self._sum(self.sums.get(slot), grads[key])
-        for _, channel in step.incoming:
-            self.has.pop(channel, None)
-        for key, channel in step.channel_grads:
-            self.has[channel] = self._sum(self.has.get(channel), grads[key])
-
-    def _passes(self, step: Step, records: list[Fields | None], incoming: Mapping[str, Any]) -> Any:
-        """Run its `bwd`, in two calls where that lets tensors go between them: dx, and its gradients."""
-        needed = step.needed
-        separable = step.operation.separable and step.recipe is None and "x" in needed and len(needed) > 1
-        asked = [needed - _X, _X] if separable and (self._replays or self._late) else [None]
-        named: Any = ((), ())
-        for needs in asked:
-            alive = [self.d, incoming, records, named, *self._alive()]
-            run = self._tried.backward(step, self.d, records, incoming, self._env, needs)
-            self._segment._note(run, *alive)
-            dx, grads, filled = run.results
-            for fields, made in zip(records, filled, strict=True):
-                if fields is not None:
-                    fields |= dict(zip(*made, strict=True))
-            if needs != _X:
-                named = grads
-            if needs is not None and needs != _X:
-                for record, fields in zip(step.records, records, strict=True):
-                    for name in [n for n in fields or () if n not in record.cls.kept(_X)]:
-                        assert fields is not None
-                        del fields[name]
-        return dx, named  # pyright: ignore[reportPossiblyUnboundVariable]
-
-    def _alive(self) -> list[Any]:
-        saved = self._left if self._replays else None
-        return [self.d, self.has, self._douts, self.sums, saved or ()]
-
-    def _sum(self, known: Any, g: Any) -> Any:
-        if known is None:
-            return g
-        made = self._tried.new(known)
-        self._segment._work += Savings(1, known.bytes + g.bytes + made.bytes)
-        self._segment._note(None, known, g, made, *self._alive())
-        return made
 
 
 def _fit(tried: Tried, value: Any, layout: Any) -> Any:

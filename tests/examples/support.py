@@ -19,7 +19,7 @@ import torch
 import seqfuse as sf
 from docs import documented
 from seqfuse import fusions, ops
-from seqfuse.slots import Slot
+from seqfuse.fusion import Slot
 from seqfuse.testing import operations as operations_of_the_kit
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import FallbackWarning, StateError
 from seqfuse.plan.front import Front, Option, Weight
-from seqfuse.plan.tally import Tally
+from seqfuse.plan.tally import Tally, most_of
 from seqfuse.run import fuser as running
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Doubles
@@ -424,7 +424,7 @@ def measured(model: nn.Module, x: Tensor) -> int:
         y = model(leaf)
         y.backward(torch.empty_like(y))
         others = [tally.number(t) for t in (y, *(p.grad for p in model.parameters()))]  # pyright: ignore
-    return tally.most([number for number in others if number is not None])
+    return most_of(tally.events, [number for number in others if number is not None])
 
 
 def test_the_gradient_of_a_weight_comes_first_and_lets_its_input_go(again: Any):

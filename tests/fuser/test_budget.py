@@ -18,9 +18,8 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.cost_table import Measurement
 from seqfuse.pictures.text import sized
-from seqfuse.plan import Matcher, Stretch, facts, flatten
-from seqfuse.plan.cost_lookup import Known
-from seqfuse.plan.facts import Entering, footprint
+from seqfuse.plan import Known, Matcher, Stretch, facts, flatten
+from seqfuse.plan.facts import footprint
 from seqfuse.plan.reference import number_seeds
 from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for, graph
 from tests.fuser.fusions import kept_bytes, tensor
@@ -471,7 +470,7 @@ def test_what_a_step_saves_is_found_once_for_steps_that_are_alike(monkeypatch: p
         if not shares:
             monkeypatch.setattr(facts, "KEPT", 0)
         facts._known.clear()
-        found = footprint((stretch,), steps, Entering(x, {}, stretch.env, x.device))
+        found = footprint((stretch,), steps, stretch)
         assert isinstance(found, tuple)
         kept = found[0]
         saved = [*kept.own, *(kept.fused[s.start, s.operation] for s in steps)]

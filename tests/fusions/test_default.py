@@ -51,7 +51,7 @@ class TanhRows(sf.ForwardFusion):
     bias: ops.Bias
     act: ops.GeLU
 
-    triton = True
+    kernels = ("triton",)
 
     def fwd(self, x: Tensor):
         raise NotImplementedError

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.operation import config_version
-from seqfuse.plan import cost_lookup, described, flatten
+from seqfuse.plan import Known, described, flatten
 from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, _Search, shadow, timing
 from seqfuse.tune.ranks import Ranks
@@ -145,7 +145,7 @@ def test_nothing_is_looked_up_in_a_call_whose_program_is_there(monkeypatch: pyte
     model = pair(Slow)
     sf.tune(model, X)
     model(X)
-    monkeypatch.setattr(cost_lookup.Known, "__init__", None)
+    monkeypatch.setattr(Known, "__init__", None)
     monkeypatch.setattr(cost_table, "table", None)
     model(X)
 
@@ -276,21 +276,21 @@ def test_every_candidate_of_the_default_rule_set_is_known_after_tuning() -> None
     assert {r.note for r in report.rows} == {""}
     other = block()
     missed: list[str] = []
-    look_up = cost_lookup.Known.__call__
+    look_up = Known.__call__
 
-    def seen(self: cost_lookup.Known, fusion: sf.FusedOperation, a: int, b: int) -> Any:
+    def seen(self: Known, fusion: sf.FusedOperation, a: int, b: int) -> Any:
         found = look_up(self, fusion, a, b)
         missed.extend([repr(fusion)] if found is None else [])
         return found
 
-    cost_lookup.Known.__call__ = seen
+    Known.__call__ = seen
     try:
         other(x).sum().backward()
         other.eval()
         with torch.no_grad():
             other(x)
     finally:
-        cost_lookup.Known.__call__ = look_up
+        Known.__call__ = look_up
     assert missed == []
 
 
@@ -962,14 +962,14 @@ def test_settings_of_every_plain_kind_tell_operations_apart():
 
     values: list[Any] = [1, 2, 1.0, 2.0, True, False, 1j, 2j, "1", "2", b"1", b"2", None, (1,), (1, 2), [1, "2"]]
     values += [torch.float32, torch.float64, int, float, kit.spend, kit.pair]
-    known = {cost_lookup.describe(node) for node in flatten(sf.Sequential(*map(Configured, values)))}
+    known = {described.describe(node) for node in flatten(sf.Sequential(*map(Configured, values)))}
     assert len(known) == len(values)
 
 
 def test_operations_that_compute_the_same_are_told_alike_in_each_mode():
     models = [sf.Sequential(ops.Linear(4, 3), ops.LayerNorm(3), ops.GeLU()) for _ in range(2)]
     models[1].eval()
-    one, other = ([cost_lookup.describe(node) for node in flatten(model)] for model in models)
+    one, other = ([described.describe(node) for node in flatten(model)] for model in models)
     assert one == other
     assert "weight float32[3, 4]" in one[0]
 
