@@ -169,24 +169,16 @@ class Matcher:
 
     def __init__(self, fusions: Sequence[type[FusedOperation]]) -> None:
         self.fusions = tuple(fusions)
-        self._reach = 0  # by a loop: it may be traced
+        self._reach, self._only_memory = 0, True  # by a loop: it may be traced
         for fusion in self.fusions:
             self._reach = max(self._reach, fusion.reach)
+            self._only_memory = self._only_memory and fusion.saves_memory
         self._matches: dict[tuple[type, ...], tuple[_Match, ...]] = {}
         self._near: dict[tuple[type, ...], tuple[_Near, ...]] = {}
         self._fitting: dict[type, frozenset[int]] = {}
         self._beginning: dict[type, list[tuple[int, type[FusedOperation]]]] = {}
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
-
-    def only_memory(self, stretch: Stretch) -> bool:
-        """Whether every fusion saves memory at the price of time, so that those that match are no candidates without
-        `lean`.
-        """
-        if not all(fusion.saves_memory for fusion in self.fusions):
-            return False
-        kinds = tuple([node.derives or node.kind for node in stretch.inside])
-        return any(self._matches_of(kinds, i) for i in range(len(kinds)))
 
     def note_failure(self, fusion: str, at: int, reason: str) -> bool:
         """Count a failure of a fusion while it ran; whether it is refused from now on."""
@@ -228,9 +220,9 @@ class Matcher:
             for cls, rank, lengths, length in matches:
                 b = a + length
                 if cls.saves_memory and not (lean and b > live_from):
-                    if is_own(cls):
+                    if is_own(cls) or self._only_memory:
                         reason = UNASKED if b > live_from else "no gradient is needed here"
-                        refused.append(Refusal(cls.__name__, a, reason, expected=b <= live_from, own=True))
+                        refused.append(Refusal(cls.__name__, a, reason, expected=b <= live_from, own=is_own(cls)))
                     continue
                 inexact = next((node for node in nodes[a:b] if node.derives), None) if derived else None
                 if inexact is not None:

@@ -344,12 +344,6 @@ def held_by(plan: Plan, searches: Sequence[Search]) -> tuple[int, int] | None:
     return kept, peak
 
 
-ONLY_MEMORY = (
-    "all fusions of the set save memory and take longer, so that nothing is fused; "
-    'memory="lean", "balanced" or a budget uses them, and sf.fusions.default has others'
-)
-
-
 @dataclasses.dataclass
 class _Chosen:
     """The fusions of each pass, where a region is cut, what runs again, and the time that this takes."""
@@ -544,8 +538,6 @@ def plan_region(
         refused.append(Refusal("recomputation", p, ONCE.format(stretch.nodes[p].name)))
     if chosen.why is not None:
         refused.append(Refusal(f"memory={memory}", start, chosen.why))
-    if memory == "fast" and live < stop and not stretch.fusing.all_costs and matcher.only_memory(stretch):
-        refused.append(Refusal("memory=fast", start, ONLY_MEMORY))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     segments = chosen.segments or segments_of(stretch, ahead, back, segment_bytes)
     ahead = quantized_within(ahead, segments, [at for _, keeps in chosen.recomputed for at in keeps])

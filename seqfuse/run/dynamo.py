@@ -10,16 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..env import Env
 from ..errors import StateError
 from ..operation import FusableOperation, UnfusedOperation
 from ..plan.flatten import Node, attributes, has_own_graph, public_channels
 from ..plan.reference import check_channels, draw, run_eagerly
+from .lower import lent
 from .regions import OpList, Region, fusers, stretches
 
 _one_at_a_time = threading.RLock()
@@ -98,7 +99,7 @@ def _planned(
         if len(nodes) != len(state) or len(slots) != len(parameters):
             message = "the sequence was changed inside the compiled function"
             raise StateError(message, code="SF503", hint="change it before, and outside")
-        with _as_given(nodes, state, slots, parameters) as changed:
+        with _as_given(nodes, state) as changed, lent(slots, parameters):
             op_list = OpList(fuser.root) if changed else fuser.op_list()
             region = next(p for p in op_list.parts if isinstance(p, Region) and p.start == start)
             channels = dict(zip(given, values, strict=True))
@@ -107,28 +108,17 @@ def _planned(
 
 
 @contextmanager
-def _as_given(
-    nodes: Sequence[Node],
-    state: Sequence[_Constants],
-    slots: Sequence[tuple[nn.Module, str]],
-    parameters: Sequence[Tensor],
-) -> Generator[bool]:
-    """Within the block, operations have this configuration and these parameters; yields whether the former differs."""
+def _as_given(nodes: Sequence[Node], state: Sequence[_Constants]) -> Generator[bool]:
+    """Within the block operations have this configuration; yields whether they had another."""
     before: list[tuple[dict[str, Any], str, Any]] = []
-    changed = False
     try:
         for node, constants in zip(nodes, state, strict=True):
             held = vars(node.operation)
             for key, value in constants:
                 if held.get(key) != value or type(held.get(key)) is not type(value):
-                    changed = True
                     before.append((held, key, held.get(key)))
                     held[key] = value
-        for (owner, attribute), parameter in zip(slots, parameters, strict=True):
-            owned = cast(dict[str, Any], owner._parameters)  # pyright: ignore[reportPrivateUsage]
-            before.append((owned, attribute, owned[attribute]))
-            owned[attribute] = parameter
-        yield changed
+        yield bool(before)
     finally:
         for held, key, value in reversed(before):
             held[key] = value

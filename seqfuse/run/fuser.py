@@ -260,7 +260,7 @@ class Fuser:
         if x.__class__ in _PLAIN and not _compiled(region, stretch, plan):
             return self.bind(op_list, region, x, channels, parameters)
         planned = dataclasses.replace(stretch, x=None, channels={})
-        if isinstance(memory, Budget) or memory == "fast":
+        if isinstance(memory, Budget):
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 first, last = (op_list.nodes[at].name for at in (region.start, region.stop - 1))
                 where = f"{region.stop - region.start} operations, {first} to {last}"

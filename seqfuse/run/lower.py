@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,25 @@ NeededGrads = tuple[frozenset[int], bool, frozenset[str]]
 Late = tuple[tuple[int, int], ...]
 OnStep = Callable[..., Any]
 """`on_step(step, run, *args, **kwargs)` is called in place of `run`, the `fwd` or `bwd` of a step."""
+
+
+@contextlib.contextmanager
+def lent(slots: Sequence[ParameterPlace], parameters: Sequence[Any]) -> Generator[None]:
+    """Within the block each module has the parameters of a call, such as those of a captured graph."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for (owner, name), parameter in zip(slots, parameters, strict=True):
+            held: dict[str, Any] = owner._parameters  # pyright: ignore[reportPrivateUsage]
+            if held.get(name) is not parameter:
+                changed.append((held, name, held.get(name, held)))
+                held[name] = parameter
+        yield
+    finally:
+        for held, name, before in reversed(changed):
+            if before is held:  # a parametrized tensor is not registered
+                del held[name]
+            else:
+                held[name] = before
 
 
 @dataclasses.dataclass(slots=True, eq=False)

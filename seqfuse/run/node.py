@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from ..maingrad import MainGrads, main_grads
 from ..saved import Recompute
 from .code import BackwardVariant, backward_code, forward_code, joint_record
 from .fallback import may_fall_back, reason_of, recovered, warn
-from .lower import Late, NeededGrads, Segment
+from .lower import Late, NeededGrads, Segment, lent
 
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
 # Whether it is `backward()`, and neither `backward(inputs=)` nor `torch.autograd.grad`, that runs.
@@ -127,33 +127,13 @@ def _again(ctx: Any, kept: _Kept, values: Sequence[Any], douts: Sequence[Any]) -
     while True:
         node = _Replayed(ctx.next_functions, (values, kept[1]))
         with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
-            with _lent(segment, parameters), cast_once():
+            with segment.context.lock or contextlib.nullcontext(), lent(segment.slots, parameters), cast_once():
                 segment.apart = kept[0].apart
                 Seqfuse.forward(node, segment, seeds, x, *channels, *kept[3])  # pyright: ignore[reportArgumentType]
             try:
                 return Seqfuse.backward(node, *douts)
             except _FailedAgain as again:
                 segment = again.segment
-
-
-@contextlib.contextmanager
-def _lent(segment: Segment, parameters: Sequence[Any]) -> Generator[None]:
-    """Within the block each module has the parameters that a call had: those of a captured graph are given to it."""
-    with segment.context.lock or contextlib.nullcontext():
-        changed: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for (owner, name), parameter in zip(segment.slots, parameters, strict=True):
-                held: dict[str, Any] = owner._parameters  # pyright: ignore[reportPrivateUsage]
-                if held.get(name) is not parameter:
-                    changed.append((held, name, held.get(name, held)))
-                    held[name] = parameter
-            yield
-        finally:
-            for held, name, before in changed:
-                if before is held:  # a parametrized tensor is not registered
-                    del held[name]
-                else:
-                    held[name] = before
 
 
 def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]) -> Any:
