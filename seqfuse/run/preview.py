@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from .. import traffic
 from ..env import Env, bucket, rows_of, tokens_of
+from ..errors import InputError
 from ..fake import recorded
 from ..operation import FusableOperation
 from ..plan.arriving import Arriving
 from ..plan.facts import Memory, measure
 from ..plan.flatten import Node
 from ..plan.front import Scales
-from ..plan.inputs import borders_of, expect_tensor, validate
+from ..plan.inputs import borders_of, clearer, expect_tensor, validate
 from ..plan.match import Matcher
 from ..plan.plan import Plan, Search, held_by, merge, plan_region
-from ..plan.reference import check_channels, check_surplus
+from ..plan.reference import check_channels, check_surplus, walk_reference
 from ..plan.schedule import MODES, Budget, Choice, MemoryChoice, Share
 from ..plan.step import Stretch, Wants
 from ..settings import Fusing, fusing_now
@@ -67,6 +68,8 @@ def preview(
             wants = Wants.of(op_list.nodes, part.start, part.stop, wanted, known, env.grad)
             shapes = None if shape is None else validate(op_list.nodes, part.positions, shape, given)
             shape = None if shapes is None else shapes[-1]
+            if entering is not None and shapes is not None:
+                _check_channels(op_list.nodes, part.positions, entering, shapes, given, env.autocast is not None)
             own = [getattr(owner, name) for owner, name in part.slots] if follows and not op_list.parametrized else []
             entered, beside = entering if follows else None, given
             if entered is not None and arriving is not None and part.start > 0:
@@ -190,3 +193,31 @@ def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
     planned = sum(len(part.positions) for part in op_list.parts if isinstance(part, Region))
     share = int(memory.bytes * len(region.positions) / planned)
     return memory if share == memory.bytes else Share(share, whole=memory)
+
+
+def _check_channels(
+    nodes: Sequence[Node],
+    positions: range,
+    x: Tensor,
+    shapes: Sequence[Any],
+    channels: Mapping[str, Tensor],
+    autocast: bool,
+) -> None:
+    """Check the shapes of channels that the call passes against what enters the operations that read them.
+
+    Under autocast dtypes are not checked: what enters an operation may have another than x.
+    """
+    given = {
+        name: torch.empty(t.shape, dtype=x.dtype if autocast and t.is_floating_point() else t.dtype, device="meta")
+        for name, t in channels.items()
+    }
+    for position, shape in zip(positions, shapes, strict=False):
+        node = nodes[position]
+        if node.inputs and all(channel in given for _, channel in node.inputs):
+            entering, run = torch.empty(shape, dtype=x.dtype, device="meta"), range(position, position + 1)
+            try:
+                walk_reference(nodes, run, entering, {**given}, None)
+            except InputError as error:
+                raise clearer(nodes, run, error, entering) from None
+            except Exception:  # what needs numbers, or parameters that are elsewhere, says nothing of shapes
+                continue
