@@ -161,24 +161,6 @@ def test_a_public_extra_input_may_be_read_twice_and_have_any_layout() -> None:
     check(model, lambda p, x, r: torch.relu(x / 2 + r) + r, tensor(7, 5), r=row)
 
 
-def test_an_extra_input_can_be_handed_to_the_next_list() -> None:
-    first = randomized(sf.Sequential(ops.Fork("stream"), ops.Linear(5, 5)))
-    second = randomized(sf.Sequential(ops.Add("stream"), ops.Fork("stream2"), ops.Tanh()), 40)
-    x = tensor(7, 5)
-    y, stream = first(x)
-    z, after = second(y, stream=stream)
-    h = x + first[1](x)
-    torch.testing.assert_close(z, torch.tanh(h))
-    torch.testing.assert_close(after, h)
-
-
-def test_an_unused_extra_input_gets_no_gradient_where_nothing_is_wanted_of_it() -> None:
-    model = randomized(sf.Sequential(ops.Linear(5, 5), ops.Add("r")))
-    r = tensor(7, 5, grad=False)
-    model(tensor(7, 5), r=r).sum().backward()
-    assert r.grad is None
-
-
 # Barriers and containers.
 
 

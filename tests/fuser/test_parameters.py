@@ -209,20 +209,6 @@ def test_paths_name_every_occurrence_of_a_repeated_operation() -> None:
     assert sf.Sequential(shared, ops.ReLU(), shared).plan().paths == ("0", "0.bias", "1", "2", "2.bias")
 
 
-def test_one_operation_in_two_lists_serves_both() -> None:
-    shared = randomized(ops.Linear(5, 5))
-    one, two = sf.Sequential(shared, ops.ReLU(), fusions=RULES), sf.Sequential(ops.Tanh(), shared, fusions=())
-    x = tensor(7, 5)
-    got = outcome(lambda x: (one(x), two(x)), {"x": x, **dict(shared.named_parameters())}, x)
-    twin = nn.Linear(5, 5)
-    twin.load_state_dict(shared.state_dict())
-    z = x.detach().clone().requires_grad_()
-    expected = outcome(
-        lambda z: (torch.relu(twin(z)), twin(torch.tanh(z))), {"x": z, **dict(twin.named_parameters())}, z
-    )
-    torch.testing.assert_close(got, expected)
-
-
 def test_nested_lists_shared_by_two_lists_see_each_mutation() -> None:
     shared = randomized(sf.Sequential(ops.Linear(5, 5)))
     one, two = sf.Sequential(shared, fusions=PAIR), sf.Sequential(ops.Tanh(), shared, fusions=PAIR)
@@ -400,16 +386,6 @@ def test_dropout_under_vmap_draws_for_every_sample_or_once() -> None:
     assert torch.equal(same[0], same[1])
     with pytest.raises(RuntimeError, match="random"):
         vmap(mine)(x)
-
-
-def test_hooked_models_work_under_transforms() -> None:
-    mine, its = pair()
-    p = {k: v.detach() for k, v in mine.named_parameters()}
-    seen: list[int] = []
-    mine[2].register_forward_hook(lambda *_: seen.append(1))
-    x = tensor(7, 5, grad=False)
-    torch.testing.assert_close(grad(squares(mine))(p, x), grad(squares(its))(p, x))
-    assert seen == [1]
 
 
 # Parametrized.
