@@ -200,6 +200,10 @@ def no_difference(m: Roped, t: Tensor) -> Tensor:
     return torch.cat((one * m.c + two * m.s, two * m.c + one * m.s), -1)
 
 
+def a_stretch_for_pairs(m: Roped, t: Tensor) -> Tensor:
+    return t * m.cos + torch.stack((-t[..., 1:3], t[..., ::2]), -1).flatten(-2) * m.sin
+
+
 def the_rest(m: Roped, t: Tensor) -> Tensor:
     turned = t[..., 2:]
     return torch.cat((turned * m.cos + half(turned) * m.sin, turned), -1)
@@ -232,6 +236,7 @@ NEARLY: dict[str, Roped] = {
     "no difference": Roped(no_difference),
     "angles of heads": Roped(lambda m, t: t * m.cos[:HEADS, None] + half(t) * m.sin[:HEADS, None]),
     "angles of heads, before": Roped(lambda m, t: t * m.cos[:HEADS] + half(t) * m.sin[:HEADS], after=False),
+    "a stretch for every other element": Roped(a_stretch_for_pairs),
     "another part": Roped(the_rest, size=2),
     "the first part behind": Roped(the_rest_first, size=2),
     "complex numbers of halves": Roped(complex_halves),
