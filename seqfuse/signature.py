@@ -135,6 +135,7 @@ def checks_arguments(cls: _Class) -> _Class:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = None
         if not torch.compiler.is_dynamo_compiling():  # it traces no signature
             signature, hints = _annotated(init)
             try:
@@ -144,10 +145,23 @@ def checks_arguments(cls: _Class) -> _Class:
                 raise
             given.arguments.update(check_arguments(type(self).__name__, hints, given.arguments))
             args, kwargs = given.args[1:], given.kwargs
-        init(self, *args, **kwargs)
+        try:
+            init(self, *args, **kwargs)
+        except RuntimeError as error:
+            if given is None or "negative dimension" not in str(error):
+                raise
+            raise _negative(type(self).__name__, given.arguments) from error
 
     cls.__init__ = checked
     return cls
+
+
+def _negative(operation: str, given: Mapping[str, Any]) -> InputError:
+    """The error for a size below 0, of which torch says only the shape that it would make."""
+    listed: dict[str, Any] = {k: v if isinstance(v, tuple | list) else (v,) for k, v in given.items()}
+    below = [k for k, several in listed.items() if any(isinstance(v, int) and v < 0 for v in several)]
+    said = ", ".join(f"{name}={given[name]!r}" for name in below) or "its arguments"
+    return InputError(f"sizes must be at least 0, got {said}", code="SF106", operation=operation)
 
 
 @functools.cache

@@ -141,6 +141,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "tuning in another mode": lambda: sf.tune(linear(), X, modes="inference"),
     "tuning for no time": lambda: sf.tune(linear(), X, budget=-1),
     "tuning into no folder": lambda: sf.tune(linear(ops.GeLU()), X, file="nowhere/at/all"),
+    "a size below 0": lambda: ops.Linear(-1, 4),
+    "sizes below 0": lambda: ops.MergedLinear(4, (3, -1)),
     "text for a size": lambda: ops.Linear("8", 8),
     "text for a flag": lambda: ops.Linear(8, 8, bias="no"),
     "a number for a name": lambda: ops.Add(3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,6 +54,26 @@ def test_a_fuser_of_a_list_says_what_it_takes() -> None:
         assert "sf.Sequential(*operations)" in caught.value.hint
     model = sf.Sequential(ops.Linear(4, 4), ops.ReLU())
     assert torch.equal(sf.Fuser(model)(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ops.Linear(-1, 64), "SF106 Linear: sizes must be at least 0, got in_features=-1"),
+        (lambda: ops.Linear(64, out_features=-2), "SF106 Linear: sizes must be at least 0, got out_features=-2"),
+        (
+            lambda: ops.MergedLinear(4, (3, -1)),
+            "SF106 MergedLinear: sizes must be at least 0, got out_features=(3, -1)",
+        ),
+        (lambda: ops.LayerNorm(-1), "SF106 LayerNorm: sizes must be at least 0, got normalized_shape=-1"),
+        (lambda: ops.Embedding(4, -1), "SF106 Embedding: sizes must be at least 0, got embedding_dim=-1"),
+        (lambda: sf.nn.FeedForward(-1, 4), "SF106 Linear: sizes must be at least 0, got in_features=-1"),
+    ],
+)
+def test_a_size_below_0_is_named(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(sf.InputError) as caught:
+        make()
+    assert str(caught.value) == said
 
 
 def test_an_environment_goes_by_the_name_of_a_gpu() -> None:
