@@ -17,7 +17,7 @@ from ..group import Redistribution, named, with_backward
 from ..ops.collectives import Collective
 from .effects import in_place, states
 from .graph import WRITTEN, argument, is_dtensor, is_fixed, name_of, spelled
-from .normal import Writer
+from .normal import Writer, replace
 
 # The placement of a tensor is the dimension that is sharded, or one of these.
 _REPLICATED, _PARTIAL = "replicated", "partial"
@@ -151,7 +151,7 @@ class _Localized:
             if is_dtensor(_value(node)):
                 self.local[node] = found
             else:
-                node.replace_all_uses_with(found)
+                replace(node, found)
         for node in reversed(gone):
             if not node.users:
                 self.gm.graph.erase_node(node)

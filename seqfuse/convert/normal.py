@@ -119,8 +119,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
             del made.meta[WRITTEN]
         old = node if spelled(node) not in _PAIRS else _first(node)
         assert old is not None
-        old.replace_all_uses_with(found)
-        _view_anew(found)
+        replace(old, found)
         for gone in (old, node) if old is not node else (node,):
             if not gone.users:
                 graph.erase_node(gone)
@@ -130,15 +129,21 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
             graph.erase_node(node)
 
 
+def replace(node: Node, found: Node) -> None:
+    """Let a node stand for another, and the examples of views of it be views of its own example."""
+    node.replace_all_uses_with(found)
+    _view_anew(found)
+
+
 def _view_anew(node: Node) -> None:
-    """Let the examples of views of a node that stands for another be views of its own example."""
     for user in node.users:
         if spelled(user) not in VIEWS:
             continue
         old, values = _value(user), [e for t in user.all_input_nodes if (e := example(t)) is not None]
         mode: Any = next((m for e in values if (m := getattr(e, "fake_mode", None))), contextlib.nullcontext())
         needs = any(t.requires_grad for t in cast("Sequence[Any]", old if isinstance(old, list | tuple) else [old]))
-        with mode, torch.set_grad_enabled(needs):
+        # Of a view that cannot be made so it is not known what it is a view of.
+        with contextlib.suppress(Exception), mode, torch.set_grad_enabled(needs):
             user.meta["example_value"] = called(user, _value)
         _view_anew(user)
 
@@ -170,7 +175,7 @@ def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Nod
             continue
         # Two results of a model stay two tensors: a caller may change one of them.
         if first is not node and not are_changed([first, node]) and not leave([first, node]):
-            node.replace_all_uses_with(first)
+            replace(node, first)
             graph.erase_node(node)
 
 

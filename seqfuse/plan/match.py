@@ -220,7 +220,7 @@ class Matcher:
             for cls, rank, lengths, length in matches:
                 b = a + length
                 if cls.saves_memory and not (lean and b > live_from):
-                    if is_own(cls) or self._only_memory:
+                    if is_own(cls) or (self._only_memory and b > live_from):
                         reason = UNASKED if b > live_from else "no gradient is needed here"
                         refused.append(Refusal(cls.__name__, a, reason, expected=b <= live_from, own=is_own(cls)))
                     continue

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import traffic
 from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..fake import recorded
-from ..operation import FusableOperation
+from ..operation import FusableOperation, UnfusedOperation
 from ..plan.arriving import Arriving
 from ..plan.facts import Memory, measure
 from ..plan.flatten import Node
@@ -76,9 +75,9 @@ def preview(
                 entered, beside = arriving.x, arriving.channels  # those on meta do not fit parameters that are not
             beside = {c: beside[c] for c in part.channels if c in beside}
             borders = borders_of(op_list.nodes, part.positions, entered, beside, own, here)
-            inside: list[Any] = [node.operation for node in op_list.nodes[part.start : part.stop]]
-            if x is None and (width := traffic.entering(inside)[0]):  # what stands for an input where none is given
-                entering = torch.empty(here.tokens, width, dtype=here.dtype, device="meta")
+            width = _entering_width(op_list.nodes[part.start : part.stop])
+            if x is None and width is not None:  # what stands for an input where none is given
+                entering = torch.empty(here.tokens, *width, dtype=here.dtype, device="meta")
             about = op_list.nodes, part.positions, here, wants, shapes, borders, entering, given, places[0]
             why = None if arriving is None else arriving.unknown
             stretches.append((part, Stretch(*about, fusing=_fusing(part), unknown=why)))
@@ -162,6 +161,18 @@ def preview(
     has_choice = any(stretch.wants.live_from < stretch.positions.stop for _, stretch in stretches)
     compare = compared if has_choice else None
     return dataclasses.replace(plan, tokens=tokens_of(main), measure=measured, compare=compare)
+
+
+def _entering_width(nodes: Sequence[Node]) -> tuple[int, ...] | None:
+    """The last dimensions of what enters, as the first operation with parameters says them; `None` if it does not."""
+    for node in nodes:
+        operation: Any = node.operation
+        last: Any = getattr(operation, "in_features", None) or getattr(operation, "normalized_shape", None)
+        if last is not None:
+            return (last,) if isinstance(last, int) else tuple(last)
+        if not isinstance(operation, UnfusedOperation) or operation.parameter_slots():
+            return None
+    return None
 
 
 def _fusing(region: Region) -> Fusing:

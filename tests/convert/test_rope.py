@@ -85,6 +85,11 @@ def torchtune(m: Roped, t: Tensor) -> Tensor:
     return torch.stack([y[..., 0] * c - y[..., 1] * s, y[..., 1] * c + y[..., 0] * s], -1).flatten(3).type_as(t)
 
 
+def twice_in_float32(m: Roped, t: Tensor) -> Tensor:
+    """Two equal casts, which become one."""
+    return t.float() * over(m.cos) + half(t.float()) * over(m.sin)
+
+
 def of_complex(m: Roped, t: Tensor) -> Tensor:
     """As Meta's Llama has it."""
     y = torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2))
@@ -165,6 +170,14 @@ def test_rope_in_float32_within_a_model_in_bfloat16_is_an_operation(turn: Turn):
     model.angles = model.angles.to(torch.complex64)
     replayed = assert_same_recorded(model, X.bfloat16(), bound=3e-2)
     assert len(ropes(replayed)) == 1
+
+
+def test_what_is_cast_twice_is_viewed_as_what_is_cast_once():
+    model = Roped(lambda m, t: twice_in_float32(m, t).type_as(t), after=False).bfloat16()
+    model.cos, model.sin = model.cos.float(), model.sin.float()
+    conversion = assert_same(model, X.bfloat16(), bound=3e-2)
+    found = [type(op).__name__ for region in conversion.graphs[0].regions for op in region.model]
+    assert found == ["MergedLinear", "RotaryEmbedding", "Attention"]
 
 
 @pytest.mark.parametrize("after", [False, True])
