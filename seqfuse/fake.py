@@ -38,9 +38,13 @@ def faking(mode: Any = None) -> Generator[Any]:
     finally:
         mode._allow_unsafe_data_ptr_access = unsafe
         if given is None:
-            # A cycle keeps the mode until garbage is collected, and a parameter that it refers to cannot be swapped.
-            mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+            forget_real(mode)
         torch.set_autocast_cache_enabled(kept)
+
+
+def forget_real(mode: Any) -> None:
+    """Let a mode forget real tensors: a cycle keeps it, and a parameter that it refers to cannot be swapped."""
+    mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
 
 @contextlib.contextmanager

@@ -141,7 +141,8 @@ def _view_anew(node: Node) -> None:
             continue
         old, values = _value(user), [e for t in user.all_input_nodes if (e := example(t)) is not None]
         mode: Any = next((m for e in values if (m := getattr(e, "fake_mode", None))), contextlib.nullcontext())
-        needs = any(t.requires_grad for t in cast("Sequence[Any]", old if isinstance(old, list | tuple) else [old]))
+        held = cast("Sequence[Any]", old if isinstance(old, list | tuple) else [old])
+        needs = any(t.requires_grad for t in held if isinstance(t, torch.Tensor))
         # Of a view that cannot be made so it is not known what it is a view of.
         with contextlib.suppress(Exception), mode, torch.set_grad_enabled(needs):
             user.meta["example_value"] = called(user, _value)

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Env, Savings
 from ..errors import one_line
-from ..fake import faking, is_fake, laid_like
+from ..fake import faking, forget_real, is_fake, laid_like
 from ..generated import identifier
 from ..saved import Layout, Recompute, Saved
 from .arriving import Unknown, run_aside
@@ -148,6 +149,7 @@ class Tried:
         self._known: dict[Any, _Told] = {}  # of steps with tensors that are made again
         self._stretch = stretch
         self._mode: Any = None
+        self._own_mode = False
         with self.running():
             count = len([node for node in stretch.nodes if node.seed is not None])
             self._seeds = torch.empty(count, dtype=torch.int64, device=stretch.place)
@@ -164,8 +166,14 @@ class Tried:
     def running(self) -> Generator[None]:
         """Within the block steps can be tried: under a `FakeTensorMode`, and the autocast of the stretch."""
         place, autocast = self._stretch.place.type, self._stretch.env.autocast
+        own = self._mode is None and active_fake_mode() is None
         with torch.no_grad(), autocasting(place, autocast), faking(self._mode) as self._mode, cast_once():
-            yield
+            self._own_mode = own or self._own_mode
+            try:
+                yield
+            finally:
+                if self._own_mode:  # and not a compiler's
+                    forget_real(self._mode)
 
     def fresh(self, size: int) -> int:
         """The number of another storage."""
