@@ -46,14 +46,10 @@ def pipeline(
             needed if shapes depend on values. Under autocast they are broadcast.
 
     Raises:
-        InputError: (SF106) for another model, or other `shapes`.
+        InputError: (SF106) for an argument of another type.
         PlanError: (SF202) if the model cannot be cut there, or a parameter would be on two ranks.
     """
-    if not isinstance(cast(Any, model), Sequential):
-        hint = "sf.nn.from_torch and from_huggingface make one of models that they know"
-        raise InputError(f"pipeline cuts a seqfuse.Sequential, got {type(model).__name__}", code="SF106", hint=hint)
-    if shapes not in ("infer", "broadcast"):
-        raise InputError(f'shapes must be "infer" or "broadcast", not {shapes!r}', code="SF106")
+    _check_arguments(model, mesh, stages, shapes)
     if mesh.ndim != 1:
         raise PlanError(f"a pipeline takes one dimension of a mesh, not {mesh.ndim}", code="SF202", hint='mesh["pp"]')
     nodes = flatten(model)
@@ -137,6 +133,21 @@ class StageModule(nn.Module):
         """The tensor that leaves, or a tuple where channels do, too."""
         out = self.run(self.stage, [*tensors], channels)
         return out[0] if len(out) == 1 else tuple(out)
+
+
+def _check_arguments(model: Any, mesh: Any, stages: Any, shapes: Any) -> None:
+    if not isinstance(model, Sequential):
+        hint = "sf.nn.from_torch and from_huggingface make one of models that they know"
+        raise InputError(f"pipeline cuts a seqfuse.Sequential, got {type(model).__name__}", code="SF106", hint=hint)
+    if not isinstance(mesh, DeviceMesh):
+        hint = 'such as init_device_mesh("cpu", (ranks,))'
+        raise InputError(f"pipeline takes a DeviceMesh, got {type(mesh).__name__}", code="SF106", hint=hint)
+    names = isinstance(stages, Sequence) and all(isinstance(name, str) for name in cast("Sequence[Any]", stages))
+    if isinstance(stages, str) or not (stages is None or isinstance(stages, int) or names):
+        message = "stages must be a number, or a list of the names of the modules that stages begin at, "
+        raise InputError(f"{message}got {stages!r}", code="SF106", hint='such as ["2"]')
+    if shapes not in ("infer", "broadcast"):
+        raise InputError(f'shapes must be "infer" or "broadcast", not {shapes!r}', code="SF106")
 
 
 def _insert(container: nn.Module, before: str, key: str, module: nn.Module) -> None:

@@ -65,9 +65,7 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
             for a name that matches nothing; (SF106) for an unknown style, or a style that does not fit the module.
         PlanError: (SF202) for a model that is already pipelined.
     """
-    if any(isinstance(m, Boundary) for m in model.modules()):
-        message = "parallelize comes before pipeline, and this model is in stages already"
-        raise PlanError(message, code="SF202", hint='pipeline(parallelize(model, mesh["tp"], plan), mesh["pp"])')
+    _check_arguments(model, plan, sequence_dim)
     group = Group(group)
     acts = _acts(model, group, plan, sequence_dim)
     _check_ties(model, acts)
@@ -77,6 +75,22 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
     for operation in outside if group.size > 1 else []:
         operation.sum_over = group
     return model
+
+
+def _check_arguments(model: Any, plan: Any, sequence_dim: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"parallelize divides a torch.nn.Module, got {type(model).__name__}", code="SF106")
+    if any(isinstance(m, Boundary) for m in model.modules()):
+        message = "parallelize comes before pipeline, and this model is in stages already"
+        raise PlanError(message, code="SF202", hint='pipeline(parallelize(model, mesh["tp"], plan), mesh["pp"])')
+    if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in cast("Mapping[Any, Any]", plan)):
+        hint = 'such as {"feedforward.mixer": "features"}'
+        raise InputError(
+            f"the plan must be a mapping of names of modules to styles, got {plan!r}", code="SF106", hint=hint
+        )
+    if sequence_dim is not None and not isinstance(sequence_dim, int):
+        message = f"sequence_dim must be the number of a dimension, got {sequence_dim!r}"
+        raise InputError(message, code="SF106", hint="such as -2")
 
 
 def _acts(model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None) -> list[_Division]:

@@ -13,7 +13,7 @@ from ..env import Env
 from ..errors import SeqfuseError
 from ..fusion import FusedOperation
 from ..settings import fusing
-from .arguments import check_kit_arguments
+from .arguments import check_fusion_arguments, check_kit_arguments
 from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
 from .judge import saying, without_frames
@@ -95,7 +95,8 @@ def check_fusion(
         PluginError: if the class breaks its contract.
     """
     __tracebackhide__ = True
-    check_kit_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes, fusion)
+    check_fusion_arguments(fusion, env)
+    check_kit_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes)
     try:
         with seeded(seed, x.device), as_on_a_gpu(), fusing(unmeasured=True):
             found = _check(fusion, x, ops, seed, dtypes, env, channels)

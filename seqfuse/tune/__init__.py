@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 import time
@@ -72,14 +73,7 @@ def tune(
         StateError: (SF504) on the other ranks, if the first rank failed.
         KernelError: (SF401) if the device was lost.
     """
-    chosen = dict.fromkeys([modes] if isinstance(modes, str) else modes)
-    if not chosen or not chosen.keys() <= {*MODES}:
-        raise InputError(f"modes must be among {', '.join(MODES)}, not {modes!r}", code="SF106")
-    if budget is not None and not budget >= 0:
-        raise InputError(f"budget must be a number of seconds, not {budget!r}", code="SF106")
-    if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
-        given = f"{type(x).__name__} {getattr(x, 'device', '')}".rstrip()
-        raise InputError(f"tune takes a plain tensor on the device to measure, not {given}", code="SF105")
+    chosen = _checked(x, modes, budget, file)
     reason = why_not_now(x)
     if reason is not None:
         warnings.warn(f"nothing was tuned: {reason}; fusions keep the costs they declare", UserWarning, stacklevel=2)
@@ -91,7 +85,7 @@ def tune(
     generators: Any = torch.random
     with generators.fork_rng([x.device] if x.is_cuda else []):
         try:
-            search.look(model, x, channels, [*chosen])
+            search.look(model, x, channels, chosen)
             if ranks.first:
                 search.measure()
         except BaseException as error:
@@ -101,6 +95,21 @@ def tune(
             raise
         search.share()
     return search.report()
+
+
+def _checked(x: Any, modes: Any, budget: Any, file: Any) -> tuple[str, ...]:
+    if type(x) not in (Tensor, nn.Parameter):
+        raise InputError(f"tune takes a plain tensor, not {type(x).__name__}", code="SF105")
+    if x.device.type == "meta":
+        raise InputError("tune takes an input on the device to measure, not on meta", code="SF105")
+    chosen = (modes,) if isinstance(modes, str) else tuple(modes)
+    if not chosen or not set(chosen) <= set(MODES):
+        raise InputError(f"modes must be among {', '.join(MODES)}, not {modes!r}", code="SF106")
+    if budget is not None and not (type(budget) in (int, float) and budget >= 0 and not math.isnan(budget)):
+        raise InputError(f"budget must be a number of seconds, not {budget!r}", code="SF106")
+    if file is not None and not isinstance(file, str | os.PathLike):
+        raise InputError(f"file must be a path, not {file!r}", code="SF106")
+    return tuple(dict.fromkeys(chosen))
 
 
 @dataclasses.dataclass(eq=False)

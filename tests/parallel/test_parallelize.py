@@ -220,6 +220,22 @@ def test_what_cannot_be_divided_is_an_error_before_anything_changes(case: str, g
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": [ops.Linear(4, 4)]}, r"divides a torch\.nn\.Module, got list"),
+        ({"plan": ["3"]}, r"the plan must be a mapping of names of modules to styles, got \['3'\]\nHint: such as"),
+        ({"plan": {3: "features"}}, "the plan must be a mapping of names"),
+        ({"sequence_dim": "rows"}, "sequence_dim must be the number of a dimension, got 'rows'"),
+    ],
+    ids=["model", "a list", "numbers", "sequence_dim"],
+)
+def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: str, group: Any) -> None:
+    arguments: dict[str, Any] = {"model": mixed(), "plan": {"3": "features"}} | given
+    with pytest.raises(sf.InputError, match=f"SF106: .*{message}"):
+        parallel.parallelize(arguments.pop("model"), group, arguments.pop("plan"), **arguments)
+
+
 def test_a_tied_parameter_is_divided_by_all_or_none(group: Any) -> None:
     expected = r"several ways: 'body\.0\.weight' divided, 'head\.weight' whole\nHint: name all of them"
     with pytest.raises(sf.InputError, match=expected):

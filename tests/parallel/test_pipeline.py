@@ -829,12 +829,28 @@ def test_refuses_a_model_that_is_in_stages_and_other_settings(one: Any):
     unknown: Any = "guess"
     with pytest.raises(sf.errors.InputError, match=r"SF106.*guess"):
         pipeline(model_of(), one, shapes=unknown)
-    with pytest.raises(
-        sf.errors.InputError, match=r"SF106: pipeline cuts a seqfuse\.Sequential, got Sequential\nHint: "
-    ):
-        pipeline(nn.Sequential(nn.Linear(4, 4)), one)
     with pytest.raises(sf.errors.InputError, match="SF106: takes a model that"):
         everywhere(torch.zeros(()), model_of())
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"model": nn.Sequential(nn.Linear(4, 4), nn.ReLU())},
+            r"pipeline cuts a seqfuse\.Sequential, got Sequential\nHint: ",
+        ),
+        ({"mesh": object()}, r"pipeline takes a DeviceMesh, got object\nHint: such as init_device_mesh"),
+        ({"stages": "12"}, r"stages must be a number, or a list of the names .*, got '12'\nHint: such as"),
+        ({"stages": 2.5}, r"stages must be a number, .*, got 2\.5"),
+        ({"stages": [1, 2]}, r"stages must be a number, .*, got \[1, 2\]"),
+    ],
+    ids=["model", "mesh", "stages of text", "a half stage", "stages by number"],
+)
+def test_refuses_arguments_of_another_kind(one: Any, given: dict[str, Any], sentence: str):
+    arguments: dict[str, Any] = {"model": model_of(), "mesh": one} | given
+    with pytest.raises(sf.errors.InputError, match=f"SF106: {sentence}"):
+        pipeline(arguments.pop("model"), arguments.pop("mesh"), **arguments)
 
 
 def test_refuses_meshes_stages_and_names_that_do_not_fit(two_pretended: Any):

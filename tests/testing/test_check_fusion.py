@@ -278,10 +278,26 @@ def test_what_saves_gives_is_checked():
             check_fusion(fusion, X)
 
 
-@pytest.mark.parametrize("given", [ops.ReLU, LinearBias(), len], ids=["operation", "instance", "function"])
-def test_says_that_it_takes_a_class_of_fusions(given: Any):
-    with pytest.raises(TypeError, match=r"check_fusion takes a fusion, a class derived from sf\.FusedOperation, not "):
-        check_fusion(given, X)
+@pytest.mark.parametrize(
+    ("arguments", "named", "message"),
+    [
+        ((ops.ReLU, X), {}, "takes a fusion, a class .*, not the class ReLU; check_op takes an operation"),
+        ((LinearBias(), X), {}, "takes a fusion, .*, not an instance of LinearBias; give the class, LinearBias"),
+        (
+            (len, X),
+            {},
+            "takes a fusion, a class derived from sf.FusedOperation, not an instance of .*function_or_method$",
+        ),
+        ((LinearBias, X, ops.Linear), {}, "takes operations, .*, not the class Linear; give an instance"),
+        ((LinearBias, 3), {}, "takes x as a torch.Tensor, not an instance of int"),
+        ((LinearBias, X), {"dtypes": ["fp16"]}, r"takes dtypes as .*, such as \(torch.float16,\), not \['fp16'\]"),
+        ((LinearBias, X), {"env": "cuda:sm_90"}, "takes env as an sf.Env, such as .*, not 'cuda:sm_90'"),
+    ],
+    ids=["operation", "instance", "function", "class", "number", "name", "device"],
+)
+def test_says_what_an_argument_should_be(arguments: tuple[object, ...], named: dict[str, object], message: str):
+    with pytest.raises((TypeError, sf.InputError), match=f"check_fusion {message}"):
+        check_fusion(*arguments, **named)
 
 
 def test_a_fusion_for_another_machine_has_to_be_planned_there():

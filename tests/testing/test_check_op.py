@@ -352,19 +352,27 @@ def test_refuses_a_container():
 @pytest.mark.parametrize(
     ("op", "x", "dtypes", "message"),
     [
-        (ops.ReLU, X, [torch.float32], r"operations, instances of sf.UnfusedOperation, not <class '.*ReLU'>$"),
-        (ops.ReLU(), X.long(), [torch.float32], "x as a torch.Tensor of floating-point numbers, .*, not torch.int64$"),
-        (ops.ReLU(), [1.0], [torch.float32], r"x as a torch.Tensor of .*, not \[1.0\]$"),
-        (ops.ReLU(), X, ["fp16"], r"dtypes as .*, such as \(torch.float16,\), not \['fp16'\]"),
-        (ops.ReLU(), X, torch.float16, "dtypes as .*, not torch.float16"),
-        (ops.ReLU(), X, [torch.int32], r"dtypes as .*, not \[torch.int32\]"),
-        (ops.ReLU(), X, [], r"dtypes as .*, not \[\]"),
+        (ops.ReLU, X, None, "check_op takes operations, .*, not the class ReLU; give an instance, ReLU\\(...\\)$"),
+        (
+            Correct.reference,
+            X,
+            None,
+            "check_op takes operations, instances of sf.UnfusedOperation, not an .* function$",
+        ),
+        (sf.fusions.PointwiseChain, X, None, "not the class PointwiseChain; check_fusion takes a fusion$"),
+        (ops.ReLU(), X.long(), None, "check_op takes an x of floating-point numbers, .*, not of int64"),
+        (ops.ReLU(), [1.0], None, "check_op takes x as a torch.Tensor, not an instance of list"),
+        (ops.ReLU(), X, ["fp16"], r"check_op takes dtypes as .*, such as \(torch.float16,\), not \['fp16'\]"),
+        (ops.ReLU(), X, "fp16", "check_op takes dtypes as .*, not 'fp16'"),
+        (ops.ReLU(), X, torch.float16, "check_op takes dtypes as .*, not torch.float16"),
+        (ops.ReLU(), X, [torch.int32], r"check_op takes dtypes as .*, not \[torch.int32\]"),
+        (ops.ReLU(), X, [], r"check_op takes dtypes as .*, not \[\]"),
     ],
-    ids=["class", "integer x", "list", "name", "one dtype", "integers", "none"],
+    ids=["class", "function", "fusion", "integer x", "list", "name", "one name", "one dtype", "integers", "none"],
 )
 def test_says_what_an_argument_should_be(op: object, x: object, dtypes: object, message: str):
-    with pytest.raises((TypeError, sf.InputError), match=f"check_op takes {message}"):
-        check_op(op, x, dtypes=dtypes)
+    with pytest.raises((TypeError, sf.InputError), match=message):
+        check_op(op, x, **({} if dtypes is None else {"dtypes": dtypes}))
 
 
 class DefinedAgain(sf.Pointwise):

@@ -206,9 +206,13 @@ def test_a_file_of_the_users_that_changes_while_it_is_in_use_is_not_written_over
     assert slow_is_refused()
 
 
-def test_a_file_in_no_folder_is_refused() -> None:
-    with pytest.raises(sf.InputError, match="no folder no\nHint: make the folder first"):
-        sf.tune(pair(Slow), X, modes="train", file="no/own")
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [(3, "file must be a path, not 3"), ("no/own", "no folder no\nHint: make the folder first")],
+)
+def test_what_names_no_file_is_refused(file: Any, says: str) -> None:
+    with pytest.raises(sf.InputError, match=says):
+        sf.tune(pair(Slow), X, modes="train", file=file)
 
 
 def test_numbers_that_are_whole_are_times_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -691,8 +691,8 @@ def test_on_a_gpu_events_stand_around_the_call_after_the_cache_was_overwritten(m
 @pytest.mark.parametrize(
     "given",
     [{"x": [1.0]}, {"x": torch.ones(6, 4, device="meta")}, {"modes": "test"}, {"modes": ()}, {"budget": -1},
-     {"budget": float("nan")}, {"x": torch.ones(6, 5)}],
-    ids=["x", "meta", "mode", "no mode", "negative", "nan", "shape"],
+     {"budget": float("nan")}, {"budget": "10"}, {"budget": True}, {"x": torch.ones(6, 5)}],
+    ids=["x", "meta", "mode", "no mode", "negative", "nan", "text", "bool", "shape"],
 )  # fmt: skip
 def test_bad_arguments_are_errors(given: dict[str, Any]) -> None:
     with pytest.raises(sf.InputError):
