@@ -471,7 +471,7 @@ def _laid(node: Any, transposed: bool) -> tuple[Any, int, int, int, int] | str |
         head, otherwise 1; why they are no such heads; `None` if they are no view of such a tensor.
     """
     e, source = example(node), node
-    if e is None or e.ndim != 4:
+    if e is None or e.ndim != 4 or spelled(node) == "unsqueeze":  # heads that were folded into the batch
         return None
     order = (0, 1, 2, 3) if transposed else (0, 2, 1, 3)
     (batch, rows, heads, size), strides = (e.shape[d] for d in order), [e.stride(d) for d in order]
