@@ -200,3 +200,26 @@ NEARLY = {
 def test_heads_that_are_nearly_those_of_one_gemm_keep_their_numbers(name: str):
     replayed = assert_same_recorded(NEARLY[name].double(), X)
     assert "Attention" not in operations(replayed)
+
+
+class Folded(nn.Module):
+    """Attention by hand over heads that are folded into the batch, with RoPE before it, as ESM-2 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.cos, self.sin = nn.Buffer(torch.randn(1, 5, 4)), nn.Buffer(torch.randn(1, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.reshape(2, -1, 3, 4).transpose(1, 2).reshape(6, -1, 4) for t in self.qkv(x).chunk(3, -1))
+        q, k = (t * self.cos + torch.cat((-t[..., 2:], t[..., :2]), -1) * self.sin for t in (q * 0.5, k))
+        y = (q @ k.transpose(1, 2)).softmax(-1) @ v
+        return self.out(y.view(2, 3, -1, 4).transpose(1, 2).reshape(2, -1, 12))
+
+
+def test_heads_folded_into_the_batch_leave_what_is_before_them_as_it_was():
+    conversion = assert_same(Folded().double(), seeded_randn((2, 5, 12), 0).double())
+    found = [type(op).__name__ for region in conversion.graphs[0].regions for op in region.model]
+    assert "Attention" in str(found)
+    assert "Multiply" not in found
