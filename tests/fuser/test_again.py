@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import FallbackWarning, StateError
-from seqfuse.plan.front import Front, Option, Weight
+from seqfuse.plan.front import Front, Option, Weight, bytes_held
 from seqfuse.plan.tally import Tally, most_of
 from seqfuse.run import fuser as running
 
@@ -565,8 +565,8 @@ class _Case(Front):
             return [()]
         return [(option, *rest) for option in self.starting[at] for rest in self.ways(option.stop)]
 
-    def held(self, way: Sequence[Option]) -> tuple[int, int]:
-        """Time and peak of a way, by the words of `Weight`."""
+    def held(self, way: Sequence[Option]) -> tuple[int, int, int]:
+        """Time, bytes kept and peak of a way, by the words of `Weight`."""
         kept, saved, peak = 0, frozenset[int](), 0
         for option in way:
             w = option.weight
@@ -574,13 +574,23 @@ class _Case(Front):
             saved_now = saved | w.shared
             kept += w.own + sum(self.sizes[n] for n in saved_now - saved)
             saved, peak = saved_now, max(peak, kept + w.backward)
-        return sum(option.time for option in way), peak
+        return sum(option.time for option in way), kept, peak
+
+    def counted(self, way: Sequence[Option]) -> tuple[int, int]:
+        """Bytes kept and peak, as `bytes_held` counts those of a plan."""
+
+        def weigh(forward: Any, backward: Any, again: Any) -> Weight:
+            return way[again[0]].weight
+
+        weigh.sizes = self.sizes
+        spans = {range(option.start, option.stop): (i,) for i, option in enumerate(way)}
+        return bytes_held(weigh, spans, ((), ()), spans)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_budget_takes_the_fastest_of_all_ways_that_fit(seed: int):
     case = _Case(seed)
-    every = [case.held(way) for way in case.ways()]
+    every = [(time, peak) for time, _, peak in map(case.held, case.ways())]
     least = min(peak for _, peak in every)
     assert case.least() == least
     for limit in range(least - 1, max(peak for _, peak in every) + 2):
@@ -588,7 +598,8 @@ def test_a_budget_takes_the_fastest_of_all_ways_that_fit(seed: int):
         fits = [time for time, peak in every if peak <= limit]
         assert (found is None) == (not fits)
         if found is not None:
-            time, peak = case.held(found)
+            time, *held, peak = case.held(found)
+            assert case.counted(found) == (*held, peak)
             assert (time, peak <= limit) == (min(fits), True)
             assert [*itertools.chain(*(range(o.start, o.stop) for o in found))] == [*range(case.parts)]
 
