@@ -179,6 +179,22 @@ def test_a_border_that_no_channel_crosses_goes_before_a_nearer_one():
     assert model.plan(draw(3, 5)).segments == (range(10), range(10, 20), range(20, 30))
 
 
+@pytest.mark.parametrize("kind", [Tanh, ops.Tanh], ids=["behind nodes", "by torch"])
+def test_a_channel_is_there_up_to_a_last_reader_that_runs_eagerly(kind: type[ops.Tanh]):
+    for last in range(2, 24):
+        reads = {*range(1, last, 4), last}
+        members = [ops.Add("r") if at in reads else kind() for at in range(1, 26)]
+        model, x = sf.Sequential(ops.Fork("r"), *members, fusions=()), draw(3, 5).float()
+        model[last].register_forward_hook(lambda *given: None)
+        mine, its = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, expected = model(mine), its
+        for at in range(1, 26):
+            expected = expected + its if at in reads else expected.tanh()
+        (y * expected.detach()).sum().backward()
+        (expected * expected.detach()).sum().backward()
+        torch.testing.assert_close((y, mine.grad), (expected, its.grad))
+
+
 def test_a_list_of_a_dozen_is_one_segment():
     model = sf.Sequential(*(ops.Tanh() for _ in range(12)))
     assert model.plan(draw(3, 5)).segments == (range(12),)
