@@ -174,9 +174,11 @@ def located(nodes: Sequence[Node], position: int) -> dict[str, Any]:
 
 
 def plain_type(module: nn.Module) -> type:
-    """The class of a module, seen through the one that a parametrization puts in its place."""
-    parametrized = "parametrizations" in module._modules  # pyright: ignore[reportPrivateUsage]
-    return type(module).__bases__[0] if parametrized else type(module)
+    """The class of an operation, seen through those that torch puts in its place: parametrizations, `fully_shard`."""
+    kind: type[Any] = type(module)
+    while issubclass(kind, FusableOperation) and kind.__module__.startswith("torch."):
+        kind = kind.__bases__[-1]
+    return kind
 
 
 def has_own_graph(module: nn.Module) -> bool:
