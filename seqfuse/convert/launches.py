@@ -18,12 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import ops
 from .chains import Order, RaisedChain
 from .effects import in_place
-from .graph import argument, example, fake, is_fixed, is_plain, is_same, name_of, numbers, spelled
+from .graph import argument, example, fake, is_fixed, is_plain, is_same, name_of, numbers, owner, spelled
 
 
-def launching(nodes: Iterable[Node]) -> Counter[str]:
-    """The calls of a graph that launch something, by name: all but views and changes of modes."""
-    return Counter(name_of(node) for node in nodes if _launches(node))
+def launching(nodes: Iterable[Node]) -> dict[str, Counter[str]]:
+    """The calls of a graph that launch something, by module and name: all but views and changes of modes."""
+    found: dict[str, Counter[str]] = {}
+    for node in filter(_launches, nodes):
+        found.setdefault(owner(node), Counter())[name_of(node)] += 1
+    return found
 
 
 def _launches(node: Node) -> bool:

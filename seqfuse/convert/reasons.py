@@ -145,20 +145,24 @@ def alone(
     """
     makers = {node: r for r in operations for node in (*r.took, r.out)}
     readers: dict[Value, Raised] = {node: r for r in reversed(operations) for node in r.took}
-    inside = set(chain.members)
+    inside, own = set(chain.members), {owner(r.node) for r in chain.members}
+
+    def placed(name: str, node: Node, said: str) -> str:
+        path = owner(node)
+        return f"{name} ({said})" if path in own else f"{name} in {path or 'the model'} ({said})"
 
     def described(known: Mapping[Value, Raised], node: Node, between: Sequence[str]) -> str | None:
         r = known.get(node)
         if r in inside:
             return None
         if r is None and not allowed(node):
-            return f"{name_of(node)} ({NOT_ALLOWED})"
+            return placed(name_of(node), node, NOT_ALLOWED)
         if r is None:  # in a word where it has a line of its own
             reason = reasons.get(node, "not recognized")
             why = "left" if _kind(node, node in reasons) is not None else reason
-            return f"{name_of(node)} ({ALONE if why.startswith(ALONE) else why})"
+            return placed(name_of(node), node, ALONE if why.startswith(ALONE) else why)
         path = f", by way of {' and '.join(between)}" if between else ""
-        return f"{type(r.operation).__name__} (in another chain{path})"
+        return placed(type(r.operation).__name__, node, f"in another chain{path}")
 
     given = [n for r in chain.members for n in (r.x, *r.channels.values()) if isinstance(n, Node)]
     outs = [out for r in chain.members for out in r.ends]

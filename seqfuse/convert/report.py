@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..env import why_no_c
@@ -12,6 +14,7 @@ from ..pictures.data import ChoiceData
 from ..pictures.text import bytes_against, choices_table, counted
 from ..plan import Plan, Step
 from .calls import Calls, Captured
+from .graph import owner
 from .reasons import Left
 from .region import CapturedRegion
 
@@ -24,7 +27,7 @@ class GraphReport:
         name: name of the graph.
         regions: its chains; the attribute `plan` of each is its latest plan, `None` before its first call.
         left: GEMMs, norms, activations, attentions and similar calls that were not converted.
-        beside: number of calls outside the chains that launch a kernel, by name.
+        outside: number of calls outside the chains that launch a kernel, by path of their module and by name.
         limit: Dynamo's limit of graphs for one piece of code, if this graph is the last within it.
         again: whether the same code was captured before, for another kind of call.
         captured: the call that it was captured in, and the number of calls since.
@@ -33,7 +36,7 @@ class GraphReport:
     name: str
     regions: tuple[CapturedRegion, ...]
     left: tuple[Left, ...]
-    beside: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    outside: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict[str, Mapping[str, int]])
     limit: int | None = None
     again: bool = False
     captured: Captured | None = None
@@ -42,6 +45,11 @@ class GraphReport:
     def operations(self) -> int:
         """Number of operations in its chains."""
         return sum(len(region.order.members) for region in self.regions)
+
+    @property
+    def beside(self) -> Counter[str]:
+        """Number of calls outside the chains that launch a kernel, by name."""
+        return sum(map(Counter[str], self.outside.values()), Counter[str]())
 
     def __str__(self) -> str:
         return "\n".join([self.heading(), *self.body()])
@@ -67,9 +75,7 @@ class GraphReport:
             text.append(f"  nothing converted: {none}")
         text += [f"  {line}" for line in _choices(self.regions)]
         text += [f"  {line}" for line in _quantized(self.regions)]
-        count = sum(self.beside.values())
-        beside = f"{counted(count, 'call')} as before: {_named(self.beside)}" if count else "no calls"
-        text.append(f"  outside the chains: {beside}")
+        text += _outside(self.outside)
         text += _left(self.left)
         if self.captured is not None and (until := self.captured.until) is not None:
             text.append(f"  ends at a graph break, {until.place}: {until.reason}")
@@ -78,20 +84,39 @@ class GraphReport:
         return text
 
 
-def _named(beside: Mapping[str, int]) -> str:
-    names = sorted(beside, key=lambda name: -beside[name])
-    few = [f"{name} x{beside[name]}" if beside[name] > 1 else name for name in names[:_MOST]]
+def _outside(outside: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """The calls outside the chains, modules with the same calls together."""
+    alike: dict[str, list[str]] = {}
+    for path, calls in outside.items():
+        alike.setdefault(_named(calls), []).append(path or "the model")
+    count = sum(n for calls in outside.values() for n in calls.values())
+    named = [f"{calls} in {_few(paths)}" for calls, paths in alike.items()]
+    more = [f"calls of {len(named) - _MOST} other kinds of modules"] if len(named) > _MOST else []
+    said = f"{counted(count, 'call')} as before: {'; '.join(named[:_MOST] + more)}" if count else "no calls"
+    return textwrap.wrap(f"  outside the chains: {said}", 98, subsequent_indent="      ", break_on_hyphens=False)
+
+
+def _named(calls: Mapping[str, int]) -> str:
+    names = sorted(calls, key=lambda name: -calls[name])
+    few = [f"{name} x{calls[name]}" if calls[name] > 1 else name for name in names[:_MOST]]
     return ", ".join(few) + (f" and {len(names) - _MOST} others" if len(names) > _MOST else "")
 
 
 def _left(lefts: Sequence[Left], indent: str = "  ") -> list[str]:
-    """A line for each reason and name of a call."""
-    alike: dict[tuple[str, str, str], list[str]] = {}
+    """A line for each reason and name of a call; the numbers of layers make no difference."""
+    alike: dict[tuple[str, str, str], list[Left]] = {}
     for left in lefts:
-        alike.setdefault((left.kind, left.call, left.reason), []).append(left.module or "the model")
-    return [
-        f"{indent}left: {kind} {call} in {_few(modules)}: {reason}" for (kind, call, reason), modules in alike.items()
-    ]
+        alike.setdefault((left.kind, left.call, _of_any_layer(left.reason)), []).append(left)
+    text = list[str]()
+    for (kind, call, reason), same in alike.items():
+        reason = same[0].reason if len({left.reason for left in same}) == 1 else reason
+        text.append(f"{indent}left: {kind} {call} in {_few([left.module or 'the model' for left in same])}: {reason}")
+    return text
+
+
+def _of_any_layer(reason: str) -> str:
+    """A reason with stars for the numbers of layers in paths."""
+    return re.sub(r"(?<= in )[\w.]+", lambda path: re.sub(r"\b\d+\b", "*", path[0]), reason)
 
 
 def _few(paths: Sequence[str]) -> str:
@@ -101,7 +126,7 @@ def _few(paths: Sequence[str]) -> str:
 
 
 _MOST = 8
-"""Names of calls beside the chains that are printed, at most."""
+"""Names of calls outside the chains, and kinds of their modules, that are printed, at most."""
 
 _LIMIT = (
     "calls that fit none of them run as before. Raise torch._dynamo.config.recompile_limit before the first call, or "
@@ -136,6 +161,9 @@ def _chain(region: CapturedRegion, launches: bool, times: int = 1) -> list[str]:
         if plan.env.grad:
             own, theirs = f"{own} + {launched[1]}", f"{theirs} + {eager.backward}"
         lines.append(f"    kernel launches{', forward + backward' * plan.env.grad}: {own}; eager torch {theirs}")
+    paths = _few([owner(r.node) or "the model" for r in region.order.members])
+    missed = (r for r in plan.refused if r.fusion.startswith("memory="))
+    lines += [f"    {r.fusion} in {paths}: {r.reason}" for r in missed]
     if (memory := plan.memory) is not None and plan.env.grad:
         others = {} if (saved := region.saved_by_eager) is None else {"eager_torch": saved}
         lines.append(f"    saved for backward: {bytes_against(memory.saved, **others, unfused=memory.saved_unfused)}")

@@ -462,7 +462,8 @@ class Search:
                 why = f"does not fit: {taken}, and {limit:,} are allowed here"
                 if isinstance(memory, Budget) and memory.part is not None:
                     part = math.ceil(1000 * least / kept.unfused) / 1000
-                    why += f"; sf.Budget(part={part:g}) fits" if part <= 1 else ""
+                    few = 'no part fits so few operations: memory="least" gives this plan without a warning'
+                    why += f"; sf.Budget(part={part:g}) fits" if part <= 1 else f"; {few}"
         chosen = [c for o in options for c in o.forward], [c for o in options for c in o.backward]
         spans = [(range(o.start, o.stop), o.again) for o in options]
         again = tuple((span, keeps) for span, keeps in spans if keeps is not None)

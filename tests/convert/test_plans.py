@@ -103,6 +103,21 @@ def test_a_chain_keeps_to_a_part_of_what_it_saves_unfused(part: float):
     assert [choice.memory for choice in budget.choices if choice.used] == [f"Budget(part={part:g})"]
 
 
+@pytest.mark.filterwarnings("ignore:memory=")
+def test_the_report_names_the_modules_of_each_chain_that_a_budget_does_not_fit():
+    class Cut(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.cumsum(0)
+
+    deep = nn.Sequential(*(m for _ in range(6) for m in (nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU())))
+    model = nn.Sequential(deep, Cut(), nn.Sequential(nn.Linear(16, 16), nn.GELU()))
+    conversion = sf.convert(model, memory=sf.Budget(part=0.1))
+    model(seeded_randn((6, 16), 0)).sum().backward()
+    said = re.findall(r"    memory=Budget\(part=0.1\) in (.*): does not fit: .*; (.*)", str(conversion))
+    assert [modules for modules, _ in said] == ["0.0, 0.1, 0.2 and 15 more", "2.0, 2.1"]
+    assert [hint.startswith("no part fits so few operations") for _, hint in said] == [False, True]
+
+
 def test_the_gradients_of_a_model_with_a_budget_are_its_own():
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))

@@ -174,8 +174,26 @@ def test_a_neighbour_that_filter_fn_left_out_is_named_with_that():
     conversion = sf.convert(model, filter_fn=lambda module, path: path != "0")
     model(ROWS)
     reasons = {left.call: left.reason for left in conversion.graphs[0].left}
-    said = "its input is made by layer_norm (left out by filter_fn); its result is returned"
+    said = "its input is made by layer_norm in 0 (left out by filter_fn); its result is returned"
     assert reasons["linear"] == f"no operation beside it to fuse it with: {said}"
+
+
+class Pool(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cummax(0).values
+
+
+def test_a_neighbour_in_another_module_is_named_with_its_path_and_those_of_layers_are_one_line():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Pool()) for _ in range(3))).double()
+    conversion = sf.convert(model)
+    model(ROWS)
+    alone, between = "no operation beside it to fuse it with", "cummax in {}.1 (not recognized)"
+    reasons = {left.module: left.reason for left in conversion.graphs[0].left}
+    for i, entered in enumerate(("given to the graph", f"made by {between}", f"made by {between}")):
+        sides = f"its input is {entered.format(i - 1)}; its result is read by {between.format(i)}"
+        assert reasons[f"{i}.0"] == f"{alone}: {sides}"
+    said = f"its input is made by {between}; its result is read by {between}".replace("{}.1", "*.*")
+    assert f"  left: GEMM linear in 1.0, 2.0: {alone}: {said}" in str(conversion).splitlines()
 
 
 def test_a_hook_that_is_set_after_the_capture_is_the_reason_why_modules_are_in_no_graph():

@@ -409,7 +409,26 @@ def test_calls_beside_the_chains_are_named():
     conversion = sf.convert(model)
     model(X)
     assert conversion.graphs[0].beside == {"cumsum": 2, "sort": 1}
-    assert "\n  outside the chains: 3 calls as before: cumsum x2, sort" in str(conversion)
+    assert "\n  outside the chains: 3 calls as before: cumsum x2, sort in the model" in str(conversion)
+
+
+def test_calls_outside_the_chains_are_named_by_module_and_layers_that_are_alike_once():
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).cumsum(0)
+
+    model = nn.Sequential(*(Layer() for _ in range(5)), nn.Softmax(-1)).double()
+    conversion = sf.convert(model)
+    model(X)
+    (graph,) = conversion.graphs
+    assert graph.outside == {**{f"{i}": {"cumsum": 1} for i in range(5)}, "5": {"softmax": 1}}
+    assert graph.beside == {"cumsum": 5, "softmax": 1}
+    said = "outside the chains: 6 calls as before: cumsum in 0, 1, 2 and 2 more; softmax in 5"
+    assert f"\n  {said}" in str(conversion)
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,19 @@ def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan_and_says_so(memory:
         assert len([r for r in model.plan(x).refused if "does not fit" in r.reason]) == wrong
 
 
+def test_no_part_fits_operations_that_are_too_few_and_the_warning_says_so():
+    model, x = sf.Sequential(ops.Linear(16, 16), ops.GeLU()), tensor(64, 16)
+    for part in (0.1, 1.0):
+        model.memory = sf.Budget(part=part)
+        (refusal,) = [refusal for refusal in model.plan(x).refused if refusal.fusion.startswith("memory=")]
+        assert refusal.reason.endswith(
+            '; no part fits so few operations: memory="least" gives this plan without a warning'
+        )
+    held = model.plan(x).memory
+    model.memory = "least"
+    assert model.plan(x).memory == held
+
+
 def test_a_budget_that_several_regions_share_is_named_as_it_was_given():
     model = sf.Sequential(*block()[:1], nn.Identity(), *block()[:1])
     whole = model.plan(tensor(64, 16)).memory.peak
