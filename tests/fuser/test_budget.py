@@ -409,6 +409,9 @@ def test_modules_in_between_divide_a_budget():
         model.memory = int(part * whole)
         assert model.plan(x).memory.peak <= part * whole
         assert kept_by(model, x) == model.plan(x).memory.saved
+    # All of it is that of the two regions, which need the same, and nothing is left for what stands between them.
+    model.memory = 2 * (whole - block()[:1].plan(x).memory.saved)
+    assert model.plan(x).memory.saved == model.plan(x).memory.saved_unfused
     model.memory = "lean"
     assert kept_by(model, x) == model.plan(x).memory.saved
 
