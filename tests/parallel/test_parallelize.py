@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -59,10 +60,13 @@ def a_model_divided_in_place_equals_the_whole() -> None:
 
 
 def halves_of_a_gated_unit_are_divided_one_by_one() -> None:
-    model = sf.Sequential(ops.Linear(6, 8), ops.GEGLU(), ops.Linear(4, 6)).double()
-    whole = copy.deepcopy(model)
-    parallel.parallelize(model, dist.group.WORLD, {"0": "column", "2": "row"})
-    assert_same(model, whole, draw(5, 6))
+    packings: Any = ("gate_up", "up_gate", "interleaved")
+    for packing, plan in itertools.product(packings, ({"0.0": "column", "0.2": "row"}, {"0": "features"})):
+        inside = ops.Linear(6, 8), ops.GEGLU(packing=packing), ops.Linear(4, 6)
+        model = sf.Sequential(sf.Sequential(*inside)).double()
+        whole = copy.deepcopy(model)
+        parallel.parallelize(model, dist.group.WORLD, plan)
+        assert_same(model, whole, draw(5, 6))
 
 
 def a_mesh_is_a_group() -> None:
