@@ -684,7 +684,8 @@ def what_is_no_tensor_of_the_last_stage_is_refused_on_every_rank() -> None:
     last = dist.get_rank() == 1
     wrong: list[tuple[Any, str]] = [
         (torch.zeros((), dtype=DTYPE), "rank 0"), (loss if last else 0.5, "rank 0"), (None, "ranks 0 and 1"),
-        (0.5 if last else loss, "rank 1"), (loss if last else loss.float().reshape(1), "rank 0"),
+        (0.5 if last else loss, "rank 1"), (loss if last else loss.reshape(1), "rank 0"),
+        (loss if last else loss.float(), "rank 0"),
     ]  # fmt: skip
     for given, ranks in wrong:
         expected = f"SF105 everywhere: takes a tensor of the last stage.*other rank; that of {ranks} is not"
@@ -862,6 +863,10 @@ def test_refuses_meshes_stages_and_names_that_do_not_fit(two_pretended: Any):
     model[3].register_module("boundary1", ops.Tanh())
     with pytest.raises(sf.errors.PlanError, match=r"SF202: modules are called \['boundary1'\], as boundaries are"):
         pipeline(model, two_pretended, stages=("3.2",))
+    norms = [nn.BatchNorm1d(6, affine=False) for _ in range(2)]
+    norms[1].running_var = norms[0].running_var
+    with pytest.raises(sf.errors.PlanError, match=r"BatchNorm1d\): its running_var is in stages 0 and 1, which are on"):
+        pipeline(sf.Sequential(ops.Linear(4, 6), norms[0], ops.Tanh(), norms[1]), two_pretended, stages=("2",))
 
 
 def test_only_a_tensor_of_the_last_stage_is_taken_everywhere(two_pretended: Any):
