@@ -14,6 +14,7 @@ from seqfuse import ops
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
+from .recording import Replayed
 from .test_altered import operations
 
 S = F.scaled_dot_product_attention
@@ -144,6 +145,16 @@ def test_factors_of_heads_are_beside_their_norms(last: int, before: bool):
 
     found = operations(assert_same_recorded(Gained().double(), X))
     assert ("Attention" in found) is (before or last == 1)
+
+
+def test_a_norm_of_heads_without_an_eps_has_that_of_float32_in_16_bits():
+    """Of heads so small that one of bfloat16 would be most of what they are divided by."""
+    model, x = ViT(norm=NORMS["RMSNorm without an eps"]).bfloat16(), X.bfloat16() / 64
+    nn.init.zeros_(model.qkv.bias)
+    model.qkv.weight.data[2 * HEADS * SIZE :] *= 64
+    replayed = Replayed(model, x)
+    assert "QKNorm" in operations(replayed)
+    torch.testing.assert_close(replayed(x), model(x), rtol=2e-2, atol=2e-2)
 
 
 class Adapted(nn.Module):
