@@ -265,6 +265,11 @@ def test_what_is_nearly_of_a_known_form_keeps_its_numbers(name: str):
     assert_same_recorded(Layers(lambda m, x: m.c(NEARLY[name](m, x))).double(), X)
 
 
+def test_what_a_call_that_no_operation_matches_changes_in_place_is_changed():
+    """As Dynamo captures it, by keyword; nobody reads what it returns."""
+    assert_same(Layers(lambda m, x: (lambda h: (F.elu(h, inplace=True), m.b(h))[1])(m.a(x))).double(), X)
+
+
 def test_equal_results_of_a_model_stay_two_tensors():
     def spelling(m: Layers, x: Tensor) -> Any:
         h = m.c(F.relu(m.a(x)))
