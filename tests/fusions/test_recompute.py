@@ -173,10 +173,21 @@ def test_a_parameter_that_was_changed_in_place_is_an_error():
         y.sum().backward()
 
 
-@pytest.mark.parametrize("first", [ops.Linear(6, 8), parts(6, 5, 3), ops.MergedLinear(6, (5, 3))], ids=["", "2", "1"])
-def test_autocast_is_that_of_the_forward(first: nn.Module):
-    list_ = ops.LayerNorm(6), first, ops.GeLU(), ops.Linear(8, 6)
-    model = sf.Sequential(*list_, fusions=(RecomputeNorm, RecomputeActivation, LinearBias))
+HEADS = ops.QKNorm(4, 2, 1), ops.RotaryEmbedding(2, 1, style="half"), ops.Attention(2, 1)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        (ops.Linear(6, 8), ops.GeLU()), (parts(6, 5, 3), ops.GeLU()), (ops.MergedLinear(6, (5, 3)), ops.GeLU()),
+        (ops.Linear(6, 16), *HEADS), (parts(6, 8, 4, 4), *HEADS),
+    ],
+    ids=["", "2", "1", "heads", "heads of 2"],
+)  # fmt: skip
+def test_autocast_is_that_of_the_forward(inner: tuple[nn.Module, ...]):
+    list_ = ops.LayerNorm(6), *inner, ops.Linear(8, 6)
+    rules = RecomputeNorm, RecomputeActivation, RecomputeHeads, LinearBias
+    model = sf.Sequential(*list_, fusions=rules)
     found = []
     for memory in ("fast", "lean"):
         model.memory = memory
