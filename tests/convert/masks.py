@@ -75,6 +75,8 @@ SPELLINGS: dict[str, tuple[Mask, Limits]] = {
     "all": (lambda x: ones(x).bool(), Limits(False, None, exact=True)),
     "nothing added": (lambda x: x.new_zeros(1, 1, x.shape[1], x.shape[1]), Limits(False, None, exact=True)),
     "a window": (lambda x: between(x, 3, 1), WINDOW),
+    "two windows": (lambda x: between(x, 3, 1) & between(x, 5, 2), WINDOW),
+    "two windows, the narrower last": (lambda x: between(x, 5, 2) & between(x, 3, 1), WINDOW),
     "a window on both sides": (lambda x: between(x, 3, 3), Limits(False, 3, exact=True)),
     "not behind or too far": (lambda x: ~(((p := positions(x))[1] > p[0]) | (p[0] - p[1] >= 3)), WINDOW),
     "with padding": (lambda x: seen(x) & (x[:, None, None, :, 0] < 9), Limits(True, None, exact=False)),
