@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import seqfuse.testing.judge as judging
 from seqfuse.errors import PluginError
 from seqfuse.testing import FusedMismatch, GlobalState, Observer, assert_fused_close, in_regime, seeded_randn
-from seqfuse.testing.judge import assert_stays_finite, judge, saying
+from seqfuse.testing.cases import Outcome
+from seqfuse.testing.judge import assert_own_memory, assert_stays_finite, judge, saying
 from seqfuse.testing.structure import Tree
 from tests.judging import judge_together
 
@@ -363,3 +364,17 @@ def test_a_place_in_several_draws_names_the_draw():
     with pytest.raises(FusedMismatch, match=r"y: \w+: .* at \(12,\) of draw \d$") as caught:
         judge(measure, 0)
     assert "row" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "dy", "y", "d_x"])
+def test_a_gradient_of_a_parameter_has_memory_of_its_own(name: str) -> None:
+    known = {key: torch.ones(3) for key in ("x", "weight", "dy", "y", "d_x")}
+
+    def outcome(grad: Tensor) -> Outcome:
+        given = ({key: known[key]} for key in ("x", "weight", "dy", "y"))
+        return Outcome(*given, {"weight.grad": grad, "d_x": known["d_x"]}, torch.get_rng_state())
+
+    own = outcome(torch.ones(3))
+    assert_own_memory(own, own)
+    with pytest.raises(AssertionError, match=f"weight.grad shares its storage with others: {name}; return"):
+        assert_own_memory(outcome(known[name][:2]), own)
