@@ -139,7 +139,7 @@ class Order:
         channels: the nodes that enter as channels, by name.
         outputs: the values that it returns, y first.
         members: the raised operations, in the order in which they run.
-        apart: operations that would go on from a value of another shape than the one before them made.
+        apart: operations that have to begin chains, as one goes on from a value of another shape than was made last.
     """
 
     operations: list[FusableOperation]
@@ -191,6 +191,7 @@ def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> O
     order = Order([], start, {}, [], members, [])
     extra: list[Value] = []
     current: Value = start
+    branch = members[0]
     for i, r in enumerate(members):
         order.channels.update({c: n for c, n in r.channels.items() if n not in inside and n is not start})
         later = members[i:]
@@ -201,13 +202,15 @@ def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> O
             assert isinstance(r.x, Node)
             a, b = example(current), example(r.x)
             if not isinstance(current, Node) or a is None or b is None or not same_shape(a.shape, b.shape):
-                order.apart.append(r)
+                joins = branch is not members[0] and current in r.channels.values()  # such as a gate for each token
+                order.apart.append(branch if joins else r)
                 return order
             unread = not _is_read_later(current, later)  # by nobody here: the channel that it became is an output
             if unread and current not in outside:
                 order.apart.append(r)
                 return order
             order.operations.append(ops.Take(channel(r.x), to=channel(current)))
+            branch = r
             if unread:
                 extra.append(current)
             if r.x not in inside and r.x is not start:

@@ -310,6 +310,19 @@ def ahead(node: Node, names: set[str]) -> Node | None:
     return found if spelled(found) in names and found is not None and found.args[:1] == (node,) else None
 
 
+def unflattened(flat: Any, node: Node) -> tuple[Any, Node]:
+    """X and y of a call upon x.view(-1, n), whose result is viewed as [*, m] at once."""
+    out = ahead(node, {"view", "reshape"})
+    if spelled(flat) in ("view", "reshape") and out is not None:
+        x = flat.args[0]
+        before, viewed, after = example(x), example(flat), example(out)
+        if before is None or viewed is None or after is None or not same_size(before.shape[-1], viewed.shape[-1]):
+            return flat, node
+        if same_shape(before.shape[:-1], after.shape[:-1]):
+            return x, out
+    return flat, node
+
+
 WRITTEN = "seqfuse_written"
 """What notes of a node that a matcher wrote it, for what it raises; it need not run if nobody reads it."""
 

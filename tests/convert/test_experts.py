@@ -34,21 +34,31 @@ FOUR = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}
 LOCAL = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 BLOCK = "Route, Permute, GroupedLinear, SwiGLU, GroupedLinear, Unpermute"
+WHOLE = f"RMSNorm, {BLOCK}, Add, RMSNorm"  # from norm to norm
+SHARED = "MergedLinear, SwiGLU, Linear"  # an expert of all tokens
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "mixtral": ("Mixtral", LOCAL, BLOCK),
-    "qwen2-moe": ("Qwen2Moe", {**FOUR, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}, BLOCK),
-    "qwen3-moe": ("Qwen3Moe", {**FOUR, "moe_intermediate_size": 24, "head_dim": 8}, BLOCK),
-    "olmoe": ("Olmoe", FOUR, BLOCK),
+    "mixtral": ("Mixtral", LOCAL, WHOLE),
+    "qwen2-moe": (
+        "Qwen2Moe", {**FOUR, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+        f"{SHARED}, Multiply, {BLOCK}, Add",
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**FOUR, "moe_intermediate_size": 24, "head_dim": 8}, WHOLE),
+    "olmoe": ("Olmoe", FOUR, WHOLE),
     "granite-moe": ("GraniteMoe", LOCAL, BLOCK),
     "gpt-oss": (
         "GptOss", {**LOCAL, "head_dim": 8, "sliding_window": 4, "attn_implementation": "eager"},
         BLOCK.replace("SwiGLU", "ClampedSwiGLU"),
     ),
-    "deepseek-v2": ("DeepseekV2", {**MLA, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5}, BLOCK),
-    "deepseek-v3": ("DeepseekV3", {**MLA, "routed_scaling_factor": 2.5}, BLOCK),
+    "deepseek-v2": (
+        "DeepseekV2", {**MLA, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.5},
+        WHOLE.replace("Add", f"{SHARED}, Add, Add", 1),
+    ),
+    "deepseek-v3": (
+        "DeepseekV3", {**MLA, "routed_scaling_factor": 2.5}, WHOLE.replace("Add", f"{SHARED}, Add, Add", 1),
+    ),
     "llama4": (
         "Llama4", {**LOCAL, "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "head_dim": 8},
-        BLOCK.replace("Permute", "TokenScale, Permute", 1),
+        f"{SHARED}, {BLOCK.replace('Permute', 'TokenScale, Permute', 1)}, Add",
     ),
 }  # fmt: skip
 
@@ -237,6 +247,33 @@ def test_a_compiler_records_the_mixture_with_all_experts(biased: bool):
 
     recorded = aot_function(mixture, fw_compiler=nop, decompositions={})
     torch.testing.assert_close(gradients(recorded), gradients(mixture))
+
+
+@pytest.mark.parametrize("viewed_before", [False, True])
+def test_a_sum_in_place_is_what_is_read_after_it(viewed_before: bool):
+    """As where Llama 4 adds the result of its experts to that of the expert of all tokens."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            before = y.view(-1, 16) if viewed_before else 1.0
+            y.add_(self.second(x), alpha=2)
+            return y.view(-1, 16) * y.flatten(0, 1).tanh() * before
+
+    model, x = Model(), seeded_randn((1, 3, 16), 0).requires_grad_()
+
+    def made() -> list[Tensor]:
+        y = model(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], seeded_randn(tuple(y.shape), 1))]
+
+    wanted = made()
+    sf.convert(model)
+    for _ in range(2):
+        torch.testing.assert_close(made(), wanted)
 
 
 def test_tokens_times_the_factors_of_several_experts_stay_as_they_were():

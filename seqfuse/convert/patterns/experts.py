@@ -16,7 +16,7 @@ from ... import ops
 from ...operation import FusableOperation
 from ..experts import made as unit_of
 from ..experts import operations, unit_like
-from ..graph import argument, back, called, channel, example, is_fixed, numbers, read_by, spelled
+from ..graph import alike, argument, back, called, channel, example, is_fixed, numbers, read_by, spelled, unflattened
 from ..raising import META, Found, Given, Inner, Raised, Transposed, Value, matcher
 
 _DIVIDE, _DIVIDE_IN_PLACE = (getattr(operator, name) for name in ("truediv", "itruediv"))
@@ -44,8 +44,10 @@ def raise_mixture(node: Node, router: bool = True) -> Found:
     permute, first, act, second, unpermute = cast("tuple[FusableOperation, ...]", tuple(sequence))
     given = [_given(up, up_bias), _given(down, down_bias)]
     found: list[Raised] = []
-    route = _route(back(x), experts, probs) if router else None
-    values: list[Value] = [x, *(Inner() for _ in range(4)), node]
+    route, out = _route(back(x), experts, probs) if router else None, node
+    if route is not None:
+        x, out = unflattened(x, node)  # nothing else says how many dimensions it has
+    values: list[Value] = [x, *(Inner() for _ in range(4)), out]
     if route is not None:
         values.insert(1, Inner())
         found.append(Raised(route[0], x, values[1], node, route[1]))
@@ -261,8 +263,13 @@ def _computed(
     return values[experts], values[probs], corrected
 
 
+_FRESH = {"scatter_": ("zeros_like", "full_like"), "add_": ("linear",)}
+"""Changes in place, and the calls that make the tensors of which a changed copy is as good."""
+
+
 def functional(graph: Graph) -> None:
-    """Let routers make tensors where they change one of their own in place: the factors that they divide, and masks.
+    """Let blocks of experts make tensors where they change one of their own in place: the factors that a router
+    divides, its masks, and the result of an expert of all tokens, to which that of the others is added.
 
     The tensor is one that the graph made, and that nobody has read before but for its numbers as they were.
     """
@@ -277,11 +284,11 @@ def functional(graph: Graph) -> None:
             if not later:
                 node.target = _DIVIDE
         elif (
-            node.target == "scatter_"
-            and spelled(values) in ("zeros_like", "full_like")
+            spelled(values) in _FRESH.get(node.target, ())
+            and (node.target == "scatter_" or alike(values, node.args[1]))
             and len(later) == len(values.users) - 1
         ):
-            node.target = "scatter"
+            node.target = node.target[:-1]
             for user in later:
                 user.replace_input_with(values, node)
 

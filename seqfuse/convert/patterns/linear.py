@@ -14,7 +14,6 @@ from ...operation import FusableOperation
 from ...ops.mergedlinear import MAX_PARTS
 from ..effects import Effects
 from ..graph import (
-    ahead,
     argument,
     arguments,
     back,
@@ -25,9 +24,9 @@ from ..graph import (
     numbers,
     operands,
     part_of,
-    same_shape,
     same_size,
     spelled,
+    unflattened,
 )
 from ..launches import are_saved
 from ..raising import META, Found, Given, Inner, Raised, Transposed, View, matcher, node_of, one
@@ -57,7 +56,7 @@ def raise_addmm(node: Node) -> Found:
         return None
     bias, flat, right = arguments(node, "input", "mat1", "mat2")
     weight = _weight_of(right)
-    x, out = _unflattened(flat, node)
+    x, out = unflattened(flat, node)
     return None if weight is None else as_linear(x, weight, bias, out)
 
 
@@ -78,19 +77,6 @@ def _weight_of(node: Any) -> Given | None:
     if isinstance(source, Node) and (swapped or (node.target is getattr and node.args[1] in ("T", "mT"))):
         return source
     return Transposed(node)
-
-
-def _unflattened(flat: Any, node: Node) -> tuple[Any, Node]:
-    """X and y of a call upon x.view(-1, n), whose result is viewed as [*, m] at once."""
-    out = ahead(node, {"view", "reshape"})
-    if spelled(flat) in ("view", "reshape") and out is not None:
-        x = flat.args[0]
-        before, viewed, after = example(x), example(flat), example(out)
-        if before is None or viewed is None or after is None or not same_size(before.shape[-1], viewed.shape[-1]):
-            return flat, node
-        if same_shape(before.shape[:-1], after.shape[:-1]):
-            return x, out
-    return flat, node
 
 
 def linear_ending_at(node: Node) -> Found:
