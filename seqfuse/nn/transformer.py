@@ -110,12 +110,12 @@ class FeedForward(Sequential):
         bias: whether the GEMMs have biases.
         merged: whether gate and up of a gated unit have separate weights, in an `ops.MergedLinear`.
         dropout: dropout probability after the activation.
-        group: process group over which hidden features are sharded (each half of a gated unit); see `ops.Linear`.
+        group: process group over which hidden features are sharded (gate and up alike); see `ops.Linear`.
         sequence_dim: the dimension of x and y that is sharded (sequence parallel).
 
     Raises:
         InputError: (SF101) if the number of processes does not divide the hidden features, (SF106) if merged weights
-            would be sharded.
+            would be sharded, or gate and up are interleaved.
     """
 
     inlines: ClassVar[bool] = True
@@ -138,6 +138,11 @@ class FeedForward(Sequential):
         act = activation()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = (hidden, hidden) if isinstance(act, Gated) else (hidden,)
+        if isinstance(act, Gated) and act.packing == "interleaved":  # a shard has whole pairs of gate and up
+            sizes = (2 * hidden,)
+            if merged:
+                message = f"gate and up of {type(act).__name__} are interleaved, so they have no separate weights"
+                raise InputError(message, code="SF106", operation=type(self).__name__, hint='packing="gate_up"')
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         parts["up"] = _side_by_side(dim, sizes, bias, merged, group, sequence_dim, made)
         parts["activation"] = act

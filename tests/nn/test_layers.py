@@ -311,6 +311,8 @@ def test_merged_weights_give_what_packed_ones_give():
     x = seeded_randn((2, 5, 16), 0)
     torch.testing.assert_close(merged(x), packed(x))
     assert type(FeedForward(8, merged=True).up) is ops.Linear
+    with pytest.raises(sf.InputError, match="SF106 FeedForward: gate and up of SwiGLU are interleaved"):
+        FeedForward(8, activation=functools.partial(ops.SwiGLU, packing="interleaved"), merged=True)
     one = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=one, rank=0, world_size=1)
     try:

@@ -22,7 +22,8 @@ LAYERS: dict[str, dict[str, Any]] = {
         "bias": False, "qk_norm": True, "rotary": rotary, "causal": True,
     },
     "shared key heads, post-norm": {
-        "dim": 16, "heads": 8, "kv_heads": 4, "pre_norm": False, "qk_norm": True, "activation": ops.GEGLU, "window": 3,
+        "dim": 16, "heads": 8, "kv_heads": 4, "pre_norm": False, "qk_norm": True, "window": 3,
+        "activation": functools.partial(ops.GEGLU, packing="interleaved"),
     },
 }  # fmt: skip
 
