@@ -17,6 +17,7 @@ from ..hardware import STEP
 from ..ops import Add, Bias, GroupedLinear, Linear, MergedLinear, Scale
 from ..ops._mm import addmm, mm
 from ..ops._mm import linear as gemm
+from ..ops._tensors import may_overwrite
 from ..ops.linear import saved_linear
 from ..pointwise import Gated, Pointwise
 from ..saved import Saved
@@ -175,8 +176,8 @@ def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Ten
 
 
 def plus_in_place(y: Tensor, add: Add, other: Tensor) -> Tensor:
-    """The residual sum y + other, written over y where that has its shape and dtype."""
-    if y.shape == other.shape and y.dtype is other.dtype:
+    """The residual sum y + other, written over y where that is possible."""
+    if y.shape == other.shape and y.dtype is other.dtype and may_overwrite():
         return y.add_(other)
     return add.fwd(y, other=other)[0]
 

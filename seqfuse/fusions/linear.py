@@ -35,6 +35,7 @@ from ..ops import (
 )
 from ..ops._mm import addmm, linear, mm
 from ..ops._parameters import parameter
+from ..ops._tensors import may_overwrite
 from ..ops.linear import saved_linear, weight_grad
 from ._shared import as_rows, cost_in_place, dgrad, gemm_fits, linear_of, one_dtype, output_bytes, plus_in_place
 
@@ -97,7 +98,7 @@ class LinearBiasAct(ForwardFusion):
             y = _epilogue(x, lowered(weight, always=True), lowered(bias.read(), always=True), "relu")
         else:
             y = linear(x, weight, None if bias is None else bias.read())
-            y = _IN_PLACE[type(act)](y)
+            y = _IN_PLACE[type(act)](y) if may_overwrite() else act.reference(y)
         record = act.Saved(y=y)  # pyright: ignore[reportCallIssue]
         return y, {"linear": saved_linear(x, weight), "act": record}
 
@@ -139,7 +140,7 @@ def _epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu", "gel
         return torch.relu_(y) if act == "relu" else F.gelu(y, approximate="tanh" if x.is_cuda else "none")
     if x.device.type == "cpu":  # where the call does these two, after views
         y = linear(x, weight, bias)
-        return torch.relu_(y) if act == "relu" else _gelu_(y)
+        return _gelu_(y) if act == "gelu" else torch.relu_(y) if may_overwrite() else torch.relu(y)
     y = torch._addmm_activation(bias, as_rows(x), weight.t(), use_gelu=act == "gelu")  # pyright: ignore
     return y.view(*x.shape[:-1], weight.shape[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -118,6 +118,8 @@ class ScaledSwiGLU(Sequential):
         packing: position of gate and up in x, as in `sf.Gated`.
         fusions: the fusion set when called by itself; by default `sf.fusions.default`.
     """
+
+    inlines: ClassVar[bool] = True
 
     def __init__(self, name: str, *, packing: sf.Packing = "gate_up", fusions: Fusions | None = None) -> None:
         super().__init__(SwiGLU(packing=packing), TokenScale(name), fusions=fusions)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..fusion import Fusions
 from ..run import Sequential
 from .norm import RMSNorm
@@ -24,6 +26,8 @@ class L2Norm(Sequential):
     Raises:
         ValueError: for a size below 1.
     """
+
+    inlines: ClassVar[bool] = True
 
     def __init__(self, size: int, eps: float = 1e-6, *, fusions: Fusions | None = None) -> None:
         if size < 1:

@@ -13,7 +13,7 @@ from .. import operation as sf
 from ..casts import dtype_of
 from ..env import Env, autocast_of
 from ._parameters import parameter
-from ._tensors import floating, rows_summed, stats_dtype
+from ._tensors import floating, may_overwrite, rows_summed, stats_dtype
 
 # Operators of ATen that have no public name in `torch`. Not the overloads, which pass every argument on in Python.
 _aten: Any = torch.ops.aten
@@ -116,6 +116,11 @@ class Norm(sf.UnfusedOperation):
         return text + (", zero_centered=True" if self.zero_centered else "")
 
 
+def _squeezed(t: Tensor) -> Tensor:
+    """Without its last dimension of size 1; of a result that nobody else has seen, as a view costs more."""
+    return t.squeeze_(-1) if may_overwrite() else t.squeeze(-1)
+
+
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in this dtype; where it is so already that costs less than torch's own question."""
     return t if t.dtype is dtype else t.to(dtype)
@@ -212,7 +217,7 @@ class LayerNorm(Norm):
             bias = bias.to(wanted)
         y, mean, rstd = torch.native_layer_norm(fit, self.normalized_shape, gain, bias, self.eps)
         for _ in self.normalized_shape:
-            mean, rstd = mean.squeeze_(-1), rstd.squeeze_(-1)  # nobody else has seen them; a view costs more
+            mean, rstd = _squeezed(mean), _squeezed(rstd)
         if mean.dtype.itemsize == 2:  # of fake tensors, which take it from x
             mean, rstd = mean.float(), rstd.float()
         return (y if y.dtype is x.dtype else rounded(y, x)), self._saved(x, mean, rstd, weight)
@@ -346,7 +351,7 @@ class RMSNorm(Norm):
             fit, gain = x.to(stats), None if gain is None else gain.to(stats)
         y, rstd = _fused_rms_norm(fit, self.normalized_shape, gain, self.eps)
         for _ in self.normalized_shape:
-            rstd = rstd.squeeze_(-1)  # nobody else has seen it; a view costs more
+            rstd = _squeezed(rstd)
         return rounded(y, x), self._saved(x, rstd, weight)
 
     def again(self, x: Tensor, rstd: Tensor, weight: Tensor | None = None) -> Tensor:

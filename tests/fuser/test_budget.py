@@ -464,6 +464,13 @@ def test_what_cannot_be_tried_on_fake_tensors_is_planned_as_ever_and_says_so():
     assert "what would be saved is not known" in said.reason
 
 
+def test_tokens_of_two_strides_have_the_memory_of_contiguous_ones():
+    model = sf.Sequential(*block(), memory="least")
+    x = tensor(8, 3, 16)
+    with sf.fusing(unmeasured=True):
+        assert model.plan(x.transpose(0, 1).contiguous().transpose(0, 1)).memory == model.plan(x).memory
+
+
 def layers_that_are_alike() -> list[nn.Module]:
     """With views, channels, and two of them that are one tensor."""
     one = ops.LayerNorm(8), ops.Linear(8, 24), ops.Attention(2), ops.Linear(8, 8), ops.Dropout(0.2)

@@ -327,6 +327,18 @@ def test_selective_checkpointing_sees_the_operators(fusions: Any, warm: bool):
     assert all(kind in (Tensor, nn.Parameter) for _, kinds in seen for kind in kinds)
 
 
+@pytest.mark.parametrize("norm", [ops.LayerNorm, ops.RMSNorm], ids=["layer", "rms"])
+def test_what_selective_checkpointing_keeps_is_not_written_over(norm: Any):
+    branch = ops.Residual(norm(8), ops.Linear(8, 8), ops.ReLU(), ops.Linear(8, 8))
+    model, x = sf.Sequential(branch, ops.Linear(8, 3), ops.Tanh()), draw(4, 8)
+    randomize(model.double())
+    assert {step.name for step in model.plan(x).forward} >= {"LinearBiasAdd", "LinearBiasAct"}
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.native_layer_norm.default]
+    want = passes(model, x)
+    found = passes(Selective(model, [*kept, torch.ops.aten._fused_rms_norm.default]), x)
+    assert_same(dict(zip(want, found.values(), strict=True)), want, 0.0)
+
+
 def test_selective_checkpointing_under_autocast():
     model, x = mlp(dtype=torch.float32, fusions=(BiasTanhForward,)), draw(3, 5, dtype=torch.float32)
     results = []

@@ -135,6 +135,14 @@ def test_l2norm_makes_rows_of_length_one():
     assert not op.state_dict()
 
 
+@pytest.mark.parametrize("made", [ops.L2Norm(16), ops.ScaledSwiGLU("by")], ids=["l2norm", "scaled"])
+def test_operations_made_of_two_are_planned_with_their_neighbors(made: sf.Sequential):
+    model = sf.Sequential(ops.Linear(8, 16), made)
+    plan = model.plan(seeded_randn((5, 8), 0), **dict.fromkeys(model.channels.inputs, seeded_randn((5,), 1)))
+    assert not plan.eager
+    assert plan.names[2:] == tuple(type(member).__name__ for member in made)
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_agrees_for_a_gate_of_one_column(unit: str):
     check_passes(UNITS[unit][0], seeded_randn((7, 2), 0))

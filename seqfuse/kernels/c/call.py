@@ -232,7 +232,7 @@ def row_stride(t: Tensor, columns: int) -> tuple[int, bool]:
     if t.ndim and (t.shape[-1] == 1 or t.stride(-1) == 1):
         try:
             return t.view(-1, columns).stride(0), False
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # a fake tensor raises a ValueError
             pass
     return columns, True
 
