@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule  # pyright: ignore[reportPrivateUsage]
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
@@ -441,8 +442,10 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
     if callable(dynamo.compiler_around()):
         return _alone(calls, compiled, module, *args, **kwargs)
     calls.count += 1
-    if _has_any_global_hook():  # no guard of Dynamo sees hooks that are set for all modules
-        calls.missed["hooks of all modules were set"] += 1
+    # Under a transform Dynamo would give up a frame for good. No guard of it sees hooks that are set for all modules.
+    transformed = peek_interpreter_stack() is not None
+    if transformed or _has_any_global_hook():
+        calls.missed["a transform of torch.func was active" if transformed else "hooks of all modules were set"] += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore
     if calls.failed and calls.failed[_kind(module, args, kwargs)] >= _TRIES:
         calls.missed[f"Dynamo failed to capture {_TRIES} calls like them"] += 1

@@ -400,6 +400,19 @@ def test_transforms_of_torch_func_see_the_model():
     assert_equal(seen(model), seen(plain))
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["before the capture", "after it"])
+def test_calls_after_a_transform_of_torch_func_are_converted(captured: bool):
+    plain = Net()
+    model = copy.deepcopy(plain)
+    conversion = sf.convert(model)
+    if captured:
+        passes(model, X)
+    torch.func.vmap(model)(X[None])
+    assert_equal(passes(model, X), passes(plain, X))
+    assert chains(conversion) == 1
+    assert "1 call ran as before the conversion: a transform of torch.func was active" in str(conversion)
+
+
 def test_a_second_derivative_is_an_error_where_a_node_runs_and_right_where_torch_does():
     model, plain, _ = pair()
     x = X.clone().requires_grad_()
