@@ -17,7 +17,8 @@ from ..group import Redistribution, named, with_backward
 from ..ops.collectives import Collective
 from .effects import in_place, states
 from .graph import WRITTEN, argument, is_dtensor, is_fixed, name_of, spelled
-from .normal import Writer, replace
+from .normal import replace
+from .writer import Writer
 
 # The placement of a tensor is the dimension that is sharded, or one of these.
 _REPLICATED, _PARTIAL = "replicated", "partial"

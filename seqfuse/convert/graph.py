@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard, cast
@@ -28,7 +29,7 @@ _MODULES = {
 _ALIKE = {
     "multiply": "mul", "concat": "cat", "concatenate": "cat", "divide": "truediv", "div": "truediv",
     "true_divide": "truediv", "subtract": "sub", "swapaxes": "transpose", "swapdims": "transpose", "mm": "matmul",
-    "unsafe_chunk": "chunk", "linalg_matmul": "matmul",
+    "unsafe_chunk": "chunk", "tensor_split": "chunk", "linalg_matmul": "matmul",
 }  # fmt: skip
 CASTS = {"float", "double", "half", "bfloat16", "to", "type_as", "type"}
 """Calls that cast to another dtype, or to another device."""
@@ -163,6 +164,15 @@ def same_size(a: Any, b: Any) -> bool:
 def numbers(shape: Any) -> tuple[int, ...]:
     """Sizes as numbers: those that were captured, where they are symbols."""
     return tuple(size if isinstance(size, int) else size.node.hint for size in shape)
+
+
+def size_before(node: Node, size: Any) -> Any:
+    """A size as it is written before a call: a number, or the node whose value a symbol is; `None` if none is known."""
+    if (number := size if is_fixed(size) else _known(size)) is not None:
+        return number
+    before = itertools.takewhile(lambda n: n is not node, node.graph.nodes)
+    symbols = ((n, value) for n in before if isinstance(value := n.meta.get("example_value"), torch.SymInt))
+    return next((n for n, value in symbols if same_size(value, size)), None)
 
 
 def is_last(dim: Any, x: Any) -> bool:

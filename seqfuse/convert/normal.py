@@ -4,94 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from .effects import State, are_changed, in_place, leave, states
-from .graph import NAMED, VIEWS, WRITTEN, argument, back, called, example, is_fixed, is_same, same_shape, spelled
-
-
-class Writer:
-    """Writes calls before a node, in its module and modes, each with its example.
-
-    Args:
-        node: the call in whose place others are written, or which may read them.
-        modes: the nodes that switched autocast for it.
-    """
-
-    def __init__(self, node: Node, modes: Sequence[Node] = ()) -> None:
-        self.node, self.added = node, list[Node]()
-        self._modes = [mode.args for mode in modes]
-
-    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Node:
-        """A method of a tensor, or one of the functions below."""
-        if name in _FUNCTIONS:
-            return self._write("call_function", _FUNCTIONS[name], args, kwargs)
-        return self._write("call_method", name, args, kwargs)
-
-    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A function."""
-        return self._write("call_function", function, args, kwargs)
-
-    def like(self, call: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """The same function or method, of other arguments."""
-        return self._write(call.op, call.target, args, kwargs)
-
-    def again(self, x: Node, call: Node | None = None) -> Node:
-        """The same call, or another with its module, of another tensor."""
-        call = call or self.node
-        named = {name: value for name, value in call.kwargs.items() if name != "input"}
-        made = self._write(call.op, call.target, (x, *call.args[1:]), named)
-        made.meta = {**call.meta, WRITTEN: True, "example_value": made.meta["example_value"]}
-        return made
-
-    def _write(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        with self.node.graph.inserting_before(self.node):
-            made = self.node.graph.create_node(kind, target, args, kwargs)
-        self.added.append(made)
-        made.meta = {key: value for key, value in self.node.meta.items() if key not in ("example_value", "val")}
-        made.meta[WRITTEN] = True
-        if spelled(made) in ("matmul", "linear") and spelled(self.node) in ("einsum", "bmm", "baddbmm"):
-            made.meta[NAMED] = spelled(self.node)
-        given: Any = map_arg((args, kwargs), _value)
-        run: Any = target if kind == "call_function" else getattr(cast("Any", type(given[0][0])), target)
-        with contextlib.ExitStack() as stack:
-            mode = next((m for t in made.all_input_nodes if (m := getattr(example(t), "fake_mode", None))), None)
-            stack.enter_context(mode or cast("Any", torch.random).fork_rng(devices=()))
-            for modes in self._modes:
-                stack.enter_context(torch.autocast(*modes))  # pyright: ignore[reportArgumentType]
-            made.meta["example_value"] = run(*given[0], **given[1])
-        return made
-
-    def undo(self) -> None:
-        """Take the calls out again."""
-        for made in reversed(self.added):
-            self.node.graph.erase_node(made)
-
-
-_FUNCTIONS: dict[str, Any] = {
-    "add": operator.add,
-    "mul": operator.mul,
-    "getitem": operator.getitem,
-    "F.linear": torch.nn.functional.linear,
-    "F.relu": torch.nn.functional.relu,
-    "F.silu": torch.nn.functional.silu,
-    "F.softmax": torch.nn.functional.softmax,
-    "F.dropout": torch.nn.functional.dropout,
-    "F.attention": torch.nn.functional.scaled_dot_product_attention,
-    "torch.zeros_like": torch.zeros_like,
-}
-
-
-def _value(node: Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
-
+from .graph import VIEWS, WRITTEN, argument, back, called, example, is_fixed, is_same, same_shape, spelled
+from .writer import Writer, value_of
 
 Rule = Callable[[Node, Writer], Node | None]
 """Writes a call anew: the node whose value is that of the call, or `None` for a form that is left as it is."""
@@ -139,13 +61,13 @@ def _view_anew(node: Node) -> None:
     for user in node.users:
         if spelled(user) not in VIEWS:
             continue
-        old, values = _value(user), [e for t in user.all_input_nodes if (e := example(t)) is not None]
+        old, values = value_of(user), [e for t in user.all_input_nodes if (e := example(t)) is not None]
         mode: Any = next((m for e in values if (m := getattr(e, "fake_mode", None))), contextlib.nullcontext())
         held = cast("Sequence[Any]", old if isinstance(old, list | tuple) else [old])
         needs = any(t.requires_grad for t in held if isinstance(t, torch.Tensor))
         # Of a view that cannot be made so it is not known what it is a view of.
         with contextlib.suppress(Exception), mode, torch.set_grad_enabled(needs):
-            user.meta["example_value"] = called(user, _value)
+            user.meta["example_value"] = called(user, value_of)
         _view_anew(user)
 
 
@@ -388,11 +310,34 @@ def _baddbmm(node: Node, write: Writer) -> Node | None:
     merged = spelled(product) == "flatten" and e is not None and e.ndim == 3
     if merged:
         product = product.args[0]
-        bias = write("unflatten", bias, 0, [-1, _value(product).shape[1]])
+        bias = write("unflatten", bias, 0, [-1, value_of(product).shape[1]])
     product = product if alpha == 1 else write("mul", product, alpha)
     if beta != 0:
         product = write("add", product, bias if beta == 1 else write("mul", bias, beta))
     return write("flatten", product, 0, 1) if merged else product
+
+
+def _addmm(node: Node, write: Writer) -> Node | None:
+    """A GEMM plus a vector, as `Conv1D` of Hugging Face has it, as `F.linear` of what its rows are a view of."""
+    bias, flat, right = (argument(node, i, name) for i, name in enumerate(("input", "mat1", "mat2")))
+    weight, b = _turned(right), example(bias)
+    if weight is None or b is None or b.ndim != 1 or any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+    source = flat.args[0] if spelled(flat) in ("view", "reshape") else flat
+    before, after, size = example(source), example(flat), value_of(node).shape[1]
+    if before is None or after is None or not same_shape(before.shape[-1:], after.shape[-1:]):
+        source = flat
+    made = write("F.linear", source, weight if weight is not right else write("transpose", right, 0, 1), bias)
+    return made if source is flat else write("reshape", made, -1, size)
+
+
+def _turned(right: Any) -> Any:
+    """The weight [out, in] whose transpose the right operand of a GEMM is, or a matrix [in, out] as it is."""
+    e, source = example(right), right.args[0] if isinstance(right, Node) and right.args else None
+    if e is None or e.ndim != 2:
+        return None
+    swapped = spelled(right) == "t" or (spelled(right) == "transpose" and set(right.args[1:]) in ({0, 1}, {-1, -2}))
+    return source if swapped or (right.target is getattr and right.args[1] in ("T", "mT")) else right
 
 
 def _of_merged(node: Node, write: Writer) -> Node | None:
@@ -403,8 +348,12 @@ def _of_merged(node: Node, write: Writer) -> Node | None:
         return None
     if spelled(node) == "add" and others:
         (other,) = others
-        heads = _value(whole).shape[1]
-        if not _is_of_gemm(whole) or not same_shape(_value(other).shape, _value(merged).shape) or not is_fixed(heads):
+        heads = value_of(whole).shape[1]
+        if (
+            not _is_of_gemm(whole)
+            or not same_shape(value_of(other).shape, value_of(merged).shape)
+            or not is_fixed(heads)
+        ):
             return None
         return write("flatten", write("add", whole, write("unflatten", other, 0, [-1, heads])), 0, 1)
     if any((e := example(other)) is None or e.ndim for other in others) and spelled(node) not in ("type_as", "to"):
@@ -439,7 +388,11 @@ def _bmm(node: Node, write: Writer) -> Node | None:
 
 
 def _matmul(node: Node, write: Writer) -> Node | None:
+    """A GEMM with a parameter as `F.linear`, and one of merged heads as that of heads."""
     a, b = node.args
+    weight = _turned(b)
+    if weight is not None and weight.op in ("placeholder", "get_attr"):
+        return write("F.linear", a, weight if weight is not b else write("transpose", b, 0, 1))
     return None if _unmerged(write, a) is None or _unmerged(write, b) is None else _bmm_of(write, a, b)
 
 
@@ -447,7 +400,7 @@ def _bmm_of(write: Writer, a: Any, b: Any) -> Node:
     """A product of batches, of heads [B, H] where one operand was merged of them."""
     first, second = _unmerged(write, a), _unmerged(write, b)
     known = first if first is not None else second
-    if known is None or not is_fixed(heads := _value(known).shape[1]):
+    if known is None or not is_fixed(heads := value_of(known).shape[1]):
         return write("matmul", a, b)
     first, second = (write("unflatten", t, 0, [-1, heads]) if w is None else w for t, w in ((a, first), (b, second)))
     return write("flatten", write("matmul", first, second), 0, 1)
@@ -515,7 +468,7 @@ def _getitem(node: Node, write: Writer) -> Node | None:
         (at,) = numbers
         part = tuple(slice(at, at + 1 or None) if isinstance(i, list) else i for i in parts)
         made = write("clone", write("getitem", norm, part), memory_format=torch.contiguous_format)
-        return made if type(at) is int and same_shape(_value(made).stride(), _value(node).stride()) else None
+        return made if type(at) is int and same_shape(value_of(made).stride(), value_of(node).stride()) else None
     if spelled(norm) not in _NORMS or list(norm.users) != [node] or e is None or is_same(node) is not None:
         return None
     indices = list(parts)
@@ -571,6 +524,7 @@ _RULES: dict[str, Rule] = {
     "einsum": _einsum,
     "multi_head_attention_forward": _multi_head_attention,
     "baddbmm": _baddbmm,
+    "addmm": _addmm,
     "bmm": _bmm,
     "matmul": _matmul,
     "linear": _linear,

@@ -18,22 +18,6 @@ from .graph import WRITTEN, back, example, is_same, narrow_of, read_by, spelled
 META = torch.device("meta")
 
 
-@dataclasses.dataclass(frozen=True)
-class Transposed:
-    """The transpose of a matrix, such as the weight of GPT-2's `Conv1D`, or of the matrix of each expert."""
-
-    node: Node
-
-
-Given = Node | Transposed
-"""What stands for a parameter in a graph."""
-
-
-def node_of(given: Given) -> Node:
-    """The node that a parameter is, or is the transpose of."""
-    return given.node if isinstance(given, Transposed) else given
-
-
 @dataclasses.dataclass
 class View:
     """A node that is part of a value that no node holds: [*, D], or heads [B, H, S, D] of [B, S, *], from start on."""
@@ -74,7 +58,7 @@ class Raised:
     x: Value
     out: Value
     node: Node
-    parameters: Mapping[str, Given] = dataclasses.field(default_factory=dict[str, Given])
+    parameters: Mapping[str, Node] = dataclasses.field(default_factory=dict[str, Node])
     channels: Mapping[str, Node] = dataclasses.field(default_factory=dict[str, Node])
     reached: bool = True
     took: frozenset[Node] = frozenset()
@@ -93,8 +77,7 @@ class Raised:
     @property
     def inputs(self) -> list[Node]:
         """The nodes whose values it reads."""
-        given = map(node_of, self.parameters.values())
-        return [*([self.x] if isinstance(self.x, Node) else []), *self.channels.values(), *given]
+        return [*([self.x] if isinstance(self.x, Node) else []), *self.channels.values(), *self.parameters.values()]
 
 
 Found = list[Raised] | str | None
@@ -207,7 +190,7 @@ def one(operation: FusableOperation, x: Any, out: Node, **parameters: Any) -> Fo
         return None
     given = {name: p for name, p in parameters.items() if p is not None}
     for p in given.values():
-        t = example(node_of(p))
+        t = example(p)
         if t is None or t.device != e.device or not t.is_floating_point():
             return None
     return [Raised(operation, x, out, out, given)]

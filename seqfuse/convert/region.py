@@ -26,7 +26,7 @@ from ..run import Fuser, Region, Sequential, bind, default_fusions, install
 from .chains import Order
 from .graph import example, fake, numbers, owner, spelled
 from .launches import Before, Launches, Unconverted
-from .raising import Given, Raised, Transposed, node_of
+from .raising import Raised
 
 SEGMENT_BYTES = 1 << 20
 """What an autograd node is for, at least: in a small model there is little to free, or to send, before the rest."""
@@ -69,7 +69,7 @@ class CapturedRegion(nn.Module):
         self._lock = self._fuser.lock = threading.RLock()
         self._ran: tuple[Plan, Plan] | None = None  # the plan of the last call, and the same with its bytes
         self._counted: tuple[Plan | None, dict[str, Any]] = None, {}  # that plan, and what was counted for it
-        self.given: list[Given] = []
+        self.given: list[Node] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         for r in order.members:
             for path, given in r.parameters.items():
@@ -186,17 +186,9 @@ class CapturedRegion(nn.Module):
         )
         return dataclasses.replace(plan, measure=lent(plan.measure), compare=lent(plan.compare))
 
-    def stand_ins(self, values: Iterable[Given]) -> list[Tensor]:
+    def stand_ins(self, values: Iterable[Node]) -> list[Tensor]:
         """Tensors like these, fake under a `FakeTensorMode`; of each node one."""
-        made: dict[Node, Tensor] = {}
-
-        def like(given: Given) -> Tensor:
-            node = node_of(given)
-            if node not in made:
-                made[node] = fake(node)
-            return made[node].mT if isinstance(given, Transposed) else made[node]
-
-        return list(map(like, values))
+        return list(map(functools.cache(fake), values))
 
     @property
     def eager(self) -> Unconverted | None:
@@ -304,7 +296,7 @@ def with_gemms(operation: Any) -> bool:
 
 def gemms_of(raised: Raised) -> tuple[str, ...]:
     """The paths of the modules whose GEMMs an operation stands for."""
-    nodes = [node for node in raised.took if spelled(node) in ("linear", "addmm", "matmul")] or [raised.node]
+    nodes = [node for node in raised.took if spelled(node) in ("linear", "matmul")] or [raised.node]
     if isinstance(raised.operation, ops.GroupedLinear):  # the router before it was taken with it
         nodes = [raised.node]
     return tuple(sorted({owner(node) for node in nodes}))

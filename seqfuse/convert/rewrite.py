@@ -24,7 +24,7 @@ from ..recipes import Recipe
 from .chains import RaisedChain, chains_of, needed, order_of
 from .dtensor import localize
 from .effects import CannotOrder, Effects, in_place, sort, states, views_are_changed
-from .graph import WRITTEN, example, fold_sizes, numbers, owner, positional, same_shape, spelled
+from .graph import WRITTEN, argument, example, fake, fold_sizes, numbers, owner, positional, same_shape, spelled
 from .launches import Before, itself, launching
 from .masks import OUTER, is_known
 from .normal import PURE, normalize
@@ -33,7 +33,7 @@ from .patterns.experts import functional
 from .patterns.linear import beside, turned
 from .patterns.rope import ADDED
 from .patterns.scores import around
-from .raising import Raised, Transposed, node_of, raised
+from .raising import Raised, raised
 from .reasons import ALONE, alone, left_in
 from .region import CapturedRegion, excluded, gemms_of, with_gemms
 from .report import GraphReport
@@ -98,7 +98,7 @@ def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> li
     for strict in (False, True):
         regions, dead = _regions(graph, list(operations), options, reasons, allowed, strict)
         for chain, region in regions:
-            region.before = Before(chain, region.order, graph.nodes, map(node_of, region.given))
+            region.before = Before(chain, region.order, graph.nodes, region.given)
         try:
             if regions:
                 _replace(gm, regions, dead)
@@ -143,10 +143,9 @@ def _regions(
         left: list[tuple[Raised, str]] = []
         begins = set[Raised]()
         for chain in chains:
-            # Attention by hand saves its weights, so it is worth a chain by itself.
-            by_hand = any(spelled(t) == "softmax" for r in chain.members for t in r.took)
             several = sum(not getattr(r.operation, "is_view", False) for r in chain.members) > 1
-            lonely = not (several or by_hand) or not any(r.counts for r in chain.members)
+            lonely = not (several and any(r.counts for r in chain.members))
+            lonely = lonely and not any(_is_worth_a_call(t) for r in chain.members for t in r.took)
             if lonely and not any(map(options.quantizes, chain.members)):
                 left += [(r, ALONE) for r in chain.members]
                 lone.append(chain)
@@ -170,6 +169,18 @@ def _regions(
         for r, reason in left:
             reasons.update((t, reason) for t in r.took)
             operations.remove(r)
+
+
+def _is_worth_a_call(node: Node) -> bool:
+    """Whether a chain of what a call stands for alone saves or computes less than torch.
+
+    Attention by hand saves its weights, and `F.normalize` is five calls. Of a tensor that is not contiguous a chain
+    would save a copy.
+    """
+    if spelled(node) != "normalize":
+        return spelled(node) == "softmax"
+    x: Any = argument(node, 0, "input")
+    return example(x) is not None and fake(x, "meta").is_contiguous()
 
 
 def _replace(gm: GraphModule, regions: list[tuple[RaisedChain, CapturedRegion]], dead: set[Node]) -> None:
@@ -245,12 +256,8 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
     order = region.order
     with graph.inserting_after(after):
         call = graph.call_module(name, ())
-    with graph.inserting_before(call):
-        turned = (g for g in dict.fromkeys(region.given) if isinstance(g, Transposed))
-        made = {g: graph.call_method("transpose", (g.node, -2, -1)) for g in turned}
-    given = [made[g] if isinstance(g, Transposed) else g for g in region.given]
-    call.args = (order.x, *order.channels.values(), *given)
-    added, holders = [*made.values(), call], dict[Node, Node]()
+    call.args = (order.x, *order.channels.values(), *region.given)
+    added, holders = [call], dict[Node, Node]()
     needs = any(e.requires_grad for n in call.all_input_nodes if (e := example(n)) is not None)
 
     def then(what: str, target: Any, *args: Any) -> Node:

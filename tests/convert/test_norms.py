@@ -161,6 +161,32 @@ def test_what_is_no_norm_of_torch_keeps_its_numbers_and_says_why(name: str):
     assert reason in said
 
 
+def gained(m: Layers, x: Tensor) -> Tensor:
+    return F.normalize(x.cumsum(1).unflatten(-1, (2, 4)), dim=-1) * m.w.view(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "found"),
+    [
+        (lambda m, x: F.normalize(x.cumsum(1), dim=-1).cumsum(1), ["RMSNorm", "Scale"]),
+        (lambda m, x: gained(m, x).cumsum(1), ["RMSNorm", "Scale", "Multiply"]),
+    ],
+)
+def test_vectors_that_are_divided_by_their_lengths_are_a_chain_with_nothing_beside_them(
+    spelling: Spelling, found: list[str]
+):
+    replayed = assert_same_recorded(Layers(spelling).double(), X)
+    assert operations(replayed) == found
+    assert not replayed.graphs[0].left
+
+
+def test_vectors_of_which_a_chain_would_save_a_copy_are_divided_by_torch():
+    (graph,) = assert_same_recorded(
+        Layers(lambda m, x: F.normalize(x.cumsum(1).transpose(1, 2), dim=-1).cumsum(1)).double(), X
+    ).graphs
+    assert [left.call for left in graph.left] == ["normalize"]
+
+
 def test_a_norm_whose_result_has_another_dtype_than_its_input_says_so():
     def spelling(m: Layers, x: Tensor) -> Tensor:
         h = m.a(x).float()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import seqfuse as sf
+from seqfuse.testing import seeded_randn
 
 
 def test_a_graph_whose_symbols_turned_out_to_be_numbers_is_converted_as_one_without() -> None:
@@ -35,5 +38,33 @@ def test_a_graph_whose_symbols_turned_out_to_be_numbers_is_converted_as_one_with
     assert len(conversion.graphs) == 2
     assert [[*graph.left] for graph in conversion.graphs] == [[], []]
     chains = [[type(op).__name__ for op in region.order.operations] for g in conversion.graphs for region in g.regions]
-    # A sum with what is repeated, as embeddings of positions are, needs sizes that are numbers.
-    assert chains[0] == ["Add", *chains[1]]
+    assert chains[0] == chains[1]
+
+
+class Modulated(nn.Module):
+    """A norm with a factor and a shift for each sequence, which are repeated for its tokens, as in a DiT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)) * (1 + scale[:, None]) + shift[:, None])
+
+
+def test_what_is_repeated_for_any_number_of_tokens_is_added_in_the_chain() -> None:
+    model = Modulated().double()
+    plain = copy.deepcopy(model)
+    conversion = sf.convert(model)
+    for tokens in (5, 7, 3):
+        given = [seeded_randn(shape, 1).double().requires_grad_() for shape in ((2, tokens, 8), (2, 8), (2, 8))]
+        found, wanted = (
+            torch.autograd.grad(m(*given).square().sum(), [*given, *m.parameters()]) for m in (model, plain)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+    regions = [region for graph in conversion.graphs for region in graph.regions]
+    assert len(regions) == 2
+    for region in regions:
+        assert [type(r.operation).__name__ for r in region.order.members] == [
+            "Linear", "LayerNorm", "Multiply", "Add", "Linear",
+        ]  # fmt: skip

@@ -35,9 +35,9 @@ from ..graph import (
     view_source,
 )
 from ..masks import limited
-from ..normal import Writer
 from ..raising import META, Found, Inner, Raised, Value, View, matcher
-from .linear import linear_ending_at, merged
+from ..writer import Writer
+from .linear import merged, raise_linear
 from .norm import FoundNorm, norm_ending_at
 from .pointwise import as_scaled
 from .rope import FoundRope, rope_at
@@ -237,7 +237,7 @@ def _packed(parts: list[Heads], out: Inner) -> list[Raised] | str:
     if len(set(sources)) != 1 or e is None or not same_size(e.shape[-1], place):
         return "queries, keys and values are not made by one GEMM"
     source = sources[0]
-    found = linear_ending_at(source)
+    found = raise_linear(source) if spelled(source) == "linear" else None
     if not isinstance(found, list):
         return [] if not interleaved else "queries, keys and values are not made by a GEMM with a parameter"
     (r,) = found

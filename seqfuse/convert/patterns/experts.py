@@ -17,7 +17,8 @@ from ...operation import FusableOperation
 from ..experts import made as unit_of
 from ..experts import operations, unit_like
 from ..graph import alike, argument, back, called, channel, example, is_fixed, numbers, read_by, spelled, unflattened
-from ..raising import META, Found, Given, Inner, Raised, Transposed, Value, matcher
+from ..raising import META, Found, Inner, Raised, Value, matcher
+from ..writer import Writer
 
 _DIVIDE, _DIVIDE_IN_PLACE = (getattr(operator, name) for name in ("truediv", "itruediv"))
 _PRODUCTS = ("bmm", "matmul")
@@ -54,7 +55,7 @@ def raise_mixture(node: Node, router: bool = True) -> Found:
         values = values[1:]
     outside = {} if route is not None else {channel(experts): experts}
     factors = {} if route is not None else {channel(probs): probs}
-    about: list[tuple[Any, dict[str, Given], dict[str, Node]]] = [
+    about: list[tuple[Any, dict[str, Node], dict[str, Node]]] = [
         (permute, {}, outside), (first, given[0], {}), (act, {}, {}), (second, given[1], {}), (unpermute, {}, factors),
     ]  # fmt: skip
     for (operation, parameters, channels), before, after in zip(about, values[:-1], values[1:], strict=True):
@@ -94,16 +95,20 @@ def raise_batched(node: Node) -> Found:
     made: dict[str, Any] = {"device": META, "dtype": e.dtype}
     names = {name: f"{name}_{node.name}" for name in ("experts", "probs", "offsets", "rows")}
     to, ends = (names["experts"], names["probs"]), (names["offsets"], names["rows"])
-    operations: list[tuple[FusableOperation, dict[str, Given]]] = [
+
+    def turned(weight: Node) -> Node:
+        return Writer(node)("transpose", weight, -2, -1)
+
+    operations: list[tuple[FusableOperation, dict[str, Node]]] = [
         (
             ops.Route(width, count, 1, "sigmoid", False, bias is not None, to=to, **made),
             _given(back(weight), bias),
         ),
         (ops.TokenScale(to[1]), {}),
         (ops.Permute(count, 1, name=to[0], to=ends), {}),
-        (ops.GroupedLinear(count, width, inside, False, **made, offsets=ends[0]), {"weight": Transposed(up)}),
+        (ops.GroupedLinear(count, width, inside, False, **made, offsets=ends[0]), {"weight": turned(up)}),
         (unit_of(unit), {}),
-        (ops.GroupedLinear(count, hidden, width, False, **made, offsets=ends[0]), {"weight": Transposed(down)}),
+        (ops.GroupedLinear(count, hidden, width, False, **made, offsets=ends[0]), {"weight": turned(down)}),
         (ops.Unpermute(None, rows=ends[1], offsets=ends[0]), {}),
     ]
     values: list[Value] = [x, *(Inner() for _ in operations[1:]), node]
@@ -134,11 +139,11 @@ def _value(node: Any, known: dict[Node, Any]) -> Any:
     return known[node]
 
 
-def _given(weight: Any, bias: Any) -> dict[str, Given]:
+def _given(weight: Any, bias: Any) -> dict[str, Node]:
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
 
-def _route(x: Any, experts: Node, probs: Node) -> tuple[ops.Route, dict[str, Given]] | None:
+def _route(x: Any, experts: Node, probs: Node) -> tuple[ops.Route, dict[str, Node]] | None:
     """The router that chose experts and factors of x, if it is one of this library's, and its parameters."""
     logits = _last_of(("linear",), _behind(experts) & _behind(probs))
     if logits is None:

@@ -26,67 +26,22 @@ from ..graph import (
     part_of,
     same_size,
     spelled,
-    unflattened,
 )
 from ..launches import are_saved
-from ..raising import META, Found, Given, Inner, Raised, Transposed, View, matcher, node_of, one
-
-
-def as_linear(x: Any, weight: Given, bias: Any, out: Node) -> Found:
-    """A `Linear`, if the sizes are numbers."""
-    w, given = example(node_of(weight)), example(x)
-    if w is None or w.ndim != 2 or given is None or given.ndim < 1 or not is_fixed(*w.shape):
-        return None
-    rows, columns = reversed(w.shape) if isinstance(weight, Transposed) else w.shape
-    if bias is not None and ((b := example(bias)) is None or b.ndim != 1 or not same_size(b.shape[0], rows)):
-        return None
-    operation = ops.Linear(columns, rows, bias is not None, device=META, dtype=w.dtype)
-    return one(operation, x, out, weight=weight, bias=bias)
+from ..raising import META, Found, Inner, Raised, View, matcher, one
 
 
 def raise_linear(node: Node) -> Found:
-    """F.linear(x, weight, bias)."""
+    """F.linear(x, weight, bias), if the sizes are numbers."""
     x, weight, bias = arguments(node, "input", "weight", "bias")
-    return as_linear(x, weight, bias, node)
-
-
-def raise_addmm(node: Node) -> Found:
-    """addmm(bias, x.view(-1, in), weight [in, out]).view(*, out), as `Conv1D` of Hugging Face has it."""
-    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+    w, given = example(weight), example(x)
+    if w is None or w.ndim != 2 or given is None or given.ndim < 1 or not is_fixed(*w.shape):
         return None
-    bias, flat, right = arguments(node, "input", "mat1", "mat2")
-    weight = _weight_of(right)
-    x, out = unflattened(flat, node)
-    return None if weight is None else as_linear(x, weight, bias, out)
-
-
-def raise_matmul(node: Node) -> Found:
-    """X @ weight.T, the weight a parameter."""
-    weight = _weight_of(argument(node, 1, "other"))
-    if weight is None or node_of(weight).op not in ("placeholder", "get_attr"):
+    rows, columns = w.shape
+    if bias is not None and ((b := example(bias)) is None or b.ndim != 1 or not same_size(b.shape[0], rows)):
         return None
-    return as_linear(argument(node, 0, "input"), weight, None, node)
-
-
-def _weight_of(node: Any) -> Given | None:
-    """What stands for a weight [out, in], given the right operand [in, out] of a GEMM."""
-    if not isinstance(node, Node):
-        return None
-    method, source = spelled(node), node.args[0] if node.args else None
-    swapped = method == "t" or (method == "transpose" and set(node.args[1:]) in ({0, 1}, {-1, -2}))
-    if isinstance(source, Node) and (swapped or (node.target is getattr and node.args[1] in ("T", "mT"))):
-        return source
-    return Transposed(node)
-
-
-def linear_ending_at(node: Node) -> Found:
-    """The `Linear` whose result a node is."""
-    if spelled(node) in ("linear", "matmul"):
-        return raise_linear(node) if spelled(node) == "linear" else raise_matmul(node)
-    if spelled(node) in ("view", "reshape") and spelled(node.args[0]) == "addmm":
-        found = raise_addmm(node.args[0])  # pyright: ignore[reportArgumentType]
-        return found if isinstance(found, list) and found[0].out is node else None
-    return None
+    operation = ops.Linear(columns, rows, bias is not None, device=META, dtype=w.dtype)
+    return one(operation, x, node, weight=weight, bias=bias)
 
 
 _UNITS: dict[str, Callable[..., FusableOperation]] = {
@@ -178,7 +133,7 @@ def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
         plain = type(r.operation) is ops.Linear and spelled(r.out) == "linear" and r.out not in read
         plain = plain and all(_reads_in_place(user, r.out) for user in r.out.users)  # pyright: ignore
         plain = plain and effects.stays(r.out)  # pyright: ignore[reportArgumentType]  # one tensor for all has one version
-        if plain and all(isinstance(p, Node) and p.op in ("placeholder", "get_attr") for p in r.parameters.values()):
+        if plain and all(p.op in ("placeholder", "get_attr") for p in r.parameters.values()):
             groups.setdefault((r.x, r.reached), []).append(r)
     gone: dict[Raised, Raised | None] = {}
     for group in (part for whole in groups.values() if len(whole) > 1 for part in _saved_alike(whole)):
@@ -255,6 +210,4 @@ GATED = (matcher(raise_gated, "mul"),)
 MATCHERS = (
     matcher(raise_glu, "glu"),
     matcher(raise_linear, "linear"),
-    matcher(raise_addmm, "addmm"),
-    matcher(raise_matmul, "matmul"),
 )

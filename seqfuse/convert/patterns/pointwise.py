@@ -28,11 +28,12 @@ from ..graph import (
     operands,
     same_shape,
     same_size,
+    size_before,
     spelled,
 )
 from ..masks import KnownValues
-from ..normal import Writer
 from ..raising import META, Found, matcher, one
+from ..writer import Writer
 
 _ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
     "gelu": ops.GeLU, "silu": ops.SiLU, "relu": ops.ReLU, "tanh": ops.Tanh, "sigmoid": ops.Sigmoid,
@@ -187,9 +188,10 @@ def raise_shift(node: Node) -> Found:
             and same_size(term.shape[0], size)
         ):
             return one(ops.Bias(size, device=META, dtype=term.dtype), x, node, bias=other)
-        if not is_fixed(*given.shape) or given.device != term.device:
+        sizes = [size_before(node, size) for size in given.shape]
+        if None in sizes or given.device != term.device:
             continue
-        repeated = Writer(node)("expand", other, *given.shape)
+        repeated = Writer(node)("expand", other, *sizes)
         return _beside(ops.Add(channel(repeated)), x, repeated, node)
     return None
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..graph import CASTS, ahead, alike, argument, either, example, is_last, narrow_of, operands, same_size, spelled
 from ..masks import FILLING, KnownValues, limits_of, scores_of
-from ..normal import Writer
+from ..writer import Writer
 from .pointwise import as_scaled
 
 CALL = "call F.scaled_dot_product_attention"

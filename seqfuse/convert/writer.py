@@ -1,0 +1,92 @@
+"""Writing calls into a captured graph."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from .graph import NAMED, WRITTEN, example, spelled
+
+
+class Writer:
+    """Writes calls before a node, in its module and modes, each with its example.
+
+    Args:
+        node: the call in whose place others are written, or which may read them.
+        modes: the nodes that switched autocast for it.
+    """
+
+    def __init__(self, node: Node, modes: Sequence[Node] = ()) -> None:
+        self.node, self.added = node, list[Node]()
+        self._modes = [mode.args for mode in modes]
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        """A method of a tensor, or one of the functions below."""
+        if name in _FUNCTIONS:
+            return self._write("call_function", _FUNCTIONS[name], args, kwargs)
+        return self._write("call_method", name, args, kwargs)
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A function."""
+        return self._write("call_function", function, args, kwargs)
+
+    def like(self, call: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        """The same function or method, of other arguments."""
+        return self._write(call.op, call.target, args, kwargs)
+
+    def again(self, x: Node, call: Node | None = None) -> Node:
+        """The same call, or another with its module, of another tensor."""
+        call = call or self.node
+        named = {name: value for name, value in call.kwargs.items() if name != "input"}
+        made = self._write(call.op, call.target, (x, *call.args[1:]), named)
+        made.meta = {**call.meta, WRITTEN: True, "example_value": made.meta["example_value"]}
+        return made
+
+    def _write(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        with self.node.graph.inserting_before(self.node):
+            made = self.node.graph.create_node(kind, target, args, kwargs)
+        self.added.append(made)
+        made.meta = {key: value for key, value in self.node.meta.items() if key not in ("example_value", "val")}
+        made.meta[WRITTEN] = True
+        if spelled(made) in ("matmul", "linear") and spelled(self.node) in _GEMMS:
+            made.meta[NAMED] = spelled(self.node)
+        given: Any = map_arg((args, kwargs), value_of)
+        run: Any = target if kind == "call_function" else getattr(cast("Any", type(given[0][0])), target)
+        with contextlib.ExitStack() as stack:
+            mode = next((m for t in made.all_input_nodes if (m := getattr(example(t), "fake_mode", None))), None)
+            stack.enter_context(mode or cast("Any", torch.random).fork_rng(devices=()))
+            for modes in self._modes:
+                stack.enter_context(torch.autocast(*modes))  # pyright: ignore[reportArgumentType]
+            made.meta["example_value"] = run(*given[0], **given[1])
+        return made
+
+    def undo(self) -> None:
+        """Take the calls out again."""
+        for made in reversed(self.added):
+            self.node.graph.erase_node(made)
+
+
+_GEMMS = ("einsum", "addmm", "matmul", "bmm", "baddbmm")
+_FUNCTIONS: dict[str, Any] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "getitem": operator.getitem,
+    "F.linear": torch.nn.functional.linear,
+    "F.relu": torch.nn.functional.relu,
+    "F.silu": torch.nn.functional.silu,
+    "F.softmax": torch.nn.functional.softmax,
+    "F.dropout": torch.nn.functional.dropout,
+    "F.attention": torch.nn.functional.scaled_dot_product_attention,
+    "torch.zeros_like": torch.zeros_like,
+}
+
+
+def value_of(node: Node) -> Any:
+    """What Dynamo computed for a node, a fake tensor or several."""
+    return node.meta.get("example_value", node.meta.get("val"))
