@@ -62,7 +62,7 @@ def show_conversion(
     """
     elsewhere = on.device if on.device is not None and inputs.is_elsewhere(on.device) else None
     device = inputs.device_here(on.device) if elsewhere is None else torch.device("cpu")
-    conversion = start(model.to(device), memory=cast(Any, memory))
+    conversion = start(model.to(device), memory=cast(Any, int(memory) if memory.isdecimal() else memory))
     x, drawn = on.drawn(model, given, device)
     try:
         with on.surroundings(device.type, grad):
