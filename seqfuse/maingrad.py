@@ -28,33 +28,22 @@ class MainGrads:
     A step takes a buffer with `pop`, so that it is known which ones it may have written to when it fails.
     """
 
-    __slots__ = ("_offers", "_spent", "by_index")
+    __slots__ = ("_latest", "by_index")
 
     def __init__(self, by_index: dict[int, Tensor]) -> None:
         self.by_index = by_index
-        self._offers: list[tuple[frozenset[str], dict[str, Tensor]]] = []  # names, and what the step left of them
-        self._spent: list[list[str]] = []  # where steps run again, the names that each offer lost the first time
+        self._latest: tuple[frozenset[str], dict[str, Tensor]] = frozenset(), {}  # names, and what the step left of it
 
     def offer(self, grads: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
-        """The buffers for a step whose gradients have these names and indices.
-
-        A step that runs again gets zeros in place of a buffer that it took: its gradient is in there.
-        """
-        at = len(self._offers)
-        spent = self._spent[at] if at < len(self._spent) else ()
-        found = {name: self.by_index[i] for name, i in grads if i in self.by_index}
-        given = {name: torch.zeros_like(buffer) if name in spent else buffer for name, buffer in found.items()}
-        self._offers.append((frozenset(given), given))
+        """The buffers for a step whose gradients have these names and indices."""
+        given = {name: self.by_index[i] for name, i in grads if i in self.by_index}
+        self._latest = frozenset(given), given
         return given
 
     def taken(self) -> list[str]:
         """The names of the buffers that the latest step to get any has taken."""
-        offered, left = self._offers[-1] if self._offers else (frozenset[str](), dict[str, Tensor]())
+        offered, left = self._latest
         return sorted(offered - left.keys())
-
-    def again(self) -> None:
-        """Let the steps run again, after one of them failed that had taken nothing."""
-        self._spent, self._offers = [sorted(offered - left.keys()) for offered, left in self._offers], []
 
     def settle(self, sums: list[Tensor | None]) -> None:
         """Add what gradients are left to their buffers, and leave none of them to autograd."""

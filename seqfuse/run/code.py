@@ -35,6 +35,7 @@ class BackwardVariant(NamedTuple):
     needed: NeededGrads | None = None  # where not all gradients are
     late: Late | None = ()  # the fields that are made again; `None` where `pack` saved the records
     adds: bool = False  # whether parameters have a `main_grad`
+    start: int | None = None  # the step where it goes on after a fusion failed, given the variables as they were then
 
 
 def _local(names: dict[str, str], prefix: str, channel: str) -> str:
@@ -234,8 +235,7 @@ class _Backward:
     def __init__(self, segment: Segment, variant: BackwardVariant, checked: bool) -> None:
         self.segment, self.saves, self.variant, self.checked = segment, segment.saves, variant, checked
         self.g = {name: f"g{i}" for i, name in enumerate(segment.outputs)}
-        arguments = "".join(f", {g}" for g in self.g.values())
-        self.s = Source("backward", f"segment, kept, tensors, buffers, records, d{arguments}")
+        self.s = self._source(", d" + "".join(f", {g}" for g in self.g.values()))
         self.has = {
             name: self.g[name] for name, lacks in zip(segment.outputs, variant.missing[1:], strict=True) if not lacks
         }
@@ -243,45 +243,46 @@ class _Backward:
         self.sums: dict[int, str] = {}
         self.made = 0  # records
         self.steps: list[Step] = []
+        self.at: Any = 0  # what the variable of that name holds
+        self.last: list[str] = []  # what the step is the last to read
         self.made_of = dict(variant.late or ())
         sizes = [self.made_of.get(i, 1) for i in range(len(self.saves.tensors))]
-        self.at = [0, *itertools.accumulate(sizes)]  # where each field begins among the tensors
+        self.places = [0, *itertools.accumulate(sizes)]  # where each field begins among the tensors
         self.fields: dict[int, list[tuple[int, SavedAt]]] = {r.position: [] for _, r in self.saves.records}
         for i, f in enumerate((*self.saves.tensors, *self.saves.several)):
             self.fields[self.saves.records[f.record][1].position].append((i, f))
 
+    @staticmethod
+    def _source(given: str) -> Source:
+        return Source("backward", "segment, kept, tensors, buffers, records" + given)
+
     def write(self, failed: Callable[..., Any]) -> Any:
         """The function."""
-        s, segment, needed = self.s, self.segment, self.variant.needed
+        segment, needed, start = self.segment, self.variant.needed, self.variant.start or 0
+        steps = segment.backward if needed is None else segment.narrowed(needed)
+        places = {step.start: at for at, step in enumerate(segment.backward)}
+        for step in steps:
+            if places[step.start] < start:
+                self._place(step, places[step.start])
+        if self.variant.start is not None:  # what was written above has run
+            self.s, self.steps, self.at = self._source(", given"), [], start
+        s = self.s
         s.constants.update(failed=failed, fit=fit, plus=plus)
-        s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))))
-        self._places()
+        s.add(f"at = {start}")
+        if self.variant.start is not None:
+            known = dict.fromkeys(["d"] * self.known + [*self.has.values(), *self.sums.values()])
+            s.add(*[f"{name} = given['{name}']" for name in known], "given = None")
+        self._ends()
         s.add("try:")
         s.depth += 1
-        last: int | None = 0
-        narrowed = segment.backward if needed is None else segment.narrowed(needed)
-        places = {step.start: at for at, step in enumerate(segment.backward)}
-        for step in narrowed:
-            place = places[step.start]
-            lacking = [channel for _, channel in step.incoming if channel not in self.has]
-            if not self.known and len(lacking) == len(step.incoming):
-                continue  # nothing arrives
-            if place != last:
-                s.add(f"at = {place}")
-            last = place
-            if isinstance(step.operation, BackwardFusion) and step.incoming and (lacking or not self.known):
-                for k, part in enumerate(step.unfused(backward=True)):  # fusions are written for tensors
-                    s.add(f"at = {place}, {k}")
-                    last = None
-                    self._step(part)
-            else:
-                self._step(step)
+        for step in steps:
+            if places[step.start] >= start:
+                self._place(step, places[step.start])
         s.add(*["pass"] * (not self.steps))
         s.depth -= 1
-        entered = f"(d0, {''.join(f'e{i}, ' for i in range(len(segment.outputs)))})"
         s.add("except Exception as error:")
         s.add(
-            f"    return failed(segment, kept, at, error, tensors, buffers, records, {entered}, {s.put(self.variant)})"
+            f"    return failed(segment, kept, at, error, tensors, buffers, records, locals(), {s.put(self.variant)})"
         )
         dx = "d" if self.known and (needed is None or needed[1]) else "None"
         inputs = "".join(f"{self.has.get(name, 'None')}, " for name in segment.inputs)
@@ -293,18 +294,36 @@ class _Backward:
             s.add(f"return None, None, {dx}, {inputs}{''.join(f'{one}, ' for one in sums)}")
         return _defined(s, self.steps if self.checked else (), True)
 
+    def _place(self, step: Step, place: int) -> None:
+        """Write the step at a place, or the operations of a fusion that lacks a gradient."""
+        lacking = [channel for _, channel in step.incoming if channel not in self.has]
+        if not self.known and len(lacking) == len(step.incoming):
+            return  # nothing arrives
+        if isinstance(step.operation, BackwardFusion) and step.incoming and (lacking or not self.known):
+            for k, part in enumerate(step.unfused(backward=True)):  # fusions are written for tensors
+                self._begin((place, k))
+                self._step(part)
+        else:
+            self._begin(place)
+            self._step(step)
+
+    def _begin(self, at: Any) -> None:
+        if at != self.at:
+            self.s.add(f"at = {at}")
+        self.at = at
+
     def joint_record(self, step: Step) -> Any:
         """`record(kept, tensors)`: what a joint fusion saved."""
         self.s = Source("record", "kept, tensors")
-        self._places()
+        self._ends()
         self.s.add(f"return {self._record(step.records[0], 'any')}")
         return self.s.define()
 
-    def _places(self) -> None:
+    def _ends(self) -> None:
         """Where the fields that hold several tensors end."""
         self.s.add(*["data = kept[1]"] * bool(self.saves.data or self.saves.several or self.made_of))
         for i in range(0 if self.variant.late is None else len(self.saves.several)):
-            self.s.add(f"b{i} = {f'b{i - 1}' if i else self.at[-1]} + data[{len(self.saves.data) + i}]")
+            self.s.add(f"b{i} = {f'b{i - 1}' if i else self.places[-1]} + data[{len(self.saves.data) + i}]")
 
     def _step(self, step: Step) -> None:
         s, has, env = self.s, self.has, self.segment.context.env
@@ -329,6 +348,8 @@ class _Backward:
         if self.known and layout != "any":
             s.add(f"d = {_fitted(s, 'd', layout)}")
         own = [self._record(record, layout) for record in step.records]
+        if self.segment.replays:  # which runs again from its start where a fusion fails
+            self._let_go()
         positional, keywords = ["d"], list[str]()
         if step.joint or not step.fused:
             positional += own
@@ -361,11 +382,18 @@ class _Backward:
             s.add(f"d = {bwd}({given}, needs={s.put(_X)})[0]")
         else:
             s.add(f"d, grads = {bwd}({', '.join([*positional, *keywords])})")
-        if own and (self.variant.late != () or self.segment.replays):  # tensors that were made again: let them go
-            s.add(f"{' = '.join(dict.fromkeys(own))} = f = None")
         self._grads(step)
+        self._let_go(*dict.fromkeys(own))  # behind what can fail: operations may have to read them
         self.steps.append(step)
         self.known = "x" in step.needs[0]
+
+    def _let_go(self, *records: str) -> None:
+        """No longer hold the tensors that were read, and these records."""
+        alone = [one for one in self.last if ":" not in one]
+        self.s.add(*[f"{one} = [None] * len({one})" for one in self.last if ":" in one])
+        if names := [*alone, *records, *["f"] * bool(records)]:
+            self.s.add(f"{' = '.join(names)} = None")
+        self.last.clear()
 
     def _lets_go(self, step: Step) -> bool:
         """Whether its `bwd` may run in two calls, so that tensors which the first has read can be let go."""
@@ -415,26 +443,28 @@ class _Backward:
                 lines.append(f"f['{f.name}'] = data[{i}]")
         for i, f in fields:
             at = i - len(saves.tensors)
-            value = f"tensors[{i if at >= 0 else self.at[i]}]"
+            value = f"tensors[{i if at >= 0 else self.places[i]}]"
             if i in self.made_of:
-                given = "".join([f", tensors[{n}]" for n in range(self.at[i], self.at[i + 1])])
+                given = "".join([f", tensors[{n}]" for n in range(self.places[i], self.places[i + 1])])
                 again.append(f"'{f.name}': {s.put(Recompute)}(data[{first + [*self.made_of].index(i)}]{given})")
             elif self.variant.late is None:
                 lines.append(f"{s.put(_put)}(f, '{f.name}', {value})")
             elif at >= 0:
-                lines.append(f"f['{f.name}'] = tensors[{f'b{at - 1}' if at else self.at[-1]}:b{at}]")
+                lines.append(f"f['{f.name}'] = (*tensors[{f'b{at - 1}' if at else self.places[-1]}:b{at}],)")
             elif layout != "any":
                 lines.append(f"f['{f.name}'] = None if {value} is None else {_fitted(s, value, layout)}")
             else:
                 lines.append(f"f['{f.name}'] = {value}")
         s.add(*lines, *[f"f['_late'] = {{{', '.join(again)}}}"] * bool(again))
-        for i, _ in fields if self.segment.replays else ():
+        for i, _ in fields:
             at = i - len(saves.tensors)
-            if at >= 0 and self.variant.late is not None:
-                start = f"b{at - 1}" if at else f"{i}"
-                s.add(f"tensors[{start}:b{at}] = (None,) * (b{at} - {start})")
+            if self.variant.late is None:
+                self.last.append(f"tensors[{i}]")
+            elif at < 0:
+                self.last += [f"tensors[{n}]" for n in range(self.places[i], self.places[i + 1])]
             else:
-                s.add(f"tensors[{i}] = None")
+                start = f"b{at - 1}" if at else self.places[-1]
+                self.last.append(f"tensors[{start}:b{at}]")
         several = bool(fields) and fields[-1][0] >= len(saves.tensors)
         if layout != "any" and (self.variant.late is None or again or several):
             s.add(f"{s.put(fit_record)}({name}, {s.put(layout)})")

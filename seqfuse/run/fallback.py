@@ -53,7 +53,7 @@ def recovered(
     if step.joint and record is not None and not convertible and not isinstance(error, SeqfuseError):
         message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
         raise KernelError(message, hint=_UNFUSED if segment.context.can_fall_back else None, **where) from error
-    may_fall_back(segment, step, error, again=segment.backward[:at])
+    may_fall_back(segment, step, error)
     if not convertible or record is None:
         return {}
     try:

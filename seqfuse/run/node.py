@@ -52,15 +52,16 @@ class Seqfuse(torch.autograd.Function):
         if segment.again is not None:
             return _run_again(ctx, kept, douts)
         late = None if packed.__class__ is _Packed else packed
-        code = segment.codes.get((tuple([d is None for d in douts]), None, late, False))
+        code = segment.codes.get((tuple([d is None for d in douts]), None, late, False, None))
         if code is None or code.checks or _grad_enabled() or not _is_usual(ctx, kept, douts):
             if not torch.compiler.is_dynamo_compiling() and Batched.given(douts):
                 tensors = functools.cache(lambda: _saved_tensors(ctx, packed))  # a checkpoint hands them out once
                 return tuple(Batched.run(lambda *one: _backward(ctx, kept, one, tensors()), douts))
             return _backward(ctx, kept, douts, _saved_tensors(ctx, packed))
-        tensors = _saved_tensors(ctx, packed)
+        tensors = [*_saved_tensors(ctx, packed)]
         if late is None:
             tensors = _values(packed, tensors)
+        ctx.maybe_clear_saved_tensors()
         if segment.autocast is None and not any_autocast():
             return code(segment, kept, tensors, None, None, *douts)
         with autocasting(segment.context.env.device, segment.autocast):
@@ -85,27 +86,27 @@ class Alone:
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         """Nothing here is differentiated."""
 
+    def maybe_clear_saved_tensors(self) -> None:
+        """Keep them: a backward may run more than once."""
+
 
 class _Replayed(Alone):
-    """Stands for the node of a segment that runs again, whose saved tensors go one after the other: a list of them."""
+    """Stands for the node of a segment that runs again."""
 
     def __init__(self, next_functions: Sequence[Any], given: tuple[Sequence[Any], Sequence[Any]]) -> None:
         self.next_functions, self.given = next_functions, given  # what had been saved for it: tensors, and other data
 
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        self.saved_tensors = [*tensors]
-
-    def take(self) -> list[Any]:
-        """The saved tensors, which it no longer holds."""
-        taken, self.saved_tensors = cast(list[Any], self.saved_tensors), ()
-        return taken
+    def maybe_clear_saved_tensors(self) -> None:
+        self.saved_tensors = ()
 
 
 class _FailedAgain(Exception):
-    """A fusion failed in the backward pass of what ran again: all of it runs once more as another segment."""
+    """A fusion failed in the backward pass of what ran again: its forward runs once more, as that of another segment,
+    and its backward goes on from there.
+    """
 
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
+    def __init__(self, segment: Segment, goes_on: Callable[[Any], Any]) -> None:
+        self.segment, self.goes_on = segment, goes_on  # with the node
 
 
 def _run_again(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> tuple[Any, ...]:
@@ -124,6 +125,7 @@ def _again(ctx: Any, kept: _Kept, values: Sequence[Any], douts: Sequence[Any]) -
     x, seeds, *rest = values
     first = len(segment.inputs)
     channels, parameters = rest[:first], rest[first : first + len(segment.slots)]
+    goes_on: Callable[[Any], Any] | None = None
     while True:
         node = _Replayed(ctx.next_functions, (values, kept[1]))
         with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
@@ -131,9 +133,9 @@ def _again(ctx: Any, kept: _Kept, values: Sequence[Any], douts: Sequence[Any]) -
                 segment.apart = kept[0].apart
                 Seqfuse.forward(node, segment, seeds, x, *channels, *kept[3])  # pyright: ignore[reportArgumentType]
             try:
-                return Seqfuse.backward(node, *douts)
+                return Seqfuse.backward(node, *douts) if goes_on is None else goes_on(node)
             except _FailedAgain as again:
-                segment = again.segment
+                segment, goes_on = again.segment, again.goes_on
 
 
 def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]) -> Any:
@@ -257,7 +259,7 @@ def _made_again(segment: Segment, places: Sequence[Any]) -> Late:
 def _saved_tensors(ctx: Any, packed: Late | _Packed) -> Sequence[Any]:
     """The saved tensors of a node; an error where a checkpointed forward ran another plan the second time."""
     if not isinstance(packed, _Packed) or packed.mark is None:
-        return ctx.saved_tensors if ctx.__class__ is not _Replayed else ctx.take()
+        return ctx.saved_tensors
     tensors, cause = list[Any](), None
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
     try:
@@ -279,9 +281,11 @@ def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: Sequence[Any
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
     late = None if isinstance(packed, _Packed) else packed
     variant = BackwardVariant(tuple([d is None for d in douts]), needed, late, buffers is not None)
-    values = _values(packed, tensors)
+    values = [*_values(packed, tensors)]
     read = (*douts, *tensors) if torch.is_grad_enabled() else ()
     del tensors
+    if not torch.compiler.is_compiling():
+        ctx.maybe_clear_saved_tensors()
     with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
         grads = _run_back(segment, kept, variant, values, buffers, None, douts)
     return Once.guard(ctx, grads, read) if torch.is_grad_enabled() else grads
@@ -291,15 +295,19 @@ def _run_back(
     segment: Segment,
     kept: _Kept,
     variant: BackwardVariant,
-    values: Sequence[Any],
+    values: list[Any],
     buffers: MainGrads | None,
     records: Any,
-    douts: Sequence[Any],
+    given: Sequence[Any],
 ) -> tuple[Any, ...]:
+    """Run a backward, given the gradients, or the variables of one in which a fusion failed.
+
+    Of the values, which another run of it could not read, each goes behind the step that is the last to read it.
+    """
     code = segment.codes.get(tuple(variant)) or _write_back(segment, variant, True)
-    grads = code(segment, kept, values, buffers, records, *douts)
-    passed = variant.needed is None and segment.checked.issuperset(code.checks)
-    if code.checks and passed and not torch.compiler.is_compiling() and not any(map(is_fake, douts)):
+    grads = code(segment, kept, values, buffers, records, *given)
+    passed = variant.needed is None and variant.start is None and segment.checked.issuperset(code.checks)
+    if code.checks and passed and not torch.compiler.is_compiling() and not any(map(is_fake, given)):
         _write_back(segment, variant, False)
     return grads
 
@@ -324,29 +332,39 @@ def _failed_back(
     kept: _Kept,
     at: int | tuple[int, int],
     error: Exception,
-    values: Sequence[Any],
+    values: list[Any],
     buffers: MainGrads | None,
     records: dict[int, Any] | None,
-    douts: Sequence[Any],
+    variables: dict[str, Any],
     variant: BackwardVariant,
 ) -> Any:
-    """Run a backward again without the fusion that failed."""
+    """Go on with the operations of the fusion that failed in a backward."""
     if isinstance(at, tuple):  # an operation that runs in the place of a fusion
         may_fall_back(segment, segment.backward[at[0]].unfused(backward=True)[at[1]], error)
         raise error
     step = segment.backward[at]
-    if segment.replays:
-        recovered(segment, at, error, None, buffers)
-        warn(segment, step, reason_of(error), douts[0])
-        raise _FailedAgain(segment.without(at, backward=True)) from None
-    found = recovered(segment, at, error, lambda: joint_record(segment, variant, step)(kept, values), buffers)
+    record = None if segment.replays else lambda: joint_record(segment, variant, step)(kept, values)
+    found = recovered(segment, at, error, record, buffers)
     reason, other = reason_of(error), segment.without(at, backward=True)
-    del error
-    if buffers is not None:
-        buffers.again()
-    grads = _run_back(other, kept, variant, values, buffers, {**(records or {}), **found}, douts)
-    warn(segment, step, reason, douts[0])
+    del error  # its traceback holds frames
+    given = {name: g for name, g in variables.items() if name == "d" or (name[0] in "gp" and name[1:].isdigit())}
+    variables.clear()
+    later = variant._replace(start=at)
+    if segment.replays:
+        warn(segment, step, reason, given.get("d"))
+        raise _FailedAgain(other, functools.partial(_go_on, later, buffers, given)) from None
+    grads = _run_back(other, kept, later, values, buffers, {**(records or {}), **found}, (given,))
+    warn(segment, step, reason, given.get("d"))
     return grads
+
+
+def _go_on(variant: BackwardVariant, buffers: MainGrads | None, given: dict[str, Any], node: Any) -> Any:
+    """Run the rest of a backward whose forward ran once more."""
+    segment, packed = node.kept[0], node.kept[4]
+    variant = variant._replace(late=None if isinstance(packed, _Packed) else packed)
+    values = [*_values(packed, _saved_tensors(node, packed))]
+    node.maybe_clear_saved_tensors()
+    return _run_back(segment, node.kept, variant, values, buffers, None, (given,))
 
 
 def _is_usual(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> bool:

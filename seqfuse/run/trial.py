@@ -173,14 +173,14 @@ class _Segment:
         back = 0
         if self._live:
             self._moments.clear()
-            self._constant = saved
+            self._constant = saved if again is not None else saved & border
             like = dict(zip(("", *self.outputs), results, strict=True))
             douts = {c: None if c in self.frozen else tried.new(t) for c, t in like.items()}
             if again is not None:
                 ends = ending(forward)
                 passed = self._forward(forward, x, channels, keeps, passed, ends, [*douts.values()])
             finished = self._backward(backward, passed, douts)
-            back = self._most(finished)
+            back = self._most(finished) - (sum(tried.sizes[n] for n in saved - border) if again is None else 0)
         drawn = self._live and any(self._stretch.nodes[p].seed is not None for p in self._span)
         shared = (saved & border) | ({SEEDS} if drawn else set[int]())
         own = sum(tried.sizes[n] for n in saved - border)
@@ -310,6 +310,8 @@ class _Segment:
             self._has.pop(channel, None)
         for key, channel in step.channel_grads:
             self._has[channel] = self._sum(self._has.get(channel), grads[key])
+        for record in step.records:
+            self._left.pop(record.position, None)
 
     def _passes(self, step: Step, records: list[Fields | None], incoming: Mapping[str, Any]) -> Any:
         """Run its `bwd`, in two calls where that lets tensors go between them: dx, and its gradients."""
@@ -335,8 +337,7 @@ class _Segment:
         return dx, named  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def _alive(self) -> list[Any]:
-        saved = self._left if self._replays else None
-        return [self._d, self._has, self._douts, self._sums, saved or ()]
+        return [self._d, self._has, self._douts, self._sums, self._left]
 
     def _sum(self, known: Any, g: Any) -> Any:
         if known is None:
