@@ -28,9 +28,6 @@ from .graph import example, fake, numbers, owner, spelled
 from .launches import Before, Launches, Unconverted
 from .raising import Raised
 
-SEGMENT_BYTES = 1 << 20
-"""What an autograd node is for, at least: in a small model there is little to free, or to send, before the rest."""
-
 
 class CapturedRegion(nn.Module):
     """Runs a chain: `region(x, *channels, *parameters)` returns the values that are read outside of it.
@@ -61,7 +58,6 @@ class CapturedRegion(nn.Module):
             if id(r.operation) in kept_out and with_gemms(r.operation):
                 r.operation.recipe = None
         self._fuser = Fuser(self.model, default_fusions() if fusions is None else fusions, memory=memory)
-        self._fuser.segment_bytes = SEGMENT_BYTES
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
         self._distributed = dist.is_available() and dist.is_initialized()

@@ -52,14 +52,14 @@ from .schedule import (
 from .step import Step, Stretch
 
 SEGMENT = 8
+SEGMENT_BYTES = 1 << 20
+"""What an autograd node is for, at least: in a small model there is little to send before the rest."""
 
 
-def segments_of(
-    stretch: Stretch, forward: Sequence[Step], backward: Sequence[Step], least: int = 0
-) -> tuple[range, ...]:
+def segments_of(stretch: Stretch, forward: Sequence[Step], backward: Sequence[Step]) -> tuple[range, ...]:
     """Cut where both schedules have a border: near every eighth position, rather where a single tensor crosses.
 
-    Segments before the last have parameters and activations of about `least` bytes, or more.
+    Segments before the last have parameters and activations of about `SEGMENT_BYTES`, or more.
     """
     nodes, start, stop = stretch.nodes, stretch.start, stretch.positions.stop
     if start == stop:
@@ -68,10 +68,10 @@ def segments_of(
     borders = {s.start for s in forward} & {*(s.start for s in backward), *range(start, first)}
     # What exists in 8 bits alone does not leave a segment.
     borders -= {max(s.start, s.to.at) for s in (*forward, *backward) if s.to is not None}
-    cuts, before = [start], _bytes_before(stretch) if least else int
+    cuts, before = [start], _bytes_before(stretch)
     while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
         aims = range(cuts[-1] + SEGMENT, stop - SEGMENT // 2)
-        aim = next((p for p in aims if before(p) - before(cuts[-1]) >= least), stop)
+        aim = next((p for p in aims if before(p) - before(cuts[-1]) >= SEGMENT_BYTES), stop)
         if aim == stop:
             break
         reach = range(aim - SEGMENT // 2, min(aim + SEGMENT // 2, stop - 1) + 1)
@@ -85,7 +85,8 @@ def segments_of(
 
 def _bytes_before(stretch: Stretch) -> Callable[[int], int]:
     """The bytes of parameters and inputs of all operations before a position, as a function of the position."""
-    assert stretch.shapes is not None
+    if stretch.shapes is None:
+        return lambda position: position * SEGMENT_BYTES
     sums = [0]
     for node, shape in zip(stretch.inside, stretch.shapes, strict=False):
         own = [owner._parameters.get(name) for owner, name in node.slots.values()]  # pyright: ignore[reportPrivateUsage]
@@ -425,7 +426,7 @@ class Search:
         spans = [span for span in plan.segments if span.start in self.stretch.positions]
         return bytes_held(self.weigh, spans, (plan.forward, plan.backward), dict(plan.recomputed))
 
-    def chosen(self, memory: Choice, segment_bytes: int) -> _Chosen:
+    def chosen(self, memory: Choice) -> _Chosen:
         """What is best for a choice of memory."""
         stretch, kept = self.stretch, None if memory == "fast" else self.kept
         start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
@@ -434,14 +435,14 @@ class Search:
                 if memory in ("balanced", "lean"):
                     tokens = None if stretch.x is None else tokens_of(stretch.x)
                     return _Chosen(*chosen_for(memory, self.states, live, stretch.env, tokens))
-                return self._within(memory, kept, segment_bytes)
+                return self._within(memory, kept)
             except Unknown as error:
                 kept = str(error)
         why = None if kept is None else f"what would be saved is not known: {kept}"
         found = self.candidates(False)[0] if kept is None else [c for c in self.found if not c.fusion.saves_memory]
         return _Chosen(*cheapest(start, stop, found, live) if found else ([], []), why=why, unknown=why is not None)
 
-    def _within(self, memory: Choice, kept: Kept, segment_bytes: int) -> _Chosen:
+    def _within(self, memory: Choice, kept: Kept) -> _Chosen:
         """What is fastest within a budget, or for `"least"` within the least that is enough."""
         stretch, live, limit, why = self.stretch, self.stretch.wants.live_from, None, None
         if isinstance(memory, Budget):
@@ -451,7 +452,7 @@ class Search:
                 steps_of(stretch, chosen[0], stretch.start, stop),
                 steps_of(stretch, chosen[1], max(stretch.start, live), stop),
             )
-            cuts = segments_of(stretch, *steps, segment_bytes)
+            cuts = segments_of(stretch, *steps)
             if bytes_held(self.weigh, cuts, steps)[1] <= limit:
                 return _Chosen(*chosen, cuts)
         options = None if limit is None else self.front.within(limit)
@@ -506,16 +507,14 @@ def _is_bare(stretch: Stretch, memory: Choice, kept: Kept) -> bool:
     return isinstance(memory, Budget) and memory.part is not None and kept.unfused <= entering
 
 
-def plan_region(
-    stretch: Stretch, matcher: Matcher, memory: Choice = "fast", segment_bytes: int = 0, search: Search | None = None
-) -> Plan:
+def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "fast", search: Search | None = None) -> Plan:
     """Plan a stretch; several plans may share a `search`, and a budget needs one."""
     search = search or Search(stretch, matcher)
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
     if live == stop:  # without a gradient nothing is saved, so there is nothing to choose
         memory = "fast"
     found, refused = search.candidates(memory != "fast" and stretch.is_entered)
-    chosen = search.chosen(memory, segment_bytes)
+    chosen = search.chosen(memory)
     forward, backward = chosen.forward, chosen.backward
     used = {id(c): c for c in (*forward, *backward)}
     applied = {(c.name, c.start) for c in used.values()}  # of several matches there, one
@@ -540,7 +539,7 @@ def plan_region(
     if chosen.why is not None:
         refused.append(Refusal(f"memory={memory}", start, chosen.why))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
-    segments = chosen.segments or segments_of(stretch, ahead, back, segment_bytes)
+    segments = chosen.segments or segments_of(stretch, ahead, back)
     ahead = quantized_within(ahead, segments, [at for _, keeps in chosen.recomputed for at in keeps])
     back = quantized_within(back, segments)
     cost = sum(c.cost for c in used.values()) + chosen.extra

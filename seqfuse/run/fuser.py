@@ -86,7 +86,6 @@ class Fuser:
         InputError: (SF105) for another root, such as several operations.
     """
 
-    segment_bytes = 0  # of parameters and activations, that a segment should have at least
     plain_autograd = True  # runs stretches of nothing but views, and lone native operations
     lock: Any = None  # of a root whose parameters are lent to it in each call: held while they are
 
@@ -256,7 +255,7 @@ class Fuser:
         # A compiler that follows the call decides what is saved.
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "fast"
         search = Search(stretch, self._matcher, weighing)
-        plan = plan_region(stretch, self._matcher, memory, self.segment_bytes, search)
+        plan = plan_region(stretch, self._matcher, memory, search)
         if x.__class__ in _PLAIN and not _compiled(region, stretch, plan):
             return self.bind(op_list, region, x, channels, parameters)
         planned = dataclasses.replace(stretch, x=None, channels={})

@@ -16,6 +16,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import StateError
 
+from .conftest import planning
 from .fusions import KINDS, BiasTanhForward, BiasTanhJoint
 from .kit import PlainResidual, assert_same, draw, passes, randomize
 
@@ -202,15 +203,18 @@ def test_a_list_of_a_dozen_is_one_segment():
     assert len(model.plan(draw(3, 5)).segments) == 2
 
 
-def asking_for(size: int, model: sf.Sequential) -> sf.Sequential:
-    model._fuser.segment_bytes, model._fuser.plain_autograd = size, False
-    return model
+@pytest.fixture
+def of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert planning.SEGMENT_BYTES == 1 << 20
+    monkeypatch.setattr(sf.Fuser, "plain_autograd", False)
 
 
-def test_a_segment_may_be_asked_to_have_so_many_bytes_of_parameters_and_activations():
+@pytest.mark.usefixtures("of_bytes")
+def test_a_segment_has_so_many_bytes_of_parameters_and_activations():
     def found(width: int, rows: int) -> list[int]:
         layers = (op for _ in range(20) for op in (ops.Linear(width, width, bias=False), ops.Tanh()))
-        model = asking_for(1 << 20, sf.Sequential(*layers, fusions=()))
+        model = sf.Sequential(*layers, fusions=())
         y = model(torch.zeros(rows, width))
         (region,) = model._fuser.op_list().parts
         lengths = [len(piece) for piece in region.lowering.plan.segments]
@@ -224,12 +228,13 @@ def test_a_segment_may_be_asked_to_have_so_many_bytes_of_parameters_and_activati
     assert found(8, 1 << 11) == [16, 16, 8]
 
 
-def test_a_segment_of_many_operations_computes_what_short_ones_do():
+def test_a_segment_of_many_operations_computes_what_short_ones_do(request: pytest.FixtureRequest):
     model = stack()
     x = draw(3, 5)
     want = passes(model, x)
     assert len(nodes(model(x))) == BLOCKS
-    whole = asking_for(1 << 20, copy.deepcopy(model))
+    request.getfixturevalue("of_bytes")
+    whole = copy.deepcopy(model)
     for _ in range(3):  # interpreted, and by generated code
         assert_same(passes(whole, x), want)
     assert len(nodes(whole(x))) == 1

@@ -1,0 +1,13 @@
+"""Segments of few operations in small models, too, so that lists of a test have several."""
+
+import importlib
+from typing import Any
+
+import pytest
+
+planning: Any = importlib.import_module("seqfuse.plan.plan")
+
+
+@pytest.fixture(autouse=True)
+def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "SEGMENT_BYTES", 0)
