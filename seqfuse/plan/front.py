@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -28,14 +28,17 @@ SCHEDULES = 4
 FEW = 3
 """Results of GEMMs in a part of which each set is tried, at most."""
 
+SLACK = 32
+"""By such a part of the lowest peak another plan may be above it that keeps fewer bytes."""
+
 LABELS = 256
 """Beginnings of plans that are followed side by side: of more, those that save nearly as much as another one go."""
 
 
 class Weight(NamedTuple):
     """What a segment holds: bytes that it keeps itself, tensors at its borders that it keeps, and those that enter it,
-    by numbers; the most bytes that are alive beside kept ones while its forward and its backward run; and the estimated
-    time of both.
+    by numbers; the most bytes that are alive beside kept ones while its forward and its backward run; the same of the
+    backward if what it keeps were let go behind it; and the estimated time of both passes.
     """
 
     own: int
@@ -43,6 +46,7 @@ class Weight(NamedTuple):
     entering: frozenset[int]
     forward: int
     backward: int
+    lasting: int
     nanoseconds: int
 
 
@@ -99,9 +103,12 @@ class Front:
             for number in option.weight.shared | option.weight.entering:
                 self._last[number] = max(option.start, self._last.get(number, option.start))
 
-    def within(self, limit: int) -> list[Option] | None:
-        """The fastest options that never hold more than so many bytes; `None` where there are none."""
-        label = self._walk(limit, LABELS)
+    def within(self, limit: int, lasting: int | None = None) -> list[Option] | None:
+        """The fastest options that never hold more than so many bytes; `None` where there are none.
+
+        They hold at most `lasting` bytes if what a part keeps were let go behind its backward.
+        """
+        label = self._walk(limit, lasting, LABELS)
         found: list[Option] = []
         while label is not None:
             _, _, label, option = label
@@ -110,15 +117,18 @@ class Front:
 
     def least(self) -> int:
         """The fewest bytes that are enough."""
-        low, high = 0, 1
-        while self._walk(high, 1) is None:
-            low, high = high, 2 * high
-        while high - low > 1 + high // 4096:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._walk(middle, 1) is not None else (middle, high)
-        return high
+        return _first(lambda limit: self._walk(limit, None, 1) is not None)
 
-    def _walk(self, limit: int, most: int) -> _Label | None:
+    def fewest(self) -> list[Option]:
+        """The options of the lowest peak, or nearly, that leave most room for what stands behind them in a model.
+
+        A sequence may be one of many layers, and what it keeps is held while others run.
+        """
+        limit = self.least()
+        limit += limit // SLACK
+        return self.within(limit, _first(lambda lasting: self._walk(limit, lasting, 1) is not None)) or []
+
+    def _walk(self, limit: int, lasting: int | None, most: int) -> _Label | None:
         """The label of the fastest way to the end; with `most` one, of the way that saves the fewest bytes."""
         stop, none = self._stretch.positions.stop, frozenset[int]()
         fronts: dict[int, dict[frozenset[int], list[_Label]]] = {self._stretch.start: {none: [(0, 0, None, None)]}}
@@ -130,6 +140,7 @@ class Front:
                     entering = sum(self.sizes[n] for n in w.entering - saved)
                     more = w.own + sum(self.sizes[n] for n in w.shared - saved)
                     room = limit - max(entering + w.forward, more + w.backward)
+                    room = room if lasting is None else min(room, lasting - more - w.lasting)
                     after = frozenset([n for n in saved | w.shared if self._last[n] >= option.stop])
                     into = fronts.setdefault(option.stop, {}).setdefault(after, [])
                     into += [
@@ -187,6 +198,17 @@ class Front:
         forward, backward = passes_of(path, self._live)
         back = steps_of(self._stretch, [c for c in backward if c.stop > live], live, b) if live < b else ()
         return (forward, backward), (steps_of(self._stretch, forward, a, b), back)
+
+
+def _first(enough: Callable[[int], bool]) -> int:
+    """The fewest bytes that are enough, to one part in 4,096."""
+    low, high = 0, 1
+    while not enough(high):
+        low, high = high, 2 * high
+    while high - low > 1 + high // 4096:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def bytes_held(

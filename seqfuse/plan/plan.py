@@ -447,29 +447,31 @@ class Search:
         stretch, live, limit, why = self.stretch, self.stretch.wants.live_from, None, None
         if isinstance(memory, Budget):
             limit = int((memory.part or 0) * kept.unfused) if memory.bytes is None else memory.bytes
-            chosen, stop = passes_of(self.fast, live), stretch.positions.stop
-            steps = (
-                steps_of(stretch, chosen[0], stretch.start, stop),
-                steps_of(stretch, chosen[1], max(stretch.start, live), stop),
-            )
-            cuts = segments_of(stretch, *steps)
-            if bytes_held(self.weigh, cuts, steps)[1] <= limit:
+            chosen = passes_of(self.fast, live)
+            cuts = segments_of(stretch, *self._steps(chosen))
+            if bytes_held(self.weigh, cuts, self._steps(chosen))[1] <= limit:
                 return _Chosen(*chosen, cuts)
-        options = None if limit is None else self.front.within(limit)
-        if options is None:
-            options = self.front.within(least := self.front.least()) or []
-            if limit is not None and not _is_bare(stretch, memory, kept):
-                taken = f"the plan with the lowest peak was taken, whose peak is {least:,} bytes"
-                why = f"does not fit: {taken}, and {limit:,} are allowed here"
-                if isinstance(memory, Budget) and memory.part is not None:
-                    part = math.ceil(1000 * least / kept.unfused) / 1000
-                    few = 'no part fits so few operations: memory="least" gives this plan without a warning'
-                    why += f"; sf.Budget(part={part:g}) fits" if part <= 1 else f"; {few}"
+        found = None if limit is None else self.front.within(limit)
+        options = self.front.fewest() if found is None else found
         chosen = [c for o in options for c in o.forward], [c for o in options for c in o.backward]
         spans = [(range(o.start, o.stop), o.again) for o in options]
         again = tuple((span, keeps) for span, keeps in spans if keeps is not None)
         cuts, extra = tuple(span for span, _ in spans), sum(o.extra for o in options)
+        if found is None and limit is not None and not _is_bare(stretch, memory, kept):
+            least = bytes_held(self.weigh, cuts, self._steps(chosen), dict(again))[1]
+            taken = f"the plan with the lowest peak was taken, whose peak is {least:,} bytes"
+            why = f"does not fit: {taken}, and {limit:,} are allowed here"
+            if isinstance(memory, Budget) and memory.part is not None:
+                part = math.ceil(1000 * least / kept.unfused) / 1000
+                few = 'no part fits so few operations: memory="least" gives this plan without a warning'
+                why += f"; sf.Budget(part={part:g}) fits" if part <= 1 else f"; {few}"
         return _Chosen(*chosen, cuts, again, extra, why, once=self.front.once)
+
+    def _steps(self, chosen: tuple[Sequence[Candidate], Sequence[Candidate]]) -> tuple[Sequence[Step], Sequence[Step]]:
+        """The steps of both passes in which these fusions stand."""
+        stretch, live, stop = self.stretch, self.stretch.wants.live_from, self.stretch.positions.stop
+        back = max(stretch.start, live)
+        return steps_of(stretch, chosen[0], stretch.start, stop), steps_of(stretch, chosen[1], back, stop)
 
 
 def absorbing(

@@ -170,7 +170,7 @@ class _Segment:
         saved = {*storages(*kept)} - tried.owned - {SEEDS}
         given = {*storages(x, *[channels[c] for c in self.inputs])}
         border = given | {*storages(*results)}
-        back = 0
+        private, back, lasting = saved - border, 0, 0
         if self._live:
             self._moments.clear()
             self._constant = saved if again is not None else saved & border
@@ -180,12 +180,14 @@ class _Segment:
                 ends = ending(forward)
                 passed = self._forward(forward, x, channels, keeps, passed, ends, [*douts.values()])
             finished = self._backward(backward, passed, douts)
-            back = self._most(finished) - (sum(tried.sizes[n] for n in saved - border) if again is None else 0)
+            back = lasting = self._most(finished)
+            if again is None:
+                back, lasting = back - sum(tried.sizes[n] for n in private), self._most(finished | private)
         drawn = self._live and any(self._stretch.nodes[p].seed is not None for p in self._span)
         shared = (saved & border) | ({SEEDS} if drawn else set[int]())
-        own = sum(tried.sizes[n] for n in saved - border)
+        own = sum(tried.sizes[n] for n in private)
         nanoseconds = round(self._stretch.env.microseconds(self._work) * 1000)
-        return Weight(own, frozenset(shared), frozenset(given), ahead, back, nanoseconds), results
+        return Weight(own, frozenset(shared), frozenset(given), ahead, back, lasting, nanoseconds), results
 
     def _note(self, run: Attempt | None, *alive: Any) -> None:
         """Count what a step allocates, or nothing more, where these tensors are alive."""

@@ -89,13 +89,15 @@ def test_a_dtype_reaches_an_input_that_says_none(cli: Cli) -> None:
 
 @pytest.mark.parametrize("there", [(), ("--device", "cuda:sm_90")], ids=["here", "elsewhere"])
 def test_a_choice_of_memory_is_planned(there: tuple[str, ...], cli: Cli) -> None:
-    def peak(*memory: str) -> int:
-        return json.loads(cli("plan", "M:build", "--input", "64x16", "--json", *there, *memory).out)["memory"]["peak"]
+    def held(*memory: str) -> tuple[int, int]:
+        found = json.loads(cli("plan", "M:build", "--input", "64x16", "--json", *there, *memory).out)["memory"]
+        return found["saved"], found["peak"]
 
-    most, least = peak(), peak("--memory", "least")
-    assert least < peak("--memory", "lean") <= most
-    assert peak("--memory", "fast") == peak("--memory", "1000000") == most
-    assert least <= peak("--memory", str(most - 1)) < most
+    fast, lean, least = (held("--memory", choice) for choice in ("fast", "lean", "least"))
+    assert lean[0] < fast[0]
+    assert least[1] < min(fast[1], lean[1])
+    assert held() == held("--memory", "1000000") == fast
+    assert least[1] <= held("--memory", str(fast[1] - 1))[1] < fast[1]
 
 
 def test_the_front_of_memory_is_drawn(cli: Cli) -> None:

@@ -180,13 +180,13 @@ class Broken(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(6))
         self.between = nn.Conv1d(16, 16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
             x = layer(x)
-            if i == 1:
+            if i == 2:
                 torch._dynamo.graph_break()
                 x = self.between(x.mT).mT
         return x
