@@ -443,7 +443,7 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
         return _alone(calls, compiled, module, *args, **kwargs)
     calls.count += 1
     # Under a transform Dynamo would give up a frame for good. No guard of it sees hooks that are set for all modules.
-    transformed = peek_interpreter_stack() is not None
+    transformed = peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]
     if transformed or _has_any_global_hook():
         calls.missed["a transform of torch.func was active" if transformed else "hooks of all modules were set"] += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore

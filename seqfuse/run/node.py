@@ -56,9 +56,9 @@ class Seqfuse(torch.autograd.Function):
         if code is None or code.checks or _grad_enabled() or not _is_usual(ctx, kept, douts):
             if not torch.compiler.is_dynamo_compiling() and Batched.given(douts):
                 tensors = functools.cache(lambda: _saved_tensors(ctx, packed))  # a checkpoint hands them out once
-                return tuple(Batched.run(lambda *one: _backward(ctx, kept, one, tensors()), douts))
+                return tuple(Batched.run(lambda *one: _backward(ctx, kept, one, [*tensors()]), douts))
             return _backward(ctx, kept, douts, _saved_tensors(ctx, packed))
-        tensors = [*_saved_tensors(ctx, packed)]
+        tensors = _saved_tensors(ctx, packed)
         if late is None:
             tensors = _values(packed, tensors)
         ctx.maybe_clear_saved_tensors()
@@ -185,7 +185,7 @@ class _Packed:
         self.places, self.mark = places, mark
 
 
-def _values(packed: Late | _Packed, tensors: Sequence[Any]) -> Sequence[Any]:
+def _values(packed: Late | _Packed, tensors: list[Any]) -> list[Any]:
     """What each field holds, if `pack` saved it: a tensor, several, `None`, or what makes a tensor again."""
     return [_value(place, tensors) for place in packed.places] if isinstance(packed, _Packed) else tensors
 
@@ -256,14 +256,14 @@ def _made_again(segment: Segment, places: Sequence[Any]) -> Late:
     return tuple((i, len(places[i]) - 1) for i in found) if ours else ()
 
 
-def _saved_tensors(ctx: Any, packed: Late | _Packed) -> Sequence[Any]:
+def _saved_tensors(ctx: Any, packed: Late | _Packed) -> list[Any]:
     """The saved tensors of a node; an error where a checkpointed forward ran another plan the second time."""
     if not isinstance(packed, _Packed) or packed.mark is None:
-        return ctx.saved_tensors
+        return [*ctx.saved_tensors]
     tensors, cause = list[Any](), None
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
     try:
-        tensors = ctx.saved_tensors
+        tensors = [*ctx.saved_tensors]
     except CheckpointError as error:
         cause = error
     if cause is not None or tensors[-1].shape != packed.mark:
@@ -273,17 +273,21 @@ def _saved_tensors(ctx: Any, packed: Late | _Packed) -> Sequence[Any]:
     return tensors[:-1]
 
 
-def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Run a backward for which only some gradients are needed, which adds to `main_grad`, or which is to be checked."""
+def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: list[Any]) -> tuple[Any, ...]:
+    """Run a backward for which only some gradients are needed, which adds to `main_grad`, or which is to be checked.
+
+    It empties the list of saved tensors: what hands it on may hold it, as Python does while code of Dynamo is installed.
+    """
     segment, packed = kept[0], kept[4]
     needed = _needed(ctx, segment)
     nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
     late = None if isinstance(packed, _Packed) else packed
     variant = BackwardVariant(tuple([d is None for d in douts]), needed, late, buffers is not None)
-    values = [*_values(packed, tensors)]
+    values = _values(packed, tensors)
     read = (*douts, *tensors) if torch.is_grad_enabled() else ()
-    del tensors
+    if values is not tensors:
+        tensors.clear()
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()
     with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
@@ -362,7 +366,7 @@ def _go_on(variant: BackwardVariant, buffers: MainGrads | None, given: dict[str,
     """Run the rest of a backward whose forward ran once more."""
     segment, packed = node.kept[0], node.kept[4]
     variant = variant._replace(late=None if isinstance(packed, _Packed) else packed)
-    values = [*_values(packed, _saved_tensors(node, packed))]
+    values = _values(packed, _saved_tensors(node, packed))
     node.maybe_clear_saved_tensors()
     return _run_back(segment, node.kept, variant, values, buffers, None, (given,))
 

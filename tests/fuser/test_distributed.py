@@ -15,6 +15,7 @@ import seqfuse as sf
 from seqfuse import ops
 from tests.processes import Facts
 
+from .conftest import planning
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
 from .kit import counting_plans, draw, randomize
 
@@ -25,6 +26,7 @@ WORLD, STEPS, ROWS = 2, 2, 4
 def model_of(
     fusions: Any = (BiasTanhForward, BiasTanhBackward), blocks: int = 3, dropout: float = 0.0
 ) -> sf.Sequential:
+    planning.SEGMENT_BYTES = 0  # in a process that no fixture knows
     model = sf.Sequential(
         *(
             ops.Residual(
