@@ -171,16 +171,20 @@ def _regions(
             operations.remove(r)
 
 
+NORMALIZED = 1 << 17
+"""From so many elements up `F.normalize` is a chain by itself: on a CPU it was faster there, and slower of 1 << 13."""
+
+
 def _is_worth_a_call(node: Node) -> bool:
     """Whether a chain of what a call stands for alone saves or computes less than torch.
 
-    Attention by hand saves its weights, and `F.normalize` is five calls. Of a tensor that is not contiguous a chain
-    would save a copy.
+    Attention by hand saves its weights, and `F.normalize` is five calls. Of a small tensor the node of a chain takes
+    longer than these, and of one that is not contiguous a chain would save a copy.
     """
     if spelled(node) != "normalize":
         return spelled(node) == "softmax"
     x: Any = argument(node, 0, "input")
-    return example(x) is not None and fake(x, "meta").is_contiguous()
+    return example(x) is not None and (e := fake(x, "meta")).is_contiguous() and e.numel() >= NORMALIZED
 
 
 def _replace(gm: GraphModule, regions: list[tuple[RaisedChain, CapturedRegion]], dead: set[Node]) -> None:

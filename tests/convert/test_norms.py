@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqfuse.convert import rewrite
 from seqfuse.convert.rewrite import RewriteOptions
 from seqfuse.testing import seeded_randn
 
@@ -173,16 +174,19 @@ def gained(m: Layers, x: Tensor) -> Tensor:
     ],
 )
 def test_vectors_that_are_divided_by_their_lengths_are_a_chain_with_nothing_beside_them(
-    spelling: Spelling, found: list[str]
+    spelling: Spelling, found: list[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(rewrite, "NORMALIZED", X.numel())
     replayed = assert_same_recorded(Layers(spelling).double(), X)
     assert operations(replayed) == found
     assert not replayed.graphs[0].left
 
 
-def test_vectors_of_which_a_chain_would_save_a_copy_are_divided_by_torch():
+@pytest.mark.parametrize("dims", [(1, 2), (1, 1)], ids=["of which a chain would save a copy", "small"])
+def test_vectors_that_are_divided_by_torch(dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rewrite, "NORMALIZED", X.numel() + (dims == (1, 1)))
     (graph,) = assert_same_recorded(
-        Layers(lambda m, x: F.normalize(x.cumsum(1).transpose(1, 2), dim=-1).cumsum(1)).double(), X
+        Layers(lambda m, x: F.normalize(x.cumsum(1).transpose(*dims), dim=-1).cumsum(1)).double(), X
     ).graphs
     assert [left.call for left in graph.left] == ["normalize"]
 
