@@ -276,7 +276,7 @@ def _saved_tensors(ctx: Any, packed: Late | _Packed) -> list[Any]:
 def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: list[Any]) -> tuple[Any, ...]:
     """Run a backward for which only some gradients are needed, which adds to `main_grad`, or which is to be checked.
 
-    It empties the list of saved tensors: what hands it on may hold it, as Python does while code of Dynamo is installed.
+    It empties the list of saved tensors, which a caller holds while code of Dynamo is installed.
     """
     segment, packed = kept[0], kept[4]
     needed = _needed(ctx, segment)
