@@ -262,7 +262,8 @@ class Fuser:
         if isinstance(memory, Budget):
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 first, last = (op_list.nodes[at].name for at in (region.start, region.stop - 1))
-                where = f"{region.stop - region.start} operations, {first} to {last}"
+                count = region.stop - region.start
+                where = f"{count} operations, {first} to {last}" if count > 1 else first
                 message = f"{refusal.fusion} for {where}: {refusal.reason}"
                 warnings.warn(message, UserWarning, stacklevel=callers_level())
         note = weakref.WeakMethod(self._note_failure)
