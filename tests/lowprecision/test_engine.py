@@ -394,6 +394,16 @@ def test_gpus_whose_kernels_quantize_what_they_write():
         assert inside == [plans[kinds.index(kind)].quantizations for kind in wanted], arch
 
 
+def test_on_sm_100_rope_quantizes_its_gradient_for_heads_of_64_alone():
+    """Triton 3.6.0 ends the process where it compiles that kernel for heads of 32."""
+    for size, arch, wanted in ((32, "sm_100", False), (64, "sm_100", True), (32, "sm_120", True)):
+        heads = 128 // size
+        attending = ops.RotaryEmbedding(heads, heads, style="half"), ops.Attention(heads, heads, causal=True)
+        model = sf.Sequential(ops.Linear(128, 384, bias=False), *attending, recipe=recipes.MXFP8(emulate=True))
+        plan = model.plan(env=sf.Env.of(f"cuda:{arch}", dtype=torch.bfloat16, tokens=8192))
+        assert (("dy", "BiasQKNormRotaryBackward") in [(q.role, q.inside) for q in plan.quantizations]) == wanted
+
+
 def test_gpus_that_have_kernels_of_quantization(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     device = torch.device("cuda")
