@@ -73,7 +73,7 @@ def test_read_a_plan(tmp_path: Path) -> None:
     assert "runs eagerly: Mix at 2: not an operation of this library" in text
     assert "GeLU at 8 runs eagerly: it has hooks" in text
     assert "backward: (), saved: 0 bytes" in text
-    assert re.search(r"48 operations in segments \[\(0, 1[0-9]\), ", text)  # cut between fusions, which a C compiler adds
+    assert re.search(r"48 operations in segments \[\(0, 1[0-9]\), ", text)  # between fusions, which a compiler adds
 
 
 def test_write_an_operation(tmp_path: Path) -> None:
