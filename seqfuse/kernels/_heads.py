@@ -116,8 +116,8 @@ def frequencies_of(rotation: Rotation | None, device: torch.device) -> Tensor | 
     key = (rotation.base, rotation.dim, device)
     found = _known.get(key)
     if found is None:
-        # That they are made once is no part of a call that is recorded, to be done again.
-        with contextlib.nullcontext() if is_faking() else _disable_current_modes():
+        # That they are made once is no part of a call that is recorded, to be done again, or whose cost is counted.
+        with contextlib.nullcontext() if is_faking() and device.type != "cpu" else _disable_current_modes():
             powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
             found = (rotation.base**powers).float()
         on_gpu = device.type == "cuda"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import env, ops
 from seqfuse.compiler import compiler
+from seqfuse.kernels import _heads
 from seqfuse.kernels.c import attention
 from seqfuse.plan import MODES, facts
 from seqfuse.run import trial
@@ -113,6 +114,23 @@ def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
     x = draw(2, 300, WIDTH, seed=3).float()
     assert allocated(model, x) == pytest.approx(planned(model, x), rel=0.05)
     assert len(calls) >= 3
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_a_step_costs_the_same_before_and_behind_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of angles that a process keeps is no part of it."""
+    monkeypatch.setattr(_heads, "_known", {})
+    x, found = draw(2, 64, WIDTH, seed=3).float().requires_grad_(), []
+    for _ in range(2):
+        for module in (trial, facts):
+            monkeypatch.setattr(module, "_known", {})
+        turned = ops.Linear(WIDTH, 3 * WIDTH), ops.RotaryEmbedding(4, 4, style="half"), ops.Attention(4, 4, causal=True)
+        model = sf.Sequential(ops.Residual(ops.LayerNorm(WIDTH), *turned, ops.Linear(WIDTH, WIDTH)))
+        assert model.plan(x).choices
+        found.append(sorted(known.weight.nanoseconds for known in trial._known.values()))
+        model(x).sum().backward()
+    assert found[0] == found[1]
+    assert _heads._known
 
 
 class _Watched(sf.UnfusedOperation):
