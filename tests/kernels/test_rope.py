@@ -406,8 +406,9 @@ def test_angles_made_while_tensors_are_fake_are_not_kept(monkeypatch: pytest.Mon
     monkeypatch.setattr(_heads, "_known", {})
     rotation, device = Rotation("half", 6, base=77.0), torch.device("cpu")
     with FakeTensorMode():
-        assert isinstance(_heads.frequencies_of(rotation, device), FakeTensor)
-    found = _heads.frequencies_of(rotation, device)
+        assert isinstance(_heads.frequencies_of(rotation, torch.device("meta")), FakeTensor)
+        assert not _heads._known
+        found = _heads.frequencies_of(rotation, device)  # on a CPU they can be made at once
     assert type(found) is Tensor
     assert _heads.frequencies_of(rotation, device) is found
 
