@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ._tensors import FAKE, dispatch_mode
+
 
 class Cache(Protocol):
     """Keys and values of the rows before those of this call."""
@@ -33,13 +35,9 @@ class Cache(Protocol):
 active: ContextVar[Cache | None] = ContextVar("seqfuse_cache", default=None)
 
 
-_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
-_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivateUsage]
-
-
 def current() -> Cache | None:
     """The cache of this call; a traced graph knows none, and a rehearsal on tensors without data must not fill one."""
     if torch.compiler.is_dynamo_compiling():
         return None
     cache = active.get()
-    return None if cache is None or torch.compiler.is_compiling() or _mode(_FAKE) is not None else cache
+    return None if cache is None or torch.compiler.is_compiling() or dispatch_mode(FAKE) is not None else cache

@@ -12,14 +12,14 @@ from ..env import constant_under_compile
 from ..errors import InputError
 
 _modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
-_mode: Any = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
-_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivateUsage]
+dispatch_mode: Any = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
+FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivateUsage]
 
 
 @constant_under_compile
 def may_overwrite() -> bool:
     """Whether a result of torch may be written over: a dispatch mode may keep it, as selective checkpointing does."""
-    return not _modes() or _mode(_FAKE) is not None
+    return not _modes() or dispatch_mode(FAKE) is not None
 
 
 def floating(x: Tensor, operation: str) -> None:

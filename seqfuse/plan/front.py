@@ -29,7 +29,7 @@ FEW = 3
 """Results of GEMMs in a part of which each set is tried, at most."""
 
 SLACK = 32
-"""By such a part of the lowest peak another plan may be above it that keeps fewer bytes."""
+"""A plan that keeps fewer bytes may have a peak above the lowest one by one part in so many."""
 
 LABELS = 256
 """Beginnings of plans that are followed side by side: of more, those that save nearly as much as another one go."""
@@ -37,8 +37,8 @@ LABELS = 256
 
 class Weight(NamedTuple):
     """What a segment holds: bytes that it keeps itself, tensors at its borders that it keeps, and those that enter it,
-    by numbers; the most bytes that are alive beside kept ones while its forward and its backward run; the same of the
-    backward if what it keeps were let go behind it; and the estimated time of both passes.
+    by numbers; the most bytes that are alive beside kept ones while its forward and its backward run; the same of a
+    backward that frees nothing of what is kept before it ends; and the estimated time of both passes.
     """
 
     own: int
@@ -106,7 +106,7 @@ class Front:
     def within(self, limit: int, lasting: int | None = None) -> list[Option] | None:
         """The fastest options that never hold more than so many bytes; `None` where there are none.
 
-        They hold at most `lasting` bytes if what a part keeps were let go behind its backward.
+        With backwards that free nothing of what is kept before they end, they would hold at most `lasting` bytes.
         """
         label = self._walk(limit, lasting, LABELS)
         found: list[Option] = []
@@ -120,7 +120,7 @@ class Front:
         return _first(lambda limit: self._walk(limit, None, 1) is not None)
 
     def fewest(self) -> list[Option]:
-        """The options of the lowest peak, or nearly, that leave most room for what stands behind them in a model.
+        """The options of the lowest peak, or nearly, that leave most room for what follows them in a model.
 
         A sequence may be one of many layers, and what it keeps is held while others run.
         """

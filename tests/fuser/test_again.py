@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import random
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -601,6 +602,14 @@ class _Case(Front):
             saved, peak = saved_now, max(peak, kept + w.backward)
         return sum(option.time for option in way), kept, peak
 
+    def lasting(self, way: Sequence[Option]) -> int:
+        """The most bytes in a backward of a way if none frees what is kept before it ends."""
+        kept, saved, most = 0, frozenset[int](), 0
+        for option in way:
+            kept += option.weight.own + sum(self.sizes[n] for n in option.weight.shared - saved)
+            saved, most = saved | option.weight.shared, max(most, kept + option.weight.lasting)
+        return most
+
     def counted(self, way: Sequence[Option]) -> tuple[int, int]:
         """Bytes kept and peak, as `bytes_held` counts those of a plan."""
 
@@ -627,6 +636,18 @@ def test_a_budget_takes_the_fastest_of_all_ways_that_fit(seed: int):
             assert case.counted(found) == (*held, peak)
             assert (time, peak <= limit) == (min(fits), True)
             assert [*itertools.chain(*(range(o.start, o.stop) for o in found))] == [*range(case.parts)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_least_leaves_most_room_for_what_follows_near_the_lowest_peak(seed: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[Front.__module__], "SLACK", 3)  # so that several ways are near
+    case = _Case(seed)
+    least = case.least()
+    low = [way for way in case.ways() if case.held(way)[2] <= least + least // 3]
+    room = min(map(case.lasting, low))
+    time, _, peak = case.held(found := case.fewest())
+    assert (case.lasting(found), peak <= least + least // 3) == (room, True)
+    assert time == min(case.held(way)[0] for way in low if case.lasting(way) == room)
 
 
 def test_a_compiler_takes_what_is_saved_from_the_operations():

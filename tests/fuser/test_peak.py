@@ -116,7 +116,7 @@ def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
     assert len(calls) >= 3
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+@pytest.mark.skipif(compiler() is None, reason="the fusions that read such a table have C kernels")
 def test_a_step_costs_the_same_before_and_behind_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of angles that a process keeps is no part of it."""
     monkeypatch.setattr(_heads, "_known", {})
