@@ -404,14 +404,19 @@ def _ropes(target: str) -> Calls:
                 yield name, functools.partial(_rope_write, dtype, size, rotation, int8)
     ways = ((128, "half"), (64, "half"), (32, "half"), (128, "interleaved"), (64, "interleaved"))
     for to, (size, style), dtype in itertools.product(_codes(target), ways, (BF16, F16)):
-        for around in ("", "positions", "cos", "cos by pair") if size == 128 or to.down_columns else ():
+        biased = style == "half" and (size == 128 or target not in ("sm_100", "sm_120"))  # as `can_quantize` asks for
+        each = ("", *["bias"] * biased, "positions", "cos", "cos by pair")
+        for around in each if size == 128 or to.down_columns else ():
             way = "rows+columns" if to.down_columns else "rows"
             name = f"rope {{kernel}} {to.scaling} {way} {_name(dtype)} {size} {style} {around}"
             if dtype is BF16 or to.down_columns:
-                yield name, functools.partial(_rope_codes, to, dtype, size, style, around)
+                dbias = dtype if biased and around else None
+                yield name, functools.partial(_rope_codes, to, dtype, size, style, around, dbias)
 
 
-def _rope_codes(to: quantize.As, dtype: torch.dtype, size: int, style: Any, around: str) -> None:
+def _rope_codes(
+    to: quantize.As, dtype: torch.dtype, size: int, style: Any, around: str, dbias: torch.dtype | None
+) -> None:
     heads, kv, (batch, rows) = 24, 8, (8, 1024)
     places: dict[str, Any] = {"positions": torch.empty(batch, rows, dtype=torch.int64)} if around == "positions" else {}
     if around.startswith("cos"):
@@ -419,7 +424,7 @@ def _rope_codes(to: quantize.As, dtype: torch.dtype, size: int, style: Any, arou
         places |= {"cos": angles, "sin": angles}
     dy, most = _new(batch, rows, (heads + 2 * kv) * size, dtype=dtype), _new(1, dtype=F32)
     rope.rope_codes_backward(
-        dy, heads, kv, rope.Rotation(style, size), to, dbias=dtype if around and style == "half" else None, **places,
+        dy, heads, kv, rope.Rotation(style, size), to, dbias=dbias, **places,
         largest=most if to.scaling == "given" else None,
     )  # fmt: skip
 

@@ -165,8 +165,8 @@ class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
         size = to.operation.features[1] // (self.heads[0] + 2 * self.heads[1])
-        # Triton 3.6.0 ends the process where it compiles the one for heads of 32 for sm_100.
-        sizes = (64, 128) if capability(env.arch) == 100 else (32, 64, 128)
+        # Triton 3.6.0 ends the process where it compiles the sums of biases of smaller heads for sm_100 or sm_120.
+        sizes = (128,) if self.bias is not None and capability(env.arch) >= 100 else (32, 64, 128)
         fits = self.norm is None and size in sizes and self.rotary.rotary_dim in (None, size)
         return fits and (self.bias is None or self.rotary.style == "half")
 

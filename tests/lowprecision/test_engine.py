@@ -394,14 +394,27 @@ def test_gpus_whose_kernels_quantize_what_they_write():
         assert inside == [plans[kinds.index(kind)].quantizations for kind in wanted], arch
 
 
-def test_on_sm_100_rope_quantizes_its_gradient_for_heads_of_64_alone():
-    """Triton 3.6.0 ends the process where it compiles that kernel for heads of 32."""
-    for size, arch, wanted in ((32, "sm_100", False), (64, "sm_100", True), (32, "sm_120", True)):
-        heads = 128 // size
-        attending = ops.RotaryEmbedding(heads, heads, style="half"), ops.Attention(heads, heads, causal=True)
-        model = sf.Sequential(ops.Linear(128, 384, bias=False), *attending, recipe=recipes.MXFP8(emulate=True))
-        plan = model.plan(env=sf.Env.of(f"cuda:{arch}", dtype=torch.bfloat16, tokens=8192))
-        assert (("dy", "BiasQKNormRotaryBackward") in [(q.role, q.inside) for q in plan.quantizations]) == wanted
+@pytest.mark.parametrize(
+    ("size", "biased", "arch", "wanted"),
+    [
+        (32, False, "sm_100", True),
+        (64, True, "sm_100", False),
+        (64, False, "sm_100", True),
+        (128, True, "sm_100", True),
+        (64, True, "sm_120", False),
+        (32, True, "sm_90", True),
+    ],
+)
+def test_from_sm_100_on_rope_quantizes_its_gradient_without_the_biases_of_small_heads(
+    size: int, biased: bool, arch: str, wanted: bool
+):
+    """Triton 3.6.0 ends the process where it compiles sums of biases of heads of fewer than 128."""
+    parts = ops.RotaryEmbedding(1, 1, style="half"), ops.Attention(1, 1, causal=True)
+    biases = [ops.Bias(3 * size)] * biased
+    before = ops.Linear(128, 3 * size, bias=False)
+    model = sf.Sequential(before, *biases, *parts, recipe=recipes.MXFP8(emulate=True)).bfloat16()
+    plan = model.plan(env=sf.Env.of(f"cuda:{arch}", dtype=torch.bfloat16, tokens=8192))
+    assert (("dy", "BiasQKNormRotaryBackward") in [(q.role, q.inside) for q in plan.quantizations]) == wanted
 
 
 def test_gpus_that_have_kernels_of_quantization(monkeypatch: pytest.MonkeyPatch):
