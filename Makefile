@@ -73,7 +73,7 @@ types: $(VENV)/.has-dev  ## check types, strictly
 docs: $(VENV)/.has-docs  ## build docs/_build/html, warnings are errors
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs docs/_build/html
 
-bench: $(VENV)/.has-bench  ## measure everything that needs no GPU; ARGS='host memory' are parts of it
+bench: $(VENV)/.has-bench  ## measure what a CPU can show; ARGS='host memory' are parts of it
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-gpu:  ## measure on a GPU beside the peers, in 8 minutes; needs torch and Triton in GPU_PYTHON

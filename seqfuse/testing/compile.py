@@ -108,7 +108,7 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: Any, *args: Any, targets: str | Sequence[str] = ("sm_80", "sm_90", "gfx942"), **kwargs: Any
+    kernel: Any, *args: Any, targets: str | Sequence[str] = ("sm_80", "sm_90", "sm_100", "gfx942"), **kwargs: Any
 ) -> tuple[Compiled, ...]:
     """Compile a Triton kernel for a launch with these arguments, also for GPUs that this machine does not have.
 
