@@ -253,7 +253,7 @@ class Fuser:
         check_devices(op_list.nodes, region.positions, x, given)
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
         # A compiler that follows the call decides what is saved.
-        memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "fast"
+        memory = choice_in(self.memory, op_list, region, x) if x.__class__ in _PLAIN else "fast"
         search = Search(stretch, self._matcher, weighing)
         plan = plan_region(stretch, self._matcher, memory, search)
         if x.__class__ in _PLAIN and not _compiled(region, stretch, plan):

@@ -110,7 +110,7 @@ def preview(
 
     def planned(choice: Choice) -> Plan:
         asked: list[tuple[Stretch, Choice]] = [
-            (stretch, choice_in(choice, op_list, part)) for part, stretch in stretches
+            (stretch, choice_in(choice, op_list, part, stretch.x)) for part, stretch in stretches
         ]
         plans = [
             plan_region(stretch, matcher, own, search=search)
@@ -197,13 +197,25 @@ def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:
             yield f"{cls.__name__} ({', '.join(map(str, cls.slots))})"
 
 
-def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
-    """The choice of memory for a region, from the one for the whole sequence."""
-    if not isinstance(memory, Budget) or memory.bytes is None:
+def choice_in(memory: Choice, op_list: OpList, region: Region, x: Tensor | None) -> Choice:
+    """The choice of memory for a region that x enters, from the one for the whole sequence.
+
+    An embedding alone has nothing to choose: others share what its tokens leave.
+    """
+    regions = [part for part in op_list.parts if isinstance(part, Region)]
+    choosing = [part for part in regions if not _only_embeds(op_list.nodes, part)]
+    if not isinstance(memory, Budget) or memory.bytes is None or region not in choosing:
         return memory
-    planned = sum(len(part.positions) for part in op_list.parts if isinstance(part, Region))
-    share = int(memory.bytes * len(region.positions) / planned)
+    tokens = 0 if x is None else 8 * (tokens_of(x) or 0) * (len(regions) - len(choosing))
+    planned = sum(len(part.positions) for part in choosing)
+    share = int(max(memory.bytes - tokens, 0) * len(region.positions) / planned)
     return memory if share == memory.bytes else Share(share, whole=memory)
+
+
+def _only_embeds(nodes: Sequence[Node], region: Region) -> bool:
+    """Whether an operation that reads integers is all of a region."""
+    operation: Any = nodes[region.start].operation
+    return len(region.positions) == 1 and operation.y_dtype is not None
 
 
 def _check_channels(

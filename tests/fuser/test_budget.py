@@ -323,6 +323,22 @@ def test_a_budget_asks_nothing_of_an_embedding_alone(recwarn: pytest.WarningsRec
     assert not [w for w in recwarn.list if "does not fit" in str(w.message)]
 
 
+def test_operations_behind_an_embedding_have_all_bytes_but_those_of_its_tokens(recwarn: pytest.WarningsRecorder):
+    model = sf.Sequential(ops.Embedding(50, 16), *block())
+    tokens = torch.arange(64).reshape(4, 16) % 50
+    least = sf.Sequential(ops.Embedding(50, 16), *block(), memory="least").plan(tokens).memory.peak
+    found = list[int]()
+    for allowed in (least + 8 * 64, 2 * least):
+        model.memory = allowed
+        plan = model.plan(tokens)
+        assert least <= plan.memory.peak <= allowed
+        assert kept_by(model, tokens) == plan.memory.saved
+        found.append(plan.memory.saved)
+        assert not [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
+    assert found[0] < found[1]
+    assert not [w for w in recwarn.list if "does not fit" in str(w.message)]
+
+
 @pytest.mark.parametrize("part", [70, 1.01, -0.1, float("nan")])
 def test_a_part_is_from_0_to_1(part: float):
     with pytest.raises(sf.InputError, match=r"a part from 0 to 1 .*got bytes=None, part=(70|1\.01|-0\.1|nan)"):
