@@ -157,8 +157,9 @@ class CapturedRegion(nn.Module):
         x = example(self.order.x)
 
         def like(t: Tensor) -> Tensor:
-            lowered = x is not None and t.dtype is x.dtype
-            return torch.empty_like(t, dtype=env.dtype if lowered else t.dtype, requires_grad=t.requires_grad)
+            dtype = env.dtype if x is not None and t.dtype is x.dtype else t.dtype
+            asked = t.requires_grad  # `empty_like` would copy what repeats
+            return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device, requires_grad=asked)
 
         given = [like(fake(node, "meta")) for node in (self.order.x, *self.order.channels.values())]
         # Parameters are on the device of the call, since autocast casts nothing on meta.

@@ -268,7 +268,7 @@ def _saved_tensors(ctx: Any, packed: Late | _Packed) -> list[Any]:
         cause = error
     if cause is not None or tensors[-1].shape != packed.mark:
         message = "a checkpointed forward was recomputed under another plan, or did not save again what it had saved"
-        hint = "do not change fusions, modes or hooks between forward and backward"
+        hint = "do not change fusions, memory=, modes or hooks between forward and backward"
         raise StateError(message, code="SF503", hint=hint) from cause
     return tensors[:-1]
 

@@ -17,6 +17,7 @@ from seqfuse.pictures.text import sized
 from seqfuse.plan.schedule import Choice
 from seqfuse.testing import seeded_randn
 
+from ..fuser.fusions import kept_bytes
 from .recording import Replayed
 
 
@@ -223,3 +224,33 @@ def test_chains_of_several_graphs_run_again_with_lent_parameters(
     plans = [region.plan for graph in conversion.graphs for region in graph.regions]
     assert len(plans) >= 2 if regions == "model" else plans
     assert all(plan is not None and plan.recomputed for plan in plans)
+
+
+class Positions(nn.Module):
+    """Tokens of a batch, to each of which the same positions are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", seeded_randn((8, 16), 3))
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.parts = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions
+        for norm, part in zip(self.norms, self.parts, strict=True):
+            x = x + part(norm(x))
+        return x
+
+
+def test_what_repeats_is_saved_once_where_a_segment_runs_again():
+    inputs = {"x": seeded_randn((6, 8, 16), 0).requires_grad_()}
+    replayed = Replayed(Positions(), inputs, options=RewriteOptions(memory="least"))
+    replayed(**inputs).sum().backward()
+    ((region,),) = (graph.regions for graph in replayed.graphs)
+    plan = region.plan
+    assert plan is not None
+    assert plan.memory is not None
+    assert plan.recomputed
+    with kept_bytes(replayed) as kept:
+        replayed(**inputs)
+    assert kept() == plan.memory.saved

@@ -369,6 +369,7 @@ def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan_and_says_so(memory:
     assert refusal.fusion == f"memory={model.memory}"
     assert refusal.reason.startswith(said)
     assert said in re.sub(r"\s+", " ", str(plan))
+    assert str(plan).endswith("(this plan, does not fit)")
     with pytest.warns(UserWarning, match=said) as caught:
         model(x)
     (warned,) = caught
