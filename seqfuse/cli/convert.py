@@ -19,6 +19,9 @@ from .inputs import InputText, Json, Named, NoGrad, Output, Spec, Under
 from .output import colored, ending_of, write_text
 from .target import Unable, named_part, said
 
+FRONT = "front"
+"""`plan --memory front` shows the peak and the time of budgets of a Sequential, rather than a plan."""
+
 
 def convert_model(
     target: Named,
@@ -58,8 +61,11 @@ def show_conversion(
     """Convert a model, call it once on random numbers, and write the report.
 
     Raises:
-        Unable: if the call fails, or a picture is asked for of several plans.
+        Unable: if the call fails, for `FRONT`, or if a picture is asked for of several plans.
     """
+    if memory == FRONT:
+        needs = "--memory front needs a Sequential and seqfuse plan"
+        raise Unable(f"{needs}; without it, the report of {name} has a table of all choices")
     elsewhere = on.device if on.device is not None and inputs.is_elsewhere(on.device) else None
     device = inputs.device_here(on.device) if elsewhere is None else torch.device("cpu")
     conversion = start(model.to(device), memory=cast(Any, int(memory) if memory.isdecimal() else memory))

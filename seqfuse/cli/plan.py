@@ -12,13 +12,10 @@ from .. import Env, Plan
 from ..env import rows_of
 from ..pictures.text import curve
 from . import inputs
-from .convert import show_conversion
+from .convert import FRONT, show_conversion
 from .inputs import Json, Named, NoGrad, Output, Spec, Under
 from .output import colored, ending_of, write_text
 from .target import Unable, container, holds_sequence, named_part
-
-FRONT = "front"
-"""`--memory front` shows the peak and the time of budgets, rather than a plan."""
 
 
 def front(plan: Plan) -> str:
@@ -49,8 +46,6 @@ def plan(
     if not holds_sequence(part):
         if spec is None:
             raise Unable(f"{target} has no Sequential, so it is converted and called: give --input")
-        if memory == FRONT:
-            raise Unable(f"--memory front needs a Sequential; without it, the report of {target} has all choices")
         show_conversion(part, target, spec, on, memory or "balanced", grad=not no_grad, ending=ending, to=output)
         return
     made = _planned(model, target, spec, on, memory, not no_grad)

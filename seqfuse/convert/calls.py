@@ -55,6 +55,7 @@ class Captured:
         until: the graph break that ends it, if one does.
         calls: how often it ran.
         last: which call of the model was the last that it ran in.
+        modules: the called modules that it ran in, by id: several with `regions="layers"`.
     """
 
     call: str
@@ -62,6 +63,7 @@ class Captured:
     until: Break | None = None
     calls: int = 0
     last: int = 0
+    modules: set[int] = dataclasses.field(default_factory=set[int])
 
 
 @dataclasses.dataclass

@@ -43,6 +43,8 @@ from .rewrite import RewriteOptions, rewrite
 
 _frames = itertools.count()
 _tracing: Callable[[], Any] = torch._C._get_tracing_state  # pyright: ignore
+_OPTIONS = ("regions", "then", "fusions", "filter_fn", "memory", "recipe", "exclude")
+"""The options of `convert`, which a conversion has no attributes for."""
 _TRIES = 3
 """How often a kind of call is captured that Dynamo fails to capture, although it runs."""
 
@@ -101,6 +103,13 @@ def start(
     if filter_fn is not None:
         _check_filter(filter_fn)
     _check_not_converted(model)
+    if regions == "layers" and isinstance(made.options.memory, Budget):
+        message = f'memory={made.options.memory} needs regions="model": no chain crosses layers, so the peak'
+        hint = 'memory="lean" or "least" save less in each layer'
+        raise _wrong(f"{message} that a budget limits would be that of one layer", hint)
+    if regions == "model" and _is_never_called(model):
+        hint = 'convert the module that calls its members, or use regions="layers"'
+        raise _wrong(f"{type(model).__name__} has no forward, so nobody calls it", hint)
     _check_recipe_fits(model, made.options)
     _warn_of_unknown(model, made.options)
     places = [model] if regions == "model" else _layers(model)
@@ -147,6 +156,8 @@ def _backend(
         hint = "a model is captured graph by graph, so bytes are for a Sequential alone: try sf.Budget(part=0.65)"
         if isinstance(memory, str):
             hint = meant(memory, MODES)
+        elif isinstance(memory, float) and 0 <= memory <= 1:
+            hint = f"sf.Budget(part={memory:g})"
         raise _wrong(f"memory must be one of {', '.join(MODES)} or sf.Budget(part=...), got {memory!r}", hint, where)
     check_recipe(recipe, where)
     if recipe is not None and recipe.keeps_state:
@@ -244,10 +255,15 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 def _called(container: nn.Module) -> Iterator[nn.Module]:
     """The children that have modules of their own; of a list or a dict, which nobody can call, those in it."""
     for child in container.children():  # which leaves out None
-        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+        if _is_never_called(child):
             yield from _called(child)
         elif any(True for _ in child.children()):
             yield child
+
+
+def _is_never_called(module: nn.Module) -> bool:
+    """Whether a module has no forward, such as a `ModuleList` or `ModuleDict`."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 class ChainBackend:
@@ -284,6 +300,8 @@ class ChainBackend:
         return buffers.checked(compiled_rest(gm), self.missed)
 
 
+_OWN = Sequential, UnfusedOperation
+"""Classes of this library, which have plans."""
 _TAKEN_IN = (
     "was compiled unconverted, in a graph that must not break: calls by code under fullgraph=True or by a compiled "
     "checkpoint do not use the conversion"
@@ -320,6 +338,12 @@ class Conversion:
             vars(call)["conversion"] = self
             place._compiled_call_impl = call  # pyright: ignore[reportPrivateUsage]
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _OPTIONS:
+            hint = f"sf.conversion(model).undo() and then sf.convert(model, {name}=...)"
+            raise _wrong(f"{name} cannot be changed after the conversion", hint, "conversion")
+        super().__setattr__(name, value)
+
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
@@ -348,15 +372,23 @@ class Conversion:
 
     @property
     def left(self) -> tuple[Left, ...]:
-        """GEMMs, norms and activations that are in no captured graph, because Dynamo did not trace the code around
-        them.
+        """GEMMs, norms and activations that are in no captured graph: Dynamo did not trace the code around them, or
+        they are outside the captured layers.
         """
-        skipped = self._calls.skipped(self.model, self._places)
+        skipped = self._calls.skipped(self.model, self._places) + self._around()
         return tuple(
             Left(type(module).__name__, kind, path, reason)
             for path, module, reason in skipped
             if (kind := kind_of_module(module)) is not None
         )
+
+    def _around(self) -> list[tuple[str, nn.Module, str]]:
+        """Modules without submodules outside the layers, by path; a graph of a layer has none of them."""
+        apart = {module for place in self._places for module in place.modules()}
+        apart.update(m for module in self.model.modules() if isinstance(module, _OWN) for m in module.modules())
+        reason = 'outside the layers of regions="layers"'
+        around = [(path, module, reason) for path, module in named_modules(self.model) if module not in apart]
+        return [found for found in around if self.graphs and not any(True for _ in found[1].children())]
 
     def _capture(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # Read when Dynamo makes the guards of this graph, right after this. The first overlooks hooks that are set
@@ -378,6 +410,7 @@ class Conversion:
             seen.serves(args)
             if (now := dynamo.current_call()) is not None:
                 now.ran = True
+                captured.modules.add(id(now.module))
             return run(*args)
 
         return running
@@ -396,7 +429,10 @@ class Conversion:
         about: dict[str, Any] = {"undone": not self._before, "launches": launches}
         text = [text_of(self.graphs, self._calls, self.left, layers, **about)]
         text += [f"{type(self.model).__name__} {_TAKEN_IN}"] * self._taken_in
-        text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]
+        text += [
+            f"{path}: traced as torch calls; its own plan and fusions are not used"
+            for path in _own(self.model, self._places)
+        ]
         return "\n".join(text)
 
     def __repr__(self) -> str:
@@ -404,11 +440,12 @@ class Conversion:
         return f"<Conversion of {type(self.model).__name__}, {counted(len(self.graphs), 'graph')}{undone}>"
 
 
-def _own(model: nn.Module) -> list[str]:
-    """The outermost operations and sequences of this library in the model, each by class and path."""
+def _own(model: nn.Module, places: Iterable[nn.Module]) -> list[str]:
+    """The outermost operations and sequences of this library in what is captured, each by class and path."""
+    captured = {module for place in places for module in place.modules()}
     found: dict[str, str] = {}
     for path, module in named_modules(model):
-        if isinstance(module, Sequential | UnfusedOperation) and not any(f"{path}.".startswith(f"{p}.") for p in found):
+        if module in captured and isinstance(module, _OWN) and not any(f"{path}.".startswith(f"{p}.") for p in found):
             found[path] = f"{type(module).__name__} {path}" if path else type(module).__name__
     return list(found.values())
 

@@ -31,6 +31,7 @@ class GraphReport:
         limit: Dynamo's limit of graphs for one piece of code, if this graph is the last within it.
         again: whether the same code was captured before, for another kind of call.
         captured: the call that it was captured in, and the number of calls since.
+        checkpointed: whether it is the body of a checkpoint, which runs again in the backward pass.
     """
 
     name: str
@@ -40,6 +41,12 @@ class GraphReport:
     limit: int | None = None
     again: bool = False
     captured: Captured | None = None
+    checkpointed: bool = False
+
+    @property
+    def layers(self) -> int:
+        """Number of equal layers that it runs in, and whose saved tensors are alive together."""
+        return 1 if self.captured is None else max(1, len(self.captured.modules))
 
     @property
     def operations(self) -> int:
@@ -68,12 +75,12 @@ class GraphReport:
         """Lines about its chains and the calls that were not converted; `launches` as in a report."""
         alike: dict[str, list[CapturedRegion]] = {}
         for region in self.regions:
-            alike.setdefault("\n".join(_chain(region, launches)), []).append(region)
-        text = [f"  {line}" for same in alike.values() for line in _chain(same[0], launches, len(same))]
+            alike.setdefault("\n".join(_chain(self, region, launches)), []).append(region)
+        text = [f"  {line}" for same in alike.values() for line in _chain(self, same[0], launches, len(same))]
         if not self.regions:
             none = "no operation matches its calls" if not self.left else "the reasons are below"
             text.append(f"  nothing converted: {none}")
-        text += [f"  {line}" for line in _choices(self.regions)]
+        text += [f"  {line}" for line in _choices(self.regions, 1 if self.checkpointed else self.layers)]
         text += [f"  {line}" for line in _quantized(self.regions)]
         text += _outside(self.outside)
         text += _left(self.left)
@@ -134,10 +141,12 @@ _LIMIT = (
 )
 
 
-def _chain(region: CapturedRegion, launches: bool, times: int = 1) -> list[str]:
+def _chain(graph: GraphReport, region: CapturedRegion, launches: bool, times: int = 1) -> list[str]:
     names = [type(op).__name__ for op in region.order.operations if not isinstance(op, Fork)]
     head = "chain" if times == 1 else f"{times} chains, each"
-    head += f" of {counted(len(region.order.members), 'operation')}: {_folded(names)}"
+    head += f" of {counted(len(region.order.members), 'operation')}"
+    head += f"{',' * (times > 1)} in each of {graph.layers} layers" if graph.layers > 1 else ""
+    head += f": {_folded(names)}"
     lines = textwrap.wrap(head, 96, subsequent_indent="    ")
     plan = region.plan
     if plan is None:
@@ -166,12 +175,14 @@ def _chain(region: CapturedRegion, launches: bool, times: int = 1) -> list[str]:
     lines += [f"    {r.fusion} in {paths}: {r.reason}" for r in missed]
     if (memory := plan.memory) is not None and plan.env.grad:
         others = {} if (saved := region.saved_by_eager) is None else {"eager_torch": saved}
-        lines.append(f"    saved for backward: {bytes_against(memory.saved, **others, unfused=memory.saved_unfused)}")
+        held = " (held only while it is recomputed)" if graph.checkpointed else ""
+        against = bytes_against(memory.saved, **others, unfused=memory.saved_unfused)
+        lines.append(f"    saved for backward: {against}{held}")
     return lines
 
 
-def _choices(regions: Sequence[CapturedRegion]) -> list[str]:
-    """What all chains together would save and hold with each choice of memory, where choices differ."""
+def _choices(regions: Sequence[CapturedRegion], layers: int) -> list[str]:
+    """What the chains of so many equal layers would save and hold with each choice of memory, where choices differ."""
     sums: list[ChoiceData] = []
     plans = [plan for region in regions if (plan := region.plan) is not None and plan.env.grad]
     for name in dict.fromkeys(choice.memory for plan in plans for choice in plan.choices):
@@ -179,10 +190,10 @@ def _choices(regions: Sequence[CapturedRegion]) -> list[str]:
         named = [{c.memory: c for c in plan.choices} for plan in plans]
         found = [of.get(name, of.get("least")) for of in named]
         kept = peak = 0
-        for plan, c in zip(plans, found, strict=True):
+        for plan, c in [*zip(plans, found, strict=True)] * layers:
             saved, own = (c.saved, c.peak) if c is not None else _held(plan)
             kept, peak = kept + saved, max(peak, kept + own)
-        time = sum(c.microseconds for c in found if c is not None)
+        time = layers * sum(c.microseconds for c in found if c is not None)
         used = any(c.used for c in found if c is not None)
         sums.append(ChoiceData(memory=name, saved=kept, peak=peak, microseconds=time, used=used))
     return choices_table(sums, "(used)")
@@ -199,7 +210,10 @@ def _quantized(regions: Sequence[CapturedRegion]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for region in regions:
         for path, reason in region.quantized.items():
-            said = f"quantized by {region.recipe}" if reason is None else f"not quantized, {reason}"
+            assert region.recipe is not None
+            emulated = region.device != "cuda" or region.recipe.emulate
+            how = f"{region.recipe} (emulated on {region.device})" if emulated else f"{region.recipe}"
+            said = f"quantized by {how}" if reason is None else f"not quantized, {reason}"
             by_reason.setdefault(said, []).append(path)
     return [f"{said}: {_few(paths)}" for said, paths in by_reason.items()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import posixpath
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,19 @@ from ..recipes import Recipe
 from .chains import RaisedChain, chains_of, needed, order_of
 from .dtensor import localize
 from .effects import CannotOrder, Effects, in_place, sort, states, views_are_changed
-from .graph import WRITTEN, argument, example, fake, fold_sizes, numbers, owner, positional, same_shape, spelled
+from .graph import (
+    WRITTEN,
+    argument,
+    example,
+    fake,
+    fold_sizes,
+    name_of,
+    numbers,
+    owner,
+    positional,
+    same_shape,
+    spelled,
+)
 from .launches import Before, itself, launching
 from .masks import OUTER, is_known
 from .normal import PURE, normalize
@@ -63,20 +76,26 @@ class RewriteOptions:
         return has_gemms and not any(excluded(self.exclude, p) for p in gemms_of(raised))
 
 
-def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> list[GraphReport]:
+def rewrite(
+    gm: GraphModule, options: RewriteOptions, name: str = "graph", checkpointed: bool = False
+) -> list[GraphReport]:
     """Replace the chains of a graph, and those of the bodies of its checkpoints, by regions.
 
     Args:
         gm: the graph as Dynamo captured it; it is changed.
         options: how.
         name: what reports call the graph.
+        checkpointed: whether the graph is the body of a checkpoint, or of a call within one.
 
     Returns:
         A report of the graph, and of each body.
     """
     _hand_over(gm)
     bodies = [(child, body) for child, body in gm.named_children() if isinstance(body, GraphModule)]
-    reports = [report for child, body in bodies for report in rewrite(body, options, f"{name}, {child}")]
+    reports: list[GraphReport] = []
+    for child, body in bodies:
+        said, again = _body(gm, child, body)
+        reports += rewrite(body, options, f"{name}, {said}", checkpointed or again)
     run_bodies(gm)
 
     graph = gm.graph
@@ -110,7 +129,23 @@ def rewrite(gm: GraphModule, options: RewriteOptions, name: str = "graph") -> li
     _erase_unread(graph, {t for chain, _ in regions for r in chain.members for t in r.took})
     gm.recompile()
     left = left_in(graph, reasons, allowed)
-    return [GraphReport(name, tuple(region for _, region in regions), left, launching(graph.nodes)), *reports]
+    captured = tuple(region for _, region in regions)
+    return [GraphReport(name, captured, left, launching(graph.nodes), checkpointed=checkpointed), *reports]
+
+
+def _body(gm: GraphModule, child: str, body: GraphModule) -> tuple[str, bool]:
+    """What a body of a graph is and where, for reports, and whether it is of a checkpoint."""
+    reads = gm.graph.find_nodes(op="get_attr", target=child)
+    call = next((call for node in reads for call in node.users), None)
+    if call is None:
+        return child, False
+    paths = [owner(node).replace(".", "/") for node in body.graph.nodes if node.meta.get("nn_module_stack")]
+    path = posixpath.commonpath(paths or [owner(call)]).replace("/", ".") or "the model"
+    if call.target is tag_activation_checkpoint:
+        return f"checkpointed in {path}", True
+    if name_of(call) == "autograd_function_apply":
+        return f"autograd function in {path}, {'forward' if call.args[0] in reads else 'backward'}", False
+    return f"{child} of {name_of(call)} in {path}", False
 
 
 def _erase_unread(graph: Graph, took: set[Node]) -> None:

@@ -30,7 +30,8 @@ def test_plan_converts_what_holds_no_sequence(cli: Cli) -> None:
     same = [cli(verb, "M:plain", *INPUT, "--device", "cpu").out for verb in ("plan", "convert")]
     assert same[0] == same[1]
     assert "give --input" in cli("plan", "M:plain").err
-    assert "--memory front needs a Sequential" in cli("plan", "M:plain", *INPUT, "--memory", "front").err
+    for verb in ("plan", "convert"):
+        assert "--memory front needs a Sequential" in cli(verb, "M:plain", *INPUT, "--memory", "front").err
     assert "bytes are for a Sequential alone" in cli("convert", "M:plain", *INPUT, "--memory", "1000").err
     assert cli("plan", "M:build", *INPUT).out.startswith("Plan for ")
 

@@ -538,6 +538,9 @@ def test_chains_run_where_a_compiler_captures_the_code_around_the_model():
             assert graph.captured is not None
             assert graph.captured.calls == called
     y = part(X)
+    assert_equal(passes(torch.compile(model, backend="eager", fullgraph=True), X), passes(plain, X))
+    assert sum(graph.captured.calls for graph in conversion.graphs if graph.captured is not None) == called + 2
+    assert "unconverted" not in str(conversion)
     with pytest.warns(UserWarning, match="Net was compiled unconverted, in a graph that must not break"):
         torch.testing.assert_close(torch.compile(part, backend="eager", fullgraph=True)(X), y)
     assert "fullgraph=True" in str(conversion)

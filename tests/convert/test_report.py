@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 import seqfuse as sf
 from seqfuse.convert import GraphReport, Left
@@ -211,6 +212,99 @@ def test_modules_that_no_graph_has_are_left_with_the_line_at_which_dynamo_left_t
     assert all(
         f"\nleft: {one.kind} {one.call} in {one.module}: {one.reason}" in str(conversion) for one in conversion.left
     )
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        self.layers, self.norm, self.head = nn.ModuleList(layers), nn.LayerNorm(16), nn.Linear(16, 8)
+        self.ours = sf.Sequential(sf.ops.LayerNorm(8), sf.ops.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.ours(self.head(self.norm(x)))
+
+
+def test_the_bytes_of_layers_that_share_a_graph_are_of_all_of_them():
+    model, kept = Deep(), dict[int, int]()
+    conversion = sf.convert(model, regions="layers", memory="fast")
+    x = torch.randn(32, 16, requires_grad=True)
+    for _ in range(2):
+        model(x).sum().backward()
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    every = list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        for layer in model.layers:
+            every.append(layer(every[-1] if every else x))
+    saved = sum(size for place, size in kept.items() if place not in {p.data_ptr() for p in model.parameters()})
+    (graph,) = conversion.graphs
+    (region,) = graph.regions
+    assert region.plan is not None
+    one = {choice.memory: choice for choice in region.plan.choices}
+    most = 2 * one["fast"].saved + one["fast"].peak
+    said = re.search(r"\n  fast +(\S+ \S+)  (\S+ \S+)  ", str(conversion))
+    assert said is not None
+    assert 3 * one["fast"].saved == saved
+    assert said.groups() == (sized(saved), sized(most))
+    assert "; 9 calls\n  chain of 4 operations in each of 3 layers: LayerNorm, " in str(conversion)
+
+
+def test_modules_outside_the_layers_are_left():
+    conversion = sf.convert(model := Deep(), regions="layers")
+    assert conversion.left == ()
+    model(torch.randn(4, 16))
+    why = 'outside the layers of regions="layers"'
+    assert conversion.left == (Left("LayerNorm", "norm", "norm", why), Left("Linear", "GEMM", "head", why))
+    assert f"\nleft: GEMM Linear in head: {why}" in str(conversion)
+    assert "traced as torch calls" not in str(conversion), "its own plan runs"
+
+
+class Sevenfold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.softplus(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 7 * dy
+
+
+class Act(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Sevenfold.apply(x)  # pyright: ignore[reportReturnType]
+
+
+def test_bodies_are_named_by_their_kind_and_module():
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+            self.act = Act()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.h:
+                x = checkpoint(layer, x, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
+            return checkpoint(lambda t: torch.relu(t) ** 2, self.act(x), use_reentrant=False)  # pyright: ignore
+
+    conversion = sf.convert(model := Recomputing())
+    model(torch.randn(4, 8)).sum().backward()
+    assert [graph.name for graph in conversion.graphs] == [
+        "graph 0",
+        "graph 0, checkpointed in h.0",
+        "graph 0, checkpointed in h.1",
+        "graph 0, autograd function in act, forward",
+        "graph 0, autograd function in act, backward",
+        "graph 0, checkpointed in the model",
+    ]
+    saved = [line for line in str(conversion).splitlines() if "saved for backward" in line]
+    assert saved
+    assert all(line.endswith(" (held only while it is recomputed)") for line in saved)
 
 
 class Drawing(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from typing import Any
 
@@ -45,6 +46,28 @@ def test_layers_are_members_with_submodules():
         sf.convert(flat, regions="layers")
     conversion = sf.convert(nn.Sequential(flat), regions="layers")
     assert sf.conversion(flat) is conversion
+
+
+@pytest.mark.parametrize("given", [nn.ModuleList([nn.Linear(8, 8)]), nn.ModuleDict({"a": nn.Linear(8, 8)})])
+def test_a_container_that_nobody_calls_is_refused(given: nn.Module):
+    name = type(given).__name__
+    with pytest.raises(sf.InputError, match=f"SF106 convert: {name} has no forward.*\nHint: convert the module that"):
+        sf.convert(given)
+
+
+def test_a_budget_is_for_whole_models():
+    with pytest.raises(sf.InputError, match=r'memory=Budget\(part=0\.6\) needs regions="model": no chain crosses'):
+        sf.convert(nn.Sequential(_mlp()), regions="layers", memory=sf.Budget(part=0.6))
+
+
+@pytest.mark.parametrize("name", [*inspect.signature(sf.convert).parameters][1:])
+def test_an_option_is_not_changed_after_the_conversion(name: str):
+    conversion = sf.convert(nn.ReLU())
+    with pytest.raises(
+        sf.InputError, match=rf"{name} cannot be changed after .*\nHint: .*undo.*convert\(model, {name}="
+    ):
+        setattr(conversion, name, "lean")
+    assert not hasattr(conversion, name)
 
 
 class Parts(nn.Module):
@@ -130,6 +153,7 @@ def test_the_backend_takes_the_choice_of_memory():
             {"memory": 20_000},
             r".* got 20000\nHint: a model is captured graph by graph, so bytes are for a Sequential alone",
         ),
+        ({"memory": 0.4}, r".* got 0\.4\nHint: sf\.Budget\(part=0\.4\)$"),
         ({"then": "eager"}, r"then must be None or \"inductor\", got 'eager'"),
         (
             {"regions": "layers"},

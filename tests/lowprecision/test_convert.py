@@ -97,7 +97,7 @@ def test_a_converted_model_is_quantized_and_undone_bit_for_bit(name: str, recipe
         {"lm_head": "excluded"} if name != "bert" else {}
     )
     text = " ".join(str(conversion).split())
-    assert f"quantized by {type(recipe).__name__}: " in text
+    assert f"quantized by {type(recipe).__name__} (emulated on cpu): " in text
     assert ("not quantized, excluded: lm_head" in text) == (name != "bert")
     with sf.low_precision(enabled=False):
         off = distance(passes(model, inputs), plain)
@@ -175,7 +175,7 @@ def test_a_gemm_that_stands_alone_is_quantized():
     given = {"0.weight": model.inner.weight, "0.bias": model.inner.bias}
     y = torch.sort(torch.func.functional_call(want, given, (torch.sort(x).values,))).values
     torch.testing.assert_close(model(x), y)
-    assert "quantized by MXFP8: inner" in str(conversion)
+    assert "quantized by MXFP8 (emulated on cpu): inner" in str(conversion)
 
 
 def test_what_does_not_fit_is_said_before_anything_is_captured():
