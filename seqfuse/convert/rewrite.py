@@ -345,7 +345,7 @@ def run_bodies(gm: GraphModule) -> None:
                 body.graph.erase_node(inner)
         body.recompile()
     for call in _calls(gm):
-        call.target = _checkpointed
+        call.target = checkpointed_body
 
 
 def _calls(gm: GraphModule) -> list[Node]:
@@ -359,7 +359,8 @@ def _called_once(gm: GraphModule) -> list[tuple[GraphModule, Node]]:
     return [(body, call) for body, call in bodies if isinstance(body, GraphModule)]
 
 
-def _checkpointed(body: GraphModule, *args: Any, **how: Any) -> Any:
+def checkpointed_body(body: GraphModule, *args: Any, **how: Any) -> Any:
+    """Run a body as a checkpoint; reports have this name."""
     # What Dynamo puts into a graph leaves it to a compiler to draw dropout's numbers again in a second run.
     how |= {"use_reentrant": False}
     if "_checkpoint_context_fn" in body.meta:

@@ -546,6 +546,16 @@ def test_chains_run_where_a_compiler_captures_the_code_around_the_model():
     assert "fullgraph=True" in str(conversion)
 
 
+def test_compiling_a_converted_model_in_place_ends_its_conversion():
+    model, plain, conversion = pair()
+    before = str(conversion)
+    model.compile(backend="eager")
+    assert_equal(passes(model, X), passes(plain, X))
+    assert str(conversion) == before
+    with pytest.raises(sf.InputError, match="is not converted"):
+        sf.conversion(model)
+
+
 def test_traces_take_the_model_in():
     model, plain, _ = pair()
     y = plain(X)

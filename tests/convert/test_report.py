@@ -302,6 +302,7 @@ def test_bodies_are_named_by_their_kind_and_module():
         "graph 0, autograd function in act, backward",
         "graph 0, checkpointed in the model",
     ]
+    assert conversion.graphs[0].beside["checkpointed_body"] == 3
     saved = [line for line in str(conversion).splitlines() if "saved for backward" in line]
     assert saved
     assert all(line.endswith(" (held only while it is recomputed)") for line in saved)
