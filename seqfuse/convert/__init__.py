@@ -67,8 +67,8 @@ def convert(
 
     Raises:
         InputError: (SF106) if `model` is not a module, has no forward, is already converted or has no layers for
-            `"layers"`, for a budget with `"layers"`, for an unknown recipe, and if `exclude` differs between equal layers; (SF108) if a strict recipe does not fit a
-            Linear of the model, or the device has no kernels for the recipe.
+            `"layers"`, for a budget with `"layers"`, for an unknown recipe, and if `exclude` differs between equal
+            layers; (SF108) if a strict recipe does not fit a Linear of the model, or the device has no kernels for it.
     """
     from .capture import start  # here, because what it needs of torch takes long to import
 
