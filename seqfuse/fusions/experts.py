@@ -18,7 +18,7 @@ from ..operation import Grads
 from ..ops import Add, Fork, GroupedLinear, LayerNorm, Permute, RMSNorm, Unpermute
 from ..ops._grouped import grouped_bias_grad, grouped_linear, tf32
 from ..ops._parameters import parameter
-from ..ops.experts import kept_pairs, sorted_rows, summed
+from ..ops.experts import by_pair, by_row, sorted_rows, summed
 from ..pointwise import Gated
 from ..traffic import gain
 from ._shared import act_fits, kernels_read, kernels_run, numbers_of, unit_of
@@ -173,12 +173,12 @@ class _FactorsBeforeGEMM(JointFusion):
     def saves(self, env: Env) -> Savings:
         """The gated unit's passes, and a read of the GEMM's output; two small passes put factors in order.
 
-        On a CPU these are twelve calls, and the gradient of factors computes the unit once more.
+        On a CPU these are ten calls, and the gradient of factors computes the unit once more.
         """
         read = float(env.tokens * self.linear.out_features * env.itemsize)
         unit = gain((self.gated,), env, forward=True, backward=True, saved=(0,))
         if env.device == "cpu":
-            return unit + Savings(launches=4 * STEP - 12, bytes=read - 3 * self._made(env))
+            return unit + Savings(launches=4 * STEP - 10, bytes=read - 3 * self._made(env))
         return unit + Savings(launches=4 * STEP - 2, bytes=read)
 
     def _made(self, env: Env) -> float:
@@ -190,13 +190,12 @@ class _FactorsBeforeGEMM(JointFusion):
     ) -> tuple[Tensor, dict[str, Any]]:
         """What the experts make of their tokens, times factors, and what is saved."""
         self.unpermute.check(x, rows, probs)
-        # Every row is some pair's; what a row of no expert is given adds nothing.
-        scales = torch.empty_like(probs).view(-1).scatter_(0, rows.reshape(-1), probs.reshape(-1))
+        scales = by_row(probs, rows)
         kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, ("gated", "token_scale"))
         (scaled,) = kernel(x, scales.view(x.shape[:-1]))
         assert scaled is not None
         y, record = self.linear.run(scaled, ends)
-        own = {"scaled": record.x, "scales": scales.view(rows.shape), "weight": record.weight}
+        own = {"scaled": record.x, "scales": scales, "weight": record.weight}
         return y, {"x": x, **own, "rows": rows, "offsets": offsets}
 
     def _gradients(
@@ -218,15 +217,14 @@ class _FactorsBeforeGEMM(JointFusion):
             dx, *made = kernel(d, *[saved.x] * dots, *behind)
             if dots:
                 assert made[0] is not None
-                inside = made[0].reshape(-1).index_select(0, saved.rows.reshape(-1)).view(saved.rows.shape)
-                grads["unpermute.probs"] = torch.where(kept_pairs(saved.rows, saved.offsets), inside, 0)
+                grads["unpermute.probs"] = by_pair(made[0], saved.rows, saved.offsets)
         return dx, grads
 
     def unfused(self, saved: Any) -> dict[str, Any]:
         """What the operations themselves would have saved."""
         h, of_gated = self.gated.fwd(saved.x)
         y, of_linear = self.linear.run(h, saved.offsets)
-        probs = saved.scales.reshape(-1).index_select(0, saved.rows.reshape(-1)).view(saved.rows.shape)
+        probs = by_pair(saved.scales, saved.rows)
         back = Unpermute.Saved(x=y, probs=probs, rows=saved.rows, offsets=saved.offsets)
         return {"gated": of_gated, "linear": of_linear, "unpermute": back}
 
