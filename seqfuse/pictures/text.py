@@ -193,8 +193,9 @@ def _refusals(refused: Sequence[RefusalData]) -> Iterator[str]:
             yield f"not applied: {_few(fusions, mine)}: {reason}"
         elif mine:
             yield f"not applied: {_named(mine)}: {reason}"
-    if many:
-        yield f"superseded by cheaper fusions: {_named(superseded)}"
+    others = {name: at for name, at in superseded.items() if name not in own}
+    if many and others:
+        yield f"superseded by cheaper fusions: {_named(others)}"
 
 
 def _few(fusions: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]) -> str:

@@ -233,6 +233,18 @@ def test_the_cheaper_cover_wins_whatever_the_order_of_the_rule_set() -> None:
         ]
 
 
+def test_an_own_fusion_that_a_cheaper_one_superseded_is_printed_once() -> None:
+    class Cheap(Q):
+        def saves(self, env: sf.Env) -> Any:
+            return sf.Savings(launches=100)
+
+    listed = ops.ReLU(), ops.Tanh(), ops.Sigmoid(), ops.Linear(64, 64), ops.GeLU(), ops.Linear(64, 64), ops.GeLU()
+    x = tensor(512, 64).requires_grad_()
+    text = str(sf.Sequential(*listed, fusions=(P, Cheap, *sf.fusions.default), memory="lean").plan(x))
+    assert "superseded by cheaper fusions: " in text
+    assert text.count("P at 0") == 1
+
+
 def test_costs_that_differ_by_little_are_said_with_what_they_differ_by() -> None:
     class Little(P):
         def saves(self, env: sf.Env) -> Any:

@@ -206,7 +206,7 @@ class _Language:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        _refuse(f"it uses tl.{name}")
+        _refuse(f"it uses tl.{name}" + ("" if hasattr(tl, name) else ", which Triton does not have"))
 
 
 for _name, _value in list(vars(_Language).items()):

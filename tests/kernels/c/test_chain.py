@@ -212,6 +212,11 @@ class Traced:
 
     @staticmethod
     @triton.jit
+    def guesses(x):  # pyright: ignore
+        return tl.softplus(x)
+
+    @staticmethod
+    @triton.jit
     def counts(x):  # pyright: ignore
         return tl.where((x > 0) & 1, x, 0.0)
 
@@ -233,6 +238,7 @@ class Traced:
         ("loads", "it uses tl.load"),
         ("narrows", "it uses tl.float16"),
         ("reduces", "it uses tl.sum"),
+        ("guesses", "it uses tl.softplus, which Triton does not have"),
         ("counts", "it takes bits of a number"),
         ("folds", "it computes with constants alone"),
     ],
