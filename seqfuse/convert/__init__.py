@@ -53,9 +53,8 @@ def convert(
         filter_fn: `filter_fn(module, path)`, with a path as in `named_modules`: whether calls of the module, without
             its submodules, may be converted.
         memory: activation memory against time, as in `Sequential`: `"fast"`, `"balanced"`, `"lean"`, `"least"`, or
-            `sf.Budget(part=0.3)`, a fraction of the bytes that each chain saves unfused, with `regions="model"` only.
-            The default of a `Sequential` is `"fast"`; of a converted model it is `"balanced"`, which saves less at
-            nearly the same speed.
+            `sf.Budget(part=0.3)`, a fraction of the bytes that each chain saves unfused. The default of a `Sequential`
+            is `"fast"`; of a converted model it is `"balanced"`, which saves less at nearly the same speed.
         recipe: low-precision recipe of the GEMMs in chains, such as `sf.recipes.Float8BlockScaling()`. Other GEMMs,
             listed in the report as left, are not quantized.
         exclude: modules that are not quantized, as paths or names in paths, such as `"lm_head"` or `"layers.0"`; by
@@ -67,8 +66,8 @@ def convert(
 
     Raises:
         InputError: (SF106) if `model` is not a module, has no forward, is already converted or has no layers for
-            `"layers"`, for a budget with `"layers"`, for an unknown recipe, and if `exclude` differs between equal
-            layers; (SF108) if a strict recipe does not fit a Linear of the model, or the device has no kernels for it.
+            `"layers"`, for an unknown recipe, and if `exclude` differs between equal layers; (SF108) if a strict
+            recipe does not fit a Linear of the model, or the device has no kernels for it.
     """
     from .capture import start  # here, because what it needs of torch takes long to import
 

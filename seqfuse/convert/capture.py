@@ -103,10 +103,6 @@ def start(
     if filter_fn is not None:
         _check_filter(filter_fn)
     _check_not_converted(model)
-    if regions == "layers" and isinstance(made.options.memory, Budget):
-        message = f'memory={made.options.memory} needs regions="model": no chain crosses layers, so the peak'
-        hint = 'memory="lean" or "least" save less in each layer'
-        raise _wrong(f"{message} that a budget limits would be that of one layer", hint)
     if regions == "model" and _is_never_called(model):
         hint = 'convert the module that calls its members, or use regions="layers"'
         raise _wrong(f"{type(model).__name__} has no forward, so nobody calls it", hint)

@@ -255,6 +255,24 @@ def test_the_bytes_of_layers_that_share_a_graph_are_of_all_of_them():
     assert "; 9 calls\n  chain of 4 operations in each of 3 layers: LayerNorm, " in str(conversion)
 
 
+@pytest.mark.filterwarnings("ignore:memory=Budget")
+def test_a_budget_with_layers_is_that_of_each_chain():
+    model, x = Deep(), torch.randn(32, 16, requires_grad=True)
+    model(x).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    conversion = sf.convert(model, regions="layers", memory=sf.Budget(part=0.5))
+    model(x).sum().backward()
+    ((region,),) = (graph.regions for graph in conversion.graphs)
+    assert region.plan is not None
+    memory, choices = region.plan.memory, {choice.memory: choice for choice in region.plan.choices}
+    assert memory is not None
+    assert memory.saved < choices["lean"].saved
+    assert memory.peak == min(choice.peak for choice in choices.values())
+    for mine, other in zip([p.grad for p in model.parameters()], wanted, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
 def test_modules_outside_the_layers_are_left():
     conversion = sf.convert(model := Deep(), regions="layers")
     assert conversion.left == ()

@@ -55,11 +55,6 @@ def test_a_container_that_nobody_calls_is_refused(given: nn.Module):
         sf.convert(given)
 
 
-def test_a_budget_is_for_whole_models():
-    with pytest.raises(sf.InputError, match=r'memory=Budget\(part=0\.6\) needs regions="model": no chain crosses'):
-        sf.convert(nn.Sequential(_mlp()), regions="layers", memory=sf.Budget(part=0.6))
-
-
 @pytest.mark.parametrize("name", [*inspect.signature(sf.convert).parameters][1:])
 def test_an_option_is_not_changed_after_the_conversion(name: str):
     conversion = sf.convert(nn.ReLU())
