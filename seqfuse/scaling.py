@@ -20,6 +20,8 @@ from .recipes import MULTIPLE, Float8DelayedScaling, Recipe, Role, next_scale
 # Operations that took a maximum, by their `id`, in the order of their first forward pass: that of all processes.
 _recording: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _hooked: list[Any] = []
+HISTORY = "amax_history"
+"""How the names of buffers end that have the last maxima of a tensor."""
 _get_mode: Callable[..., Any] = torch._C._get_dispatch_mode  # pyright: ignore
 _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 
@@ -41,6 +43,8 @@ class Scaled(nn.Module):
     """
 
     _delayed: Float8DelayedScaling | None = None
+    runs_again = False
+    """Whether it is a copy for a forward that runs again, whose maxima were taken before."""
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
@@ -67,13 +71,13 @@ class Scaled(nn.Module):
             self._delayed = recipe
         device = next((p.device for p in self.parameters()), None)
         for name in self.scaled():
-            old = self._buffers.get(f"{name}_amax_history")
+            old = self._buffers.get(f"{name}_{HISTORY}")
             if old is None:
                 shape = self.scale_shape
-                self.register_buffer(f"{name}_amax_history", torch.zeros(recipe.history, *shape, device=device))
+                self.register_buffer(f"{name}_{HISTORY}", torch.zeros(recipe.history, *shape, device=device))
                 self.register_buffer(f"{name}_scale", torch.ones(shape, device=device))
             elif len(old) != recipe.history:
-                self._buffers[f"{name}_amax_history"] = _resized(old, recipe.history)
+                self._buffers[f"{name}_{HISTORY}"] = _resized(old, recipe.history)
 
     def scale_for(self, name: str, x: Tensor | Quantized, recipe: Recipe, record: bool) -> KeptScale | None:
         """What is kept of a tensor under a delayed recipe, the history only if it is to be noted; else `None`."""
@@ -81,12 +85,12 @@ class Scaled(nn.Module):
             return None
         if type(x) not in (Tensor, nn.Parameter) or x.is_meta or _get_mode(_FAKE) is not None:  # without data
             return KeptScale(x.new_ones(self.scale_shape, dtype=torch.float32), None)
-        if self._delayed != recipe or f"{name}_scale" not in self._buffers:
+        if not self.runs_again and (self._delayed != recipe or f"{name}_scale" not in self._buffers):
             self.keep_scales(recipe)
-        history, scale = (cast(Tensor, self._buffers[f"{name}_{what}"]) for what in ("amax_history", "scale"))
-        recorded = record and self.training and bool(x.numel())
+        recorded = record and self.training and bool(x.numel()) and not self.runs_again
         if recorded and name == "x":  # in a forward pass: a backward pass runs on a copy
             self._follow_optimizer()
+        scale, history = (cast(Tensor, self._buffers.get(f"{name}_{what}")) for what in ("scale", HISTORY))
         return KeptScale(scale, history[:1] if recorded else None)
 
     def _follow_optimizer(self) -> None:
@@ -96,7 +100,7 @@ class Scaled(nn.Module):
             _hooked.append(register_optimizer_step_post_hook(_stepped))
 
     def _names(self) -> list[str]:
-        return [f"{name}_{what}" for name in self.scaled() for what in ("amax_history", "scale")]
+        return [f"{name}_{what}" for name in self.scaled() for what in (HISTORY, "scale")]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """As in torch; scales stay float32, and those that had no memory start anew."""
@@ -122,7 +126,7 @@ class Scaled(nn.Module):
         for name, t in own.items():
             if name not in given:
                 state_dict[prefix + name] = torch.ones_like(t) if name.endswith("_scale") else torch.zeros_like(t)
-            elif name.endswith("_amax_history"):
+            elif name.endswith(HISTORY):
                 state_dict[prefix + name] = _resized(state_dict[prefix + name], len(t))
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # pyright: ignore[reportUnknownMemberType]
 
@@ -172,7 +176,7 @@ def _update(operations: Iterable[Scaled], group: Any = None) -> None:
         recipe, buffers = operation._delayed, operation._buffers  # pyright: ignore[reportPrivateUsage]
         assert recipe is not None
         for name in operation.scaled():
-            history, scale = buffers.get(f"{name}_amax_history"), buffers.get(f"{name}_scale")
+            history, scale = buffers.get(f"{name}_{HISTORY}"), buffers.get(f"{name}_scale")
             if history is not None and scale is not None:
                 role: Any = name.partition("_")[0]
                 found.append((recipe, role, history, scale))

@@ -23,9 +23,10 @@ from ..maingrad import MainGrads, accumulated
 from ..plan.inputs import Like
 from ..plan.step import Drawn, Record, Step, ending, fit
 from ..saved import Layout, Recompute, Saved
+from ..scaling import HISTORY
 from .check import check_backward, check_forward
 from .fallback import instead
-from .lower import Late, NeededGrads, ParameterPlace, SavedAt, Segment
+from .lower import Buffered, Late, NeededGrads, ParameterPlace, SavedAt, Segment
 
 
 class BackwardVariant(NamedTuple):
@@ -68,7 +69,10 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
     s = Source("forward", f"{'ctx, ' if keep else ''}segment, seeds, x{names}{', *_' if keep else ''}")
     s.constants.update(run, fit=fit, tensor=(Tensor, type(None)))
     s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))))
-    s.add(*["kept, data = ctx.given"] * segment.replays, "try:")
+    s.add(*["kept, data = ctx.given"] * segment.replays)
+    if keep and not records and segment.buffered:
+        s.add(f"buffers = {s.put(functools.partial(_buffers, segment.buffered))}(())")
+    s.add("try:")
     entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
     s.depth += 1
     likes = list[str]()
@@ -130,6 +134,8 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
     if not records:
         names, held = s.put(saves.records[0][1].kept), s.put(functools.partial(_held, segment.slots))
         kept = "".join(f"y{at}, " for at in sorted(segment.keeps))
+        if segment.buffered:
+            kept += f"{s.put(functools.partial(_buffers, segment.buffered))}(buffers), "
         drawn = "seeds" if any(segment.context.nodes[p].seed is not None for p in segment.span) else "None"
         s.add(f"f0 = dict(zip({names}, (x0, {drawn}, {entered}*{held}(), {kept})))")
     leaves = "".join([f"_[{i}], " for i in range(len(segment.parameters)) if i not in segment.apart])
@@ -149,6 +155,17 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
 def _held(slots: Sequence[ParameterPlace]) -> list[Any]:
     """The parameters that stand there now."""
     return [own if (own := owner._parameters.get(name)) is not None else getattr(owner, name) for owner, name in slots]  # pyright: ignore[reportPrivateUsage]
+
+
+def _buffers(buffered: Buffered, before: Sequence[dict[str, Tensor]]) -> Sequence[dict[str, Tensor]]:
+    """What the buffers held before a forward, and those hold that it registered, but maxima, which it only writes."""
+    if before and all(before):
+        return before
+    found = list[dict[str, Tensor]]()
+    for module, _ in buffered:
+        held: dict[str, Tensor | None] = module._buffers  # pyright: ignore[reportPrivateUsage]
+        found.append({k: t.clone() for k, t in held.items() if t is not None and not k.endswith(HISTORY)})
+    return [one or now for one, now in zip(before, found, strict=True)] if before else found
 
 
 def _restore(s: Source, segment: Segment, i: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,13 +20,18 @@ from ..plan.flatten import Node, public_channels
 from ..plan.inputs import Like, check_dtypes
 from ..plan.plan import Plan
 from ..plan.step import Record, Step, Stretch, Wants
+from ..recipes import Float8DelayedScaling
 from ..saved import Saved, kind_of
+from ..scaling import Scaled
 
 ParameterPlace = tuple[nn.Module, str]
 # The parameters (by their index), whether x, and the channels, whose gradients a backward pass needs.
 NeededGrads = tuple[frozenset[int], bool, frozenset[str]]
 # Of the tensors that a segment saves, the fields that are made again, and of how many tensors each of them is.
 Late = tuple[tuple[int, int], ...]
+# Held while copies have the buffers of one forward; a segment may run again in several threads.
+_lending = threading.RLock()
+Buffered = Sequence[tuple[nn.Module, nn.Module]]
 OnStep = Callable[..., Any]
 """`on_step(step, run, *args, **kwargs)` is called in place of `run`, the `fwd` or `bwd` of a step."""
 
@@ -127,6 +133,8 @@ class Saves(NamedTuple):
 class Inputs(Saved):
     """What a segment saves whose forward runs again: what entered it, seeds, and all of its parameters."""
 
+    buffers: list[dict[str, Any]]  # of its modules that have some, as they were
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
@@ -142,6 +150,8 @@ class Segment:
     replays: bool = False  # whether it is that of another one: nothing leaves it, and it saves each tensor for one step
     keeps: frozenset[int] = frozenset()  # first positions of steps that do not run again, as their results are saved
     given: Saves | None = None  # of one that runs again: what had been saved for that
+    # Of one that runs again: modules with buffers, each with its copy that runs again.
+    buffered: Buffered = ()
     parameters: tuple[ParameterPlace, ...] = dataclasses.field(init=False)  # with a needed gradient, each once
     inputs: tuple[str, ...] = dataclasses.field(init=False)  # the channels that enter it
     outputs: tuple[str, ...] = dataclasses.field(init=False)  # those that leave it
@@ -188,12 +198,20 @@ class Segment:
     def _given(self) -> Saves:
         """What is saved so that its forward can run again."""
         names = ("x", "seeds", *(f"c{i}" for i in range(len(self.inputs))), *(f"p{i}" for i in range(len(self.slots))))
-        names += tuple(f"y{at}" for at in sorted(self.keeps))
+        names += (*(f"y{at}" for at in sorted(self.keeps)), *["buffers"] * bool(self.buffered))
         records = [(-1, Record((), ~self.span.start, Inputs, names))]
         for i, step in enumerate(self.forward):
             if step.start in self.keeps and step.restored:
                 records.append((i, dataclasses.replace(step.saves[0], kept=step.restored)))
         return Saves.holding(records)
+
+    @contextlib.contextmanager
+    def buffers_of(self, data: Sequence[Any]) -> Generator[None]:
+        """Within the block copies that run again have the buffers of the first forward, which are first in `data`."""
+        with _lending if self.buffered else contextlib.nullcontext():
+            for (_, copy), held in zip(self.buffered, data[0] if self.buffered else (), strict=True):
+                copy._buffers.update(held)  # pyright: ignore[reportPrivateUsage]
+            yield
 
     def without(self, at: int, backward: bool = False) -> Segment:
         """This segment with operations in place of a fusion among its forward, or backward, steps that failed."""
@@ -308,11 +326,27 @@ def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[S
         back = tuple(_as_configured(s, configured_at) for s in reversed(backward))
         segment = Segment(context, span, tuple(forward), back, whole)
         for keeps in [frozenset(keeps) for again, keeps in plan.recomputed if again == span]:
-            own = tuple(_as_configured(s, configured_at) for s in forward)
-            again = dataclasses.replace(segment, forward=own, replays=True, keeps=keeps)
-            segment = dataclasses.replace(segment, again=again, keeps=keeps)
+            copies, buffered = {p: configured_at[p] for p in span}, list[tuple[nn.Module, nn.Module]]()
+            for position in span:
+                if pairs := _buffered(context.nodes[position], copy := configured(configured_at[position])):
+                    copies[position] = copy
+                    buffered += pairs
+            own = tuple(_as_configured(s, copies) for s in forward)
+            again = dataclasses.replace(segment, forward=own, replays=True, keeps=keeps, buffered=buffered)
+            segment = dataclasses.replace(segment, again=again, keeps=keeps, buffered=buffered)
         segments.append(segment)
     return segments
+
+
+def _buffered(node: Node, copy: FusableOperation) -> list[tuple[nn.Module, nn.Module]]:
+    """The modules of an operation that have buffers, or will, each with its own in a copy that gets buffers apart."""
+    delayed, found = isinstance(node.recipe, Float8DelayedScaling), list[tuple[nn.Module, nn.Module]]()
+    for module, own in zip(node.operation.modules(), copy.modules(), strict=True):
+        held: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
+        if isinstance(module, FusableOperation) and (held or (delayed and isinstance(module, Scaled))):
+            own.__dict__.update(_buffers={**held}, runs_again=True)
+            found.append((module, own))
+    return found
 
 
 def _as_configured(step: Step, configured_at: Mapping[int, Any]) -> Step:

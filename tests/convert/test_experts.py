@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from .families import VOCABULARY, randomized
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("transformers.integrations.moe")
+planning: Any = importlib.import_module("seqfuse.plan.plan")
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
@@ -116,13 +118,17 @@ def test_experts_whose_router_leaves_the_model_are_one_chain_behind_it():
     assert "Route" not in str(conversion)
 
 
-def test_a_correction_is_the_one_of_now():
+@pytest.mark.parametrize("memory", ["balanced", "least"])
+def test_a_correction_is_the_one_of_now(memory: Literal["balanced", "least"], monkeypatch: pytest.MonkeyPatch):
     """Whoever balances experts changes the buffer between two calls."""
+    monkeypatch.setattr(planning, "SEGMENT_BYTES", 0)
     model = built("deepseek-v3")
     before = copy.deepcopy(model)
     before.set_experts_implementation("eager")  # pyright: ignore
-    sf.convert(model)
+    conversion = sf.convert(model, memory=memory)
     assert_close(passes(model), passes(before))
+    plans = [region.plan for graph in conversion.graphs for region in graph.regions]
+    assert any(plan is not None and plan.recomputed for plan in plans) == (memory == "least")
     for each in (model, before):
         gates = [m for name, m in each.named_modules() if name.endswith("mlp.gate")]
         assert gates

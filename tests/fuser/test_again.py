@@ -26,7 +26,7 @@ from seqfuse.plan.front import Front, Option, Weight, bytes_held
 from seqfuse.plan.tally import Tally, most_of
 from seqfuse.run import fuser as running
 
-from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Doubles
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Doubles, randomized
 from .kit import (
     assert_same,
     attending,
@@ -335,6 +335,35 @@ def test_operations_run_again_as_they_were_configured(again: Any):
         model.eval()
         y.backward(torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view_as(y).to(y.dtype))
         assert torch.equal(leaf.grad, wanted[1])  # pyright: ignore
+
+
+def routed() -> sf.Sequential:
+    """Experts whose choice depends on a buffer."""
+    block = [
+        ops.Route(WIDTH, 6, 2, "sigmoid", correction=True), ops.Permute(6, 2), ops.GroupedLinear(6, WIDTH, 8),
+        ops.SwiGLU(), ops.GroupedLinear(6, 4, WIDTH), ops.Unpermute(),
+    ]  # fmt: skip
+    return randomized(sf.Sequential(ops.Residual(*block), ops.Residual(*copy.deepcopy(block))))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_buffers_are_those_of_the_first_forward(changed: bool, again: Any):
+    """Whoever balances experts changes theirs in place, and `functional_call` lends others."""
+    others = {name: torch.linspace(-1, 1, 6).roll(i) for i, (name, _) in enumerate(routed().named_buffers())}
+    found: list[list[Tensor]] = []
+    for runs_again in (False, True):
+        if runs_again:
+            again()
+        model, x = routed(), x_of().requires_grad_()
+        y = model(x) if changed else functional_call(model, others, (x,))
+        if changed:
+            for buffer in model.buffers():
+                buffer.copy_(others["0.0.correction"])
+        before = [b.clone() for b in model.buffers()]
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
+        assert all(torch.equal(now, then) for now, then in zip(model.buffers(), before, strict=True))
+    assert len(others) == 2
+    assert all(torch.equal(mine, wanted) for mine, wanted in zip(*found, strict=True))
 
 
 def test_hooks_see_each_tensor_once_and_only_what_enters(again: Any):

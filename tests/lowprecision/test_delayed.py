@@ -149,6 +149,27 @@ def test_recomputation_retained_graphs_and_forwards_alive_together_give_the_same
     assert_bitwise_equal(other.state_dict(), model.state_dict())
 
 
+def test_segments_that_run_again_take_each_maximum_once_and_have_the_scales_of_their_forward():
+    def state(memory: Any, between: bool) -> list[Any]:
+        torch.manual_seed(0)
+        blocks = (ops.Residual(ops.LayerNorm(64), ops.Linear(64, 256), ops.GeLU(), ops.Linear(256, 64)) for _ in "1234")
+        model = sf.Sequential(*blocks, memory=memory, recipe=SHORT)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(4):
+            x = (seeded_randn((64, 64), step) / 2**step).requires_grad_()
+            loss = model(x).square().mean()
+            if between:
+                sf.update_scales(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert bool(model.plan(x).recomputed) == (memory == "least")
+        return [model.state_dict()[name] for name in sorted(model.state_dict())]
+
+    for between in (False, True):
+        torch.testing.assert_close(state("least", between), state("fast", between), rtol=1e-5, atol=1e-7)
+
+
 def test_evaluation_and_no_grad_record_nothing():
     model = two()
     trained(model, range(2))
