@@ -58,6 +58,9 @@ class CapturedRegion(nn.Module):
             if id(r.operation) in kept_out and with_gemms(r.operation):
                 r.operation.recipe = None
         self._fuser = Fuser(self.model, default_fusions() if fusions is None else fusions, memory=memory)
+        paths = [*dict.fromkeys(owner(r.node) or "the model" for r in order.members)]
+        ends = " to ".join(paths[:: len(paths) - 1 or 1])
+        self._fuser.place = f"a chain of {len(order.members)} operations in {ends}"
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
         self._distributed = dist.is_available() and dist.is_initialized()
@@ -69,8 +72,8 @@ class CapturedRegion(nn.Module):
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         for r in order.members:
             for path, given in r.parameters.items():
-                owner, _, name = path.rpartition(".")
-                module: Any = r.operation.get_submodule(owner)
+                part, _, name = path.rpartition(".")
+                module: Any = r.operation.get_submodule(part)
                 parameters = module._buffers if name in module._buffers else module._parameters
                 self._slots.append((parameters, name, parameters[name]))
                 self.given.append(given)

@@ -88,6 +88,7 @@ class Fuser:
 
     plain_autograd = True  # runs stretches of nothing but views, and lone native operations
     lock: Any = None  # of a root whose parameters are lent to it in each call: held while they are
+    place: str | None = None  # what warnings call its operations, if not by their own names
 
     def __init__(
         self,
@@ -263,7 +264,7 @@ class Fuser:
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 first, last = (op_list.nodes[at].name for at in (region.start, region.stop - 1))
                 count = region.stop - region.start
-                where = f"{count} operations, {first} to {last}" if count > 1 else first
+                where = self.place or (f"{count} operations, {first} to {last}" if count > 1 else first)
                 message = f"{refusal.fusion} for {where}: {refusal.reason}"
                 warnings.warn(message, UserWarning, stacklevel=callers_level())
         note = weakref.WeakMethod(self._note_failure)

@@ -104,8 +104,7 @@ def test_a_chain_keeps_to_a_part_of_what_it_saves_unfused(part: float):
     assert [choice.memory for choice in budget.choices if choice.used] == [f"Budget(part={part:g})"]
 
 
-@pytest.mark.filterwarnings("ignore:memory=")
-def test_the_report_names_the_modules_of_each_chain_that_a_budget_does_not_fit():
+def test_the_report_and_a_warning_name_the_modules_of_each_chain_that_a_budget_does_not_fit():
     class Cut(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.cumsum(0)
@@ -113,7 +112,13 @@ def test_the_report_names_the_modules_of_each_chain_that_a_budget_does_not_fit()
     deep = nn.Sequential(*(m for _ in range(6) for m in (nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU())))
     model = nn.Sequential(deep, Cut(), nn.Sequential(nn.Linear(16, 16), nn.GELU()))
     conversion = sf.convert(model, memory=sf.Budget(part=0.1))
-    model(seeded_randn((6, 16), 0)).sum().backward()
+    with pytest.warns(UserWarning, match=r"memory=Budget\(part=0.1\) for") as caught:
+        model(seeded_randn((6, 16), 0)).sum().backward()
+    warned = [re.search(r"for (.*): does not fit", str(w.message)) for w in caught]
+    assert [found and found[1] for found in warned] == [
+        "a chain of 18 operations in 0.0 to 0.17", "a chain of 2 operations in 2.0 to 2.1"
+    ]  # fmt: skip
+    assert all(f"chain of {n} operations: " in str(conversion) for n in (18, 2))
     said = re.findall(r"    memory=Budget\(part=0.1\) in (.*): does not fit: .*; (.*)", str(conversion))
     assert [modules for modules, _ in said] == ["0.0, 0.1, 0.2 and 15 more", "2.0, 2.1"]
     assert [hint.startswith("no part fits so few operations") for _, hint in said] == [False, True]
