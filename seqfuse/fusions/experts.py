@@ -173,7 +173,7 @@ class _FactorsBeforeGEMM(JointFusion):
     def saves(self, env: Env) -> Savings:
         """The gated unit's passes, and a read of the GEMM's output; two small passes put factors in order.
 
-        On a CPU these are ten calls, and the gradient of factors computes the unit once more.
+        On a CPU these are about ten calls, and the gradient of factors computes the unit once more.
         """
         read = float(env.tokens * self.linear.out_features * env.itemsize)
         unit = gain((self.gated,), env, forward=True, backward=True, saved=(0,))

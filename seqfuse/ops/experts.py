@@ -403,7 +403,7 @@ def _in_order(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
 
 
 def sorted_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """The y of a `Permute` again, of the rows that it made: the same bits. Nothing differentiates it."""
+    """The y of a `Permute` again, of the rows that it made: the same bits."""
     y = _by_kernel(x, lambda: _copied(x, rows, offsets))
     if y is not None:
         return y
@@ -449,12 +449,12 @@ def summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Te
 
 
 def by_row(t: Tensor, rows: Tensor) -> Tensor:
-    """A number for each row, of one for each pair of a token and an expert, of which each has a row."""
+    """Sort t [*, top_k], with one number per pair of a token and an expert, into the rows of a `Permute`."""
     return sorted_rows(t.reshape(-1, 1), rows.reshape(-1, 1), rows.new_full((1,), rows.numel())).view(rows.shape)
 
 
 def by_pair(t: Tensor, rows: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """A number for each pair of a token and an expert, of one for each row; with offsets 0 for a dropped pair."""
+    """The inverse of `by_row`; with offsets, dropped pairs get 0."""
     ends = rows.new_full((1,), rows.numel()) if offsets is None else offsets
     return summed(t.reshape(-1, 1), rows.reshape(-1, 1), ends, None).view(rows.shape)
 

@@ -116,7 +116,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
     unmatched = [f"matches nowhere: {fusion}" for fusion in plan["unmatched"]]
     for line in (*_refusals(plan["refused"]), *unmatched, *_recomputed(plan), *memory):
         lines += _wrap(line, "    ", width)
-    unfit = any(one["reason"].startswith("does not fit") for one in plan["refused"])  # of `memory=`
+    told = [one["reason"] for one in plan["refused"] if any(name.startswith("memory=") for name in one["fusions"])]
+    unfit = any(reason.startswith("does not fit") for reason in told)
     lines += choices_table(plan["choices"], "(this plan, does not fit)" if unfit else "(this plan)")
     return "\n".join(lines)
 

@@ -328,20 +328,21 @@ def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[S
         for keeps in [frozenset(keeps) for again, keeps in plan.recomputed if again == span]:
             copies, buffered = {p: configured_at[p] for p in span}, list[tuple[nn.Module, nn.Module]]()
             for position in span:
-                if pairs := _buffered(context.nodes[position], copy := configured(configured_at[position])):
+                own, delayed = configured_at[position], isinstance(context.nodes[position].recipe, Float8DelayedScaling)
+                if pairs := _buffered(own, copy := configured(own), delayed):
                     copies[position] = copy
                     buffered += pairs
-            own = tuple(_as_configured(s, copies) for s in forward)
-            again = dataclasses.replace(segment, forward=own, replays=True, keeps=keeps, buffered=buffered)
+            steps = tuple(_as_configured(s, copies) for s in forward)
+            again = dataclasses.replace(segment, forward=steps, replays=True, keeps=keeps, buffered=buffered)
             segment = dataclasses.replace(segment, again=again, keeps=keeps, buffered=buffered)
         segments.append(segment)
     return segments
 
 
-def _buffered(node: Node, copy: FusableOperation) -> list[tuple[nn.Module, nn.Module]]:
-    """The modules of an operation that have buffers, or will, each with its own in a copy that gets buffers apart."""
-    delayed, found = isinstance(node.recipe, Float8DelayedScaling), list[tuple[nn.Module, nn.Module]]()
-    for module, own in zip(node.operation.modules(), copy.modules(), strict=True):
+def _buffered(operation: FusableOperation, copy: FusableOperation, delayed: bool) -> list[tuple[nn.Module, nn.Module]]:
+    """The modules of an operation that have buffers, or will if `delayed`, each with its copy, which has its own."""
+    found: list[tuple[nn.Module, nn.Module]] = []
+    for module, own in zip(operation.modules(), copy.modules(), strict=True):
         held: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]
         if isinstance(module, FusableOperation) and (held or (delayed and isinstance(module, Scaled))):
             own.__dict__.update(_buffers={**held}, runs_again=True)

@@ -128,8 +128,9 @@ def _again(ctx: Any, kept: _Kept, values: Sequence[Any], douts: Sequence[Any]) -
     goes_on: Callable[[Any], Any] | None = None
     while True:
         node = _Replayed(ctx.next_functions, (values, kept[1]))
-        with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast), segment.buffers_of(kept[1]):
-            with segment.context.lock or contextlib.nullcontext(), lent(segment.slots, parameters), cast_once():
+        with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
+            lock = segment.context.lock or contextlib.nullcontext()
+            with lock, segment.buffers_of(kept[1]), lent(segment.slots, parameters), cast_once():
                 segment.apart = kept[0].apart
                 Seqfuse.forward(node, segment, seeds, x, *channels, *kept[3])  # pyright: ignore[reportArgumentType]
             try:

@@ -366,6 +366,23 @@ def test_buffers_are_those_of_the_first_forward(changed: bool, again: Any):
     assert all(torch.equal(mine, wanted) for mine, wanted in zip(*found, strict=True))
 
 
+class SharedParts(ops.Tanh):
+    """An operation that has one part under two names, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = ops.ReLU()
+        self.register_buffer("factor", torch.ones(()))
+
+
+def test_an_operation_may_have_one_part_under_two_names(again: Any):
+    model, x = sf.Sequential(ops.Linear(WIDTH, WIDTH), SharedParts(), ops.Linear(WIDTH, WIDTH)), x_of()
+    wanted = run(model, x)
+    again()
+    model.memory = "lean"  # plans anew
+    assert all(torch.equal(mine, other) for mine, other in zip(run(model, x), wanted, strict=True))
+
+
 def test_hooks_see_each_tensor_once_and_only_what_enters(again: Any):
     again()
     model, x = gpt(), x_of()
