@@ -1,7 +1,7 @@
 """Kernel launches and bytes saved by one layer of six models: of Hugging Face's in eager torch, and as it is planned.
 
 Nothing is run but on tensors without data, in bfloat16, planned for an H100 (sm_90) where nothing was measured. Writes
-`results/layer_counts.json`, of which README's picture and docs/gallery.md are drawn.
+`results/layer_counts.json`, of which README's picture and docs/benchmarks.md are drawn.
 """
 
 from __future__ import annotations

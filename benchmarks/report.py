@@ -222,7 +222,7 @@ def training(found: Results, with_avx512: Results, drawn_beside: Results) -> Lin
 
 @drawn("layer_counts", "layer_counts")
 def layer_counts(found: Results) -> Lines:
-    """Launches and bytes of one layer of each model of the gallery, of Hugging Face's in eager torch and planned."""
+    """Launches and bytes of one layer of each known model, of Hugging Face's in eager torch and planned."""
     head = ("layer of", "forward launches", "backward launches", "MiB saved, `fast`", "MiB saved, `lean`")
     rows: list[tuple[str, ...]] = []
     for row in found["rows"]:

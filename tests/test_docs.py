@@ -328,13 +328,13 @@ def test_pictures_are_what_is_drawn_now(name: str) -> None:
     assert any(f"pictures/{name.removesuffix('_narrow')}.svg" in page.read_text() for page in PAGES)
 
 
-GALLERY = (ROOT / "docs" / "gallery.md").read_text()
-COMMANDS = re.findall(r"^\$ seqfuse (plan examples/models\.py:(\w+) .*)$", GALLERY, re.MULTILINE)
+DRAWN = (ROOT / "docs" / "benchmarks.md").read_text()
+COMMANDS = re.findall(r"^\$ seqfuse (plan examples/models\.py:(\w+) .*)$", DRAWN, re.MULTILINE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "name"), COMMANDS, ids=[name for _, name in COMMANDS])
-def test_a_command_of_the_gallery_writes_the_picture_above_it(
+def test_a_command_that_draws_a_known_model_writes_its_picture(
     command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -345,14 +345,12 @@ def test_a_command_of_the_gallery_writes_the_picture_above_it(
     assert (tmp_path / f"{name}.svg").read_text() == picture.read_text(), "run: .venv/bin/python -m docs.draw"
 
 
-def test_the_gallery_shows_every_model_with_its_command() -> None:
+def test_every_known_model_is_shown_with_its_command() -> None:
     names = [name for _, name in COMMANDS]
     assert [*draw.MODELS] == [name + end for name in names for end in ("", "_narrow")]
     for name in names:
         shape = "x".join(map(str, draw.counts(name)["x"]))
-        assert GALLERY.index(f"](pictures/{name}.svg)") < GALLERY.rindex(
-            f"examples/models.py:{name} --input {shape}:bf16 "
-        )
+        assert DRAWN.index(f"](pictures/{name}.svg)") < DRAWN.rindex(f"examples/models.py:{name} --input {shape}:bf16 ")
 
 
 def test_every_launch_of_a_layer_has_its_column_in_the_picture() -> None:
