@@ -57,7 +57,7 @@ IN_C = tuple(
 )  # fmt: skip
 """Of these, tests that run in the other half, too, with C kernels: the functions that they call are the same."""
 
-IN_TURN = ("kernels", "fusions", "gpu", "losses", "ops")
+IN_TURN = ("kernels", "fusions", "gpu", "losses", "lowprecision", "ops")
 """Folders in which cases that differ in a dtype or the fusion alone are many."""
 
 
@@ -163,6 +163,14 @@ def pytest_collection_finish() -> None:
     if "torch._dynamo" in sys.modules:
         # Read at each step that is traced, through aliases and overrides: one in twenty seconds of tracing.
         vars(sys.modules["torch._dynamo.config"])["verbose"] = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file leaves, such as tables of graphs and of fake tensors, is not visited again where later ones collect."""
+    if nextitem is not None and nextitem.path != item.path and gc.get_count()[2] > 5:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -57,11 +57,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """GPT-2 of Linears, as the styles of torch take them, of modules of torch or of operations."""
 
-    def __init__(self, kit: Any = nn) -> None:
+    def __init__(self, kit: Any = nn, layers: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens = kit.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(kit) for _ in range(2))
+        self.layers = nn.ModuleList(Block(kit) for _ in range(layers))
         self.norm, self.head = kit.LayerNorm(WIDTH), kit.Linear(WIDTH, VOCABULARY, bias=False)
         for p in self.parameters():
             nn.init.normal_(p, std=0.2)
@@ -75,7 +75,7 @@ class Gpt(nn.Module):
 
 
 def llama() -> nn.Module:
-    """Of one layer: chains that go on in the next one are those of `Gpt`."""
+    """Of one layer: chains that go on in the next one are those of a `Gpt` of two."""
     import transformers
 
     torch.manual_seed(0)
@@ -195,8 +195,8 @@ def converted_under(model: nn.Module, plan: dict[str, Any], gemms: int, *collect
 
 
 def a_gpt() -> None:
-    model = Gpt()
-    converted_under(model, whole_plan(model), 2 * 6 + 1, ops.CopyToTensorParallel, ops.AllReduce)
+    model = Gpt(layers=1)
+    converted_under(model, whole_plan(model), 6 + 1, ops.CopyToTensorParallel, ops.AllReduce)
 
 
 def a_llama() -> None:
@@ -219,8 +219,8 @@ def a_gpt_of_operations() -> None:
 
 
 def a_gpt_of_operations_that_is_converted() -> None:
-    model = Gpt(ops)
-    converted_under(model, whole_plan(model), 2 * 6 + 1, ops.CopyToTensorParallel, ops.AllReduce)
+    model = Gpt(ops, layers=1)
+    converted_under(model, whole_plan(model), 6 + 1, ops.CopyToTensorParallel, ops.AllReduce)
 
 
 def a_sequence_of_operations() -> None:

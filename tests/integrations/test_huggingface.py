@@ -24,7 +24,7 @@ SIZES = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def gpt2(**changed: Any) -> nn.Module:
-    usual = {"n_layer": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    usual = {"n_layer": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_positions=40, **SIZES, **{**usual, **changed})
     return randomized(transformers.GPT2LMHeadModel(config))
 
@@ -33,7 +33,7 @@ def llama(family: str = "Llama", **changed: Any) -> nn.Module:
     config = getattr(transformers, f"{family}Config")(
         **{
             "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "num_hidden_layers": 3, "tie_word_embeddings": False, **SIZES, **changed,
+            "num_hidden_layers": 2, "tie_word_embeddings": False, **SIZES, **changed,
         }
     )  # fmt: skip
     return randomized(getattr(transformers, f"{family}ForCausalLM")(config))
@@ -108,11 +108,11 @@ def test_nothing_of_it_runs_by_itself(name: str):
 def test_dropout_rates_are_taken_over():
     mine: Any = from_huggingface(gpt2(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3))
     rates = [m.p for m in mine.modules() if isinstance(m, ops.Dropout)]
-    assert rates == [0.2] + 6 * [0.1]
+    assert rates == [0.2] + 4 * [0.1]
     assert {m.dropout for m in mine.modules() if isinstance(m, ops.Attention)} == {0.3}
     assert isinstance(mine, sf.Sequential)
     mine = from_huggingface(llama("Phi3", pad_token_id=0, resid_pdrop=0.1, attention_dropout=0.3))
-    assert [m.p for m in mine.modules() if isinstance(m, ops.Dropout)] == 6 * [0.1]
+    assert [m.p for m in mine.modules() if isinstance(m, ops.Dropout)] == 4 * [0.1]
     assert {m.dropout for m in mine.modules() if isinstance(m, ops.Attention)} == {0.3}
 
 
@@ -127,7 +127,7 @@ def test_left_padded_prompts_are_refused_where_the_configuration_says_what_pads(
 ALTERED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Mistral": ("model.layers.1.mlp.act_fn", {"forward": torch.relu}, "act_fn has a forward of its own"),
     "Qwen2": ("model.layers.1.self_attn", {"scaling": 1.0}, "self_attn has scaling=1.0"),
-    "Qwen3": ("model.layers.2.self_attn.q_norm", {"variance_epsilon": 0.1}, "q_norm has variance_epsilon=0.1"),
+    "Qwen3": ("model.layers.1.self_attn.q_norm", {"variance_epsilon": 0.1}, "q_norm has variance_epsilon=0.1"),
     "Phi3": ("model.layers.0.resid_mlp_dropout", {"p": 0.5}, "resid_mlp_dropout has p=0.5"),
     "Olmo2": ("model.layers.0.post_feedforward_layernorm", {"variance_epsilon": 0.1}, "has variance_epsilon=0.1"),
 }

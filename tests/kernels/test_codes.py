@@ -70,7 +70,7 @@ CASES = {
     "layernorm_boundary": Case(True, ("residual", "pre_bias", "seed")),
     "rmsnorm_in_float32": Case(False, ("residual", "pre_bias", "seed"), torch.float32),
 }
-SIZES = ((144, 272), (33, 400), (300, 128), (1, 48))
+SIZES = ((130, 144), (33, 272), (160, 128), (1, 48))
 DTYPES = (torch.bfloat16, torch.float16)
 WAYS = ((True, True), (True, False), (False, True))  # codes by rows, by columns
 
@@ -144,8 +144,9 @@ def test_norms_quantize_what_they_would_write(name: str, recipe: Recipe, monkeyp
         summed = backward(t, case, plain, torch.float32)
         for sums in ("dweight", "dbias", "dpre_bias"):
             close(getattr(made, sums), getattr(summed, sums))
-        alone = norm.norm_codes_backward(t["dy"], t["x"], None, plain.rstd, None, dy_to, dx=False, largest=largest())
-        assert alone.stream is None
+    # The last of these is small.
+    alone = norm.norm_codes_backward(t["dy"], t["x"], None, plain.rstd, None, dy_to, dx=False, largest=largest())
+    assert alone.stream is None
 
 
 @pytest.mark.parametrize("name", ["rmsnorm_boundary", "layernorm_boundary"])

@@ -17,6 +17,7 @@ from seqfuse.ops import _grouped_lowprecision as low
 from seqfuse.recipes import Recipe
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from tests.selection import few_cases as few_cases
+from tests.selection import some_cases as some_cases
 
 from .hard import draw
 from .named import DIRECTIONS, OTHERS, RECIPES, ROLES, expected, multiplied, named, size_of
@@ -117,7 +118,6 @@ def test_blocks_that_cross_a_group_are_beyond_the_bound():
         assert_within(dweight[0], whole[0][:7].T, whole[1][:7])
 
 
-@pytest.mark.usefixtures("few_cases")
 @each_recipe
 def test_keeps_its_contract(recipe: Recipe):
     """In turn with a bias and without."""

@@ -17,6 +17,7 @@ from seqfuse import ops, recipes, testing
 from seqfuse.recipes import Recipe
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from tests.selection import few_cases as few_cases
+from tests.selection import some_cases as some_cases
 
 from .hard import draw
 from .named import OTHERS, RECIPES, multiplied, named
@@ -150,7 +151,6 @@ def test_parts_that_end_with_blocks_are_one_weight(
     assert_parts(op, x, dy, y, grads, recipe, 0.5)
 
 
-@pytest.mark.usefixtures("few_cases")
 @each_recipe
 def test_check_op_passes(recipe: Recipe):
     op = ops.Linear(16, 32)

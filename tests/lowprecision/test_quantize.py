@@ -54,9 +54,8 @@ def test_codes_and_scales_are_those_of_the_reference(recipe: Recipe, shape: tupl
 @pytest.mark.parametrize(("recipe", "role"), PAIRS, ids=named)
 def test_every_code_tie_and_neighbour(recipe: Recipe, role):
     for x in hard(form_of(recipe, role)):
-        for t in (x, x.t().contiguous()):
-            for direction in DIRECTIONS:
-                assert_as_expected(t, recipe, role, direction)
+        assert_as_expected(x, recipe, role, "rows")
+        assert_as_expected(x.t().contiguous(), recipe, role, "columns")
 
 
 @every_recipe

@@ -18,6 +18,7 @@ from seqfuse.kernels.rope import Rotation
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 from tests.kernels.test_rope import CASES, EPS, HEADS, KV, PARTS, drawn, run
 from tests.selection import few_cases as few_cases
+from tests.selection import some_cases as some_cases
 
 
 def test_kernels_are_c() -> None:
@@ -112,7 +113,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.usefixtures("few_cases")
 @pytest.mark.parametrize(("kind", "names"), PLACES)
 def test_fusions_of_whole_heads(kind: str, names: str) -> None:
     fusion, rotary = getattr(fusions, kind), ops.RotaryEmbedding(2, 1, style="half")
@@ -121,7 +121,6 @@ def test_fusions_of_whole_heads(kind: str, names: str) -> None:
     check_fusion(fusion, seeded_randn((5, 32), 0), *(made[name] for name in names.split()))
 
 
-@pytest.mark.usefixtures("few_cases")
 @pytest.mark.parametrize("kind", ROTARY)
 def test_fusions_of_part_of_a_head(kind: str) -> None:
     norm, rotary = ops.QKNorm(6, 2, 1, zero_centered=True), ops.RotaryEmbedding(2, 1, style="interleaved", rotary_dim=4)
