@@ -167,7 +167,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file leaves, such as tables of graphs and of fake tensors, is not visited again where later ones collect."""
+    """What a file leaves, such as tables of graphs and fake tensors, is not visited again where later ones collect."""
     if nextitem is not None and nextitem.path != item.path and gc.get_count()[2] > 5:
         gc.collect()
         gc.freeze()
