@@ -129,7 +129,7 @@ def _of_the_kit(name: str, run: Callable[[], tuple[str, ...]]) -> CheckResult:
     except NotRun as error:
         return CheckResult(name, not_run=str(error))
     except (AssertionError, PluginError) as error:
-        return CheckResult(name, failure=str(error))
+        return CheckResult(name, failure="\n".join([str(error), *getattr(error, "__notes__", ())]))
 
 
 def _model(

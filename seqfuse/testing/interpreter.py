@@ -7,7 +7,7 @@ write anywhere, and patches `triton.language` again at every launch and call of 
 both formats go through float32 and come back rounded to nearest even, float8 saturating, `tl.maximum`, `tl.minimum` and
 `tl.clamp` give the number unless they are told to propagate a NaN, columns are summed in pairs, products are made in
 float64 and rounded before they are added, `interpreter_bounds` refuses an access outside the tensors of a launch, and a
-number that is a global of its module. The patch is made once a block.
+number that is a global of its module, and sets lanes that a GPU leaves undefined. The patch is made once a block.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from . import interpreter_bounds
-from .interpreter_bounds import ACCESSES
+from .interpreter_bounds import ACCESSES, NARROW, noting_undefined_lanes
 
 # What is replaced, and the arguments it must have after self.
 _METHODS = {
@@ -47,14 +47,6 @@ _METHODS = {
 }
 _REDUCTIONS = {"sum": ("input",), "min_max": ("input", "val_reduce_op", "idx_reduce_op")}
 _LAUNCH = {"_init_args_hst": ("args_dev", "kwargs")}
-
-_FLOAT8 = {
-    "fp8e4nv": torch.float8_e4m3fn,
-    "fp8e5": torch.float8_e5m2,
-    "fp8e4b8": torch.float8_e4m3fnuz,
-    "fp8e5b16": torch.float8_e5m2fnuz,
-}
-
 
 _ABSENT: Any = object()  # the value that an attribute has which a class or module only inherits
 _blocks: list[Any] = []
@@ -110,7 +102,7 @@ def as_on_a_gpu() -> Generator[None]:
         return
     import numpy
 
-    with numpy.errstate(all="ignore"), nullcontext() if _blocks else corrected():
+    with numpy.errstate(all="ignore"), nullcontext() if _blocks else corrected(), noting_undefined_lanes():
         yield
 
 
@@ -144,7 +136,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         return handle.dtype.scalar
 
     def narrow(dtype: Any) -> bool:
-        return dtype == tl.bfloat16 or getattr(dtype, "name", "") in _FLOAT8
+        return getattr(dtype, "name", "") in NARROW
 
     def decoded(data: Any, dtype: Any) -> Any:
         """Float32 of a bit pattern; whatever is not one, such as a mask, stays."""
@@ -152,9 +144,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
             return data
         if dtype == tl.bfloat16:
             return (data.astype(np.uint32) << 16).view(np.float32)
-        return (
-            torch.from_numpy(np.ascontiguousarray(data)).view(_FLOAT8[dtype.name]).float().numpy().reshape(data.shape)
-        )
+        return torch.from_numpy(np.ascontiguousarray(data)).view(NARROW[dtype.name]).float().numpy().reshape(data.shape)
 
     def encoded(values: Any, dtype: Any) -> Any:
         """The bit pattern nearest to each value, ties to even; float8 ends at its largest finite number."""
@@ -163,7 +153,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
             bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
             rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
             return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
-        kind = _FLOAT8[dtype.name]
+        kind = NARROW[dtype.name]
         most = torch.finfo(kind).max
         return torch.from_numpy(np.clip(values, -most, most)).to(kind).view(torch.uint8).numpy().reshape(values.shape)
 

@@ -1,6 +1,9 @@
-"""What an interpreted kernel may not do: load or store outside the tensors it is given, or read a global number.
+"""What an interpreted kernel may not do: load or store outside the tensors it is given, read a global number, or use
+what is undefined on a GPU.
 
-Both are errors before memory is written, as a compiled kernel cannot do the one and may not do the other.
+The first two are errors before memory is written, as a compiled kernel cannot do the one and may not do the other. A
+lane that is masked off, with no `other=`, is 0 in Triton's interpreter and anything on a GPU: here it is NaN or near an
+end of the range of its dtype, which spoils each result that uses it, and none that is stored under the same mask.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
@@ -11,18 +14,46 @@ import dis
 import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # What each access to memory goes through, and the arguments it begins with after self: the others differ by version.
 ACCESSES = {
-    "create_masked_load": ("ptrs", "mask"),
+    "create_masked_load": ("ptrs", "mask", "other"),
     "create_masked_store": ("ptrs", "value", "mask"),
     "create_atomic_rmw": ("rmwOp", "ptr", "val", "mask"),
     "create_atomic_cas": ("ptr",),
 }
+
+
+NARROW = {
+    "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+}
+"""Dtypes that the interpreter has as bit patterns, by Triton's names."""
+
+_unset: dict[tuple[str, str], None] = {}
+
+
+@contextmanager
+def noting_undefined_lanes() -> Generator[None]:
+    """A block whose AssertionErrors have a note that names the loads which left lanes undefined."""
+    _unset.clear()
+    try:
+        yield
+    except AssertionError as error:
+        if _unset:
+            loads = ", ".join(f"{kernel} loads {name}" for kernel, name in _unset)
+            off = "a lane that the mask switches off is anything on a GPU, and here NaN or a huge number"
+            error.add_note(f"{loads} under a mask without other=: {off}")
+        raise
 
 
 class OutOfBounds(AssertionError):
@@ -34,16 +65,18 @@ class OutOfBounds(AssertionError):
 
 def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     """The parts of Triton to replace: owner, name, and what stands in its place."""
+    import numpy as np
+
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
-    kernel, memory = "", list[tuple[int, int, str]]()
+    kernel, memory, draws = "", list[tuple[int, int, str]](), np.random.default_rng(0)
     arguments, to_pointer = executor._init_args_hst, builder.create_int_to_ptr
 
     @functools.wraps(arguments)
     def init_args(self: Any, args: Any, named: Any) -> Any:
-        nonlocal kernel
+        nonlocal kernel, draws
         refuse_globals(self.fn)
         on_host = arguments(self, args, named)
-        kernel = self.fn.__name__
+        kernel, draws = self.fn.__name__, np.random.default_rng(0)  # each launch alike
         memory.clear()
         for name, argument in (*zip(self.arg_names, on_host[0], strict=False), *on_host[1].items()):
             for place, tensor in tensors_of(name, argument):
@@ -62,6 +95,23 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
                 off, name = min((max(start - first, first + size - end), name) for start, end, name in memory)
                 raise OutOfBounds(f"{kernel} {verb} {off} bytes outside the memory of {name}")
 
+    def undefined(handle: Any, on: Any) -> Any:
+        """What a load gives where its mask is off: a maximum hides a NaN, a comparison a number of one sign."""
+        kind = handle.get_element_ty()
+        numbers = interpreter._get_np_dtype(kind)
+        if kind.name in NARROW:
+            most = torch.finfo(NARROW[kind.name]).max
+            coded = torch.tensor([torch.nan, most, -most]).to(NARROW[kind.name])
+            held = coded.view(torch.int16 if coded.itemsize == 2 else torch.int8).numpy().view(numbers)
+        elif np.issubdtype(numbers, np.floating):
+            held = np.array([np.nan, np.finfo(numbers).max, np.finfo(numbers).min], numbers)
+        else:
+            held = np.array([np.iinfo(numbers).max, np.iinfo(numbers).min + 1], numbers)
+        first = int(handle.data[on].min()) if on.any() else 0
+        names = [name for start, end, name in memory if start <= first < end]
+        _unset.setdefault((kernel, names[0] if names else "lanes"))
+        return interpreter.TensorHandle(held[draws.integers(0, len(held), handle.data.shape)], kind)
+
     def checked(name: str, parameters: tuple[str, ...]) -> Any:
         method, verb = getattr(builder, name), "loads" if name.endswith("load") else "stores"
         pointer = 1 if parameters[0] == "rmwOp" else 0
@@ -75,6 +125,8 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
                 on = on.data
             at = handle.data if on is None or on.all() else handle.data[on]
             check(verb, at, max(1, handle.get_element_ty().primitive_bitwidth // 8))
+            if verb == "loads" and at is not handle.data and args[2] is None:
+                args = (*args[:2], undefined(handle, on), *args[3:])
             return method(self, *args, **kwargs)
 
         return access

@@ -110,6 +110,12 @@ def test_a_tuple_of_fusions_is_each_of_them(cli: Cli) -> None:
     assert all(one["failure"] for one in made)
 
 
+def test_an_error_of_the_class_says_where_it_was_met(cli: Cli) -> None:
+    _, (one,) = checks(cli, "M:SavesNothing", "--input", "3x16", "--dtype", "float32")
+    assert one["failure"].startswith("SF302 position 0 (SavesNothing): slot 'act' needs GeLU.Saved, it saved nothing")
+    assert "\nin SavesNothing on [Scale, GeLU]: " in one["failure"]
+
+
 def test_a_fusion_that_cannot_run_here_is_not_passed(cli: Cli) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels run here")

@@ -374,3 +374,42 @@ def test_a_number_that_is_a_global_is_refused_as_the_compiler_does() -> None:
         with pytest.raises(NameError, match=r"_by_factor reads the global FACTOR = 0.7, .* tl.constexpr\(0.7\)"):
             launch(_global_kernel, 1, (x, y), {"N": 4})
     assert not y.any()
+
+
+@triton.jit
+def _lanes_kernel(x, y, reduced, n, ZERO: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    value = tl.load(x + i, mask=i < n)
+    tl.store(y + i, value, mask=i < n)
+    tl.store(y + N + i, value)
+    tl.store(y + 2 * N + i, tl.load(x + i, mask=i < n, other=ZERO))
+    value = value.to(tl.float32)
+    tl.store(reduced, tl.sum(value, 0))
+    tl.store(reduced + 1, tl.max(value, 0))
+    tl.store(reduced + 2, tl.min(value, 0))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8],
+    ids=str,
+)
+def test_lanes_that_a_gpu_leaves_undefined_spoil_what_uses_them(dtype: torch.dtype) -> None:
+    x, y, reduced = torch.arange(1, 17).to(dtype), torch.zeros(3, 16).to(dtype), torch.zeros(3)
+    results = list[torch.Tensor]()
+    for _ in range(2):
+        launch(_lanes_kernel, 1, (x, y, reduced, 5), {"ZERO": y[0, 5].item(), "N": 16})
+        results.append(y.view(torch.uint8).clone())
+    assert torch.equal(*results)  # each launch alike
+    stored, used, zeros = y.double()
+    assert stored.tolist() == [1, 2, 3, 4, 5, *[0] * 11]
+    assert zeros.tolist() == stored.tolist()
+    assert used[:5].tolist() == stored[:5].tolist()
+    ends = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    held = {value for value in used[5:].tolist() if value == value}
+    assert held == ({ends.max, ends.min} if dtype.is_floating_point else {ends.max, ends.min + 1})
+    assert used.isnan().any().item() is dtype.is_floating_point
+    total, most, least = reduced.tolist()
+    assert total != 15
+    assert most > 1e2
+    assert least == 1 if dtype is torch.uint8 else least < -1e2
