@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import threading
 from collections.abc import Generator
 from typing import Any
@@ -40,6 +41,16 @@ def faking(mode: Any = None) -> Generator[Any]:
         if given is None:
             forget_real(mode)
         torch.set_autocast_cache_enabled(kept)
+
+
+def without_fake(error: BaseException) -> str | None:
+    """The name, such as `"example::norm"`, of a custom op that has no fake implementation, if an error says so."""
+    from torch._subclasses.fake_tensor import UnsupportedOperatorException
+
+    if isinstance(error, UnsupportedOperatorException) and not str(error).startswith(("aten.", "prims.")):
+        return ".".join(str(error).split(".")[:2]).replace(".", "::")
+    found = re.search(r"no fake impl registered for <CustomOpDef\((.+?)\)>", str(error))
+    return None if found is None else found[1]
 
 
 def forget_real(mode: Any) -> None:

@@ -90,12 +90,13 @@ class QuantizationData(TypedDict):
 
 
 class MemoryData(TypedDict):
-    """Bytes saved for backward, FLOPs of the forward pass, and peak bytes, if known."""
+    """Bytes saved for backward, FLOPs of the forward pass, and peak bytes or why they are not known."""
 
     saved: int
     saved_unfused: int
     flops: int
     peak: int | None
+    peak_unknown: str | None
 
 
 class ChoiceData(TypedDict):

@@ -113,6 +113,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
     if plan["memory_unknown"] is not None:
         known = "" if plan["memory_unknown"].startswith("unknown ") else "not known: "
         memory = [f"saved for backward: {known}{plan['memory_unknown']}"]
+    elif plan["memory"] is not None and plan["memory"]["peak_unknown"] is not None:
+        memory = [*memory, f"peak not known: {plan['memory']['peak_unknown']}"]
     unmatched = [f"matches nowhere: {fusion}" for fusion in plan["unmatched"]]
     for line in (*_refusals(plan["refused"]), *unmatched, *_recomputed(plan), *memory):
         lines += _wrap(line, "    ", width)

@@ -20,8 +20,8 @@ from torch._guards import active_fake_mode
 from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Env, Savings
-from ..errors import one_line
-from ..fake import faking, forget_real, is_fake, laid_like
+from ..errors import SeqfuseError, one_line
+from ..fake import faking, forget_real, is_fake, laid_like, without_fake
 from ..generated import identifier
 from ..saved import Layout, Recompute, Saved
 from .arriving import Unknown, run_aside
@@ -239,13 +239,7 @@ class Tried:
 
         def call(given: Any) -> Any:
             reads = dict(zip([channel for _, channel in step.reads], given[1], strict=True))
-            try:
-                y, named, saved = step.returned(step.call(env, given[0], reads, self._seeds)[0])
-            except RuntimeError as error:
-                if not step.fused:
-                    raise
-                cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
-                raise RuntimeError(f"{step.name} does not run on fake tensors; {cure}: {error}") from None
+            y, named, saved = step.returned(step.call(env, given[0], reads, self._seeds)[0])
             records = [_fields(record.among(saved, self._seeds)) for record in step.saves]
             return y, tuple([named[name] for name, _ in step.writes]), tuple(records)
 
@@ -344,7 +338,8 @@ class Tried:
             key = known = None
         numbers = [*places]
         if known is None:
-            known, constant, made_again = self._try(numbers, given, call)
+            with _clearer(step, "fwd" if about[0] == "forward" else "bwd"):
+                known, constant, made_again = self._try(numbers, given, call)
             memo = self._known if functions or made_again else _known
             if key is not None and not constant:
                 if len(memo) >= KEPT:
@@ -409,6 +404,22 @@ class Tried:
         return _Told(encoded, tuple(made), told, tally.work, dict(kernels)), constant, made_again
 
 
+@contextlib.contextmanager
+def _clearer(step: Step, name: str) -> Generator[None]:
+    """A block whose errors say which pass does not run on fake tensors, and what to register."""
+    try:
+        yield
+    except RuntimeError as error:
+        operator = without_fake(error)
+        if operator is not None:
+            said = f"calls the custom op {operator}, which has no fake implementation; register one with"
+            raise RuntimeError(f'{step.name}.{name} {said} torch.library.register_fake("{operator}")') from None
+        if not step.fused or isinstance(error, SeqfuseError):
+            raise
+        cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
+        raise RuntimeError(f"{step.name}.{name} does not run on fake tensors; {cure}: {error}") from None
+
+
 @functools.lru_cache(64)
 def any_rows(env: Env) -> Env:
     """The environment for any number of tokens."""
@@ -447,13 +458,14 @@ class Memory:
 
     Of what is planned: what a module saves that runs through its own `__call__` is not counted. `peak` is the most that
     is held at once in either pass: what is saved, and what a pass makes while it runs; without parameters and their
-    gradients. `None` where that is not known.
+    gradients. Where that is not known it is `None`, and `peak_unknown` says why.
     """
 
     saved: int
     saved_unfused: int
     flops: int
     peak: int | None = None
+    peak_unknown: str | None = None
 
 
 def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:

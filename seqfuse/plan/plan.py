@@ -334,14 +334,14 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
     return Plan(env, ahead, back, segments, again, refused, cost=sum(plan.cost for plan in plans))
 
 
-def held_by(plan: Plan, searches: Sequence[Search]) -> tuple[int, int] | None:
-    """The bytes that a plan of consecutive stretches keeps, and the most that are held at once; `None` if unknown."""
+def held_by(plan: Plan, searches: Sequence[Search]) -> tuple[int, int] | str:
+    """The bytes that a plan of consecutive stretches keeps, and the most held at once; or why they are not known."""
     kept = peak = 0
     try:
         for own in [search.held(plan) for search in searches]:
             kept, peak = kept + own[0], max(peak, kept + own[1])
-    except Unknown:
-        return None
+    except Unknown as error:
+        return str(error)
     return kept, peak
 
 

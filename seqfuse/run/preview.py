@@ -140,8 +140,9 @@ def preview(
         if isinstance(counted, str):
             return counted
         held = held_by(plan, searches)
-        kept = counted.saved if held is None or not plan.recomputed else held[0]
-        return dataclasses.replace(counted, saved=kept, peak=None if held is None else held[1])
+        if isinstance(held, str):
+            return dataclasses.replace(counted, peak_unknown=held)
+        return dataclasses.replace(counted, saved=held[0] if plan.recomputed else counted.saved, peak=held[1])
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
         every = {choice: planned(choice) for choice in dict.fromkeys((*MODES[:-1], HALF, MODES[-1], memory))}
@@ -152,7 +153,7 @@ def preview(
         found, least = list[MemoryChoice](), every["fast"].cost
         for choice, plan in every.items():
             held = held_by(plan, searches)
-            if held is None:
+            if isinstance(held, str):
                 return ()
             found.append(MemoryChoice(str(choice), *held, (plan.cost - least) / 1000, choice == memory))
         return tuple(found)

@@ -295,6 +295,13 @@ class Specimen:
         return laid_out(values, case.dy_layout).to(y.dtype)
 
 
+def uncounted(plan: Plan, saved: bool = True) -> list[str]:
+    """Which bytes a plan cannot count, and why; what is saved for backward only if that is the question."""
+    if plan.memory is None:
+        return [f"what it saves for backward: {plan.memory_unknown}"] if saved and plan.memory_unknown else []
+    return [f"its peak in a plan: {plan.memory.peak_unknown}"] if plan.memory.peak_unknown else []
+
+
 def _gradients(
     outputs: Mapping[str, Tensor], incoming: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:

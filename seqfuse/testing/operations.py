@@ -16,7 +16,7 @@ from ..errors import InputError, SeqfuseError, StateError
 from ..operation import UnfusedOperation
 from ..saved import Saved, copied
 from .arguments import check_kit_arguments
-from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
+from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets, uncounted
 from .elementwise import activations, assert_elementwise, check_derivative_reference, compare_device_functions
 from .fakes import assert_fakes_alike
 from .judge import (
@@ -150,6 +150,11 @@ def _check(
         with saying(f"{name}, {part[:-2]}" if part else name):
             unchecked = compare_device_functions(act, x, seed, dtypes)
         skipped += [part + unchecked] if unchecked else []
+    with saying(name), torch.enable_grad():
+        bench = specimen.bench(dtypes[0])
+        inputs = specimen.inputs_for(Case(tuple(x.shape), dtypes[0]), seed)
+        given: dict[str, Any] = {n: t.requires_grad_(t.is_floating_point()) for n, t in inputs.items()}
+        skipped += uncounted(bench.plan(**given))
     other = Specimen([copy.deepcopy(op).train(not op.training)], x, channels, seed)
     _check_numbers(f"{name} in {'evaluation' if op.training else 'training'}", other, small)
     for what, configured, like in other_examples(type(op), x) if not channels else ():

@@ -26,7 +26,7 @@ from ..fusion import (
 from ..plan import Plan, Step
 from ..saved import Recompute, Saved
 from ..settings import fusing
-from .cases import Bench, Case, OnPass, Outcome, Specimen, cases, few_rows, subsets
+from .cases import Bench, Case, OnPass, Outcome, Specimen, cases, few_rows, subsets, uncounted
 from .fakes import assert_fakes_alike
 from .judge import (
     assert_only_wanted,
@@ -98,12 +98,11 @@ class Probe:
         self.start = step.covers.start
         return None
 
-    def unknown_memory(self) -> str | None:
-        """Why a plan cannot count what the fusion saves for backward, where that is so."""
-        if issubclass(self.fusion, BackwardFusion):
-            return None
+    def uncounted(self) -> list[str]:
+        """Which bytes a plan with the fusion cannot count, and why."""
         grad = not issubclass(self.fusion, InferenceFusion)
-        return self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad)).memory_unknown
+        plan = self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad))
+        return uncounted(plan, saved=not issubclass(self.fusion, BackwardFusion))
 
     def _plan(self, case: Case) -> Plan:
         inputs = self.specimen.inputs_for(case, self.seed)

@@ -58,4 +58,4 @@ def scales(*fusions: type[sf.FusedOperation], memory: Any = "fast") -> sf.Sequen
 def said(fusion: str = "ScaleScale") -> str:
     """What a plan says of a fusion that launches a kernel."""
     cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
-    return f"RuntimeError: {fusion} does not run on fake tensors; {cure}: "
+    return f"RuntimeError: {fusion}.fwd does not run on fake tensors; {cure}: "
