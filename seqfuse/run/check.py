@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -48,6 +48,11 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
         unknown = sorted(set(saved) - {slot.name for slot in fusion.slots})
         if unknown:
             raise _wrong(step, unknown_slots(fusion, unknown))
+        for slot in fusion.slots:
+            several = saved.get(slot.name) if slot.variadic else None
+            if not isinstance(several, tuple | list | None):
+                many = "a tuple with the Saved of each of its operations"
+                raise _wrong(step, f"slot {slot.name!r} needs {many}, it saved {type(several).__qualname__}")
         found, operations = dict(records_of(fusion, saved)), dict(fusion.named_operations())
         for place, own in records.items():
             record = found.pop(place, None)
@@ -122,7 +127,7 @@ def _compare(step: Step, what: str, got: Any, own: Any) -> None:
         for a, b in zip(got, own, strict=True):
             _compare(step, what, a, b)
         return
-    same = type(own) is type(got)
+    same = type(own) is type(got) and not _is_tuple(own)
     if isinstance(own, Tensor) and isinstance(got, Tensor | Quantized):
         same = own.shape == got.shape and own.dtype == got.dtype and own.device == got.device
     if not same:
@@ -132,6 +137,9 @@ def _compare(step: Step, what: str, got: Any, own: Any) -> None:
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor | Like | Quantized):
         return f"{short(value.dtype)}{list(value.shape)} on {value.device}"
+    if isinstance(value, tuple | list):
+        parts = ", ".join(map(_describe, cast(Sequence[Any], value)))
+        return f"({parts})" if isinstance(value, tuple) else f"[{parts}]"
     return repr(value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..fake import faking
 from ..saved import Saved, copied
-from .observe import Pass, leaves
+from .observe import Pass, results
 
 
 def assert_fakes_alike(run: Pass) -> None:
@@ -20,7 +20,7 @@ def assert_fakes_alike(run: Pass) -> None:
 
     Raises AssertionError naming the pass, the tensor and both shapes.
     """
-    real = {name: (tuple(t.shape), t.dtype) for name, t in _results(run.name, run.out)}
+    real = {name: (tuple(t.shape), t.dtype) for name, t in results(run.name, run.out)}
     with faking() as mode, torch.no_grad():
         try:
             call: Any = getattr(type(run.owner), run.name)
@@ -28,7 +28,7 @@ def assert_fakes_alike(run: Pass) -> None:
             out = call(run.owner, *args, **{name: _faked(mode, value) for name, value in run.kwargs.items()})
         except Exception:
             return
-    fake = {name: (tuple(t.shape), t.dtype) for name, t in _results(run.name, out)}
+    fake = {name: (tuple(t.shape), t.dtype) for name, t in results(run.name, out)}
     for name in (*real, *fake):
         if real.get(name) != fake.get(name):
             given, meant = (_said(of.get(name)) for of in (fake, real))
@@ -40,15 +40,6 @@ def assert_fakes_alike(run: Pass) -> None:
 
 def _said(found: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return "nothing" if found is None else f"{str(found[1]).removeprefix('torch.')} {found[0]}"
-
-
-def _results(name: str, out: Any) -> Iterator[tuple[str, Tensor]]:
-    first, *rest = cast(tuple[Any, ...], out if isinstance(out, tuple) else (out,))
-    yield from leaves("y" if name == "fwd" else "dx", first)
-    for value in rest:
-        records: list[Any] = [*value.values()] if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-        saved = any(isinstance(record, Saved) for record in records)
-        yield from leaves("saved" if saved else "outputs" if name == "fwd" else "grads", value)
 
 
 def _faked(mode: Any, value: Any) -> Any:

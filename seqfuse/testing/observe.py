@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..saved import Saved
+from .poison import assert_written, unwritten_is_nan
 from .structure import Untouched
 
 
@@ -143,11 +144,13 @@ class Pass:
 class Observer:
     """Collects in `seen` the passes of the operations and fusions it is attached to, or of a `Fuser(on_step=observer)`.
 
-    A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`.
+    A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`; where
+    `twice` is set, it runs again in memory that is NaN before it is written, and raises for results made of that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, twice: bool = False) -> None:
         self.seen: list[Pass] = []
+        self._twice = twice
 
     def attach(self, owner: Any, modules: Iterable[nn.Module] = ()) -> None:
         """Observe this instance, not its class; `modules` are the modules that its passes read."""
@@ -187,6 +190,10 @@ class Observer:
         if changes:
             raise AssertionError(f"{name} {'; '.join(changes)}")
         self.seen.append(Pass(owner, name, args, kwargs, out))
+        if self._twice:
+            with unwritten_is_nan():
+                again = fn(*args, **kwargs)
+            assert_written(name, results(name, out), results(name, again))
         return out
 
 
@@ -200,6 +207,16 @@ def _named(owner: Any, modules: Iterable[nn.Module]) -> Iterator[tuple[str, obje
     for i, module in enumerate(modules):
         if module is not owner:
             yield f"{type(module).__name__}{f' ({i})' if i else ''}", module
+
+
+def results(name: str, out: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a pass returned, by name: `y`, `outputs.rest`, `saved.act.x`, `dx`, `grads.bias.bias`."""
+    first, *rest = cast(tuple[Any, ...], out if isinstance(out, tuple) else (out,))
+    yield from leaves("y" if name == "fwd" else "dx", first)
+    for value in rest:
+        records: list[Any] = [*value.values()] if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        saved = any(isinstance(record, Saved) for record in records)
+        yield from leaves("saved" if saved else "outputs" if name == "fwd" else "grads", value)
 
 
 def _tensors_given(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

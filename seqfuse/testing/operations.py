@@ -122,6 +122,8 @@ def _check(
         few, still = (Case(few_rows(shapes), dtype, grad=grad) for grad in (True, False))
         with saying(f"{name}, {still}"):
             assert_dtypes(_observed(specimen, still)[0].outputs, specimen.references(still, seed).outputs)
+        with saying(f"{name}, {few}"):
+            _observed(specimen, few, twice=True)
         for case in cases(shapes, dtype):
             _check_numbers(name, specimen, case)
             count += 1
@@ -180,8 +182,10 @@ def _check_declarations(specimen: Specimen) -> None:
                 )
 
 
-def _observed(specimen: Specimen, case: Case, seed: int | None = None) -> tuple[Outcome, Bench, Observer]:
-    observer = Observer()
+def _observed(
+    specimen: Specimen, case: Case, seed: int | None = None, *, twice: bool = False
+) -> tuple[Outcome, Bench, Observer]:
+    observer = Observer(twice)
     bench = specimen.bench(case.dtype, on_step=observer)
     return specimen.run(bench, case, specimen.seed if seed is None else seed), bench, observer
 

@@ -1,6 +1,7 @@
 """Red zones: tensors cut out of a poisoned buffer, so that reading or writing past an end shows."""
 
 import math
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .structure import bits
+from .structure import bits, index_of
 from .tensors import Shape
 
 # 256 elements: more than the width of any vector load, and a whole block of a small kernel.
@@ -82,6 +83,35 @@ def red_zones(*, margin: int = MARGIN) -> Generator[None]:
         yield
     for number, guard in enumerate(mode.guards):
         guard.check(f"allocation {number} {tuple(guard.tensor.shape)}")
+
+
+@contextmanager
+def unwritten_is_nan() -> Generator[None]:
+    """Context manager: new memory of floats is NaN until it is written, also inside ATen operations."""
+    memory: Any = torch.utils.deterministic
+    before, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = before
+
+
+def assert_written(name: str, once: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, Tensor]]) -> None:
+    """Results of a pass are not NaN only because the memory that it did not write is.
+
+    Raises AssertionError naming the pass, the tensor and the first such element.
+    """
+    for (tensor, mine), (_, spoiled) in zip(once, again, strict=False):
+        if mine.is_floating_point() and mine.shape == spoiled.shape:
+            unwritten = spoiled.isnan() & ~mine.isnan()
+            if bool(unwritten.any()):
+                at = index_of(int(unwritten.flatten().int().argmax().item()), tuple(unwritten.shape))
+                said = "is made of memory that was never written, such as that of torch.empty"
+                raise AssertionError(f"{name}: {tensor} at {at} {said}")
 
 
 class _Allocations(TorchFunctionMode):

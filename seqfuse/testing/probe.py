@@ -142,7 +142,7 @@ class Probe:
             frozen = [dataclasses.replace(few, frozen=frozenset(names) - wanted) for wanted in subsets(names)]
             chosen += [dataclasses.replace(frozen[0], grad=True), *frozen[1:]]
         with saying(f"{where}: {self.combination}, {few}"):
-            once, observer, bench = self._fused(few, self.seed)
+            once, observer, bench = self._fused(few, self.seed, twice=True)
             # The first call checks what each pass returns, the next does without.
             with fusing(on_error="raise"), saying("called again with the same inputs"):
                 assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, once.tree)
@@ -169,8 +169,8 @@ class Probe:
         count = len(dict.fromkeys(chosen)) - len(skipped)
         return count, [*self.specimen.refused, *skipped] if whole else skipped
 
-    def _fused(self, case: Case, seed: int) -> tuple[Outcome, Observer, Bench]:
-        observer = Observer()
+    def _fused(self, case: Case, seed: int, *, twice: bool = False) -> tuple[Outcome, Observer, Bench]:
+        observer = Observer(twice)
 
         def of_the_fusion(step: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
             return (functools.partial(observer, step, run) if step.fused else run)(*args, **kwargs)

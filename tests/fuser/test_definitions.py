@@ -352,6 +352,7 @@ def test_a_record_made_with_a_wrong_field_is_the_fusions_error() -> None:
     with pytest.raises(sf.PluginError, match="Wrong") as caught:
         model(tensor(7, 5))
     assert caught.value.code == "SF302"
+    assert "): fwd built a wrong Saved: " in str(caught.value)
     assert str(caught.value).endswith("'z'; its fields are x")
 
 

@@ -86,6 +86,85 @@ def test_a_tensor_field_that_holds_something_else_is_named(value: Any) -> None:
     assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF302", "Wrong", 1)
 
 
+Change = Callable[[Any], Any]
+MANY = "slot 'acts' needs a tuple with the Saved of each of its operations, it saved "
+SEVERAL: dict[str, tuple[Change, str]] = {
+    "one_too_many": (
+        lambda several: (*several, several[0]),
+        "it saved more records than there are operations: 'acts.2'",
+    ),
+    "one_missing": (lambda several: several[:1], "slot 'acts.1' needs Sigmoid.Saved, it saved nothing"),
+    "one_that_is_none": (lambda several: (several[0], None), "slot 'acts.1' needs Sigmoid.Saved, it saved nothing"),
+    "one_of_all": (lambda several: several[0], MANY + "SavedOutput"),
+    "a_dictionary": (lambda several: dict(enumerate(several)), MANY + "dict"),
+    "a_number": (lambda several: 3, MANY + "int"),
+    "a_record_for_an_empty_slot": (lambda several: several, "it saved more records than there are operations: 'bias'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), SEVERAL.values(), ids=SEVERAL.keys())
+def test_records_of_a_slot_of_several_operations_are_counted(change: Change, message: str) -> None:
+    class Wrong(sf.ForwardFusion):
+        bias: ops.Bias | None
+        acts: tuple[sf.Pointwise, ...]
+
+        def fwd(self, x: Tensor) -> Any:
+            several: list[Any] = []
+            for act in self.acts:
+                x, record = act.fwd(x)
+                several.append(record)
+            filled = {"bias": ops.Bias.Saved()} if message.endswith("'bias'") else {}
+            return x, {**filled, "acts": change(tuple(several))}
+
+    model = sf.Sequential(ops.Tanh(), ops.Sigmoid(), ops.Linear(5, 5, bias=False), fusions=(Wrong,))
+    with pytest.raises(sf.PluginError) as caught:
+        model(tensor(7, 5))
+    assert str(caught.value) == f"SF302 position 0 (Wrong): {message}"
+
+
+class Sums(sf.UnfusedOperation):
+    class Saved(sf.Saved):
+        parts: tuple[Tensor, ...]
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        return x * 2, self.Saved(parts=(x, x.sum(0)))
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return dy * 2, {}
+
+
+WHOLE, SUM = "float32[7, 5] on cpu", "float32[5] on cpu"
+PARTS: dict[str, tuple[Change, str]] = {
+    "one_missing": (lambda parts: parts[:1], f"({WHOLE}, {SUM}), not ({WHOLE})"),
+    "one_too_many": (lambda parts: (*parts, parts[1]), f"({WHOLE}, {SUM}), not ({WHOLE}, {SUM}, {SUM})"),
+    "one_alone": (lambda parts: parts[1], f"({WHOLE}, {SUM}), not {SUM}"),
+    "a_list": (lambda parts: [*parts], f"({WHOLE}, {SUM}), not [{WHOLE}, {SUM}]"),
+    "nothing": (lambda parts: None, f"({WHOLE}, {SUM}), not None"),
+    "reordered": (lambda parts: parts[::-1], f"{WHOLE}, not {SUM}"),
+    "a_number_in_it": (lambda parts: (parts[0], 3), f"{SUM}, not 3"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), PARTS.values(), ids=PARTS.keys())
+def test_a_field_of_several_tensors_that_does_not_fit_is_named(change: Change, message: str) -> None:
+    class Wrong(sf.ForwardFusion):
+        sums: Sums
+        act: ops.Tanh
+
+        def fwd(self, x: Tensor) -> Any:
+            y, sums = self.sums.fwd(x)
+            y, act = self.act.fwd(y)
+            return y, {"sums": Sums.Saved(parts=change(sums.parts)), "act": act}
+
+    model = sf.Sequential(Sums(), ops.Tanh(), ops.Linear(5, 5, bias=False), fusions=(Wrong,))
+    with pytest.raises(sf.PluginError) as caught:
+        model(tensor(7, 5))
+    assert str(caught.value) == f"SF302 position 0 (Wrong): field 'parts' of slot 'sums' should be {message}"
+
+
 def test_a_module_that_gives_no_tensor_is_named_with_its_position() -> None:
     with pytest.raises(sf.InputError, match="not tuple") as caught:
         sf.Sequential(ops.Linear(5, 5), nn.LSTM(5, 5), ops.ReLU())(tensor(7, 5))
