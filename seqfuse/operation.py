@@ -29,9 +29,11 @@ NOT_GIVEN: Any = ...
 
 
 def takes_input(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """State the signature of a `forward(x, **channels)` without the default by which x may be called `input`."""
+    """State the signature of a `forward(x, **channels)`, by whose default x may be called `input`, and whose `surplus`
+    is refused.
+    """
     signature = inspect.signature(forward)
-    given = [p.replace(default=p.empty) for p in signature.parameters.values()]
+    given = [p.replace(default=p.empty) for p in signature.parameters.values() if p.name != "surplus"]
     forward.__signature__ = signature.replace(parameters=given)  # pyright: ignore[reportFunctionMemberAccess]
     return forward
 
@@ -94,7 +96,7 @@ class FusableOperation(nn.Module):
         return (self,)
 
     @takes_input
-    def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:
+    def forward(self, x: Tensor = NOT_GIVEN, *surplus: Tensor, **channels: Tensor) -> Any:
         """Run this operation by itself; returns `y`, or `(y, *outputs)` with public extra outputs."""
         if x is NOT_GIVEN:
             x = named_input(channels)
@@ -106,6 +108,8 @@ class FusableOperation(nn.Module):
             self._engine[:] = [engine]  # in place: the attribute is part of what a sequence is compared by
         if type(channels) is not dict:  # a tracer of torch.fx hands in one object for all of them
             channels = {name: channels[name] for name in engine.op_list().inputs}
+        elif surplus:
+            engine.refuse_surplus(surplus, channels)
         return engine(x, **channels)
 
     def __getstate__(self) -> dict[str, Any]:

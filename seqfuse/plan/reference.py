@@ -98,17 +98,28 @@ def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappin
     """Check that some operation reads each channel that a call, or `plan`, passed."""
     for name in channels:
         if name not in inputs:
-            readers = [(i, node) for i, node in enumerate(nodes) for _, c in node.inputs if c in inputs]
-            known = [f"{c!r} ({node.name} at position {i})" for i, node in readers for _, c in node.inputs]
-            listed = (
-                f"what can be passed is {', '.join(known)}" if known else "no operation reads a channel from the call"
-            )
-            where = located(nodes, readers[0][0]) if readers else {}
-            message = f"the call passed channel {name!r}; {listed}"
             hint = meant(name, [c for c in inputs if c not in channels])
             if name in _OF_A_SEQUENTIAL:
                 hint = f"{name} is an argument of the model: sf.Sequential(..., {name}=...)"
-            raise InputError(message, code="SF103", hint=hint, **where)
+            raise _surplus(nodes, inputs, f"channel {name!r}", hint)
+
+
+def positional_surplus(
+    nodes: Sequence[Node], inputs: Sequence[str], count: int, channels: Mapping[str, Tensor]
+) -> InputError:
+    """The error of a call with so many arguments by position after x."""
+    absent = [name for name in inputs if name not in channels][:count]
+    keywords = ", ".join(f"{name}=..." for name in absent)
+    hint = f"channels are passed by keyword: model(x, {keywords})" if absent else None
+    return _surplus(nodes, inputs, f"{count + 1} arguments by position, and x is the only one", hint)
+
+
+def _surplus(nodes: Sequence[Node], inputs: Sequence[str], what: str, hint: str | None) -> InputError:
+    readers = [(i, node) for i, node in enumerate(nodes) for _, c in node.inputs if c in inputs]
+    known = [f"{c!r} ({node.name} at position {i})" for i, node in readers for _, c in node.inputs]
+    listed = f"what can be passed is {', '.join(known)}" if known else "no operation reads a channel from the call"
+    where = located(nodes, readers[0][0]) if readers else {}
+    return InputError(f"the call passed {what}; {listed}", code="SF103", hint=hint, **where)
 
 
 def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:

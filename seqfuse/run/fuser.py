@@ -8,8 +8,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,15 @@ from ..plan.inputs import check_devices, expect_tensor, validate
 from ..plan.match import NEAR, Matcher
 from ..plan.plan import Plan, Search, plan_region
 from ..plan.quantized import check_stateless
-from ..plan.reference import by_reference, check_channels, draw, number_seeds, run_eagerly, walk_reference
+from ..plan.reference import (
+    by_reference,
+    check_channels,
+    draw,
+    number_seeds,
+    positional_surplus,
+    run_eagerly,
+    walk_reference,
+)
 from ..plan.schedule import AnyChoice, Budget, Choice, choice_of
 from ..plan.step import Stretch
 from ..recipes import current as quantizing
@@ -293,6 +301,11 @@ class Fuser:
             if self._matcher.note_failure(fusion, at, reason):
                 for op_list in self._op_lists:
                     op_list.forget()
+
+    def refuse_surplus(self, surplus: Sequence[Any], channels: Mapping[str, Tensor]) -> NoReturn:
+        """Raise for arguments of a call after x that have no name: channels are passed by keyword."""
+        op_list = self.op_list()
+        raise positional_surplus(op_list.nodes, op_list.inputs, len(surplus), channels)
 
     def op_list(self) -> OpList:
         """The flattened sequence, rebuilt if its fingerprint has changed."""

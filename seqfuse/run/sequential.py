@@ -169,7 +169,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         return tuple(self._modules.values())  # pyright: ignore[reportReturnType] # at once: another thread may append
 
     @takes_input
-    def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor = NOT_GIVEN, *surplus: Tensor, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the sequence; returns `y`, or `(y, *outputs)` with public extra outputs.
 
         Args:
@@ -183,9 +183,11 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
             fuser = self._own()
         if type(channels) is not dict:  # a tracer of torch.fx hands in one object for all of them
             channels = {name: channels[name] for name in fuser.op_list().inputs}
+        elif surplus:
+            fuser.refuse_surplus(surplus, channels)
         return fuser(x, **channels) if channels else fuser(x)
 
-    def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
+    def plan(self, x: Tensor | None = None, *surplus: Tensor, env: Env | None = None, **channels: Tensor) -> Plan:
         """The plan for this input or environment: the steps of each pass, and why other fusions are not applied.
 
         Args:
@@ -195,6 +197,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         """
         if env is not None and not isinstance(env, Env):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"env must be an Env, not {env!r}", code="SF106", hint="sf.Env.of(device, dtype=...)")
+        if surplus:
+            self._own().refuse_surplus(surplus, channels)
         return self._own().plan(x, env=env, **channels)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -589,3 +590,33 @@ def test_a_call_with_channels_finds_its_plan_as_one_without(monkeypatch: pytest.
         model(x, c=a)
     with pytest.raises(sf.InputError, match=r"'a'|'c'"):
         model(x, a=a, c=a)
+
+
+@pytest.mark.parametrize("call", ["call", "plan", "compiled"])
+def test_tensors_passed_by_position_are_told_the_channels_that_are_passed_by_keyword(call: str) -> None:
+    def message(model: Any, *given: torch.Tensor, **channels: torch.Tensor) -> str:
+        run = {"call": model, "plan": getattr(model, "plan", None), "compiled": torch.compile(model, backend="eager")}
+        with pytest.raises(sf.InputError) as caught:
+            run[call](*given, **channels)
+        assert caught.value.code == "SF103"
+        return str(caught.value)
+
+    x = tensor(3, 5)
+    model = sf.Sequential(ops.Linear(5, 5), ops.Add("a"), ops.Multiply("b"))
+    can = "what can be passed is 'a' (Add at position 2), 'b' (Multiply at position 3)"
+    place = "SF103 '1', position 2 (Add): the call passed"
+    by_position = "arguments by position, and x is the only one"
+    hint = "\nHint: channels are passed by keyword: model(x,"
+    assert message(model, x, x, x) == f"{place} 3 {by_position}; {can}{hint} a=..., b=...)"
+    assert message(model, x, x) == f"{place} 2 {by_position}; {can}{hint} a=...)"
+    assert message(model, x, x, a=x) == f"{place} 2 {by_position}; {can}{hint} b=...)"
+    assert message(model, x, x, a=x, b=x) == f"{place} 2 {by_position}; {can}"
+    nothing = f"SF103: the call passed 2 {by_position}; no operation reads a channel from the call"
+    assert message(sf.Sequential(ops.Linear(5, 5)), x, x) == nothing
+    if call != "plan":
+        assert message(ops.Linear(5, 5), x, x) == nothing
+
+
+def test_the_signature_of_a_call_has_no_surplus() -> None:
+    for model in (sf.Sequential(ops.ReLU()), ops.Add("a")):
+        assert str(inspect.signature(model.forward)).startswith("(x: 'Tensor', **channels: 'Tensor')")
