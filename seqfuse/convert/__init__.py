@@ -65,9 +65,10 @@ def convert(
         The conversion. `print` it after a call; `undo()` reverts it; `conversion(model)` returns it again.
 
     Raises:
-        InputError: (SF106) if `model` is not a module, has no forward, is already converted or has no layers for
-            `"layers"`, for an unknown recipe, and if `exclude` differs between equal layers; (SF108) if a strict
-            recipe does not fit a Linear of the model, or the device has no kernels for it.
+        InputError: (SF106) if `model` is not a module, has no forward, is already converted, contains a `DataParallel`
+            over several devices, or has no layers for `"layers"`, for an unknown recipe, and if `exclude` differs
+            between equal layers; (SF108) if a strict recipe does not fit a Linear of the model, or the device has no
+            kernels for it.
     """
     from .capture import start  # here, because what it needs of torch takes long to import
 

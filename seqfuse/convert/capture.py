@@ -106,6 +106,7 @@ def start(
     if regions == "model" and _is_never_called(model):
         hint = 'convert the module that calls its members, or use regions="layers"'
         raise _wrong(f"{type(model).__name__} has no forward, so nobody calls it", hint)
+    _check_not_replicated(model)
     _check_recipe_fits(model, made.options)
     _warn_of_unknown(model, made.options)
     places = [model] if regions == "model" else _layers(model)
@@ -228,6 +229,14 @@ def _check_not_converted(model: nn.Module) -> None:
             raise _wrong(f"{name} is converted already", "sf.conversion(model).undo() ends that")
         hint = f"sf.conversion(model.get_submodule({path!r})).undo() ends that"
         raise _wrong(f"a part of {name}, {path!r}, is converted already", hint)
+
+
+def _check_not_replicated(model: nn.Module) -> None:
+    for path, module in named_modules(model):
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            where = f" at {path!r}" if path else ""
+            said = f"the DataParallel{where} copies its module in each call, and a copy is not converted"
+            raise _wrong(said, "convert the module in it, and use DistributedDataParallel, one process for each device")
 
 
 def _conversions_in(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
@@ -510,6 +519,7 @@ def _conversion_of(module: nn.Module) -> Conversion | None:
 
 
 _alone = dynamo.runs_alone(_guarded, _conversion_of)
+dynamo.refuse_methods(_conversion_of)
 
 
 def _kind(module: nn.Module, args: Sequence[Any], kwargs: Iterable[str]) -> tuple[Any, ...]:
