@@ -465,7 +465,7 @@ class Memory:
     saved_unfused: int
     flops: int
     peak: int | None = None
-    peak_unknown: str | None = None
+    peak_unknown: str | None = dataclasses.field(default=None, repr=False)
 
 
 def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
