@@ -339,6 +339,8 @@ def _gated(packing: str) -> Iterator[tuple[Any, ...]]:
     yield p.shift(True), p.emit_gated(*unit), p.dgated(*unit), p.column_sum()
     yield p.shift(True), p.dot_gated(*unit), p.token_scale(), p.dgated(*unit), p.column_sum()
     yield p.dot_gated(*unit), p.token_scale(), p.dgated(*unit)
+    yield p.dot_gated(*unit), p.token_scale(), p.emit_gated(*unit), p.dgated(*unit)
+    yield p.token_scale(), p.emit_gated(*unit), p.dgated(*unit)
 
 
 def _chain(

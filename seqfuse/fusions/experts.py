@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -21,9 +22,8 @@ from ..ops._parameters import parameter
 from ..ops.experts import by_pair, by_row, sorted_rows, summed
 from ..pointwise import Gated
 from ..traffic import gain
-from ._shared import act_fits, kernels_read, kernels_run, numbers_of, unit_of
+from ._shared import act_fits, kernels_read, kernels_run, numbers_of
 from .boundary import boundary_around, boundary_fits, experts_bwd, pairs_of
-from .chain import chain_of, pointwise_maker
 from .gated import gated_kernel
 from .norm import NormRecord, run_norm
 
@@ -151,6 +151,9 @@ def _grouped() -> Any:
     return grouped
 
 
+_OF_X, _OF_WEIGHT, _SCALED = frozenset({"x"}), frozenset({"weight"}), ("gated", "token_scale")
+
+
 class _FactorsBeforeGEMM(JointFusion):
     """What both fusions share that multiply the input of the second GEMM of experts by their factors."""
 
@@ -191,7 +194,7 @@ class _FactorsBeforeGEMM(JointFusion):
         """What the experts make of their tokens, times factors, and what is saved."""
         self.unpermute.check(x, rows, probs)
         scales = by_row(probs, rows)
-        kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, ("gated", "token_scale"))
+        kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, _SCALED)
         (scaled,) = kernel(x, scales.view(x.shape[:-1]))
         assert scaled is not None
         y, record = self.linear.run(scaled, ends)
@@ -202,22 +205,37 @@ class _FactorsBeforeGEMM(JointFusion):
         self, dy: Tensor, saved: Any, needs: frozenset[str], main_grads: dict[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None]]:
         """Of the gradient of the outputs of experts, [*, top_k, H]."""
-        before, dots = "x" in needs, "unpermute.probs" in needs
-        record = GroupedLinear.Saved(x=saved.scaled, weight=saved.weight, offsets=saved.offsets)
-        own = frozenset([*["x"] * (before or dots), *["weight"] * ("linear.weight" in needs)])
-        buffer = main_grads.pop("linear.weight", None)
-        d, of_linear = self.linear.bwd(dy, record, needs=own, main_grads={} if buffer is None else {"weight": buffer})
-        grads: dict[str, Tensor | Accumulated | None] = {"linear.weight": of_linear.get("weight")}
+        before, dots, scaled = "x" in needs, "unpermute.probs" in needs, saved.scaled
+        wanted = "linear.weight" in needs
+        record = functools.partial(GroupedLinear.Saved, weight=saved.weight, offsets=saved.offsets)
+        grads: dict[str, Tensor | Accumulated | None] = {}
         dx = None
-        if d is not None:
-            key = before, dots, saved.scales.dtype, numbers_of(self.gated)
-            steps = (*["dot_gated"] * dots, *["token_scale", "dgated"] * before)
-            kernel = self.decided(key, gated_kernel, self.gated, steps, before, [saved.scales.dtype] * dots)
-            behind = [saved.scales.reshape(d.shape[:-1]), saved.x] * before
-            dx, *made = kernel(d, *[saved.x] * dots, *behind)
+        if before or dots:
+            d, _ = self.linear.bwd(dy, record(x=saved.x), needs=_OF_X)
+            assert d is not None
+            again = wanted and scaled is None
+            key = before, dots, again, saved.weight.dtype, saved.scales.dtype, numbers_of(self.gated)
+            steps = ["dot_gated"] * dots, ["token_scale"] * (before or again), ["emit_gated"] * again
+            kinds = [*[saved.scales.dtype] * dots, *[saved.weight.dtype] * again]
+            every = (*itertools.chain(*steps), *["dgated"] * before)
+            kernel = self.decided(key, gated_kernel, self.gated, every, before, kinds)
+            packed, factors = [saved.x], [saved.scales.reshape(d.shape[:-1])]
+            dx, *made = kernel(d, *packed * dots, *factors * (before or again), *packed * again, *packed * before)
+            del d
+            if again:
+                scaled = made.pop()
             if dots:
                 assert made[0] is not None
                 grads["unpermute.probs"] = by_pair(made[0], saved.rows, saved.offsets)
+        if wanted:  # last: what fails before it may fall back
+            if scaled is None:
+                kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, _SCALED)
+                (made,) = kernel(saved.x, saved.scales.reshape(saved.x.shape[:-1]))
+                scaled = made.to(saved.weight.dtype)
+            buffer = main_grads.pop("linear.weight", None)
+            given = {} if buffer is None else {"weight": buffer}
+            _, of_linear = self.linear.bwd(dy, record(x=scaled), needs=_OF_WEIGHT, main_grads=given)
+            grads["linear.weight"] = of_linear["weight"]
         return dx, grads
 
     def unfused(self, saved: Any) -> dict[str, Any]:
@@ -241,7 +259,7 @@ class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
 
     class Saved(context.Saved):
         x: Tensor  # [*, top_k, 2 F]
-        scaled: Tensor  # [*, top_k, F], p h
+        scaled: Tensor | None  # [*, top_k, F], p h; `None` where it is made again
         scales: Tensor  # [*, top_k], factor of each row
         weight: Tensor  # [groups, H, F], the parameter, or its cast
         rows: Tensor  # [*, top_k] int64
@@ -267,9 +285,9 @@ class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
 
 
 class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
-    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up; recomputes p h from x for the gradient of the weight.
+    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up; the pass of the gated unit's gradient makes p h again.
 
-    Costs one more gated unit in the backward pass; saves one tensor less.
+    Costs one more tensor written in the backward pass; saves that tensor less. dweight comes after dx.
 
     x, [gate; up]: [*, top_k, 2 F], probs: [*, top_k], y: [*, H].
     Source: Chen et al. 2016, arXiv:1604.06174 (recompute).
@@ -278,12 +296,11 @@ class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
     saves_memory = True
 
     def saves(self, env: Env) -> Savings:
-        return super().saves(env) - Savings(launches=1 + RECOMPUTING, bytes=3 * self._made(env))
+        return super().saves(env) - Savings(bytes=self._made(env))
 
     def _outputs(self, x: Tensor, *given: Tensor) -> tuple[Tensor, dict[str, Any]]:
         y, fields = super()._outputs(x, *given)
-        again = functools.partial(_scaled, ("gated", *unit_of(self.gated)), fields["scaled"].dtype)
-        return y, {**fields, "scaled": context.Recompute(again, x, fields["scales"])}
+        return y, {**fields, "scaled": None}
 
 
 class GatedGroupedLinearUnpermuteBoundary(_FactorsBeforeGEMM):
@@ -368,10 +385,3 @@ class GatedGroupedLinearUnpermuteBoundary(_FactorsBeforeGEMM):
 
     def unfused(self, saved: Any) -> dict[str, Any]:
         return {**super().unfused(saved), "norm": self._of_norm(saved)}
-
-
-def _scaled(gated: tuple[Any, ...], dtype: torch.dtype, x: Tensor, scales: Tensor) -> Tensor:
-    """What a gated unit makes of x, times a factor for each token."""
-    (h,) = pointwise_maker()(chain_of([gated, ("token_scale",)]), None, [], True)(x, scales.reshape(x.shape[:-1]))
-    assert h is not None
-    return h.to(dtype)

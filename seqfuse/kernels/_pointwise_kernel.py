@@ -209,6 +209,7 @@ def _walk(
     tiles = _loaded(x, at, x_stride, TILES, COMPUTE, IN_TURN)
     summed = ()
     shift = None
+    factors = None
     for s in tl.static_range(len(KINDS)):
         if KINDS[s] == "act":
             tiles = _act(tiles, FNS[s][0], entry(PS, s), HALF)
@@ -229,8 +230,8 @@ def _walk(
         elif KINDS[s] == "scale":
             tiles = _times(tiles, PS[s][0])
         elif KINDS[s] == "token_scale":
-            factors = tl.load(operands[s] + rows, mask=rows < M, other=0.0).to(COMPUTE)
-            tiles = _times(tiles, factors[:, None])
+            factors = tl.load(operands[s] + rows, mask=rows < M, other=0.0).to(COMPUTE)[:, None]
+            tiles = _times(tiles, factors)
         elif KINDS[s] == "dropout":
             tiles = _dropout(tiles, operands[s], rows, col, width, entry(PS, s), BLOCK_N, GROUPED)
         elif KINDS[s] == "store":
@@ -243,6 +244,8 @@ def _walk(
                 saved = _shifted(operands[s], shift, at, strides[s], 2 * len(tiles), COMPUTE, IN_TURN)
             made = _gated(saved, entry(FNS, s), entry(PS, s), SWAPPED[s], HALF)
             if KINDS[s] == "emit_gated":
+                if factors is not None:
+                    made = _times(made, factors)
                 _stored(outputs[s], made, at, IN_TURN)
             else:
                 _dotted(outputs[s], tiles, made, at, BLOCK_N)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -137,7 +138,10 @@ def emit(activation: Any) -> ChainStep:
 
 
 def emit_gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
-    """Give f(gate) g(up) of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N]."""
+    """Give f(gate) g(up) of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N].
+
+    Behind `token_scale` it is multiplied by the factors of that, too: a gated unit and its factors that were not kept.
+    """
     return _unit("emit_gated", activation, up, packing, False, operand="packed", output="matrix")
 
 
@@ -166,8 +170,9 @@ def shift(packed: bool = False) -> ChainStep:
 _OF_ACTIVATION = {"act": act, "dact": dact, "emit": emit}
 _OF_UNIT: dict[str, Any] = {"gated": gated, "dgated": dgated, "emit_gated": emit_gated, "dot_gated": dot_gated}
 READERS = ("dact", "dgated", "emit", "emit_gated", "dot_gated")
+_BEFORE_DGATED = ("emit_gated", "dgated"), ("dot_gated", "dgated")
 # Two of these steps that may read one operand, of which the second has it from the first.
-AGAIN = frozenset({("emit", "dact"), ("emit_gated", "dgated"), ("dot_gated", "dgated"), ("emit_gated", "dot_gated")})
+AGAIN = frozenset({("emit", "dact"), *itertools.permutations(("emit_gated", "dot_gated")), *_BEFORE_DGATED})
 _PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum, "token_scale": token_scale}
 
 

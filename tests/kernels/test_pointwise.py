@@ -215,6 +215,16 @@ CASES = {
         matrices={"z": 2, "u": 2},
         tokens=True,
     ),
+    "d_gated_scaled_again": Case(
+        lambda k: k.Chain(k.dot_gated(TANH), k.token_scale(), k.emit_gated(SILU), k.dgated(SILU)),
+        lambda dy, z, u, v, f: (
+            gradient(lambda z: F.silu(halves(z)[0]) * halves(z)[1])(dy * f.unsqueeze(-1), v)[0],
+            (dy * torch.tanh(halves(z)[0]) * halves(z)[1]).sum(-1),
+            F.silu(halves(u)[0]) * halves(u)[1] * f.unsqueeze(-1),
+        ),
+        matrices={"z": 2, "u": 2, "v": 2},
+        tokens=True,
+    ),
     "emit_gated": Case(
         lambda k: k.Chain(k.emit_gated(SILU), k.scale(0.5), k.column_sum()),
         lambda dy, z: (dy * 0.5, F.silu(halves(z)[0]) * halves(z)[1], summed(dy * 0.5)),
@@ -237,8 +247,8 @@ def drawn(
 
 def run(case: Case, tensors: Tensors, k: ModuleType = pointwise) -> Tensors:
     x, *operands = tensors.values()
-    if case.tokens and len(case.matrices) == 2:  # the factors stand between the two that read the packed one
-        operands[1:] = operands[:0:-1]
+    if case.tokens and len(case.matrices) > 1:  # the factors stand behind the first that reads the packed one
+        operands.insert(1, operands.pop())
     if case.seed is not None:
         operands.insert(case.seed, SEED.to(x.device))
     made = [t for t in k.pointwise(x, case.chain(k), operands) if t is not None]

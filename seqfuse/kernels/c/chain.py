@@ -93,6 +93,7 @@ def printed(
     sums = 0
     shift: tuple[str, torch.dtype] | None = None
     dots: list[tuple[torch.dtype, int]] = []
+    factor: Number | None = None  # of a token
 
     def columns(count: int) -> list[str]:
         """Of each of so many parts of a row, the column that the loop is at."""
@@ -142,8 +143,8 @@ def printed(
             others = matrix(of_operand, f"p{operands}", f"s{operands}", len(tiles))
             tiles = [t + v for t, v in zip(tiles, others, strict=True)]
         elif step.kind == "scale":
-            factor = numbers.number(step.P[0])
-            tiles = [t * factor for t in tiles]
+            constant = numbers.number(step.P[0])
+            tiles = [t * constant for t in tiles]
         elif step.kind == "dropout":
             before.append(f"keys_of(*(const int64_t *)p{operands}, &k{s});")
             words = [f"w{s}_{j}" for j in range(len(tiles))]
@@ -155,7 +156,8 @@ def printed(
             give([value_in_c(functions[0], v, P) for v in read(len(tiles))], of, f"o{len(outputs)}")
             outputs.append("matrix")
         elif step.kind == "emit_gated":
-            give(_gated(step, read(2 * len(tiles)), P), of, f"o{len(outputs)}")
+            made = _gated(step, read(2 * len(tiles)), P)
+            give(made if factor is None else [v * factor for v in made], of, f"o{len(outputs)}")
             outputs.append("matrix")
         elif step.kind == "dot_gated":
             for t, v in zip(tiles, _gated(step, read(2 * len(tiles)), P), strict=True):
