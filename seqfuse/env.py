@@ -289,14 +289,8 @@ def _without_instructions() -> frozenset[torch.dtype]:
     return frozenset() if has else frozenset({torch.bfloat16})
 
 
-def _mkl_without_avx512() -> bool:
-    """Whether torch's float32 GEMMs are MKL's, without AVX-512 on this processor, while oneDNN's use it.
-
-    MKL has AVX-512 kernels for Intel's processors alone.
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
-        return False
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+def _mkl_on_amd() -> bool:
+    if not torch.backends.mkl.is_available():
         return False
     try:
         stated = Path("/proc/cpuinfo").read_text()
@@ -310,7 +304,15 @@ _BY_PROCESSOR = parsed()[0].cpu_gemms == "auto"
 WIDENED = _without_instructions() if _BY_PROCESSOR else frozenset[torch.dtype]()
 """The dtypes whose GEMMs are computed in float32 on this CPU, and rounded once."""
 
-ONEDNN_FLOAT32 = _BY_PROCESSOR and _mkl_without_avx512()
+MKL_ON_AMD = _BY_PROCESSOR and _mkl_on_amd()
+"""Whether torch's float32 GEMMs are MKL's on a processor for which that has no AVX-512 kernels."""
+
+ONEDNN_FLOAT32 = (
+    MKL_ON_AMD
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    and torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
 """Whether float32 GEMMs on this CPU are oneDNN's from some size on: MKL takes twice as long."""
 
 

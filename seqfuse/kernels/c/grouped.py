@@ -12,10 +12,14 @@ import functools
 import torch
 from torch import Tensor
 
+from ...env import MKL_ON_AMD
 from .call import CKernel, Decided, copies, decided_once, row_stride, written
 
 MOST = 2**31 - 1
 """The greatest size and stride that BLAS takes, whose integers have 32 bits."""
+
+_ROWS, _WEIGHT = 64, 2**16
+"""At most so many rows, and at least so many numbers of a group's weight, which BLAS would pack, or write twice."""
 
 _SGEMM = (
     "typedef void (*Sgemm)(const char *, const char *, const int *, const int *, const int *, const float *,\n"
@@ -27,6 +31,35 @@ _SGEMM = (
     "  const float one = 1.f;\n"
     "  ((Sgemm)(uintptr_t)call)(&ta, &tb, &m_, &n_, &k_, &one, a, &sa_, b, &sb_, &beta, c, &sc_);\n"
     "}\n"
+)
+_HERE = (
+    f"#define FEW(rows, N, K) (here && (rows) && (rows) <= {_ROWS} && (N) * (K) >= {_WEIGHT})\n"
+    "#define BY_THREADS _Pragma(\"omp parallel for num_threads(threads) schedule(static) if (threads > 1)\")\n"
+)
+_OUTER = (
+    "/* out = dy^T x: BLAS writes zeros first. */\n"
+    "static void outer(I N, I K, I rows, const float *dy, I sy, const float *x, I sx, float *out, int threads) {\n"
+    "BY_THREADS for (I n = 0; n < N; n += TILE) {\n"
+    f"float side[TILE * {_ROWS}];\nconst I m = N - n < TILE ? N - n : TILE;\n"
+    "for (I r = 0; r < rows; r++) for (I i = 0; i < m; i++) side[r * TILE + i] = dy[r * sy + n + i];\n"
+    "if (m == TILE) product(TILE, K, rows, side, 1, TILE, x, sx, out + n * K, K, 0);\n"
+    "else product(m, K, rows, side, 1, TILE, x, sx, out + n * K, K, 0);\n}\n}\n"
+)
+_LINEAR = (
+    "#define FILLED(rows) (((rows) + WIDTH - 1) / WIDTH * WIDTH)\n"
+    "/* y = x w^T + bias; w is read where it is: BLAS packs it. */\n"
+    "static void linear(I N, I K, I rows, const float *x, I sx, const float *w, I sw, const float *bias, float *y,\n"
+    "  int threads) {\n"
+    "float *side = calloc(FILLED(rows) * K, 4);\n"
+    "for (I r = 0; r < rows; r++)\n"
+    "  for (I k = 0; k < K; k++) side[r / WIDTH * K * WIDTH + k * WIDTH + r % WIDTH] = x[r * sx + k];\n"
+    "BY_THREADS for (I n = 0; n < N; n += TILE) {\n"
+    "float to[TILE * WIDTH];\nconst float *from = w + n * sw;\nconst I m = N - n < TILE ? N - n : TILE;\n"
+    "for (I r0 = 0; r0 < rows; r0 += WIDTH) {\nconst float *of = side + r0 * K;\n"
+    "if (m == TILE) tile(TILE, VECTORS, K, from, sw, 1, of, WIDTH, to, WIDTH, 0);\n"
+    "else for (I i = 0; i < m; i++) tile(1, VECTORS, K, from + i * sw, sw, 1, of, WIDTH, to + i * WIDTH, WIDTH, 0);\n"
+    "for (I r = r0; r < rows && r < r0 + WIDTH; r++) for (I i = 0; i < m; i++)\n"
+    "  y[r * N + n + i] = to[i * WIDTH + r - r0] + (bias ? bias[n + i] : 0.f);\n}\n}\nfree(side);\n}\n"
 )
 _EACH = (
     "I start = 0;\nfor (I g = 0; g < G; g++) {\n"
@@ -48,27 +81,32 @@ def sgemm() -> int:
 @functools.cache
 def linear_kernel(biased: bool) -> CKernel:
     """Gives y = x weight_g^T + bias_g for the rows of each group; zeros behind them."""
-    bias = "for (I r = 0; r < rows; r++) memcpy(to + r * N, bias + g * N, 4 * N);\n" * biased
+    row = "for (I r = 0; r < rows; r++) memcpy(to + r * N, bias + g * N, 4 * N);\n" * biased
+    own = "bias + g * N" if biased else "0"
     body = (
-        f"(void)threads;\n{_EACH}float *to = y + start * N;\n{bias}"
-        "if (rows) gemm(call, turned ? 'N' : 'T', 'N', N, rows, K, weight + g * sg, sw, x + start * sx, sx,\n"
-        f"  {float(biased)}f, to, N);\nstart = end;\n}}\nmemset(y + start * N, 0, 4 * (R - start) * N);\n"
+        f"{_EACH}float *to = y + start * N;\n"
+        "if (FEW(rows, N, K) && !turned && 3 * FILLED(rows) <= 4 * rows)\n"
+        f"linear(N, K, rows, x + start * sx, sx, weight + g * sg, sw, {own}, to, threads);\nelse if (rows) {{\n{row}"
+        "gemm(call, turned ? 'N' : 'T', 'N', N, rows, K, weight + g * sg, sw, x + start * sx, sx,\n"
+        f"  {float(biased)}f, to, N);\n}}\nstart = end;\n}}\nmemset(y + start * N, 0, 4 * (R - start) * N);\n"
     )
     pointers = ["const float *x", "const float *weight", "const void *ends", *["const float *bias"] * biased]
-    integers = ["R", "N", "K", "G", "sx", "sg", "sw", "turned", "wide", "call"]
-    return written([*pointers, "float *y"], integers, [], body, before=_SGEMM)
+    integers = ["R", "N", "K", "G", "sx", "sg", "sw", "turned", "wide", "here", "call"]
+    return written([*pointers, "float *y"], integers, [], body, "tile.h", before=_HERE + _SGEMM + _LINEAR)
 
 
 @functools.cache
 def outer_kernel() -> CKernel:
     """Gives dweight_g = dy_g^T x_g; zeros for a group without rows."""
     body = (
-        f"(void)threads;\n{_EACH}float *to = out + g * N * K;\n"
-        "if (rows) gemm(call, 'N', 'T', K, N, rows, x + start * sx, sx, dy + start * sy, sy, 0.f, to, K);\n"
+        f"{_EACH}float *to = out + g * N * K;\n"
+        "if (FEW(rows, N, K) && K % LANES == 0)\n"
+        "outer(N, K, rows, dy + start * sy, sy, x + start * sx, sx, to, threads);\n"
+        "else if (rows) gemm(call, 'N', 'T', K, N, rows, x + start * sx, sx, dy + start * sy, sy, 0.f, to, K);\n"
         "else memset(to, 0, 4 * N * K);\nstart = end;\n}\n"
     )
     pointers = ["const float *dy", "const float *x", "const void *ends", "float *out"]
-    return written(pointers, ["R", "N", "K", "G", "sy", "sx", "wide", "call"], [], body, before=_SGEMM)
+    return written(pointers, ["R", "N", "K", "G", "sy", "sx", "wide", "here", "call"], [], body, "tile.h", before=_HERE + _SGEMM + _OUTER)
 
 
 def _rows_of(t: Tensor) -> tuple[int, bool]:
@@ -92,16 +130,18 @@ def _decide_linear(x: Tensor, weight: Tensor, offsets: Tensor, *bias: Tensor) ->
     (rows, depth), (groups, columns, _) = x.shape, weight.shape
     (sx, copy), (sg, sw, turned, copied) = _rows_of(x), _weights_of(weight)
     copied = [0] * copy + [1] * copied + [i for i, t in enumerate((offsets, *bias), 2) if not t.is_contiguous()]
-    numbers = rows, columns, depth, groups, sx, sg, sw, turned, offsets.dtype is torch.int64, sgemm()
-    return Decided(linear_kernel(bool(bias)), [((rows, columns), torch.float32)], numbers, 0, None, copies(copied))
+    numbers = rows, columns, depth, groups, sx, sg, sw, turned, offsets.dtype is torch.int64, MKL_ON_AMD, sgemm()
+    work, made = rows * columns * depth, [((rows, columns), torch.float32)]
+    return Decided(linear_kernel(bool(bias)), made, numbers, work, None, copies(copied))
 
 
 def _decide_outer(dy: Tensor, x: Tensor, offsets: Tensor) -> Decided:
     (rows, columns), depth, groups = dy.shape, x.shape[1], offsets.shape[0]
     (sy, copy), (sx, copy_x) = _rows_of(dy), _rows_of(x)
     copied = [0] * copy + [1] * copy_x + [2] * (not offsets.is_contiguous())
-    numbers = rows, columns, depth, groups, sy, sx, offsets.dtype is torch.int64, sgemm()
-    return Decided(outer_kernel(), [((groups, columns, depth), torch.float32)], numbers, 0, None, copies(copied))
+    numbers = rows, columns, depth, groups, sy, sx, offsets.dtype is torch.int64, MKL_ON_AMD, sgemm()
+    work, made = rows * columns * depth, [((groups, columns, depth), torch.float32)]
+    return Decided(outer_kernel(), made, numbers, work, None, copies(copied))
 
 
 _linear, _outer = decided_once(_decide_linear), decided_once(_decide_outer)
