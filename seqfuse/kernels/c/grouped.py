@@ -18,8 +18,9 @@ from .call import CKernel, Decided, copies, decided_once, row_stride, written
 MOST = 2**31 - 1
 """The greatest size and stride that BLAS takes, whose integers have 32 bits."""
 
-_ROWS, _WEIGHT = 64, 2**16
-"""At most so many rows, and at least so many numbers of a group's weight, which BLAS would pack, or write twice."""
+_FEW, _WEIGHT = 64, 2**16
+"""Rows of a group up to which, where its weight has at least so many numbers, MKL takes longer on an AMD processor than
+what is here: it packs the weight, and writes its gradient twice. 0.6 to 0.8 of its time for 16 rows, 0.8 for 64."""
 
 _SGEMM = (
     "typedef void (*Sgemm)(const char *, const char *, const int *, const int *, const int *, const float *,\n"
@@ -32,15 +33,12 @@ _SGEMM = (
     "  ((Sgemm)(uintptr_t)call)(&ta, &tb, &m_, &n_, &k_, &one, a, &sa_, b, &sb_, &beta, c, &sc_);\n"
     "}\n"
 )
-_HERE = (
-    f"#define FEW(rows, N, K) (here && (rows) && (rows) <= {_ROWS} && (N) * (K) >= {_WEIGHT})\n"
-    "#define BY_THREADS _Pragma(\"omp parallel for num_threads(threads) schedule(static) if (threads > 1)\")\n"
-)
+_BY_THREADS = "#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)\n"
 _OUTER = (
     "/* out = dy^T x: BLAS writes zeros first. */\n"
     "static void outer(I N, I K, I rows, const float *dy, I sy, const float *x, I sx, float *out, int threads) {\n"
-    "BY_THREADS for (I n = 0; n < N; n += TILE) {\n"
-    f"float side[TILE * {_ROWS}];\nconst I m = N - n < TILE ? N - n : TILE;\n"
+    f"{_BY_THREADS}for (I n = 0; n < N; n += TILE) {{\n"
+    f"float side[TILE * {_FEW}];\nconst I m = N - n < TILE ? N - n : TILE;\n"
     "for (I r = 0; r < rows; r++) for (I i = 0; i < m; i++) side[r * TILE + i] = dy[r * sy + n + i];\n"
     "if (m == TILE) product(TILE, K, rows, side, 1, TILE, x, sx, out + n * K, K, 0);\n"
     "else product(m, K, rows, side, 1, TILE, x, sx, out + n * K, K, 0);\n}\n}\n"
@@ -53,7 +51,7 @@ _LINEAR = (
     "float *side = calloc(FILLED(rows) * K, 4);\n"
     "for (I r = 0; r < rows; r++)\n"
     "  for (I k = 0; k < K; k++) side[r / WIDTH * K * WIDTH + k * WIDTH + r % WIDTH] = x[r * sx + k];\n"
-    "BY_THREADS for (I n = 0; n < N; n += TILE) {\n"
+    f"{_BY_THREADS}for (I n = 0; n < N; n += TILE) {{\n"
     "float to[TILE * WIDTH];\nconst float *from = w + n * sw;\nconst I m = N - n < TILE ? N - n : TILE;\n"
     "for (I r0 = 0; r0 < rows; r0 += WIDTH) {\nconst float *of = side + r0 * K;\n"
     "if (m == TILE) tile(TILE, VECTORS, K, from, sw, 1, of, WIDTH, to, WIDTH, 0);\n"
@@ -85,14 +83,14 @@ def linear_kernel(biased: bool) -> CKernel:
     own = "bias + g * N" if biased else "0"
     body = (
         f"{_EACH}float *to = y + start * N;\n"
-        "if (FEW(rows, N, K) && !turned && 3 * FILLED(rows) <= 4 * rows)\n"
+        "if (rows && rows <= few && !turned && 3 * FILLED(rows) <= 4 * rows)\n"
         f"linear(N, K, rows, x + start * sx, sx, weight + g * sg, sw, {own}, to, threads);\nelse if (rows) {{\n{row}"
         "gemm(call, turned ? 'N' : 'T', 'N', N, rows, K, weight + g * sg, sw, x + start * sx, sx,\n"
         f"  {float(biased)}f, to, N);\n}}\nstart = end;\n}}\nmemset(y + start * N, 0, 4 * (R - start) * N);\n"
     )
     pointers = ["const float *x", "const float *weight", "const void *ends", *["const float *bias"] * biased]
-    integers = ["R", "N", "K", "G", "sx", "sg", "sw", "turned", "wide", "here", "call"]
-    return written([*pointers, "float *y"], integers, [], body, "tile.h", before=_HERE + _SGEMM + _LINEAR)
+    integers = ["R", "N", "K", "G", "sx", "sg", "sw", "turned", "wide", "few", "call"]
+    return written([*pointers, "float *y"], integers, [], body, "tile.h", before=_SGEMM + _LINEAR)
 
 
 @functools.cache
@@ -100,13 +98,15 @@ def outer_kernel() -> CKernel:
     """Gives dweight_g = dy_g^T x_g; zeros for a group without rows."""
     body = (
         f"{_EACH}float *to = out + g * N * K;\n"
-        "if (FEW(rows, N, K) && K % LANES == 0)\n"
+        "if (rows && rows <= few && K % LANES == 0)\n"
         "outer(N, K, rows, dy + start * sy, sy, x + start * sx, sx, to, threads);\n"
         "else if (rows) gemm(call, 'N', 'T', K, N, rows, x + start * sx, sx, dy + start * sy, sy, 0.f, to, K);\n"
         "else memset(to, 0, 4 * N * K);\nstart = end;\n}\n"
     )
     pointers = ["const float *dy", "const float *x", "const void *ends", "float *out"]
-    return written(pointers, ["R", "N", "K", "G", "sy", "sx", "wide", "here", "call"], [], body, "tile.h", before=_HERE + _SGEMM + _OUTER)
+    return written(
+        pointers, ["R", "N", "K", "G", "sy", "sx", "wide", "few", "call"], [], body, "tile.h", before=_SGEMM + _OUTER
+    )
 
 
 def _rows_of(t: Tensor) -> tuple[int, bool]:
@@ -126,11 +126,28 @@ def _weights_of(t: Tensor) -> tuple[int, int, bool, bool]:
     return rows * columns, columns, False, True
 
 
+def _few(numbers: int) -> int:
+    """Up to how many rows of a group are multiplied here, by a weight of so many numbers."""
+    return _FEW if MKL_ON_AMD and numbers >= _WEIGHT else 0
+
+
 def _decide_linear(x: Tensor, weight: Tensor, offsets: Tensor, *bias: Tensor) -> Decided:
     (rows, depth), (groups, columns, _) = x.shape, weight.shape
     (sx, copy), (sg, sw, turned, copied) = _rows_of(x), _weights_of(weight)
     copied = [0] * copy + [1] * copied + [i for i, t in enumerate((offsets, *bias), 2) if not t.is_contiguous()]
-    numbers = rows, columns, depth, groups, sx, sg, sw, turned, offsets.dtype is torch.int64, MKL_ON_AMD, sgemm()
+    numbers = (
+        rows,
+        columns,
+        depth,
+        groups,
+        sx,
+        sg,
+        sw,
+        turned,
+        offsets.dtype is torch.int64,
+        _few(columns * depth),
+        sgemm(),
+    )
     work, made = rows * columns * depth, [((rows, columns), torch.float32)]
     return Decided(linear_kernel(bool(bias)), made, numbers, work, None, copies(copied))
 
@@ -139,7 +156,7 @@ def _decide_outer(dy: Tensor, x: Tensor, offsets: Tensor) -> Decided:
     (rows, columns), depth, groups = dy.shape, x.shape[1], offsets.shape[0]
     (sy, copy), (sx, copy_x) = _rows_of(dy), _rows_of(x)
     copied = [0] * copy + [1] * copy_x + [2] * (not offsets.is_contiguous())
-    numbers = rows, columns, depth, groups, sy, sx, offsets.dtype is torch.int64, MKL_ON_AMD, sgemm()
+    numbers = rows, columns, depth, groups, sy, sx, offsets.dtype is torch.int64, _few(columns * depth), sgemm()
     work, made = rows * columns * depth, [((groups, columns, depth), torch.float32)]
     return Decided(outer_kernel(), made, numbers, work, None, copies(copied))
 

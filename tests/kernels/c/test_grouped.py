@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqfuse import compiler
 from seqfuse.kernels.c import grouped as in_c
+from seqfuse.kernels.c.call import decided_once
 from seqfuse.ops import _grouped
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from seqfuse.testing.judge import judge
@@ -34,8 +35,37 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, offsets: Ten
     }
 
 
+@pytest.fixture(params=[False, True], ids=["BLAS", "few rows here"])
+def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether groups of few rows are multiplied by C of our own, whatever the processor and the size."""
+    monkeypatch.setattr(in_c, "MKL_ON_AMD", request.param)
+    monkeypatch.setattr(in_c, "_WEIGHT", 0)
+    for name in ("linear", "outer"):
+        monkeypatch.setattr(in_c, f"_{name}", decided_once(getattr(in_c, f"_decide_{name}")))
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [1, 12, 16, 17, 30, 64, 65])
+@pytest.mark.parametrize(("width", "depth"), [(24, 64), (19, 32), (33, 37)])
+def test_few_rows(rows: int, width: int, depth: int, here: bool) -> None:
+    """Every number of rows and columns beyond those of a tile, beside groups of other sizes."""
+    ends = torch.tensor([rows, rows, rows + 5, 2 * rows + 5], dtype=torch.int32)
+
+    def measured(seed: int) -> tuple[dict[str, Tensor], ...]:
+        given: dict[str, Any] = {
+            "x": seeded_randn((2 * rows + 8, depth), seed), "weight": seeded_randn((4, width, depth), seed + 1),
+            "bias": seeded_randn((4, width), seed + 2), "dy": seeded_randn((2 * rows + 8, width), seed + 3),
+        }  # fmt: skip
+        found = run(**given, offsets=ends)
+        wide = {name: t.double() for name, t in given.items()}
+        plain, exact = ({name: by_group(**of, offsets=ends)[name] for name in found} for of in (given, wide))
+        return found, plain, exact
+
+    judge(measured, 0)
+
+
 @pytest.mark.parametrize("case", FILLED)
-def test_a_gemm_for_each_group(case: str) -> None:
+def test_a_gemm_for_each_group(case: str, here: bool) -> None:
     def measured(seed: int) -> tuple[dict[str, Tensor], ...]:
         given = drawn(case, torch.float32, seed)
         wide = {name: t.double() if t.is_floating_point() else t for name, t in given.items()}
@@ -70,7 +100,7 @@ def _variants(given: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def test_matrices_may_lie_anywhere() -> None:
+def test_matrices_may_lie_anywhere(here: bool) -> None:
     given = drawn("odd", torch.float32, 3)
     expected = run(**given)
     for name, variant in _variants(given).items():
@@ -78,7 +108,7 @@ def test_matrices_may_lie_anywhere() -> None:
             torch.testing.assert_close(t, expected[result], msg=f"{result}, {name}")
 
 
-def test_one_row_may_have_any_stride() -> None:
+def test_one_row_may_have_any_stride(here: bool) -> None:
     x, weight, ends = seeded_randn((1, 5), 0), seeded_randn((2, 1, 5), 1), torch.tensor([0, 1], dtype=torch.int32)
     expected = in_c.linear_of_groups(x, weight, ends, None)
     for stride in (0, 1, 9):
