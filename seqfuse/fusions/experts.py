@@ -259,7 +259,7 @@ class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
 
     class Saved(context.Saved):
         x: Tensor  # [*, top_k, 2 F]
-        scaled: Tensor | None  # [*, top_k, F], p h; `None` where it is made again
+        scaled: Tensor | None  # [*, top_k, F], p h; `None` where it is recomputed
         scales: Tensor  # [*, top_k], factor of each row
         weight: Tensor  # [groups, H, F], the parameter, or its cast
         rows: Tensor  # [*, top_k] int64
@@ -285,7 +285,7 @@ class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
 
 
 class RecomputeGatedGroupedLinearUnpermute(GatedGroupedLinearUnpermute):
-    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up; the pass of the gated unit's gradient makes p h again.
+    """y_t = sum_j p_j h_j weight_g^T, h = act(gate) up; recomputes p h in the pass of the gated unit's gradient.
 
     Costs one more tensor written in the backward pass; saves that tensor less. dweight comes after dx.
 

@@ -12,14 +12,13 @@ import functools
 import torch
 from torch import Tensor
 
-from ...env import MKL_ON_AMD
 from .call import CKernel, Decided, copies, decided_once, row_stride, written
 
 MOST = 2**31 - 1
 """The greatest size and stride that BLAS takes, whose integers have 32 bits."""
 
 _FEW, _WEIGHT = 64, 2**16
-"""Rows of a group up to which, where its weight has at least so many numbers, MKL takes longer on an AMD processor than
+"""Rows of a group up to which, where its weight has at least so many numbers, MKL on an AMD processor takes longer than
 what is here: it packs the weight, and writes its gradient twice. 0.6 to 0.8 of its time for 16 rows, 0.8 for 64."""
 
 _SGEMM = (
@@ -126,55 +125,40 @@ def _weights_of(t: Tensor) -> tuple[int, int, bool, bool]:
     return rows * columns, columns, False, True
 
 
-def _few(numbers: int) -> int:
-    """Up to how many rows of a group are multiplied here, by a weight of so many numbers."""
-    return _FEW if MKL_ON_AMD and numbers >= _WEIGHT else 0
-
-
-def _decide_linear(x: Tensor, weight: Tensor, offsets: Tensor, *bias: Tensor) -> Decided:
+def _decide_linear(here: bool, x: Tensor, weight: Tensor, offsets: Tensor, *bias: Tensor) -> Decided:
     (rows, depth), (groups, columns, _) = x.shape, weight.shape
     (sx, copy), (sg, sw, turned, copied) = _rows_of(x), _weights_of(weight)
     copied = [0] * copy + [1] * copied + [i for i, t in enumerate((offsets, *bias), 2) if not t.is_contiguous()]
-    numbers = (
-        rows,
-        columns,
-        depth,
-        groups,
-        sx,
-        sg,
-        sw,
-        turned,
-        offsets.dtype is torch.int64,
-        _few(columns * depth),
-        sgemm(),
-    )
+    few = _FEW if here and columns * depth >= _WEIGHT else 0
+    numbers = rows, columns, depth, groups, sx, sg, sw, turned, offsets.dtype is torch.int64, few, sgemm()
     work, made = rows * columns * depth, [((rows, columns), torch.float32)]
     return Decided(linear_kernel(bool(bias)), made, numbers, work, None, copies(copied))
 
 
-def _decide_outer(dy: Tensor, x: Tensor, offsets: Tensor) -> Decided:
+def _decide_outer(here: bool, dy: Tensor, x: Tensor, offsets: Tensor) -> Decided:
     (rows, columns), depth, groups = dy.shape, x.shape[1], offsets.shape[0]
     (sy, copy), (sx, copy_x) = _rows_of(dy), _rows_of(x)
     copied = [0] * copy + [1] * copy_x + [2] * (not offsets.is_contiguous())
-    numbers = rows, columns, depth, groups, sy, sx, offsets.dtype is torch.int64, _few(columns * depth), sgemm()
+    few = _FEW if here and columns * depth >= _WEIGHT else 0
+    numbers = rows, columns, depth, groups, sy, sx, offsets.dtype is torch.int64, few, sgemm()
     work, made = rows * columns * depth, [((groups, columns, depth), torch.float32)]
     return Decided(outer_kernel(), made, numbers, work, None, copies(copied))
 
 
-_linear, _outer = decided_once(_decide_linear), decided_once(_decide_outer)
+_linear, _outer = (
+    {here: decided_once(functools.partial(decide, here)) for here in (False, True)}
+    for decide in (_decide_linear, _decide_outer)
+)
 
 
-def linear_of_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+def linear_of_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, here: bool = False) -> Tensor:
     """Return y [R, N] of rows x [R, K], weights [G, N, K] and biases [G, N], all float32.
 
-    `offsets`, int32 or int64, are read here. No size is 0.
+    `offsets`, int32 or int64, are read here. No size is 0. BLAS multiplies; with `here` it leaves groups of few rows.
     """
-    return _linear(x, weight, offsets) if bias is None else _linear(x, weight, offsets, bias)
+    return _linear[here](x, weight, offsets) if bias is None else _linear[here](x, weight, offsets, bias)
 
 
-def outer_of_groups(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """Return dy_g^T x_g, [G, N, K], of rows dy [R, N] and x [R, K], both float32.
-
-    `offsets`, int32 or int64, are read here. No size is 0.
-    """
-    return _outer(dy, x, offsets)
+def outer_of_groups(dy: Tensor, x: Tensor, offsets: Tensor, here: bool = False) -> Tensor:
+    """Return dy_g^T x_g, [G, N, K], of rows dy [R, N] and x [R, K], both float32; the rest as `linear_of_groups`."""
+    return _outer[here](dy, x, offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,11 +38,11 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, offsets: Ten
 
 @pytest.fixture(params=[False, True], ids=["BLAS", "few rows here"])
 def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether groups of few rows are multiplied by C of our own, whatever the processor and the size."""
-    monkeypatch.setattr(in_c, "MKL_ON_AMD", request.param)
+    """Whether groups of few rows are multiplied by C of our own, whatever the size of their weight."""
     monkeypatch.setattr(in_c, "_WEIGHT", 0)
     for name in ("linear", "outer"):
-        monkeypatch.setattr(in_c, f"_{name}", decided_once(getattr(in_c, f"_decide_{name}")))
+        decide = functools.partial(getattr(in_c, f"_decide_{name}"), request.param)
+        monkeypatch.setattr(in_c, f"_{name}", {False: decided_once(decide)})
     return request.param
 
 
