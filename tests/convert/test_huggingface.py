@@ -145,15 +145,21 @@ def test_generation_gives_the_tokens_that_it_gives_without_the_conversion(cache:
     assert len(conversion.graphs) in (2, 3)
 
 
-# Dropout draws other numbers, a model in parts on two devices or of two dtypes does not run, and Dynamo captures what
-# a module inside runs, compiled or not.
-_OTHER = {"dropout of attention", "a part on another device", "a part in another dtype", "rounded angles", "compiled"}
+# Dropout draws other numbers, a model in parts on two devices or of two dtypes does not run, Dynamo captures what a
+# module inside runs, compiled or not, and attention of another configuration rounds to float32 in the middle.
+_OTHER = {
+    "dropout of attention", "a part on another device", "a part in another dtype", "rounded angles", "compiled",
+    "a configuration of its own",
+}  # fmt: skip
 KINDS = [name for name in LLAMA if name not in _OTHER]
 _LAST = ("an adapter", "a layer less", "a norm of another kind")  # what others change is gone then
-GROUPS = [sorted(KINDS[i::6], key=lambda name: name in _LAST) for i in range(6)]
+_RAISING = ("a pre-hook", "the size of a head", "a bias", "a weight of another shape", "no weight")  # nothing runs then
+_RUNNING = [name for name in KINDS if name not in _RAISING]
+GROUPS = [*(sorted(_RUNNING[i::6], key=lambda name: name in _LAST) for i in range(6)), list(_RAISING)]
 
 
 def altered(model: Any, names: Sequence[str]) -> None:
+    torch.manual_seed(2)  # a spectral norm draws where it begins
     for name in names:
         LLAMA[name][0](model)
 
@@ -175,7 +181,7 @@ def assert_altered_models_are_equal(names: Sequence[str], after: bool) -> None:
         passes(model)
         altered(model, names)
     found, wanted = outcome(model), outcome(plain)
-    assert isinstance(found, str) == isinstance(wanted, str), (found, wanted)
+    assert isinstance(found, str) == isinstance(wanted, str) == any(map(_RAISING.__contains__, names)), (found, wanted)
     if not isinstance(wanted, str) and not isinstance(found, str):
         assert_equal(found, wanted)
 

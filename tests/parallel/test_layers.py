@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import seqfuse as sf
 from seqfuse import nn, ops
+from tests import processes
 from tests.processes import Facts
 
 from .sharded import assert_same, copy_shares, draw, randomize
@@ -54,7 +55,8 @@ def shares_of_rows_equal_one_process() -> None:
         assert_same(stack(name, dist.group.WORLD, dim), stack(name), draw(2, 8, 16), dim=dim)
 
 
+BOTH = [every_layer_equals_one_process, shares_of_rows_equal_one_process]
 test_in_several_processes = Facts({
-    2: [every_layer_equals_one_process, layers_unfused, shares_of_rows_equal_one_process],
-    4: [every_layer_equals_one_process, shares_of_rows_equal_one_process],
+    2: [layers_unfused, *(BOTH if processes.FULL else BOTH[1:])],
+    4: BOTH if processes.FULL else BOTH[:1],
 }).test  # fmt: skip
