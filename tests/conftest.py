@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -84,9 +85,16 @@ def of_kernels(path: Path) -> bool:
     return any(path.is_relative_to(folder) for folder in KERNELS) and not path.is_relative_to(IN_C[0])
 
 
+@functools.cache
 def in_c(path: Path) -> bool:
     """Whether a file of tests runs C kernels in the half that interprets none."""
     return any(path.is_relative_to(place) for place in IN_C)
+
+
+@functools.cache
+def in_turn(path: Path) -> bool:
+    """Whether of cases that differ in a dtype or the fusion alone one is run."""
+    return any(path.is_relative_to(HERE / folder) for folder in IN_TURN)
 
 
 def interpreted() -> bool:
@@ -212,7 +220,7 @@ def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         dtypes = {name for kind in kinds for name in _names(kind)} & {*words}
         names = dtypes or {value.__name__ for value in given.values() if _is_fusion(value)} & {*words}
         everywhere = "mutant" in getattr(item, "fixturenames", ()) or "wrong" in item.name
-        if not names or everywhere or not any(item.path.is_relative_to(HERE / folder) for folder in IN_TURN):
+        if not names or everywhere or not in_turn(item.path):
             continue
         if not {mark.name for mark in item.iter_markers()} & {"full", "gpu", "skip", "skipif"}:
             others = str([word for word in words if word not in names])
