@@ -270,7 +270,10 @@ class FusedOperation:
         yield from ()
 
     def saves(self, env: Env) -> Savings:
-        """Estimated savings over the replaced operations; by default computed from their declared `traffic`."""
+        """Estimated savings over the replaced operations; by default computed from their declared `traffic`.
+
+        Plans of `memory=` choices other than `"fast"` add the cost of a `Recompute` in your fusions.
+        """
         passes = {"forward": self.replaces_forward, "backward": self.replaces_backward and env.grad}
         told = isinstance(self, ForwardFusion) and self.forward_signature.needs and not env.grad
         saved = () if told or isinstance(self, InferenceFusion) else tuple(self.saved_at())

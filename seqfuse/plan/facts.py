@@ -246,6 +246,17 @@ class Tried:
         given = x, tuple([channels[channel] for _, channel in step.reads])
         return self._run(step, env, ("forward",), given, call)
 
+    def again(self, step: Step, run: Attempt) -> Savings:
+        """The work of what makes the tensors again that a step does not save, of its forward."""
+        found = Savings()
+        for record, fields in zip(step.saves, run.results[2], strict=True):
+            for late in [value for value in kept_fields(record, fields).values() if isinstance(value, Recompute)]:
+                make: Recompute = self.whole(late)
+                with _clearer(step, "bwd"), Tally() as tally:
+                    make()
+                found += tally.work
+        return found
+
     def entered(self, t: Any, dtype: torch.dtype | None, layout: Layout) -> Any:
         """A tensor in the dtype and the layout that a pass takes."""
         if isinstance(t, Alike) and dtype is not None and t.dtype is not dtype:
@@ -476,6 +487,24 @@ def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
     return found if isinstance(found, str) else found[0]
 
 
+def made_again(stretch: Stretch, candidates: Sequence[Candidate]) -> dict[tuple[int, Any], Savings]:
+    """The work of what forward and joint fusions make again in the backward pass, by start and fusion.
+
+    One that does not run on fake tensors is left out.
+    """
+    found: dict[tuple[int, Any], Savings] = {}
+    with contextlib.suppress(Exception):
+        tried = Tried(stretch)
+        with tried.running():
+            _, before, channels, _ = _walk((stretch,), stretch, tried)
+            for c in candidates:
+                step = stretch.step(c.start, c.stop, c.fusion)
+                with contextlib.suppress(Exception):
+                    given = before[c.start - stretch.start]
+                    found[c.start, c.fusion] = tried.again(step, tried.run_forward(step, given, channels, stretch.env))
+    return found
+
+
 def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entered: Stretch) -> Memory | str:
     """The bytes that a forward schedule saves and the FLOPs that it computes, or why they are not known.
 
@@ -521,9 +550,10 @@ def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: S
         return one_line(error)
 
 
-def _footprint(
-    parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: Stretch, tried: Tried
-) -> tuple[Kept, int]:
+def _walk(
+    parts: Sequence[Stretch | Node], entered: Stretch, tried: Tried
+) -> tuple[list[frozenset[int]], list[Any], dict[str, Any], float]:
+    """Run the operations of consecutive parts: what each saves, what enters each, all channels, and the FLOPs."""
     nodes, start, env = entered.nodes, entered.start, entered.env
     x, channels = tried.x, tried.channels
     own, before, flops = list[frozenset[int]](), [x], 0.0
@@ -543,6 +573,14 @@ def _footprint(
             flops += run.work.flops
             own.append(tried.saved(step, records))
             before.append(x)
+    return own, before, channels, flops
+
+
+def _footprint(
+    parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: Stretch, tried: Tried
+) -> tuple[Kept, int]:
+    own, before, channels, flops = _walk(parts, entered, tried)
+    start, env = entered.start, entered.env
     fused: dict[tuple[int, Any], frozenset[int]] = {}
     for step in steps:
         if step.fused:

@@ -255,7 +255,7 @@ class Matcher:
                         if isinstance(cost, int):
                             cost -= sum(_absorbed(to, env) for to in absorbed)
                             cost = -1000 * length**2 if fusing.all_costs else cost
-                            found.append(Candidate(bound, a, b, cost, rank))
+                            found.append(Candidate(bound, a, b, cost, rank, measured is not None))
                             continue
                         reason = cost
                 refused.append(Refusal(cls.__name__, a, reason, expected=expected, own=is_own(cls)))

@@ -14,8 +14,8 @@ import torch
 from .. import pictures
 from ..casts import dtype_of
 from ..compiler import compiler
-from ..env import Env, short, tokens_of
-from ..fusion import FusedOperation
+from ..env import Env, Savings, short, tokens_of
+from ..fusion import FusedOperation, InferenceFusion
 from ..pictures.data import (
     FORMAT,
     CastData,
@@ -30,7 +30,7 @@ from ..pictures.data import (
 from ..pictures.svg import FULL
 from ..recipes import Recipe, Role
 from .arriving import Unknown
-from .facts import Memory, look
+from .facts import Memory, look, made_again
 from .flatten import Node
 from .front import Front, Scales, bytes_held, steps_of
 from .match import Known, Matcher, Refusal, is_own
@@ -381,9 +381,31 @@ class Search:
     def candidates(self, lean: bool) -> tuple[list[Candidate], list[Refusal]]:
         """Candidates and refusals; those that save memory at the price of time if it is to be `lean`."""
         if lean not in self._found:
-            self._found[lean] = self._matcher.find(self.stretch, Known(self.stretch), lean, self._near)
+            found, refused = self._matcher.find(self.stretch, Known(self.stretch), lean, self._near)
+            self._found[lean] = self._charged(found) if lean else found, refused
         found, refused = self._found[lean]
         return found, [*refused]
+
+    def _charged(self, found: list[Candidate]) -> list[Candidate]:
+        """The same, where estimates of users' fusions have the time in which their `Recompute`s run.
+
+        A plan of `"fast"` is made without running them, and does not know that time.
+        """
+        stretch, env = self.stretch, self.stretch.env
+        own = [c for c in found if is_own(type(c.fusion)) and c.fusion.replaces_forward and not c.measured]
+        own = [c for c in own if c.stop > stretch.wants.live_from and not isinstance(c.fusion, InferenceFusion)]
+        if not own or stretch.fusing.all_costs:
+            return found
+        scale = env.tokens / (tokens_of(stretch.x) or env.tokens) if stretch.x is not None else 1
+        more = {at: Savings(w.launches, scale * w.bytes, scale * w.flops) for at, w in made_again(stretch, own).items()}
+        extra = {at: round(1000 * env.microseconds(w)) for at, w in more.items() if w.launches}
+        again = [extra.get((c.start, c.fusion), 0) for c in found]
+        return [dataclasses.replace(c, cost=c.cost + n, again=n) for c, n in zip(found, again, strict=True)]
+
+    def uncounted(self, plan: Plan) -> int:
+        """Nanoseconds in which users' fusions recompute in a plan of `"fast"`, whose cost does not have them."""
+        used = {(step.start, step.operation) for step in plan.forward if step.fused}
+        return sum(c.again for c in self.found if (c.start, c.fusion) in used)
 
     @cached_property
     def found(self) -> list[Candidate]:
@@ -565,6 +587,9 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) 
 
 
 def _advice(candidate: Candidate) -> str:
-    """To an author whose fusion is judged by the traffic of its operations."""
+    """To an author whose fusion is judged by the traffic of its operations, or makes again what it does not save."""
     kind = type(candidate.fusion)
+    if candidate.again and not kind.saves_memory:
+        recomputed = f"what it recomputes takes est. {candidate.again / 1000:,.1f} us"
+        return f'; {recomputed}: with saves_memory = True, memory="lean" may use it'
     return "; state saves() if it gains more" if is_own(kind) and kind.saves is FusedOperation.saves else ""

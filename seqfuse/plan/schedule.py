@@ -17,13 +17,18 @@ TIES = 40  # bits below a nanosecond, for the number of fusions and their ranks
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A fusion matched on positions `start..stop`, with its cost in integer nanoseconds (negative: it saves)."""
+    """A fusion matched on positions `start..stop`, with its cost in integer nanoseconds (negative: it saves).
+
+    The cost is an estimate unless it was `measured`; `again` of it is for what is made again in the backward pass.
+    """
 
     fusion: FusedOperation
     start: int
     stop: int
     cost: int
     rank: int = 0  # place of its class in the fusion set
+    measured: bool = False
+    again: int = 0
 
     @property
     def name(self) -> str:

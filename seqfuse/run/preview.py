@@ -150,12 +150,14 @@ def preview(
             del every[HALF]  # it does not fit: its plan is the one of "least"
         if len({(plan.forward, plan.backward, plan.recomputed) for plan in every.values()}) == 1:
             return ()
-        found, least = list[MemoryChoice](), every["fast"].cost
+        found = list[MemoryChoice]()
+        least = every["fast"].cost + sum(search.uncounted(every["fast"]) for search in searches)
         for choice, plan in every.items():
             held = held_by(plan, searches)
             if isinstance(held, str):
                 return ()
-            found.append(MemoryChoice(str(choice), *held, (plan.cost - least) / 1000, choice == memory))
+            more = 0 if choice == "fast" else plan.cost - least
+            found.append(MemoryChoice(str(choice), *held, more / 1000, choice == memory))
         return tuple(found)
 
     main = x if largest is None or largest.x is None else largest.x
