@@ -35,9 +35,11 @@ def few_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     def noting(of: Callable[..., Any], at: int) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
-            asked = args[at] or operations.DTYPES
-            dtypes[:] = asked[(turn >> 16) % 2 :: 2] if several and len(asked) > 1 else asked
-            return of(*args[:at], tuple(dtypes), *args[at + 1 :])
+            dtypes[:] = args[at] or operations.DTYPES
+            if several and len(dtypes) > 1:
+                dtypes[:] = dtypes[(turn >> 16) % 2 :: 2]
+                args = *args[:at], tuple(dtypes), *args[at + 1 :]
+            return of(*args)
 
         return noted
 
