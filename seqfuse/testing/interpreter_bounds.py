@@ -125,7 +125,8 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
                 on = on.data
             at = handle.data if on is None or on.all() else handle.data[on]
             check(verb, at, max(1, handle.get_element_ty().primitive_bitwidth // 8))
-            if verb == "loads" and at is not handle.data and args[2] is None:
+            # Of a single lane the interpreter takes `other=0` for none.
+            if verb == "loads" and at is not handle.data and args[2] is None and handle.data.size > 1:
                 args = (*args[:2], undefined(handle, on), *args[3:])
             return method(self, *args, **kwargs)
 

@@ -413,3 +413,16 @@ def test_lanes_that_a_gpu_leaves_undefined_spoil_what_uses_them(dtype: torch.dty
     assert total != 15
     assert most > 1e2
     assert least == 1 if dtype is torch.uint8 else least < -1e2
+
+
+@triton.jit
+def _one_lane_kernel(x, y, n):
+    tl.store(y, tl.load(x, mask=n > 0, other=0))
+    one = tl.arange(0, 1)
+    tl.store(y + 1 + one, tl.load(x + one, mask=one < n, other=0))
+
+
+def test_a_single_lane_that_is_set_to_zero_is_zero() -> None:
+    x, y = torch.full((1,), 7), torch.full((2,), 7)
+    launch(_one_lane_kernel, 1, (x, y, 0), {})
+    assert y.tolist() == [0, 0]
