@@ -307,6 +307,7 @@ class ChainBackend:
 
 _OWN = Sequential, UnfusedOperation
 """Classes of this library, which have plans."""
+_KEPT = "torch.compile(model) keeps the conversion"
 _TAKEN_IN = (
     "was compiled unconverted, in a graph that must not break: calls by code under fullgraph=True or by a compiled "
     "checkpoint do not use the conversion"
@@ -434,6 +435,8 @@ class Conversion:
         about: dict[str, Any] = {"undone": not self._before, "launches": launches}
         text = [text_of(self.graphs, self._calls, self.left, layers, **about)]
         text += [f"{type(self.model).__name__} {_TAKEN_IN}"] * self._taken_in
+        ended = [place for place, _ in self._before if _conversion_of(place) is not self]
+        text += [f"{type(place).__name__} runs unconverted since model.compile(): {_KEPT}" for place in ended]
         text += [
             f"{path}: traced as torch calls; its own plan and fusions are not used"
             for path in _own(self.model, self._places)
@@ -519,7 +522,6 @@ def _conversion_of(module: nn.Module) -> Conversion | None:
 
 
 _alone = dynamo.runs_alone(_guarded, _conversion_of)
-dynamo.refuse_methods(_conversion_of)
 
 
 def _kind(module: nn.Module, args: Sequence[Any], kwargs: Iterable[str]) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import traceback
@@ -14,7 +13,6 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch._guards import CompileContext
 
-from ..errors import InputError
 from .calls import ModelCall
 
 config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
@@ -94,35 +92,6 @@ def runs_alone(call: Callable[..., Any], conversion_of: Callable[[nn.Module], An
 
     kind.call_function = call_function
     return cast("Any", torch.compiler).disable(call)
-
-
-_REFUSED = {
-    "compile": (
-        "model.compile() would end the conversion of this {}",
-        'torch.compile(model) keeps it, and sf.convert(model, then="inductor") also compiles the rest of the model',
-    ),
-    "_replicate_for_data_parallel": (
-        "DataParallel copies this {} in each call, and a copy is not converted",
-        "use torch.nn.parallel.DistributedDataParallel, with one process for each device",
-    ),
-}
-"""Methods of modules that replace, or copy without knowing it, what a converted module is called by."""
-
-
-def refuse_methods(conversion_of: Callable[[nn.Module], Any]) -> None:
-    """Let these methods raise for converted modules, where they would run unconverted, or with a copy's tensors."""
-
-    def refusing(method: Callable[..., Any], said: str, hint: str) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def refused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if conversion_of(self) is not None:
-                raise InputError(said.format(type(self).__name__), code="SF106", hint=hint)
-            return method(self, *args, **kwargs)
-
-        return refused
-
-    for name, told in _REFUSED.items():
-        setattr(nn.Module, name, refusing(getattr(nn.Module, name), *told))
 
 
 compiler_around: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore

@@ -546,36 +546,22 @@ def test_chains_run_where_a_compiler_captures_the_code_around_the_model():
     assert "fullgraph=True" in str(conversion)
 
 
-@pytest.mark.parametrize("regions", ["model", "layers"])
-def test_compiling_a_converted_module_in_place_is_refused(regions: Any):
-    model, plain = Net(), Net()
-    conversion = sf.convert(model, regions=regions)
-    converted = model if regions == "model" else model.layers[0]
-    with pytest.raises(
-        sf.InputError, match=r"SF106: model\.compile\(\) would end the conversion of this \w+\nHint: "
-    ) as e:
-        converted.compile(backend="eager")
-    assert e.value.hint is not None
-    assert e.value.hint.startswith("torch.compile(model) keeps it")
-    assert sf.conversion(converted) is conversion
+def test_compiling_a_converted_model_in_place_ends_its_conversion():
+    model, plain, conversion = pair()
     assert_equal(passes(model, X), passes(plain, X))
-    assert chains(conversion)
+    before = str(conversion)
+    model.compile(backend="eager")
+    assert_equal(passes(model, X), passes(plain, X))
+    assert str(conversion) == before + (
+        "\nNet runs unconverted since model.compile(): torch.compile(model) keeps the conversion"
+    )
+    with pytest.raises(sf.InputError, match="is not converted"):
+        sf.conversion(model)
     conversion.undo()
-    for one in (converted, copy.deepcopy(model), plain):
-        one.compile(backend="eager")
-        assert one._compiled_call_impl is not None
-    assert_equal(passes(model, X), passes(plain, X))
+    assert "since model.compile()" not in str(conversion)
 
 
 def test_what_data_parallel_copies_is_not_converted():
-    model = Net()
-    conversion = sf.convert(model)
-    with pytest.raises(
-        sf.InputError, match=r"SF106: DataParallel copies this Net in each call, .*\nHint: use torch\.nn"
-    ):
-        model._replicate_for_data_parallel()  # as DataParallel calls it for each device
-    conversion.undo()
-    assert type(model._replicate_for_data_parallel()) is Net
     alone, several = nn.DataParallel(Net()), nn.Sequential(nn.DataParallel(Net()))
     alone.device_ids, several[0].device_ids = [0], [0, 1]
     with pytest.raises(
