@@ -19,7 +19,7 @@ turn; another list gets others."""
 
 @pytest.fixture(autouse=True)
 def some_cases(request: pytest.FixtureRequest, few_cases: None) -> None:
-    """For every test of a folder; of a parameter each case has every second dtype alone, in turn."""
+    """For every test of a folder."""
 
 
 @pytest.fixture
@@ -29,17 +29,12 @@ def few_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.config.getoption("--full") or "mutant" in request.fixturenames:
         return
     turn = zlib.crc32(request.node.nodeid.encode())
-    several = hasattr(request.node, "callspec") and "some_cases" in request.fixturenames
 
     dtypes: list[torch.dtype] = []
 
     def noting(of: Callable[..., Any], at: int) -> Callable[..., Any]:
         def noted(*args: Any) -> Any:
             dtypes[:] = args[at] or operations.DTYPES
-            first = (turn >> 16) % 2
-            if several and len(dtypes) > 1 and (args[at] or not first):  # by default bfloat16 where it is supported
-                dtypes[:] = dtypes[first::2]
-                args = *args[:at], tuple(dtypes), *args[at + 1 :]
             return of(*args)
 
         return noted

@@ -307,7 +307,7 @@ class ChainBackend:
 
 _OWN = Sequential, UnfusedOperation
 """Classes of this library, which have plans."""
-_KEPT = "torch.compile(model) keeps the conversion"
+_ENDED = "runs unconverted since model.compile(): torch.compile(model) keeps the conversion"
 _TAKEN_IN = (
     "was compiled unconverted, in a graph that must not break: calls by code under fullgraph=True or by a compiled "
     "checkpoint do not use the conversion"
@@ -436,7 +436,7 @@ class Conversion:
         text = [text_of(self.graphs, self._calls, self.left, layers, **about)]
         text += [f"{type(self.model).__name__} {_TAKEN_IN}"] * self._taken_in
         ended = [place for place, _ in self._before if _conversion_of(place) is not self]
-        text += [f"{type(place).__name__} runs unconverted since model.compile(): {_KEPT}" for place in ended]
+        text += [f"{type(place).__name__} {_ENDED}" for place in ended]
         text += [
             f"{path}: traced as torch calls; its own plan and fusions are not used"
             for path in _own(self.model, self._places)

@@ -27,9 +27,9 @@ SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-MLA = {
-    **SIZES, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 0, "q_lora_rank": 16,
+MLA = {  # whose first layer has no experts
+    **SIZES, "num_hidden_layers": 2, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16,
     "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1,
 }  # fmt: skip
 FOUR = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}

@@ -145,12 +145,9 @@ def test_generation_gives_the_tokens_that_it_gives_without_the_conversion(cache:
     assert len(conversion.graphs) in (2, 3)
 
 
-# Dropout draws other numbers, a model in parts on two devices or of two dtypes does not run, Dynamo captures what a
-# module inside runs, compiled or not, and attention of another configuration rounds to float32 in the middle.
-_OTHER = {
-    "dropout of attention", "a part on another device", "a part in another dtype", "rounded angles", "compiled",
-    "a configuration of its own",
-}  # fmt: skip
+# Dropout draws other numbers, a model in parts on two devices or of two dtypes does not run, and Dynamo captures what
+# a module inside runs, compiled or not.
+_OTHER = {"dropout of attention", "a part on another device", "a part in another dtype", "rounded angles", "compiled"}
 KINDS = [name for name in LLAMA if name not in _OTHER]
 _LAST = ("an adapter", "a layer less", "a norm of another kind")  # what others change is gone then
 _RAISING = ("a pre-hook", "the size of a head", "a bias", "a weight of another shape", "no weight")  # nothing runs then

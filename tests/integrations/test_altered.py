@@ -46,6 +46,7 @@ MLP, NORM, ATTN, ROTARY = (
     "model.rotary_emb",
 )
 Q = f"{ATTN}.q_proj"
+OWN = transformers.LlamaConfig(attn_implementation="sdpa")  # by default its softmax is rounded to float32
 LLAMA: dict[str, tuple[Callable[[Any], object], str]] = {
     "a forward hook": (at(MLP, lambda m: m.register_forward_hook(twice)), rf"{MLP} has hooks \(_forward_hooks\)"),
     "a pre-hook": (at(NORM, lambda m: m.register_forward_pre_hook(twice)), rf"{NORM} has hooks \(_forward_pre_hooks\)"),
@@ -66,7 +67,7 @@ LLAMA: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda m: setattr(m.config, "rms_norm_eps", 0.1), "has variance_epsilon=1e-06, not 0.1"
     ),
     "a configuration of its own": (
-        lambda m: setattr(m.get_submodule(ATTN), "config", transformers.LlamaConfig()), f"{ATTN} has config="
+        lambda m: setattr(m.get_submodule(ATTN), "config", OWN), f"{ATTN} has config="
     ),
     "the scale of attention": (having(ATTN, scaling=1.0), f"{ATTN} has scaling=1.0, not 0.35"),
     "heads in a group": (having(ATTN, num_key_value_groups=1), f"{ATTN} has num_key_value_groups=1, not 2"),
