@@ -290,6 +290,7 @@ def _without_instructions() -> frozenset[torch.dtype]:
 
 
 def _mkl_on_amd() -> bool:
+    """Whether torch's float32 GEMMs are MKL's on an AMD processor, for which that has no AVX-512 kernels."""
     if not torch.backends.mkl.is_available():
         return False
     try:
@@ -304,11 +305,13 @@ _BY_PROCESSOR = parsed()[0].cpu_gemms == "auto"
 WIDENED = _without_instructions() if _BY_PROCESSOR else frozenset[torch.dtype]()
 """The dtypes whose GEMMs are computed in float32 on this CPU, and rounded once."""
 
-MKL_ON_AMD = _BY_PROCESSOR and _mkl_on_amd()
-"""Whether torch's float32 GEMMs are MKL's on a processor for which that has no AVX-512 kernels."""
+_MKL_ON_AMD = _BY_PROCESSOR and _mkl_on_amd()
+
+GROUPS_IN_C = _MKL_ON_AMD and torch.backends.cpu.get_cpu_capability() == "AVX2"
+"""Whether groups of few float32 rows are multiplied by C of this library: measured beside MKL where it has AVX2."""
 
 ONEDNN_FLOAT32 = (
-    MKL_ON_AMD
+    _MKL_ON_AMD
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
     and torch.backends.mkldnn.is_available()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")

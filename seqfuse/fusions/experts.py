@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import torch
@@ -151,7 +150,7 @@ def _grouped() -> Any:
     return grouped
 
 
-_OF_X, _OF_WEIGHT, _SCALED = frozenset({"x"}), frozenset({"weight"}), ("gated", "token_scale")
+_OF_X, _OF_WEIGHT = frozenset({"x"}), frozenset({"weight"})
 
 
 class _FactorsBeforeGEMM(JointFusion):
@@ -188,16 +187,20 @@ class _FactorsBeforeGEMM(JointFusion):
         """Bytes of what the unit returns."""
         return float(env.tokens * self.linear.in_features * env.itemsize)
 
+    def _scaled(self, x: Tensor, scales: Tensor) -> Tensor:
+        """What the gated unit makes of x, times a factor for each row."""
+        kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, ("gated", "token_scale"))
+        (scaled,) = kernel(x, scales.reshape(x.shape[:-1]))
+        assert scaled is not None
+        return scaled
+
     def _outputs(
         self, x: Tensor, ends: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor, /
     ) -> tuple[Tensor, dict[str, Any]]:
         """What the experts make of their tokens, times factors, and what is saved."""
         self.unpermute.check(x, rows, probs)
         scales = by_row(probs, rows)
-        kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, _SCALED)
-        (scaled,) = kernel(x, scales.view(x.shape[:-1]))
-        assert scaled is not None
-        y, record = self.linear.run(scaled, ends)
+        y, record = self.linear.run(self._scaled(x, scales), ends)
         own = {"scaled": record.x, "scales": scales, "weight": record.weight}
         return y, {"x": x, **own, "rows": rows, "offsets": offsets}
 
@@ -205,36 +208,31 @@ class _FactorsBeforeGEMM(JointFusion):
         self, dy: Tensor, saved: Any, needs: frozenset[str], main_grads: dict[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None]]:
         """Of the gradient of the outputs of experts, [*, top_k, H]."""
-        before, dots, scaled = "x" in needs, "unpermute.probs" in needs, saved.scaled
-        wanted = "linear.weight" in needs
+        before, dots, wanted = "x" in needs, "unpermute.probs" in needs, "linear.weight" in needs
         record = functools.partial(GroupedLinear.Saved, weight=saved.weight, offsets=saved.offsets)
         grads: dict[str, Tensor | Accumulated | None] = {}
-        dx = None
+        dx, scaled = None, saved.scaled
         if before or dots:
             d, _ = self.linear.bwd(dy, record(x=saved.x), needs=_OF_X)
             assert d is not None
-            again = wanted and scaled is None
+            again = before and wanted and scaled is None
             key = before, dots, again, saved.weight.dtype, saved.scales.dtype, numbers_of(self.gated)
-            steps = ["dot_gated"] * dots, ["token_scale"] * (before or again), ["emit_gated"] * again
-            kinds = [*[saved.scales.dtype] * dots, *[saved.weight.dtype] * again]
-            every = (*itertools.chain(*steps), *["dgated"] * before)
-            kernel = self.decided(key, gated_kernel, self.gated, every, before, kinds)
-            packed, factors = [saved.x], [saved.scales.reshape(d.shape[:-1])]
-            dx, *made = kernel(d, *packed * dots, *factors * (before or again), *packed * again, *packed * before)
+            steps, given = ["dot_gated"] * dots, [saved.x] * dots
+            if before:
+                steps += ["token_scale", *["emit_gated"] * again, "dgated"]
+                given += [saved.scales.reshape(d.shape[:-1]), *[saved.x] * again, saved.x]
+            dtypes = [*[saved.scales.dtype] * dots, *[saved.weight.dtype] * again]
+            dx, *made = self.decided(key, gated_kernel, self.gated, steps, before, dtypes)(d, *given)
             del d
-            if again:
-                scaled = made.pop()
+            scaled = made.pop() if again else scaled
             if dots:
                 assert made[0] is not None
                 grads["unpermute.probs"] = by_pair(made[0], saved.rows, saved.offsets)
         if wanted:  # last: what fails before it may fall back
-            if scaled is None:
-                kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, _SCALED)
-                (made,) = kernel(saved.x, saved.scales.reshape(saved.x.shape[:-1]))
-                scaled = made.to(saved.weight.dtype)
+            scaled = self._scaled(saved.x, saved.scales).to(saved.weight.dtype) if scaled is None else scaled
             buffer = main_grads.pop("linear.weight", None)
-            given = {} if buffer is None else {"weight": buffer}
-            _, of_linear = self.linear.bwd(dy, record(x=scaled), needs=_OF_WEIGHT, main_grads=given)
+            of_buffer = {} if buffer is None else {"weight": buffer}
+            _, of_linear = self.linear.bwd(dy, record(x=scaled), needs=_OF_WEIGHT, main_grads=of_buffer)
             grads["linear.weight"] = of_linear["weight"]
         return dx, grads
 

@@ -147,7 +147,7 @@ def _forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) ->
         return forward_unread(x, weight, offsets, bias)
     if _is_in_c(x, weight, weight.shape[1], offsets):
         try:
-            return _c().linear_of_groups(x, weight, offsets, bias, env.MKL_ON_AMD)
+            return _c().linear_of_groups(x, weight, offsets, bias, env.GROUPS_IN_C)
         except CompileError as error:
             gave_up("GroupedLinear", error)
     y, sizes = x.new_empty(x.shape[0], weight.shape[1]), _sizes(offsets, x.shape[0])
@@ -219,7 +219,7 @@ def _weight_grad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         return weight_grad_unread(dy, x, offsets)
     if _is_in_c(x, dy, dy.shape[1], offsets):
         try:
-            return _c().outer_of_groups(dy, x, offsets, env.MKL_ON_AMD)
+            return _c().outer_of_groups(dy, x, offsets, env.GROUPS_IN_C)
         except CompileError as error:
             gave_up("GroupedLinear", error)
     made, sizes = x.new_empty(len(offsets), dy.shape[1], x.shape[1]), _sizes(offsets, x.shape[0])
