@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))  # last: `benchmarks` has a `record`, too
 sys.path.insert(0, "examples")
 sys.path.insert(0, str(Path.cwd()))  # the package in the working directory
 
