@@ -35,7 +35,7 @@ def launches(only: str, real: sizes.Sizes | None = None) -> Iterator[tuple[str, 
             if case.group != "host" and re.search(only, case.key):
                 yield from ((case.key, launch) for launch in of_row(case))
     for model in here.models:
-        spec = blocks.spec_of(model, blocks.P)
+        spec = blocks.spec_of(model, here.dropout)
         for tokens in here.tokens:
             key = f"layer: {model.name} {tokens}"
             if re.search(only, key):

@@ -24,7 +24,6 @@ GROUPS = {
     "attention": "attention block forward + backward",
     "layer": "layer forward + backward",
 }
-P = 0.1
 
 
 class Models:
@@ -186,7 +185,7 @@ def _common(sizes: Sizes, model: Model, rows: int) -> dict[str, Any]:
 
 
 def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, best: bool = False) -> Case:
-    p = P if what == "layer" else 0.0
+    p = sizes.dropout if what == "layer" else 0.0
     return block_case(sizes, Models(what, spec_of(model, p), sizes), model, what, rows, priority, best=best)
 
 

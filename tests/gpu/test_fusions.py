@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
+from seqfuse.ops import _grouped
 from seqfuse.testing import seeded_randn
 from seqfuse.testing.cases import Case, Specimen
 from seqfuse.testing.judge import judge
 from seqfuse.testing.patterns import example_lists
 from seqfuse.testing.probe import Probe
+from tests.triton_fixtures import DEVICE
 
 HERE = torch.cuda.is_available()
 ROWS, H, F = (2048, 1024, 4096) if HERE else (8, 16, 32)
@@ -44,6 +47,16 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.LinearBiasPointwise: [ops.Linear(H, F), ops.GeLU()],
         fusions.ActivationLinearJoint: [ops.Bias(H), ops.GeLU(), ops.Linear(H, F)],
         fusions.NormForward: [ops.RMSNorm(H, zero_centered=True)],
+        # Of millions of numbers some are so near to the bend of a clamp that a rounding moves them across it.
+        fusions.BlockBoundaryActivation: [
+            ops.Bias(H),
+            ops.Dropout(0.5),
+            ops.Add("other"),
+            ops.Fork("stream"),
+            ops.LayerNorm(H),
+            ops.GeLU(),
+            ops.Scale(0.75),
+        ],
         fusions.BiasGatedScale: [ops.Bias(H), ops.SwiGLU(), ops.TokenScale("by")],
         fusions.PermuteGroupedLinear: [ops.Permute(4, 2), ops.GroupedLinear(4, H, F)],
         fusions.GatherGroupedLinear: [ops.Permute(4, 2), ops.GroupedLinear(4, H, F)],
@@ -83,6 +96,11 @@ def operations_for(fusion: type[sf.FusedOperation], x: torch.Tensor) -> tuple[li
     return next(iter(example_lists(fusion, x))) if found is None else (found, x)
 
 
+# Refused where torch does it as well: a norm of float32 in one pass; a GEMM of groups, which takes sorted rows.
+ELSEWHERE = [(fusions.NormForward, torch.float32)]
+if HERE and _grouped._has_kernel(DEVICE):
+    ELSEWHERE.append((fusions.GatherGroupedLinear, torch.bfloat16))
+
 # Interpreted, each fusion in one dtype in turn; under --full in both.
 PAIRS = [
     pytest.param(
@@ -93,8 +111,7 @@ PAIRS = [
     )
     for i, fusion in enumerate(EVERY)
     for dtype in (torch.bfloat16, torch.float32)
-    # In float32 ATen makes one pass as well, and the fusion is refused.
-    if (fusion, dtype) != (fusions.NormForward, torch.float32)
+    if (fusion, dtype) not in ELSEWHERE
 ]
 
 
@@ -120,5 +137,25 @@ def judge_in_place(fusion: type[sf.FusedOperation], dtype: torch.dtype, operatio
     given = {name: t.to(x.device) for name, t in extras().get(fusion, {}).items()}
     probe = Probe(fusion, Specimen(operations, x, given, 0), dtype)
     assert probe.place() is None, probe.place()
-    grad = not issubclass(fusion, sf.InferenceFusion)
-    judge(functools.partial(probe.measure, Case(tuple(x.shape), dtype, grad=grad)), 0)
+    case = Case(tuple(x.shape), dtype, grad=not issubclass(fusion, sf.InferenceFusion))
+    grouped = any(isinstance(operation, ops.GroupedLinear) for operation in operations)
+    others = functools.partial(in_other_orders, probe, case) if grouped and HERE and dtype is torch.float32 else None
+    judge(functools.partial(probe.measure, case), 0, others=others)
+
+
+def in_other_orders(probe: Probe, case: Case, seed: int) -> list[Any]:
+    """The unfused results with GEMMs of groups by cuBLAS's two libraries, whose sums have other orders.
+
+    Behind a gated unit each element's error has another factor, so that of millions of elements some exceed what one
+    unfused result shows, even torch's own beside another order of its sums.
+    """
+    choose: Any = torch.backends.cuda.preferred_blas_library
+    before, found = str(choose()).rpartition(".")[2].lower(), list[Any]()
+    try:
+        for library in ("cublas", "cublaslt"):
+            choose(library)
+            with mock.patch.object(_grouped, "_in_triton", return_value=False):
+                found.append(probe.measure(case, seed)[1])
+    finally:
+        choose(before)
+    return found
