@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from ..env import constant_under_compile
+from ..fake import is_fake
 
 _aten: Any = torch.ops.aten
 _flash: Callable[..., tuple[Tensor, ...]] = _aten._flash_attention_forward.default
@@ -140,6 +141,7 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k and v, [B, S, heads, D]; dy and y: [B, S, H, D]."""
     rows = q.shape[2]
+    _held = _scratch(q, k) if kind != "efficient" and is_fake(q) else None  # bytes are asked
     # Where no weight was dropped the state of a generator is not read.
     unread = q.new_empty(2, dtype=torch.int64)
     turned = (dy.transpose(1, 2), q, k, v)
@@ -159,6 +161,15 @@ def backward(
     ends = ends.int()
     grads = _flash_backward(dy[0], *_sequence((q, k, v)), y[0], lse[0], ends, ends, *last, **limits)
     return tuple(grad.unsqueeze(0) for grad in grads)
+
+
+def _scratch(q: Tensor, k: Tensor) -> Tensor:
+    """A tensor of the bytes that FlashAttention and cuDNN take while their backward runs: dq and a sum of each row in
+    float32, and where heads share keys the gradients of these for each head.
+    """
+    size = (q.numel() + q.numel() // q.shape[-1]) * 4
+    shared = 2 * k.numel() // k.shape[1] * q.shape[1] * q.element_size() if q.shape[1] != k.shape[1] else 0
+    return torch.empty(size + shared, dtype=torch.uint8, device=q.device)
 
 
 def _limits(scale: float, causal: bool, window: int | None) -> dict[str, Any]:
