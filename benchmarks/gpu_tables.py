@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from tables import Lines, Rows, drawn, read, relative, table, where, wrapped
+from tables import Lines, Results, Rows, drawn, of_another_run, read, relative, starred, table, where, wrapped
 
 
 @drawn("gpu")
@@ -24,15 +24,15 @@ def gpu() -> Lines:
     # docs/memory.md and docs/convert.md have tables of the other groups.
     elsewhere = ("memory", "converted")
     good = [row for row in rows.values() if row["status"] == "ok" and not row["group"].startswith(elsewhere)]
-    earlier = {row["commit"] for row in good if "commit" in row}
-    lines += [f"Rows marked with an asterisk are of another run, of commit {commit}.\n" for commit in sorted(earlier)]
+    if another := of_another_run(good):
+        lines += [wrapped(f"{another} Its ratios and its roofline are of that GPU."), ""]
     by_group = {group: [row for row in good if row["group"] == group] for group in (r["group"] for r in good)}
     for group, members in sorted(by_group.items()):
         if "as_called" in members[0]:
             title = "tiny blocks, which wait for the CPU" if group == "host" else group
             lines += [f"**{title[0].upper()}{title[1:]}**", "", *_group(sorted(members, key=_by_size))]
     cells = [_range(of, members) for of, members in sorted(by_group.items()) if "as_called" not in members[0]]
-    head = ("kernel", "rows", "of roofline", *(f"time / {_NAMES[peer]}" for peer in ("eager", "liger")))
+    head = ("kernel", "rows", "of roofline", *(f"time / {name}" for name in _OF_KERNELS.values()))
     lines += ["**Kernels**", "", *table(head, cells), ""]
     bad: dict[str, Lines] = {}
     for row in rows.values():
@@ -52,6 +52,26 @@ def gpu() -> Lines:
     return lines[:-1]
 
 
+@drawn("gpu_profile", "gpu_profile")
+def profile(found: Results) -> Lines:
+    """What the kernels of a layer take, in eager torch and here, and what would be left of eager's time."""
+    cells: list[Lines] = []
+    for row in found["profile"]:
+        (eager,) = (r for r in found["profile"] if (r["model"], r["of"]) == (row["model"], "eager"))
+        parts = [row[kind] for kind in ("GEMMs", "attention", "other")]
+        whole, others = (
+            sum(eager[kind] for kind in ("GEMMs", "attention", "other")),
+            eager["GEMMs"] + eager["attention"],
+        )
+        side = "torch eager" if row["of"] == "eager" else "seqfuse"
+        cells.append([
+            row["model"], side, *(f"{part / 1000:.2f}" for part in (*parts, sum(parts))), f"{sum(parts) / whole:.2f}",
+            f"{others / whole:.2f}" if row is eager else "",
+        ])  # fmt: skip
+    head = ("layer of", "", "GEMMs", "attention", "all else", "sum, ms", "/ torch eager", "without all else")
+    return [where(found), "", *table(head, sorted(cells), left=2)]
+
+
 _WHY = {  # what a row wrote, and how a reader is told
     r"fused differs from unfused out\[(\d+)\]: element: \\\|e_f\\\| ([\d.]+) > ([\d.]+) at .*": (
         r"output \1 differs from the unfused result by \2 at one element, where \3 is allowed"
@@ -67,6 +87,7 @@ def _by_size(row: dict[str, Any]) -> list[tuple[int, str]]:
 
 
 _NAMES = {"eager": "torch eager", "compile": "torch.compile", "liger": "Liger-Kernel"}
+_OF_KERNELS = {"eager": "torch eager", "liger": "Liger-Kernel", "quack": "quack"}
 
 
 def _group(rows: Rows) -> Lines:
@@ -82,7 +103,7 @@ def _group(rows: Rows) -> Lines:
         numbers = f"{row['times']['seqfuse']['median']:,.0f}", *map(_as_called, ratios)
         cells.append(
             [
-                row["name"] + "*" * ("commit" in row),
+                starred(row, row["name"]),
                 *numbers,
                 f"{row['fraction']['seqfuse']:.2f}",
                 saved,
@@ -108,9 +129,12 @@ def _as_called(ratios: Lines) -> str:
 def _range(group: str, rows: Rows) -> Lines:
     """The rows of a kernel in one line: the range of each number, and the slowest row by name."""
     reached = [f"{edge(row['fraction']['seqfuse'] for row in rows):.2f}" for edge in (min, max)]
-    cells = [group, str(len(rows)), " to ".join(dict.fromkeys(reached))]
-    for peer in ("eager", "liger"):
-        found = sorted((float(relative(r["times"], "seqfuse", peer)), r["name"]) for r in rows if peer in r["times"])
+    other = sum("commit" in row for row in rows)
+    count = f"{len(rows)}, {other}*" if 0 < other < len(rows) else f"{len(rows)}{'*' * (other > 0)}"
+    cells = [group, count, " to ".join(dict.fromkeys(reached))]
+    for peer in _OF_KERNELS:
+        measured = [row for row in rows if peer in row["times"]]
+        found = sorted((float(relative(r["times"], "seqfuse", peer)), starred(r, r["name"])) for r in measured)
         span = [*dict.fromkeys(f"{ratio:.2f}" for ratio, _ in found[:: max(1, len(found) - 1)])]
         cells.append(f"{' to '.join(span)} ({found[-1][1]})" if len(span) > 1 else "".join(span) or "-")
     return cells

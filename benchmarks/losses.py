@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tables import Lines, Results, drawn, table
+from tables import Lines, Results, drawn, of_another_run, starred, table
 
-PEERS = {"eager": "eager PyTorch", "compile": "`torch.compile`", "liger": "Liger"}
+PEERS = {"eager": "eager PyTorch", "compile": "`torch.compile`", "liger": "Liger", "quack": "quack"}
 EQUAL = 1.005
 NAMES = {"host": "a call of a tiny block"}
 
@@ -18,14 +18,16 @@ def slower_gpu(found: Results) -> Lines:
         for peer, name in PEERS.items():
             if row["status"] == "ok" and {"seqfuse", peer} <= times.keys():
                 ratio = times["seqfuse"]["median"] / times[peer]["median"]
-                ratios.setdefault((NAMES.get(row["group"], row["group"]), name), {})[row["name"]] = ratio
+                ratios.setdefault((NAMES.get(row["group"], row["group"]), name), {})[starred(row, row["name"])] = ratio
     cells: list[tuple[str, ...]] = []
     for (group, name), of in ratios.items():
         worst = max(of, key=of.__getitem__)
         if of[worst] > EQUAL:
             lost = sum(ratio > EQUAL for ratio in of.values())
             cells.append((group, name, f"{lost} of {len(of)}", f"{of[worst]:.2f} ({worst})"))
-    return table(("what", "slower than", "rows", "worst: time / peer"), sorted(cells), left=2)
+    lost = table(("what", "slower than", "rows", "worst: time / peer"), sorted(cells), left=2)
+    another = of_another_run(found["rows"].values())
+    return [*lost, *(["", another] if another else [])]
 
 
 @drawn("slower_cpu", "cpu", "cpu_experts", "convert")

@@ -19,7 +19,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a script i
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import targets
-from tables import DRAWN, MIB, Lines, Results, Rows, between, drawn, read, relative, table, where, wrapped
+from tables import (
+    DRAWN,
+    MIB,
+    Lines,
+    Results,
+    Rows,
+    between,
+    drawn,
+    of_another_run,
+    read,
+    relative,
+    starred,
+    table,
+    where,
+    wrapped,
+)
 
 for module in ("losses", "model_tables", "gpu_tables"):  # which register their tables
     importlib.import_module(module)
@@ -347,6 +362,7 @@ def tuned(found: Results) -> Lines:
 
 _PEERS = {"eager": "eager PyTorch", "compile": "`torch.compile`", "liger": "Liger"}
 _STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")
+_CONVERTED = "converted: forward + backward"
 
 
 @drawn("steps", "gpu")
@@ -356,15 +372,21 @@ def steps(found: Results) -> Lines:
         [row["group"].partition(" forward")[0], *_step(row), relative(row["times"], "seqfuse", "eager")]
         for row in _measured(found, *_STEPS)
     ]
+    converted = [
+        ["model of Hugging Face", *_step(row), relative(row["times"], "seqfuse", "eager")]
+        for row in _measured(found, _CONVERTED)
+    ]
     head = ("forward + backward of", "model", *(f"time / {name}" for name in _PEERS.values()), "GPU time / eager")
-    return [*table(head, sorted(cells), left=2), "", _how_steps(found)]
+    return [*table(head, [*sorted(cells), *converted], left=2), "", _how_steps(found, *_STEPS)]
 
 
 @drawn("layer_steps", "gpu")
 def layer_steps(found: Results) -> Lines:
     """What README.md shows of `steps`: whole layers, as they are called."""
     head = ("forward + backward of a layer of", *(f"time / {name}" for name in _PEERS.values()))
-    return [*table(head, sorted(_step(row) for row in _measured(found, _STEPS[-1]))), "", _how_steps(found)]
+    layers = sorted(_step(row) for row in _measured(found, _STEPS[-1]))
+    converted = [_step(row) for row in _measured(found, _CONVERTED)]
+    return [*table(head, [*layers, *converted]), "", _how_steps(found, _STEPS[-1])]
 
 
 def _measured(found: Results, *groups: str) -> Iterator[dict[str, Any]]:
@@ -374,13 +396,16 @@ def _measured(found: Results, *groups: str) -> Iterator[dict[str, Any]]:
 
 
 def _step(row: dict[str, Any]) -> Lines:
-    return [row["shape"]["model"], *(relative(row["as_called"], "seqfuse", peer) for peer in _PEERS)]
+    name = starred(row, row["shape"]["model"])
+    if row["group"] == _CONVERTED:
+        name += f", {row['shape']['layers']} layers of Hugging Face, converted"
+    return [name, *(relative(row["as_called"], "seqfuse", peer) for peer in _PEERS)]
 
 
-def _how_steps(found: Results) -> str:
+def _how_steps(found: Results, *groups: str) -> str:
     return wrapped(f"""{found["about"]["device"]}, torch {found["about"]["torch"]}, bfloat16, 8,192 tokens, dropout 0.1
         in the layers of GPTs, random data; medians of interleaved runs. Below 1.0 seqfuse is faster. A dash: no valid
-        result from that library.""")
+        result from that library. {of_another_run(_measured(found, *groups))}""")
 
 
 def _of(found: Results, group: str) -> Rows:
@@ -441,7 +466,7 @@ def summary(found: Results) -> Lines:
             [_CHOICES[side], relative(row["times"], side, "eager"), f"{row['memory'][side]['peak'] / eager:.2f}"]
             for side in ("eager", "checkpointed", "seqfuse lean", "seqfuse 0.5")
         ]
-        head = f"{_model(row)}, same H100, forward + backward", "GPU time", "peak added, with parameter gradients"
+        head = f"{_model(row)}, same GPU, forward + backward", "GPU time", "peak added, with parameter gradients"
         lines += [*table(head, cells), ""]
     return lines[:-1]
 
@@ -480,7 +505,10 @@ def _recipes(found: Results, of: str) -> Lines:
         if any(side in times for times in rows.values())
     ]
     names = (n.replace(" feed-forward block, 8192", "").replace("compiled by hand", "in another run") for n in rows)
-    return table(("", *names), cells)
+    of = [found["rows"][name] for name in rows]
+    another = of_another_run(of)
+    head = (starred(row, name) for row, name in zip(of, names, strict=True))
+    return [where(found), "", *table(("", *head), cells), *(["", another] if another else [])]
 
 
 _SCALES = {

@@ -53,6 +53,21 @@ def where(found: Results) -> str:
     return ", ".join(parts + ([f"Triton {about['triton']}"] if "triton" in about else [])) + "."
 
 
+def starred(row: dict[str, Any], name: str) -> str:
+    """A row's name, with an asterisk where it is of another run than its file."""
+    return name + "*" * ("commit" in row)
+
+
+def of_another_run(rows: Iterable[dict[str, Any]]) -> str:
+    """What the asterisk of these rows says; nothing where none has one."""
+    devices: dict[str, set[str]] = {}
+    for row in rows:
+        if "commit" in row:
+            devices.setdefault(row["device"], set()).add(row["commit"][:8])
+    said = (f"an {device} with an earlier version ({', '.join(sorted(of))})" for device, of in devices.items())
+    return f"With an asterisk: on {' and on '.join(said)}." if devices else ""
+
+
 def wrapped(sentences: str) -> str:
     return textwrap.fill(" ".join(sentences.split()), 118, break_on_hyphens=False)
 

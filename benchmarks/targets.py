@@ -153,7 +153,9 @@ def _values(target: Target, rows: Iterable[Row]) -> Iterable[tuple[str, float]]:
     for row in rows:
         if row.get("group", target.rows) not in target.groups or row.get("status", "ok") == "checked":
             continue
+        name = row.get("name") or row.get("model") or f"{row['operations']} operations"
+        name += "*" * ("commit" in row)  # of another run
         if row.get("status", "ok") != "ok":
-            yield str(row["name"]), float("inf" if target.least is None else "-inf")
+            yield name, float("inf" if target.least is None else "-inf")
         elif target.where(row) and (value := target.value(row)) is not None:
-            yield str(row.get("name") or row.get("model") or f"{row['operations']} operations"), value
+            yield name, value

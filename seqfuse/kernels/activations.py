@@ -128,7 +128,7 @@ def power(x, BASE_2: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid_and_slope(z, HALF: tl.constexpr):
+def sigmoid_and_slope(z, HALF: tl.constexpr):
     """Both s = sigmoid(z) and s (1 - s), which is exp(-|z|) / (1 + exp(-|z|))^2 without the cancellation of 1 - s."""
     q = exponential(-tl.abs(z), HALF)
     r = 1.0 / (1.0 + q)
@@ -215,7 +215,7 @@ def silu(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
 @triton.jit
 def silu_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """dy/dx = s + x s (1 - s), s = sigmoid(x)."""
-    s, slope = _sigmoid_and_slope(x, HALF)
+    s, slope = sigmoid_and_slope(x, HALF)
     return s + x * slope
 
 
@@ -228,7 +228,7 @@ def quickgelu(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentT
 @triton.jit
 def quickgelu_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """dy/dx = s + 1.702 x s (1 - s), s = sigmoid(1.702 x)."""
-    s, slope = _sigmoid_and_slope(1.702 * x, HALF)
+    s, slope = sigmoid_and_slope(1.702 * x, HALF)
     return s + x * slope * 1.702
 
 
@@ -279,7 +279,7 @@ def gelu_tanh(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentT
 @triton.jit
 def gelu_tanh_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """dy/dx = s + x s (1 - s) 2 u', s = sigmoid(2 u), u' = sqrt(2 / pi) (1 + 3 0.044715 x^2)."""
-    s, slope = _sigmoid_and_slope(1.5957691216057308 * (x + 0.044715 * x * x * x), HALF)
+    s, slope = sigmoid_and_slope(1.5957691216057308 * (x + 0.044715 * x * x * x), HALF)
     return s + x * slope * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
 
 
@@ -293,7 +293,7 @@ def clamped_silu(x, P, HALF: tl.constexpr = False):  # pyright: ignore[reportArg
 @triton.jit
 def clamped_silu_derivative(dy, x, P, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """The gradient: dx = dy (s + P[1] x s (1 - s)), s = sigmoid(P[1] x), where x <= P[0], else 0."""
-    s, slope = _sigmoid_and_slope(P[1] * x, HALF)
+    s, slope = sigmoid_and_slope(P[1] * x, HALF)
     return tl.where(x <= P[0], dy * (s + x * slope * P[1]), 0.0)
 
 

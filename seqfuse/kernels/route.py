@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._launch import cdiv, launch, next_power_of_2, stops
 from ._operators import operator
-from .activations import sigmoid
+from .activations import exponential, sigmoid, sigmoid_and_slope
 from .c import route as c_route
 
 _ELEMENTS = 1024  # that a program holds at once
@@ -29,7 +29,7 @@ def _of_row(logits, at, there, inside, COMPUTE: tl.constexpr, SOFTMAX: tl.conste
         all = tl.load(logits + at, mask=inside, other=0.0).to(COMPUTE)
         all = tl.where(inside | ~there[:, None], all, -float("inf"))  # rows that are not there are zeros
         top = tl.max(all, 1)
-        return top, tl.sum(tl.exp(all - top[:, None]), 1)
+        return top, tl.sum(exponential(all - top[:, None], False), 1)
     else:
         none = tl.zeros((at.shape[0],), COMPUTE)
         return none, none
@@ -38,7 +38,7 @@ def _of_row(logits, at, there, inside, COMPUTE: tl.constexpr, SOFTMAX: tl.conste
 @triton.jit
 def _score(logit, top, total, SOFTMAX: tl.constexpr):
     if SOFTMAX:
-        return tl.exp(logit - top) / total
+        return exponential(logit - top, False) / total
     else:
         return sigmoid(logit)
 
@@ -98,11 +98,12 @@ def _gradients_kernel(
         mine = tl.arange(0, BLOCK_K)[None, :] == j
         own = tl.sum(tl.where(mine, expert, 0), 1)[:, None]
         dscores += tl.where(column == own, tl.sum(tl.where(mine, d, 0.0), 1)[:, None], 0.0)
-    scores = _score(tl.load(logits + at, mask=inside, other=0.0).to(COMPUTE), top[:, None], total[:, None], SOFTMAX)
+    all = tl.load(logits + at, mask=inside, other=0.0).to(COMPUTE)
     if SOFTMAX:
-        dlogits = scores * (dscores - rest[:, None])
+        dlogits = _score(all, top[:, None], total[:, None], SOFTMAX) * (dscores - rest[:, None])
     else:
-        dlogits = dscores * scores * (1.0 - scores)
+        _, slope = sigmoid_and_slope(all, False)
+        dlogits = dscores * slope
     tl.store(out + at, dlogits.to(out.dtype.element_ty), mask=inside)
 
 

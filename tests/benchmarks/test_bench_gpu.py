@@ -173,6 +173,24 @@ def test_a_row_may_not_take_all_the_time() -> None:
     time.sleep(0.1)
 
 
+@pytest.mark.parametrize(("most", "written"), [(0.05, ["failed", "failed"]), (60.0, [])], ids=["a row", "all rows"])
+def test_a_row_that_the_end_cuts_off_has_not_failed(
+    most: float, written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Bench:
+        def row(self, case: Any, **_: Any) -> dict[str, Any]:
+            raise bench_gpu.TooLong
+
+    monkeypatch.setattr(bench_gpu, "chosen", lambda _: rows.cases(tiny())[:2])
+    monkeypatch.setattr(bench_gpu, "_bench", lambda *_: Bench())
+    monkeypatch.setattr(bench_gpu, "_rounding", lambda _: contextlib.nullcontext())
+    out, given = tmp_path / "gpu.json", options(hang=None, crash=None, on_gpu=False, most=most)
+    assert bench_gpu.work(given, out, time.time() + 30) == 0
+    book = Book(out)
+    assert [row["status"] for row in book.rows.values()] == written
+    assert book.bury("its process ended too early") is None
+
+
 def test_runs_from_the_command_line_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out, kept, new = tmp_path / "gpu.json", "norm forward: RMSNorm 24 x 40", "add + norm forward: RMSNorm 24 x 40"
     before = {"status": "ok", "times": {"of an earlier run": [1.0]}}

@@ -132,7 +132,12 @@ def test_norms_quantize_what_they_would_write(name: str, recipe: Recipe, monkeyp
         plain, most = forward(t, case), largest()
         found = forward(t, case, to=x_to, largest=most if recipe.keeps_state else None)
         assert_codes(found, plain.y, recipe, "x", most)
-        same = [(found.stream, plain.stream), (found.mean, plain.mean), (found.rstd, plain.rstd)]
+        statistics = [(found.mean, plain.mean), (found.rstd, plain.rstd)]
+        if DEVICE.type == "cuda":  # where rows of another tile are summed in another order
+            for one, other in statistics:
+                close(one, other)
+            statistics = []
+        same = [(found.stream, plain.stream), *statistics]
         back, most = backward(t, case, plain), largest()
         made = backward(t, case, plain, to=dy_to, largest=most if recipe.keeps_state else None)
         assert_codes(made, back.dbranch, recipe, "dy", most)
