@@ -138,3 +138,36 @@ def _range(group: str, rows: Rows) -> Lines:
         span = [*dict.fromkeys(f"{ratio:.2f}" for ratio, _ in found[:: max(1, len(found) - 1)])]
         cells.append(f"{' to '.join(span)} ({found[-1][1]})" if len(span) > 1 else "".join(span) or "-")
     return cells
+
+
+_EXPERTS = {
+    "eager": "Hugging Face, a loop over experts",
+    "grouped_mm": "Hugging Face, grouped GEMMs",
+    "loop": "a loop written by hand",
+    "seqfuse": "seqfuse",
+    "seqfuse lean": 'seqfuse, `memory="lean"`',
+}
+
+
+@drawn("gpu_experts", "gpu")
+def experts(found: Results) -> Lines:
+    """Milliseconds of the experts of a mixture by each implementation, on the device and as called."""
+    lines: Lines = [where(found)]
+    for row in found["rows"].values():
+        if row["group"] == "experts" and row["status"] == "ok":
+            shape, called = row["shape"], row["as_called"]
+            sizes = f"{shape['experts']} experts of {shape['H']:,} x {shape['F']:,}, {shape['M']:,} tokens, bfloat16"
+            cells = [
+                [name, f"{row['times'][side]['median'] / 1000:.1f}", relative(row["times"], side, "grouped_mm"),
+                 f"{called[side]['median'] / 1000:.1f}", relative(called, side, "grouped_mm")]
+                for side, name in _EXPERTS.items()
+            ]  # fmt: skip
+            head = (
+                f"{row['name'].split()[0]}, {sizes}",
+                "GPU, ms",
+                "/ grouped GEMMs",
+                "as called, ms",
+                "/ grouped GEMMs",
+            )
+            lines += ["", *table(head, cells)]
+    return lines

@@ -382,11 +382,13 @@ def steps(found: Results) -> Lines:
 
 @drawn("layer_steps", "gpu")
 def layer_steps(found: Results) -> Lines:
-    """What README.md shows of `steps`: whole layers, as they are called."""
+    """What README.md shows of `steps`: whole layers of the last run, as they are called."""
     head = ("forward + backward of a layer of", *(f"time / {name}" for name in _PEERS.values()))
-    layers = sorted(_step(row) for row in _measured(found, _STEPS[-1]))
-    converted = [_step(row) for row in _measured(found, _CONVERTED)]
-    return [*table(head, [*layers, *converted]), "", _how_steps(found, _STEPS[-1])]
+    layers, converted = (
+        sorted(_step(row) for row in _measured(found, group) if "commit" not in row)
+        for group in (_STEPS[-1], _CONVERTED)
+    )
+    return [*table(head, [*layers, *converted]), "", _how_steps(found)]
 
 
 def _measured(found: Results, *groups: str) -> Iterator[dict[str, Any]]:
