@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse.convert.rewrite import RewriteOptions
+from tests.watching import bytes_of, saving
 
 from .families import FAMILIES, randomized, tensor_of, transformers
 from .recording import Replayed
@@ -51,20 +52,10 @@ TOKENS = torch.arange(128).reshape(2, 64) % 32
 
 def bytes_saved(model: nn.Module | Replayed, **inputs: Tensor) -> int:
     """Storages that the graph of a call holds for its backward pass, each once, without parameters."""
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            found[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saving() as saved:
         out = model(**(inputs or {"input_ids": TOKENS}))
-    total = sum(found.values())
     del out
-    return total
+    return bytes_of(saved, model)
 
 
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.full)], ids=["recorded", "captured"])

@@ -18,6 +18,7 @@ from seqfuse.convert import GraphReport, Left
 from seqfuse.convert.launches import Launches
 from seqfuse.convert.report import _folded as folded
 from seqfuse.pictures.text import sized
+from tests.watching import bytes_of, saving
 
 from .comparing import passes
 from .test_composition import Net, X
@@ -86,17 +87,12 @@ def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone()
 def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 8))
     model[3].requires_grad_(False)
-    conversion, kept = sf.convert(model, memory="fast" if lowered else "lean"), dict[int, int]()
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
+    conversion = sf.convert(model, memory="fast" if lowered else "lean")
     with torch.autocast("cpu", torch.bfloat16, lowered):
         model(X.float())
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with saving() as kept:
             y = model(X.float())
-    saved = sum(size for place, size in kept.items() if place not in {p.data_ptr() for p in model.parameters()})
+    saved = bytes_of(kept, model)
     assert y.requires_grad
     assert ("1.00x unfused" in str(conversion)) is lowered
     plan = conversion.graphs[0].regions[0].plan
@@ -130,19 +126,12 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "in float32"])
 def test_the_report_counts_the_bytes_that_eager_torch_saves(lowered: bool):
     model, x = Shared(), torch.randn(2, 5, 16, requires_grad=True)
-    kept = dict[int, torch.UntypedStorage]()
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.data_ptr()] = t.untyped_storage()
-        return t
-
     with torch.autocast("cpu", torch.bfloat16, lowered):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with saving() as kept:
             y = model(x)
         conversion = sf.convert(model)
         model(x)
-    saved = {s.data_ptr(): s.nbytes() for s in kept.values()}
-    eager = sum(size for place, size in saved.items() if place not in {p.data_ptr() for p in model.parameters()})
+    eager = bytes_of(kept, model)
     assert y.requires_grad
     assert conversion.graphs[0].operations == 6
     (region,) = conversion.graphs[0].regions
@@ -228,21 +217,17 @@ class Deep(nn.Module):
 
 
 def test_the_bytes_of_layers_that_share_a_graph_are_of_all_of_them():
-    model, kept = Deep(), dict[int, int]()
+    model = Deep()
     conversion = sf.convert(model, regions="layers", memory="fast")
     x = torch.randn(32, 16, requires_grad=True)
     for _ in range(2):
         model(x).sum().backward()
 
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
     every = list[Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saving() as kept:
         for layer in model.layers:
             every.append(layer(every[-1] if every else x))
-    saved = sum(size for place, size in kept.items() if place not in {p.data_ptr() for p in model.parameters()})
+    saved = bytes_of(kept, model)
     (graph,) = conversion.graphs
     (region,) = graph.regions
     assert region.plan is not None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
@@ -43,6 +41,14 @@ class Doubles(sf.UnfusedOperation, open=True):
 
     def bwd(self, dy: Tensor, saved: Any) -> Any:
         return 2 * dy, {}
+
+
+def stepwise(self: Any, x: Tensor) -> Any:
+    """The `fwd` of a forward fusion that calls its operations one after another."""
+    saved: dict[str, Any] = {}
+    for slot, operation in zip(self.slots, self.operations(), strict=True):
+        x, saved[slot.name] = operation.fwd(x)
+    return x, saved
 
 
 # Bias and an activation, in all four kinds.
@@ -558,33 +564,3 @@ def tensor(*shape: int, seed: int = 3, grad: bool = True, dtype: torch.dtype = t
 def fused_names(plan: sf.Plan) -> tuple[list[str], list[str]]:
     """Names of the fused steps of the two covers."""
     return [s.name for s in plan.forward if s.fused], [s.name for s in plan.backward if s.fused]
-
-
-class Calls(TorchDispatchMode):
-    """Counts ATen calls by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-    def count(self, *names: str) -> int:
-        return sum(name in names for name in self.names)
-
-
-@contextlib.contextmanager
-def kept_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
-    """Bytes that autograd keeps within the block, each storage once, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, Any] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in own:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield lambda: sum(storage.nbytes() for storage in kept.values())

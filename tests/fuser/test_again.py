@@ -25,6 +25,7 @@ from seqfuse.errors import FallbackWarning, StateError
 from seqfuse.plan.front import Front, Option, Weight, bytes_held
 from seqfuse.plan.tally import Tally, most_of
 from seqfuse.run import fuser as running
+from tests.watching import saving
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Doubles, randomized
 from .kit import (
@@ -387,8 +388,7 @@ def test_hooks_see_each_tensor_once_and_only_what_enters(again: Any):
     again()
     model, x = gpt(), x_of()
     run(model, x)
-    seen: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+    with saving() as seen:
         y = model(x.clone().requires_grad_())
     own = [t for t in seen if not isinstance(t, nn.Parameter)]
     segments = [segment for part in model._fuser.op_list().parts for segment, _ in part.lowering.segments]

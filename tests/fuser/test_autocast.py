@@ -16,6 +16,7 @@ from seqfuse import ops
 from seqfuse.casts import cast_once, lowered
 from seqfuse.plan import flatten
 from seqfuse.plan.inputs import dtypes_of, under_autocast
+from tests.watching import saving
 
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
 from .kit import PlainResidual, draw, randomize
@@ -239,15 +240,10 @@ class HalfAndWide(sf.UnfusedOperation):
 
 def test_an_output_of_another_dtype_than_its_operations_input_is_not_taken_for_it():
     model = sf.Sequential(ops.Linear(5, 5), HalfAndWide(), ops.Add("wide"), ops.Linear(5, 5))
-    x, saved = draw(3, 5, dtype=torch.float32).requires_grad_(), list[torch.dtype]()
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(t.dtype)
-        return t
-
-    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    x = draw(3, 5, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), saving() as saved:
         model(x)
-    assert {*saved} == {torch.bfloat16}
+    assert {t.dtype for t in saved} == {torch.bfloat16}
 
 
 FULL, HALF = torch.float32, torch.bfloat16

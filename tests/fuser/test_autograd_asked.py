@@ -16,8 +16,9 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.run import node
 from seqfuse.run.node import MOST
+from tests.watching import Calls
 
-from .fusions import BiasReLUBack, Calls
+from .fusions import BiasReLUBack
 from .kit import draw, randomize
 
 

@@ -14,6 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import StateError
 from seqfuse.testing import Untouched, assert_distinct_storages
+from tests.watching import saving
 
 from .fusions import KINDS, BiasTanhJoint
 from .kit import assert_same, draw, mlp, passes, plain_mlp, randomize
@@ -187,8 +188,7 @@ def test_saved_tensor_hooks_see_every_saved_tensor(fusions: Any):
 
 def test_a_tensor_that_several_operations_keep_is_saved_once():
     model = sf.Sequential(ops.Linear(5, 5), ops.Tanh(), ops.Linear(5, 5), ops.Tanh(), ops.Linear(5, 5)).double()
-    packed: list[Tensor] = []
-    with graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+    with saving() as packed:
         model(draw(3, 5).requires_grad_())
     # x, three weights, and each tanh once, though the product after it keeps it too
     assert len(packed) == 6
@@ -279,8 +279,7 @@ def test_any_callable_may_be_a_hook(make: Any):
 
 def test_hooks_around_a_training_loop_see_what_is_saved_and_nothing_else():
     model, x = sf.Sequential(ops.Linear(5, 5), ops.Tanh()), torch.ones(3, 5)
-    seen: list[Tensor] = []
-    with graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+    with saving() as seen:
         for _ in range(3):
             model(x)
     assert all(t.numel() for t in seen), "a mark of what ran is saved under checkpoints only"
@@ -438,8 +437,7 @@ def test_tensor_hooks_inside_and_around_the_node_fire_once():
 def test_inference_mode_saves_nothing_and_its_output_is_an_inference_tensor():
     model, x = mlp(fusions=KINDS), draw(3, 5)
     want = model(x).detach()
-    packed: list[Tensor] = []
-    with torch.inference_mode(), graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+    with torch.inference_mode(), saving() as packed:
         y = model(x)
     assert y.is_inference()
     assert packed == []

@@ -22,7 +22,8 @@ from seqfuse.plan import Known, Matcher, Stretch, facts, flatten
 from seqfuse.plan.facts import footprint
 from seqfuse.plan.reference import number_seeds
 from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for, graph
-from tests.fuser.fusions import kept_bytes, tensor
+from tests.fuser.fusions import Doubles, tensor
+from tests.watching import bytes_of, saving
 
 ENV = sf.Env()
 KINDS = (sf.ForwardFusion, sf.BackwardFusion, sf.JointFusion)
@@ -113,9 +114,9 @@ def block(width: int = 16) -> sf.Sequential:
 
 
 def kept_by(model: nn.Module, x: Tensor) -> int:
-    with kept_bytes(model) as kept:
+    with saving() as saved:
         model(x)
-    return kept()
+    return bytes_of(saved, model)
 
 
 @pytest.mark.parametrize("memory", ["fast", "balanced", "lean", sf.Budget(part=0.8), 40_000])
@@ -461,18 +462,12 @@ def test_a_machine_that_is_not_here_has_the_choices_too():
 
 
 def test_what_cannot_be_tried_on_fake_tensors_is_planned_as_ever_and_says_so():
-    class Odd(sf.UnfusedOperation):
-        class Saved(sf.Saved):
-            x: Tensor
-
+    class Odd(Doubles):
         def reference(self, x: Tensor) -> Tensor:
             return x * float(x.sum())
 
         def fwd(self, x: Tensor) -> Any:
             return self.reference(x), self.Saved(x=x)
-
-        def bwd(self, dy: Tensor, saved: Any) -> Any:
-            return dy, {}
 
     model = sf.Sequential(*block(), Odd(), memory="lean")
     plan = model.plan(tensor(8, 16))
@@ -518,7 +513,7 @@ def test_what_a_step_saves_is_found_once_for_steps_that_are_alike(monkeypatch: p
     assert told[0] == told[1]
 
 
-class Keeping(sf.UnfusedOperation):
+class Keeping(Doubles):
     """y = 2 x, which keeps a copy of x where an attribute says so that no text tells apart."""
 
     class Saved(sf.Saved):
@@ -528,14 +523,8 @@ class Keeping(sf.UnfusedOperation):
         super().__init__()
         self.keeps = keeps
 
-    def reference(self, x: Tensor) -> Tensor:
-        return x * 2
-
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+    def fwd(self, x: Tensor) -> Any:
         return x * 2, self.Saved(more=x.clone() if self.keeps() else None)
-
-    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor, sf.Grads]:
-        return dy * 2, {}
 
 
 def test_operations_that_only_an_attribute_of_no_data_tells_apart_are_tried_each():

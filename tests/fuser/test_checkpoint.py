@@ -15,8 +15,9 @@ from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import StateError
+from tests.watching import Calls, saving
 
-from .fusions import KINDS, BiasTanhBackward, BiasTanhForward, BiasTanhJoint, Calls
+from .fusions import KINDS, BiasTanhBackward, BiasTanhForward, BiasTanhJoint
 from .kit import assert_same, draw, mlp, passes, randomize
 
 KIND = pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
@@ -81,8 +82,7 @@ def test_without_the_state_of_the_generator_the_recomputed_mask_is_used_througho
 
 def test_nothing_but_the_input_is_kept_by_a_checkpointed_model():
     model, x = blocks(), draw(3, 5).requires_grad_()
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saving() as kept:
         y = checkpoint(model, x, use_reentrant=False)
     assert len(kept) <= 2
     y.sum().backward()

@@ -21,6 +21,7 @@ from tests.fuser.fusions import (
     BiasReLUBack,
     Doubles,
     fused_names,
+    stepwise,
     tensor,
 )
 
@@ -221,10 +222,7 @@ class FlatTanh(sf.ForwardFusion):
     flat: Flat
     act: ops.Tanh
     layout = "any"
-
-    def fwd(self, x: Tensor) -> Any:
-        y = (2 * x * x).tanh()
-        return y, {"flat": Flat.Saved(x=x), "act": ops.Tanh.Saved(y=y)}
+    fwd = stepwise
 
 
 def test_records_are_made_fit_for_an_operation_too() -> None:

@@ -31,6 +31,7 @@ from tests.fuser.fusions import (
     randomized,
     run,
     run_plain,
+    stepwise,
     tensor,
 )
 
@@ -184,21 +185,13 @@ def test_the_choice_is_the_cheapest_of_all_pairs_of_covers(seed: int) -> None:
 class P(sf.ForwardFusion):
     a: ops.ReLU
     b: ops.Tanh
-
-    def fwd(self, x: Tensor) -> Any:
-        y = torch.relu(x)
-        z = torch.tanh(y)
-        return z, {"a": ops.ReLU.Saved(y=y), "b": ops.Tanh.Saved(y=z)}
+    fwd = stepwise
 
 
 class Q(sf.ForwardFusion):
     b: ops.Tanh
     c: ops.Sigmoid
-
-    def fwd(self, x: Tensor) -> Any:
-        y = torch.tanh(x)
-        z = torch.sigmoid(y)
-        return z, {"b": ops.Tanh.Saved(y=y), "c": ops.Sigmoid.Saved(y=z)}
+    fwd = stepwise
 
 
 class Same(P):

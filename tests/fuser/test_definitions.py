@@ -27,6 +27,7 @@ from tests.fuser.fusions import (
     randomized,
     rows,
     run,
+    stepwise,
     tensor,
 )
 
@@ -592,10 +593,7 @@ def test_an_operation_may_have_any_attribute() -> None:
     class BiasOdd(sf.ForwardFusion):
         bias: ops.Bias
         odd: Odd
-
-        def fwd(self, x: Tensor) -> Any:
-            z = x + self.bias.bias
-            return 2 * z, {"bias": ops.Bias.Saved(), "odd": self.odd.Saved(x=z)}
+        fwd = stepwise
 
     model = randomized(sf.Sequential(ops.Bias(5), Odd(), fusions=(BiasOdd,)))
     x = tensor(7, 5)
@@ -609,10 +607,7 @@ def test_a_fusion_that_is_still_abstract_is_the_base_of_others() -> None:
         act: sf.Pointwise
 
     class Derived(Base):
-        def fwd(self, x: Tensor) -> Any:
-            z = x + self.bias.bias
-            y, record = self.act.fwd(z)
-            return y, {"bias": ops.Bias.Saved(), "act": record}
+        fwd = stepwise
 
     model = randomized(sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=(Derived,)))
     assert model.plan(tensor(7, 5)).count("Derived") == 1
@@ -666,10 +661,7 @@ def test_what_is_defined_inside_a_function_resolves_its_types() -> None:
         class Fusion(sf.ForwardFusion):
             bias: ops.Bias
             act: Local
-
-            def fwd(self, x: Tensor) -> Any:
-                z = x + self.bias.bias
-                return z.sin(), {"bias": ops.Bias.Saved(), "act": Local.Saved(x=z)}
+            fwd = stepwise
 
         return Fusion
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqfuse as sf
 from seqfuse import ops
 from tests.processes import Facts
+from tests.watching import saving
 
 from .conftest import planning
 from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhJoint
@@ -256,8 +257,7 @@ def fsdp_in_mixed_precision() -> None:
 def fsdp_frees_what_it_gathered() -> None:
     """The engine keeps the parameter itself and no copy: its storage is empty between the passes."""
     model = sharded(model_of())
-    keep: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: keep.append(t) or t, lambda t: t):
+    with saving() as keep:
         y = model(share(0))
     gathered = [t for t in keep if isinstance(t, nn.Parameter)]
     assert len(gathered) >= 3 * 2

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import compiler, env, ops
@@ -23,6 +22,8 @@ from seqfuse.plan.step import Stretch
 from seqfuse.run.lower import Context, lower
 from seqfuse.run.node import back_alone, run_alone
 from seqfuse.testing import assert_bitwise_equal
+from tests.fuser.fusions import Doubles, stepwise
+from tests.watching import Calls, saving
 
 from .kit import draw
 
@@ -200,24 +201,10 @@ MODELS = pytest.mark.parametrize(
 )
 
 
-class Casts(TorchDispatchMode):
-    """Counts what is cast to 16 bits while it is open, by shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and out.dtype is HALF:
-            self.shapes.append(tuple(out.shape))
-        return out
-
-
-@contextlib.contextmanager
-def kept(into: list[Tensor]) -> Generator[None]:
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: into.append(t) or t, lambda t: t):
-        yield
+def casting() -> Calls:
+    """The shapes of what is cast to 16 bits."""
+    cast = torch.ops.aten._to_copy.default
+    return Calls(lambda func, args, out: tuple(out.shape) if func is cast and out.dtype is HALF else None)
 
 
 @MODELS
@@ -259,14 +246,13 @@ def test_a_weight_is_cast_once_in_a_call_and_saved_once_however_often_it_is_read
         model = sf.Sequential(enter(), *(ops.Identity() for _ in range(20))) + model
     x = draw(5, 12, dtype=torch.float32).requires_grad_(enter is None)
     for _ in range(3):  # interpreted, then by generated code
-        saved: list[Tensor] = []
-        with Casts() as casts, kept(saved), torch.autocast("cpu", HALF):
+        with casting() as casts, saving() as saved, torch.autocast("cpu", HALF):
             y = model(x)
-        assert casts.shapes.count((12, 12)) == 1
+        assert casts.count((12, 12)) == 1
         assert len({t.untyped_storage().data_ptr() for t in saved if t.shape == (12, 12)}) == 1
-        with Casts() as casts:
+        with casting() as casts:
             y.sum().backward()
-        assert (12, 12) not in casts.shapes
+        assert (12, 12) not in casts.names
     assert first.weight.grad.dtype is torch.float32
 
 
@@ -274,9 +260,9 @@ def test_without_gradients_products_leave_casts_to_the_cache_of_torch():
     model, x = gpt(), draw(3, 4, 64, dtype=torch.float32)
     with torch.autocast("cpu", HALF), torch.no_grad():
         model(x)
-        with Casts() as casts:
+        with casting() as casts:
             model(x)
-    assert (192, 64) not in casts.shapes
+    assert (192, 64) not in casts.names
 
 
 @MODELS
@@ -284,8 +270,7 @@ def test_no_more_is_kept_than_torch_keeps_under_autocast(make: Any):
     model, x = make(), draw(2, 16, 64, dtype=torch.float32).requires_grad_()
     sizes: list[int] = []
     for enabled in (True, False):
-        saved: list[Tensor] = []
-        with torch.autocast("cpu", HALF), kept(saved), sf.fusing(enabled):
+        with torch.autocast("cpu", HALF), saving() as saved, sf.fusing(enabled):
             model(x)
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if not is_parameter(t, model)
@@ -360,11 +345,7 @@ def test_a_cast_inside_a_fusion_refuses_it_unless_it_says_that_it_takes_account_
     class NormLinear(sf.ForwardFusion):
         norm: ops.LayerNorm
         linear: ops.Linear
-
-        def fwd(self, x: Tensor) -> Any:
-            y, norm = self.norm.fwd(x)
-            z, linear = self.linear.fwd(y)
-            return z, {"norm": norm, "linear": linear}
+        fwd = stepwise
 
     class Casting(sf.ForwardFusion):
         norm: ops.LayerNorm
@@ -440,17 +421,8 @@ def test_a_fusion_written_without_autocast_in_mind_may_keep_the_parameter_itself
 def test_a_gradient_is_cast_for_what_takes_no_other_dtype(takes_any: bool):
     seen: list[torch.dtype] = []
 
-    class Doubled(sf.UnfusedOperation):
-        class Saved(sf.Saved):
-            pass
-
+    class Doubled(Doubles):
         autocast, any_dy = "same", takes_any
-
-        def reference(self, x: Tensor) -> Tensor:
-            return 2 * x
-
-        def fwd(self, x: Tensor) -> Any:
-            return 2 * x, self.Saved()
 
         def bwd(self, dy: Tensor, saved: Any) -> Any:
             seen.append(dy.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from tests.fuser.fusions import BiasReLU, fused_names, tensor
+from tests.fuser.fusions import BiasReLU, Doubles, fused_names, tensor
 
 
 def operation_with(fwd: Callable[[Any, Tensor], Any], made: tuple[str, ...] = ()) -> sf.UnfusedOperation:
@@ -68,18 +68,12 @@ def test_a_forward_of_an_operation_that_returns_another_form_is_named(
 
 @pytest.mark.parametrize("value", [3, "text", 1.5, {"a": 1}], ids=repr)
 def test_a_tensor_field_that_holds_something_else_is_named(value: Any) -> None:
-    class Wrong(sf.UnfusedOperation):
+    class Wrong(Doubles):
         class Saved(sf.Saved):
             more: Tensor | None
 
-        def reference(self, x: Tensor) -> Tensor:
-            return x
-
-        def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-            return x, self.Saved(more=value)
-
-        def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
-            return dy, {}
+        def fwd(self, x: Tensor) -> Any:
+            return 2 * x, self.Saved(more=value)
 
     with pytest.raises(sf.PluginError, match=f"'more'.*not a {type(value).__name__}") as caught:
         sf.Sequential(ops.Scale(3), Wrong(), ops.Scale(1))(tensor(7, 5).requires_grad_())
@@ -122,18 +116,12 @@ def test_records_of_a_slot_of_several_operations_are_counted(change: Change, mes
     assert str(caught.value) == f"SF302 position 0 (Wrong): {message}"
 
 
-class Sums(sf.UnfusedOperation):
+class Sums(Doubles):
     class Saved(sf.Saved):
         parts: tuple[Tensor, ...]
 
-    def reference(self, x: Tensor) -> Tensor:
-        return x * 2
-
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+    def fwd(self, x: Tensor) -> Any:
         return x * 2, self.Saved(parts=(x, x.sum(0)))
-
-    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
-        return dy * 2, {}
 
 
 WHOLE, SUM = "float32[7, 5] on cpu", "float32[5] on cpu"

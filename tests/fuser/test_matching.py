@@ -31,6 +31,7 @@ from tests.fuser.fusions import (
     outcome,
     randomized,
     run,
+    stepwise,
     tensor,
 )
 
@@ -58,10 +59,7 @@ class Member(Family):
 class OfTheFamily(sf.ForwardFusion):
     bias: ops.Bias
     act: Family
-
-    def fwd(self, x: Tensor) -> Any:
-        z = x + self.bias.bias
-        return z * z, {"bias": ops.Bias.Saved(), "act": self.act.Saved(x=z)}
+    fwd = stepwise
 
 
 # Operations, a fusion, and the positions that it takes.

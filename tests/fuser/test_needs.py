@@ -16,19 +16,18 @@ from seqfuse.testing import check_fusion
 from tests.fuser.fusions import (
     BY_NAME,
     PAIR,
-    Calls,
     LinearBiasGeLUBackward,
     LinearBiasGeLUForward,
     LinearBiasGeLUJoint,
     assert_exact,
     fused_names,
-    kept_bytes,
     randomized,
     run,
     tensor,
 )
 from tests.fuser.kit import PlainResidual
 from tests.selection import few_cases as few_cases
+from tests.watching import Calls, bytes_of, saving
 
 GEMM = ("mm", "addmm", "bmm", "matmul", "linear")
 ROWS = 7
@@ -52,7 +51,7 @@ def want(model: nn.Module, x: Tensor, mask: frozenset[str]) -> None:
 
 def counted(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor | None], Calls, int]:
     """A run's results, the ATen calls of its backward, and the bytes kept for it."""
-    with kept_bytes(model) as kept:
+    with saving() as kept:
         y = model(x)
     wanted = {"x": x, **dict(model.named_parameters())}
     keys = [k for k, t in wanted.items() if t.requires_grad]
@@ -61,7 +60,7 @@ def counted(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor | None], Call
         if y.requires_grad:
             dy = tensor(*y.shape, seed=9, grad=False)
             results |= dict(zip(keys, torch.autograd.grad(y, [wanted[k] for k in keys], dy), strict=True))
-    return results, calls, kept()
+    return results, calls, bytes_of(kept, model)
 
 
 LAYERS = ("x", "0.weight", "0.bias", "2.weight", "2.bias")
@@ -152,13 +151,7 @@ def test_a_fused_backward_is_told_what_is_wanted() -> None:
 def test_nothing_is_kept_where_no_gradient_is_recorded(guard: Any, rules: tuple[type, ...]) -> None:
     model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), ops.LayerNorm(4), fusions=rules))
     x = tensor(ROWS, 5)
-    packed: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        packed.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saving() as packed:
         model(x)
         assert packed
         packed.clear()
@@ -177,9 +170,9 @@ def test_nothing_is_kept_before_the_first_gradient_that_is_wanted() -> None:
     x = tensor(ROWS, 5, grad=False)
     model.requires_grad_(False)
     model[9].weight.requires_grad_(True)
-    with kept_bytes(model) as kept:
+    with saving() as kept:
         y = model(x)
-    assert kept() == FLOAT * ROWS * 5
+    assert bytes_of(kept, model) == FLOAT * ROWS * 5
     with Calls() as calls:
         y.sum().backward()
     assert calls.count(*GEMM) == 1

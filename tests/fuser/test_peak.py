@@ -18,6 +18,7 @@ from seqfuse.kernels import _heads
 from seqfuse.kernels.c import attention
 from seqfuse.plan import MODES, facts
 from seqfuse.run import trial
+from tests.fuser.fusions import Doubles
 
 from .kit import attending, attending_by_several_weights, draw, feed_forward, gated
 
@@ -133,7 +134,7 @@ def test_a_step_costs_the_same_before_and_behind_the_first_call(monkeypatch: pyt
     assert _heads._known
 
 
-class _Watched(sf.UnfusedOperation):
+class _Watched(Doubles):
     """y = 2 x; `alive` are places of the operations whose saved tensors are there when its `bwd` runs."""
 
     class Saved(sf.Saved):
@@ -147,9 +148,6 @@ class _Watched(sf.UnfusedOperation):
     def __init__(self, place: int, late: bool = False) -> None:
         super().__init__()
         self.place, self.late = place, late
-
-    def reference(self, x: Tensor) -> Tensor:
-        return 2 * x
 
     def fwd(self, x: Tensor) -> Any:
         tensors = [x.clone() for _ in range(4)]

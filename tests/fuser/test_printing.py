@@ -28,11 +28,11 @@ from tests.fuser.fusions import (
     LinearBiasGeLUBackward,
     LinearBiasGeLUForward,
     fused_names,
-    kept_bytes,
     of_bias,
     tensor,
 )
 from tests.processes import Script
+from tests.watching import bytes_of, saving
 
 WIDTH = 80
 
@@ -335,9 +335,9 @@ def test_memory_is_that_of_the_environment_wherever_it_is_asked_for() -> None:
             return model.plan(x)
 
     def kept(autocast: bool) -> int:
-        with torch.autocast("cpu", torch.bfloat16, autocast), sf.fusing(False), kept_bytes(model) as found:
+        with torch.autocast("cpu", torch.bfloat16, autocast), sf.fusing(False), saving() as found:
             model(x)
-        return found()
+        return bytes_of(found, model)
 
     for grad, autocast in ((True, False), (False, False), (True, True)):
         inside = planned(grad=grad, autocast=autocast)

@@ -23,6 +23,7 @@ from seqfuse.fusions import RecomputeActivation, RecomputeNorm, recompute
 from seqfuse.operation import config_version
 from seqfuse.run import code
 from seqfuse.saved import copied
+from tests.watching import saving
 
 from .kit import assert_same, draw, passes, randomize
 
@@ -118,8 +119,7 @@ def test_its_tensors_are_saved_once_each_and_the_value_is_not():
     thrifty(x)
 
     def saved(model: nn.Module) -> list[Tensor]:
-        kept: list[Tensor] = []
-        with graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with saving() as kept:
             model(x)
         return kept
 
@@ -149,9 +149,8 @@ def test_tensors_shared_by_several_stand_ins_are_saved_once():
     plain = sf.Sequential(ops.SiLU(), ops.Scale(-0.5), ops.SiLU(), fusions=())
     model, x = sf.Sequential(*plain, fusions=(Twice,)), draw(4, 5)
     assert_same(passes(model, x), passes(plain, x), 0.0)
-    kept: list[Tensor] = []
     leaf = x.clone().requires_grad_()
-    with graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saving() as kept:
         model(leaf)
     assert [t is leaf for t in kept] == [True, False]
 

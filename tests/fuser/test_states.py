@@ -13,8 +13,9 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
+from tests.watching import Calls, bytes_of, saving
 
-from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint, Calls, kept_bytes
+from .fusions import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint
 from .kit import counting_plans, draw, randomize
 
 Given = tuple[Tensor, Tensor]  # x, and the channel "side"
@@ -170,7 +171,7 @@ def facts(model: sf.Sequential, state: State) -> dict[str, Any]:
     with state(model, x, side) as (a, b):
         for _ in range(2):  # the first may plan and check
             torch.manual_seed(3)
-            with kept_bytes(model) as kept, Calls() as ahead:
+            with saving() as kept, Calls() as ahead:
                 y = model(a, side=b)
             leaves = {"x": x, "side": side, **dict(model.named_parameters())}
             wanted = {name: t for name, t in leaves.items() if t.requires_grad} if y.requires_grad else {}
@@ -183,7 +184,7 @@ def facts(model: sf.Sequential, state: State) -> dict[str, Any]:
                 "node": type(y.grad_fn).__name__,
                 "y": y.detach(),
                 "grad": y.requires_grad,
-                "bytes": kept(),
+                "bytes": bytes_of(kept, model),
                 "ahead": ahead.names,
             }
             found |= {"back": back.names, **{f"d_{name}": g for name, g in zip(wanted, grads, strict=False)}}

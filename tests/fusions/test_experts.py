@@ -31,6 +31,7 @@ from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.cases import Case, Specimen
 from seqfuse.testing.judge import judge
 from seqfuse.testing.probe import Probe
+from tests.watching import bytes_of, saving
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -317,17 +318,9 @@ def test_a_converted_block_saves_less_than_the_loop_of_hugging_face(memory: str,
     x = seeded_randn((4, 128, 64), 0).requires_grad_()
 
     def saved() -> int:
-        kept: dict[int, int] = {}
-        own = {p.untyped_storage().data_ptr() for p in theirs.parameters()}
-
-        def pack(t: Tensor) -> Tensor:
-            if t.untyped_storage().data_ptr() not in own:
-                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with saving() as kept:
             theirs(x).sum().backward()
-        return sum(kept.values())
+        return bytes_of(kept, theirs)
 
     before = saved()
     sf.convert(theirs, memory=memory)  # pyright: ignore

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.fusions import linear as linear_module
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
+from tests.watching import Calls, saving
 
 BOTH = (fusions.LinearBias, fusions.LinearBiasBackward)
 
@@ -77,14 +77,6 @@ def test_autocast_gives_the_bits_of_torch(dtype: torch.dtype):
     assert torch.equal(y, expected)
 
 
-class Products(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "sum")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("needs", "kernels"), [
     ({"x"}, 1), ({"linear.weight"}, 1), ({"bias.bias"}, 1), ({"x", "linear.weight", "bias.bias"}, 3),
 ], ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value))  # fmt: skip
@@ -92,9 +84,9 @@ def test_computes_the_wanted_gradients_alone(needs: set[str], kernels: int):
     linear = ops.Linear(6, 8)
     fusion = fusions.LinearBiasBackward(linear=linear, bias=linear.expand()[1])
     records = {"linear": ops.Linear.Saved(x=torch.ones(4, 6), weight=linear.weight)}
-    with torch.no_grad(), Products() as products:
+    with torch.no_grad(), Calls() as products:
         fusion.bwd(torch.ones(4, 8), **records, needs=frozenset(needs), main_grads={})
-    assert products.count == kernels
+    assert products.count("mm", "addmm", "sum") == kernels
 
 
 def test_gradients_are_as_large_as_dy_is_and_not_a_number_where_it_is_none():
@@ -228,8 +220,7 @@ def test_on_a_gpu_relu_and_its_bias_cost_nothing_behind_the_product():
 def test_saves_the_output_and_nothing_beyond_it():
     model, x = sf.Sequential(ops.Linear(6, 8), ops.ReLU()), seeded_randn((5, 6), 0)
     assert model.plan(x).count("LinearBiasAct") == 1
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saving() as kept:
         y = model(x)
     storages = {t.untyped_storage().data_ptr() for t in kept} - {p.data_ptr() for p in model.parameters()}
     assert storages == {x.data_ptr(), y.data_ptr()}

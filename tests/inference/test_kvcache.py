@@ -18,6 +18,7 @@ from seqfuse.inference import KVCache
 from seqfuse.inference.generate import GraphedStep
 from seqfuse.nn import TransformerStack
 from seqfuse.testing import assert_bitwise_equal
+from tests.watching import Calls, name_of
 
 GPT: dict[str, Any] = {"activation": functools.partial(ops.GeLU, "tanh")}
 LLAMA: dict[str, Any] = {
@@ -530,19 +531,16 @@ def test_a_rehearsal_before_a_capture_puts_the_lengths_back_on_its_own_stream(mo
     monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
     monkeypatch.setattr(sys.modules[GraphedStep.__module__], "_on_gpu", lambda lengths: True)
-    written: list[tuple[str, str]] = []
-
-    class Writes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.is_mutable and args[0] is cache.lengths:
-                written.append((streams[-1], func.overloadpacket.__name__))
-            return func(*args, **(kwargs or {}))
 
     model, cache = model_of("GPT"), KVCache(2, 9)
     cache.feed(model, tokens(2, 3))
-    with Writes():
+
+    def written(func: Any, args: Any, out: Any) -> tuple[str, str] | None:
+        return (streams[-1], name_of(func)) if func._schema.is_mutable and args[0] is cache.lengths else None
+
+    with Calls(written) as writes:
         GraphedStep(model, cache)
-    assert written == [*[("aside", "add_"), ("aside", "copy_")] * 3, ("capture", "add_"), ("main", "copy_")]
+    assert writes.names == [*[("aside", "add_"), ("aside", "copy_")] * 3, ("capture", "add_"), ("main", "copy_")]
     assert cache.lengths.tolist() == [3, 3]
 
 

@@ -10,26 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.kernels import pointwise
 from seqfuse.ops import _philox
 from seqfuse.testing import LAYOUTS, assert_bitwise_equal, laid_out, seeded_randn
-
-
-class Ran(TorchDispatchMode):
-    """What would run: operators of torch that compute, and launches of kernels, which are not made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in ("empty", "view", "detach", "select"):
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+from tests.watching import Calls, name_of
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +26,13 @@ def _by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
-    with Ran() as ran, monkeypatch.context() as patch:
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    """What would run: operators of torch that compute, and launches of kernels, which are not made."""
+    views = "empty", "view", "detach", "select"
+    with (
+        Calls(lambda func, *_: None if name_of(func) in views else name_of(func)) as ran,
+        monkeypatch.context() as patch,
+    ):
         patch.setattr(pointwise, "launch", lambda *_: ran.names.append("kernel"))
         yield ran
 

@@ -18,6 +18,7 @@ from seqfuse.ops import _attention
 from seqfuse.ops._attention import additive
 from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
 from tests.kernels.references import attention_in_torch
+from tests.watching import saving
 
 from .passes import check_needs
 
@@ -231,10 +232,8 @@ def test_a_mask_is_broadcast_to_each_block(monkeypatch: pytest.MonkeyPatch, shap
 def test_nothing_of_the_size_of_the_scores_is_kept():
     length = 64
     for arguments in ({"causal": True}, {"dropout": 0.1}, {"window": 5}, {"softcap": 3.0}):
-        kept: list[Tensor] = []
         model = sf.Sequential(ops.Attention(2, **arguments))
-        keep = kept.append
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, keep=keep: keep(t) or t, lambda t: t):
+        with saving() as kept:
             model(packed((1, length), 2, 2, 4).requires_grad_())
         assert kept
         assert max(t.numel() for t in kept) < length * length

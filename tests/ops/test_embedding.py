@@ -9,6 +9,7 @@ from torch import nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
+from tests.watching import saving
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -50,8 +51,7 @@ def test_a_frozen_table_computes_nothing_and_keeps_nothing():
     mine, _ = twins()
     mine.append(ops.Linear(6, 2))
     mine[0].requires_grad_(False)
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saving() as kept:
         y = mine(torch.arange(5))
     assert all(t.is_floating_point() for t in kept)
     y.sum().backward()

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqfuse import group, ops
 from seqfuse.ops import _attention, _sdpa
 from seqfuse.testing import seeded_randn
 from seqfuse.testing.cases import seeded
+from tests.watching import Calls
 
 H, KV, D = 4, 2, 16
 _cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -234,16 +234,6 @@ def test_the_seed_decides_the_mask_in(where: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
 
 
-class _Named(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 VIEWS = (
     "alias",
     "transpose",
@@ -265,10 +255,9 @@ def test_nothing_is_copied_but_the_gradients_into_one_tensor(kind: str, monkeypa
     monkeypatch.setattr(_sdpa, "_cudnn_sums", lambda device: 4)
     op = ops.Attention(H, H, causal=True)
     x = torch.empty(2, 64, 3 * H * D, dtype=torch.bfloat16, device="meta")
-    with _Named() as seen:
+    with Calls() as seen:
         _, _, dx = _passes(op, x, x.new_empty(2, 64, H * D), (kind, kind))
-    kernels = [name.split(".")[1] for name in seen.names]
-    kernels = [name for name in kernels if name.strip("_") not in VIEWS]
+    kernels = [name for name in seen.names if name.strip("_") not in VIEWS]
     name = "_flash_attention" if kind == "flash" else f"_scaled_dot_product_{kind}_attention"
     assert kernels == [f"{name}_forward" if kind == "flash" else name, f"{name}_backward", "cat"]
     assert dx.shape == x.shape

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import env, ops
@@ -18,6 +17,7 @@ from seqfuse.losses import linear_cross_entropy
 from seqfuse.ops import _attention, _mm
 from seqfuse.testing import LAYOUTS, assert_fused_close, check_op, laid_out, seeded_randn
 from tests.processes import Script
+from tests.watching import Calls, name_of
 
 BF16 = torch.bfloat16
 
@@ -27,17 +27,12 @@ def _without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "WIDENED", frozenset({BF16}))
 
 
-class Gemms(TorchDispatchMode):
+GEMMS = "mm", "addmm", "addmm_", "linear", "matmul", "bmm", "baddbmm"
+
+
+def gemms() -> Calls:
     """The dtypes of the factors of each GEMM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "linear", "matmul", "bmm", "baddbmm"):
-            self.dtypes.append(args[-1].dtype)
-        return func(*args, **(kwargs or {}))
+    return Calls(lambda func, args, out: args[-1].dtype if name_of(func) in GEMMS else None)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
@@ -68,9 +63,9 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_each_product_is_rounded_once(name: str, layout: str) -> None:
     a, b, c = laid_out(drawn(40, 300), layout), laid_out(drawn(300, 24, seed=1), layout), drawn(40, 24, seed=2)
-    with Gemms() as gemms:
+    with gemms() as called:
         y, exact = PRODUCTS[name](a, b, c)
-    assert set(gemms.dtypes) == {torch.float32, torch.float64}
+    assert set(called.names) == {torch.float32, torch.float64}
     within_half_an_ulp(y, exact, 8 * (a.double().abs() @ b.double().abs()) + c.double().abs())
 
 
@@ -95,9 +90,9 @@ def test_other_dtypes_are_torch_s(dtype: torch.dtype) -> None:
 def test_few_rows_are_left_to_a_kernel_that_reads_the_weight_once() -> None:
     weight = drawn(24, 16)
     for rows, dtype in ((1, BF16), (7, BF16), (8, torch.float32)):
-        with Gemms() as gemms:
+        with gemms() as called:
             _mm.linear(drawn(rows, 16), weight)
-        assert gemms.dtypes == [dtype]
+        assert called.names == [dtype]
 
 
 def model(kind: str) -> sf.Sequential:
@@ -139,9 +134,9 @@ def test_all_three_gemms_of_a_model_are_in_float32(
             return ours(x)
 
     for _ in range(2):  # interpreted, then generated
-        with Gemms() as gemms:
+        with gemms() as called:
             found = gradients(run, ours, x)
-        assert set(gemms.dtypes) == {torch.float32}
+        assert set(called.names) == {torch.float32}
     monkeypatch.setattr(env, "WIDENED", frozenset())
     eager = gradients(run, ours, x)
     exact = gradients(lambda x: ours.double()(x), ours.double(), x.double())
@@ -165,9 +160,9 @@ def test_the_loss_in_chunks(reduction: Any, monkeypatch: pytest.MonkeyPatch) -> 
         grads = torch.autograd.grad(loss.sum(), leaves)
         return {"loss": loss.detach(), **dict(zip(("dx", "dweight", "dbias"), grads, strict=True))}
 
-    with Gemms() as gemms:
+    with gemms() as called:
         found = run(BF16)
-    assert set(gemms.dtypes) == {torch.float32}
+    assert set(called.names) == {torch.float32}
     monkeypatch.setattr(env, "WIDENED", frozenset())
     assert_fused_close(found, run(BF16), run(torch.float64))
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.nn import TransformerStack
 from seqfuse.plan import plan as segments
 from tests.processes import Facts
+from tests.watching import Calls, name_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 WORLD = 2
@@ -34,28 +34,17 @@ def tokens(step: int, rows: int = 4) -> Tensor:
     return torch.randint(11, (rows, 7), generator=torch.Generator().manual_seed(step))
 
 
-class Products(TorchDispatchMode):
-    """A clock that ticks with matrix products: how far a backward is, whatever else the machine does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.now += func.__name__.split(".")[0] in ("mm", "bmm", "addmm")
-        return func(*args, **(kwargs or {}))
-
-
 def buckets_ready() -> list[float]:
     """When buckets are ready, as fractions of the matrix products of a backward."""
     from torch.nn.parallel import DistributedDataParallel
 
-    clock, ready = Products(), list[int]()
+    # A clock that ticks with GEMMs: how far a backward is, whatever else the machine does.
+    clock, ready = Calls(lambda func, *_: name_of(func) in ("mm", "bmm", "addmm") or None), list[int]()
 
     segments.SEGMENT_BYTES = 0  # the model is small
 
     def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        ready.append(clock.now)
+        ready.append(len(clock.names))
         future = dist.all_reduce(bucket.buffer().div_(WORLD), async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
@@ -64,10 +53,10 @@ def buckets_ready() -> list[float]:
     for step in range(2):  # buckets are made anew after the first step
         ready.clear()
         loss = loss_of(wrapped, tokens(step))
-        clock.now = 0
+        clock.names.clear()
         with clock:
             loss.backward()
-    return [at / clock.now for at in ready]
+    return [at / len(clock.names) for at in ready]
 
 
 def buckets_are_ready_all_along_the_backward() -> None:

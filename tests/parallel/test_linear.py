@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import AllReduceLinearBackward, LinearBias
 from tests.processes import Facts
+from tests.watching import Calls
 
 from .sharded import assert_same, copy_shares, draw, randomize, results, share_of
 
@@ -92,16 +92,9 @@ def every_pair_of_covers_agrees() -> None:
 
 
 def the_sum_is_under_way_while_the_weight_gradient_is_made() -> None:
-    class Order(TorchDispatchMode):
-        names: ClassVar[list[str]] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(func.__name__.split(".")[0])
-            return func(*args, **(kwargs or {}))
-
     model = pair(dist.group.WORLD)
     y = model(draw(5, 6).requires_grad_())
-    with Order() as order:
+    with Calls() as order:
         y.sum().backward()
     sent = order.names.index("all_reduce")
     assert "mm" in order.names[sent : order.names.index("wait_tensor")]

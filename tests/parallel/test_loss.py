@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse.group import Group
 from seqfuse.losses import LinearCrossEntropy
 from tests.processes import Facts
+from tests.watching import Calls
 
 from .sharded import copy_shares, draw, randomize, share_of
 
@@ -89,25 +89,16 @@ def plain_operations_agree() -> None:
             check(loss_of(settings, dist.group.WORLD), settings, draw(2, 5, WIDTH))
 
 
-class Sent(TorchDispatchMode):
-    """Number of elements of each collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and "wait" not in func.name():
-            self.sizes.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
-
-
 def logits_are_never_sent() -> None:
     loss, x = loss_of({}, dist.group.WORLD), draw(2, 5, WIDTH).requires_grad_()
-    with Sent() as sent:
+
+    def size(func: Any, args: Any, out: Any) -> int | None:
+        return args[0].numel() if func.namespace == "_c10d_functional" and "wait" not in func.name() else None
+
+    with Calls(size) as sent:
         loss(x, TARGETS).backward()
     # The largest logit of each row; the target's and the sum of exponentials; the gradient of x.
-    assert sent.sizes == [10, 20, 60]
+    assert sent.names == [10, 20, 60]
 
 
 def a_target_outside_is_an_error_everywhere() -> None:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
@@ -23,6 +22,7 @@ from seqfuse.parallel import clip_grad_norm_, everywhere, parallelize, pipeline,
 from seqfuse.parallel.remote_tensor import Elsewhere
 from tests import processes
 from tests.processes import Facts, raised
+from tests.watching import Calls, name_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 STEPS = 3
@@ -137,29 +137,18 @@ def stages_of_other_ranks_hold_and_launch_nothing() -> None:
     held = sum(p.untyped_storage().nbytes() for p in staged.parameters() if not p.is_meta)
     assert held == [(4 * 6 + 6) * 4, (6 * 6 + 6) * 4, (6 * 3 + 3) * 4][dist.get_rank()]
     assert all(p.data_ptr() == 0 for p in staged.parameters() if p.is_meta)
-    with Ran() as ran:
+
+    def here(func: Any, args: Any, out: Any) -> str | None:
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        return name_of(func) if any(not t.is_meta for t in tensors) else None
+
+    with Calls(here) as ran:
         nn.functional.mse_loss(staged(batch(0)[0].float()), batch(0)[1].float()).backward()
     for rank, names in enumerate(({"tanh"}, {"sigmoid"}, {"relu", "mse_loss", "mse_loss_backward"})):
         for name in names:
             ran_here = any(name == found.strip("_") for found in ran.names)
             assert ran_here == (rank == dist.get_rank()), (name, ran.names)
-    assert ran.products == [2, 3, 3][dist.get_rank()], ran.products  # y, dweight, and dx where one is wanted
-
-
-class Ran(TorchDispatchMode):
-    """The names of what runs on tensors that are not on `meta`, and how many of it are matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self.products = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if any(not t.is_meta for t in tensors):
-            self.names.add(func.__name__.split(".")[0])
-            self.products += func.__name__.split(".")[0] in ("mm", "addmm")
-        return func(*args, **(kwargs or {}))
+    assert ran.count("mm", "addmm") == [2, 3, 3][dist.get_rank()], ran.names  # y, dweight, and dx where one is wanted
 
 
 def outputs_say_what_they_are_everywhere() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.watching import Calls
 
 pytest.importorskip("triton")
 
@@ -250,7 +251,7 @@ def test_a_function_of_the_tensors_alone_asks_its_host_function_only_where_they_
     assert asked == [(M, K), (8, K), (M, K)]
     bound(X.float())
     bound(X.float())
-    with Counting():
+    with Calls():
         bound(X.float())
     _operators.forget()
     bound(X.float())
@@ -271,13 +272,6 @@ def test_a_function_of_the_tensors_alone_copies_what_does_not_fit(seen: Seen) ->
 
 def operator_of(entry: Any) -> Operator:
     return entry.operator
-
-
-class Counting(TorchDispatchMode):
-    """A mode that changes nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def norm(x: Tensor, w: Tensor, b: Tensor | None = None, **rest: Any) -> Any:
@@ -451,16 +445,9 @@ def test_a_call_that_does_more_than_launch_is_decided_each_time(seen: Seen) -> N
 
 def test_under_a_mode_and_a_profiler_a_call_is_made_as_it_is_written(seen: Seen) -> None:
     norm(X, W)
-    made: list[Any] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
+    with Calls() as made:
         norm(X, W)
-    assert made == [torch.ops.seqfuse.norm.default]
+    assert made.names == ["norm"]
     called: list[Any] = []
     chain = _launch.knobs.runtime.launch_enter_hook
     chain.add(called.append)

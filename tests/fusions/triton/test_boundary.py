@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.fusions import BlockBoundary, BlockBoundaryActivation, BlockBoundaryBackward
 from seqfuse.fusions.boundary import asked_around
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
+from tests.watching import saving
 
 ALL = (BlockBoundary, BlockBoundaryBackward)
 
@@ -111,7 +111,6 @@ def test_keeps_one_tensor(device: torch.device):
     list_ = bias(8), ops.Dropout(0.3), ops.Add("other"), ops.RMSNorm(8), ops.SiLU()
     model = sf.Sequential(*list_, fusions=BlockBoundaryActivation).to(device)
     x, other = (seeded_randn((5, 8), i).to(device).requires_grad_() for i in range(2))
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saving() as kept:
         model(x, other=other)
     assert sorted(t.numel() for t in kept) == [1, 5, 8, 40]  # the seed, rstd, the weight and the stream

@@ -22,6 +22,7 @@ from seqfuse.fusions import (
 from seqfuse.fusions.chain import chain_of, pointwise_maker
 from seqfuse.kernels import activations
 from seqfuse.testing import seeded_randn
+from tests.watching import saving
 
 EVERY = (PointwiseChain, PointwiseChainBackward)
 
@@ -36,17 +37,10 @@ def test_training_takes_the_form_that_keeps_less(device: torch.device):
     model = sf.Sequential(bias(8), ops.SiLU(), ops.Tanh(), ops.GeLU(), fusions=(PointwiseChainJoint, *EVERY)).to(device)
     x = seeded_randn((5, 8), 0).to(device).requires_grad_()
     assert model.plan(x).count("PointwiseChainJoint") == 1
-    kept: list[int] = []
-
-    def count(t: torch.Tensor) -> torch.Tensor:
-        kept[-1] += t.numel()
-        return t
-
-    for fuse in (True, False):
-        kept.append(0)
-        with sf.fusing(fuse), torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+    for fuse, numbers in ((True, 40), (False, 80)):
+        with sf.fusing(fuse), saving() as kept:
             model(x)
-    assert kept == [40, 80]
+        assert sum(t.numel() for t in kept) == numbers
 
 
 def test_a_factor_that_changes_between_the_passes_changes_no_gradient(device: torch.device):
@@ -92,8 +86,7 @@ def test_a_tensor_that_two_keep_is_stored_once(device: torch.device):
     model = sf.Sequential(ops.Scale(2.0), ops.Tanh(), ops.SiLU(), fusions=EVERY).to(device)
     x = seeded_randn((5, 8), 0).to(device).requires_grad_()
     assert model.plan(x).count("PointwiseChain") == 1
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saving() as kept:
         model(x)
     assert len({t.data_ptr() for t in kept}) == 1
 

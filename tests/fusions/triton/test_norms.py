@@ -15,6 +15,7 @@ from seqfuse.fusions import NormActivationJoint, NormBackward, NormForward
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.tensors import redrawn
 from tests.judging import judge_together
+from tests.watching import saving
 
 
 def test_a_batch_of_incoming_gradients_gives_what_each_of_them_gives(device: torch.device):
@@ -90,8 +91,7 @@ def test_of_nine_operations_x_alone_is_kept(device: torch.device):
     model = sf.Sequential(ops.LayerNorm(8, bias=False), *acts, fusions=NormActivationJoint).to(device)
     x = seeded_randn((5, 8), 0).to(device).requires_grad_()
     assert len(model.plan(x).forward) == 1
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    with saving() as kept:
         y = model(x)
     assert sorted(t.numel() for t in kept) == [5, 5, 8, 40]  # the statistics, the weight and x
     model[2].factor, model[5].factor = 5.0, 7.0

@@ -105,21 +105,6 @@ class ReadsADroppedField(LinearBias):
         return super().bwd(dy, linear=linear, bias=bias, needs=needs)
 
 
-@caught(r"bwd: dy was modified")
-class MutatesDy(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        dy.data.mul_(2)
-        return dx, grads
-
-
-@caught(r"bwd: linear.x was modified")
-class MutatesARecord(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "linear.weight" in needs:
-            linear.x.data.zero_()
-        return dx, grads
-
-
 @caught("d_x: (max|rms|tile|element|bias)")
 class DropsTheGradientOfTheResidual(AddForkBias):
     def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
@@ -162,6 +147,10 @@ spoil(
         "field 'weight' must be the parameter 'linear.weight' itself, not a copy of it",
         lambda self, weight: weight.clone(),
     ),
+    SavesATransposedCopy=(
+        "field 'weight' must be the parameter 'linear.weight' itself, not a copy of it",
+        lambda self, weight: weight.t().contiguous().t(),
+    ),
 )  # fmt: skip
 
 
@@ -170,15 +159,6 @@ class SavesACopyOfTheInput(LinearBiasJoint):
     def fwd(self, x):
         y, saved = super().fwd(x)
         return y, self.Saved(x=x.clone(), weight=saved.weight)
-
-
-spoil(
-    LinearBiasJoint, "keep",
-    SavesATransposedCopy=(
-        "field 'weight' must be the parameter 'linear.weight' itself, not a copy of it",
-        lambda self, weight: weight.t().contiguous().t(),
-    ),
-)  # fmt: skip
 
 
 @caught(r"no gradient: .*\n  y: (max|rms|tile|element|bias)")
