@@ -23,9 +23,9 @@ class Calls(TorchDispatchMode):
         self.note, self.names = note, list[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        place, out = len(self.names), func(*args, **(kwargs or {}))
         if (noted := self.note(func, args, out)) is not None:
-            self.names.append(noted)
+            self.names.insert(place, noted)  # before what it called
         return out
 
     def count(self, *names: Any) -> int:
