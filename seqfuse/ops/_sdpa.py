@@ -141,7 +141,7 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k and v, [B, S, heads, D]; dy and y: [B, S, H, D]."""
     rows = q.shape[2]
-    _held = _scratch(q, k, kind) if kind != "efficient" and is_fake(q) else None  # bytes are asked
+    _held = _scratch(q, k, kind) if type(q) is not Tensor and is_fake(q) else None  # bytes are asked
     # Where no weight was dropped the state of a generator is not read.
     unread = q.new_empty(2, dtype=torch.int64)
     turned = (dy.transpose(1, 2), q, k, v)
@@ -167,6 +167,8 @@ def _scratch(q: Tensor, k: Tensor, kind: Backend) -> Tensor:
     """A tensor of the bytes that FlashAttention and cuDNN take while their backward runs: dq and a sum of each row in
     float32, and of FlashAttention, where heads share keys, the gradients of these for each head.
     """
+    if kind == "efficient":
+        return q
     size, each = (q.numel() + q.numel() // q.shape[-1]) * 4, k.numel() // k.shape[1] * q.shape[1]
     shared = 2 * each * q.element_size() if kind == "flash" and q.shape[1] != k.shape[1] else 0
     return torch.empty(size + shared, dtype=torch.uint8, device=q.device)
