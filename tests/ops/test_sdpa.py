@@ -349,7 +349,7 @@ def test_a_compiler_takes_the_choice_as_a_constant(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("kv", "wanted"), [(8, 68_157_440), (4, 135_266_304)])
 def test_a_plan_counts_what_a_backward_takes_for_itself(kv: int, wanted: int) -> None:
-    """dq and sums of rows in float32, as an H200 measured for cuDNN; of FlashAttention each head's dk and dv as well."""
+    """dq and sums of rows in float32, as measured of cuDNN; of FlashAttention dk and dv of each head as well."""
     with FakeTensorMode(), Tally() as tally:
         q, dy, y = (torch.empty(32, 8, 1024, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         k = torch.empty(32, kv, 1024, 64, dtype=torch.bfloat16, device="cuda")
