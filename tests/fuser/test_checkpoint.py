@@ -93,17 +93,21 @@ def test_nothing_but_the_input_is_kept_by_a_checkpointed_model():
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_is_replayed(reentrant: bool, half: torch.dtype):
     model = blocks(fusions=(BiasTanhForward,)).float()
-    x = draw(3, 5, dtype=torch.float32)
+    agree_under_autocast(model, Checkpointed(model, use_reentrant=reentrant), half)
+
+
+def agree_under_autocast(model: nn.Module, checkpointed: nn.Module, half: torch.dtype) -> None:
     results = []
-    for run in (model, Checkpointed(model, use_reentrant=reentrant)):
+    for run in (model, checkpointed):
         torch.manual_seed(5)
-        leaf = x.clone().requires_grad_()
+        leaf = draw(3, 5, dtype=torch.float32).requires_grad_()
         with torch.autocast("cpu", half):
             y = run(leaf)
-        y.backward(draw(3, 5, seed=2).to(y.dtype))
+        y.backward(draw(*y.shape, seed=2).to(y.dtype))
         results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
         model.zero_grad(set_to_none=True)
     for a, b in zip(*results, strict=True):
+        assert b.abs().max() > 0
         assert torch.equal(a, b)
 
 
@@ -340,18 +344,8 @@ def test_what_selective_checkpointing_keeps_is_not_written_over(norm: Any):
 
 
 def test_selective_checkpointing_under_autocast():
-    model, x = mlp(dtype=torch.float32, fusions=(BiasTanhForward,)), draw(3, 5, dtype=torch.float32)
-    results = []
-    for run in (Selective(model, [torch.ops.aten.mm.default]), model):
-        leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = run(leaf)
-        y.backward(draw(3, 3, seed=2).to(y.dtype))
-        results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
-        model.zero_grad(set_to_none=True)
-    for a, b in zip(*results, strict=True):
-        assert b.abs().max() > 0
-        assert torch.equal(a, b)
+    model = mlp(dtype=torch.float32, fusions=(BiasTanhForward,))
+    agree_under_autocast(model, Selective(model, [torch.ops.aten.mm.default]), torch.bfloat16)
 
 
 def test_the_first_call_under_a_dispatch_mode_shows_it_the_operators_of_a_later_call():

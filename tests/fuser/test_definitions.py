@@ -278,26 +278,7 @@ def test_a_forward_that_saves_what_the_operation_cannot_read_is_named(
     assert_exact(run(model, x), expected)
 
 
-def test_a_forward_is_checked_again_for_another_dtype_and_under_autocast() -> None:
-    class Narrow(sf.ForwardFusion):
-        scale: ops.Scale
-        act: ops.Tanh
-
-        def fwd(self, x: Tensor) -> Any:
-            z, scale = self.scale.fwd(x)
-            y = torch.tanh(z)
-            kept = y.bfloat16() if torch.is_autocast_enabled("cpu") else y.float()
-            return y, {"scale": scale, "act": ops.Tanh.Saved(y=kept)}
-
-    model = sf.Sequential(ops.Scale(2), ops.Tanh(), fusions=(Narrow,))
-    model(tensor(7, 5))
-    with pytest.raises(sf.PluginError, match=r"field 'y' of slot 'act' should be float64\[7, 5\]"):
-        model(tensor(7, 5).double())
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sf.PluginError, match=r"float32\[7, 5\] .* not bfloat16"):
-        model(tensor(7, 5))
-
-
-def test_a_forward_is_checked_again_for_a_parameter_of_another_dtype() -> None:
+def test_a_forward_is_checked_again_for_another_dtype_of_x_or_a_parameter_and_under_autocast() -> None:
     class Narrow(sf.ForwardFusion):
         bias: ops.Bias
         act: ops.Tanh
@@ -305,12 +286,19 @@ def test_a_forward_is_checked_again_for_a_parameter_of_another_dtype() -> None:
         def fwd(self, x: Tensor) -> Any:
             z, bias = self.bias.fwd(x)
             y = torch.tanh(z)
-            return y, {"bias": bias, "act": ops.Tanh.Saved(y=y.float())}
+            kept = y.bfloat16() if torch.is_autocast_enabled("cpu") else y.float()
+            return y, {"bias": bias, "act": ops.Tanh.Saved(y=kept)}
 
     model = sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=(Narrow,))
+    wide = r"field 'y' of slot 'act' should be float64\[7, 5\]"
+    model(tensor(7, 5))
+    with pytest.raises(sf.PluginError, match=wide):
+        model(tensor(7, 5).double())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sf.PluginError, match=r"float32\[7, 5\] .* not bfloat16"):
+        model(tensor(7, 5))
     model(tensor(7, 5))
     model.double()
-    with pytest.raises(sf.PluginError, match=r"field 'y' of slot 'act' should be float64\[7, 5\]"):
+    with pytest.raises(sf.PluginError, match=wide):
         model(tensor(7, 5))
 
 

@@ -328,29 +328,31 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float, de
     assert not all(t.isfinite().all() for t in (y, *out))
 
 
-def test_a_nan_among_weights_that_are_dropped_is_not_lost(device: torch.device) -> None:
+def with_a_nan(how: dict[str, Any], device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """Output and gradients, of queries with a NaN; what they are of, and dy."""
     (q, k, v), dy = drawn(1, 2, 1, 20, 8, torch.float32, device)
     q[0, 0, 7, 3] = torch.nan
-    how: dict[str, Any] = {"causal": True, "seed": torch.tensor([7]).to(device), "p": 1.0}
     y, lse = attention.attention_fwd(q, k, v, **how)
     out = tuple(torch.empty_like(t) for t in (q, k, v))
     attention.attention_bwd(dy, q, k, v, y, lse, out, **how)
+    return (y, *out), (q, k, v), dy
+
+
+def test_a_nan_among_weights_that_are_dropped_is_not_lost(device: torch.device) -> None:
+    how = {"causal": True, "seed": torch.tensor([7]).to(device), "p": 1.0}
+    (y, *out), *_ = with_a_nan(how, device)
     assert y[0, 7, 0].isnan().all()
     assert torch.equal(y.isnan().any(-1).nonzero(), torch.tensor([[0, 7, 0]], device=device))
     assert out[2][0, 0, :8].isnan().all()
 
 
 def test_a_nan_under_a_mask_that_is_added_is_not_lost(device: torch.device) -> None:
-    (q, k, v), dy = drawn(1, 2, 1, 20, 8, torch.float32, device)
-    q[0, 0, 7, 3] = torch.nan
-    how: dict[str, Any] = {"mask": torch.zeros(1, 1, 20, 20, device=device)}
-    y, lse = attention.attention_fwd(q, k, v, **how)
-    out = tuple(torch.empty_like(t) for t in (q, k, v))
-    attention.attention_bwd(dy, q, k, v, y, lse, out, **how)
-    expected, *_ = attention_in_torch((q, k, v), dy, how, torch.float32)
-    for one, r in zip((y, *out), expected, strict=True):
+    how = {"mask": torch.zeros(1, 1, 20, 20, device=device)}
+    found, given, dy = with_a_nan(how, device)
+    expected, *_ = attention_in_torch(given, dy, how, torch.float32)
+    for one, r in zip(found, expected, strict=True):
         assert torch.equal(one.isnan(), r.isnan())
-    assert out[2].isnan().all()
+    assert found[3].isnan().all()
 
 
 @pytest.mark.parametrize("regime", ["zeros", "constant_rows"])

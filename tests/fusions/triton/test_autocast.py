@@ -49,15 +49,8 @@ def passes(model: sf.Sequential, x: Tensor, half: torch.dtype | None, enabled: b
     return {"y": y.detach(), **{f"d {name}": g for name, g in zip(wanted, grads, strict=True)}}
 
 
-@HALVES
-@MODELS
-def test_a_layer_gives_what_its_operations_give(make: Any, half: torch.dtype, device: torch.device):
-    model, x = make().to(device), seeded_randn((2, 5, 16), 0).to(device)
-    exact = copy.deepcopy(model).double()
-    with torch.autocast(device.type, half):
-        plan = model.plan(x.requires_grad_())
-    assert sum(bool(step.fused and step.operation.kernels) for step in plan.forward) >= 2
-    assert sum(bool(step.fused and step.operation.kernels) for step in plan.backward) >= 3
+def judge_passes(model: Any, exact: Any, x: Tensor, half: torch.dtype) -> None:
+    """Fused and not fused, under autocast, against float64."""
 
     def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
         drawn = redrawn(x, seed)
@@ -68,6 +61,18 @@ def test_a_layer_gives_what_its_operations_give(make: Any, half: torch.dtype, de
     judge_together(measure, 0)
 
 
+@HALVES
+@MODELS
+def test_a_layer_gives_what_its_operations_give(make: Any, half: torch.dtype, device: torch.device):
+    model, x = make().to(device), seeded_randn((2, 5, 16), 0).to(device)
+    exact = copy.deepcopy(model).double()
+    with torch.autocast(device.type, half):
+        plan = model.plan(x.requires_grad_())
+    assert sum(bool(step.fused and step.operation.kernels) for step in plan.forward) >= 2
+    assert sum(bool(step.fused and step.operation.kernels) for step in plan.backward) >= 3
+    judge_passes(model, exact, x, half)
+
+
 @pytest.mark.parametrize("make", [gpt, llama])
 def test_a_layer_that_saves_little_gives_what_its_operations_give(make: Any, device: torch.device):
     model, x = make().to(device), seeded_randn((2, 5, 16), 0).to(device)
@@ -76,13 +81,7 @@ def test_a_layer_that_saves_little_gives_what_its_operations_give(make: Any, dev
     with torch.autocast(device.type, torch.bfloat16):
         plan = model.plan(x.requires_grad_())
     assert sum(step.joint for step in plan.forward) == 1
-
-    def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
-        drawn = redrawn(x, seed)
-        runs = [passes(model, drawn, torch.bfloat16, enabled) for enabled in (True, False)]
-        return (*runs, passes(exact, drawn.double(), None, False))
-
-    judge_together(measure, 0)
+    judge_passes(model, exact, x, torch.bfloat16)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
