@@ -23,7 +23,7 @@ from seqfuse.run.lower import Context, lower
 from seqfuse.run.node import back_alone, run_alone
 from seqfuse.testing import assert_bitwise_equal
 from tests.fuser.fusions import Doubles, stepwise
-from tests.watching import Calls, saving
+from tests.watching import Calls, bytes_of, saving
 
 from .kit import draw
 
@@ -272,10 +272,7 @@ def test_no_more_is_kept_than_torch_keeps_under_autocast(make: Any):
     for enabled in (True, False):
         with torch.autocast("cpu", HALF), saving() as saved, sf.fusing(enabled):
             model(x)
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if not is_parameter(t, model)
-        }
-        sizes.append(sum(storages.values()))
+        sizes.append(bytes_of(saved, model))
         wide = [t for t in saved if t.dtype is torch.float32 and t.shape == x.shape]
         assert len({t.untyped_storage().data_ptr() for t in wide}) <= 2  # what the norms read: the residual stream
     assert sizes[0] <= sizes[1]
@@ -303,10 +300,6 @@ def test_what_is_made_again_is_made_of_the_same_casts(make: Any, monkeypatch: py
     assert plan.memory.saved < 0.85 * plan.memory.saved_unfused
     assert_bitwise_equal(found[1], found[0])
     assert_bitwise_equal(found[2], found[0])
-
-
-def is_parameter(t: Tensor, model: nn.Module) -> bool:
-    return any(t.untyped_storage().data_ptr() == p.untyped_storage().data_ptr() for p in model.parameters())
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda:sm_90"])
