@@ -346,7 +346,7 @@ class UnfusedOperation(FusableOperation):
             if ".parametrizations" in f".{prefix}":
                 continue
             names = [name for name, value in module._parameters.items() if value is not None]
-            if parametrize.is_parametrized(module):
+            if len(module._modules) and parametrize.is_parametrized(module):
                 names += list(module.parametrizations)  # pyright: ignore[reportArgumentType]
             slots.update({f"{prefix}.{name}".lstrip("."): (module, name) for name in names})
         return slots

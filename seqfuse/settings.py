@@ -86,9 +86,9 @@ class Fusing:
         """`None` if this fusion may be used, else the reason it may not."""
         if not self.enabled:
             return self.off
-        if not all(_among(fusion, chosen) for chosen in self.only):
+        if self.only and not all(_among(fusion, chosen) for chosen in self.only):
             return "not named by sf.fusing(only=...)"
-        return "excluded by sf.fusing(exclude=...)" if _among(fusion, self.exclude) else None
+        return "excluded by sf.fusing(exclude=...)" if self.exclude and _among(fusion, self.exclude) else None
 
 
 def _among(fusion: type, chosen: Chosen) -> bool:

@@ -22,6 +22,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _GLOBAL_HOOKS = tuple(getattr(hooks_of, f"_global{name}") for name in HOOKS if hasattr(hooks_of, f"_global{name}"))
 
 
+# `training` configures an operation.
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+
+
 def global_hooks() -> bool:
     """Whether hooks on every module there is are registered."""
     return any(_GLOBAL_HOOKS)
@@ -55,7 +59,8 @@ class Fingerprint:
         self._children = [m._modules for m in every if m._modules or isinstance(m, nn.Sequential)]  # pyright: ignore[reportPrivateUsage]
         self._children_then = [dict(children) for children in self._children]
         self._keys_then = [list(children) for children in self._children]
-        self._tensors = [v for now in self._attributes_then for v in now.values() if isinstance(v, Tensor)]
+        own = ((now, name) for now in self._attributes_then for name in now.keys() - _OF_EVERY_MODULE)
+        self._tensors = [v for now, name in own if isinstance(v := now[name], Tensor)]
         self._tensors_then = [t.requires_grad for t in self._tensors]
         # A torch module inside an operation tells nobody when it is set.
         self._others = not all(isinstance(m, FusableOperation) for m in every)
@@ -71,7 +76,7 @@ class Fingerprint:
             (self._config is config_version.current or self._compare())
             and self._children == self._children_then
             and not any(self._empty)
-            and all(self._full)
+            and (not self._full or all(self._full))
             and (not self._others or self._same(self._attributes_then))
             and (not self._tensors or [t.requires_grad for t in self._tensors] == self._tensors_then)
         )
@@ -108,16 +113,14 @@ class Fingerprint:
         if self._measured is not config_version.measured:
             return False
         pairs = zip(self._now(), self._attributes_then, strict=True)
-        rest = self._same([{**_without_switches(then), **_switches(now.__dict__)} for now, then in pairs])
+        rest = self._same([_switched(then, now.__dict__) for now, then in pairs])
         return rest and self._children == self._children_then and not any(self._empty) and all(self._full)
 
 
-def _switches(held: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: held[name] for name in ("training", "recipe") if name in held}
-
-
-def _without_switches(held: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in held.items() if name not in ("training", "recipe")}
+def _switched(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of then, with the switches of now."""
+    switches = {"training", "recipe"}
+    return {n: held[n] for held in (then, now) for n in held if (n in switches) is (held is now)}
 
 
 # The operation that does what a module of torch does, by name: the engine imports no operations.
@@ -130,10 +133,6 @@ _CONTAINERS: dict[type, str] = {
     nn.Sequential: "seqfuse.Sequential", nn.TransformerEncoderLayer: "seqfuse.convert",
     nn.TransformerEncoder: "seqfuse.convert",
 }  # fmt: skip
-
-
-# `training` configures an operation.
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
 
 class _Never:
@@ -189,12 +188,12 @@ def has_own_graph(module: nn.Module) -> bool:
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module. Where it is traced: those of operations alone, as the trace has set them, without
-    those of every module, since a step that is traced takes as long as a thousand that run.
+    """The attributes of a module without those of every module; where it is traced of operations alone, as the trace
+    has set them.
     """
     held = vars(module)
     if not torch.compiler.is_dynamo_compiling():
-        return held
+        return {name: held[name] for name in held.keys() - _OF_EVERY_MODULE}
     if isinstance(module, FusableOperation):
         own = [name for name in module._attributes if name not in _OF_EVERY_MODULE]  # pyright: ignore[reportPrivateUsage]
         return {name: held[name] for name in own if name in held}

@@ -210,8 +210,12 @@ class Matcher:
         derived = [node for node in stretch.inside if node.derives]
         for a in stretch.positions:
             window = kinds[a - start : a - start + self._reach + 1]
-            matches = self._matches_of(kinds, a - start)
-            for cls, sentence, length in self._nearly(window) if near else ():
+            matches = self._matches.get(window)  # sequences repeat themselves
+            if matches is None:
+                matches = self._matches[window] = self._matching(window)
+            if near and window not in self._near:
+                self._near[window] = tuple(self._near_misses(window))
+            for cls, sentence, length in self._near[window] if near else ():
                 b = a + length
                 if (lean or not cls.saves_memory) and self._excludes(
                     cls, a, b, live_from, env, fusing, widths[a - start]
@@ -273,14 +277,6 @@ class Matcher:
                 self._beginning[kind] = [(i, c) for i, c in ranked if not fits.isdisjoint(map(id, c.first_slots))]
         return [self._fitting[kind] for kind in window]
 
-    def _matches_of(self, kinds: tuple[type, ...], at: int) -> tuple[_Match, ...]:
-        """Fusions that begin at one of these kinds."""
-        # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
-        window = kinds[at : at + self._reach + 1]
-        if window not in self._matches:
-            self._matches[window] = self._matching(window)
-        return self._matches[window]
-
     def _matching(self, window: tuple[type, ...]) -> tuple[_Match, ...]:
         """Fusions that begin these kinds."""
         fits = self._fits(window)
@@ -290,17 +286,12 @@ class Matcher:
                 found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, fits)]
         return tuple(found)
 
-    def _nearly(self, window: tuple[type, ...]) -> tuple[_Near, ...]:
+    def _near_misses(self, window: tuple[type, ...]) -> Iterator[_Near]:
         """Fusions that begin these kinds but for a Fork, by which another operation reads what they keep inside.
 
         And those of a few fixed operations but for one between them, or for a Bias too many; in those of other authors
         also for a Dropout: here it has fusions of its own.
         """
-        if window not in self._near:
-            self._near[window] = tuple(self._near_misses(window))
-        return self._near[window]
-
-    def _near_misses(self, window: tuple[type, ...]) -> Iterator[_Near]:
         fits = self._fits(window)
         for cls in self.fusions:
             slots = cls.slots
