@@ -89,15 +89,11 @@ class Scaled(nn.Module):
             self.keep_scales(recipe)
         recorded = record and self.training and bool(x.numel()) and not self.runs_again
         if recorded and name == "x":  # in a forward pass: a backward pass runs on a copy
-            self._follow_optimizer()
+            _recording[id(self)] = self
+            if not _hooked:
+                _hooked.append(register_optimizer_step_post_hook(_stepped))
         scale, history = (cast(Tensor, self._buffers.get(f"{name}_{what}")) for what in ("scale", HISTORY))
         return KeptScale(scale, history[:1] if recorded else None)
-
-    def _follow_optimizer(self) -> None:
-        """Update the scales after each step of the optimizer that owns the first parameter that is trained."""
-        _recording[id(self)] = self
-        if not _hooked:
-            _hooked.append(register_optimizer_step_post_hook(_stepped))
 
     def _names(self) -> list[str]:
         return [f"{name}_{what}" for name in self.scaled() for what in (HISTORY, "scale")]
@@ -194,6 +190,7 @@ def _update(operations: Iterable[Scaled], group: Any = None) -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Update the scales of operations whose first parameter that is trained is this optimizer's."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     operations: list[Scaled] = []
     for operation in [*_recording.values()]:

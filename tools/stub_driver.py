@@ -64,7 +64,7 @@ def stub_driver(*, compiles: bool = True, checks: bool = True) -> Iterator[Stub]
     import triton.compiler
     from triton.runtime import driver
 
-    if _launch.interpreted():
+    if _launch.INTERPRETED:
         raise RuntimeError("kernels are interpreted in this process: unset TRITON_INTERPRET before it starts")
     stub = Stub()
     stand_in = _Driver(stub, checks)

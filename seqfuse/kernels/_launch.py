@@ -87,11 +87,6 @@ def keyed(value: Any) -> Any:
     return _Keyed(value) if type(value) is tuple else value
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter; Triton reads `TRITON_INTERPRET` when a kernel is decorated."""
-    return bool(knobs.runtime.interpret)
-
-
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 

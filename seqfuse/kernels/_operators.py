@@ -160,16 +160,7 @@ def _options(hint: Any) -> list[Any]:
 
 
 class Operator:
-    """A host function with its operator.
-
-    Args:
-        host: the function.
-        name: the operator's.
-        written: parameters whose tensors it writes.
-        out: a parameter of tensors that the results are written to; the operator makes them.
-        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the arguments, as attributes, and the
-            shape and dtype of each result, `None` for one that is not there.
-    """
+    """A host function with its operator; the arguments are those of `operator`."""
 
     def __init__(
         self,
@@ -422,7 +413,8 @@ def operator(
         written: parameters whose tensors it writes.
         out: a parameter of tensors that the results are written to; the operator has none, and the host function gets
             `None`, for which it makes them.
-        in_c: as of an `Operator`.
+        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the arguments, as attributes, and the
+            shape and dtype of each result, `None` for one that is not there.
         flops: gives the FLOPs that torch's `FlopCounterMode` counts, as it counts those of ATen's operators.
     """
 

@@ -16,15 +16,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ._attention_kernel import (
-    ScoreTile,
-    _attention_dkv_kernel,
-    _attention_dq_kernel,
-    _attention_fwd_kernel,
-    score_tile,
-)
+from ._attention_kernel import ScoreTile, _attention_dkv_kernel, _attention_dq_kernel, _attention_fwd_kernel, score_tile
 from ._device import threshold_and_scale
-from ._launch import architecture, cdiv, interpreted, launch, next_power_of_2, stops
+from ._launch import INTERPRETED, architecture, cdiv, launch, next_power_of_2, stops
 from ._operators import inner_contiguous, operator
 
 MAX_HEAD = 256
@@ -106,7 +100,7 @@ def attention_fwd(
         _attention_fwd_kernel,
         batch * heads * cdiv(rows, tile.m),
         (
-            q, k, v, mask, cu_seqlens, seed if p else None, y, lse, *_strides(q), *_strides(k), *_strides(v),
+            q, k, v, mask, cu_seqlens, seed if p else None, y, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             *_mask_strides(mask, (batch, heads, rows, keys)), heads, rows, keys, *limits, factor, cap,
         ),
         _constexprs(tile, heads // k.shape[1], causal, window, softcap, p, keys, size, q.dtype) | {"BASE_2": base_2},
@@ -171,7 +165,7 @@ def attention_bwd(
     scale, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, False)
     group, arch, load = heads // k.shape[1], architecture(q.device), _load_of(softcap, mask, cu_seqlens, p)
     grad = dy.transpose(1, 2)
-    read = (*_strides(grad), *_strides(q), *_strides(k), *_strides(v))
+    read = (*grad.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     mask_strides = _mask_strides(mask, (batch, heads, rows, keys))
     counts = (*mask_strides, heads, rows, keys, *limits, scale, factor, cap)
     seed, added = seed if p else None, {"ADDED": _added(mask)}
@@ -180,7 +174,7 @@ def attention_bwd(
     launch(
         _attention_dq_kernel,
         batch * heads * cdiv(rows, tile.m),
-        (dy, q, k, v, y, lse, mask, cu_seqlens, seed, dq, deltas, parts, *read, *_strides(dq), *counts),
+        (dy, q, k, v, y, lse, mask, cu_seqlens, seed, dq, deltas, parts, *read, *dq.stride()[:3], *counts),
         _constexprs(tile, group, causal, window, softcap, p, keys, size, q.dtype) | added,
         tile.num_warps,
         tile.num_stages,
@@ -190,7 +184,7 @@ def attention_bwd(
         _attention_dkv_kernel,
         batch * k.shape[1] * cdiv(keys, tile.n),
         (
-            dy, q, k, v, lse, deltas, parts, mask, cu_seqlens, seed, dk, dv, *read, *_strides(dk), *_strides(dv),
+            dy, q, k, v, lse, deltas, parts, mask, cu_seqlens, seed, dk, dv, *read, *dk.stride()[:3], *dv.stride()[:3],
             *counts,
         ),
         _constexprs(tile, group, causal, window, softcap, p, keys, size, q.dtype) | added,
@@ -272,12 +266,6 @@ def _numbers(
     return scale, factor, float((softcap or 0.0) * unit), (window or 0, ends, ends.bit_length())
 
 
-def _strides(t: Tensor) -> tuple[int, int, int]:
-    """Of batches, heads and rows."""
-    batch, head, row, _ = t.stride()
-    return batch, head, row
-
-
 def _mask_strides(mask: Tensor | None, whole: tuple[int, ...]) -> tuple[int, ...]:
     return (0, 0, 0, 0) if mask is None else mask.expand(whole).stride()
 
@@ -306,5 +294,5 @@ def _constexprs(
         "BLOCK_N": tile.n,
         "BLOCK_D": max(16, next_power_of_2(size)),
         "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
-        "INTERPRET": interpreted(),
+        "INTERPRET": INTERPRETED,
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._device import bend
 from ._heads import check_scales
-from ._launch import architecture, cdiv, family, interpreted, launch, next_power_of_2, processors, register_limit, stops
+from ._launch import INTERPRETED, architecture, cdiv, family, launch, next_power_of_2, processors, register_limit, stops
 from ._operators import inner_contiguous, operator
 from ._quantize_kernel import magnitude
 from .activations import power
@@ -231,9 +231,8 @@ def decode_attention(
         return y
     if rows == 0:
         return y.zero_()
-    group = heads // kv_heads
-    of = family(architecture(q.device))
-    block_n = _block_n(size, q.dtype, k_scale is not None, of)
+    group, wide, int8 = heads // kv_heads, q.dtype is torch.float32, k_scale is not None
+    block_n = _block_n(size, q.dtype, int8, family(architecture(q.device)))
     seen = rows if window is None else min(rows, window)
     # As many programs as a processor has room for.
     splits = splits_of(batch * kv_heads, seen, block_n, processors(q.device) * (1 if block_n == _LONG else 2))
@@ -243,8 +242,7 @@ def decode_attention(
         sums = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
     factor = size**-0.5 if scale is None else scale
     # Scores in base 2, but in float32, where a rounded log2 e shows; a soft-cap takes twice score / softcap.
-    base_2 = q.dtype is not torch.float32
-    unit = _LOG2_E if base_2 else 1.0
+    base_2, unit = not wide, 1.0 if wide else _LOG2_E
     factor *= unit if softcap is None else 2 * _LOG2_E / softcap
     strides = (0, 0) if k_scale is None else (k_scale.stride(0), k_scale.stride(1))
     launch(
@@ -256,21 +254,17 @@ def decode_attention(
             float((softcap or 0.0) * unit), window or 0,
         ),
         _constexprs(group, size, softcap is not None, window is not None, block_n, q.dtype) | {"BASE_2": base_2},
-        _warps(q.dtype),
-        _stages(q.dtype, k_scale is not None),
-        **register_limit(_registers(q.dtype, k_scale is not None), architecture(q.device)),
+        8 if wide else 4,
+        2 if wide or int8 else 3,  # of the pipeline: 64 KiB of shared memory hold two of a cache in float32 or int8
+        # As many registers as two programs of a processor have; numbers that were int8 take more.
+        **register_limit(128 if wide and not int8 else None, architecture(q.device)),
     )  # fmt: skip
     if partials is not None:
         launch(
             _merge_kernel,
             batch * heads,
             (partials, sums, y, splits),
-            {
-                "D": size,
-                "BLOCK_S": next_power_of_2(splits),
-                "BLOCK_D": next_power_of_2(size),
-                "BASE_2": base_2,
-            },
+            {"D": size, "BLOCK_S": next_power_of_2(splits), "BLOCK_D": next_power_of_2(size), "BASE_2": base_2},
             4,
         )
     return y
@@ -336,20 +330,6 @@ def _block_g(group: int, dtype: torch.dtype) -> int:
     return min(16 if dtype is torch.float32 else 32, max(16, next_power_of_2(group)))
 
 
-# Of the pipeline: 64 KiB of shared memory hold two of a cache in float32 or int8.
-def _stages(dtype: torch.dtype, int8: bool) -> int:
-    return 2 if dtype is torch.float32 or int8 else 3
-
-
-def _warps(dtype: torch.dtype) -> int:
-    return 8 if dtype is torch.float32 else 4
-
-
-# As many as two programs of a processor have; numbers that were int8 take more.
-def _registers(dtype: torch.dtype, int8: bool) -> int | None:
-    return 128 if dtype is torch.float32 and not int8 else None
-
-
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[int, int, int, int, int]:
@@ -386,5 +366,5 @@ def _constexprs(group: int, size: int, softcap: bool, window: bool, block_n: int
         "BLOCK_N": block_n,
         "BLOCK_D": max(16, next_power_of_2(size)),
         "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
-        "INTERPRET": interpreted(),
+        "INTERPRET": INTERPRETED,
     }

@@ -296,7 +296,7 @@ def grouped_gemm(
         _grouped_gemm_kernel,
         (cdiv(rows, tile.rows) + groups + 1) * cdiv(columns, tile.columns) if rows else 0,
         (
-            x, weight, offsets, bias, order, y, rows, columns, depth, groups, x.stride(0), *_strides(weight),
+            x, weight, offsets, bias, order, y, rows, columns, depth, groups, x.stride(0), *weight.stride(),
             1 if bias is None else bias.stride(0),
         ),
         {
@@ -310,10 +310,6 @@ def grouped_gemm(
     return y
 
 
-def _strides(weight: Tensor) -> tuple[int, int, int]:
-    return weight.stride(0), weight.stride(1), weight.stride(2)
-
-
 @operator("grouped_outer", flops=lambda dy, x, *_, **__: 2 * dy.numel() * x.shape[1])
 def grouped_outer(
     dy: Tensor, x: Tensor, offsets: Tensor, *, order: Tensor | None = None, top_k: int = 1, tf32: bool = False
@@ -321,15 +317,12 @@ def grouped_outer(
     """Return dy_g^T x_g for each group, exact zeros for one without rows: the gradients of the weights.
 
     dy: [R, N], x: [R, K], any row stride; offsets: [G] integers, not falling; the result is [G, N, K] in the dtype of
-    x, summed in float32, in the order of rows, and rounded once. `order` and `top_k` are those of `grouped_gemm`.
+    x, summed in float32, in the order of rows, and rounded once. What is not named here is as in `grouped_gemm`.
 
     Args:
         dy: rows of all groups, one group behind the other.
         x: the same, or tokens.
-        offsets: where the rows of each group end; an end beyond the last row is that row.
         order: the pair of a token and one of its experts that each row of dy is.
-        top_k: experts of a token.
-        tf32: whether operands in float32 are rounded to 19 bits.
 
     Raises:
         ValueError: for shapes that differ, another dtype than 16 bits and float32, and rows that are not contiguous.
@@ -360,12 +353,8 @@ def grouped_outer(
 def group_sums(x: Tensor, offsets: Tensor) -> Tensor:
     """Return the sum of the rows of each group, exact zeros for one without rows: the gradients of the biases.
 
-    x: [R, N], any row stride; offsets: [G] integers, not falling; the result is [G, N] in the dtype of x, summed in
-    float32 and rounded once.
-
-    Args:
-        x: rows of all groups, one group behind the other.
-        offsets: where the rows of each group end; an end beyond the last row is that row.
+    x: [R, N], any row stride; offsets as in `grouped_gemm`; the result is [G, N] in the dtype of x, summed in float32
+    and rounded once.
 
     Raises:
         ValueError: for another dtype than 16 bits and float32, and rows that are not contiguous.
@@ -388,11 +377,10 @@ def group_sums(x: Tensor, offsets: Tensor) -> Tensor:
 def finish_rows_(y: Tensor, offsets: Tensor, bias: Tensor | None = None) -> None:
     """Add bias_g to the rows of group g, in place, and set rows at the last of offsets and beyond to zero.
 
-    y: [R, N], any row stride; offsets: [G] integers, not falling; bias: [G, N].
+    y: [R, N], any row stride; offsets as in `grouped_gemm`; bias: [G, N].
 
     Args:
         y: rows of all groups, as a GEMM of groups that knows neither left them.
-        offsets: where the rows of each group end; an end beyond the last row is that row.
         bias: of each group; without one the rows of groups are not read.
 
     Raises:

@@ -481,10 +481,6 @@ def norm_codes(
     """`norm_fwd` without an activation, of which y exists in 8 bits alone; what is not named here is as there.
 
     Args:
-        x: what is normalized, or what the prologue starts from.
-        weight: gain, `None` for one.
-        bias: added to the product, or `None`.
-        eps: added to the variance, or the mean square.
         to: how y is quantized.
         largest: float32 of one number, with a scale that is given: becomes max |y| where that is larger, or NaN.
         dtype: 16 bits, to which y is rounded before.
@@ -547,11 +543,6 @@ def norm_codes_backward(
     """`norm_bwd` without an activation, of which dbranch exists in 8 bits alone; what is not named here is as there.
 
     Args:
-        dy: gradient of the result.
-        x: what was normalized: the stream, where there was a prologue.
-        mean: as saved; `None` for RMSNorm.
-        rstd: as saved.
-        weight: gain, `None` for one.
         to: how dbranch is quantized.
         largest: float32 of one number, with a scale that is given: becomes max |dbranch| where that is larger, or NaN.
         dx: whether the gradient of the stream is wanted as well.

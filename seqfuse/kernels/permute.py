@@ -187,14 +187,8 @@ def spread_rows(
 def gather_rows(x: Tensor, rows: Tensor, offsets: Tensor, *, factors: Tensor | None = None) -> Tensor:
     """Return y[t] = sum over j of factors[t, j] x[rows[t, j]], without pairs of no expert, in the order of j.
 
-    x: [T top_k, N], any row stride; rows: [T, top_k]; offsets: [G] integers; factors: [T, top_k]; y: [T, N] in the
-    dtype of x, summed in float32 (float64 for float64) and rounded once.
-
-    Args:
-        x: a row for each pair.
-        rows: the row of each pair.
-        offsets: where the rows of each expert end; the last one counts.
-        factors: of each pair, one by default.
+    x: [T top_k, N], any row stride; y: [T, N] in the dtype of x, summed in float32 (float64 for float64) and rounded
+    once. The others are those of `spread_rows`.
 
     Raises:
         ValueError: for shapes that differ, or tensors that are not contiguous as they must be.

@@ -167,14 +167,6 @@ def quantize_several(
 
     Of each matrix codes along rows and their inverse scales, and with `columns` both down columns.
 
-    Args:
-        x: as of `quantize`.
-        others: more of them.
-        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        scaling: what shares a scale.
-        power_of_two: whether scales are rounded down to powers of two.
-        columns: whether codes down columns are wanted.
-
     Raises:
         ValueError: for what is no such matrix.
     """

@@ -117,14 +117,16 @@ def _check(logits: Tensor, experts: Tensor, d_probs: Tensor | None = None) -> No
         raise ValueError(f"expects contiguous gradients {tuple(experts.shape)}, got {tuple(d_probs.shape)}")
 
 
-def _options(logits: Tensor, experts: Tensor, softmax: bool, normalize: bool, scale: float) -> dict[str, Any]:
+def _run(kernel: Any, tensors: tuple[Tensor, ...], softmax: bool, normalize: bool, scale: float) -> None:
+    logits, experts, _ = tensors[-3:]
     block, wide = next_power_of_2(logits.shape[1]), logits.dtype is torch.float64
-    return {
+    options = {
         "SCALE": float(scale), "TINY": 0.0 if softmax else c_route.TINY, "K": experts.shape[1],
         "BLOCK_K": next_power_of_2(experts.shape[1]), "SOFTMAX": softmax,
         "NORMALIZE": normalize, "BLOCK_M": max(1, _ELEMENTS // block // (4 if wide else 1)), "BLOCK_E": block,
         "COMPUTE": tl.float64 if wide else tl.float32,
     }  # fmt: skip
+    launch(kernel, cdiv(len(logits), options["BLOCK_M"]), (*tensors, *logits.shape), options)
 
 
 @operator("route_factors", in_c=c_route.decide_route)
@@ -149,9 +151,7 @@ def route_factors(
     probs = torch.empty(experts.shape, dtype=_stats(logits), device=logits.device)
     if stops():
         return probs
-    options = _options(logits, experts, softmax, normalize, scale)
-    programs = cdiv(len(logits), options["BLOCK_M"])
-    launch(_factors_kernel, programs, (logits, experts, probs, len(logits), logits.shape[1]), options)
+    _run(_factors_kernel, (logits, experts, probs), softmax, normalize, scale)
     return probs
 
 
@@ -168,15 +168,10 @@ def route_gradients(
 ) -> Tensor:
     """Return the gradient of logits, of that of what `route_factors` gives for them: [T, E], float32 by default.
 
-    d_probs: [T, top_k]; the others as there.
+    d_probs: [T, top_k]. Arguments that are not named here are those of `route_factors`.
 
     Args:
         d_probs: gradient of the factors.
-        logits: as in the forward pass.
-        experts: as in the forward pass.
-        softmax: as in the forward pass.
-        normalize: as in the forward pass.
-        scale: as in the forward pass.
         dtype: of the result.
 
     Raises:
@@ -186,9 +181,7 @@ def route_gradients(
     out = torch.empty(logits.shape, dtype=dtype or _stats(logits), device=logits.device)
     if stops():
         return out
-    options = _options(logits, experts, softmax, normalize, scale)
-    programs = cdiv(len(logits), options["BLOCK_M"])
-    launch(_gradients_kernel, programs, (d_probs, logits, experts, out, len(logits), logits.shape[1]), options)
+    _run(_gradients_kernel, (d_probs, logits, experts, out), softmax, normalize, scale)
     return out
 
 

@@ -12,10 +12,9 @@ from .embedding import Embedding, PositionEmbedding
 from .experts import Permute, Route, Unpermute
 from .gated import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, ScaledSwiGLU, SReGLU, SwiGLU
 from .grouped import GroupedLinear
-from .l2norm import L2Norm
 from .linear import Bias, Linear
 from .mergedlinear import MergedLinear
-from .norm import LayerNorm, RMSNorm
+from .norm import L2Norm, LayerNorm, RMSNorm
 from .qknorm import QKNorm
 from .rope import RotaryEmbedding
 from .scale import LayerScale, Scale

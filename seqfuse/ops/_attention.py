@@ -305,7 +305,8 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(b, h, s, dtype=stats_dtype(q))
     for rows in _sequences(how.cu_seqlens):
         parts = [t[:, :, rows] for t in qkv]
-        part, sums = _flash_cpu(*parts, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
+        own = None if mask is None else _part(mask, rows, rows)
+        part, sums = _flash_cpu(*parts, 0.0, how.causal, attn_mask=own, scale=how.scale)
         y[:, rows], lse[:, :, rows] = part.transpose(1, 2), sums
     return y, lse
 
@@ -354,7 +355,8 @@ def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Sc
     mask = None if how.mask is None else additive(how.mask, qkv[0].dtype)
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
     for rows in _sequences(how.cu_seqlens):
-        grads = _flash_backward([t[:, :, rows] for t in read], how, _cut(mask, rows))
+        own = None if mask is None else _part(mask, rows, rows)
+        grads = _flash_backward([t[:, :, rows] for t in read], how, own)
         for mine, grad in zip(out, grads, strict=True):
             mine[:, :, rows] = grad
 
@@ -371,16 +373,6 @@ def _flash_backward(read: Sequence[Tensor], how: Scores, mask: Tensor | None) ->
 
 def _sequences(cu_seqlens: Tensor) -> Iterator[slice]:
     return (slice(a, b) for a, b in itertools.pairwise(numbers_in(cu_seqlens)) if b > a)
-
-
-def _cut(mask: Tensor | None, rows: slice) -> Tensor | None:
-    """The part of a mask that belongs to rows and keys alike; dimensions of size one stay."""
-    if mask is None or rows == slice(None):
-        return mask
-    for dim in (-1, -2):
-        if mask.shape[dim] != 1:
-            mask = mask.narrow(dim, rows.start, rows.stop - rows.start)
-    return mask
 
 
 def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
@@ -418,7 +410,8 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
         dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
         dscores = dscores.masked_fill_(blind if hidden is None else blind | hidden, 0)
         if dmask is not None:
-            _add_to_mask(dmask, dscores.flatten(1, 2), rows, keys)
+            own = _part(dmask, rows, keys)
+            own.add_(dscores.flatten(1, 2).sum_to_size(own.shape))
         if out is None:
             continue
         if bent is not None:
@@ -521,10 +514,3 @@ def _part(mask: Tensor, rows: slice, keys: slice) -> Tensor:
     """The part of a broadcast mask that these rows and keys take."""
     whole = slice(None)
     return mask[..., rows if mask.shape[-2] != 1 else whole, keys if mask.shape[-1] != 1 else whole]
-
-
-def _add_to_mask(total: Tensor, dscores: Tensor, rows: slice, keys: slice) -> None:
-    for dim, size in enumerate(total.shape):
-        if size == 1:
-            dscores = dscores.sum(dim, keepdim=True)
-    _part(total, rows, keys).add_(dscores)

@@ -95,28 +95,18 @@ def _in_one(each: list[Tensor]) -> Tensor:
 
 
 def grouped_in_8_bits(
-    x: Operand, weight: Operand, recipe: Recipe, offsets: Tensor, dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    """Return x_g weight_g^T + bias_g, of operands quantized along their rows; zeros for rows of no group."""
-    return _multiplied(x, weight, recipe, "x", offsets, dtype, bias)
-
-
-def grouped_dgrad_in_8_bits(
-    dy: Operand, weight: Operand, recipe: Recipe, offsets: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return dy_g weight_g, of dy along its rows and weights down their columns; zeros for rows of no group."""
-    return _multiplied(dy, weight, recipe, "dy", offsets, dtype)
-
-
-def _multiplied(
     x: Operand,
     weight: Operand,
     recipe: Recipe,
-    role: Role,
     offsets: Tensor,
     dtype: torch.dtype,
     bias: Tensor | None = None,
+    role: Role = "x",
 ) -> Tensor:
+    """Return x_g weight_g^T + bias_g, of operands quantized along their rows; zeros for rows of no group.
+
+    For the role "dy" x_g weight_g, of weights down their columns.
+    """
     turned = role == "dy"
     if _by_torch(recipe, x.data):
         right = weight.data.mT if turned else weight.data

@@ -97,9 +97,9 @@ def quantized_weights(asked: Sequence[tuple[Any, Recipe, frozenset[str]]]) -> li
     return [[*itertools.islice(one, len(weights))] for weights, _, _ in each]
 
 
-def along(x: Tensor, recipe: Recipe, role: Role, kept: KeptScale | None = None) -> Operand:
+def along(x: Tensor, recipe: Recipe, role: Role) -> Operand:
     """An operand quantized along its rows alone."""
-    found, _ = quantized(x, recipe, role, kept=kept)
+    found, _ = quantized(x, recipe, role)
     assert found is not None
     return found
 

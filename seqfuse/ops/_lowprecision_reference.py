@@ -80,7 +80,7 @@ def _grouped_gradients(
     if along is not None:
         _, columns = grouped.quantized_group_weights(weight, recipe, columns=True)
         assert columns is not None
-        dx = grouped.grouped_dgrad_in_8_bits(along, columns, recipe, offsets, dy.dtype)
+        dx = grouped.grouped_in_8_bits(along, columns, recipe, offsets, dy.dtype, role="dy")
     if down is not None:
         _, columns = grouped.quantized_rows(x, recipe, "x", offsets, rows=False, columns=True)
         assert columns is not None

@@ -125,14 +125,12 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
         count = self.num_embeddings // group.size
         return range(group.rank * count, (group.rank + 1) * count)
 
-    def _error(self, x: Tensor, wrong: Tensor) -> RangeError:
-        return _outside(x, wrong, self.num_embeddings, "token ids", "Embedding")
-
     def _look_up(self, x: Tensor, weight: Tensor) -> Tensor:
         try:
             return F.embedding(x, weight, self.padding_idx)
         except IndexError as error:  # torch's says neither the index nor the table
-            raise self._error(x, (x < 0) | (x >= self.num_embeddings)) from error
+            wrong = (x < 0) | (x >= self.num_embeddings)
+            raise _outside(x, wrong, self.num_embeddings, "token ids", "Embedding") from error
 
     def _own(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this process's shard, row 0 for an index outside of it, and a mask of these indices."""
@@ -141,7 +139,7 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
         if x.is_cuda and plain:
             torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         elif plain and wrong.any():
-            raise self._error(x, wrong)
+            raise _outside(x, wrong, self.num_embeddings, "token ids", "Embedding")
         absent = (x < self._rows.start) | (x >= self._rows.stop)
         return (x - self._rows.start).masked_fill(absent, 0), absent
 

@@ -336,18 +336,6 @@ class Permute(sf.UnfusedOperation):
             message = f"expects the experts of each token, integers {wanted}, got {got}"
             raise InputError(message, code="SF101", operation="Permute")
 
-    def _fast(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """y, offsets and rows by kernels, if there are any."""
-
-        def run() -> tuple[Tensor, Tensor, Tensor]:
-            if x.is_cpu:
-                rows, offsets = _of_pairs().sorted_pairs(experts.to(torch.int64), self.experts)
-            else:
-                _, rows, offsets = self.sorted(experts)
-            return _copied(x, rows, offsets), offsets, rows
-
-        return _by_kernel(x, run)
-
     def sorted(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The (token, expert) pair of each row of y, the row of each pair, and the end of each expert's rows."""
         # Without its sign bit an expert below 0 is greater than all, so that it is sorted behind them.
@@ -366,7 +354,15 @@ class Permute(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor, *, experts: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
         self.check(x.shape, experts)
-        made = self._fast(x, experts)
+
+        def run() -> tuple[Tensor, Tensor, Tensor]:
+            if x.is_cpu:
+                rows, offsets = _of_pairs().sorted_pairs(experts.to(torch.int64), self.experts)
+            else:
+                _, rows, offsets = self.sorted(experts)
+            return _copied(x, rows, offsets), offsets, rows
+
+        made = _by_kernel(x, run)
         if made is None:
             order, rows, offsets = self.sorted(experts)
             y = _in_order(x, order, offsets, self.top_k)

@@ -201,9 +201,8 @@ class GroupedLinear(HasGEMM, sf.UnfusedOperation):
         dx = None
         if along is not None:
             weight = operand(saved.weight, saved.weight_inverse)
-            dx = low.grouped_dgrad_in_8_bits(along, weight, recipe, saved.offsets, dy.dtype).view(
-                *dy.shape[:-1], self.in_features
-            )
+            dx = low.grouped_in_8_bits(along, weight, recipe, saved.offsets, dy.dtype, role="dy")
+            dx = dx.view(*dy.shape[:-1], self.in_features)
         if down is not None:
             x, buffer = operand(saved.x, saved.x_inverse), main_grads.pop("weight", None) if main_grads else None
             grads["weight"] = low.grouped_weight_grad_in_8_bits(down, x, recipe, saved.offsets, dy.dtype, buffer)

@@ -96,24 +96,26 @@ class QKNorm(sf.UnfusedOperation):
             nn.init.constant_(own, 1.0 if name.endswith("weight") and not self.zero_centered else 0.0)
 
     def reference(self, x: Tensor) -> Tensor:
-        floating(x, "QKNorm")
-        stats = stats_dtype(x)
+        normed = self._normed(x, self.q_weight, self.k_weight)[0].to(x.dtype)
         heads = unflatten(x, -1, -1, self.head_dim)
-        known = heads[..., : self.heads + self.kv_heads, :].to(stats)
-        if self.kind == "layer":
-            known = known - self._spread(self._means(known))
-        known = known * self._spread((self._means(known.square()) + self.eps).rsqrt())
-        gain, bias = self._gain(self.q_weight, self.k_weight, stats), self._heads(self.q_bias, self.k_bias, stats)
-        known = known if gain is None else known * gain
-        known = known if bias is None else known + bias
-        return torch.cat((known.to(x.dtype), heads[..., self.heads + self.kv_heads :, :]), -2).flatten(-2)
+        return torch.cat((normed, heads[..., self.heads + self.kv_heads :, :]), -2).flatten(-2)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        floating(x, "QKNorm")
-        stats, known = stats_dtype(x), self.heads + self.kv_heads
         q_weight, k_weight = parameter(self, "q_weight"), parameter(self, "k_weight")
-        heads = unflatten(x, -1, -1, self.head_dim)
-        t, mean = heads[..., :known, :].to(stats), None
+        normed, rstd, mean = self._normed(x, q_weight, k_weight)
+        y, known = torch.empty_like(x, memory_format=torch.contiguous_format), self.heads + self.kv_heads
+        out = unflatten(y, -1, -1, self.head_dim)
+        out[..., :known, :] = normed
+        out[..., known:, :] = unflatten(x, -1, -1, self.head_dim)[..., known:, :]
+        return y, self.Saved(x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight, mean=mean)
+
+    def _normed(
+        self, x: Tensor, q_weight: Tensor | None, k_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The query and key heads of y in the dtype of the statistics, [*, S, H + Hkv, D], with rstd and mean."""
+        floating(x, "QKNorm")
+        stats, mean = stats_dtype(x), None
+        t = unflatten(x, -1, -1, self.head_dim)[..., : self.heads + self.kv_heads, :].to(stats)
         if self.kind == "layer":
             mean = self._means(t)
             t = t - self._spread(mean)
@@ -122,11 +124,7 @@ class QKNorm(sf.UnfusedOperation):
         gain = self._gain(q_weight, k_weight, stats)
         bias = self._heads(parameter(self, "q_bias"), parameter(self, "k_bias"), stats)
         t = t if gain is None else t * gain
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        out = unflatten(y, -1, -1, self.head_dim)
-        out[..., :known, :] = t if bias is None else t + bias
-        out[..., known:, :] = heads[..., known:, :]
-        return y, self.Saved(x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight, mean=mean)
+        return t if bias is None else t + bias, rstd, mean
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         x, rstd, known = saved.x, self._spread(saved.rstd), self.heads + self.kv_heads

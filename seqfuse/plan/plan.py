@@ -410,7 +410,7 @@ class Search:
     @cached_property
     def found(self) -> list[Candidate]:
         """The candidates of all choices but `"fast"`."""
-        return self.candidates(self.stretch.is_entered)[0]
+        return self.candidates(self.stretch.x is not None)[0]
 
     @cached_property
     def kept(self) -> Kept | str:
@@ -537,7 +537,7 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "fast", sea
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
     if live == stop:  # without a gradient nothing is saved, so there is nothing to choose
         memory = "fast"
-    found, refused = search.candidates(memory != "fast" and stretch.is_entered)
+    found, refused = search.candidates(memory != "fast" and stretch.x is not None)
     chosen = search.chosen(memory)
     forward, backward = chosen.forward, chosen.backward
     used = {id(c): c for c in (*forward, *backward)}

@@ -477,11 +477,6 @@ class Stretch:
         return {position: found for position, found in each if found is not None}
 
     @property
-    def is_entered(self) -> bool:
-        """Whether something is known of what enters it."""
-        return self.x is not None
-
-    @property
     def inside(self) -> Sequence[Node]:
         """Its own nodes."""
         return self.nodes[self.start : self.positions.stop]
@@ -493,11 +488,12 @@ class Stretch:
 
     def step(self, a: int, b: int, fusion: FusedOperation | None = None) -> Step:
         """The step at positions `a..b` of a schedule: a fusion, or the operation there."""
-        node, needs = self.nodes[a], tuple([self.wants.needs[p] for p in range(a, b)])
+        node, covers = self.nodes[a], range(a, b)
         operation, name = (node.operation, node.name) if fusion is None else (fusion, type(fusion).__name__)
-        nodes, found = tuple(self.nodes[a:b]), [self.recipes.get(p) for p in range(a, b)]
+        nodes, needs = tuple(self.nodes[a:b]), tuple([self.wants.needs[p] for p in covers])
+        found = [self.recipes.get(p) for p in covers] if self.recipes else ()
         recipes = tuple([one if isinstance(one, Recipe) else None for one in found]) if any(found) else ()
-        return Step(operation, range(a, b), name, fusion is not None, nodes, needs, self.around(a, b), recipes)
+        return Step(operation, covers, name, fusion is not None, nodes, needs, self.around(a, b), recipes)
 
     def absorbed(self, fusion: FusedOperation, a: int, b: int) -> Iterator[Quantize]:
         """How the kernels of a fusion at positions `a..b` can quantize their results for the operations around it."""

@@ -41,8 +41,8 @@ class Tally(TorchDispatchMode):
         results, (makes, changes, makes_all) = _tensors(out), _work_of(func)
         if (makes and results) or changes:
             several = [*_tensors((args, tuple(kwargs.values()))), *results]
-            moved = sum([t.numel() * t.element_size() for t in several])
-            self.work += Savings(1, moved, _flops_of(func, args, kwargs, out))
+            moved, formula = sum([t.numel() * t.element_size() for t in several]), _formulas().get(func.overloadpacket)
+            self.work += Savings(1, moved, 0 if formula is None else formula(*args, **kwargs, out_val=out))
         if makes_all:
             for t in results:
                 self._enter(t.untyped_storage())
@@ -117,12 +117,6 @@ def _formulas() -> dict[Any, Any]:
         extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = attention
         extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = backward
     return {**flop_counter.flop_registry, **{name: of_shapes(formula) for name, formula in extra.items()}}
-
-
-def _flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """The FLOPs of a call of ATen."""
-    formula = _formulas().get(func.overloadpacket)
-    return 0 if formula is None else formula(*args, **kwargs, out_val=out)
 
 
 def storage_of(t: Tensor) -> int:

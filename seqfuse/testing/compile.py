@@ -36,20 +36,11 @@ argument, `"none"` for a `None` in it.
 """
 
 TRITON_DTYPES = {
-    "float16": "fp16",
+    **{f"{sign}int{bits}": f"{sign or 'i'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"fp{bits}" for bits in (16, 32, 64)},
     "bfloat16": "bf16",
-    "float32": "fp32",
-    "float64": "fp64",
     "float8_e4m3fn": "fp8e4nv",
     "float8_e5m2": "fp8e5",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "u8",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
     "bool": "u1",
 }
 """Triton's name of a torch dtype, by the latter's name without `torch.`."""

@@ -40,15 +40,11 @@ def _autocast(device: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return functools.partial(torch.is_autocast_enabled, device), functools.partial(torch.set_autocast_enabled, device)
 
 
-def _set_deterministic(mode: int) -> None:
-    torch.set_deterministic_debug_mode(mode)
-
-
 # What a process has once, each with the way to read it and to put it back.
 _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "grad mode": (torch.is_grad_enabled, lambda on: torch._C._set_grad_enabled(on)),  # pyright: ignore[reportPrivateUsage]
-    "deterministic mode": (torch.get_deterministic_debug_mode, _set_deterministic),
+    "deterministic mode": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     "the precision of float32 products": (_products, _set_products),
     "TF32 in cuBLAS": _backend(torch.backends.cuda.matmul, "fp32_precision"),
     "TF32 in cuDNN": _backend(cast(Any, torch.backends.cudnn).conv, "fp32_precision"),
@@ -90,7 +86,8 @@ class GlobalState:
             found.append("left another CUDA stream current")
             torch.cuda.set_stream(self._stream)
         for name, thing in self._objects.items():
-            changed = _differences(self._attributes[name], _attributes(thing))
+            before, after = self._attributes[name], _attributes(thing)
+            changed = [key for key in {**before, **after} if not _same(before.get(key), after.get(key))]
             if changed:
                 found.append(f"changed {', '.join(changed)} of {name}")
         return found
@@ -115,10 +112,6 @@ def _attributes(thing: object) -> dict[str, Any]:
         else:
             found[name] = value
     return found
-
-
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**before, **after} if not _same(before.get(name), after.get(name))]
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -176,7 +169,8 @@ class Observer:
     def _watch(
         self, owner: Any, name: str, fn: Callable[..., Any], watched: dict[str, object], /, *args: Any, **kwargs: Any
     ) -> Any:
-        given = dict(_tensors_given(name, args, kwargs))
+        positional = zip(("x",) if name == "fwd" else ("dy", "saved"), args, strict=False)
+        given = {key: t for of, value in (*positional, *kwargs.items()) for key, t in leaves(of, value)}
         for what, module in watched.items():
             if isinstance(module, nn.Module):
                 given.update(
@@ -217,12 +211,6 @@ def results(name: str, out: Any) -> Iterator[tuple[str, Tensor]]:
         records: list[Any] = [*value.values()] if isinstance(value, dict) else [value]  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         saved = any(isinstance(record, Saved) for record in records)
         yield from leaves("saved" if saved else "outputs" if name == "fwd" else "grads", value)
-
-
-def _tensors_given(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    positional = zip(("x",) if name == "fwd" else ("dy", "saved"), args, strict=False)
-    for key, value in (*positional, *kwargs.items()):
-        yield from leaves(key, value)
 
 
 def leaves(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:

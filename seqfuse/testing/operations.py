@@ -18,10 +18,10 @@ from ..saved import Saved, copied
 from .arguments import check_kit_arguments
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets, uncounted
 from .elementwise import activations, assert_elementwise, check_derivative_reference, compare_device_functions
-from .fakes import assert_fakes_alike
 from .judge import (
     LOW,
     assert_dtypes,
+    assert_fakes_alike,
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,

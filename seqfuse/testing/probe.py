@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ from ..plan import Plan, Step
 from ..saved import Recompute, Saved
 from ..settings import fusing
 from .cases import Bench, Case, OnPass, Outcome, Specimen, cases, few_rows, subsets, uncounted
-from .fakes import assert_fakes_alike
 from .judge import (
+    assert_fakes_alike,
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,
@@ -84,7 +84,7 @@ class Probe:
     def place(self) -> AssertionError | None:
         """Find where the fusion stands, and name the parameters by its slots; or the reason that it is not applied."""
         grad = not issubclass(self.fusion, InferenceFusion)
-        plan = self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad))
+        self.plan = plan = self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad))
         try:
             step = self.find(plan)
         except AssertionError as error:
@@ -99,10 +99,8 @@ class Probe:
         return None
 
     def uncounted(self) -> list[str]:
-        """Which bytes a plan with the fusion cannot count, and why."""
-        grad = not issubclass(self.fusion, InferenceFusion)
-        plan = self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad))
-        return uncounted(plan, saved=not issubclass(self.fusion, BackwardFusion))
+        """Which bytes the plan of `place` cannot count, and why."""
+        return uncounted(self.plan, saved=not issubclass(self.fusion, BackwardFusion))
 
     def _plan(self, case: Case) -> Plan:
         inputs = self.specimen.inputs_for(case, self.seed)
@@ -207,8 +205,8 @@ class Probe:
                 for made in (own, self._own(case, seed, wide=True)[1])
             )
             for field in saved_fields(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
-                tensors = field.fused, field.unfused, field.reference
-                f[field.name], u[field.name], r[field.name] = map(_spoiled, tensors) if infinite else tensors
+                name, *tensors = field
+                f[name], u[name], r[name] = map(_spoiled, tensors) if infinite else tensors
         trees: list[dict[str, Any]] = [fused.tree, unfused.tree, self.specimen.references(case, seed, wide=True).tree]
         if infinite and self.fusion.reorders:
             trees = [{name: t if t is None else _spoiled(t) for name, t in tree.items()} for tree in trees]
@@ -244,10 +242,11 @@ class Probe:
             if "needs" in back.kwargs:
                 places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
                 inside = nodes[self.start : self.start + len(places)]
-                own = {channel for node in inside for _, channel in node.outputs}
-                names = [
-                    f"{place}.{n}" for place, node in zip(places, inside, strict=True) for n in _wanted_of(node, own)
+                own = {channel for node in inside for _, channel in node.outputs}  # whose gradients it owes to nobody
+                each = [
+                    (*node.slots, *(name for name, channel in node.inputs if channel not in own)) for node in inside
                 ]
+                names = [f"{place}.{name}" for place, named in zip(places, each, strict=True) for name in named]
                 assert_only_wanted(back, back.kwargs["needs"], names)
 
     def _check_reads(self, observer: Observer, bench: Bench) -> None:
@@ -308,11 +307,6 @@ class Probe:
             raise AssertionError("it did not run")
 
 
-def _wanted_of(node: Any, own: set[str]) -> tuple[str, ...]:
-    """Names of the gradients that an operation in a fusion can owe to others: not of channels made in the fusion."""
-    return (*node.slots, *(name for name, channel in node.inputs if channel not in own))
-
-
 def _spoiled(saved: Tensor) -> Tensor:
     """NaN where a tensor is infinite: which of both a sum with an Inf gives, such as a mean, its order decides."""
     return saved.masked_fill(saved.isinf(), torch.nan) if saved.is_floating_point() else saved
@@ -325,8 +319,7 @@ def _spoiled_where(spoiled: Tensor, t: Tensor | None) -> Tensor | None:
     return torch.where(spoiled & (t == 0), torch.nan, t)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedField:
+class SavedField(NamedTuple):
     """A tensor of one field: as the fusion saved it, as the operation does, as it does in float64."""
 
     name: str

@@ -35,10 +35,6 @@ def seeded_randn(shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32
     return found.to(dtype)
 
 
-def _constant_rows(shape: Shape, seed: Seed) -> Tensor:
-    return _normal((*shape[:-1], 1), seed).expand(shape) if shape else _normal(shape, seed)
-
-
 def _with_one(value: float) -> Callable[[Shape, Seed], Tensor]:
     def fill(shape: Shape, seed: Seed) -> Tensor:
         draw = generator(seed)
@@ -65,7 +61,7 @@ REGIMES: dict[str, Callable[[Shape, Seed], Tensor]] = {
 
 EDGES: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "zeros": lambda shape, _: torch.zeros(shape, dtype=torch.float64),
-    "constant_rows": _constant_rows,
+    "constant_rows": lambda shape, seed: _normal((*shape[:-1], 1) if shape else (), seed).expand(shape),
     "extremes": lambda shape, seed: math.inf * _normal(shape, seed).sign(),
     "one_nan": _with_one(math.nan),
     "one_inf": _with_one(math.inf),
@@ -87,10 +83,6 @@ def in_regime(regime: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = tor
     return values.to(dtype)
 
 
-def _integers(shape: Shape, seed: Seed) -> Tensor:
-    return torch.randint(-4, 5, shape, generator=generator(seed)).double()
-
-
 def _powers_of_two(shape: Shape, seed: Seed) -> Tensor:
     draw = generator(seed)
     exponent = torch.randint(-2, 3, shape, generator=draw).double()
@@ -106,7 +98,7 @@ def _signs(shape: Shape, seed: Seed) -> Tensor:
 
 
 EXACT: dict[str, Callable[[Shape, Seed], Tensor]] = {
-    "integers": _integers,
+    "integers": lambda shape, seed: torch.randint(-4, 5, shape, generator=generator(seed)).double(),
     "powers_of_two": _powers_of_two,
     "signs": _signs,
 }
@@ -121,13 +113,13 @@ def exact(kind: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.flo
     return EXACT[kind](shape, seed).to(dtype)
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _strided(x: Tensor) -> Tensor:
     columns = x.shape[-1] if x.ndim else 1
     return _filled(2 * x.numel(), x).view(*x.shape[:-1], 2 * columns)[..., ::2].view(x.shape)
-
-
-def _misaligned(x: Tensor) -> Tensor:
-    return _filled(x.numel() + 1, x)[1:].view(x.shape)
 
 
 def _filled(count: int, like: Tensor) -> Tensor:
@@ -135,16 +127,12 @@ def _filled(count: int, like: Tensor) -> Tensor:
     return torch.full((count,), fill, dtype=like.dtype, device=like.device)
 
 
-def _transposed(x: Tensor) -> Tensor:
-    return torch.empty_like(x.mT, memory_format=torch.contiguous_format).mT if x.ndim > 1 else torch.empty_like(x)
-
-
 # Each gives a view of the shape, to be filled; the gaps hold NaN, so that a kernel that ignores strides reads them.
 _FILLABLE: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "contiguous": _contiguous,
     "strided": _strided,
-    "transposed": _transposed,
-    "misaligned": _misaligned,
+    "transposed": lambda x: _contiguous(x.mT).mT if x.ndim > 1 else _contiguous(x),
+    "misaligned": lambda x: _filled(x.numel() + 1, x)[1:].view(x.shape),
 }
 _BROADCAST: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x[:1].expand(x.shape) if x.ndim else x.view(1).expand(1).view(()),

@@ -287,7 +287,7 @@ def test_no_offset_of_a_gpu_is_read(recipe: Recipe):
             assert y.shape == (64, 48)
             if own is recipe and not torch.backends.cuda.is_built():
                 continue  # torch without CUDA copies nothing there, not even without data
-            dx = low.grouped_dgrad_in_8_bits(qdy, weight_down, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
+            dx = low.grouped_in_8_bits(qdy, weight_down, own, ends, torch.bfloat16, role="dy")  # pyright: ignore[reportArgumentType]
             dweight = low.grouped_weight_grad_in_8_bits(dy_down, x_down, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
             assert dx.shape == (64, 32)
             assert isinstance(dweight, Tensor)

@@ -19,7 +19,7 @@ from seqfuse import kernels
 from seqfuse.kernels import _launch
 from tests import processes
 
-pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
+pytestmark = pytest.mark.skipif(_launch.INTERPRETED, reason="kernels are interpreted in this process")
 
 HERE = Path(__file__).resolve().parent
 

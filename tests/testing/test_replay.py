@@ -27,7 +27,7 @@ from seqfuse.ops import _attention
 from tools import stub_driver as stubs
 from tools.stub_driver import stub_driver
 
-pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
+pytestmark = pytest.mark.skipif(_launch.INTERPRETED, reason="kernels are interpreted in this process")
 
 GELU, RELU = (ACTIVATIONS[name] for name in ("gelu", "relu"))
 M, K = 33, 64

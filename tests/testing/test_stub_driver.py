@@ -40,7 +40,7 @@ from tests.fusions.triton.launching import ScaleScale, said, scales
 from tests.inference.test_kvcache import model_of, tokens
 from tools.stub_driver import Stub, stub_driver
 
-pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
+pytestmark = pytest.mark.skipif(_launch.INTERPRETED, reason="kernels are interpreted in this process")
 
 GELU = ACTIVATIONS["gelu"]
 

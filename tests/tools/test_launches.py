@@ -17,7 +17,7 @@ from tools.compiled import TARGETS
 from tools.launches import CALLS, WITHOUT, variants
 from tools.stub_driver import stub_driver
 
-pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
+pytestmark = pytest.mark.skipif(_launch.INTERPRETED, reason="kernels are interpreted in this process")
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -31,11 +31,6 @@ def _logit(lines: Lines, of: torch.dtype, at: str, softcap: bool) -> tuple[Numbe
     return z, u
 
 
-def _falls(u: Number) -> Number:
-    """e^(-2 |u|), in the words of `activations.tanh`, which has it, too."""
-    return _language.exp(-2.0 * _language.abs(u))
-
-
 def _gradient(
     of: torch.dtype, at: str, less: str, softcap: bool, z_loss: bool, exponential: str | None = None
 ) -> tuple[str, str]:
@@ -53,7 +48,7 @@ def _gradient(
         d = d + p * Number(lines, "of_lse")
     if softcap:
         # 1 - tanh^2 without the cancellation where the cap is near.
-        q = _falls(u)
+        q = _language.exp(-2.0 * _language.abs(u))  # in the words of `activations.tanh`, which has it, too
         d = d * (4.0 * q / ((1.0 + q) * (1.0 + q)))
     return "\n".join(lines.lines), d.name
 

@@ -15,14 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._heads import (
-    MAX_HEAD,
-    Rotation,
-    frequencies_of,
-    head_sizes,
-    rows_of_angles,
-    spread,
-)
+from .._heads import MAX_HEAD, Rotation, frequencies_of, head_sizes, rows_of_angles, spread
 from .call import CKernel, Decided, Outline, by_parts, load_as, parts_of, row_stride, store_as, written
 from .chain import total
 
