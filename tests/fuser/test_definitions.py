@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from tests.fuser.fusions import (
+    AddForkForward,
     BiasGeLUBackward,
     BiasGeLUForward,
     LinearBiasGeLUBackward,
@@ -369,14 +370,10 @@ def test_a_record_of_a_slot_among_many_is_named_by_number() -> None:
     ],
 )
 def test_an_output_of_a_fork_is_checked_too(made: Callable[[Tensor], dict[str, Tensor]], message: str) -> None:
-    class Wrong(sf.ForwardFusion):
-        add: ops.Add
-        fork: ops.Fork
-        outputs = ("fork_out",)
-
+    class Wrong(AddForkForward):
         def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
-            y = x + add_other
-            return y, made(y), {"add": ops.Add.Saved(), "fork": ops.Fork.Saved()}
+            y, _, saved = super().fwd(x, add_other=add_other)
+            return y, made(y), saved
 
     model = sf.Sequential(ops.Add("a"), ops.Fork("b"), ops.Tanh(), ops.Add("b"), fusions=(Wrong,))
     with pytest.raises(sf.PluginError, match=message):

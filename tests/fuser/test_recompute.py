@@ -51,10 +51,12 @@ class Thrifty(sf.ForwardFusion):
     bias: ops.Bias
     act: ops.SiLU
 
+    def late(self, x: Tensor) -> sf.Recompute:
+        return sf.Recompute(shifted, x, self.bias.bias)
+
     def fwd(self, x: Tensor) -> Any:
         z = x + self.bias.bias
-        late = sf.Recompute(shifted, x, self.bias.bias)
-        return torch.nn.functional.silu(z), {"bias": ops.Bias.Saved(), "act": ops.SiLU.Saved(x=late)}
+        return torch.nn.functional.silu(z), {"bias": ops.Bias.Saved(), "act": ops.SiLU.Saved(x=self.late(x))}
 
 
 class ThriftyTanh(sf.ForwardFusion):
@@ -193,12 +195,8 @@ def test_a_parameter_written_before_the_backward_is_an_error_and_no_wrong_value(
 
 
 def test_what_is_made_again_is_laid_out_as_its_reader_asks():
-    class Loose(sf.ForwardFusion):
-        bias: ops.Bias
-        act: ops.SiLU
-
+    class Loose(Thrifty):
         layout = "any"
-        fwd = Thrifty.fwd
 
     class Strict(sf.BackwardFusion):
         bias: ops.Bias
@@ -218,14 +216,9 @@ def test_what_is_made_again_is_laid_out_as_its_reader_asks():
 
 
 def test_a_stand_in_that_gives_another_shape_is_an_error_that_names_the_field():
-    class Wrong(sf.ForwardFusion):
-        bias: ops.Bias
-        act: ops.SiLU
-
-        def fwd(self, x: Tensor) -> Any:
-            z = x + self.bias.bias
-            late = sf.Recompute(torch.sum, x)
-            return nn.functional.silu(z), {"bias": ops.Bias.Saved(), "act": ops.SiLU.Saved(x=late)}
+    class Wrong(Thrifty):
+        def late(self, x: Tensor) -> sf.Recompute:
+            return sf.Recompute(torch.sum, x)
 
     _, model = pair(Wrong, ops.SiLU())
     with pytest.raises(PluginError, match=r"field 'x' of slot 'act' should be float64\[4, 7\]") as caught:
@@ -329,16 +322,11 @@ def test_a_record_may_be_extended():
     assert back.more.shape == (2,)
 
 
-class Anew(sf.ForwardFusion):
-    """As `Thrifty`, with a function that is another object in each call."""
+class Anew(Thrifty):
+    """With a function that is another object in each call."""
 
-    bias: ops.Bias
-    act: ops.SiLU
-
-    def fwd(self, x: Tensor) -> Any:
-        late = sf.Recompute(functools.partial(watched, True), x, self.bias.bias)
-        y = torch.nn.functional.silu(x + self.bias.bias)
-        return y, {"bias": ops.Bias.Saved(), "act": ops.SiLU.Saved(x=late)}
+    def late(self, x: Tensor) -> sf.Recompute:
+        return sf.Recompute(functools.partial(watched, True), x, self.bias.bias)
 
 
 made_again: list[weakref.ref[Tensor]] = []
