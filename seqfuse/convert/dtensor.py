@@ -16,7 +16,7 @@ from ..fake import is_fake
 from ..group import Redistribution, named, with_backward
 from ..ops.collectives import Collective
 from .effects import in_place, states
-from .graph import WRITTEN, argument, is_dtensor, is_fixed, name_of, spelled
+from .graph import argument, is_dtensor, is_fixed, name_of, spelled, value_of
 from .normal import replace
 from .writer import Writer
 
@@ -104,7 +104,7 @@ def localize(gm: GraphModule, allowed: Callable[[Node], bool]) -> None:
     sharded along its output features does, reads it by way of `copy_to_tensor_parallel`, which sums the parts. A call
     that this does not know stays, and reads DTensors.
     """
-    sharded = [value for node in gm.graph.nodes if is_dtensor(value := _value(node))]
+    sharded = [value for node in gm.graph.nodes if is_dtensor(value := value_of(node))]
     for placement in (placement for value in sharded for placement in value.placements):
         # Of an embedding whose rows are sharded: torch keeps it until the result is summed, maybe in a later graph.
         mask: Any = getattr(placement, "mask_buffer", None)
@@ -146,10 +146,9 @@ class _Localized:
                 self.gathered.discard(node)
                 self._wrap(node)
                 continue
-            for made in write.added:
-                made.meta.pop(WRITTEN, None)
+            write.keep()
             gone.append(node)
-            if is_dtensor(_value(node)):
+            if is_dtensor(value_of(node)):
                 self.local[node] = found
             else:
                 replace(node, found)
@@ -164,7 +163,7 @@ class _Localized:
                 continue
             if given not in self.wrapped:
                 name = f"seqfuse_dtensor_{given.name}"
-                self.gm.add_submodule(name, _AsDTensor(_value(given)))
+                self.gm.add_submodule(name, _AsDTensor(value_of(given)))
                 with self.gm.graph.inserting_before(node):
                     made = self.gm.graph.call_module(name, (self.local[given],))
                 made.meta = dict(given.meta)
@@ -184,7 +183,7 @@ class _Localized:
             return None
         if name == "redistribute":
             return self._redistribute(node, layout)
-        if name == "linear" and not is_dtensor(_value(node.args[0])):
+        if name == "linear" and not is_dtensor(value_of(node.args[0])):
             return None
         return self._linear(node, layout) if name == "linear" else self._alike(node, layout)
 
@@ -198,7 +197,7 @@ class _Localized:
         (placement,) = grad_placements
         if layout.placement == _REPLICATED and placement.is_partial():
             return self._summed(source, layout)
-        return x if placement == _value(source).placements[0] else None
+        return x if placement == value_of(source).placements[0] else None
 
     def _redistribute(self, node: Node, to: _Layout) -> Node | None:
         source = cast("Node", node.args[0])
@@ -234,7 +233,7 @@ class _Localized:
         if layouts[0] is None or layouts[1] is None:
             return None
         placements = [None if at is None else at.placement for at in layouts]
-        last = _value(x).ndim - 1
+        last = value_of(x).ndim - 1
         if placements[0] == _REPLICATED and placements[1] == 0 and placements[2] in (None, 0):
             if layout.placement != last:
                 return None
@@ -252,12 +251,12 @@ class _Localized:
         """A call whose result is sharded as what it reads, along a dimension that it does not compute over."""
         if spelled(node) not in _ALONG_TOKENS or layout.placement == _PARTIAL:
             return None
-        at, ndim = layout.placement, _value(node).ndim
+        at, ndim = layout.placement, value_of(node).ndim
         if isinstance(at, int) and spelled(node) not in _EACH and at == ndim - 1:
             return None
         shards: dict[Node, Node] = {}
         for given in node.all_input_nodes:
-            own, t = _layout(given), _value(given)
+            own, t = _layout(given), value_of(given)
             x = self._of(given)
             if own is None or x is None or given in self.gathered:
                 return None
@@ -282,7 +281,7 @@ class _Localized:
 
     def _summed(self, node: Node, layout: _Layout) -> Node:
         """A replicated tensor for a call that gives back a part of its gradient."""
-        if (x := self._of(node)) is None or node in self.gathered or not _value(x).requires_grad:
+        if (x := self._of(node)) is None or node in self.gathered or not value_of(x).requires_grad:
             return cast("Node", x)
         if (key := (x, layout.group)) not in self.copied:
             parameter = node.op in ("placeholder", "get_attr")
@@ -300,13 +299,9 @@ _ALONG_TOKENS = {*_EACH, "linear", "layer_norm", "rms_norm", "mean"}
 """Calls that compute each token by itself."""
 
 
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, Node) else None
-
-
 def _layout(node: Any) -> _Layout | None:
     """How the DTensor that a node makes is sharded, if that is in equal parts over a mesh of one dimension."""
-    value = _value(node)
+    value = value_of(node)
     if not is_dtensor(value) or value.device_mesh.ndim != 1:
         return None
     from torch.distributed.tensor import Shard
@@ -339,7 +334,7 @@ def _is_usual(node: Node) -> bool:
 
 def _is_shard(made: Node, node: Node) -> bool:
     """Whether what was written is the process's shard of what a call makes."""
-    got, wanted = _value(made), _value(node)
+    got, wanted = value_of(made), value_of(node)
     local = wanted.to_local() if is_dtensor(wanted) else wanted
     if not isinstance(got, Tensor) or not isinstance(local, Tensor):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -67,13 +68,17 @@ def _memory(node: Any) -> object:
     return None if e is None else e.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
+def _targets(node: Node) -> Sequence[Any]:
+    """What a call in place may change: its first argument, or `out`; of an operator all that it is given."""
+    if isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        return node.all_input_nodes
+    given: Any = node.kwargs.get("out") or (node.args[0] if node.args else None)
+    return cast("Sequence[Any]", given) if isinstance(given, list | tuple) else [given]
+
+
 def _changed(node: Node) -> set[object]:
     """The memory that a node changes; `None` among it where that is not known."""
-    if isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
-        given: Any = node.all_input_nodes
-    else:
-        given = node.kwargs.get("out") or (node.args[0] if node.args else None)
-    return {_memory(t) for t in (cast("Sequence[Any]", given) if isinstance(given, list | tuple) else [given])}
+    return set(map(_memory, _targets(node)))
 
 
 def _meet(memory: set[object], changed: set[object]) -> bool:
@@ -107,19 +112,12 @@ def views_are_changed(node: Node) -> bool:
         alias = stack.pop()
         for user in alias.users:
             if in_place(user):
-                if alias in _targets(user):
+                if not {alias, None}.isdisjoint(_targets(user)):
                     return True
             elif user not in seen and user.op != "output" and spelled(user) not in _FRESH:
                 seen.add(user)
                 stack.append(user)
     return False
-
-
-def _targets(node: Node) -> list[Node]:
-    """What a call in place may change: its first argument, or `out`; of an operator all that it is given."""
-    first: Any = node.kwargs.get("out") or (node.args[0] if node.args else None)
-    known = isinstance(first, Node) and not isinstance(node.target, torch._ops.OpOverload)  # pyright: ignore
-    return [first] if known else node.all_input_nodes
 
 
 def leave(nodes: Sequence[Node]) -> bool:
@@ -289,20 +287,16 @@ def _units(nodes: Sequence[Node], state: Mapping[Node, State], dead: Container[N
     """Nodes one by one, those under another mode than the first as one unit, sorted in itself."""
     base = _mode(state[nodes[0]])
     units: list[list[Node]] = []
-    block: list[Node] = []
-    for node in nodes:
-        if _mode(state[node]) != base:
-            block.append(node)
-        elif block:
-            inner = _sorted(block[1:], state, dead) if len(block) > 1 else []
-            units.append([block[0], *inner, node] if is_state(node) else [block[0], *inner])
-            block = []
-            if not is_state(node):
-                units.append([node])
+    for own, group in itertools.groupby(nodes, lambda node: _mode(state[node]) == base):
+        first, *others = group
+        if own:
+            if units and is_state(first):  # which ends the other mode
+                units[-1].append(first)
+            else:
+                units.append([first])
+            units += [[node] for node in others]
         else:
-            units.append([node])
-    if block:
-        units.append([block[0], *(_sorted(block[1:], state, dead) if len(block) > 1 else [])])
+            units.append([first, *(_sorted(others, state, dead) if others else [])])
     return units
 
 

@@ -100,27 +100,25 @@ def _by_expert(m: Mixture) -> Tensor:
 
 
 def operations(
-    up: torch.Size, down: torch.Size, top_k: int, bias: bool, unit: Unit, dtype: torch.dtype, **names: str
+    up: Sequence[int], down: Sequence[int], top_k: int, bias: bool, unit: Unit, dtype: torch.dtype, **names: str | None
 ) -> Sequential:
     """Permute, GroupedLinear, activation, GroupedLinear and Unpermute with parameters on `meta`.
 
-    `names` are of the channels experts, probs, offsets and rows, where they are others.
+    `names` are of the channels experts, probs, offsets and rows, where they are others; probs may be none.
     """
     count, meta = up[0], torch.device("meta")
-    channels = {name: names.get(name, name) for name in ("experts", "probs", "offsets", "rows")}
-    offsets, rows = channels["offsets"], channels["rows"]
+    experts, probs, offsets, rows = (names.get(name, name) for name in ("experts", "probs", "offsets", "rows"))
+    at: Any = {"offsets": offsets}
     return Sequential(
-        ops.Permute(count, top_k, name=channels["experts"], to=(offsets, rows)),
-        ops.GroupedLinear(count, up[2], up[1], bias, meta, dtype, offsets=offsets),
+        ops.Permute(count, top_k, name=cast(str, experts), to=cast(Any, (offsets, rows))),
+        ops.GroupedLinear(count, up[2], up[1], bias, meta, dtype, **at),
         made(unit),
-        ops.GroupedLinear(count, down[2], down[1], bias, meta, dtype, offsets=offsets),
-        ops.Unpermute(channels["probs"], rows=rows, offsets=offsets),
+        ops.GroupedLinear(count, down[2], down[1], bias, meta, dtype, **at),
+        ops.Unpermute(probs, rows=cast(str, rows), **at),
     )
 
 
-_operations = functools.lru_cache(64)(
-    operations
-)  # for calls; a graph has operations of its own, which it lends tensors
+_operations = functools.lru_cache(64)(operations)  # for calls; a graph lends tensors to operations of its own
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

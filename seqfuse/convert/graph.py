@@ -82,8 +82,7 @@ def positional(graph: Graph) -> None:
 def fold_sizes(graph: Graph) -> None:
     """Write sizes that Dynamo traced as symbols, and that turned out to be one number, as that number."""
     for node in list(graph.nodes):
-        size: Any = node.meta.get("example_value")
-        number: int | None = _known(size)
+        number = _known(value_of(node))
         if number is None or spelled(node) != "getitem":
             continue
 
@@ -119,10 +118,14 @@ def called(node: Node, value: Callable[[Node], Any]) -> Any:
     return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
+def value_of(node: Any) -> Any:
+    """What Dynamo computed for a node: a fake tensor, several, or another value."""
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
+
+
 def example(node: Any) -> Tensor | None:
     """The fake tensor that Dynamo computed for a node; `None` for another value, a DTensor, or one of `torch.func`."""
-    found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
-    return found if is_plain(found) else None
+    return found if is_plain(found := value_of(node)) else None
 
 
 def is_plain(value: Any) -> TypeGuard[Tensor]:
@@ -171,7 +174,7 @@ def size_before(node: Node, size: Any) -> Any:
     if (number := size if is_fixed(size) else _known(size)) is not None:
         return number
     before = itertools.takewhile(lambda n: n is not node, node.graph.nodes)
-    symbols = ((n, value) for n in before if isinstance(value := n.meta.get("example_value"), torch.SymInt))
+    symbols = ((n, value) for n in before if isinstance(value := value_of(n), torch.SymInt))
     return next((n for n, value in symbols if same_size(value, size)), None)
 
 
@@ -331,6 +334,16 @@ def unflattened(flat: Any, node: Node) -> tuple[Any, Node]:
         if same_shape(before.shape[:-1], after.shape[:-1]):
             return x, out
     return flat, node
+
+
+def swapped(node: Any) -> tuple[int, int] | None:
+    """The two dimensions that a call swaps, the first one first."""
+    e = example(node)
+    if e is None or not (spelled(node) in ("t", "transpose", "permute") or node.args[1:] in (("T",), ("mT",))):
+        return None
+    order = called(node, lambda _: torch.empty(*range(e.ndim), device="meta")).shape
+    moved = [dim for dim, place in enumerate(order) if dim != place]
+    return (moved[0], moved[1]) if len(moved) == 2 else None
 
 
 WRITTEN = "seqfuse_written"

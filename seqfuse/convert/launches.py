@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import ops
 from .chains import Order, RaisedChain
 from .effects import in_place
-from .graph import argument, example, fake, is_fixed, is_plain, is_same, name_of, numbers, owner, spelled
+from .graph import argument, example, fake, is_fixed, is_plain, is_same, name_of, numbers, owner, spelled, value_of
 
 
 def launching(nodes: Iterable[Node]) -> dict[str, Counter[str]]:
@@ -43,7 +43,7 @@ _VIEWS = {"transpose", "unflatten", "detach", "t", "to_local"}
 
 
 def _memories(node: Node) -> Iterator[int]:
-    value: Any = node.meta.get("example_value", node.meta.get("val"))
+    value = value_of(node)
     values = cast("Iterable[Any]", value) if isinstance(value, list | tuple) else (value,)
     full = (t for t in values if is_plain(t) and not any(is_fixed(size) and size == 0 for size in t.shape))
     return (t.untyped_storage()._cdata for t in full)  # pyright: ignore[reportPrivateUsage]
@@ -123,7 +123,7 @@ class _Made(dict[Node, Any]):
     """Values of nodes under a `FakeTensorMode`, as large as those captured."""
 
     def __missing__(self, node: Node) -> Any:
-        given: Any = node.meta.get("example_value", node.meta.get("val"))
+        given = value_of(node)
         self[node] = fake(node) if isinstance(given, Tensor) else numbers((given,))[0]
         return self[node]
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .effects import are_changed, in_place
-from .graph import WRITTEN, alike, argument, back, example, numbers, same_shape, same_size, spelled
+from .graph import WRITTEN, alike, argument, back, example, numbers, same_shape, same_size, spelled, value_of
 
 OUTER = "outer"
 """What an input of a graph that another graph calls has as a name of the node that it is there."""
@@ -184,7 +184,7 @@ def _name(node: Node) -> str:
 
 
 def _number(given: Any) -> Any:
-    value = given.meta.get("example_value", given.meta.get("val")) if isinstance(given, Node) else given
+    value = value_of(given) if isinstance(given, Node) else given
     return value if isinstance(value, int | float | SymInt) else None
 
 

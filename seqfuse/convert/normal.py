@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,8 @@ import torch
 from torch.fx import Graph, Node
 
 from .effects import State, are_changed, in_place, leave, states
-from .graph import VIEWS, WRITTEN, argument, back, called, example, is_fixed, is_same, same_shape, spelled
-from .writer import Writer, value_of
+from .graph import VIEWS, argument, back, called, example, is_fixed, is_same, same_shape, spelled, swapped, value_of
+from .writer import Writer
 
 Rule = Callable[[Node, Writer], Node | None]
 """Writes a call anew: the node whose value is that of the call, or `None` for a form that is left as it is."""
@@ -37,8 +38,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
         if found is None or made is None or wanted is None or not _is_like(made, wanted):
             write.undo()
             continue
-        for made in write.added:
-            del made.meta[WRITTEN]
+        write.keep()
         old = node if spelled(node) not in _PAIRS else _first(node)
         assert old is not None
         replace(old, found)
@@ -226,14 +226,9 @@ _VIEWS = {"view", "reshape", "transpose", "permute", "t", "flatten", "unflatten"
 
 def _multi_head_attention(node: Node, write: Writer) -> Node | None:
     """`F.multi_head_attention_forward` as `Linear`s and attention; its weights leave it nowhere."""
-    names = (
-        "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k",
-        "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask",
-        "need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight",
-        "static_k", "static_v", "average_attn_weights", "is_causal",
-    )  # fmt: skip
-    default = {"training": True, "need_weights": True, "average_attn_weights": True}
-    given = {name: argument(node, i, name, default.get(name)) for i, name in enumerate(names)}
+    bound = inspect.signature(torch.nn.functional.multi_head_attention_forward).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
     rare = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
     q, k, v = given["query"], given["key"], given["value"]
     e, heads = example(q), given["num_heads"]
@@ -248,8 +243,7 @@ def _multi_head_attention(node: Node, write: Writer) -> Node | None:
         return t if t is None or last - first == 3 else write("getitem", t, slice(first * width, last * width))
 
     def batch_first(t: Node) -> Node:
-        swapped = spelled(t) == "transpose" and set(t.args[1:]) == {0, 1}
-        return cast("Node", t.args[0]) if swapped else write("transpose", t, 0, 1)
+        return cast("Node", t.args[0]) if swapped(t) == (0, 1) else write("transpose", t, 0, 1)
 
     inputs = {t: batch_first(t) for t in (q, k, v)}
     made: list[Node] = []
@@ -333,11 +327,10 @@ def _addmm(node: Node, write: Writer) -> Node | None:
 
 def _turned(right: Any) -> Any:
     """The weight [out, in] whose transpose the right operand of a GEMM is, or a matrix [in, out] as it is."""
-    e, source = example(right), right.args[0] if isinstance(right, Node) and right.args else None
+    e = example(right)
     if e is None or e.ndim != 2:
         return None
-    swapped = spelled(right) == "t" or (spelled(right) == "transpose" and set(right.args[1:]) in ({0, 1}, {-1, -2}))
-    return source if swapped or (right.target is getattr and right.args[1] in ("T", "mT")) else right
+    return right if swapped(right) is None else right.args[0]
 
 
 def _of_merged(node: Node, write: Writer) -> Node | None:
@@ -408,13 +401,13 @@ def _bmm_of(write: Writer, a: Any, b: Any) -> Node:
 
 def _unmerged(write: Writer, t: Any) -> Node | None:
     """[B, H, S, D] of [B * H, S, D], also where that is transposed, or times a number."""
-    swapped = spelled(t) == "transpose" and set(t.args[1:]) in ({1, 2}, {-1, -2}, {1, -1}, {2, -2})
+    turned = swapped(t) == (1, 2)
     numbers = spelled(t) in ("mul", "truediv") and all((e := example(n)) is not None and not e.ndim for n in _others(t))
-    if swapped or numbers:
+    if turned or numbers:
         inner = _unmerged(write, t.args[0])
         if inner is None:
             return None
-        return write("transpose", inner, -2, -1) if swapped else write.again(inner, t)
+        return write("transpose", inner, -2, -1) if turned else write.again(inner, t)
     return _merged(back(t))
 
 
@@ -444,16 +437,19 @@ def _activation(node: Node, write: Writer) -> Node | None:
 
 
 def _view(node: Node, write: Writer) -> Node | None:
-    """A view of a view that is as what it began with."""
-    if _is_returned(node):
-        return None
+    """A view of a view, or what is transposed twice, that is as what it began with."""
     source: Any = node.args[0]
-    while spelled(source) in ("view", "reshape", "flatten", "unflatten") and source.args:
+    while spelled(source) in ("view", "reshape", "flatten", "unflatten", "transpose") and isinstance(source, Node):
         source = source.args[0]
-        e, w = example(source), example(node)
-        if e is not None and w is not None and same_shape(e.shape, w.shape):
-            return source if same_shape(e.stride(), w.stride()) and not are_changed([source, node]) else None
+        if same_shape(_elements(source), _elements(node)):
+            return None if _is_returned(node) or are_changed([source, node]) else source
     return None
+
+
+def _elements(node: Any) -> tuple[Any, ...]:
+    """Where the elements of a tensor are in memory."""
+    e = example(node)
+    return () if e is None else (e.untyped_storage()._cdata, e.storage_offset(), *e.shape, *e.stride())  # pyright: ignore
 
 
 def _getitem(node: Node, write: Writer) -> Node | None:
@@ -506,17 +502,6 @@ def _is_returned(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-def _transpose(node: Node, write: Writer) -> Node | None:
-    """What is transposed twice."""
-    source, twice = cast("Any", node.args[0]), cast("Any", node)
-    if spelled(source) != "transpose" or (e := example(node)) is None or are_changed([source, node]):
-        return None
-    if _is_returned(node):
-        return None
-    dims = [{d % e.ndim for d in t.args[1:]} for t in (twice, source)]
-    return source.args[0] if dims[0] == dims[1] else None
-
-
 _PAIRS = {"multi_head_attention_forward"}
 """Calls with two results."""
 
@@ -531,9 +516,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("softmax", "dropout", "add", "mul", "truediv", "to", "float", "type"), _of_merged),
     "type_as": _type_as,
     **dict.fromkeys(("relu", "silu"), _activation),
-    "view": _view,
-    "reshape": _view,
-    "transpose": _transpose,
+    **dict.fromkeys(("view", "reshape", "transpose"), _view),
     "getitem": _getitem,
     "cat": _cat,
 }

@@ -182,6 +182,12 @@ CHEAP = {
 """Calls that launch nothing, or little beside a GEMM; they may be read by others, too."""
 
 
+def in_turn(steps: Sequence[tuple[Any, ...]], x: Value, out: Value, node: Node) -> list[Raised]:
+    """Operations, each with its parameters and channels, if any, that go on from what the one before makes."""
+    values = [x, *(Inner() for _ in steps[1:]), out]
+    return [Raised(step[0], a, b, node, *step[1:]) for step, a, b in zip(steps, values, values[1:], strict=False)]
+
+
 def one(operation: FusableOperation, x: Any, out: Node, **parameters: Any) -> Found:
     """One operation, unless it reads no tensor of floating-point numbers, or its parameters are of another kind."""
     x = back(x)

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from .graph import NAMED, WRITTEN, example, spelled
+from .graph import NAMED, WRITTEN, example, spelled, value_of
 
 
 class Writer:
@@ -66,6 +66,11 @@ class Writer:
             made.meta["example_value"] = run(*given[0], **given[1])
         return made
 
+    def keep(self) -> None:
+        """Let the calls stand in the graph like those of a model."""
+        for made in self.added:
+            made.meta.pop(WRITTEN, None)
+
     def undo(self) -> None:
         """Take the calls out again."""
         for made in reversed(self.added):
@@ -85,8 +90,3 @@ _FUNCTIONS: dict[str, Any] = {
     "F.attention": torch.nn.functional.scaled_dot_product_attention,
     "torch.zeros_like": torch.zeros_like,
 }
-
-
-def value_of(node: Node) -> Any:
-    """What Dynamo computed for a node, a fake tensor or several."""
-    return node.meta.get("example_value", node.meta.get("val"))

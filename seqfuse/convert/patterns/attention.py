@@ -32,10 +32,11 @@ from ..graph import (
     same_shape,
     same_size,
     spelled,
+    swapped,
     view_source,
 )
 from ..masks import limited
-from ..raising import META, Found, Inner, Raised, Value, View, matcher
+from ..raising import META, Found, Inner, Raised, Value, View, in_turn, matcher
 from ..writer import Writer
 from .linear import merged, raise_linear
 from .norm import FoundNorm, norm_ending_at
@@ -245,11 +246,9 @@ def _packed(parts: list[Heads], out: Inner) -> list[Raised] | str:
         r.out = out
         read_outside(0, source, place)
         return found
-    heads, size, made = parts[0].heads, parts[0].size, [Inner() for _ in range(3)]
+    heads, size, r.out = parts[0].heads, parts[0].size, Inner()
     laid = (ops.Reshape(heads, 3, size), ops.Transpose(-3, -2), ops.Reshape(3 * heads * size, dims=3))
-    r.out = made[0]
-    steps = zip(laid, made, (*made[1:], out), strict=True)
-    return [r, *(Raised(operation, x, y, source) for operation, x, y in steps)]
+    return [r, *in_turn([(operation,) for operation in laid], r.out, out, source)]
 
 
 def _normed(q: Heads, k: Heads, a: FoundNorm, b: FoundNorm, x: Value, node: Node) -> Raised | str:
@@ -294,7 +293,7 @@ def _joined(node: Node) -> Node | None:
             last = e.shape[1] * e.shape[3]
             joined = transposed and same_size(t.shape[-1], last) and same_size(t.shape[1], e.shape[2])
             return following if joined else None
-        if not transposed and _is_transpose(following):
+        if not transposed and swapped(following) == (1, 2):
             transposed = True
         elif t is None or is_same(following) is None:
             return None
@@ -432,7 +431,7 @@ def _heads_of(node: Any) -> Heads | str:
         elif isinstance(laid := _laid(node, transposed), tuple):
             node, first, heads, part, of = laid
             break
-        elif not transposed and _is_transpose(node):
+        elif not transposed and swapped(node) == (1, 2):
             node, transposed = node.args[0], True
         elif laid is not None:
             return laid
@@ -510,15 +509,6 @@ def _ungrouped(node: Node) -> Node:
     repeated = same_shape(e.stride(), (*s.stride()[:2], 0, *s.stride()[2:]))
     alike = same_shape((*e.shape[:2], *e.shape[3:]), s.shape) and same_shape(r.shape[2:], s.shape[2:])
     return back(source) if repeated and alike and elements_before(e, s) == 0 else node
-
-
-def _is_transpose(node: Any) -> bool:
-    """Whether a call swaps the second and the third of four dimensions."""
-    e, w = example(node), example(view_source(node) if spelled(node) in ("transpose", "permute") else None)
-    if e is None or w is None or e.ndim != 4:
-        return False
-    order = (0, 2, 1, 3)
-    return same_shape(e.shape, [w.shape[d] for d in order]) and same_shape(e.stride(), [w.stride(d) for d in order])
 
 
 MATCHERS = (

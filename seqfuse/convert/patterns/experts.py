@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ... import ops
-from ...operation import FusableOperation
-from ..experts import made as unit_of
 from ..experts import operations, unit_like
 from ..graph import alike, argument, back, called, channel, example, is_fixed, numbers, read_by, spelled, unflattened
-from ..raising import META, Found, Inner, Raised, Value, matcher
+from ..raising import META, Found, in_turn, matcher
 from ..writer import Writer
 
 _DIVIDE, _DIVIDE_IN_PLACE = (getattr(operator, name) for name in ("truediv", "itruediv"))
@@ -42,25 +40,14 @@ def raise_mixture(node: Node, router: bool = True) -> Found:
     names = {"experts": channel(experts), "probs": channel(probs)}
     names |= {name: f"{name}_{node.name}" for name in ("offsets", "rows")}
     sequence = operations(shapes[0], shapes[1], chosen.shape[-1], up_bias is not None, unit, e.dtype, **names)
-    permute, first, act, second, unpermute = cast("tuple[FusableOperation, ...]", tuple(sequence))
-    given = [_given(up, up_bias), _given(down, down_bias)]
-    found: list[Raised] = []
+    parameters: Any = [{}, _given(up, up_bias), {}, _given(down, down_bias), {}]
+    channels: Any = [{channel(experts): experts}, {}, {}, {}, {channel(probs): probs}]
+    steps: list[Any] = [*zip(sequence, parameters, channels, strict=True)]
     route, out = _route(back(x), experts, probs) if router else None, node
     if route is not None:
         x, out = unflattened(x, node)  # nothing else says how many dimensions it has
-    values: list[Value] = [x, *(Inner() for _ in range(4)), out]
-    if route is not None:
-        values.insert(1, Inner())
-        found.append(Raised(route[0], x, values[1], node, route[1]))
-        values = values[1:]
-    outside = {} if route is not None else {channel(experts): experts}
-    factors = {} if route is not None else {channel(probs): probs}
-    about: list[tuple[Any, dict[str, Node], dict[str, Node]]] = [
-        (permute, {}, outside), (first, given[0], {}), (act, {}, {}), (second, given[1], {}), (unpermute, {}, factors),
-    ]  # fmt: skip
-    for (operation, parameters, channels), before, after in zip(about, values[:-1], values[1:], strict=True):
-        found.append(Raised(operation, before, after, node, parameters, channels))
-    return found
+        steps = [route, *(step[:2] for step in steps)]
+    return in_turn(steps, x, out, node)
 
 
 def raise_batched(node: Node) -> Found:
@@ -92,30 +79,14 @@ def raise_batched(node: Node) -> Found:
     unit = unit_like(lambda drawn: _value(inner, {first: drawn}), shape=(count, 5, inside))
     if unit is None or not _is_best_of(logits, factor, experts):
         return None
-    made: dict[str, Any] = {"device": META, "dtype": e.dtype}
     names = {name: f"{name}_{node.name}" for name in ("experts", "probs", "offsets", "rows")}
-    to, ends = (names["experts"], names["probs"]), (names["offsets"], names["rows"])
-
-    def turned(weight: Node) -> Node:
-        return Writer(node)("transpose", weight, -2, -1)
-
-    operations: list[tuple[FusableOperation, dict[str, Node]]] = [
-        (
-            ops.Route(width, count, 1, "sigmoid", False, bias is not None, to=to, **made),
-            _given(back(weight), bias),
-        ),
-        (ops.TokenScale(to[1]), {}),
-        (ops.Permute(count, 1, name=to[0], to=ends), {}),
-        (ops.GroupedLinear(count, width, inside, False, **made, offsets=ends[0]), {"weight": turned(up)}),
-        (unit_of(unit), {}),
-        (ops.GroupedLinear(count, hidden, width, False, **made, offsets=ends[0]), {"weight": turned(down)}),
-        (ops.Unpermute(None, rows=ends[1], offsets=ends[0]), {}),
-    ]
-    values: list[Value] = [x, *(Inner() for _ in operations[1:]), node]
-    return [
-        Raised(operation, before, after, node, given)
-        for (operation, given), before, after in zip(operations, values[:-1], values[1:], strict=True)
-    ]
+    to, biased = (names["experts"], names.pop("probs")), bias is not None
+    route = ops.Route(width, count, 1, "sigmoid", False, biased, to=to, device=META, dtype=e.dtype)
+    first, second = ({"weight": Writer(node)("transpose", given, -2, -1)} for given in (up, down))
+    sequence = operations((count, inside, width), (count, width, hidden), 1, False, unit, e.dtype, **names, probs=None)
+    given: Any = [{}, first, {}, second, {}]
+    steps = [(route, _given(back(weight), bias)), (ops.TokenScale(to[1]),), *zip(sequence, given, strict=True)]
+    return in_turn(steps, x, node, node)
 
 
 def _is_best_of(logits: Node, factor: Node, count: int) -> bool:

@@ -26,6 +26,7 @@ from ..graph import (
     part_of,
     same_size,
     spelled,
+    swapped,
 )
 from ..launches import are_saved
 from ..raising import META, Found, Inner, Raised, View, matcher, one
@@ -160,29 +161,13 @@ def turned(operations: list[Raised], effects: Effects) -> list[Raised]:
     read = dict.fromkeys(n for r in operations for n in (r.x, *r.channels.values()) if isinstance(n, Node))
     found = list[Raised]()
     for node in read:
-        dims = _swapped(node)
-        source: Any = back(node.args[0]) if dims is not None else None
+        dims, e = swapped(node), example(node)
+        source: Any = back(node.args[0]) if dims is not None and e is not None and e.ndim > 2 else None
         if dims is not None and source in made and node not in made and effects.allow({node}):
             between = Raised(ops.Transpose(*dims), source, node, node, took=frozenset({node}))
             between.reached = node in effects.reached
             found.append(between)
     return [*operations, *found]
-
-
-def _swapped(node: Node) -> tuple[int, int] | None:
-    """The two dimensions that a call swaps, of three or more."""
-    e, name, given = example(node), spelled(node), list[Any](node.args[1:])
-    if e is None or e.ndim < 3 or not e.is_floating_point() or name not in ("transpose", "permute"):
-        return None
-    order = [*range(e.ndim)]
-    if name == "transpose":
-        first, second = (dim % e.ndim for dim in given)
-        order[first], order[second] = second, first
-    else:
-        dims: list[int] = [*given[0]] if isinstance(given[0], list | tuple) else given
-        order = [dim % e.ndim for dim in dims]
-    moved = [dim for dim, place in enumerate(order) if dim != place]
-    return (moved[0], moved[1]) if len(moved) == 2 else None
 
 
 def _saved_alike(group: list[Raised]) -> tuple[list[Raised], list[Raised]]:

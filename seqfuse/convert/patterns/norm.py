@@ -345,14 +345,12 @@ def _cast_ahead(node: Node) -> Node:
 
 def raise_length(node: Node) -> Found:
     """Why a division by the length or the standard deviation of a vector stays."""
-    if spelled(node) == "std":
-        if not is_last(argument(node, 1, "dim"), argument(node, 0, "input")) or not _divides(node):
-            return None
+    deviates = spelled(node) == "std"
+    dim = argument(node, 1, "dim") if deviates else argument(node, 2, "dim", 1)
+    if not is_last(dim, argument(node, 0, "input")) or not _divides(node):
+        return None
+    if deviates:
         return "it divides by a standard deviation, LayerNorm by the root of variance and eps: use nn.LayerNorm"
-    if not is_last(argument(node, 2, "dim", 1), argument(node, 0, "input")):
-        return None
-    if not _divides(node):
-        return None
     return "it divides by the length of a vector, RMSNorm by its root mean square: use nn.RMSNorm, with an eps"
 
 

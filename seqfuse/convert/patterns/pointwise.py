@@ -129,7 +129,7 @@ def raise_add(node: Node) -> Found:
         return None
     if in_place(node) and not (spelled(node) == "iadd" and alike(*pair) and _is_fresh(pair[0], node)):
         return None
-    return _beside(ops.Add(channel(back(pair[1]))), pair[0], pair[1], node)
+    return _beside(ops.Add, *pair, node)
 
 
 def _fits(term: Any, total: Node) -> bool:
@@ -163,43 +163,30 @@ def raise_scale(node: Node) -> Found:
     return one(ops.Scale(found[1]), found[0], node)
 
 
-def raise_product(node: Node) -> Found:
-    """A tensor times a vector of its last dimension, or times another tensor, such as a gate."""
-    for x, other in either(operands(node, "mul")):
-        given, factor = example(x), example(other)
-        if given is None or factor is None or not _fits(x, node) or not factor.is_floating_point() or given.ndim < 2:
+def raise_repeated(node: Node) -> Found:
+    """A tensor times or plus a vector of its last dimension, or another tensor that is repeated for it."""
+    name = spelled(node) or ""
+    for x, other in either(operands(node, name)):
+        given, t = example(x), example(other)
+        if given is None or t is None or not _fits(x, node) or not t.is_floating_point() or given.ndim < 2:
             continue
-        if factor.ndim == 1 and is_fixed(size := given.shape[-1]) and same_size(factor.shape[0], size):
-            return one(ops.LayerScale(size, device=META, dtype=factor.dtype), x, node, gamma=other)
-        return _beside(ops.Multiply(channel(back(other))), x, other, node)
-    return None
-
-
-def raise_shift(node: Node) -> Found:
-    """A tensor plus a vector of its last dimension, or plus another tensor that is repeated for it."""
-    for x, other in either(operands(node, "add")):
-        given, term = example(x), example(other)
-        if given is None or term is None or not _fits(x, node) or not term.is_floating_point() or given.ndim < 2:
-            continue
-        if (
-            term.ndim == 1
-            and term.dtype is given.dtype
-            and is_fixed(size := given.shape[-1])
-            and same_size(term.shape[0], size)
-        ):
-            return one(ops.Bias(size, device=META, dtype=term.dtype), x, node, bias=other)
+        size = given.shape[-1]
+        is_vector = t.ndim == 1 and is_fixed(size) and same_size(t.shape[0], size)
+        if name == "mul":
+            scale = ops.LayerScale(size, device=META, dtype=t.dtype) if is_vector else None
+            return one(scale, x, node, gamma=other) if scale else _beside(ops.Multiply, x, other, node)
+        if is_vector and t.dtype is given.dtype:
+            return one(ops.Bias(size, device=META, dtype=t.dtype), x, node, bias=other)
         sizes = [size_before(node, size) for size in given.shape]
-        if None in sizes or given.device != term.device:
-            continue
-        repeated = Writer(node)("expand", other, *sizes)
-        return _beside(ops.Add(channel(repeated)), x, repeated, node)
+        if None not in sizes and given.device == t.device:
+            return _beside(ops.Add, x, Writer(node)("expand", other, *sizes), node)
     return None
 
 
-def _beside(operation: FusableOperation, x: Any, other: Any, node: Node) -> Found:
+def _beside(kind: Callable[[str], FusableOperation], x: Any, other: Any, node: Node) -> Found:
     """An operation with another tensor as its channel."""
     other = back(other)
-    found = one(operation, x, node)
+    found = one(kind(channel(other)), x, node)
     if isinstance(found, list):
         found[0].channels = {channel(other): other}
     return found
@@ -216,5 +203,5 @@ MATCHERS = (
     matcher(raise_collective, "copy_to_tensor_parallel", "all_reduce", "all_gather", "reduce_scatter"),
 )
 
-PRODUCTS = (matcher(raise_product, "mul"), matcher(raise_shift, "add"))
+PRODUCTS = (matcher(raise_repeated, "mul", "add"),)
 """Products and sums that norms by hand and `Linear`s may also end with."""

@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph import CASTS, ahead, alike, argument, either, example, is_last, narrow_of, operands, same_size, spelled
+from ..graph import (
+    CASTS,
+    ahead,
+    alike,
+    argument,
+    either,
+    example,
+    is_last,
+    narrow_of,
+    operands,
+    same_size,
+    spelled,
+    swapped,
+)
 from ..masks import FILLING, KnownValues, limits_of, scores_of
 from ..writer import Writer
 from .pointwise import as_scaled
@@ -104,9 +117,7 @@ def scores_behind(node: Any, how: dict[str, Any], write: Writer) -> ScoreTerms |
     q, keys = node.args[:2]
     while (found := as_scaled(keys := narrow_of(keys))) is not None:
         keys, scale = found[0], scale * found[1]
-    dims: list[int] = list(keys.args[1:]) if spelled(keys) == "transpose" else []
-    swapped = {dim % e.ndim for dim in dims} == {e.ndim - 2, e.ndim - 1}
-    k = keys.args[0] if swapped else Writer(node)("transpose", keys, -2, -1)
+    k = keys.args[0] if swapped(keys) == (e.ndim - 2, e.ndim - 1) else Writer(node)("transpose", keys, -2, -1)
     if any((t := example(given)) is None or t.ndim != e.ndim for given in (q, k)):
         return f"its scores are of tensors of several dimensions: {CALL}"
     return ScoreTerms(q, k, scale, softcap, masks, factors)
