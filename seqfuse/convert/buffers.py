@@ -56,12 +56,7 @@ def _read(m: Tensor) -> Triangle | None:
 
 
 class Buffers:
-    """The triangles among the tensors of modules that a captured graph has as inputs.
-
-    Args:
-        gm: the graph, before it is rewritten.
-        inputs: what it is called with first.
-    """
+    """The triangles among the tensors of modules that a captured graph, before it is rewritten, has as inputs."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
         self._nodes: list[tuple[int, Node, Triangle]] = []

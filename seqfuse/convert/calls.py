@@ -46,42 +46,28 @@ def _break_of(found: Any) -> Break:
 
 @dataclasses.dataclass
 class Captured:
-    """The call that a graph was captured in, and those that it served.
+    """The call that a graph was captured in, and those that it served."""
 
-    Attributes:
-        call: training or eval, without gradients or under autocast, and the shapes of the tensors given; a size that
-            the graph takes as it comes is `any`.
-        after: the graph break behind which it begins, if it begins behind one.
-        until: the graph break that ends it, if one does.
-        calls: how often it ran.
-        last: which call of the model was the last that it ran in.
-        modules: the called modules that it ran in, by id: several with `regions="layers"`.
-    """
-
+    # Training or eval, without gradients or under autocast, and the shapes of the tensors given; a size that the
+    # graph takes as it comes is `any`.
     call: str
-    after: Break | None = None
-    until: Break | None = None
-    calls: int = 0
-    last: int = 0
+    after: Break | None = None  # the graph break behind which it begins, if it begins behind one
+    until: Break | None = None  # the graph break that ends it, if one does
+    calls: int = 0  # how often it ran
+    last: int = 0  # which call of the model was the last that it ran in
+    # The called modules that it ran in, by id: several with `regions="layers"`.
     modules: set[int] = dataclasses.field(default_factory=set[int])
 
 
 @dataclasses.dataclass
 class CapturedModules:
-    """What a graph has calls or parameters of.
+    """What a graph has calls or parameters of."""
 
-    Attributes:
-        captured: the call that it was captured in.
-        place: the module that was called, which a graph does not keep alive.
-        paths: the modules in that, and in layers like theirs which the graph serves as well.
-        given: the modules of the parameters that it is given, by their place among its inputs.
-        first: the first parameter, by its id, of each layer that it served.
-    """
-
-    captured: Captured
-    place: weakref.ref[nn.Module]
-    paths: set[str]
-    given: dict[int, str]
+    captured: Captured  # the call that it was captured in
+    place: weakref.ref[nn.Module]  # the module that was called, which a graph does not keep alive
+    paths: set[str]  # the modules in that, and in layers like theirs which the graph serves as well
+    given: dict[int, str]  # the modules of the parameters that it is given, by their place among its inputs
+    # The first parameter, by its id, of each layer that it served.
     first: set[int] = dataclasses.field(default_factory=set[int])
 
     def serves(self, inputs: Sequence[Any]) -> None:
@@ -108,22 +94,13 @@ def _by_id(place: nn.Module) -> dict[int, str]:
 
 
 class ModelCall:
-    """A call of a converted module that is going on.
-
-    Args:
-        module: that is called.
-        args: what is given by place.
-        kwargs: what is given by name.
-
-    Attributes:
-        ran: whether a graph ran in it.
-        failures: what Dynamo raised where it captured in it.
-    """
+    """A call of a converted module that is going on."""
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.module, self._args, self._kwargs = module, args, kwargs
         self._before, self._captured = len(_breaks), False
-        self.ran, self.failures = False, list[Exception]()
+        self.ran = False  # whether a graph ran in it
+        self.failures: list[Exception] = []  # what Dynamo raised where it captured in it
 
     def breaks(self) -> list[Break]:
         """The graph breaks since it began."""
@@ -165,21 +142,13 @@ class ModelCall:
 
 
 class Calls:
-    """The calls of a converted model.
-
-    Args:
-        missed: how many of them ran as before the conversion, by the reason.
-
-    Attributes:
-        count: how many there were.
-        breaks: the graph breaks that they met, and in which of them each was met first.
-        failed: how many of a kind Dynamo failed to capture, although they run as before.
-    """
+    """The calls of a converted model."""
 
     def __init__(self, missed: Counter[str]) -> None:
-        self.count, self.missed = 0, missed
-        self.breaks: dict[Break, int] = {}
-        self.failed: Counter[Any] = Counter()
+        self.count = 0
+        self.missed = missed  # how many of them ran as before the conversion, by the reason
+        self.breaks: dict[Break, int] = {}  # the graph breaks that they met, and in which of them each was met first
+        self.failed: Counter[Any] = Counter()  # how many of a kind Dynamo failed to capture, although they run
         self._seen: list[CapturedModules] = []
 
     def meet(self, call: ModelCall) -> None:

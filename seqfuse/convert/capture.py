@@ -272,21 +272,12 @@ def _is_never_called(module: nn.Module) -> bool:
 
 
 class ChainBackend:
-    """A backend of `torch.compile` that runs the chains of each captured graph through plans.
-
-    Args:
-        options: how graphs are rewritten.
-        then: what runs the rest of a graph: `None`, as it ran before, or `"inductor"`.
-
-    Attributes:
-        graphs: a report for each graph that was captured.
-        missed: how many calls of graphs ran as they were captured, by the reason.
-    """
+    """A backend of `torch.compile` that runs the chains of each captured graph through plans."""
 
     def __init__(self, options: RewriteOptions, then: Literal["inductor"] | None = None) -> None:
-        self.options, self.then = options, then
+        self.options, self.then = options, then  # what runs the rest of a graph: `None`, as it ran before, or Inductor
         self.graphs: list[GraphReport] = []
-        self.missed: Counter[str] = Counter()
+        self.missed: Counter[str] = Counter()  # how many calls of graphs ran as they were captured, by the reason
         self._numbers = itertools.count()
 
     def __call__(

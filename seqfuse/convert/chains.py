@@ -131,22 +131,14 @@ def needed(graph: Graph, chains: Sequence[RaisedChain]) -> tuple[set[Value], set
 
 @dataclasses.dataclass(eq=False)
 class Order:
-    """A chain as a sequence of operations.
+    """A chain as a sequence of operations."""
 
-    Attributes:
-        operations: the operations, with the `Fork`s and `Take`s that lead values to their readers.
-        x: the node whose value enters the sequence.
-        channels: the nodes that enter as channels, by name.
-        outputs: the values that it returns, y first.
-        members: the raised operations, in the order in which they run.
-        apart: operations that have to begin chains, as one goes on from a value of another shape than was made last.
-    """
-
-    operations: list[FusableOperation]
-    x: Node
-    channels: dict[str, Node]
-    outputs: list[Value]
-    members: list[Raised]
+    operations: list[FusableOperation]  # with the `Fork`s and `Take`s that lead values to their readers
+    x: Node  # the node whose value enters the sequence
+    channels: dict[str, Node]  # the nodes that enter as channels, by name
+    outputs: list[Value]  # the values that it returns, y first
+    members: list[Raised]  # the raised operations, in the order in which they run
+    # Operations that have to begin chains, as one goes on from a value of another shape than was made last.
     apart: list[Raised]
 
 
@@ -159,30 +151,24 @@ def order_of(chain: RaisedChain, outside: set[Value]) -> Order:
         able = [r for r in left if all(n in ready or n not in inside for n in (r.x, *r.channels.values()))]
         chosen = next((r for r in able if r.x is current), None)
         if chosen is None:
-            chosen = next((r for r in able if current in r.channels.values() and _commutes(r)), able[0])
+            chosen = next((r for r in able if current in r.channels.values() and _commuted(r)), able[0])
         left.remove(chosen)
-        if chosen.x is not current and current in chosen.channels.values() and _commutes(chosen):
-            chosen = _swapped(chosen)
+        if chosen.x is not current and current in chosen.channels.values():
+            chosen = _commuted(chosen) or chosen
         members.append(chosen)
         current = chosen.out
         ready.add(current)
     return _routed(members, inside, outside)
 
 
-def _commutes(r: Raised) -> bool:
-    """Whether an operation is the sum or the product of two tensors that may change places."""
+def _commuted(r: Raised) -> Raised | None:
+    """A sum or product that goes on from its other operand, if that is one whose operands may change places."""
     if not isinstance(r.operation, ops.Add | ops.Multiply) or not isinstance(r.x, Node):
-        return False
-    (other,) = r.channels.values()
-    return isinstance(r.operation, ops.Add) or alike(r.x, other)
-
-
-def _swapped(r: Raised) -> Raised:
-    """A sum or product that goes on from its other operand."""
-    (other,) = r.channels.values()
-    assert isinstance(r.x, Node)
-    operation = ops.Add(channel(r.x)) if isinstance(r.operation, ops.Add) else ops.Multiply(channel(r.x))
-    return dataclasses.replace(r, operation=operation, x=other, channels={channel(r.x): r.x})
+        return None
+    (other,), x = r.channels.values(), r.x
+    if isinstance(r.operation, ops.Multiply) and not alike(x, other):
+        return None
+    return dataclasses.replace(r, operation=type(r.operation)(channel(x)), x=other, channels={channel(x): x})
 
 
 def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> Order:

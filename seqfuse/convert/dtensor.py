@@ -24,35 +24,36 @@ from .writer import Writer
 _REPLICATED, _PARTIAL = "replicated", "partial"
 
 
+COLLECTIVES: dict[str, Any] = {
+    "copy_to_tensor_parallel": ops.CopyToTensorParallel,
+    "all_reduce": ops.AllReduce,
+    "all_gather": ops.AllGather,
+    "reduce_scatter": ops.ReduceScatter,
+}
+
+
 def collective(name: str, group: str, *dim: int) -> Collective:
     """The operation that a call of one of the functions below stands for.
 
     A captured graph has the gradients of parameters summed and draws its random numbers as the model does, so the
     operation says nothing about how the tensors around it are sharded.
     """
-    made: Collective = _COLLECTIVES[name](named(group), *dim)
+    made: Collective = COLLECTIVES[name](named(group), *dim)
     made.redistribution = Redistribution(made.group, "replicated", "replicated")
     return made
 
 
-def copy_to_tensor_parallel(x: Tensor, group: str) -> Tensor:
-    """Return x; its gradient is summed over the processes of a group."""
-    return collective("copy_to_tensor_parallel", group).reference(x)
+def _calling(name: str) -> Callable[..., Tensor]:
+    """A call of x, a group by name and, where shards are of one, a dimension."""
+
+    def call(x: Tensor, group: str, *dim: int) -> Tensor:
+        return collective(name, group, *dim).reference(x)
+
+    call.__name__ = call.__qualname__ = name
+    return call
 
 
-def all_reduce(x: Tensor, group: str) -> Tensor:
-    """The sum of x over the processes of a group, whose gradient each of them has."""
-    return collective("all_reduce", group).reference(x)
-
-
-def all_gather(x: Tensor, group: str, dim: int) -> Tensor:
-    """The x of all processes along a dimension; the sum of their gradients is sharded as x."""
-    return collective("all_gather", group, dim).reference(x)
-
-
-def reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
-    """The process's shard of the sum of x over the processes of a group."""
-    return collective("reduce_scatter", group, dim).reference(x)
+copy_to_tensor_parallel, all_reduce, all_gather, reduce_scatter = map(_calling, COLLECTIVES)
 
 
 def part_of_sum(bias: Tensor, size: int) -> Tensor:
@@ -65,14 +66,6 @@ def shard_with_part(x: Any) -> Tensor:
     from torch.distributed.tensor import Partial
 
     return x.to_local(grad_placements=[Partial()])
-
-
-_COLLECTIVES: dict[str, Any] = {
-    "copy_to_tensor_parallel": ops.CopyToTensorParallel,
-    "all_reduce": ops.AllReduce,
-    "all_gather": ops.AllGather,
-    "reduce_scatter": ops.ReduceScatter,
-}
 
 
 class _Layout(NamedTuple):

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -155,14 +155,11 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
             state = dataclasses.replace(state, autocast=tuple(n for n in state.autocast if n is not node.args[0]))
         elif name == "_set_grad_enabled":
             state = dataclasses.replace(state, grad=node.args[0])
-        elif in_place(node) and node not in functional and (memory is None or _touches(node, memory)):
-            state = dataclasses.replace(state, changes=state.changes + 1)
+        elif in_place(node) and node not in functional:
+            counts = memory is None or (not _picks_kernels(node) and _meet(memory, _changed(node)))
+            state = dataclasses.replace(state, changes=state.changes + counts)
         found[node] = state
     return found
-
-
-def _touches(node: Node, memory: set[object]) -> bool:
-    return not _picks_kernels(node) and _meet(memory, _changed(node))
 
 
 def returned(graph: Graph) -> set[Node]:
@@ -178,24 +175,19 @@ def returned(graph: Graph) -> set[Node]:
 
 
 class Effects:
-    """Tells which nodes of a graph may run as one call, in the place of the last of them.
-
-    Attributes:
-        unread: calls whose values reach nobody; parameters that only they read have no gradient.
-        reached: calls that a gradient may come back to; others need none, or are read through `detach` alone.
-        returned: values whose gradient somebody may ask for.
-    """
+    """Tells which nodes of a graph may run as one call, in the place of the last of them."""
 
     def __init__(self, graph: Graph) -> None:
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self._states = states(graph.nodes)
-        self.returned = returned(graph)
-        self.unread: set[object] = set()
+        self.returned = returned(graph)  # values whose gradient somebody may ask for
+        self.unread: set[object] = set()  # calls whose values reach nobody; what only they read has no gradient
         for node in reversed(graph.nodes):
             pure = node.op in ("call_function", "call_method") and not in_place(node) and not is_state(node)
             if pure and all(user in self.unread for user in node.users):
                 self.unread.add(node)
-        # Where no gradients are recorded, it makes no difference: all are of one kind.
+        # Calls that a gradient may come back to; others need none, or are read through `detach` alone. Where none are
+        # recorded, it makes no difference: all are of one kind.
         self.reached = {node for node, state in self._states.items() if state.grad is False} | self._leads_out(graph)
         changing = (node for node in graph.nodes if in_place(node) and not _picks_kernels(node))
         self._changes = [(self._place[node], node, _changed(node)) for node in changing]
@@ -228,13 +220,9 @@ class Effects:
         for i, node, changed in self._changes:
             if min(places) < i < max(places) and node not in taken:
                 before = [t for t in taken if self._place[t] < i]  # what comes later runs behind the change as well
-                if _meet(set(map(_memory, [*before, *_read(before)])), changed):
+                if _meet({_memory(t) for node in before for t in (node, *node.all_input_nodes)}, changed):
                     return False
         return True
-
-
-def _read(nodes: Iterable[Node]) -> Iterator[Node]:
-    return (read for node in nodes for read in node.all_input_nodes)
 
 
 class CannotOrder(Exception):

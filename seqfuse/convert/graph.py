@@ -82,7 +82,7 @@ def positional(graph: Graph) -> None:
 def fold_sizes(graph: Graph) -> None:
     """Write sizes that Dynamo traced as symbols, and that turned out to be one number, as that number."""
     for node in list(graph.nodes):
-        number = _known(value_of(node))
+        number = fixed(value) if issubclass(type(value := value_of(node)), torch.SymInt) else None
         if number is None or spelled(node) != "getitem":
             continue
 
@@ -97,8 +97,9 @@ def fold_sizes(graph: Graph) -> None:
             graph.erase_node(source)
 
 
-def _known(size: Any) -> int | None:
-    return size.node.maybe_as_int() if issubclass(type(size), torch.SymInt) else None
+def fixed(size: Any) -> int | None:
+    """A size as a number, if it is the same in all calls."""
+    return size.node.maybe_as_int() if issubclass(type(size), torch.SymInt) else size
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
@@ -141,13 +142,8 @@ def is_dtensor(value: Any) -> bool:
 
 def alike(a: Any, b: Any) -> bool:
     """Whether two nodes are tensors of one shape and dtype."""
-    first, second = example(a), example(b)
-    return (
-        first is not None
-        and second is not None
-        and first.dtype is second.dtype
-        and same_shape(first.shape, second.shape)
-    )
+    e, w = example(a), example(b)
+    return e is not None and w is not None and e.dtype is w.dtype and same_shape(e.shape, w.shape)
 
 
 def same_shape(a: Any, b: Any) -> bool:
@@ -171,7 +167,7 @@ def numbers(shape: Any) -> tuple[int, ...]:
 
 def size_before(node: Node, size: Any) -> Any:
     """A size as it is written before a call: a number, or the node whose value a symbol is; `None` if none is known."""
-    if (number := size if is_fixed(size) else _known(size)) is not None:
+    if (number := fixed(size)) is not None:
         return number
     before = itertools.takewhile(lambda n: n is not node, node.graph.nodes)
     symbols = ((n, value) for n in before if isinstance(value := value_of(n), torch.SymInt))
@@ -295,7 +291,7 @@ def view_source(node: Any) -> Node | None:
 def elements_before(e: Tensor, w: Tensor) -> Any:
     """How many elements of the last dimension of a tensor are before those of a view of it."""
     start, step = e.storage_offset() - w.storage_offset(), w.stride(-1)
-    number = start if isinstance(start, int) else _known(start)
+    number = fixed(start)
     return None if number is None or not is_fixed(step) or number % step else number // step
 
 

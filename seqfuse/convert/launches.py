@@ -70,14 +70,7 @@ def _arguments(node: Node, operation: Any) -> tuple[Any, Any]:
 
 
 class Before:
-    """What a chain stands for, as it was captured.
-
-    Args:
-        chain: whose nodes are still in their graph.
-        order: its order.
-        nodes: of the graph, in order.
-        parameters: the nodes that are parameters of its operations.
-    """
+    """What a chain, whose nodes are still in their graph, stands for, as it was captured."""
 
     def __init__(self, chain: RaisedChain, order: Order, nodes: Iterable[Node], parameters: Iterable[Node]) -> None:
         self._parameters = tuple(parameters)

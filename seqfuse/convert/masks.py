@@ -16,7 +16,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .effects import are_changed, in_place
-from .graph import WRITTEN, alike, argument, back, example, numbers, same_shape, same_size, spelled, value_of
+from .graph import alike, argument, back, example, fixed, numbers, same_shape, same_size, spelled, value_of
+from .writer import written_behind
 
 OUTER = "outer"
 """What an input of a graph that another graph calls has as a name of the node that it is there."""
@@ -49,7 +50,7 @@ def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: 
             how |= {} if found.window is None else {"window": found.window}
             return None
     mask = back(mask)
-    return _with_nan(mask) if by_hand else mask
+    return written_behind(mask, nan_in_rows_of_nothing) if by_hand else mask
 
 
 def scores_of(filled: Any, how: dict[str, Any]) -> Node | None:
@@ -71,16 +72,6 @@ FILLING = ("masked_fill", "where")
 def nan_in_rows_of_nothing(mask: Tensor) -> Tensor:
     """A mask whose rows of nothing but -inf are NaN: what softmax makes of them, where attention gives zeros."""
     return mask.masked_fill((mask == -torch.inf).all(-1, keepdim=True), torch.nan)
-
-
-def _with_nan(mask: Node) -> Node:
-    """The node of a mask with these rows, one for all that read it."""
-    found = next((user for user in mask.users if user.target is nan_in_rows_of_nothing), None)
-    if found is None:
-        with mask.graph.inserting_after(mask):
-            found = mask.graph.call_function(nan_in_rows_of_nothing, (mask,))
-        found.meta = {**mask.meta, WRITTEN: True}
-    return found
 
 
 class Limits(NamedTuple):
@@ -124,14 +115,10 @@ def limits_of(mask: Any, rows: Any, keys: Any, scores: Node | None = None) -> Li
 
 
 class KnownValues:
-    """What is known of the values of nodes.
-
-    Attributes:
-        found: that of each node that was looked at.
-    """
+    """What is known of the values of nodes."""
 
     def __init__(self) -> None:
-        self.found: dict[Node, KnownValue] = {}
+        self.found: dict[Node, KnownValue] = {}  # that of each node that was looked at
 
     def of(self, given: Any) -> KnownValue:
         """What is known of a node, or of a number that a call is given."""
@@ -378,12 +365,6 @@ class Selection(NamedTuple):
 
 
 KnownValue = Index | Selection | None
-
-
-def fixed(size: Any) -> int | None:
-    """A size as a number, if it is the same in all calls."""
-    given: Any = size
-    return given.node.maybe_as_int() if isinstance(size, SymInt) else given
 
 
 def constant(number: float, dtype: torch.dtype) -> Selection:

@@ -28,7 +28,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
         if rule is None or not node.users or not allowed(node):
             continue
         write = Writer(node, modes[node].autocast)
-        wanted = example(node) if spelled(node) not in _PAIRS else example(_first(node))
+        wanted = example(node)
         try:
             with torch.set_grad_enabled(wanted is not None and wanted.requires_grad):
                 found = None if wanted is None else rule(node, write)
@@ -39,15 +39,12 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
             write.undo()
             continue
         write.keep()
-        old = node if spelled(node) not in _PAIRS else _first(node)
-        assert old is not None
-        replace(old, found)
-        for gone in (old, node) if old is not node else (node,):
-            if not gone.users:
-                graph.erase_node(gone)
+        replace(node, found)
+        if not node.users:
+            graph.erase_node(node)
     _made_once(graph, allowed, modes)
     for node in reversed(list(graph.nodes)):
-        if not node.users and spelled(node) in PURE | _NORMS and not in_place(node) and allowed(node):
+        if not node.users and spelled(node) in PURE | _NORMS | {_MULTI_HEAD} and not in_place(node) and allowed(node):
             graph.erase_node(node)
 
 
@@ -76,44 +73,23 @@ def _is_like(made: torch.Tensor, wanted: torch.Tensor) -> bool:
     return same and same_shape(made.shape, wanted.shape)
 
 
-def _first(node: Node) -> Node | None:
-    """The first of the results of a call, if nobody reads another."""
-    read = [user for user in node.users if user.users]
-    one = len(read) == 1 and spelled(read[0]) == "getitem" and read[0].args[1] == 0
-    return read[0] if one else None
-
-
 def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Node, State]) -> None:
     """Let equal calls that only compute be one: models make angles and masks for queries, and again for keys."""
     made: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if spelled(node) not in PURE - {"clone"} or in_place(node) or not allowed(node):
             continue
-        try:
-            state = modes.get(node)  # of calls that were written here it is not known
-            mode = (state.autocast, state.grad) if state is not None else node
-            key = (node.op, node.target, _key(node.args), _key(node.kwargs), mode)
-            first = made.setdefault(key, node)
-        except TypeError:  # an argument that has no hash
-            continue
+        state = modes.get(node)  # of calls that were written here it is not known
+        mode = (state.autocast, state.grad) if state is not None else node
+        first = made.setdefault((repr((node.op, node.target, node.args, node.kwargs)), mode), node)
         # Two results of a model stay two tensors: a caller may change one of them.
         if first is not node and not are_changed([first, node]) and not leave([first, node]):
             replace(node, first)
             graph.erase_node(node)
 
 
-def _key(given: Any) -> Any:
-    if isinstance(given, list | tuple):
-        return (type(cast("Any", given)), *map(_key, cast("Sequence[Any]", given)))
-    if isinstance(given, dict):
-        return tuple((name, _key(value)) for name, value in cast("dict[str, Any]", given).items())
-    if isinstance(given, slice):
-        part = cast("slice[Any, Any, Any]", given)
-        return (slice, _key(part.start), _key(part.stop), _key(part.step))
-    return (type(given), given)
-
-
 _NORMS = {"layer_norm", "rms_norm"}
+_MULTI_HEAD = "multi_head_attention_forward"
 PURE = {
     "getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "expand", "transpose", "permute",
     "contiguous", "cos", "sin", "conj", "to", "type_as", "float", "double", "half", "bfloat16", "neg", "cat", "stack",
@@ -458,6 +434,12 @@ def _getitem(node: Node, write: Writer) -> Node | None:
     A copy of what is taken by a list of one number, as Falcon takes the head of keys: the same by a slice.
     """
     norm, index = cast("Any", node.args)
+    if spelled(norm) == _MULTI_HEAD:  # a pair
+        return (
+            None
+            if index or any(user.users for user in norm.users if user is not node)
+            else _multi_head_attention(norm, write)
+        )
     e, parts = example(norm), cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
     numbers = [cast("list[Any]", i)[0] for i in parts if isinstance(i, list)]
     if len(numbers) == 1 and all(i is Ellipsis or i == slice(None) or i == [numbers[0]] for i in parts):
@@ -502,12 +484,8 @@ def _is_returned(node: Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-_PAIRS = {"multi_head_attention_forward"}
-"""Calls with two results."""
-
 _RULES: dict[str, Rule] = {
     "einsum": _einsum,
-    "multi_head_attention_forward": _multi_head_attention,
     "baddbmm": _baddbmm,
     "addmm": _addmm,
     "bmm": _bmm,

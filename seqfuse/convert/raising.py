@@ -40,29 +40,21 @@ Value = Node | Inner
 
 @dataclasses.dataclass(eq=False)
 class Raised:
-    """An operation that stands for nodes of a graph.
+    """An operation that stands for nodes of a graph."""
 
-    Attributes:
-        operation: the operation, its parameters on `meta`; a channel has the name of the node whose value it carries.
-        x: what it reads.
-        out: what it returns.
-        node: the node that it is named after and placed at.
-        parameters: what stands for its parameters in the graph, by name.
-        channels: the nodes that are its extra inputs, by channel.
-        reached: whether a gradient may come back to it.
-        took: the nodes that need not run any more, if nobody else reads them: those of all that was raised with it.
-        why: why it is not more, which a report says where it is left.
-    """
-
+    # The operation, its parameters on `meta`; a channel has the name of the node whose value it carries.
     operation: FusableOperation
-    x: Value
-    out: Value
-    node: Node
+    x: Value  # what it reads
+    out: Value  # what it returns
+    node: Node  # the node that it is named after and placed at
+    # What stands for its parameters in the graph, by name.
     parameters: Mapping[str, Node] = dataclasses.field(default_factory=dict[str, Node])
+    # The nodes that are its extra inputs, by channel.
     channels: Mapping[str, Node] = dataclasses.field(default_factory=dict[str, Node])
-    reached: bool = True
+    reached: bool = True  # whether a gradient may come back to it
+    # The nodes that need not run any more, if nobody else reads them: those of all that was raised with it.
     took: frozenset[Node] = frozenset()
-    why: str | None = None
+    why: str | None = None  # why it is not more, which a report says where it is left
 
     @property
     def counts(self) -> bool:
@@ -85,15 +77,10 @@ Found = list[Raised] | str | None
 
 
 class GraphMatcher(NamedTuple):
-    """What raises operations.
+    """What raises operations."""
 
-    Attributes:
-        match: finds the operations that end with a call, or are known by it.
-        calls: the names of such calls.
-    """
-
-    match: Callable[[Node], Found]
-    calls: frozenset[str]
+    match: Callable[[Node], Found]  # finds the operations that end with a call, or are known by it
+    calls: frozenset[str]  # the names of such calls
 
 
 def matcher(match: Callable[[Node], Found], *calls: str) -> GraphMatcher:
@@ -122,7 +109,7 @@ def raised(
                 reasons.setdefault(node, found)
             elif found is not None:
                 took = _between(found)
-                if any(t in taken for t in took if not _is_cheap(t)):
+                if any(t in taken for t in took if not is_cheap(t)):
                     continue
                 last = found[-1].ends[0]
                 if _inner(found, took) & effects.returned:
@@ -171,7 +158,8 @@ def _inner(found: list[Raised], took: frozenset[Node]) -> set[Node]:
     return {t for t in took if narrow_of(t) not in known}
 
 
-def _is_cheap(node: Node) -> bool:
+def is_cheap(node: Node) -> bool:
+    """Whether a call launches nothing, or little beside a GEMM; it may be read by others, too."""
     return is_same(node) is not None or spelled(node) in CHEAP
 
 
@@ -179,7 +167,7 @@ CHEAP = {
     "view", "reshape", "transpose", "permute", "contiguous", "to", "float", "type_as", "getitem", "unsqueeze", "chunk",
     "split", "unbind", "expand", "flatten", "t", "half", "bfloat16", "expand_as", "type",
 }  # fmt: skip
-"""Calls that launch nothing, or little beside a GEMM; they may be read by others, too."""
+"""Calls that are cheap, whatever they are given."""
 
 
 def in_turn(steps: Sequence[tuple[Any, ...]], x: Value, out: Value, node: Node) -> list[Raised]:

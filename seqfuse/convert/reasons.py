@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from .chains import RaisedChain
 from .graph import argument, is_same, name_of, owner, spelled
 from .patterns.norm import is_root
-from .raising import CHEAP, Raised, Value
+from .raising import Raised, Value, is_cheap
 
 _KINDS = {
     "GEMM": (
@@ -135,14 +135,7 @@ _FORMS = {
 def alone(
     chain: RaisedChain, operations: Sequence[Raised], reasons: Mapping[Node, str], allowed: Callable[[Node], bool]
 ) -> str:
-    """Why a chain is not worth a call: the calls before and behind it, by name.
-
-    Args:
-        chain: of one operation, or of operations without a parameter.
-        operations: all operations of the graph.
-        reasons: why calls were not raised.
-        allowed: whether a call may be.
-    """
+    """Why a chain of one operation, or without a parameter, is not worth a call: the calls around it, by name."""
     makers = {node: r for r in operations for node in (*r.took, r.out)}
     readers: dict[Value, Raised] = {node: r for r in reversed(operations) for node in r.took}
     inside, own = set(chain.members), {owner(r.node) for r in chain.members}
@@ -189,10 +182,6 @@ def _listed(verb: str, said: Iterable[str | None]) -> list[str]:
     return [f"{verb} {' and '.join(names[:_MOST] + more)}"] if names else []
 
 
-def _passes(node: Node) -> bool:
-    return spelled(node) in CHEAP or is_same(node) is not None
-
-
 def _view(node: Node) -> list[str]:
     """The name of a view or cast, but for those that change nothing and the places of the parts of a split."""
     part = spelled(node) == "getitem" and isinstance(node.args[1], int)
@@ -202,7 +191,7 @@ def _view(node: Node) -> list[str]:
 def _maker(node: Node) -> tuple[Node, list[str]]:
     """What made a value before views and casts, and the names of these."""
     between = list[str]()
-    while _passes(node) and node.args and isinstance(node.args[0], Node):
+    while is_cheap(node) and node.args and isinstance(node.args[0], Node):
         between[:0] = _view(node)
         node = node.args[0]
     return node, between
@@ -211,7 +200,7 @@ def _maker(node: Node) -> tuple[Node, list[str]]:
 def _readers(node: Node, between: Sequence[str] = ()) -> Iterator[tuple[Node, Sequence[str]]]:
     """What reads a value behind views and casts, and the names of these."""
     for user in node.users:
-        if _passes(user):
+        if is_cheap(user):
             yield from _readers(user, [*between, *_view(user)])
         else:
             yield user, between

@@ -113,22 +113,15 @@ class CapturedRegion(nn.Module):
         if plan is None or self.recipe is None:
             return {}
         at = {q.at for q in plan.quantizations}
-        reasons = {
-            r.at: r.reason.removesuffix(", so it is not quantized")
-            for r in plan.refused
-            if r.fusion == str(self.recipe)
-        }
+        refused = (r for r in plan.refused if r.fusion == str(self.recipe))
+        reasons = {r.at: r.reason.removesuffix(", so it is not quantized") for r in refused}
         found: dict[str, str | None] = {}
         members = {id(r.operation): r for r in self.order.members}
         for position, node in enumerate(self._fuser.op_list().nodes):
             raised = members.get(id(node.operation))
             if raised is not None and with_gemms(node.operation):
-                why = (
-                    None
-                    if position in at
-                    else reasons.get(position, "excluded" if node.recipe is None else "switched off")
-                )
-                found.update(dict.fromkeys(gemms_of(raised), why))
+                why = reasons.get(position, "excluded" if node.recipe is None else "switched off")
+                found.update(dict.fromkeys(gemms_of(raised), None if position in at else why))
         return found
 
     @property

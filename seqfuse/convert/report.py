@@ -12,7 +12,7 @@ from ..env import why_no_c
 from ..ops import Fork
 from ..pictures.data import ChoiceData
 from ..pictures.text import bytes_against, choices_table, counted
-from ..plan import Plan, Step
+from ..plan import Plan
 from .calls import Calls, Captured
 from .graph import owner
 from .reasons import Left
@@ -152,7 +152,7 @@ def _chain(graph: GraphReport, region: CapturedRegion, launches: bool, times: in
     if plan is None:
         return [*lines, "    runs eagerly under hooks of all modules" if region.hooked else "    not called yet"]
     forward, backward = (
-        counted(sum(step.fused or not _is_view(step) for step in steps), "step")
+        counted(sum(s.fused or not all(node.operation.is_view for node in s.nodes) for s in steps), "step")
         for steps in (plan.forward, plan.backward)
     )
     kernels = [f"    kernels: C, compiled by {plan.compiler}"] if plan.compiler is not None else []
@@ -245,10 +245,6 @@ def _times(names: Sequence[str], at: int, length: int) -> int:
 
 def _saved(block: tuple[int, int]) -> int:
     return block[0] * (block[1] - 1)
-
-
-def _is_view(step: Step) -> bool:
-    return all(node.operation.is_view for node in step.nodes)
 
 
 def text_of(

@@ -44,7 +44,6 @@ from .normal import PURE, normalize
 from .patterns import MATCHERS
 from .patterns.experts import functional
 from .patterns.linear import beside, turned
-from .patterns.rope import ADDED
 from .patterns.scores import around
 from .raising import Raised, raised
 from .reasons import ALONE, alone, left_in
@@ -54,21 +53,14 @@ from .report import GraphReport
 
 @dataclasses.dataclass(frozen=True)
 class RewriteOptions:
-    """How graphs are rewritten.
+    """How graphs are rewritten."""
 
-    Attributes:
-        fusions: the fusion set of the regions; the default one if `None`.
-        allowed: says by the path of a module whether its calls may be converted.
-        memory: what chains save for the backward pass.
-        recipe: how operands of GEMMs are quantized.
-        exclude: names of modules that are not quantized.
-    """
-
-    fusions: Fusions | None = None
+    fusions: Fusions | None = None  # the fusion set of the regions; the default one if `None`
+    # Says by the path of a module whether its calls may be converted.
     allowed: Callable[[str], bool] = lambda path: True
-    memory: Choice = "balanced"
-    recipe: Recipe | None = None
-    exclude: tuple[str, ...] = ()
+    memory: Choice = "balanced"  # what chains save for the backward pass
+    recipe: Recipe | None = None  # how operands of GEMMs are quantized
+    exclude: tuple[str, ...] = ()  # names of modules that are not quantized
 
     def quantizes(self, raised: Raised) -> bool:
         """Whether the recipe is for an operation."""
@@ -79,16 +71,9 @@ class RewriteOptions:
 def rewrite(
     gm: GraphModule, options: RewriteOptions, name: str = "graph", checkpointed: bool = False
 ) -> list[GraphReport]:
-    """Replace the chains of a graph, and those of the bodies of its checkpoints, by regions.
+    """Replace the chains of a graph, and those of the bodies of its checkpoints, by regions; a report of each.
 
-    Args:
-        gm: the graph as Dynamo captured it; it is changed.
-        options: how.
-        name: what reports call the graph.
-        checkpointed: whether the graph is the body of a checkpoint, or of a call within one.
-
-    Returns:
-        A report of the graph, and of each body.
+    `checkpointed` says whether the graph is the body of a checkpoint, or of a call within one.
     """
     _hand_over(gm)
     bodies = [(child, body) for child, body in gm.named_children() if isinstance(body, GraphModule)]
@@ -154,9 +139,8 @@ def _erase_unread(graph: Graph, took: set[Node]) -> None:
     Of these one may have been read for its shape alone, by `zeros_like`.
     """
     for node in reversed(list(graph.nodes)):
-        added = node.target in ADDED or WRITTEN in node.meta
         stood_for = (not in_place(node) and (node in took or spelled(node) in PURE)) or spelled(node) == "zeros_like"
-        if not node.users and (added or stood_for or is_known(node)):
+        if not node.users and (WRITTEN in node.meta or stood_for or is_known(node)):
             graph.erase_node(node)
 
 

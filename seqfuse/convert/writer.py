@@ -14,13 +14,18 @@ from torch.fx.node import map_arg
 from .graph import NAMED, WRITTEN, example, spelled, value_of
 
 
-class Writer:
-    """Writes calls before a node, in its module and modes, each with its example.
+def written_behind(node: Node, function: Callable[..., Any], *args: Any) -> Node:
+    """A call of a function upon a node, right behind it, one for all that read it."""
+    found = next((user for user in node.users if user.target is function and user.args == (node, *args)), None)
+    if found is None:
+        with node.graph.inserting_after(node):
+            found = node.graph.call_function(function, (node, *args))
+        found.meta = {**node.meta, WRITTEN: True, "example_value": function(example(node), *args)}
+    return found
 
-    Args:
-        node: the call in whose place others are written, or which may read them.
-        modes: the nodes that switched autocast for it.
-    """
+
+class Writer:
+    """Writes calls before a node, in its module and modes, which nodes switched, each with its example."""
 
     def __init__(self, node: Node, modes: Sequence[Node] = ()) -> None:
         self.node, self.added = node, list[Node]()

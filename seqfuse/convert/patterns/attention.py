@@ -176,13 +176,13 @@ def _across(
         return None
     if any(not same_size(e.shape[0], examples[0].shape[0]) for e in examples):
         return None
-    leaving = returned(node.graph)  # such as keys for a cache, whose gradients are to be complete
+    write, leaving = Writer(node), returned(node.graph)  # such as keys for a cache, whose gradients are to be complete
     for t, h, is_whole, name in zip(whole, parts, plain, "qkv", strict=True):
         if isinstance(h, Heads) and is_whole and t not in leaving and (h.factor == 1 or name != "v"):
             rows.append(h.source)
             factor *= h.factor
         else:
-            rows.append(_side_by_side(t, node))
+            rows.append(write("flatten", write("transpose", t, 1, 2), 2))  # [B, S, H D] of heads [B, H, S, D]
     if factor != 1:
         how["scale"] = factor * (sizes[0] ** -0.5 if how.get("scale") is None else how["scale"])
     q, k, v = rows
@@ -201,12 +201,6 @@ def _is_plain(h: Heads) -> bool:
     e = example(h.source)
     whole = e is not None and e.ndim == 3 and same_size(e.shape[-1], h.heads * h.size)
     return whole and h.rope is None and h.norm is None and h.gain is None and (h.start, h.part, h.of) == (0, 0, 1)
-
-
-def _side_by_side(heads: Node, before: Node) -> Node:
-    """[B, S, H D] of heads [B, H, S, D]."""
-    write = Writer(before)
-    return write("flatten", write("transpose", heads, 1, 2), 2)
 
 
 def _packed(parts: list[Heads], out: Inner) -> list[Raised] | str:
@@ -373,30 +367,20 @@ _LIKE_ROPE = ("add", "sub", "cat", "flatten")
 
 @dataclasses.dataclass
 class Heads:
-    """Queries, keys or values [B, H, S, D] and what they are made of.
+    """Queries, keys or values [B, H, S, D] and what they are made of."""
 
-    Attributes:
-        seen: the node that attention reads, but for calls that change nothing and copies for groups of heads.
-        source: what their elements are taken from, [B, S, *].
-        start: where they start in its last dimension.
-        heads, size: H and D.
-        rope: that of each head.
-        norm: of each head, or before they are heads.
-        factor: what they are multiplied by.
-        part: which of the `of` parts of each head of the source they are, where queries, keys and values interleave.
-        gain: a tensor that they are multiplied by before RoPE, for each head or all and each element or all.
-    """
-
-    seen: Node
-    source: Any
-    start: int
-    heads: int
-    size: int
-    rope: FoundRope | None
-    norm: FoundNorm | None
-    factor: float
+    seen: Node  # the node that attention reads, but for calls that change nothing and copies for groups of heads
+    source: Any  # what their elements are taken from, [B, S, *]
+    start: int  # where they start in its last dimension
+    heads: int  # H
+    size: int  # D
+    rope: FoundRope | None  # that of each head
+    norm: FoundNorm | None  # of each head, or before they are heads
+    factor: float  # what they are multiplied by
+    # Which of the `of` parts of each head of the source they are, where queries, keys and values interleave.
     part: int = 0
     of: int = 1
+    # A tensor that they are multiplied by before RoPE, for each head or all and each element or all.
     gain: Gain | None = None
 
 

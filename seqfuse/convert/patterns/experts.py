@@ -82,9 +82,9 @@ def raise_batched(node: Node) -> Found:
     names = {name: f"{name}_{node.name}" for name in ("experts", "probs", "offsets", "rows")}
     to, biased = (names["experts"], names.pop("probs")), bias is not None
     route = ops.Route(width, count, 1, "sigmoid", False, biased, to=to, device=META, dtype=e.dtype)
-    first, second = ({"weight": Writer(node)("transpose", given, -2, -1)} for given in (up, down))
+    ups, downs = ({"weight": Writer(node)("transpose", given, -2, -1)} for given in (up, down))
     sequence = operations((count, inside, width), (count, width, hidden), 1, False, unit, e.dtype, **names, probs=None)
-    given: Any = [{}, first, {}, second, {}]
+    given: Any = [{}, ups, {}, downs, {}]
     steps = [(route, _given(back(weight), bias)), (ops.TokenScale(to[1]),), *zip(sequence, given, strict=True)]
     return in_turn(steps, x, node, node)
 

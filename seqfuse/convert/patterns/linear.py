@@ -78,21 +78,16 @@ def merged(linears: list[Node], out: Inner) -> Raised | None:
     """The `Linear`s of one input as a `MergedLinear`, or a `Linear` where it is one."""
     if any(spelled(p) != "linear" for p in linears):
         return None
-    x, *others = (back(argument(p, 0, "input")) for p in linears)
-    if any(other is not x for other in others):
-        return None
-    weights = [argument(p, 1, "weight") for p in linears]
-    biases = [argument(p, 2, "bias") for p in linears]
-    shapes = [w.shape for weight in weights if (w := example(weight)) is not None]
-    first = example(weights[0])
-    if first is None or example(x) is None or len(shapes) != len(weights) or any(len(s) != 2 for s in shapes):
-        return None
-    if not is_fixed(*(size for shape in shapes for size in shape)):
+    inputs, weights, biases = zip(*(arguments(p, "input", "weight", "bias") for p in linears), strict=True)
+    x, first = back(inputs[0]), example(weights[0])
+    shapes = [
+        w.shape for weight in weights if (w := example(weight)) is not None and w.ndim == 2 and is_fixed(*w.shape)
+    ]
+    if any(back(other) is not x for other in inputs) or first is None or len(shapes) != len(weights):
         return None
     sizes, biased = [s[0] for s in shapes], [b is not None for b in biases]
     made = ops.MergedLinear(shapes[0][1], sizes, biased, device=META, dtype=first.dtype)
-    given: dict[str, Any] = {f"weight_{i}": w for i, w in enumerate(weights)}
-    given |= {f"bias_{i}": b for i, b in enumerate(biases) if b is not None}
+    given = {f"weight_{i}": w for i, w in enumerate(weights)} | {f"bias_{i}": b for i, b in enumerate(biases)}
     found = one(made, x, linears[0], **given)
     if not isinstance(found, list):
         return None

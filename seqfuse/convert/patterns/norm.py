@@ -31,41 +31,33 @@ from .pointwise import as_scaled
 
 
 class FoundNorm(NamedTuple):
-    """An RMSNorm or a LayerNorm as it is found in a graph.
+    """An RMSNorm or a LayerNorm as it is found in a graph."""
 
-    Attributes:
-        x: what it normalizes.
-        out: its result.
-        size: the length of the last dimension.
-        eps: added to the mean square, or to the variance; `None` is the least number that makes a difference.
-        kind: which of the two it is.
-        weight: the node of its weight.
-        bias: the node of its bias.
-        zero_centered: whether it multiplies by one more than its weight.
-        factor: what its result is multiplied by.
-    """
-
-    x: Any
-    out: Node
-    size: int
+    x: Any  # what it normalizes
+    out: Node  # its result
+    size: int  # the length of the last dimension
+    # Added to the mean square, or to the variance; `None` is the least number that makes a difference.
     eps: float | None
-    kind: Literal["rms", "layer"] = "rms"
-    weight: Any = None
-    bias: Any = None
-    zero_centered: bool = False
-    factor: float = 1.0
+    kind: Literal["rms", "layer"] = "rms"  # which of the two it is
+    weight: Any = None  # the node of its weight
+    bias: Any = None  # the node of its bias
+    zero_centered: bool = False  # whether it multiplies by one more than its weight
+    factor: float = 1.0  # what its result is multiplied by
 
 
-def _operation(norm: FoundNorm) -> Found:
+def _operation(norm: FoundNorm | str | None) -> Found:
+    if not isinstance(norm, FoundNorm):
+        return norm
     w = example(norm.weight)
-    weight, dtype = w is not None, None if w is None else w.dtype
-    made = (
-        ops.RMSNorm(norm.size, norm.eps, weight, META, dtype, zero_centered=norm.zero_centered)
-        if norm.kind == "rms"
-        else ops.LayerNorm(
-            norm.size, norm.eps or 0.0, weight, norm.bias is not None, META, dtype, zero_centered=norm.zero_centered
-        )
-    )
+    about: dict[str, Any] = {
+        "device": META,
+        "dtype": None if w is None else w.dtype,
+        "zero_centered": norm.zero_centered,
+    }
+    if norm.kind == "rms":
+        made = ops.RMSNorm(norm.size, norm.eps, w is not None, **about)
+    else:
+        made = ops.LayerNorm(norm.size, norm.eps or 0.0, w is not None, norm.bias is not None, **about)
     return one(made, norm.x, norm.out, weight=norm.weight, bias=norm.bias)
 
 
@@ -111,8 +103,7 @@ def _normalized(node: Any) -> FoundNorm | str | None:
 
 def raise_norm(node: Node) -> Found:
     """F.layer_norm(x, shape, weight, bias, eps), F.rms_norm(x, shape, weight, eps)."""
-    norm = _called(node)
-    return _operation(norm) if isinstance(norm, FoundNorm) else norm
+    return _operation(_called(node))
 
 
 def _called(node: Any) -> FoundNorm | str | None:
@@ -178,11 +169,12 @@ _FAR = 6
 
 
 class _Average(NamedTuple):
-    """The mean square or the variance of a tensor, and why no norm divides by its root, if none does."""
+    """The mean square or the variance of a tensor, why no norm divides by its root, and what is added to it."""
 
     x: Any
     kind: Literal["rms", "layer"]
     trouble: str | None
+    eps: float = 0.0
 
 
 def _norm_at(root: Node) -> FoundNorm | str | None:
@@ -194,17 +186,15 @@ def _norm_at(root: Node) -> FoundNorm | str | None:
     Returns:
         The norm; the reason why it is none that an operation stands for; `None` for what is no norm.
     """
-    average, eps, trouble = _radicand(argument(root, 0, "input"))
+    average = _radicand(argument(root, 0, "input"))
     use = None if average is None else _use(root)
-    if average is None or use is None:
-        return None
-    if (trouble := trouble or average.trouble) is not None:
-        return trouble
+    if average is None or use is None or average.trouble is not None:
+        return None if average is None or use is None else average.trouble
     numerator, out = narrow_of(use[0]), use[1]
     size: Any = None if (e := example(average.x)) is None else e.shape[-1]
     if not isinstance(size, int):
         return "its size is not fixed"
-    norm = FoundNorm(average.x, out, size, eps, average.kind)
+    norm = FoundNorm(average.x, out, size, average.eps, average.kind)
     if _divided(numerator, norm):
         return _biased(_gained(norm))
     for gain, rest in either(operands(numerator, "mul")):
@@ -213,20 +203,21 @@ def _norm_at(root: Node) -> FoundNorm | str | None:
     return "what it divides is not the tensor whose mean square or variance it takes"
 
 
-def _radicand(node: Any) -> tuple[_Average | None, float, str | None]:
-    """The average in a sum with an eps, the eps, and what is wrong with it."""
+def _radicand(node: Any) -> _Average | None:
+    """The average in a sum with an eps, and what is wrong with it."""
     node = back(node)
     pair = operands(node, "add")
     if pair is None and spelled(node) in ("clamp", "clamp_min", "maximum"):
-        average = _average(back(node.args[0]))
-        return average, 0.0, "it takes the larger of eps and the average, a norm of torch their sum"
-    if pair is None:
-        return _average(node), 0.0, None
+        found, trouble = (
+            _average(back(node.args[0])),
+            "it takes the larger of eps and the average, a norm of torch their sum",
+        )
+        return None if found is None else found._replace(trouble=trouble)
     for eps, average in either(pair):
         if (found := _average(back(average))) is not None:
             number = isinstance(eps, int | float)
-            return found, float(eps) if number else 0.0, None if number else "its eps is not a fixed number"
-    return None, 0.0, None
+            return found._replace(eps=float(eps)) if number else found._replace(trouble="its eps is not a fixed number")
+    return _average(node) if pair is None else None
 
 
 def _average(node: Any) -> _Average | None:

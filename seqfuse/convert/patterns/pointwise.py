@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ... import ops
 from ...operation import FusableOperation
-from ..dtensor import collective
+from ..dtensor import COLLECTIVES, collective
 from ..effects import in_place
 from ..experts import ACTIVATIONS, made, unit_like
 from ..graph import (
@@ -200,7 +200,7 @@ MATCHERS = (
     matcher(raise_dropout, "dropout"),
     matcher(raise_add, "add", "iadd"),
     matcher(raise_scale, "mul", "truediv"),
-    matcher(raise_collective, "copy_to_tensor_parallel", "all_reduce", "all_gather", "reduce_scatter"),
+    matcher(raise_collective, *COLLECTIVES),
 )
 
 PRODUCTS = (matcher(raise_repeated, "mul", "add"),)

@@ -25,27 +25,20 @@ from ..graph import (
     spelled,
     view_source,
 )
+from ..writer import written_behind
 
 PairStyle = Literal["half", "interleaved"]
 _VIEWS = {"view", "reshape", "flatten", "unflatten"}
 
 
 class FoundRope(NamedTuple):
-    """Elements of heads that have RoPE.
+    """Elements of heads that have RoPE."""
 
-    Attributes:
-        x: all elements of the heads.
-        cos: cosines, [B or 1, S, R] or [S, R], or half as many for pairs.
-        sin: sines, the same.
-        size: R, how many elements of a head have RoPE.
-        style: which of them are a pair.
-    """
-
-    x: Any
-    cos: Node
-    sin: Node
-    size: int
-    style: PairStyle
+    x: Any  # all elements of the heads
+    cos: Node  # cosines, [B or 1, S, R] or [S, R], or half as many for pairs
+    sin: Node  # sines, the same
+    size: int  # R, how many elements of a head have RoPE
+    style: PairStyle  # which of them are a pair
 
     def is_like(self, other: FoundRope) -> bool:
         """Whether the angles of another are the same; equal calls that make them were made one before."""
@@ -234,13 +227,7 @@ def _row(node: Node, before_transpose: bool, pick: Callable[[Tensor, int], Tenso
     if not e.is_complex() and spelled(node) == "unsqueeze" and argument(node, 1, "dim") in (heads, heads - e.ndim):
         return node.args[0]  # pyright: ignore[reportReturnType]
     function = pick if e.is_complex() else without_heads
-    args = (node, heads)
-    found = next((user for user in node.users if user.target is function and user.args == args), None)
-    if found is None:
-        with node.graph.inserting_after(node):
-            found = node.graph.call_function(function, args)
-        found.meta = {**node.meta, "example_value": function(e, heads)}
-    return found
+    return written_behind(node, function, heads)
 
 
 def without_heads(t: Tensor, dim: int) -> Tensor:
@@ -256,7 +243,3 @@ def cosines(angles: Tensor, dim: int) -> Tensor:
 def sines(angles: Tensor, dim: int) -> Tensor:
     """The sines in cos + i sin, without the dimension of heads."""
     return without_heads(torch.imag(angles), dim)
-
-
-ADDED = (without_heads, cosines, sines)
-"""Calls that are added to a graph, where RoPE may turn out not to be raised."""

@@ -33,23 +33,14 @@ CALL = "call F.scaled_dot_product_attention"
 
 
 class ScoreTerms(NamedTuple):
-    """Scores as scale q k^T, capped, plus masks that are multiplied by numbers.
+    """Scores as scale q k^T, capped, plus masks that are multiplied by numbers."""
 
-    Attributes:
-        q: queries [B, H, S, D].
-        k: keys [B, H, T, D].
-        scale: what their product is multiplied by.
-        softcap: the bound on that.
-        masks: what is added behind it, and what that is multiplied by.
-        factors: tensors with a number, or one for each head, which queries are multiplied by.
-    """
-
-    q: Node
-    k: Node
-    scale: float
-    softcap: float | None
-    masks: list[tuple[Node, float]]
-    factors: list[Node]
+    q: Node  # queries [B, H, S, D]
+    k: Node  # keys [B, H, T, D]
+    scale: float  # what their product is multiplied by
+    softcap: float | None  # the bound on that
+    masks: list[tuple[Node, float]]  # what is added behind it, and what that is multiplied by
+    factors: list[Node]  # tensors with a number, or one for each head, which queries are multiplied by
 
 
 def without_maximum(logits: Any) -> Any:
@@ -147,7 +138,7 @@ def _filled(node: Node, write: Writer) -> tuple[Any, Any, float] | None:
     if spelled(node) == "masked_fill":
         scores, hidden, fill = (argument(node, i, name) for i, name in enumerate(("input", "mask", "value")))
     elif spelled(node) == "where":
-        scores, seen, fill = node.args if node.op == "call_method" else _swapped(node)
+        scores, seen, fill = node.args if node.op == "call_method" else (node.args[i] for i in (1, 0, 2))
         hidden = write("logical_not", seen) if example(seen) is not None else seen
     else:
         return None
@@ -196,12 +187,6 @@ def _bounded(node: Any) -> Node | None:
         return None
     low = float(bound.yes) <= torch.finfo(e.dtype).min
     return scores if low and any(limits_of(term, e.shape[-2], e.shape[-1]) is not None for term in total) else None
-
-
-def _swapped(where: Node) -> list[Any]:
-    """X, c and y of torch.where(c, x, y)."""
-    c, x, y = where.args
-    return [x, c, y]
 
 
 def _factor(product: tuple[Any, Any]) -> tuple[Node, Node] | None:
