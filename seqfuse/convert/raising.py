@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,19 +123,25 @@ def raised(
                     reasons.setdefault(node, "between its calls a mode or a tensor changes, or nobody reads it")
 
 
-def _between(found: list[Raised]) -> frozenset[Node]:
-    """The nodes that operations stand for: those by way of which the last one's result is made of what they read."""
-    inputs, behind = {n for r in found for given in r.inputs for n in _written_of(given)}, set[Node]()
-    stack: list[Any] = [*found[-1].ends]
+def behind(nodes: Iterable[Node], until: Container[Node] = ()) -> set[Node]:
+    """Nodes, and those whose numbers they are made of, up to some."""
+    found, stack = set[Node](), [*nodes]
     while stack:
         node = stack.pop()
-        if node not in inputs and node not in behind:
-            behind.add(node)
+        if node not in found and node not in until:
+            found.add(node)
             stack += read_by(node)
+    return found
+
+
+def _between(found: list[Raised]) -> frozenset[Node]:
+    """The nodes that operations stand for: those by way of which the last one's result is made of what they read."""
+    inputs = {n for r in found for given in r.inputs for n in _written_of(given)}
+    inside = behind(found[-1].ends, inputs)
     took, stack = set[Node](), [*inputs]
     while stack:
         node = stack.pop()
-        ahead = [user for user in node.users if user in behind and user not in took and node in read_by(user)]
+        ahead = [user for user in node.users if user in inside and user not in took and node in read_by(user)]
         took.update(ahead)
         stack += ahead
     parts = (user for node in took for user in node.users if spelled(user) == "getitem" and not user.users)

@@ -127,7 +127,7 @@ def _from_one(parts: Sequence[Heads | str], how: dict[str, Any], node: Node) -> 
         return "keys and values differ in heads, or values are normalized or have RoPE"
     if (q.rope is None) != (k.rope is None) or (q.norm is None) != (k.norm is None):
         return "queries and keys are not treated alike"
-    if q.rope is not None and k.rope is not None and not q.rope.is_like(k.rope):
+    if q.rope is not None and k.rope is not None and q.rope[1:] != k.rope[1:]:
         return "queries and keys have RoPE by different angles"
     if v.factor != 1:
         return "values are multiplied by a number: multiply the result instead"

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from ... import ops
 from ..experts import operations, unit_like
 from ..graph import alike, argument, back, called, channel, example, is_fixed, numbers, read_by, spelled, unflattened
-from ..raising import META, Found, in_turn, matcher
+from ..raising import META, Found, behind, in_turn, matcher
 from ..writer import Writer
 
 _DIVIDE, _DIVIDE_IN_PLACE = (getattr(operator, name) for name in ("truediv", "itruediv"))
@@ -56,7 +56,7 @@ def raise_batched(node: Node) -> Found:
     if not isinstance(second, Node) or spelled(second) not in _PRODUCTS or not isinstance(second.args[0], Node):
         return None
     inner, down = cast("tuple[Node, Node]", second.args)
-    first = _last_of(_PRODUCTS, _behind(inner))
+    first = _last_of(_PRODUCTS, behind([inner]))
     product = None if first is None else _rows_of(first.args[0])
     if first is None or not isinstance(product, Node) or spelled(product) != "mul":
         return None
@@ -67,7 +67,7 @@ def raise_batched(node: Node) -> Found:
         return None
     x, experts = back(repeated.args[0]), shapes[0][0]
     (factor,) = (n for n in product.all_input_nodes if n is not repeated)
-    logits = _last_of(("linear",), _behind(factor))
+    logits = _last_of(("linear",), behind([factor]))
     e, wanted = example(x), (experts, 1)
     if e is None or logits is None or e.ndim != 2 or repeated.args[1:] not in (wanted, (wanted,)):
         return None
@@ -116,7 +116,7 @@ def _given(weight: Any, bias: Any) -> dict[str, Node]:
 
 def _route(x: Any, experts: Node, probs: Node) -> tuple[ops.Route, dict[str, Node]] | None:
     """The router that chose experts and factors of x, if it is one of this library's, and its parameters."""
-    logits = _last_of(("linear",), _behind(experts) & _behind(probs))
+    logits = _last_of(("linear",), behind([experts]) & behind([probs]))
     if logits is None:
         return None
     source, weight, bias = (argument(logits, i, name) for i, name in enumerate(("input", "weight", "bias")))
@@ -146,17 +146,6 @@ def _rows_of(node: Any) -> Any:
             break
         node = node.args[0]
     return node
-
-
-def _behind(node: Node) -> set[Node]:
-    """The nodes that a node is made of."""
-    found, stack = set[Node](), [node]
-    while stack:
-        at = stack.pop()
-        if at not in found:
-            found.add(at)
-            stack += read_by(at)
-    return found
 
 
 def _last_of(calls: Sequence[str], nodes: set[Node]) -> Node | None:
@@ -217,13 +206,13 @@ def _computed(
     `None` where they read more.
     """
     corrected: Node | None = None
-    between, behind = _behind(experts) | _behind(probs), _behind(logits)
+    between, before = behind([experts, probs]), behind([logits])
     for node in reversed(list(logits.graph.nodes)):  # those that give a shape alone, too
-        between.update(node.all_input_nodes if node in between and node not in behind else ())
+        between.update(node.all_input_nodes if node in between and node not in before else ())
     values: dict[Node, Any] = {logits: drawn}
     with torch.no_grad():
         for node in logits.graph.nodes:
-            if node not in between or node in behind or not any(inner in values for inner in node.all_input_nodes):
+            if node not in between or node in before or not any(inner in values for inner in node.all_input_nodes):
                 continue
             if node.op not in ("call_function", "call_method"):
                 return None

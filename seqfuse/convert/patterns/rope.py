@@ -40,10 +40,6 @@ class FoundRope(NamedTuple):
     size: int  # R, how many elements of a head have RoPE
     style: PairStyle  # which of them are a pair
 
-    def is_like(self, other: FoundRope) -> bool:
-        """Whether the angles of another are the same; equal calls that make them were made one before."""
-        return self[1:] == other[1:]
-
 
 class _PairMember(NamedTuple):
     """The first (0) or second (1) members of pairs of x."""

@@ -10,20 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph import (
-    CASTS,
-    ahead,
-    alike,
-    argument,
-    either,
-    example,
-    is_last,
-    narrow_of,
-    operands,
-    same_size,
-    spelled,
-    swapped,
-)
+from ..graph import CASTS, ahead, alike, argument, example, is_last, narrow_of, operands, same_size, spelled, swapped
 from ..masks import FILLING, KnownValues, limits_of, scores_of
 from ..writer import Writer
 from .pointwise import as_scaled
@@ -191,7 +178,7 @@ def _bounded(node: Any) -> Node | None:
 
 def _factor(product: tuple[Any, Any]) -> tuple[Node, Node] | None:
     """Scores, and a tensor [] or [H, 1, 1] that they are multiplied by."""
-    for scores, factor in either(product):
+    for scores, factor in (product, product[::-1]):
         e, f = example(scores), example(factor)
         if e is None or f is None or e.ndim not in (3, 4) or f.ndim not in (0, 3, e.ndim):
             continue
