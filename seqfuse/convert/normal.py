@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from .effects import State, are_changed, in_place, leave, states
 from .graph import VIEWS, argument, back, called, example, is_fixed, is_same, same_shape, spelled, swapped, value_of
+from .raising import CHEAP
 from .writer import Writer
 
 Rule = Callable[[Node, Writer], Node | None]
@@ -90,10 +91,8 @@ def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Nod
 
 _NORMS = {"layer_norm", "rms_norm"}
 _MULTI_HEAD = "multi_head_attention_forward"
-PURE = {
-    "getitem", "unsqueeze", "squeeze", "view", "reshape", "flatten", "unflatten", "expand", "transpose", "permute",
-    "contiguous", "cos", "sin", "conj", "to", "type_as", "float", "double", "half", "bfloat16", "neg", "cat", "stack",
-    "repeat_interleave", "mul", "add", "sub", "truediv", "pow", "chunk", "split", "unbind", "t",
+PURE = CHEAP | {
+    "squeeze", "cos", "sin", "conj", "neg", "cat", "stack", "repeat_interleave", "mul", "add", "sub", "truediv", "pow",
     "clone", "detach", "mean",
 }  # fmt: skip
 """Calls that only compute: equal ones may be one, and they need not run if nobody reads them."""

@@ -13,7 +13,7 @@ from .. import ops
 from ..errors import one_line
 from ..operation import FusableOperation
 from .effects import Effects
-from .graph import WRITTEN, back, example, is_same, narrow_of, read_by, spelled
+from .graph import CASTS, VIEWS, WRITTEN, back, example, is_same, narrow_of, read_by, spelled
 
 META = torch.device("meta")
 
@@ -169,10 +169,7 @@ def is_cheap(node: Node) -> bool:
     return is_same(node) is not None or spelled(node) in CHEAP
 
 
-CHEAP = {
-    "view", "reshape", "transpose", "permute", "contiguous", "to", "float", "type_as", "getitem", "unsqueeze", "chunk",
-    "split", "unbind", "expand", "flatten", "t", "half", "bfloat16", "expand_as", "type",
-}  # fmt: skip
+CHEAP = VIEWS | CASTS | {"contiguous", "t", "expand_as"}
 """Calls that are cheap, whatever they are given."""
 
 
