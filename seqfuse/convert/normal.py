@@ -41,11 +41,12 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
             continue
         write.keep()
         replace(node, found)
-        if not node.users:
-            graph.erase_node(node)
+        for gone in (node, *(n for n in node.all_input_nodes if spelled(n) == _MULTI_HEAD)):
+            if not gone.users:
+                graph.erase_node(gone)
     _made_once(graph, allowed, modes)
     for node in reversed(list(graph.nodes)):
-        if not node.users and spelled(node) in PURE | _NORMS | {_MULTI_HEAD} and not in_place(node) and allowed(node):
+        if not node.users and spelled(node) in PURE | _NORMS and not in_place(node) and allowed(node):
             graph.erase_node(node)
 
 
@@ -434,11 +435,8 @@ def _getitem(node: Node, write: Writer) -> Node | None:
     """
     norm, index = cast("Any", node.args)
     if spelled(norm) == _MULTI_HEAD:  # a pair
-        return (
-            None
-            if index or any(user.users for user in norm.users if user is not node)
-            else _multi_head_attention(norm, write)
-        )
+        alone = index == 0 and not any(user.users for user in norm.users if user is not node)
+        return _multi_head_attention(norm, write) if alone else None
     e, parts = example(norm), cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
     numbers = [cast("list[Any]", i)[0] for i in parts if isinstance(i, list)]
     if len(numbers) == 1 and all(i is Ellipsis or i == slice(None) or i == [numbers[0]] for i in parts):

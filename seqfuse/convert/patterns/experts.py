@@ -28,14 +28,9 @@ def raise_mixture(node: Node, router: bool = True) -> Found:
     """`convert.experts.mixture`, with the `router` whose experts and factors it reads."""
     args: Any = node.args
     x, experts, probs, up, up_bias, down, down_bias, unit = args
-    shapes = [e.shape for given in (up, down) if (e := example(given)) is not None]
+    shapes = [e.shape for given in (up, down) if (e := example(given)) is not None and is_fixed(*e.shape)]
     e, chosen = example(x), example(experts)
-    if (
-        len(shapes) != 2
-        or e is None
-        or chosen is None
-        or not is_fixed(*(n for s in shapes for n in s), chosen.shape[-1])
-    ):
+    if len(shapes) != 2 or e is None or chosen is None or not is_fixed(chosen.shape[-1]):
         return "its sizes are not known"
     names = {"experts": channel(experts), "probs": channel(probs)}
     names |= {name: f"{name}_{node.name}" for name in ("offsets", "rows")}

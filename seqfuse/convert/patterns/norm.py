@@ -188,8 +188,10 @@ def _norm_at(root: Node) -> FoundNorm | str | None:
     """
     average = _radicand(argument(root, 0, "input"))
     use = None if average is None else _use(root)
-    if average is None or use is None or average.trouble is not None:
-        return None if average is None or use is None else average.trouble
+    if average is None or use is None:
+        return None
+    if average.trouble is not None:
+        return average.trouble
     numerator, out = narrow_of(use[0]), use[1]
     size: Any = None if (e := example(average.x)) is None else e.shape[-1]
     if not isinstance(size, int):
@@ -208,11 +210,8 @@ def _radicand(node: Any) -> _Average | None:
     node = back(node)
     pair = operands(node, "add")
     if pair is None and spelled(node) in ("clamp", "clamp_min", "maximum"):
-        found, trouble = (
-            _average(back(node.args[0])),
-            "it takes the larger of eps and the average, a norm of torch their sum",
-        )
-        return None if found is None else found._replace(trouble=trouble)
+        trouble = "it takes the larger of eps and the average, a norm of torch their sum"
+        return None if (found := _average(back(node.args[0]))) is None else found._replace(trouble=trouble)
     for eps, average in either(pair):
         if (found := _average(back(average))) is not None:
             number = isinstance(eps, int | float)

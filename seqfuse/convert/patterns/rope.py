@@ -173,12 +173,9 @@ def _part(node: Any) -> _PairMember | None:
     while whole is not None and (w := example(whole)) is not None and e is not None and w.ndim == e.ndim + 1:
         whole = view_source(whole)
     w = example(whole)
-    if (
-        e is None
-        or w is None
-        or not is_fixed(size := e.shape[-1])
-        or not same_shape((*e.shape[:-1], 2 * size), w.shape)
-    ):
+    if e is None or w is None or not is_fixed(size := e.shape[-1]):
+        return None
+    if not same_shape((*e.shape[:-1], 2 * size), w.shape):
         return None
     if not same_shape(e.stride()[:-1], w.stride()[:-1]) or (start := elements_before(e, w)) is None:
         return None
