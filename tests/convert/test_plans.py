@@ -17,7 +17,7 @@ from seqfuse.pictures.text import sized
 from seqfuse.plan.schedule import Choice
 from seqfuse.testing import seeded_randn
 
-from ..fuser.fusions import kept_bytes
+from ..watching import bytes_of, saving
 from .recording import Replayed
 
 
@@ -256,6 +256,6 @@ def test_what_repeats_is_saved_once_where_a_segment_runs_again():
     assert plan is not None
     assert plan.memory is not None
     assert plan.recomputed
-    with kept_bytes(replayed) as kept:
+    with saving() as kept:
         replayed(**inputs)
-    assert kept() == plan.memory.saved
+    assert bytes_of(kept, replayed) == plan.memory.saved
