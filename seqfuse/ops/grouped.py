@@ -234,9 +234,8 @@ class GroupedLinear(HasGEMM, sf.UnfusedOperation):
         return (cls.example(x), cls(2, x.shape[-1], 4, bias=False, device=x.device, dtype=x.dtype))
 
     def extra_repr(self) -> str:
-        text = (
-            f"{self.groups}, {self.in_features}, {self.out_features}, bias={self._parameters.get('bias') is not None}"
-        )
+        biased = self._parameters.get("bias") is not None
+        text = f"{self.groups}, {self.in_features}, {self.out_features}, bias={biased}"
         return text + (f", offsets={self.offsets!r}" if self.offsets != "offsets" else "")
 
 

@@ -328,11 +328,8 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
         if dy.is_complex():
             weights = tuple([weight.conj() for weight in weights])
         whole = joined(weights)
-        pairs = (
-            [(rows, whole)]
-            if whole is not None
-            else list(zip(rows.split_with_sizes(self.parts, 1), weights, strict=True))
-        )
+        apart = zip(rows.split_with_sizes(self.parts, 1), weights, strict=True)
+        pairs = [*apart] if whole is None else [(rows, whole)]
         cast_to = autocast_of(dy.device.type)
         if cast_to is not None and dy.dtype is not torch.float64:
             pairs = [(d.to(cast_to), weight.to(cast_to)) for d, weight in pairs]

@@ -158,14 +158,8 @@ class RotaryEmbedding(sf.UnfusedOperation):
             return
         size = self._sizes(x)[1]
         for t in (cos, sin):
-            fits = (
-                t.is_floating_point()
-                and t.ndim
-                and x.ndim > 1
-                and t.shape[-1] in (size, size // 2)
-                and t.shape == cos.shape
-            )
-            if not fits or not broadcasts(t.shape[:-1], x.shape[:-1]):
+            fits = t.is_floating_point() and t.ndim and x.ndim > 1 and t.shape == cos.shape
+            if not fits or t.shape[-1] not in (size, size // 2) or not broadcasts(t.shape[:-1], x.shape[:-1]):
                 wanted = f"{(*x.shape[:-1], size)} or {(*x.shape[:-1], size // 2)}"
                 message = f"expects cos and sin that broadcast to {wanted}, got {tuple(cos.shape)}, {tuple(sin.shape)}"
                 raise InputError(message, code="SF101", operation="RotaryEmbedding")

@@ -183,11 +183,9 @@ class Front:
         running = steps[0][: ending(steps[0])]
         costly = [step.start for step in running if step.costly and step.restored is not None]
         sizes = range(len(costly) + 1) if len(costly) <= FEW else (0, 1, len(costly))
-        several: list[tuple[int, ...]] = (
-            [kept for size in sizes for kept in itertools.combinations(costly, size)] if keeps else [()]
-        )
+        several = [kept for size in sizes for kept in itertools.combinations(costly, size)]
         plain = self._weigh(*steps).nanoseconds
-        for kept in several:
+        for kept in several if keeps else [()]:
             weight = self._weigh(*steps, kept)
             extra = max(0, weight.nanoseconds - plain)
             yield Option(a, b, path[0] + (extra << TIES), weight, *chosen, kept, extra)

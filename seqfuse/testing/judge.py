@@ -343,10 +343,12 @@ def assert_saves_parameters(saved: Saved, parameters: Mapping[str, tuple[nn.Modu
             own: Tensor = getattr(owner, attribute)
             if value is own or (views and share_storage(value, own)) or own.numel() < 2:
                 continue
-            alike = value.dtype is own.dtype and (
-                value.shape == own.shape if not views else value.numel() == own.numel()
-            )
-            if alike and torch.equal(*(t.detach().flatten().sort().values for t in (value, own))):
+            alike = value.numel() == own.numel() if views else value.shape == own.shape
+            if (
+                alike
+                and value.dtype is own.dtype
+                and torch.equal(*(t.detach().flatten().sort().values for t in (value, own)))
+            ):
                 of = "not a copy of it: save the parameter itself" if views else "not a copy or a view of it"
                 raise AssertionError(f"field {field[1:]!r} must be the parameter {name!r} itself, {of}")
 

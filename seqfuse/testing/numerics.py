@@ -283,12 +283,10 @@ class Sample:
         total = int(wrong.sum().item())
         at = int(wrong.flatten().int().argmax().item())
         f_at, u_at, r_at = (t.flatten()[at].item() for t in (f, u, self.r))
-        what = (
-            f"NaN or Inf differs (fused {f_at:.4g}, unfused {u_at:.4g}, reference {r_at:.4g}) in elements:"
-            if total
-            else "NaN and Inf"
-        )
-        return _broken(self.name, what, total, self._where(at) if total else "the whole tensor")
+        if not total:
+            return _broken(self.name, "NaN and Inf", 0)
+        what = f"NaN or Inf differs (fused {f_at:.4g}, unfused {u_at:.4g}, reference {r_at:.4g}) in elements:"
+        return _broken(self.name, what, total, self._where(at))
 
     def maximum(self) -> Iterator[Check]:
         size = self.e_f.abs()

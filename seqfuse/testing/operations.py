@@ -234,13 +234,8 @@ def _judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, case: C
         if rounding and gradients and (fields := _rounded(seen[0])):
             names = " and ".join(map(repr, fields))
             advice = f"; y is right, and {names} saved in {case.dtype}: save float32, or recompute from x"
-        said = (
-            _ERRORS + near(case) * (not rounding)
-            if failures[0].dtype
-            else met(case)
-            if mismatch.report.not_finite
-            else ""
-        )
+        said = met(case) if mismatch.report.not_finite else ""
+        said = _ERRORS + near(case) * (not rounding) if failures[0].dtype else said
         raise FusedMismatch(mismatch.report, f"operation differs from its reference{advice}", said) from None
 
 
@@ -274,9 +269,8 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
                 assert_saves_parameters(ahead.out[-1], node.slots, views=False)
                 for back in observer.passes("bwd", at):
                     if "needs" in back.kwargs:
-                        assert_only_wanted(
-                            back, back.kwargs["needs"], (*node.slots, *(name for name, _ in node.inputs))
-                        )
+                        inputs = [name for name, _ in node.inputs]
+                        assert_only_wanted(back, back.kwargs["needs"], (*node.slots, *inputs))
                     _check_dx(back.out[0], ahead.args[0])
                     if not some.frozen:
                         assert_reads_records(back, node.slots)

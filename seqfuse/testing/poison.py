@@ -33,15 +33,12 @@ class Guarded:
         """Raise `AssertionError` with the distance of the first bad write from the nearest end."""
         expected = torch.full_like(self._buffer[: self._margin], self._fill)
         count = self._buffer.numel() - 2 * self._margin
-        for side, zone in (
-            ("before the start", self._buffer[: self._margin]),
-            ("past the end", self._buffer[self._margin + count :]),
-        ):
+        zones = {"before the start": self._buffer[: self._margin], "past the end": self._buffer[self._margin + count :]}
+        for side, zone in zones.items():
             wrong = (bits(zone) != bits(expected)).nonzero().flatten() // self._buffer.element_size()
             if len(wrong):
-                distance = (
-                    self._margin - int(wrong[-1].item()) if side.startswith("before") else int(wrong[0].item()) + 1
-                )
+                first, last = (int(wrong[at].item()) for at in (0, -1))
+                distance = self._margin - last if side == "before the start" else first + 1
                 written = "1 element was" if distance == 1 else f"{distance} elements were"
                 raise AssertionError(f"{name}: {written} written {side}")
 

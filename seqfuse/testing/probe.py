@@ -127,9 +127,8 @@ class Probe:
         """
         inference = issubclass(self.fusion, InferenceFusion)
         shapes = self.specimen.shapes()
-        candidates = [
-            Case(shape, self.dtype, grad=not inference) for shape in (few_rows(shapes), self.specimen.x.shape)
-        ]
+        either = few_rows(shapes), tuple(self.specimen.x.shape)
+        candidates = (Case(shape, self.dtype, grad=not inference) for shape in either)
         few = next(case for case in candidates if self._refused(case) is None)
         backward = issubclass(self.fusion, BackwardFusion)
         everything = [case for case in cases(shapes, self.dtype) if case.grad or not backward]
@@ -200,10 +199,8 @@ class Probe:
             if saved is None:
                 continue
             places = [place for place, _ in cast(FusedOperation, ahead.owner).named_operations()]
-            records, exact = (
-                dict(zip(places, made[self.start :], strict=False))
-                for made in (own, self._own(case, seed, wide=True)[1])
-            )
+            both = own, self._own(case, seed, wide=True)[1]
+            records, exact = (dict(zip(places, made[self.start :], strict=False)) for made in both)
             for field in saved_fields(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
                 name, *tensors = field
                 f[name], u[name], r[name] = map(_spoiled, tensors) if infinite else tensors
@@ -294,11 +291,8 @@ class Probe:
         if name == "bwd" and issubclass(self.fusion, JointFusion):
 
             def measure(seed: int) -> tuple[Tree, Tree, Tree]:
-                return (
-                    run(seed).tree,
-                    self._own(case, seed)[0].tree,
-                    self.specimen.references(case, seed, wide=True).tree,
-                )
+                wide = self.specimen.references(case, seed, wide=True)
+                return run(seed).tree, self._own(case, seed)[0].tree, wide.tree
 
             judge(measure, self.seed)
         else:
