@@ -1,48 +1,54 @@
 /* Philox4x32-10 (Salmon et al. 2011): word i & 3 of counter i >> 2 under the seed as key, for element i. */
 #define NB 512
 #ifdef __AVX2__
-#include <immintrin.h>
-typedef struct { __m256i a[10], b[10]; } Keys;
+/* Vectors of the compiler: half of the time that a kernel takes to compile would go into immintrin.h. */
+typedef uint64_t Lanes __attribute__((vector_size(32)));
+typedef int Halves __attribute__((vector_size(32)));
+#ifdef __clang__
+#define TIMES(a, b) ((a & 0xffffffffu) * (b))
+#define MIXED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define TIMES(a, b) ((Lanes)__builtin_ia32_pmuludq256((Halves)(a), (Halves)(b)))
+#define MIXED(a, b, ...) __builtin_shuffle(a, b, (Lanes){__VA_ARGS__})
+#endif
+typedef struct { Lanes a[10], b[10]; } Keys;
 static inline void keys_of(int64_t seed, Keys *k) {
   uint32_t x = (uint32_t)seed, y = (uint32_t)((uint64_t)seed >> 32);
   for (int i = 0; i < 10; i++) {
-    k->a[i] = _mm256_set1_epi64x(x);
-    k->b[i] = _mm256_set1_epi64x(y);
+    k->a[i] = (Lanes){x, x, x, x};
+    k->b[i] = (Lanes){y, y, y, y};
     x += 0x9E3779B9u;
     y += 0xBB67AE85u;
   }
 }
 /* Words of elements first to first + n, n <= NB. Eight counters at a time, each word in a lane of 64 bits. */
 static __attribute__((noinline)) void words(const Keys *k, I first, I n, uint32_t *w) {
-  const __m256i M0 = _mm256_set1_epi64x(0xD2511F53u), M1 = _mm256_set1_epi64x(0xCD9E8D57u);
-  const __m256i low = _mm256_set1_epi64x(0xffffffffu);
+  const Lanes M0 = {0xD2511F53u, 0xD2511F53u, 0xD2511F53u, 0xD2511F53u};
+  const Lanes M1 = {0xCD9E8D57u, 0xCD9E8D57u, 0xCD9E8D57u, 0xCD9E8D57u};
   I g0 = first >> 2, groups = ((first + n + 3) >> 2) - g0;
   uint32_t all[NB + 40];
   for (I g = 0; g < groups; g += 8) {
-    __m256i a = _mm256_add_epi64(_mm256_set1_epi64x(g0 + g), _mm256_set_epi64x(3, 2, 1, 0));
-    __m256i b = _mm256_srli_epi64(a, 32), c = _mm256_setzero_si256(), d = c;
-    __m256i a2 = _mm256_add_epi64(_mm256_set1_epi64x(g0 + g), _mm256_set_epi64x(7, 6, 5, 4));
-    __m256i b2 = _mm256_srli_epi64(a2, 32), c2 = c, d2 = c;
+    uint64_t at = (uint64_t)(g0 + g);
+    Lanes a = (Lanes){0, 1, 2, 3} + at, b = a >> 32, c = {0}, d = c;
+    Lanes a2 = (Lanes){4, 5, 6, 7} + at, b2 = a2 >> 32, c2 = c, d2 = c;
 #pragma GCC unroll 10
     for (int i = 0; i < 10; i++) {
-      __m256i p = _mm256_mul_epu32(a, M0), q = _mm256_mul_epu32(c, M1);
-      __m256i p2 = _mm256_mul_epu32(a2, M0), q2 = _mm256_mul_epu32(c2, M1);
-      a = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(q, 32), b), k->a[i]);
-      c = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p, 32), d), k->b[i]);
+      Lanes p = TIMES(a, M0), q = TIMES(c, M1), p2 = TIMES(a2, M0), q2 = TIMES(c2, M1);
+      a = (q >> 32) ^ b ^ k->a[i];
+      c = (p >> 32) ^ d ^ k->b[i];
       b = q;
       d = p;
-      a2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(q2, 32), b2), k->a[i]);
-      c2 = _mm256_xor_si256(_mm256_xor_si256(_mm256_srli_epi64(p2, 32), d2), k->b[i]);
+      a2 = (q2 >> 32) ^ b2 ^ k->a[i];
+      c2 = (p2 >> 32) ^ d2 ^ k->b[i];
       b2 = q2;
       d2 = p2;
     }
 #define OUT(a, b, c, d, at)                                                                                            \
   {                                                                                                                    \
-    __m256i u = _mm256_or_si256(_mm256_and_si256(a, low), _mm256_slli_epi64(b, 32));                                   \
-    __m256i v = _mm256_or_si256(_mm256_and_si256(c, low), _mm256_slli_epi64(d, 32));                                   \
-    __m256i l = _mm256_unpacklo_epi64(u, v), h = _mm256_unpackhi_epi64(u, v);                                          \
-    _mm256_storeu_si256((__m256i *)(all + (at)), _mm256_permute2x128_si256(l, h, 0x20));                               \
-    _mm256_storeu_si256((__m256i *)(all + (at) + 8), _mm256_permute2x128_si256(l, h, 0x31));                           \
+    Lanes u = (a & 0xffffffffu) | (b << 32), v = (c & 0xffffffffu) | (d << 32);                                        \
+    Lanes early = MIXED(u, v, 0, 4, 1, 5), late = MIXED(u, v, 2, 6, 3, 7);                                             \
+    memcpy(all + (at), &early, 32);                                                                                    \
+    memcpy(all + (at) + 8, &late, 32);                                                                                 \
   }
     OUT(a, b, c, d, 4 * g)
     OUT(a2, b2, c2, d2, 4 * g + 16)
