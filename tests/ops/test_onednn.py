@@ -13,7 +13,7 @@ import seqfuse as sf
 from seqfuse import env, hardware, ops
 from seqfuse.ops import _mm
 from seqfuse.testing import LAYOUTS, check_op, laid_out, seeded_randn
-from tests.ops.test_widened import PRODUCTS, Gemms, gradients, model
+from tests.ops.test_widened import PRODUCTS, gemms, gradients, model
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -115,9 +115,9 @@ def test_operations() -> None:
 
 def test_whoever_counts_or_differentiates_sees_torch_s(calls: list[Any]) -> None:
     x, weight = drawn(32, 48), drawn(24, 48, seed=1)
-    with Gemms() as gemms:
+    with gemms() as called:
         _mm.linear(x, weight)
-    assert gemms.dtypes == [torch.float32]
+    assert called.names == [torch.float32]
     y = _mm.linear(x.requires_grad_(), weight)
     assert y.grad_fn is not None
     torch.func.vmap(_mm.mm)(drawn(3, 32, 24), drawn(3, 24, 16))
