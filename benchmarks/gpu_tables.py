@@ -32,7 +32,7 @@ def gpu() -> Lines:
             title = "tiny blocks, which wait for the CPU" if group == "host" else group
             lines += [f"**{title[0].upper()}{title[1:]}**", "", *_group(sorted(members, key=_by_size))]
     cells = [_range(of, members) for of, members in sorted(by_group.items()) if "as_called" not in members[0]]
-    head = ("kernel", "rows", "of roofline", *(f"time / {name}" for name in _OF_KERNELS.values()))
+    head = ("kernel", "rows", "of roofline", *(f"time / {_NAMES[peer]}" for peer in _OF_KERNELS))
     lines += ["**Kernels**", "", *table(head, cells), ""]
     bad: dict[str, Lines] = {}
     for row in rows.values():
@@ -56,18 +56,14 @@ def gpu() -> Lines:
 def profile(found: Results) -> Lines:
     """What the kernels of a layer take, in eager torch and here, and what would be left of eager's time."""
     cells: list[Lines] = []
-    for row in found["profile"]:
-        (eager,) = (r for r in found["profile"] if (r["model"], r["of"]) == (row["model"], "eager"))
-        parts = [row[kind] for kind in ("GEMMs", "attention", "other")]
-        whole, others = (
-            sum(eager[kind] for kind in ("GEMMs", "attention", "other")),
-            eager["GEMMs"] + eager["attention"],
-        )
-        side = "torch eager" if row["of"] == "eager" else "seqfuse"
-        cells.append([
-            row["model"], side, *(f"{part / 1000:.2f}" for part in (*parts, sum(parts))), f"{sum(parts) / whole:.2f}",
-            f"{others / whole:.2f}" if row is eager else "",
-        ])  # fmt: skip
+    times = {
+        (row["model"], row["of"]): [row[kind] for kind in ("GEMMs", "attention", "other")] for row in found["profile"]
+    }
+    for (model, of), parts in times.items():
+        whole, all_else = sum(times[model, "eager"]), times[model, "eager"][-1]
+        numbers = [f"{part / 1000:.2f}" for part in (*parts, sum(parts))]
+        left = f"{1 - all_else / whole:.2f}" if of == "eager" else ""
+        cells.append([model, _NAMES.get(of) or of, *numbers, f"{sum(parts) / whole:.2f}", left])
     head = ("layer of", "", "GEMMs", "attention", "all else", "sum, ms", "/ torch eager", "without all else")
     return [where(found), "", *table(head, sorted(cells), left=2)]
 
@@ -86,8 +82,8 @@ def _by_size(row: dict[str, Any]) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", row["name"])]
 
 
-_NAMES = {"eager": "torch eager", "compile": "torch.compile", "liger": "Liger-Kernel"}
-_OF_KERNELS = {"eager": "torch eager", "liger": "Liger-Kernel", "quack": "quack"}
+_NAMES = {"eager": "torch eager", "compile": "torch.compile", "liger": "Liger-Kernel", "quack": "quack"}
+_OF_KERNELS = ("eager", "liger", "quack")
 
 
 def _group(rows: Rows) -> Lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def where(found: Results) -> str:
     return ", ".join(parts + ([f"Triton {about['triton']}"] if "triton" in about else [])) + "."
 
 
-def starred(row: dict[str, Any], name: str) -> str:
+def starred(row: Mapping[str, Any], name: str) -> str:
     """A row's name, with an asterisk where it is of another run than its file."""
     return name + "*" * ("commit" in row)
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from tables import starred
+
 Row = Mapping[str, Any]
 Value = Callable[[Row], float | None]
 Where = Callable[[Row], bool]
@@ -153,8 +155,7 @@ def _values(target: Target, rows: Iterable[Row]) -> Iterable[tuple[str, float]]:
     for row in rows:
         if row.get("group", target.rows) not in target.groups or row.get("status", "ok") == "checked":
             continue
-        name = row.get("name") or row.get("model") or f"{row['operations']} operations"
-        name += "*" * ("commit" in row)  # of another run
+        name = starred(row, row.get("name") or row.get("model") or f"{row['operations']} operations")
         if row.get("status", "ok") != "ok":
             yield name, float("inf" if target.least is None else "-inf")
         elif target.where(row) and (value := target.value(row)) is not None:
