@@ -487,7 +487,7 @@ class LinearBiasBackward(BackwardFusion):
         if "bias.bias" in needs:
             grads["bias.bias"] = torch.sum(rows, 0)
         if "linear.weight" in needs:  # last: what fails before it may fall back
-            x = linear.x if flat else linear.x.reshape(rows.shape[0], linear.x.shape[-1])
+            x = linear.x if flat else as_rows(linear.x)
             buffer = main_grads.pop("linear.weight", None) if main_grads else None
             grads["linear.weight"] = mm(rows.mT, x) if buffer is None else weight_grad(rows, x, buffer)
         return dx, grads

@@ -45,6 +45,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 _ROUNDED = 1e-5
 # Where torch's kernel has matrix instructions, which C has not.
 _IN_TILES = frozenset({torch.bfloat16} if torch.cpu._is_amx_tile_supported() else ())  # pyright: ignore
+# Of fewer keys than a vector has lanes torch's kernel loses the NaN of a query, and what is beside it has to be alike.
+_LANES = 16
 # Scores held at a time in blocks: 16 MiB in float32.
 _HELD = 1 << 22
 
@@ -63,6 +65,7 @@ class Scores:
             FlashAttention dropped them by.
         mask: of 4 dimensions, broadcast to [B, H, S, S]; bool or int, where not zero is seen, or float, added.
         cu_seqlens: [N + 1] int, the first row of each packed sequence and the end; no row sees another sequence.
+        alone: whether nothing but one tensor of q, k and v decides the result, so that a call in C is cheap.
     """
 
     scale: float
@@ -73,6 +76,7 @@ class Scores:
     seed: Tensor | None = None
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    alone: bool = False
 
     def kernel(self, q: Tensor, k: Tensor | None = None) -> Kernel:
         """Which kernel does all of this for q [B, H, S, D] and k, of the shape of q by default.
@@ -94,8 +98,8 @@ class Scores:
         if cpu:
             if ours:
                 return "triton"
-            large = q.numel() * keys >= C_ATTENTION_WORTHWHILE and q.dtype not in _IN_TILES
-            if (large or bounded or not plain) and self._in_c(q):
+            cheap = (self.alone and keys >= _LANES) or q.numel() * keys >= C_ATTENTION_WORTHWHILE
+            if ((cheap and q.dtype not in _IN_TILES) or bounded or not plain) and self._in_c(q):
                 return "c"
             return "cpu" if plain and not bounded and q.is_floating_point() else "blocks"
         if plain and self.mask is None and q.device.type == "cuda" and torch.version.hip is None:

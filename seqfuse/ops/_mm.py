@@ -30,6 +30,8 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`. x: [*, K], weight: [N, K], bias: [N]."""
+    if not env.ONEDNN_FLOAT32 and (not env.WIDENED or (x.dtype not in env.WIDENED and not env.any_autocast())):
+        return F.linear(x, weight, bias)
     widened = env.WIDENED and (x.dtype in env.WIDENED or env.any_autocast()) and x.numel() >= _FEW * weight.shape[1]
     if widened and (dtype := _widened(x, weight)) is not None:
         with autocasting("cpu", None):
@@ -106,6 +108,9 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, lea
 def mm(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor (a b) from one GEMM, rounded once. a: [M, K], b: [K, N]."""
     widened = env.WIDENED
+    plain = not env.ONEDNN_FLOAT32 and (not widened or (a.dtype not in widened and not env.any_autocast()))
+    if plain and factor == 1.0:
+        return torch.mm(a, b)  # in few steps: each GEMM of a small model comes here
     if widened and (a.dtype in widened or env.any_autocast()) and (dtype := _widened(a, b)) is not None:
         with autocasting("cpu", None):
             y = _mm(_wide(a, dtype), _wide(b, dtype))

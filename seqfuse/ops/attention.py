@@ -24,6 +24,7 @@ from ._attention import (
     head_size,
     numbers_in,
 )
+from ._attention_on_cpu import passes
 from ._cache import current
 from ._sdpa import aligned
 from ._tensors import broadcasts, stats_dtype, unflatten
@@ -93,7 +94,8 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
                     mask = mask.expand(*x.shape[:-2], *mask.shape[-3:])
                 mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
         scale = size**-0.5 if self.scale is None else self.scale
-        return Scores(scale, self.causal, self.window, self.softcap, p, seed, mask, cu_seqlens)
+        alone = self.packs and mask is cu_seqlens is seed is None
+        return Scores(scale, self.causal, self.window, self.softcap, p, seed, mask, cu_seqlens, alone)
 
     def _plain(
         self, inputs: Sequence[Tensor], mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None
@@ -274,6 +276,10 @@ class Attention(SoftmaxAttention):
         seed: Tensor | None = None,
         needs: frozenset[str] = frozenset(),
     ) -> tuple[Tensor, Saved]:
+        both = passes(self, x) if attn_mask is cu_seqlens is seed is None else None
+        if both is not None:
+            y, lse = both.forward(x)
+            return y, self._saved(x, y if both.keeps_y else None, lse, None, None, None, 0.0)
         cache = current()
         if cache is not None:
             y = cache.attend(self, x)
@@ -284,6 +290,10 @@ class Attention(SoftmaxAttention):
         return y, self._saved(x, kept, lse, attn_mask, cu_seqlens, how.seed, how.p)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        if saved.mask is saved.cu_seqlens is saved.seed is None and "x" in needs and dy.dtype is saved.x.dtype:
+            both = passes(self, saved.x)
+            if both is not None:
+                return both.backward(dy.contiguous(), saved.x, saved.lse), {}
         (dx,), dmask = self._gradients(dy, (saved.x,), saved, saved.cu_seqlens, needs)
         return dx, {"attn_mask": dmask} if "attn_mask" in needs else {}
 

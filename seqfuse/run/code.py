@@ -146,6 +146,10 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
     if segment.replays:
         s.add("return None")
     elif segment.outputs:
+        names = [c[name] for name in segment.outputs]
+        if segment.crossing.issuperset(segment.outputs) and segment.frozen.isdisjoint(segment.outputs):
+            apart = [f"{a} is not {b}" for a, b in itertools.combinations(["x", *names], 2)]
+            s.add(f"if {' and '.join(apart)} and not x.requires_grad and not x._is_view(): return x{out}")
         s.add(f"return leave(ctx, segment, [x{out}], (x0, {entered}*_))")
     else:
         s.add(f"return x if not x.requires_grad and not x._is_view() else own(x, (x0, {entered}*_))")

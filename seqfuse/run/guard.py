@@ -32,6 +32,7 @@ def has_main_grad(t: Tensor) -> bool:
     return "main_grad" in t.__dict__
 
 
+_guards: Any = torch._C._dynamo.guards  # pyright: ignore
 _Named = tuple[str, Tensor]
 _FIXED: Mapping[str, Any] = {
     "kind": type,
@@ -89,10 +90,14 @@ def bind(
         s.add("except (KeyError, AttributeError):", "    return None")
     if state is not None and x is not None:
         own, beside = [*zip(names, parameters, strict=True)], [*zip(local.values(), given, strict=True)]
-        tests = _tests(s, state, x, own, beside)
+        tests, of_tensors = _tests(s, state, x, own, beside)
         if lowering.native:
             tests += [f"has_main_grad({name})" for name in names] + ["saved_hooks(False) is not None"]
-        s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
+        every = [x, *parameters, *given]
+        alike = s.put(_guards.TensorGuards(*every, dynamic_dims_sizes=None, dynamic_dims_strides=None).check)
+        s.add(f"if not {alike}({', '.join(['x', *names, *local.values()])}) and (")
+        s.add(*_joined(of_tensors), "):", "    return None")
+        s.add("if (", *_joined(tests), "):", "    return None")
         for i, group in region.summed:
             if parameters[i].requires_grad and state[0]:
                 s.add(f"p{i} = summed({s.put(group)}, p{i})")
@@ -125,16 +130,23 @@ def bind(
     return s.define()
 
 
+def _joined(tests: Sequence[str]) -> list[str]:
+    return [f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)]
+
+
 def _tests(
     s: Source, state: Sequence[Any], x: Tensor, parameters: Sequence[_Named], given: Sequence[_Named]
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
+    """The tests of the state, and those of tensors, which torch's guards spare where nothing has changed."""
     grad, deterministic, autocast, fusing, recipes = state
-    tests = [
+    of_tensors = [
         f"kind(x) is not {s.put(x.__class__)}",
         f"x.shape != {s.put(x.shape)}",
         f"x.dtype is not {s.put(x.dtype)}",
         f"x.device != {s.put(x.device)}",
         f"x.requires_grad is not {x.requires_grad}",
+    ]
+    tests = [
         f"grad() is not {grad}",
         *(["inference()"] if grad else []),
         f"(fusing() or default_fusing()) is not {s.put(fusing)}",
@@ -148,12 +160,12 @@ def _tests(
     ]
     once = functools.cache(s.put)
     for name, t in (*parameters, *given):
-        tests += [
+        of_tensors += [
             f"kind({name}) is not {once(type(t))}",
             f"{name}.requires_grad is not {t.requires_grad}",
             f"{name}.dtype is not {once(t.dtype)}",
         ]
-    return [*tests, *(f"{name}.device != {s.put(t.device)}" for name, t in given)]
+    return tests, [*of_tensors, *(f"{name}.device != {s.put(t.device)}" for name, t in given)]
 
 
 def _run(s: Source, segment: Segment, parameters: Sequence[str], local: dict[str, str], made: dict[str, str]) -> None:

@@ -296,6 +296,7 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
 #endif
         fill(e, lo, from, 0.f);
         fill(e, to, hi, 0.f);
+        if (bad) fill(x, to, z, 0.f);
       }
       mtm(hi - lo, P, R, s, ld, d, ldd, dvs + lo * P, P);
       mtm(hi - lo, P, R, g, ld, left, ldq, dks + lo * P, P);
@@ -304,7 +305,9 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
         mm(R, P, hi - i < STEP ? hi - i : STEP, g + i - lo, ld, right + i * ldk, ldk, dqs, P, i > lo);
       store(n, dqs, 0, dq, AT(dq, b, h, r0), n->dq[2], R);
     }
-  if (spoiled) fill(dvs, 0, N * P, NAN); /* in the row of a NaN the weights of all keys are NaN, of hidden ones, too */
+  /* In the row of a NaN the weights of all keys are NaN, of hidden ones, too, but of those behind the row by torch's
+     kernel, which knows no other limit. */
+  if (spoiled && (DROPS || BENDS || n->masked || n->window || !n->causal)) fill(dvs, 0, N * P, NAN);
   store(n, dks, 0, dk, AT(dk, b, shared, 0), n->dk[2], N);
   store(n, dvs, 0, dv, AT(dv, b, shared, 0), n->dv[2], N);
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import compiler
 from .._device import threshold_and_scale
 from .._launch import is_faking
-from .call import NAMES, CKernel, allocator, header
+from .call import NAMES, CKernel, allocator, header, strides_of
 
 _LANES, _WIDTH = 16, 64  # multiples of those of `tile.h`
 # Scores held at a time: of so many rows that they stay in a cache; at most, and at least, as each block reads all keys.
@@ -75,23 +75,65 @@ def attention_on_cpu(
     new, wide = allocator(), torch.float32
     y, lse = new((B, S, H, D), (S * H * D, H * D, D, 1), q.dtype), new((B, H, S), (H * S, S, 1), wide)
     n = _shape((q, k, v, y.transpose(1, 2)), False, causal, window, mask, p if seed is not None else 0.0)
-    threads, floats = _forward_memory(q, k, n)
-    memory = new((floats,), (1,), wide)
+    most, shared, each = _memory(n, False)
+    threads = min(torch.get_num_threads(), most)
+    memory = new((shared + threads * each,), (1,), wide)
     _call(False, (q, k, v, mask, y, lse, memory), n, (scale, softcap, p), seed, threads)
     return y, lse
 
 
+def both_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, shape: torch.Size, scale: float, causal: bool, window: int | None,
+    softcap: float | None,
+) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor, Tensor, Tensor], Tensor]]:  # fmt: skip
+    """Both passes, without mask and dropout, for q, k and v that are views of one contiguous tensor of a shape.
+
+    Given x [*, S, (H + 2 Hkv) D], the first makes y [*, S, H D] and log-sum-exps [*, H, S], the second, given the
+    contiguous dy, x and log-sum-exps, which it does not read, dx.
+    """
+    (_, H, S, D), dtype, wide = q.shape, q.dtype, torch.float32
+    of_y, of_lse, of_x = (
+        (tuple(of), strides_of(of), kind)
+        for of, kind in (((*shape[:-1], H * D), dtype), ((*shape[:-2], H, S), wide), (shape, dtype))
+    )
+    limits, rows = (causal, window, None, 0.0), q.new_empty((q.shape[0], S, H, D), device="meta").transpose(1, 2)
+    n, back = _shape((q, k, v, rows), False, *limits), _shape((q, k, v, rows, q, k, v), True, *limits)
+    about, about_back = ctypes.byref(n), ctypes.byref(back)
+    run, run_back = (_kernel(backward, False, softcap is not None, dtype).function() for backward in (False, True))
+    (most, shared, each), (most_back, _, each_back) = _memory(n, False), _memory(back, True)
+    to_k, to_v = ((t.storage_offset() - q.storage_offset()) * q.itemsize for t in (k, v))
+    numbers, threads_now = (scale, softcap or 0.0, 1.0), torch.get_num_threads
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most)
+        y, lse, memory = new(*of_y), new(*of_lse), new((shared + threads * each,), (1,), wide)
+        made = y.data_ptr(), lse.data_ptr(), memory.data_ptr()
+        run(None, at, at + to_k, at + to_v, None, *made, about, *numbers, threads)
+        return y, lse
+
+    def backward(dy: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+        new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most_back)
+        dx, memory = new(*of_x), new((threads * each_back,), (1,), wide)
+        to = dx.data_ptr()
+        made = dy.data_ptr(), to, to + to_k, to + to_v, memory.data_ptr()
+        run_back(None, at, at + to_k, at + to_v, None, *made, about_back, *numbers, threads)
+        return dx
+
+    return forward, backward
+
+
 def scratch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A tensor of the bytes that `attention_on_cpu` takes while it runs, for a plan that counts them."""
-    floats = _forward_memory(q, k, _shape((q, k, v, q), False, False, None, None, 0.0))[1]
-    return torch.empty(floats, dtype=torch.float32, device=q.device)
+    most, shared, each = _memory(_shape((q, k, v, q), False, False, None, None, 0.0), False)
+    return torch.empty(shared + min(torch.get_num_threads(), most) * each, dtype=torch.float32, device=q.device)
 
 
-def _forward_memory(q: Tensor, k: Tensor, n: Any) -> tuple[int, int]:
-    """The threads of a forward pass, and the float32 numbers that they hold."""
-    shared = n.D * n.M + (0 if n.direct else n.N * n.P)
-    threads = _threads(q, k, q.shape[0] * q.shape[1] * -(-q.shape[2] // n.rows))
-    return threads, q.shape[0] * k.shape[1] * shared + threads * n.memory
+def _memory(n: Any, backward: bool) -> tuple[int, int, int]:
+    """How many threads at most a pass takes, and how many floats of memory they share and each of them has."""
+    groups = n.B * n.H // n.G
+    shared = 0 if backward else groups * (n.D * n.M + (0 if n.direct else n.N * n.P))
+    parts = groups if backward else n.B * n.H * -(-n.S // n.rows)
+    return max(1, parts) if n.B * n.H * n.S * n.D * n.N >= _LARGE else 1, shared, n.memory
 
 
 def attention_on_cpu_bwd(
@@ -107,17 +149,12 @@ def attention_on_cpu_bwd(
     """
     dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).transpose(1, 2)
     n = _shape((q, k, v, dy, *out), True, causal, window, mask, p if seed is not None else 0.0)
-    threads = _threads(q, k, q.shape[0] * k.shape[1])
+    threads = min(torch.get_num_threads(), _memory(n, True)[0])
     if is_faking():  # held until it is counted
         _ = torch.empty(threads * n.memory, dtype=torch.float32, device=q.device)
         return
     memory = allocator()((threads * n.memory,), (1,), torch.float32)
     _call(True, (q, k, v, mask, dy, *out, memory), n, (scale, softcap, p), seed, threads)
-
-
-def _threads(q: Tensor, k: Tensor, parts: int) -> int:
-    large = q.numel() * k.shape[2] >= _LARGE
-    return max(1, min(torch.get_num_threads(), parts)) if large else 1
 
 
 def _shape(

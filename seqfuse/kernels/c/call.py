@@ -158,7 +158,7 @@ class Decided(NamedTuple):
         kinds: list[Any] = [_INTEGER] * kernel.integers + [_FLOAT] * kernel.floats
         constants = [of(number) for of, number in zip(kinds, numbers, strict=True)]
         absent = [i for i, result in enumerate(made) if result is None]
-        outlines = [(shape, _strides(shape), of) for shape, of in filter(None, made)]
+        outlines = [(shape, strides_of(shape), of) for shape, of in filter(None, made)]
         if scratch is not None:
             outlines.append(((scratch,), (1,), torch.float32))
 
@@ -205,8 +205,8 @@ def _watched_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dt
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
     found = [1]
     for size in shape[:0:-1]:
         found.append(found[-1] * max(size, 1))

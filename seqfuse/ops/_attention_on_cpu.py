@@ -1,0 +1,68 @@
+"""Attention of a plain packed tensor on a CPU in C: what its shape decides is decided once.
+
+Without a mask, dropout, packed sequences and autocast. A call of a small model would take longer to find its kernel,
+and what that takes, than to run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..env import any_autocast
+from . import _attention
+from ._attention import Scores
+from ._cache import active
+from ._philox import has_c, watched
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
+_MOST = 512  # shapes of which it is kept what was decided
+
+
+class Passes(NamedTuple):
+    """Both passes of one attention for x of one shape.
+
+    Args:
+        forward: of x [*, S, (H + 2 Hkv) D], the result [*, S, H D] and the log-sum-exp [*, H, S].
+        backward: of the contiguous gradient of the result, x and the log-sum-exp, the gradient of x.
+        keeps_y: whether the result is saved, for a kernel that reads it.
+    """
+
+    forward: Callable[[Tensor], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    keeps_y: bool
+
+
+_known: dict[Any, Passes | None] = {}
+
+
+def passes(attention: Any, x: Tensor) -> Passes | None:
+    """The passes of an `Attention` for tensors like x; `None` where C does not run or more than a shape decides it."""
+    if type(x) is not Tensor or not x.is_contiguous() or not has_c(x):
+        return None
+    if watched() or any_autocast() or _modes() or active.get() is not None:
+        return None
+    own: dict[str, Any] = attention.__dict__
+    numbers = own["heads"], own["kv_heads"], own["causal"], own["window"], own["softcap"], own["scale"]
+    key = x.shape, x.dtype, _attention.interpreting, numbers
+    try:
+        return _known[key]
+    except KeyError:
+        if len(_known) >= _MOST:
+            _known.clear()
+        return _known.setdefault(key, _decided(attention, x))
+
+
+def _decided(attention: Any, x: Tensor) -> Passes | None:
+    q, k, v = attention.split((x,))
+    causal, window, softcap = limits = attention.causal, attention.window, attention.softcap
+    how = Scores(attention.scale_of(x), causal, window, softcap, alone=True)
+    if how.kernel(q, k) != "c":
+        return None
+    from ..kernels.c.attention import both_on_cpu
+
+    forward, backward = both_on_cpu(q, k, v, x.shape, how.scale, *limits)
+    return Passes(forward, backward, not how.beyond_torch(k.shape[2]))
