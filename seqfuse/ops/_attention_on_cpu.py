@@ -1,6 +1,6 @@
 """Attention of a plain packed tensor on a CPU in C: what its shape decides is decided once.
 
-Without a mask, dropout, packed sequences and autocast. A call of a small model would take longer to find its kernel,
+Without a mask, packed sequences and autocast. A call of a small model would take longer to find its kernel,
 and what that takes, than to run it.
 """
 
@@ -26,43 +26,44 @@ class Passes(NamedTuple):
     """Both passes of one attention for x of one shape.
 
     Args:
-        forward: of x [*, S, (H + 2 Hkv) D], the result [*, S, H D] and the log-sum-exp [*, H, S].
-        backward: of the contiguous gradient of the result, x and the log-sum-exp, the gradient of x.
+        forward: of x [*, S, (H + 2 Hkv) D] and the seed of dropout, if there is any, the result [*, S, H D] and the
+            log-sum-exp [*, H, S].
+        backward: of the contiguous gradient of the result, x, the log-sum-exp and the seed, the gradient of x.
         keeps_y: whether the result is saved, for a kernel that reads it.
     """
 
-    forward: Callable[[Tensor], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
+    forward: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     keeps_y: bool
 
 
 _known: dict[Any, Passes | None] = {}
 
 
-def passes(attention: Any, x: Tensor) -> Passes | None:
+def passes(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> Passes | None:
     """The passes of an `Attention` for tensors like x; `None` where C does not run or more than a shape decides it."""
     if type(x) is not Tensor or not x.is_contiguous() or not has_c(x):
         return None
-    if watched() or any_autocast() or _modes() or active.get() is not None:
+    if watched() or any_autocast() or _modes() or active.get() is not None or (seed is not None) is not (p > 0):
         return None
     own: dict[str, Any] = attention.__dict__
-    numbers = own["heads"], own["kv_heads"], own["causal"], own["window"], own["softcap"], own["scale"]
+    numbers = own["heads"], own["kv_heads"], own["causal"], own["window"], own["softcap"], own["scale"], p
     key = x.shape, x.dtype, _attention.interpreting, numbers
     try:
         return _known[key]
     except KeyError:
         if len(_known) >= _MOST:
             _known.clear()
-        return _known.setdefault(key, _decided(attention, x))
+        return _known.setdefault(key, _decided(attention, x, seed, p))
 
 
-def _decided(attention: Any, x: Tensor) -> Passes | None:
+def _decided(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> Passes | None:
     q, k, v = attention.split((x,))
     causal, window, softcap = limits = attention.causal, attention.window, attention.softcap
-    how = Scores(attention.scale_of(x), causal, window, softcap, alone=True)
+    how = Scores(attention.scale_of(x), causal, window, softcap, p, seed, alone=True)
     if how.kernel(q, k) != "c":
         return None
     from ..kernels.c.attention import both_on_cpu
 
-    forward, backward = both_on_cpu(q, k, v, x.shape, how.scale, *limits)
+    forward, backward = both_on_cpu(q, k, v, x.shape, how.scale, *limits, p)
     return Passes(forward, backward, not how.beyond_torch(k.shape[2]))

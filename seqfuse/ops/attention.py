@@ -276,10 +276,12 @@ class Attention(SoftmaxAttention):
         seed: Tensor | None = None,
         needs: frozenset[str] = frozenset(),
     ) -> tuple[Tensor, Saved]:
-        both = passes(self, x) if attn_mask is cu_seqlens is seed is None else None
-        if both is not None:
-            y, lse = both.forward(x)
-            return y, self._saved(x, y if both.keeps_y else None, lse, None, None, None, 0.0)
+        if attn_mask is cu_seqlens is None:
+            given, p = (seed, self.dropout) if seed is not None and self.random else (None, 0.0)
+            both = passes(self, x, given, p)
+            if both is not None:
+                y, lse = both.forward(x, given)
+                return y, self._saved(x, y if both.keeps_y else None, lse, None, None, given, p)
         cache = current()
         if cache is not None:
             y = cache.attend(self, x)
@@ -290,10 +292,10 @@ class Attention(SoftmaxAttention):
         return y, self._saved(x, kept, lse, attn_mask, cu_seqlens, how.seed, how.p)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        if saved.mask is saved.cu_seqlens is saved.seed is None and "x" in needs and dy.dtype is saved.x.dtype:
-            both = passes(self, saved.x)
+        if saved.mask is saved.cu_seqlens is None and "x" in needs and dy.dtype is saved.x.dtype:
+            both = passes(self, saved.x, saved.seed, saved.p)
             if both is not None:
-                return both.backward(dy.contiguous(), saved.x, saved.lse), {}
+                return both.backward(dy.contiguous(), saved.x, saved.lse, saved.seed), {}
         (dx,), dmask = self._gradients(dy, (saved.x,), saved, saved.cu_seqlens, needs)
         return dx, {"attn_mask": dmask} if "attn_mask" in needs else {}
 

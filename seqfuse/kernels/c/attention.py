@@ -84,39 +84,39 @@ def attention_on_cpu(
 
 def both_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, shape: torch.Size, scale: float, causal: bool, window: int | None,
-    softcap: float | None,
-) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor, Tensor, Tensor], Tensor]]:  # fmt: skip
-    """Both passes, without mask and dropout, for q, k and v that are views of one contiguous tensor of a shape.
+    softcap: float | None, p: float,
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:  # fmt: skip
+    """Both passes, without a mask, for q, k and v that are views of one contiguous tensor of a shape.
 
-    Given x [*, S, (H + 2 Hkv) D], the first makes y [*, S, H D] and log-sum-exps [*, H, S], the second, given the
-    contiguous dy, x and log-sum-exps, which it does not read, dx.
+    Given x [*, S, (H + 2 Hkv) D] and the seed of dropout, if p > 0, the first makes y [*, S, H D] and log-sum-exps
+    [*, H, S]; the second, given the contiguous dy, x, log-sum-exps, which it does not read, and the seed, makes dx.
     """
     (_, H, S, D), dtype, wide = q.shape, q.dtype, torch.float32
     of_y, of_lse, of_x = (
         (tuple(of), strides_of(of), kind)
         for of, kind in (((*shape[:-1], H * D), dtype), ((*shape[:-2], H, S), wide), (shape, dtype))
     )
-    limits, rows = (causal, window, None, 0.0), q.new_empty((q.shape[0], S, H, D), device="meta").transpose(1, 2)
+    limits, rows = (causal, window, None, p), q.new_empty((q.shape[0], S, H, D), device="meta").transpose(1, 2)
     n, back = _shape((q, k, v, rows), False, *limits), _shape((q, k, v, rows, q, k, v), True, *limits)
     about, about_back = ctypes.byref(n), ctypes.byref(back)
-    run, run_back = (_kernel(backward, False, softcap is not None, dtype).function() for backward in (False, True))
+    run, run_back = (_kernel(backward, p > 0, softcap is not None, dtype).function() for backward in (False, True))
     (most, shared, each), (most_back, _, each_back) = _memory(n, False), _memory(back, True)
     to_k, to_v = ((t.storage_offset() - q.storage_offset()) * q.itemsize for t in (k, v))
-    numbers, threads_now = (scale, softcap or 0.0, 1.0), torch.get_num_threads
+    numbers, threads_now = (scale, softcap or 0.0, threshold_and_scale(p)[1] if p else 1.0), torch.get_num_threads
 
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most)
         y, lse, memory = new(*of_y), new(*of_lse), new((shared + threads * each,), (1,), wide)
-        made = y.data_ptr(), lse.data_ptr(), memory.data_ptr()
-        run(None, at, at + to_k, at + to_v, None, *made, about, *numbers, threads)
+        made, drops = (y.data_ptr(), lse.data_ptr(), memory.data_ptr()), None if seed is None else seed.data_ptr()
+        run(drops, at, at + to_k, at + to_v, None, *made, about, *numbers, threads)
         return y, lse
 
-    def backward(dy: Tensor, x: Tensor, lse: Tensor) -> Tensor:
+    def backward(dy: Tensor, x: Tensor, lse: Tensor, seed: Tensor | None) -> Tensor:
         new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most_back)
         dx, memory = new(*of_x), new((threads * each_back,), (1,), wide)
-        to = dx.data_ptr()
+        to, drops = dx.data_ptr(), None if seed is None else seed.data_ptr()
         made = dy.data_ptr(), to, to + to_k, to + to_v, memory.data_ptr()
-        run_back(None, at, at + to_k, at + to_v, None, *made, about_back, *numbers, threads)
+        run_back(drops, at, at + to_k, at + to_v, None, *made, about_back, *numbers, threads)
         return dx
 
     return forward, backward

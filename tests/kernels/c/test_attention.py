@@ -190,7 +190,11 @@ def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(37,), (2, 33), (2, 3, 70), (0, 5)], ids=str)
-@pytest.mark.parametrize("limits", [{}, {"window": 5}, {"softcap": 2.0, "scale": 0.3}], ids=["", "window", "softcap"])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"window": 5}, {"softcap": 2.0, "scale": 0.3}, {"dropout": 0.3}],
+    ids=["", "window", "softcap", "dropout"],
+)
 def test_what_is_decided_once_is_what_every_call_decides(
     limits: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,10 +202,13 @@ def test_what_is_decided_once_is_what_every_call_decides(
     op, needs = ops.Attention(4, 2, causal=True, **limits), frozenset({"x"})
     x, wide = (seeded_randn((*shape, n * 24), n, dtype=dtype) for n in (8, 16))
     dy = seeded_randn((*shape, 96), 1, dtype=dtype)
-    found = [op.fwd(given) for given in (x, wide.chunk(2, -1)[0].copy_(x))]  # a slice is laid out otherwise
+    drawn = (SEED, 0.3) if op.dropout else (None, 0.0)
+    assert (_attention_on_cpu.passes(op, x, *drawn) is None) is (0 in shape)
+    found = [op.fwd(given, seed=SEED) for given in (x, wide.chunk(2, -1)[0].copy_(x))]  # a slice is laid out otherwise
     for y, saved in found:
         assert_bitwise_equal(y, found[0][0])
         assert (saved.y is None) is (found[0][1].y is None)
+        assert (saved.seed, saved.p) == drawn
         assert saved.lse.shape == (*shape[:-1], 4, shape[-1])
         assert_bitwise_equal(saved.lse, found[0][1].lse)
         for given in (dy, dy.mT.contiguous().mT):
@@ -234,6 +241,7 @@ def test_torch_takes_its_place_where_it_does_not_compile(anew: None, monkeypatch
     monkeypatch.setattr(compiler, "function", failing)
     monkeypatch.setattr(compiler, "_failures", [])
     monkeypatch.setattr(attention, "compile_both", attention.compile_both.__wrapped__)
+    monkeypatch.setattr(_attention_on_cpu, "_known", {})
     with pytest.warns(FallbackWarning, match="kernel of Attention failed .*no space left on device"):
         y, saved = op.fwd(x, seed=SEED)
     torch.testing.assert_close(y, wanted)
