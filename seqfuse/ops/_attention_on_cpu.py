@@ -22,7 +22,7 @@ _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignor
 _MOST = 512  # shapes of which it is kept what was decided
 
 
-class Passes(NamedTuple):
+class InC(NamedTuple):
     """Both passes of one attention for x of one shape.
 
     Args:
@@ -37,10 +37,10 @@ class Passes(NamedTuple):
     keeps_y: bool
 
 
-_known: dict[Any, Passes | None] = {}
+_known: dict[Any, InC | None] = {}
 
 
-def passes(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> Passes | None:
+def packed_in_c(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> InC | None:
     """The passes of an `Attention` for tensors like x; `None` where C does not run or more than a shape decides it."""
     if type(x) is not Tensor or not x.is_contiguous() or not has_c(x):
         return None
@@ -57,7 +57,7 @@ def passes(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> Passes |
         return _known.setdefault(key, _decided(attention, x, seed, p))
 
 
-def _decided(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> Passes | None:
+def _decided(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> InC | None:
     q, k, v = attention.split((x,))
     causal, window, softcap = limits = attention.causal, attention.window, attention.softcap
     how = Scores(attention.scale_of(x), causal, window, softcap, p, seed, alone=True)
@@ -66,4 +66,4 @@ def _decided(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> Passes
     from ..kernels.c.attention import both_on_cpu
 
     forward, backward = both_on_cpu(q, k, v, x.shape, how.scale, *limits, p)
-    return Passes(forward, backward, not how.beyond_torch(k.shape[2]))
+    return InC(forward, backward, not how.beyond_torch(k.shape[2]))

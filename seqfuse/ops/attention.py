@@ -24,7 +24,7 @@ from ._attention import (
     head_size,
     numbers_in,
 )
-from ._attention_on_cpu import passes
+from ._attention_on_cpu import packed_in_c
 from ._cache import current
 from ._sdpa import aligned
 from ._tensors import broadcasts, stats_dtype, unflatten
@@ -278,7 +278,7 @@ class Attention(SoftmaxAttention):
     ) -> tuple[Tensor, Saved]:
         if attn_mask is cu_seqlens is None:
             given, p = (seed, self.dropout) if seed is not None and self.random else (None, 0.0)
-            both = passes(self, x, given, p)
+            both = packed_in_c(self, x, given, p)
             if both is not None:
                 y, lse = both.forward(x, given)
                 return y, self._saved(x, y if both.keeps_y else None, lse, None, None, given, p)
@@ -293,7 +293,7 @@ class Attention(SoftmaxAttention):
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         if saved.mask is saved.cu_seqlens is None and "x" in needs and dy.dtype is saved.x.dtype:
-            both = passes(self, saved.x, saved.seed, saved.p)
+            both = packed_in_c(self, saved.x, saved.seed, saved.p)
             if both is not None:
                 return both.backward(dy.contiguous(), saved.x, saved.lse, saved.seed), {}
         (dx,), dmask = self._gradients(dy, (saved.x,), saved, saved.cu_seqlens, needs)

@@ -16,6 +16,7 @@ from seqfuse import env, ops
 from seqfuse.compiler import compiler
 from seqfuse.kernels import _heads
 from seqfuse.kernels.c import attention
+from seqfuse.ops import _attention_on_cpu
 from seqfuse.plan import MODES, facts
 from seqfuse.run import trial
 from tests.fuser.fusions import Doubles
@@ -109,8 +110,14 @@ def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
     dropout: float, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the forward pass k and v as the kernel reads them, and floats of each thread in both passes."""
-    calls, kernel = list[int](), attention.attention_on_cpu
-    monkeypatch.setattr(attention, "attention_on_cpu", lambda *given, **of: (calls.append(1), kernel(*given, **of))[1])
+    calls, both = list[int](), attention.both_on_cpu
+
+    def counted(*given: Any) -> Any:
+        forward, backward = both(*given)
+        return lambda *of: (calls.append(1), forward(*of))[1], backward
+
+    monkeypatch.setattr(attention, "both_on_cpu", counted)
+    monkeypatch.setattr(_attention_on_cpu, "_known", {})
     model = sf.Sequential(*attending(WIDTH, 4, dropout), memory=memory)
     x = draw(2, 300, WIDTH, seed=3).float()
     assert allocated(model, x) == pytest.approx(planned(model, x), rel=0.05)

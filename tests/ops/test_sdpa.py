@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from seqfuse import group, ops
-from seqfuse.ops import _attention, _sdpa
+from seqfuse.ops import _attention, _sdpa, attention
 from seqfuse.plan.tally import Tally, most_of
 from seqfuse.testing import seeded_randn
 from seqfuse.testing.cases import seeded
@@ -118,6 +118,7 @@ def stand_ins(request: pytest.FixtureRequest) -> Iterator[StandIns]:
 def _passes(op: ops.Attention, x: Tensor, dy: Tensor, ways: tuple[str, str]) -> list[Tensor]:
     kinds = iter(ways)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "packed_in_c", lambda *_: None)
         patch.setattr(_attention.Scores, "kernel", lambda *_: next(kinds))
         y, saved = op.fwd(x)
         dx, _ = op.bwd(dy, saved, needs=frozenset({"x"}))

@@ -203,7 +203,7 @@ def test_what_is_decided_once_is_what_every_call_decides(
     x, wide = (seeded_randn((*shape, n * 24), n, dtype=dtype) for n in (8, 16))
     dy = seeded_randn((*shape, 96), 1, dtype=dtype)
     drawn = (SEED, 0.3) if op.dropout else (None, 0.0)
-    assert (_attention_on_cpu.passes(op, x, *drawn) is None) is (0 in shape)
+    assert (_attention_on_cpu.packed_in_c(op, x, *drawn) is None) is (0 in shape)
     found = [op.fwd(given, seed=SEED) for given in (x, wide.chunk(2, -1)[0].copy_(x))]  # a slice is laid out otherwise
     for y, saved in found:
         assert_bitwise_equal(y, found[0][0])
