@@ -93,10 +93,11 @@ def bind(
         tests, of_tensors = _tests(s, state, x, own, beside)
         if lowering.native:
             tests += [f"has_main_grad({name})" for name in names] + ["saved_hooks(False) is not None"]
-        every = [x, *parameters, *given]
-        alike = s.put(_guards.TensorGuards(*every, dynamic_dims_sizes=None, dynamic_dims_strides=None).check)
-        s.add(f"if not {alike}({', '.join(['x', *names, *local.values()])}) and (")
-        s.add(*_joined(of_tensors), "):", "    return None")
+        every, like = [x, *parameters, *given], ""
+        if all(t.layout is torch.strided and not t.is_nested for t in every):  # others abort the process
+            check = _guards.TensorGuards(*every, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            like = f"not {s.put(check)}({', '.join(['x', *names, *local.values()])}) and "
+        s.add(f"if {like}(", *_joined(of_tensors), "):", "    return None")
         s.add("if (", *_joined(tests), "):", "    return None")
         for i, group in region.summed:
             if parameters[i].requires_grad and state[0]:

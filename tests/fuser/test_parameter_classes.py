@@ -14,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.testing import seeded_randn
 
 F = nn.functional
 TAKEN = {F.linear, F.layer_norm, F.rms_norm, F.embedding}
@@ -135,3 +136,14 @@ def test_a_plan_says_that_nothing_is_fused_with_such_parameters() -> None:
     }
     assert "so that autograd chooses what is saved" in str(plan.memory_unknown)
     assert type(model(X)) is TwoTensor
+
+
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_a_sparse_weight_is_multiplied(kind: str):
+    x, linear = seeded_randn((4, 8), 0), ops.Linear(8, 8)
+    model = sf.Sequential(ops.LayerNorm(8), linear, ops.GeLU())
+    wanted = model(x)
+    linear.weight = nn.Parameter(getattr(linear.weight.detach(), kind)(), requires_grad=False)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), wanted)
