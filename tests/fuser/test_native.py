@@ -139,6 +139,14 @@ def test_a_main_grad_that_comes_later_is_seen_by_the_guard() -> None:
     assert model[1].weight.main_grad.abs().sum() > 0
 
 
+def test_hooks_that_come_later_see_each_tensor_once_behind_a_node() -> None:
+    model, x = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), ops.Linear(7, 3)), tensor(4, 5, dtype=torch.float32)
+    assert "SeqfuseBackward" not in nodes(model(x))
+    with saving() as kept:
+        assert "SeqfuseBackward" in nodes(model(x))
+    assert len(kept) == len({t.data_ptr() for t in kept}) > 0
+
+
 def test_autocast_and_16_bits_run_behind_a_node() -> None:
     model, _ = pair()
     x = tensor(4, 5, dtype=torch.float32)
