@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.casts import cast_once, lowered
 from seqfuse.run import fuser as running
 from tests.alterations import Doubled
 
@@ -183,6 +184,23 @@ def test_fusing_regions_belong_to_a_thread():
         return found
 
     assert together([switches_off, goes_on]) == [0, 1]
+
+
+def test_casts_of_parameters_belong_to_the_call_of_a_thread():
+    weight, made = nn.Parameter(torch.ones(3, 3)), threading.Event()
+
+    def first() -> torch.dtype:
+        with torch.autocast("cpu", torch.bfloat16), cast_once():
+            dtype = lowered(weight).dtype
+            made.set()
+        return dtype
+
+    def second() -> torch.dtype:
+        with torch.autocast("cpu", torch.float16), cast_once():
+            made.wait(60)
+            return lowered(weight).dtype
+
+    assert together([first, second]) == [torch.bfloat16, torch.float16]
 
 
 def test_a_mode_change_is_not_mixed_up_while_many_look(impatient: None):

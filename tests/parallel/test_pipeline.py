@@ -872,6 +872,13 @@ def test_what_has_two_names_on_another_rank_is_in_no_state_under_either(two_pret
     staged.load_state_dict(alone.state_dict())
 
 
+def test_a_state_that_is_assigned_to_what_holds_a_model_in_stages_makes_nothing_of_other_ranks(two_pretended: Any):
+    alone = sf.Sequential(ops.Linear(4, 6), ops.Tanh(), ops.Linear(6, 3))
+    holder = nn.ModuleDict({"inner": pipeline(copy.deepcopy(alone), two_pretended, stages=("2",))})
+    holder.load_state_dict({f"inner.{name}": t for name, t in alone.state_dict().items()}, assign=True)
+    assert [p.is_meta for p in holder.parameters()] == [False, False, True, True]
+
+
 def test_the_shapes_of_few_inputs_are_kept(one: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sf.parallel.staged, "KEPT_LOWERINGS", 3)
     staged = pipeline(model_of(), one, stages=("3",))
