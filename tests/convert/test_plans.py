@@ -67,6 +67,15 @@ def test_the_plan_of_a_chain_says_bytes_and_what_other_choices_save():
         assert f"{name} {held}{time}{' (used)' * choice.used}" in re.sub(r"\s+", " ", said)
 
 
+def test_the_plan_of_a_chain_is_that_of_its_latest_call():
+    replayed, region = converted("fast")
+    assert region.plan is not None
+    assert region.plan.fused != (0, 0)
+    with sf.fusing(False):
+        replayed(x=seeded_randn((2, 8, 16), 2), mask=seeded_randn((8, 8), 3))
+    assert region.plan.fused == (0, 0)
+
+
 class Crossed(nn.Module):
     """Queries of one input, keys and values of another."""
 
