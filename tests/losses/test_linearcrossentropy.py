@@ -234,6 +234,16 @@ def test_weights_of_any_size_let_no_gradient_overflow(size: float, smoothing: fl
     torch.testing.assert_close(dx.double(), exact, rtol=2e-3, atol=max(1e-5 * size, 2**-24))
 
 
+def test_a_large_z_loss_lets_no_gradient_overflow() -> None:
+    x, targets = torch.full((3, 4), 5.0, dtype=torch.float16, requires_grad=True), torch.tensor([0, 1, 0])
+    weight = torch.zeros(6, 4, dtype=torch.float16)
+    weight[0] = 5.0  # of a logit of 100
+    (dx,) = torch.autograd.grad(linear_cross_entropy(x, weight, targets, z_loss=10.0), x, torch.tensor(1e-3))
+    wide = x.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(in_torch(wide, weight.double(), targets, z_loss=10.0), wide)
+    torch.testing.assert_close(dx.double(), 1e-3 * exact, rtol=2e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_the_weight_is_summed_in_float32(dtype: torch.dtype) -> None:
     case = Case(dtype=dtype)
