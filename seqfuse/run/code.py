@@ -381,7 +381,8 @@ class _Backward:
         keywords += [f"{keyword}={name}" for keyword, name in names]
         records = zip(own, step.records, strict=True) if self.made_of else ()
         gone = [(r, others) for r, record in records if (others := self._made_for_others(record))]
-        apart = lets_go and bool(gone) and not self.checked and self.segment.context.on_step is None
+        lets_go = lets_go and self.segment.context.on_step is None  # which is called with `bwd` itself
+        apart = lets_go and bool(gone) and not self.checked
         constants = {k: v for k, v in step.constants(env, True).items() if not (apart and k == "needs")}
         keywords += [f"{identifier(k)}={s.put(v)}" for k, v in constants.items()]
         if step.operation.backward_signature.main_grads:

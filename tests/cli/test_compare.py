@@ -127,6 +127,15 @@ def test_what_the_engine_tries_on_tensors_without_data_is_no_place() -> None:
     assert [seen.step for seen in found.places if seen.tensor == "y"] == ["LinearBiasAct", ""]
 
 
+@pytest.mark.parametrize("memory", ["lean", "least"])
+def test_a_model_is_compared_with_the_memory_that_it_has(memory: Any) -> None:
+    layers = ops.LayerNorm(8), ops.Linear(8, 32), ops.GeLU(), ops.Linear(32, 8)
+    found = compare_runs(sf.Sequential(*layers, memory=memory), Spec((5, 8), torch.float32), {}, CPU)
+    assert found.difference is None
+    made = {seen.step for seen in found.places if seen.tensor == "y"}
+    assert {"RecomputeNorm", "RecomputeActivation"} == made - {""}
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = sf.Sequential(ops.Linear(8, 8), ops.ReLU())
     before = {name: p.clone() for name, p in model.named_parameters()}

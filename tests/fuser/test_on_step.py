@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 
 import seqfuse as sf
@@ -19,10 +20,11 @@ def stepped(seen: list[tuple[str, str]]) -> Any:
     return on_step
 
 
-def test_each_step_of_both_passes_is_seen_in_the_order_in_which_it_runs() -> None:
-    model, x = sf.Sequential(ops.LayerNorm(8), ops.Linear(8, 8), ops.Tanh()), torch.randn(3, 8, requires_grad=True)
-    seen: list[tuple[str, str]] = []
-    fuser = sf.Fuser(model, model.fusions, on_step=stepped(seen))
+@pytest.mark.parametrize("memory", ["fast", "lean"])
+def test_each_step_of_both_passes_is_seen_in_the_order_in_which_it_runs(memory: Any) -> None:
+    layers, x = (ops.LayerNorm(8), ops.Linear(8, 8), ops.Tanh()), torch.randn(3, 8, requires_grad=True)
+    model, seen = sf.Sequential(*layers, memory=memory), list[tuple[str, str]]()
+    fuser = sf.Fuser(model, model.fusions, memory=memory, on_step=stepped(seen))
     want = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
     plan = model.plan(x)
     steps = [(s.name, "fwd") for s in plan.forward] + [(s.name, "bwd") for s in reversed(plan.backward)]
