@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from seqfuse.testing import guarded, poisoned, red_zones
+from seqfuse.testing.poison import unwritten_is_nan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
@@ -63,6 +64,14 @@ def test_allocations_with_a_layout_of_their_own_stay_ordinary():
     with red_zones():
         assert torch.empty_like(x).stride() == x.stride()
         assert torch.empty(1, 2, 3, 4, memory_format=torch.channels_last).shape == (1, 2, 3, 4)
+
+
+def test_new_memory_is_nan_in_a_block_and_as_it_was_behind_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    with unwritten_is_nan():
+        assert torch.empty(8).isnan().all()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not torch.get_deterministic_debug_mode()
 
 
 def test_a_function_may_return_a_guarded_tensor():

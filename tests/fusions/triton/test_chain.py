@@ -181,6 +181,8 @@ def test_what_is_kept_of_a_call_follows_the_configuration(device: torch.device):
             torch.testing.assert_close(fusion.fwd(x)[0], expected, atol=2e-6, rtol=1e-6)
         steep = Steep().to(device)
         fusion = LinearBiasPointwise(linear=linear, bias=bias, act=steep)
+        chain: Any = PointwiseChain(first=ops.ReLU(), rest=(steep,))
         for slope in (2.0, 3.0):
             steep.slope.fill_(slope)
             torch.testing.assert_close(fusion.fwd(x)[0], slope * (linear.fwd(x)[0] + bias.bias))
+            torch.testing.assert_close(chain.fwd(x, seeds=(None, None), needs=frozenset()), slope * x.relu())
