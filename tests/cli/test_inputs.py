@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from seqfuse.cli.inputs import Under, parse_spec, surroundings, vocabulary
+from seqfuse.cli.inputs import On, Under, parse_spec, surroundings, vocabulary
 from seqfuse.cli.target import Unable
 
 
@@ -34,6 +34,11 @@ def test_a_model_takes_the_dtype_of_its_input_but_where_autocast_does() -> None:
     for autocast, dtype in (("bf16", torch.float32), (None, torch.bfloat16)):
         (weight, _) = Under(autocast=autocast).build(name, given).parameters()
         assert weight.dtype is dtype
+
+
+def test_an_extra_input_that_says_no_dtype_has_the_one_that_is_named() -> None:
+    given = On(dtype="bf16", channel=["a=4x2", "b=4x2:fp32"]).channels()
+    assert {name: spec.dtype for name, spec in given.items()} == {"a": torch.bfloat16, "b": torch.float32}
 
 
 def test_a_device_without_autocast_is_not_asked_for_it() -> None:

@@ -279,6 +279,12 @@ def test_scales_are_updated_by_hand_and_by_the_optimizer_that_owns_the_weight():
     optimizer.step()
     assert frozen[3].get_buffer("x_scale") > 1
     assert frozen[1].get_buffer("x_scale") == 1
+    biased = two()
+    biased[1].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in biased.parameters() if p.requires_grad])
+    biased(seeded_randn((4, 32), 0)).sum().backward()
+    optimizer.step()
+    assert biased[1].get_buffer("x_scale") > 1
     with pytest.raises(sf.InputError, match="no operation of the model keeps scales"):
         sf.update_scales(two(None))
 

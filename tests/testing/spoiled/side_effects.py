@@ -27,6 +27,17 @@ spoil(
 )  # fmt: skip
 
 
+@caught("fwd: count of the operation was modified")
+class CountsInABuffer(Affine):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def fwd(self, x):
+        self.count.add_(1)
+        return super().fwd(x)
+
+
 @caught("bwd: dy was modified")
 class MutatesDy(Affine):
     def bwd(self, dy, saved, *, needs):
