@@ -295,7 +295,7 @@ class Attention(SoftmaxAttention):
         if saved.mask is saved.cu_seqlens is None and "x" in needs and dy.dtype is saved.x.dtype:
             both = packed_in_c(self, saved.x, saved.seed, saved.p)
             if both is not None:
-                return both.backward(dy.contiguous(), saved.x, saved.lse, saved.seed), {}
+                return both.backward(dy.contiguous().resolve_neg(), saved.x, saved.lse, saved.seed), {}
         (dx,), dmask = self._gradients(dy, (saved.x,), saved, saved.cu_seqlens, needs)
         return dx, {"attn_mask": dmask} if "attn_mask" in needs else {}
 

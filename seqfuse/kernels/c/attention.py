@@ -72,6 +72,7 @@ def attention_on_cpu(
     dimensions, broadcast to [B, H, S, N], added; seed: int64 of one element. y: [B, S, H, D] in the dtype of q.
     """
     B, H, S, D = q.shape
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     new, wide = allocator(), torch.float32
     y, lse = new((B, S, H, D), (S * H * D, H * D, D, 1), q.dtype), new((B, H, S), (H * S, S, 1), wide)
     n = _shape((q, k, v, y.transpose(1, 2)), False, causal, window, mask, p if seed is not None else 0.0)
@@ -147,7 +148,8 @@ def attention_on_cpu_bwd(
 
     dy: [B, S, H, D]; the rest as `attention_on_cpu` has it.
     """
-    dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).transpose(1, 2)
+    dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).resolve_neg().transpose(1, 2)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     n = _shape((q, k, v, dy, *out), True, causal, window, mask, p if seed is not None else 0.0)
     threads = min(torch.get_num_threads(), _memory(n, True)[0])
     if is_faking():  # held until it is counted

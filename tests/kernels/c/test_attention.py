@@ -217,6 +217,21 @@ def test_what_is_decided_once_is_what_every_call_decides(
             assert_bitwise_equal(dx, op.bwd(dy, found[1][1], needs=needs)[0])
 
 
+@pytest.mark.parametrize("length", [20, 500])
+def test_views_of_the_other_sign(length: int) -> None:
+    op, needs = ops.Attention(4, 2, causal=True), frozenset({"x"})
+    x, dy = seeded_randn((1, length, 8 * 8), 0), seeded_randn((1, length, 4 * 8), 1)
+    wide = torch.cat([x, x], -1).chunk(2, -1)[0]  # laid out as the kernel of any call reads it
+    wanted = op.bwd(-dy, op.fwd(-x)[1], needs=needs)[0]
+    assert wanted is not None
+    for given in (x, wide):
+        y, saved = op.fwd(torch._neg_view(given))
+        assert_bitwise_equal(y, op.fwd(-x)[0])
+        dx = op.bwd(torch._neg_view(dy), saved, needs=needs)[0]
+        assert dx is not None
+        assert_bitwise_equal(dx, wanted)
+
+
 def test_torch_may_make_the_gradients_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_attention, "C_ATTENTION_WORTHWHILE", 0)
     op, x, dy = ops.Attention(2, causal=True), seeded_randn((2, 40, 96), 0), seeded_randn((2, 40, 32), 1)
