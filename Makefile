@@ -86,12 +86,12 @@ test-gpu:  ## run what a GPU can run of the tests, at real sizes; needs pytest a
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -q tests/gpu tests/kernels tests/fusions/triton $(ARGS)
 
 first-hour:  ## everything a GPU settles, in three calls of five minutes; ARGS=1 is the first of them
-	PYTHON=$(GPU_PYTHON) benchmarks/on_gpu.sh $(ARGS)
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/first_hour.py $(ARGS)
 
 warm-cache: $(VENV)/.has-bench  ## compile the kernels of the GPU's rows for sm_90 and pack them, to travel with the tree
 	$(BIN)/python benchmarks/warm_cache.py pack $(ARGS)
 
-rehearsal: $(VENV)/.has-test  ## run these calls here, tiny, with rows planted to hang and to crash
+rehearsal: $(VENV)/.has-test  ## run these calls here: rows are tiny and interpreted, tests are collected
 	$(BIN)/python benchmarks/first_hour.py --rehearse --limit 200
 
 kernels: $(VENV)/.has-bench  ## compile every kernel for GPUs that are not here

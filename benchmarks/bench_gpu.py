@@ -51,8 +51,6 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU in Triton's interpreter")
     parser.add_argument("--dtype", default="float32", help="of the tiny rows")
     parser.add_argument("--on-gpu", action="store_true", help="tiny sizes, but on the GPU")
-    parser.add_argument("--hang", help="plant a row that hangs: its key, for a rehearsal")
-    parser.add_argument("--crash", help="plant a row that ends its process")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / (
@@ -94,9 +92,9 @@ def supervise(arguments: argparse.Namespace, out: Path) -> int:
     book = Book(out)
     bad = [key for key, row in book.rows.items() if row["status"] in ("red", "failed")]
     late = [key for key in book.data.get("planned", []) if key not in book.rows]
-    print(f"{out}: {len(book.rows)} rows, {len(bad)} red or failed, {len(late)} not run")
     for key in bad:
         print(f"  {book.rows[key]['status']}: {key}: {book.rows[key]['why']}")
+    print(f"{out}: {len(book.rows)} rows, {len(bad)} red or failed, {len(late)} not run")
     return 1 if bad or not book.rows else 0
 
 
@@ -135,7 +133,6 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
                 continue
             book.begin(case.key)
             begun = time.time()
-            plant(case.key, arguments)
             try:
                 with limited(min(arguments.most, max(5.0, left))):
                     row = bench.row(case, checks_only=arguments.check)
@@ -162,16 +159,6 @@ def let_go(cases: list[Any]) -> Iterator[Any]:
     cases.reverse()
     while cases:
         yield cases.pop()
-
-
-def plant(key: str, arguments: argparse.Namespace) -> None:
-    """Do what a kernel might: wait for a device that never answers, or end the process."""
-    if arguments.hang and re.search(arguments.hang, key):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM, signal.SIGINT})
-        while True:
-            time.sleep(60)
-    if arguments.crash and re.search(arguments.crash, key):
-        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def _bench(arguments: argparse.Namespace, book: Any) -> Any:

@@ -1,12 +1,12 @@
-"""The first minutes on a GPU: three calls of at most five minutes, each of which settles something if half of it fails.
+"""What a rented GPU settles, as three lists of commands with time limits: each call takes at most five minutes.
 
-    python benchmarks/first_hour.py 1     # facts, every kernel and dtype against the reference, tests/gpu
-    python benchmarks/first_hour.py 2     # rows beside the peers, then a trace of one layer and counters of six kernels
+    python benchmarks/first_hour.py 1     # every kernel and dtype against the reference, tests/gpu
+    python benchmarks/first_hour.py 2     # rows beside the peers, a trace of one layer, counters of six kernels
     python benchmarks/first_hour.py 3     # low precision, tuning, tests of kernels, compute-sanitizer
 
-Each stage is a process of its own, or several at a time, killed from outside when it hangs. Results are whole after
-every row; at most eight files come out of a call, in the folder that `OUT` names. `--rehearse` runs all three here:
-rows are tiny and interpreted, some are planted to hang and to end their process, and what needs a GPU is left out.
+A command is a process, killed from outside when its time is over, and one that fails costs nothing but its own results.
+All results and logs, and `summary.json`, which says how each command ended, are in the folder that `OUT` names.
+`--rehearse` runs the same commands here, tiny and interpreted, but for those that need a GPU.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import warm_cache
+from gpu.watch import watched
 from record import RESULTS, ROOT, about
 
 HERE = Path(__file__).resolve().parent
-SMOKE_AT_A_TIME, SMOKE_SECONDS = 12, 40.0
+SECONDS = {"1": 200, "2": 290, "3": 240}
+MARGIN = 15
+"""Seconds that a command which knows its time has left at its end."""
 ROOMS = {
     "norms": r"^(add \+ |dropout \+ add \+ )?norm",
     "pointwise": r"^(gated )?activation|^dact|^cross-entropy|^rope",
@@ -49,151 +53,99 @@ NEED_A_GPU = (
     "and not test_traffic"
 )
 SANITIZED = ("norm backward", "dact", "cross-entropy", "decode")
+Command = Sequence[object]
 
 
 @dataclasses.dataclass
-class Call:
-    """One call: where its results go, when it has to be over, what is planted, and which of its stages are wanted."""
+class Stage:
+    """Commands that settle one thing: seconds for all of them, how many run at a time, variables of theirs.
 
-    out: Path
-    until: float
-    rehearsal: bool
-    only: str = ""
-    done: dict[str, Any] = dataclasses.field(default_factory=dict)
+    `{left}` in a command is how many seconds it has.
+    """
 
-    def left(self, share: float = 1.0) -> float:
-        """Seconds of what is left."""
-        return max(0.0, self.until - time.time()) * share
+    name: str
+    seconds: float
+    commands: Sequence[Command]
+    at_a_time: int = 1
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def stage(self, name: str, work: Callable[[], Any]) -> None:
-        """Do it, whatever came of those before it; what it says is in the summary."""
-        if not re.search(self.only, name):
-            return
-        began = time.time()
-        print(f"== {name}, {self.left():.0f} s left", flush=True)
-        try:
-            found = work() if self.left() > 0 else "no time was left"
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        self.done[name] = {"seconds": round(time.time() - began, 1), "result": found}
-        print(f"   {name}: {found}", flush=True)
-        (self.out / "summary.json").write_text(json.dumps({"about": about(), "stages": self.done}, indent=1) + "\n")
+    def run(self, until: float, out: Path, environment: Mapping[str, str]) -> list[str]:
+        """How each command ended, and the last line that it printed."""
+        until = min(until, time.time() + self.seconds)
 
-    def run(self, command: Sequence[str], seconds: float, log: str, **variables: str) -> str:
-        """Run one command; why it failed, or `ok`."""
-        from gpu.watch import watched
+        def one(i: int) -> str:
+            left, log = until - time.time(), out / f"{self.name}{i or ''}.log".replace("/", "_")
+            if left <= 0:
+                return "no time was left"
+            command = [str(part).format(left=max(1, int(left) - MARGIN)) for part in self.commands[i]]
+            try:
+                _, why = watched(command, until, log=str(log), environment={**environment, **self.variables})
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            return f"{why or 'ok'}: {last[0] if last else ''}"
 
-        until, given = min(self.until, time.time() + seconds), environment(self.rehearsal) | variables
-        status, why = watched(command, until, log=str(self.out / log), environment=given)
-        return why or f"ok ({status})"
+        with ThreadPoolExecutor(self.at_a_time) as pool:
+            return list(pool.map(one, range(len(self.commands))))
 
 
-def environment(rehearsal: bool) -> dict[str, str]:
-    """Of every process: kernels that came packed are found."""
-    paths = [
-        str(ROOT),
-        str(HERE),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]  # peers may be in a folder of their own
-    found = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    found |= {"SEQFUSE_TUNE": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    if warm_cache.PACK.exists() and not rehearsal:
-        found["TRITON_CACHE_DIR"] = str(warm_cache.FOLDER)
-    if rehearsal:
-        found |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return found
+def python(script: str, *arguments: object) -> list[object]:
+    return [sys.executable, HERE / script, *arguments]
 
 
-def python(script: str, *arguments: Any) -> list[str]:
-    return [sys.executable, str(HERE / script), *map(str, arguments)]
+def stages(call: str, out: Path) -> list[Stage]:
+    """The commands of a call."""
+    bench, layer = python("bench_gpu.py", "--budget", "{left}"), python("profile_gpu.py", "--out", out)
+    rows, tiny = [*bench, "--out", out / "gpu.json"], [*bench, "--tiny", "--on-gpu", "--check"]
+    if call == "1":
+        smoke = [
+            [*tiny, "--most", 40, "--dtype", dtype, "--only", only, "--out", out / f"smoke_{room}_{dtype}.json"]
+            for room, only in ROOMS.items()
+            for dtype in DTYPES
+        ]
+        return [Stage("smoke", 110, smoke, at_a_time=12), Stage("tests/gpu", 200, [tests("tests/gpu")])]
+    if call == "2":
+        counters = ["ncu", "--clock-control", "none", "--set", "basic", "--launch-count", 6, "--kernel-name"]
+        return [
+            # `torch.compile` takes ten seconds for each row, so blocks alone are beside it.
+            Stage("blocks", 130, [[*rows, "--only", "^(MLP|attention) block|^layer"]]),
+            Stage("bench", 100, [[*rows, "--resume", "--without", "^compile"]]),
+            Stage("profile", 60, [layer]),
+            Stage("counters", 60, [[*counters, f"regex:{OURS}", *layer, "--once"]]),
+        ]
+    recipes = python("bench_low_precision.py", "--budget", "{left}", "--out", out / "gpu_low_precision.json")
+    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", 7, *tiny, "--dtype", "bfloat16"]
+    checks = [
+        [*memcheck, "--only", f"^{only}", "--out", out / "sanitizer.json", "--child", "9e9"] for only in SANITIZED
+    ]
+    return [
+        Stage("low precision", 55, [recipes]),
+        Stage("tune", 100, [python("tune_gpu.py", "--budget", "{left}")]),
+        Stage("tests/kernels", 200, [tests("tests/kernels", "--ignore", "tests/kernels/c", "-k", NEED_A_GPU)]),
+        # A tensor that lies in a larger block of torch's could be left without being noticed.
+        Stage("sanitizer", 240, checks, variables={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    ]
 
 
-def facts(call: Call) -> str:
-    """What this machine has, what it lacks, and whether a warm cache fits its Triton."""
-    lacking = [tool for tool in TOOLS if shutil.which(tool) is None]
-    lacking += [name for name in MODULES if importlib.util.find_spec(name) is None]
-    lacking += [] if Path(sysconfig.get_path("include"), "Python.h").exists() else ["Python.h"]
-    code = (
-        "import json, torch, triton; from triton.runtime.cache import triton_key; "
-        "print(json.dumps({'torch': torch.__version__, 'triton': triton.__version__, 'key': triton_key(), "
-        "'cuda': torch.version.cuda, 'cudnn': torch.backends.cudnn.version(), "
-        "'device': torch.cuda.get_device_name() if torch.cuda.is_available() else None}))"
-    )
-    packed = call.run(python("warm_cache.py", "unpack"), 60, "facts.log")
-    told = f"{call.run([sys.executable, '-c', code], 60, 'facts.log')}; warm cache: {packed}"
-    return f"{told}; not here: {', '.join(lacking) or 'nothing'}"
+def rehearsed(stage: Stage) -> Stage:
+    """What of a stage can run here: rows are tiny and interpreted, and tests are collected."""
+    ours = [command for command in stage.commands if command[0] == sys.executable]
+    how = ["--collect-only"] if stage.name.startswith("tests") else ["--tiny"]
+    commands = [[part for part in command if part != "--on-gpu"] + how for command in ours]
+    return dataclasses.replace(stage, commands=commands, at_a_time=1)
 
 
-def smoke(call: Call) -> str:
-    """Every kernel and dtype once, tiny, against the reference: a process for each family and dtype."""
-    folder = call.out / "smoke"
-    folder.mkdir(exist_ok=True)
-    planted = ["--hang", "^norm forward: RMSNorm 24", "--crash", "^norm backward: RMSNorm 24"] if call.rehearsal else []
-    waiting = [(room, dtype) for room in ROOMS for dtype in DTYPES]
-    if call.rehearsal:
-        waiting = [("norms", "float32"), ("pointwise", "float32")]
-    from concurrent.futures import ThreadPoolExecutor
-
-    def one(room: str, dtype: str) -> str:
-        most = 6.0 if call.rehearsal else SMOKE_SECONDS
-        command = python(
-            "bench_gpu.py", "--tiny", "--check", "--most", most, "--budget", call.left(0.5), "--dtype", dtype, "--only",
-            ROOMS[room], "--out", folder / f"{room}_{dtype}.json", *([] if call.rehearsal else ["--on-gpu"]),
-            *(planted if room == "norms" else []),
-        )  # fmt: skip
-        return call.run(command, call.left(0.5) + 20, "smoke.log")
-
-    with ThreadPoolExecutor(2 if call.rehearsal else SMOKE_AT_A_TIME) as pool:
-        ends = dict(zip(waiting, pool.map(lambda pair: one(*pair), waiting), strict=True))
-    silent = [f"{room} {dtype}: {why}" for (room, dtype), why in ends.items() if not _rows(folder, room, dtype)]
-    rows: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.json")):
-        rows |= {f"{file.stem} {key}": row for key, row in json.loads(file.read_text())["rows"].items()}
-    (call.out / "smoke.json").write_text(json.dumps({"about": about(), "rows": rows}, indent=1) + "\n")
-    shutil.rmtree(folder)
-    return "; ".join([_said(rows), *(f"no rows of {one}" for one in silent)])
-
-
-def _rows(folder: Path, room: str, dtype: str) -> dict[str, Any]:
-    """What a process has written; nothing where it could not begin."""
-    file = folder / f"{room}_{dtype}.json"
-    return json.loads(file.read_text())["rows"] if file.exists() else {}
-
-
-def _said(rows: dict[str, Any]) -> str:
-    bad = [f"{key}: {row.get('why', row['status'])}" for key, row in rows.items() if row["status"] in ("red", "failed")]
-    return "; ".join([f"{len(rows)} rows, {len(bad)} red or failed", *bad])
-
-
-def rows(call: Call, seconds: float, only: str, name: str, *arguments: Any) -> str:
-    """Rows of the benchmark, each killed when it hangs."""
-    out = call.out / name
-    tiny = ["--tiny", "--seconds", 0, "--most", 2] if call.rehearsal else []
-    budget = min(seconds, call.left() - 15)
-    command = python("bench_gpu.py", "--budget", budget, "--only", only, "--out", out, *tiny, *arguments)
-    why = call.run(command, budget + 15, "rows.log")
-    return _said(json.loads(out.read_text())["rows"]) if out.exists() else why
-
-
-def tests(call: Call, seconds: float, log: str, *where: str) -> str:
+def tests(*where: str) -> Command:
     """Tests, in an order that is drawn, so that a run that is cut off has some of each, and says what failed."""
-    command = [
-        sys.executable, "-m", "pytest", "-q", "--tb=short", "-rfE", "-p", "no:cacheprovider", "-p", "gpu.tell",
-        "--shuffle", "1", "-W", "ignore", *where,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-rfE", "-W", "ignore", "--shuffle", "1"]
     # Where there is no such plug-in, pytest would refuse its options, and run nothing.
-    plugins = {name: importlib.util.find_spec(name) is not None for name in ("xdist", "pytest_timeout")}
-    if not call.rehearsal:
-        command += ["-n", str(workers()), "--dist", "worksteal"] if plugins["xdist"] else []
-        command += ["--timeout", "120", "--timeout-method", "thread"] if plugins["pytest_timeout"] else []
-    why = call.run(command, seconds, log)
-    tail = (call.out / log).read_text(errors="replace").strip().splitlines()[-1:]
-    return f"{why}; {' '.join(tail)}"
+    command += ["-n", str(workers()), "--dist", "worksteal"] * found("xdist")
+    command += ["--timeout", "120", "--timeout-method", "thread"] * found("pytest_timeout")
+    return [*command, "-p", "no:cacheprovider", "-p", "gpu.tell", *where]
+
+
+def found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def workers() -> int:
@@ -204,99 +156,58 @@ def workers() -> int:
     return max(1, min(14, memory // (9 * 2**30)))
 
 
-def sanitizer(call: Call) -> str:
-    """compute-sanitizer on one tiny row of four kernels."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        return "compute-sanitizer is not here"
-    found: list[str] = []
-    for only in SANITIZED:
-        command = [tool, "--tool", "memcheck", "--error-exitcode", "7"]
-        command += python("bench_gpu.py", "--tiny", "--on-gpu", "--check", "--only", f"^{only}", "--dtype", "bfloat16")
-        out = call.out / "sanitizer.json"
-        command += ["--out", str(out), "--child", "9e9"]
-        # A tensor that lies in a larger block of torch's could be left without being noticed.
-        found.append(f"{only}: {call.run(command, 60, 'sanitizer.log', PYTORCH_NO_CUDA_MEMORY_CACHING='1')}")
-        out.unlink(missing_ok=True)
-    return "; ".join(found)
+def environment(rehearsal: bool, out: Path) -> dict[str, str]:
+    """Of every process: kernels that came packed are found, and peers may be in a folder of their own."""
+    paths = (str(ROOT), str(HERE), os.environ.get("PYTHONPATH", ""))
+    given = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OUT": str(out), "SEQFUSE_TUNE": "0",
+        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "TRITON_DEFAULT_FP_FUSION": "1",
+    }  # fmt: skip
+    if rehearsal:
+        return given | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return given | ({"TRITON_CACHE_DIR": str(warm_cache.FOLDER)} if warm_cache.PACK.exists() else {})
 
 
-def first(call: Call) -> None:
-    call.stage("facts", lambda: facts(call))
-    call.stage("smoke", lambda: smoke(call))
-    where = ["tests/gpu/test_rows.py", "-k", "activation and 16"] if call.rehearsal else ["tests/gpu"]
-    call.stage("tests/gpu", lambda: tests(call, call.left(), "tests_gpu.log", *where))
+def lacking() -> list[str]:
+    """What this machine does not have of that which a stage could use."""
+    header = Path(sysconfig.get_path("include"), "Python.h").exists()
+    absent = [tool for tool in TOOLS if shutil.which(tool) is None] + ["Python.h"] * (not header)
+    return [*absent, *(name for name in MODULES if not found(name))]
 
 
-def second(call: Call) -> None:
-    only = "norm forward" if call.rehearsal else ""
-    planted = ["--hang", "RMSNorm 17 x 72"] if call.rehearsal else []
-    if not call.rehearsal:  # `torch.compile` takes ten seconds for each row, so blocks alone are beside it
-        call.stage("blocks", lambda: rows(call, call.left(0.45), "^(MLP|attention) block|^layer", "gpu.json"))
-        planted = ["--resume", "--without", "^compile"]
-    call.stage("bench", lambda: rows(call, call.left(0.7), only, "gpu.json", *planted))
-    call.stage("profile", lambda: profile(call))
-
-
-def profile(call: Call) -> str:
-    """A trace of one layer, and counters of six kernels where ncu is there."""
-    tiny = ["--tiny"] if call.rehearsal else []
-    found = call.run(python("profile_gpu.py", "--out", call.out, *tiny), min(60, call.left()), "profile.log")
-    tool = shutil.which("ncu")
-    if tool is None:
-        return f"{found}; ncu is not here"
-    command = [tool, "--clock-control", "none", "--set", "basic", "--launch-count", "6"]
-    command += ["--kernel-name", f"regex:{OURS}"]
-    return f"{found}; ncu: {call.run([*command, *python('profile_gpu.py', '--once')], call.left(), 'ncu.txt')}"
-
-
-def third(call: Call) -> None:
-    tiny = ["--tiny"] if call.rehearsal else []
-    if not call.rehearsal:
-        lowp = python("bench_low_precision.py", "--budget", 40, "--out", call.out / "gpu_low_precision.json")
-        call.stage("low precision", lambda: call.run(lowp, 50, "low_precision.log"))
-    budget = 20 if call.rehearsal else call.left(0.3)
-    command = python("tune_gpu.py", "--budget", budget, *tiny)
-    call.stage("tune", lambda: call.run(command, budget + 30, "tune.log"))
-    where = ["tests/kernels", "--ignore", "tests/kernels/c", "-k", NEED_A_GPU]
-    if call.rehearsal:
-        where = ["tests/kernels/test_dropout.py", "-k", "mask"]
-    call.stage("tests/kernels", lambda: tests(call, min(200, call.left(0.7)), "tests_kernels.log", *where))
-    call.stage("sanitizer", lambda: sanitizer(call))
-
-
-CALLS: dict[str, tuple[Callable[[Call], None], float]] = {"1": (first, 200), "2": (second, 290), "3": (third, 240)}
-MOST_FILES = 8
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("calls", nargs="*", choices=[*CALLS, []], help="which of them; all by default")
+    parser.add_argument("calls", nargs="*", choices=[*SECONDS, []], help="which of them; all by default")
     parser.add_argument("--limit", type=float, help="seconds for each call")
-    parser.add_argument("--rehearse", action="store_true", help="here, tiny, interpreted, with planted failures")
+    parser.add_argument("--rehearse", action="store_true", help="here, tiny and interpreted")
     parser.add_argument("--stages", default="", help="a regular expression of the stages that are wanted")
     arguments = parser.parse_args()
-    bad = 0
-    for name in arguments.calls or CALLS:
-        work, seconds = CALLS[name]
-        out = Path(os.environ.get("OUT") or RESULTS / "first_hour") / (
-            f"call{name}" if len(arguments.calls) != 1 else ""
-        )
-        out.mkdir(parents=True, exist_ok=True)
-        os.environ["OUT"], before = str(out), os.environ.get("OUT")
-        call = Call(out, time.time() + (arguments.limit or seconds), arguments.rehearse, arguments.stages)
-        if name != "1" and not arguments.rehearse:
-            call.run(python("warm_cache.py", "unpack"), 60, "unpack.log")
-        work(call)
-        if before is None:
-            del os.environ["OUT"]
+    os.chdir(ROOT)
+    for call in arguments.calls or SECONDS:
+        out = Path(os.environ.get("OUT") or RESULTS / "first_hour", f"call{call}")
+        until = time.time() + (arguments.limit or SECONDS[call])
+        chosen = [stage for stage in stages(call, out) if re.search(arguments.stages, stage.name)]
+        if arguments.rehearse:
+            chosen = [stage for stage in map(rehearsed, chosen) if stage.commands]
         else:
-            os.environ["OUT"] = before
-        files = [file.name for file in out.iterdir()]
-        print(f"call {name}: {out}: {', '.join(sorted(files))}")
-        bad += len(files) > MOST_FILES
-    return 1 if bad else 0
+            chosen.insert(0, Stage("unpack", 60, [python("warm_cache.py", "unpack")]))
+        perform(chosen, until, out, environment(arguments.rehearse, out))
+
+
+def perform(chosen: Sequence[Stage], until: float, out: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Run stages one after the other, whatever came of those before, and write how each ended."""
+    out.mkdir(parents=True, exist_ok=True)
+    done: dict[str, Any] = {}
+    for stage in chosen:
+        began = time.time()
+        print(f"== {stage.name}, {until - began:.0f} s left", flush=True)
+        results = stage.run(until, out, variables)
+        done[stage.name] = {"seconds": round(time.time() - began, 1), "results": results}
+        print(*(f"   {result}" for result in results), sep="\n", flush=True)
+        told = {"about": about(), "lacking": lacking(), "stages": done}
+        (out / "summary.json").write_text(json.dumps(told, indent=1) + "\n")
+    return done
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

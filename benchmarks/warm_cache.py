@@ -1,17 +1,18 @@
-"""A warm compile cache for a GPU that is not here: every kernel of the benchmark's rows, compiled for sm_90 and packed.
+"""Every kernel of the GPU rows at their real sizes, compiled for an H200 that is not here, and packed.
 
     python benchmarks/warm_cache.py pack      # with the Triton of the machine that it is for; minutes
     python benchmarks/warm_cache.py unpack    # there, before anything runs
 
-Rows run on tensors without memory; what they launch goes through Triton's own path, with the stub driver of the test
-kit in the place of a GPU, so that a launch there finds it. Only what is loaded is packed, a few MB. Triton keeps the
-path of its cache in the files, so it is the same on both sides; where its version differs, kernels are compiled anew.
+Prints what does not compile, spills or does not fit, so that what a GPU would refuse is known before there is one. Rows
+run on tensors without memory; what they launch goes through Triton's own path, with the stub driver of the test kit in
+the place of a GPU, so that a launch there finds it. Only what is loaded is packed, a few MB. Triton keeps the path of
+its cache in the files, so it is the same on both sides; where its version differs, kernels are compiled anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -24,7 +25,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ FOLDER = Path("/tmp/seqfuse-warm-cache")
 PACK = ROOT / "benchmarks" / "warm_cache.tar.xz"
 PACKED = (".cubin", ".json", ".so")
 TINY = ("bfloat16", "float16", "float32")
+TARGET = "sm_90"
 
 
 def key() -> dict[str, str]:
@@ -49,53 +51,76 @@ def key() -> dict[str, str]:
     return {"triton": triton.__version__, "key": triton_key(), "python": ".".join(map(str, sys.version_info[:2]))}
 
 
-def fill(only: str, budget: float) -> tuple[int, int]:
-    """Compile what rows launch; how many kernels, and how many failed, what the budget cut off being one of these."""
-    from compile_rows import launches
+def launches(only: str, sizes: Any) -> Iterator[tuple[str, Any]]:
+    """Of rows of one kernel, then of whole layers, by the key of the row."""
+    import plain
+    from gpu import blocks, rows
+    from gpu.launched import of_block, of_row
+
+    here = dataclasses.replace(sizes, device=torch.device("cpu"))
+    for room in rows.OF_KERNELS:
+        for case in sorted(room.cases(here), key=lambda case: case.priority):
+            if case.group != "host" and re.search(only, case.key):
+                yield from ((case.key, launch) for launch in of_row(case))
+    for model, tokens in itertools.product(here.models, here.tokens):
+        if re.search(only, key := f"layer: {model.name} {tokens}"):
+            layer = plain.fused("layer", blocks.spec_of(model, here.dropout), dtype=here.dtype)
+            x = torch.empty(max(1, tokens // 2048), min(tokens, 2048), model.H, dtype=here.dtype)
+            yield from ((key, launch) for launch in of_block(layer, x))
+
+
+def work(only: str, stub: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What compiles each kernel, by the key of the row: of real sizes in bfloat16, of some in others, of tiny rows."""
     from gpu import rows, sizes
 
+    seen: set[str] = set()
+    every = sizes.real(), sizes.few(torch.float32), sizes.few(torch.float16)
+    for key, launch in itertools.chain.from_iterable(launches(only, one) for one in every):
+        told = f"{launch.kernel.__name__} {launch.num_warps} {launch.constexprs} {_classes(launch.args)}"
+        if told not in seen:
+            seen.add(told)
+            yield f"{key}: {launch.kernel.__name__}", lambda launch=launch: compiled(launch, stub)
+    for dtype in TINY:
+        for case in rows.cases(sizes.tiny(getattr(torch, dtype))):
+            if case.group != "host" and re.search(only, case.key):
+                prepare, make = case.contenders["seqfuse"].prepare, case.make
+                yield f"{case.key} {dtype}", lambda case=case, prepare=prepare, make=make: prepare(make(case.rows, 1))()
+
+
+def compiled(launch: Any, stub: Any) -> None:
+    """Compile a kernel as a launch would, and what launches it; raises where it spills or does not fit."""
     from seqfuse.kernels._launch import keyed
+    from seqfuse.testing.compile import resources
+    from tools.compiled import SHARED_LIMIT
+
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
+    options |= {name: keyed(value) for name, value in launch.constexprs.items()}
+    made = launch.kernel.run(*_stand_ins(launch.args), grid=(launch.grid,), warmup=True, **options)
+    stub.launcher(made.src, made.metadata)
+    found = resources(made, TARGET)
+    if found["spills"] or found["shared"] > SHARED_LIMIT[TARGET]:
+        raise RuntimeError(f"{found['spills']} spilled, {found['shared']} shared")
+
+
+def fill(only: str, budget: float) -> tuple[int, int]:
+    """Compile what rows launch; how many kernels, and how many failed, what the budget cut off being one of these."""
     from tools.stub_driver import stub_driver
 
-    until, failed, seen = time.time() + budget, 0, set[str]()
-    with stub_driver(checks=False) as stub, launchers(stub):
-        others = (launches(only, sizes.few(dtype)) for dtype in (torch.float32, torch.float16))
-        for key, launch in itertools.chain(launches(only), *others):
+    until, failed = time.time() + budget, 0
+    with stub_driver(checks=False) as stub:
+        stub.launcher = launcher
+        for name, compile in work(only, stub):
             if time.time() > until:
-                print(f"{key}: the budget was over; neither its kernels nor those of later rows are packed", flush=True)
+                print(
+                    f"{name}: the budget was over; neither its kernels nor those of later rows are packed", flush=True
+                )
                 return len(stub.compiled), failed + 1
-            name = f"{launch.kernel.__name__} {launch.num_warps} {launch.constexprs} {_classes(launch.args)}"
-            if name in seen:
-                continue
-            seen.add(name)
             try:
-                options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
-                options |= {name: keyed(value) for name, value in launch.constexprs.items()}
-                made = launch.kernel.run(*_stand_ins(launch.args), grid=(launch.grid,), warmup=True, **options)
-                stub.launcher(made.src, made.metadata)
+                compile()
             except Exception as error:
                 failed += 1
-                print(f"{key}: {launch.kernel.__name__}: {type(error).__name__}: {error}", flush=True)
-        for dtype in TINY:
-            for case in rows.cases(sizes.tiny(getattr(torch, dtype))):
-                if case.group == "host" or not re.search(only, case.key):
-                    continue
-                if time.time() > until:
-                    print(f"{case.key} {dtype}: the budget was over; later tiny rows are not packed", flush=True)
-                    return len(stub.compiled), failed + 1
-                try:
-                    case.contenders["seqfuse"].prepare(case.make(case.rows, 1))()
-                except Exception as error:
-                    failed += 1
-                    print(f"{case.key} {dtype}: {type(error).__name__}: {error}", flush=True)
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
         return len(stub.compiled), failed
-
-
-@contextlib.contextmanager
-def launchers(stub: Any) -> Iterator[None]:
-    """A block in which what launches each kernel is compiled as well."""
-    stub.launcher = launcher
-    yield
 
 
 def launcher(source: Any, metadata: Any) -> None:

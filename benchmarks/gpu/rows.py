@@ -11,6 +11,8 @@ from .case import Case
 from .sizes import Sizes
 
 ROOMS = (norms, blocks, pointwise, small, attention, experts, converted, memory)
+OF_KERNELS = (norms, pointwise, attention, small)
+"""Those whose rows are of one kernel each, but for the group `host`."""
 
 
 def cases(sizes: Sizes) -> list[Case]:

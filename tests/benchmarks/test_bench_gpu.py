@@ -108,6 +108,33 @@ def test_a_child_that_ends_costs_one_row(tmp_path: Path, child: Callable[[Child]
     assert all(command[-2] == "--child" for command in calls)
 
 
+CHILD = """
+import json, os, sys, time
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+from gpu.book import Book
+book = Book(Path({out!r}))
+for key, work in {{"a: crashes": os.abort, "a: hangs": lambda: time.sleep(99), "b: works": dict}}.items():
+    if key not in book.rows:
+        book.begin(key)
+        book.add(key, {{"status": "ok", **work()}})
+"""
+
+
+def test_rows_that_crash_and_hang_are_marked_and_those_behind_them_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, script = tmp_path / "gpu.json", tmp_path / "child.py"
+    script.write_text(CHILD.format(folder=str(SCRIPT.parent), out=str(out)))
+    monkeypatch.setattr(bench_gpu, "__file__", str(script))
+    monkeypatch.setattr(watch, "GRACE", 0.5)
+    assert bench_gpu.supervise(options(most=0.5), out) == 1
+    found = Book(out).rows
+    assert [row["status"] for row in found.values()] == ["failed", "failed", "ok"]
+    assert found["a: crashes"]["why"] == "its process ended with status -6"
+    assert found["a: hangs"]["why"].startswith("it hung, and was killed after")
+
+
 def test_a_run_goes_on_from_committed_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[[Child], None]
 ) -> None:
@@ -158,7 +185,7 @@ def test_a_row_is_let_go_before_the_next_one(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(bench_gpu, "chosen", chosen)
     monkeypatch.setattr(bench_gpu, "_bench", lambda *_: Bench())
     monkeypatch.setattr(bench_gpu, "_rounding", lambda _: contextlib.nullcontext())
-    given = options(hang=None, crash=None, on_gpu=False)
+    given = options(on_gpu=False)
     assert bench_gpu.work(given, tmp_path / "gpu.json", time.time() + 60) == 0
     assert alive == [*range(len(rows_of), 0, -1)]
     assert len(alive) > 1
@@ -184,7 +211,7 @@ def test_a_row_that_the_end_cuts_off_has_not_failed(
     monkeypatch.setattr(bench_gpu, "chosen", lambda _: rows.cases(tiny())[:2])
     monkeypatch.setattr(bench_gpu, "_bench", lambda *_: Bench())
     monkeypatch.setattr(bench_gpu, "_rounding", lambda _: contextlib.nullcontext())
-    out, given = tmp_path / "gpu.json", options(hang=None, crash=None, on_gpu=False, most=most)
+    out, given = tmp_path / "gpu.json", options(on_gpu=False, most=most)
     assert bench_gpu.work(given, out, time.time() + 30) == 0
     book = Book(out)
     assert [row["status"] for row in book.rows.values()] == written

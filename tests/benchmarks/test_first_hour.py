@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import pkgutil
 import re
 import sys
@@ -19,6 +20,7 @@ from gpu.sizes import tiny
 
 from seqfuse import kernels
 from seqfuse.testing.compile import is_kernel
+from tests.processes import Script
 
 pytest.importorskip("triton")
 
@@ -35,43 +37,40 @@ def test_sanitized_rows_are_there() -> None:
         assert any(re.search(f"^{only}", key) for key in keys), only
 
 
-def test_a_stage_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
-    call = first_hour.Call(tmp_path, time.time() + 60, True)
-
-    def fails() -> None:
-        raise OSError("no device")
-
-    call.stage("fails", fails)
-    call.stage("hangs", lambda: call.run(["sleep", "99"], 0.3, "log"))
-    call.stage("crashes", lambda: call.run([sys.executable, "-S", "-c", "import os; os.abort()"], 20, "log"))
-    call.stage("works", lambda: call.run(["echo", "here"], 20, "log"))
-    told = {name: one["result"] for name, one in json.loads((tmp_path / "summary.json").read_text())["stages"].items()}
-    assert told == {
-        "fails": "OSError: no device", "hangs": "the time was over", "crashes": "its process ended with status -6",
-        "works": "ok (0)",
-    }  # fmt: skip
-    assert (tmp_path / "log").read_text().endswith("here\n")
-    call.until = 0
-    call.stage("late", fails)
-    assert call.done["late"]["result"] == "no time was left"
-
-
-def test_a_family_that_cannot_begin_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(call: first_hour.Call, command: list[str], *_: Any, **__: Any) -> str:
-        out = Path(command[command.index("--out") + 1])
-        if out.name == "norms_bfloat16.json":
-            return "its process ended with status 1"
-        rows = {} if out.name == "blocks_float16.json" else {"a: 1": {"status": "checked"}}
-        out.write_text(json.dumps({"rows": rows}))
-        return "ok (0)"
-
-    monkeypatch.setattr(first_hour.Call, "run", run)
-    told = first_hour.smoke(first_hour.Call(tmp_path, time.time() + 60, False)).split("; ")
-    assert told == [
-        "10 rows, 0 red or failed",
-        "no rows of norms bfloat16: its process ended with status 1",
-        "no rows of blocks float16: ok (0)",
+def test_a_command_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
+    python = [sys.executable, "-S", "-c"]
+    chosen = [
+        first_hour.Stage("absent", 20, [["no-such-tool"]]),
+        first_hour.Stage("hangs", 0.3, [["sleep", "99"]]),
+        first_hour.Stage("a/b", 20, [[*python, "import os; os.abort()"], ["echo", "one\nlast, {left} s"]], at_a_time=2),
+        first_hour.Stage("variables", 20, [["printenv", "OWN"]], variables={"OWN": "its own"}),
     ]
+    first_hour.perform(chosen, time.time() + 60, tmp_path, {"PATH": os.environ["PATH"]})
+    stages = json.loads((tmp_path / "summary.json").read_text())["stages"]
+    told = {name: stage["results"] for name, stage in stages.items()}
+    assert told.pop("absent")[0].startswith("FileNotFoundError")
+    assert told == {
+        "hangs": ["the time was over: "], "a/b": ["its process ended with status -6: ", "ok: last, 4 s"],
+        "variables": ["ok: its own"],
+    }  # fmt: skip
+    assert (tmp_path / "a_b1.log").read_text() == "one\nlast, 4 s\n"
+    late = first_hour.perform([first_hour.Stage("late", 20, [["true"]])], 0.0, tmp_path, {})
+    assert late["late"]["results"] == ["no time was left"]
+
+
+def test_commands_take_the_options_that_they_are_given(tmp_path: Path) -> None:
+    """Each script of the calls reads its own: with --help behind them it only parses."""
+    scripts = {
+        tuple(str(part).format(left=9) for part in [*command[1:], "--help"])
+        for call in first_hour.SECONDS
+        for stage in map(first_hour.rehearsed, first_hour.stages(call, tmp_path))
+        for command in stage.commands
+        if "pytest" not in command and not stage.name.startswith("smoke")
+    }
+    assert len(scripts) == 5
+    for command in scripts:
+        done = Script(*command, folder=tmp_path, bare=True).done()
+        assert done.returncode == 0, done.stderr
 
 
 def test_counters_are_of_our_kernels() -> None:

@@ -11,15 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 import plain
-from compile_rows import ROOMS
 from gpu import blocks
 from gpu.case import fewest_bytes
 from gpu.launched import as_on_an_h200, of_block, of_row
+from gpu.rows import OF_KERNELS
 from gpu.sizes import MAIN, MODELS, real
 
 # A CPU's, since torch without CUDA cannot even slice those of a GPU.
 SIZES = dataclasses.replace(real(), device=torch.device("cpu"))
-CASES = [case for room in ROOMS for case in room.cases(SIZES) if case.group != "host"]
+CASES = [case for room in OF_KERNELS for case in room.cases(SIZES) if case.group != "host"]
 
 
 @pytest.mark.parametrize("group", sorted({case.group for case in CASES}))

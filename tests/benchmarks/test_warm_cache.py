@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import compile_rows
 import pytest
 import torch
 import warm_cache
@@ -27,7 +26,7 @@ def test_a_launch_finds_the_kernel_that_was_packed(
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     assert warm_cache.unpack() == 1
     (case,) = [case for case in rows.cases(tiny(torch.bfloat16)) if case.key == "activation forward: silu 16 x 24"]
-    monkeypatch.setattr(compile_rows, "launches", lambda *_: [(case.key, one) for one in of_row(case)] * 2)
+    monkeypatch.setattr(warm_cache, "launches", lambda *_: [(case.key, one) for one in of_row(case)] * 2)
     assert warm_cache.pack("", 60) == 0
     assert "1 kernels, 0 failed, " in capsys.readouterr().out
     shutil.rmtree(tmp_path / "cache")
@@ -43,6 +42,6 @@ def test_a_launch_finds_the_kernel_that_was_packed(
 def test_a_pack_that_the_budget_cut_off_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compile_rows, "launches", lambda *_: [("a row", None)])
+    monkeypatch.setattr(warm_cache, "work", lambda *_: [("a row", lambda: None)])
     assert warm_cache.fill("", -1.0) == (0, 1)
     assert "a row: the budget was over" in capsys.readouterr().out
