@@ -1,19 +1,15 @@
-"""CPU time of training steps beside eager torch, paired: one thread, all sides of a row in one process.
+"""CPU time of training steps beside eager torch, and bytes that layers of converted models save.
 
-A row names what is measured, how the eager side is made and how its variants are. The sides of a row take turns, and
-each round gives one ratio for each variant: medians and quartiles of these are printed and written to
-`results/cpu.json`, those of experts to `results/cpu_experts.json`. Times are those of the thread, which other processes
-do not add to.
+A row makes a step for each of its sides, with the same weights and inputs, all in one process. Writes
+`results/cpu.json`, those of experts into `results/cpu_experts.json` and those of converted models into
+`results/convert.json`, each where all rows of it were measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import math
-import statistics
-import time
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,194 +17,93 @@ import hugging
 import plain
 import torch
 from bench_host import pair
+from gpu.case import counted
+from paired import Step, Times, paired, step_of
 from record import write
-from torch import Tensor, nn
+from torch import nn
 
 import seqfuse as sf
 
 ROUNDS = 25
 ROUND_SECONDS = 0.04
-
-
-def _vocabulary(width: int) -> int:
-    return 4 * width if width > 64 else 32
-
-
-Build = Callable[[int, float], nn.Module]
-Step = Callable[[], Any]
-"""One training step, or what is measured in its place."""
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "eager": lambda model: None,
+    "default": sf.convert,
+    "fast": functools.partial(sf.convert, memory="fast"),
+    "lean": functools.partial(sf.convert, memory="lean"),
+    "Dynamo alone": lambda model: model.compile(backend="eager"),  # which runs eager's calls
+}
+MODELS = {"GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}
+CONVERTED = {"Llama": "LlamaModel", "GPT-2": "GPT2Model", "BERT": "BertModel"}
 
 
 class Row(NamedTuple):
-    """What is compared: `eager()` and each of `variants` make a step, with the same weights and inputs."""
+    """What is compared: each of the sides, of which `eager` is the first, makes a step."""
 
     name: str
-    eager: Callable[[], Step]
-    variants: Mapping[str, Callable[[], Step]]
+    sides: Mapping[str, Callable[[], Step]]
+
+    def times(self, rounds: int = ROUNDS, seconds: float = ROUND_SECONDS) -> dict[str, Times]:
+        torch._dynamo.reset()
+        return paired({name: make() for name, make in self.sides.items()}, rounds, seconds)
 
 
-class Measured(NamedTuple):
-    """Microseconds of a step, and of the ratios to eager the median and the quartiles."""
-
-    microseconds: float
-    ratio: float
-    low: float
-    high: float
+def of_sides(name: str, make: Callable[[str], Step], *sides: str) -> Row:
+    return Row(name, {side: functools.partial(make, side) for side in ("eager", *sides)})
 
 
-def measure(row: Row, rounds: int = ROUNDS, seconds: float = ROUND_SECONDS) -> dict[str, Measured]:
-    """Time the sides of a row in turn, each for about `seconds` in a round; the first side of a round changes."""
-    torch._dynamo.reset()
-    sides = {"eager": row.eager(), **{name: make() for name, make in row.variants.items()}}
-    steps = {name: _steps(run, seconds) for name, run in sides.items()}
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    order = list(sides)
-    for _ in range(rounds):
-        for name in order:
-            times[name].append(_timed(sides[name], steps[name]))
-        order.append(order.pop(0))
-        gc.collect()  # here, so that no side pays for the garbage of another
-    found: dict[str, Measured] = {}
-    for name, own in times.items():
-        low, middle, high = statistics.quantiles([t / e for t, e in zip(own, times["eager"], strict=True)], n=4)
-        found[name] = Measured(statistics.median(own) * 1e6, middle, low, high)
-    return found
+def language_model(name: str, width: int, tokens: int, dropout: float = 0.0, attention: float | None = None) -> Row:
+    """A model of Hugging Face with its loss, converted; with dropout of attention eager takes another kernel."""
 
+    def make(side: str) -> Step:
+        torch.manual_seed(0)
+        vocabulary = 4 * width if width > 64 else 32
+        dropouts = (dropout, dropout, attention or 0.0) if name == "GPT-2" else (dropout,)
+        model = hugging.model(MODELS[name], width, 2, 1024, vocabulary=vocabulary, dropouts=dropouts).train()
+        CHANGES[side](model)
+        ids = torch.arange(tokens).reshape(1, tokens) % vocabulary
+        return step_of(lambda: model(input_ids=ids, labels=ids).loss, clears=model.parameters())
 
-def _steps(run: Step, seconds: float) -> int:
-    for _ in range(10):  # plans, generated code, tables of Dynamo
-        run()
-    return max(1, math.ceil(seconds / max(_timed(run, 3), 1e-7)))
-
-
-def _timed(run: Step, steps: int) -> float:
-    """Seconds of a step."""
-    gc.disable()
-    begun = time.thread_time()
-    for _ in range(steps):
-        run()
-    took = (time.thread_time() - begun) / steps
-    gc.enable()
-    return took
-
-
-def _gpt2(width: int, dropout: float) -> nn.Module:
-    dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout}  # with that of attention eager takes another kernel
-    return _with_loss("GPT2", "LMHeadModel", width, **dropouts)
-
-
-def _llama(width: int, dropout: float) -> nn.Module:
-    return _with_loss("Llama", "ForCausalLM", width, attention_dropout=dropout)
-
-
-def _as_it_comes(width: int, dropout: float) -> nn.Module:
-    return _with_loss("GPT2", "LMHeadModel", width, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
-
-
-def _with_loss(family: str, head: str, width: int, **more: Any) -> nn.Module:
-    return hugging.model(family, width, 2, positions=1024, head=head, vocabulary=_vocabulary(width), **more)
-
-
-MODELS: dict[str, Build] = {"GPT-2": _gpt2, "GPT-2 with dropout of attention, too": _as_it_comes, "Llama": _llama}
-
-
-def language_model_step(
-    name: str, change: Callable[[nn.Module], object], width: int, tokens: int, dropout: float = 0.0
-) -> Step:
-    """A training step of a model of Hugging Face with its loss, as `change` leaves it."""
-    torch.manual_seed(0)
-    model = MODELS[name](width, dropout).train()
-    change(model)
-    ids = torch.arange(tokens).reshape(1, tokens) % _vocabulary(width)
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad()
-
-    return step
-
-
-def _nothing(model: nn.Module) -> None:
-    """Eager torch."""
-
-
-def _dynamo(model: nn.Module) -> None:
-    model.compile(backend="eager")
-
-
-def _lean(model: nn.Module) -> None:
-    sf.convert(model, memory="lean")
-
-
-def language_model(name: str, width: int, tokens: int, dropout: float = 0.0) -> Row:
-    """A model of Hugging Face with a loss, converted; the last variant is Dynamo alone, which runs eager's calls."""
-
-    def make(change: Callable[[nn.Module], object]) -> Callable[[], Step]:
-        return lambda: language_model_step(name, change, width, tokens, dropout)
-
-    variants = {"default": make(sf.convert), "lean": make(_lean), "Dynamo alone": make(_dynamo)}
-    title = f"HF {name}, 2 layers of {width}, {tokens} tokens{_dropped(dropout)}"
-    return Row(title, make(_nothing), variants)
+    title = f"HF {name}{' with dropout of attention, too' if attention else ''}, 2 layers of {width}, {tokens} tokens"
+    return of_sides(title + _dropped(dropout), make, "default", "lean", "Dynamo alone")
 
 
 def _dropped(p: float) -> str:
     return f", dropout {p}" if p else ""
 
 
-def _with_gradient(model: nn.Module, x: Tensor, g: Tensor) -> Step:
-    def step() -> None:
-        model(x).backward(g)
-
-    return step
+def _typed(dtype: torch.dtype) -> str:
+    return "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
 
 
 def sequential(operations: int) -> Row:
     """A `Sequential` of small operations at 4 x 16 beside `torch.nn.Sequential`."""
 
-    def make(side: int) -> Callable[[], Step]:
-        def made() -> Step:
-            *models, x, g = pair(operations)
-            return _with_gradient(models[side], x, g)
+    def make(side: str) -> Step:
+        mine, theirs, x, g = pair(operations)
+        return step_of(functools.partial(theirs if side == "eager" else mine, x), g)
 
-        return made
-
-    title = f"Sequential of {operations} operation{'s' * (operations > 1)}, 4 x 16"
-    return Row(title, make(1), {"default": make(0)})
+    return of_sides(f"Sequential of {operations} operation{'s' * (operations > 1)}, 4 x 16", make, "default")
 
 
 def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
     """A transformer layer made of operations beside the same in torch, eager and compiled by Inductor."""
+    without_onednn = "default, GEMMs of MKL"  # what fusions and attention gain by themselves
 
-    def make(memory: Any) -> Callable[[], Step]:
-        def made() -> Step:
-            torch.manual_seed(0)
-            eager = memory in (None, "compile")
-            model = plain.build("layer", spec) if eager else plain.fused("layer", spec)
-            if memory == "compile":
-                model.compile()
-            elif not eager:
-                model.memory = memory
-            x = torch.randn(1, tokens, spec.H, dtype=dtype, requires_grad=True)
-            return _with_gradient(model.to(dtype).train(), x, torch.randn(1, tokens, spec.H, dtype=dtype))
+    def make(side: str) -> Step:
+        torch.manual_seed(0)
+        model = (plain.build if side in ("eager", "torch.compile") else plain.fused)("layer", spec)
+        if side == "torch.compile":
+            model.compile()
+        elif side != "eager":
+            model.memory = "lean" if side == "lean" else "save"
+        x, g = (torch.randn(1, tokens, spec.H, dtype=dtype) for _ in range(2))
+        step = step_of(functools.partial(model.to(dtype).train(), x.requires_grad_()), g)
+        return torch.backends.mkldnn.flags(enabled=False)(step) if side == without_onednn else step
 
-        return made
-
-    title = f"{name} block of {spec.H}, {tokens} tokens{_dropped(spec.dropout)}"
-    title += "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
-    variants = {"default": make("save"), "lean": make("lean")}
-    if tokens >= 1024:
-        variants |= {"default, GEMMs of MKL": lambda: _by_mkl(variants["default"]()), "torch.compile": make("compile")}
-    return Row(title, make(None), variants)
-
-
-def _by_mkl(run: Step) -> Step:
-    """A step whose float32 GEMMs are those of eager torch: what fusions and attention gain by themselves."""
-
-    def step() -> None:
-        with torch.backends.mkldnn.flags(enabled=False):
-            run()
-
-    return step
+    more = (without_onednn, "torch.compile") if tokens >= 1024 else ()
+    title = f"{name} block of {spec.H}, {tokens} tokens{_dropped(spec.dropout)}{_typed(dtype)}"
+    return of_sides(title, make, "default", "lean", *more)
 
 
 def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
@@ -217,78 +112,115 @@ def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
     Eager is what Hugging Face takes by default, its grouped GEMMs.
     """
 
-    def make(change: Callable[[nn.Module], object], used: str = "grouped_mm") -> Callable[[], Step]:
-        def made() -> Step:
-            torch.manual_seed(0)
-            layer = hugging.experts(width, 2 * width, used).to(dtype).train()
-            change(layer)
-            x, g = (torch.randn(1, tokens, width, dtype=dtype) for _ in range(2))
-            x.requires_grad_()
+    def make(side: str) -> Step:
+        torch.manual_seed(0)
+        looped = side == "loop over experts"
+        layer = hugging.experts(width, 2 * width, "eager" if looped else "grouped_mm").to(dtype).train()
+        CHANGES["eager" if looped else side](layer)
+        x, g = (torch.randn(1, tokens, width, dtype=dtype) for _ in range(2))
+        return step_of(functools.partial(layer, x.requires_grad_()), g, [x, *layer.parameters()])
 
-            def step() -> None:
-                layer(x).backward(g)
-                layer.zero_grad()
-                x.grad = None
+    return of_sides(f"experts of {width}, {tokens} tokens{_typed(dtype)}", make, "default", "lean", "loop over experts")
 
-            return step
 
-        return made
+def converted(name: str, shape: tuple[int, int], width: int) -> Row:
+    """Two layers of a model of Hugging Face without a loss, where little but Python and dispatch costs anything."""
 
-    variants = {"default": make(sf.convert), "lean": make(_lean), "loop over experts": make(_nothing, "eager")}
-    kind = "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
-    return Row(f"experts of {width}, {tokens} tokens{kind}", make(_nothing), variants)
+    def make(side: str) -> Step:
+        torch.manual_seed(0)
+        tokens, model = torch.arange(shape[0] * shape[1]).reshape(shape) % 32, headless(name, 2, width)
+        CHANGES[side](model)
+        return step_of(lambda: model(input_ids=tokens).last_hidden_state.sum(), clears=model.parameters())
+
+    return of_sides(f"converted {name}, {shape[0]} x {shape[1]} tokens", make, "fast")
+
+
+def headless(name: str, layers: int, width: int = 64) -> nn.Module:
+    return hugging.model(CONVERTED[name], width, layers, 256 if name == "GPT-2" else 1024).train()
+
+
+def layer_bytes(name: str, memory: Any) -> int:
+    """What one layer more saves for backward, of a model as it is (`None`) or converted."""
+    tokens, totals = torch.arange(256).reshape(2, 128) % 32, list[int]()
+    for layers in (1, 2):
+        torch._dynamo.reset()
+        model = headless(name, layers)
+        if memory is not None:
+            sf.convert(model, memory=memory)
+        model(input_ids=tokens)
+        totals.append(counted(lambda model=model: model(input_ids=tokens), list(model.parameters())))
+    return totals[1] - totals[0]
 
 
 GPT = plain.Spec(256, 1024, 4, 4, 64, False)
 LLAMA = plain.Spec(256, 688, 4, 2, 64, True)
+DROPPED = dataclasses.replace(GPT, dropout=0.1)
 ROWS = (
     language_model("GPT-2", 64, 32),
     language_model("Llama", 64, 32),
     language_model("GPT-2", 64, 32, dropout=0.1),
-    language_model("GPT-2 with dropout of attention, too", 64, 32, dropout=0.1),
+    language_model("GPT-2", 64, 32, dropout=0.1, attention=0.1),
     sequential(1),
     sequential(6),
     block("GPT", GPT, 64),
-    block("GPT", dataclasses.replace(GPT, dropout=0.1), 64),
+    block("GPT", DROPPED, 64),
     block("Llama", LLAMA, 64),
     block("GPT", GPT, 1024),
-    block("GPT", dataclasses.replace(GPT, dropout=0.1), 1024),
+    block("GPT", DROPPED, 1024),
     block("Llama", LLAMA, 1024),
     language_model("GPT-2", 256, 512, dropout=0.1),
-    language_model("GPT-2 with dropout of attention, too", 256, 512, dropout=0.1),
+    language_model("GPT-2", 256, 512, dropout=0.1, attention=0.1),
     block("GPT", GPT, 256, torch.bfloat16),
     block("Llama", LLAMA, 256, torch.bfloat16),
 )
-
 EXPERTS = (
     *(experts(width, tokens) for width in (64, 256) for tokens in (64, 512, 1024, 2048)),
     experts(64, 1024, torch.bfloat16),
     experts(256, 1024, torch.bfloat16),
 )
-FILES = {"cpu": ROWS, "cpu_experts": EXPERTS}
+CONVERSIONS = (*(converted(name, (2, 16), 16) for name in CONVERTED), converted("Llama", (1, 1024), 128))
+FILES = {"cpu": ROWS, "cpu_experts": EXPERTS, "convert": CONVERSIONS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("only", nargs="*", help="words that a row's name contains, one of them; all rows by default")
+    parser.add_argument("--files", nargs="*", default=[*FILES], choices=[*FILES], help="of which files")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name, rows in FILES.items():
-        chosen = [row for row in rows if not options.only or any(word in row.name for word in options.only)]
-        found = [_found(row, options.rounds) for row in chosen]
-        if chosen == [*rows]:
-            print(f"wrote {write(name, {'rounds': options.rounds, 'rows': found}).name}")
+    for file in options.files:
+        chosen = [row for row in FILES[file] if not options.only or any(word in row.name for word in options.only)]
+        found = {row.name: measured(row, options.rounds) for row in chosen}
+        if len(found) == len(FILES[file]):
+            rows = bytes_of(found) if file == "convert" else [{"name": name, **row} for name, row in found.items()]
+            print(f"wrote {write(file, {'rounds': options.rounds, 'rows': rows}).name}")
 
 
-def _found(row: Row, rounds: int) -> dict[str, Any]:
+def measured(row: Row, rounds: int) -> dict[str, Any]:
     """Measure a row, print it, and return what is written of it."""
-    sides = measure(row, rounds)
-    eager = sides.pop("eager")
-    print(f"{row.name}: eager {eager.microseconds:,.0f} us", flush=True)
+    sides = {
+        name: {"microseconds": t.seconds * 1e6, "ratio": t.ratio, "low": t.low, "high": t.high}
+        for name, t in row.times(rounds).items()
+    }
+    eager = sides.pop("eager")["microseconds"]
+    print(f"{row.name}: eager {eager:,.0f} us", flush=True)
     for name, m in sides.items():
-        print(f"  {name:<14} {m.ratio:.3f} [{m.low:.3f}, {m.high:.3f}] {m.microseconds:,.0f} us", flush=True)
-    return {"name": row.name, "eager": eager.microseconds, "sides": {name: m._asdict() for name, m in sides.items()}}
+        print(
+            f"  {name:<14} {m['ratio']:.3f} [{m['low']:.3f}, {m['high']:.3f}] {m['microseconds']:,.0f} us", flush=True
+        )
+    return {"eager": eager, "sides": sides}
+
+
+def bytes_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is written of converted models: bytes that a layer saves, and what a step takes."""
+    rows: list[dict[str, Any]] = []
+    for name in CONVERTED:
+        steps = [row["sides"]["fast"] for key, row in found.items() if key.startswith(f"converted {name},")]
+        kept = {memory: layer_bytes(name, memory) for memory in ("save", "balanced", "lean")}
+        row = {"model": name, "eager": layer_bytes(name, None), "kept": kept}
+        rows.append({**row, **dict(zip(("step", "long"), steps, strict=False))})
+        print(rows[-1], flush=True)
+    return rows
 
 
 if __name__ == "__main__":

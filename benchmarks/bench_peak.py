@@ -1,68 +1,116 @@
-"""A training step as it is, converted, and with activation checkpointing: bytes saved, peak memory, and CPU time.
+"""Training steps as they are, converted, checkpointed and compiled: peak memory, bytes saved, and CPU time.
 
-A step of a small Llama of Hugging Face is forward, backward and AdamW, on one thread of a CPU. Memory is measured in a
-process of its own for each side: the resident set of a process that returns each tensor to the system when it is freed,
-before a step that comes after some others, and its peak in that step. Time is measured in one process, where sides take
-turns; ratios are medians of pairs of one round. Writes `results/peak.json`; with AVX-512, where float32 GEMMs are other
-ones, `results/peak_avx512.json`.
+`peak` is a step of a small Llama of Hugging Face with AdamW, `front` one without, also of a GPT with dropout, at many
+budgets of memory. Memory is measured in a process of its own for each side: the resident set of a process that returns
+each tensor to the system when it is freed, before a step that comes after some others, and its peak in that step. Time
+is measured in one process, where sides take turns, and for each side of torch.compile in its own, beside eager; a side
+that does not run here is left out. Writes `results/peak.json`, with AVX-512, where float32 GEMMs are other ones,
+`results/peak_avx512.json`; and `results/front.json`.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import functools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import hugging
+import plain
 import torch
-from bench_convert import llama, saved
+import torch._functorch.config as functorch
+from gpu.case import counted
+from paired import Step, paired
 from record import ROOT, write
+from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import seqfuse as sf
 
-LAYERS, WIDTH, TOKENS, ROUNDS = 4, 256, (2, 1024), 20
-# What each side is converted with, if it is, and whether its layers are checkpointed.
-SIDES: dict[str, tuple[Any, bool]] = {
-    "eager": (None, False),
-    "eager, checkpointed": (None, True),
-    "save": ("save", False),
-    "balanced": ("balanced", False),
-    "lean": ("lean", False),
-    "least": ("least", False),
-    "lean, checkpointed": ("lean", True),
-}
+LAYERS, WIDTH, VOCABULARY, LENGTH = 4, 256, 32, 1024
+BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
+COMPILED = "compile 0.5", "compile 0.2", "compile 0"  # by its activation_memory_budget
+ATEN = torch.ops.aten
+DEAR: list[Any] = [ATEN.mm.default, ATEN.addmm.default, ATEN._scaled_dot_product_flash_attention_for_cpu.default]
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, DEAR)
+"""What selective checkpointing saves: results of GEMMs and attention."""
 
 
-def training(side: str) -> tuple[Any, Callable[[], None]]:
-    """A model of one side, and a step of its training, of which it has made two."""
-    memory, checkpointed = SIDES[side]
+class Study(NamedTuple):
+    """Sides of some models, on sequences of 1,024 tokens."""
+
+    models: tuple[str, ...]
+    sides: tuple[str, ...]
+    rows: int
+    adamw: bool
+
+
+STUDIES = {
+    "peak": Study(
+        ("Llama",), ("eager", "eager, checkpointed", "save", "balanced", "lean", "least", "lean, checkpointed"), 2, True
+    ),
+    "front": Study(
+        ("Llama", "GPT"),
+        ("eager", "checkpointed", "selective", "fast", "balanced", "lean", *map(str, BUDGETS), "least", *COMPILED),
+        12, False,
+    ),
+}  # fmt: skip
+
+
+class GPT(nn.Sequential):
+    """A GPT of pre-norm blocks with dropout 0.1, as one writes it in torch."""
+
+    def __init__(self) -> None:
+        layers = plain.build("stack", plain.Spec(WIDTH, 4 * WIDTH, 4, 4, WIDTH // 4, False, 0.1), layers=LAYERS)
+        super().__init__(nn.Embedding(VOCABULARY, WIDTH), layers)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any) -> None:
+        """As models of Hugging Face do it."""
+        self[1].checkpoint(**gradient_checkpointing_kwargs)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, Step, Step]:
+    """A model of one side, its forward pass, and a step of its training, of which it has made two."""
     torch.manual_seed(0)
-    model: Any = llama(LAYERS, WIDTH).train()
-    if checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if memory is not None:
-        sf.convert(model, memory=memory)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    made: Any = GPT() if model == "GPT" else hugging.model("LlamaModel", WIDTH, LAYERS, 2048)
+    made.train()
+    tokens, run = torch.arange(rows * LENGTH).reshape(rows, LENGTH) % VOCABULARY, made
+    memory = side.removesuffix(", checkpointed")
+    if "checkpointed" in side or side == "selective":
+        of = {"context_fn": SELECTIVE} if side == "selective" else {}
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **of})
+    if side.startswith("compile"):
+        functorch.activation_memory_budget = float(side.partition(" ")[2])
+        run = torch.compile(made)
+    elif memory not in ("eager", "checkpointed", "selective"):
+        sf.convert(made, memory=sf.Budget(part=float(memory)) if memory[0].isdigit() else memory)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4) if adamw else None
+
+    def forward() -> Any:
+        out = run(input_ids=tokens)
+        return out if isinstance(out, Tensor) else out.last_hidden_state
 
     def step() -> None:
-        model(input_ids=tokens()).last_hidden_state.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        forward().sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+        made.zero_grad()
 
     for _ in range(2):  # the first captures, compiles, and makes what the optimizer keeps
         step()
-    return model, step
-
-
-def tokens() -> torch.Tensor:
-    return torch.arange(TOKENS[0] * TOKENS[1]).reshape(TOKENS) % 32
+    return made, forward, step
 
 
 def resident(of: str) -> int:
@@ -71,67 +119,71 @@ def resident(of: str) -> int:
     return int(kilobytes) * 1024
 
 
-def bytes_of(side: str) -> dict[str, int]:
-    """Bytes of one side, in this process: resident before a step and at its peak, of parameters, and saved."""
-    torch.set_num_threads(1)
-    model, step = training(side)
+def bytes_of(model: nn.Module, forward: Step, step: Step) -> dict[str, int]:
+    """Bytes of this process: resident before a step and at its peak, of parameters, and saved."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
     before = resident("VmRSS")
     step()
-    peak = resident("VmHWM")
-    parameters = sum(p.nbytes for p in model.parameters())
-    return {"before": before, "peak": peak, "parameters": parameters, "saved": saved(model, tokens())}
+    peak, parameters = resident("VmHWM"), list(model.parameters())
+    saved = counted(forward, parameters)
+    return {"before": before, "peak": peak, "parameters": sum(p.nbytes for p in parameters), "saved": saved}
 
 
-def times() -> dict[str, dict[str, float]]:
-    """CPU time of a step of each side relative to that of the model as it is: median and quartiles."""
-    torch.set_num_threads(1)
-    steps = {side: training(side)[1] for side in SIDES}
-    found: dict[str, list[float]] = {side: [] for side in SIDES}
-    for turn in range(ROUNDS):
-        order = [*SIDES][turn % len(SIDES) :] + [*SIDES][: turn % len(SIDES)]
-        for side in order:
-            begun = time.process_time()
-            steps[side]()
-            found[side].append(time.process_time() - begun)
-    rows: dict[str, dict[str, float]] = {}
-    for side, own in found.items():
-        pairs = [mine / eager for mine, eager in zip(own, found["eager"], strict=True)]
-        low, middle, high = statistics.quantiles(pairs, n=4)
-        rows[side] = {"seconds": statistics.median(own), "ratio": middle, "low": low, "high": high}
-    return rows
-
-
-def alone(*arguments: str, script: str = __file__) -> Any:
-    """What a script measures with these arguments, in a process of its own."""
+def alone(what: str, *arguments: object) -> Any:
+    """What this script measures with these arguments in a process of its own; `None` where it fails."""
     # Freed tensors go back to the system at once where memory is measured, so that what is resident is what is in use.
-    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if arguments[0] == "bytes" else {}
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if what == "bytes" else {}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SEQFUSE_TUNE": "0", **returned}
-    command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, __file__, "--child", what, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE, text=True)
+    return None if done.returncode else json.loads(done.stdout.splitlines()[-1])
+
+
+def child(what: str, model: str, rows: str, adamw: str, rounds: str, *sides: str) -> Any:
+    made = {side: training(model, side, int(rows), adamw == "True") for side in sides}
+    if what == "bytes":
+        return bytes_of(*made[sides[0]])
+    steps = {side: step for side, (*_, step) in made.items()}
+    return {side: times._asdict() for side, times in paired(steps, int(rounds), warm=1).items()}
+
+
+def measured(study: Study, model: str, rows: int, rounds: int) -> list[dict[str, Any]]:
+    """The rows of a model."""
+    common = model, rows, study.adamw, rounds
+    memory = {side: found for side in study.sides if (found := alone("bytes", *common, side))}
+    together = [side for side in memory if not side.startswith("compile")]
+    times = alone("times", *common, *together)
+    for side in memory.keys() - times.keys():  # another budget would not compile the same code again
+        times |= {side: alone("times", *common, "eager", side)[side]}
+    for side, found in memory.items():
+        added = (found["peak"] - found["before"]) / (memory["eager"]["peak"] - memory["eager"]["before"])
+        print(f"{model}, {side}: {added:.2f} of eager's peak, {times[side]['ratio']:.2f} of its time", flush=True)
+    return [{"model": model, "side": side, **found, "step": times[side]} for side, found in memory.items()]
 
 
 def main() -> None:
-    rows: list[dict[str, Any]] = []
-    for side in SIDES:
-        rows.append({"side": side, **alone("bytes", side)})
-        sizes = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in rows[-1].items() if name != "side")
-        print(f"{side}: {sizes}", flush=True)
-    measured = alone("times")
-    for row in rows:
-        row["step"] = measured[row["side"]]
-        print(f"{row['side']}: {row['step']['ratio']:.2f} of eager's CPU time", flush=True)
-    name = "peak_avx512" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "peak"
-    print(write(name, {"layers": LAYERS, "width": WIDTH, "tokens": [*TOKENS], "rounds": ROUNDS, "rows": rows}))
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("studies", nargs="*", help="peak, front; both by default")
+    parser.add_argument("--rows", type=int, help="sequences of 1,024 tokens")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(*options.child)))
+        return
+    for name in options.studies or STUDIES:
+        study = STUDIES[name]
+        rows = options.rows or study.rows
+        found = [row for model in study.models for row in measured(study, model, rows, options.rounds)]
+        if name == "front":
+            for row in found:
+                row["peak"] -= row.pop("before")
+        elif torch.backends.cpu.get_cpu_capability() == "AVX512":
+            name += "_avx512"
+        sizes = {"layers": LAYERS, "width": WIDTH, "tokens": [rows, LENGTH], "rounds": options.rounds}
+        print(write(name, {**sizes, "rows": found}))
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["bytes", side]:
-            print(json.dumps(bytes_of(side)))
-        case ["times"]:
-            print(json.dumps(times()))
-        case _:
-            main()
+    main()

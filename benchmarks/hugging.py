@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
 from torch import nn
 
 USUAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
-NAMES: dict[str, tuple[str, ...]] = {
-    "Llama": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-              "max_position_embeddings"),
-    "GPT2": ("n_embd", "n_layer", "n_head", "n_inner", "n_positions"),
-    "Bert": ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-             "max_position_embeddings"),
-}  # fmt: skip
-DROPOUTS = {
-    "Llama": ("attention_dropout",),
-    "GPT2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-    "Bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+# The names of width, layers, heads, width inside and positions, and of dropouts.
+NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "Llama": (NAMES, ("attention_dropout",)),
+    "GPT2": (("n_embd", "n_layer", "n_head", "n_inner", "n_positions"), ("resid_pdrop", "embd_pdrop", "attn_pdrop")),
+    "Bert": (NAMES, ("hidden_dropout_prob", "attention_probs_dropout_prob")),
 }
 
 
 def model(
-    family: str, width: int, layers: int, heads: int = 4, hidden: int | None = None, positions: int = 2048,
-    head: str = "Model", vocabulary: int = 32, **more: Any,
+    name: str, width: int, layers: int, positions: int, heads: int = 4, hidden: int | None = None, vocabulary: int = 32,
+    dropouts: Sequence[float] = (0.0, 0.0, 0.0), **more: Any,
 ) -> nn.Module:  # fmt: skip
-    """A model, or with `head="ForCausalLM"` and the like one with a head; `more` is of its configuration."""
-    sizes = (width, layers, heads, hidden or width * (7 if family == "Llama" else 8) // 2, positions)
-    given = dict(zip(NAMES[family], sizes, strict=True)) | dict.fromkeys(DROPOUTS[family], 0.0)
+    """A model by the name of its class; `more` is of its configuration."""
+    family = next(family for family in FAMILIES if name.startswith(family))
+    sizes, rates = FAMILIES[family]
+    numbers = (width, layers, heads, hidden or width * (7 if family == "Llama" else 8) // 2, positions)
+    given = dict(zip(sizes, numbers, strict=True)) | dict(zip(rates, dropouts, strict=False))
     given |= {"num_key_value_heads": 2} if family == "Llama" else {}
     config = getattr(transformers, f"{family}Config")(vocab_size=vocabulary, **USUAL, **given | more)
     how = {"add_pooling_layer": False} if family == "Bert" else {}
-    return getattr(transformers, f"{family}{head}")(config, **how)
+    return getattr(transformers, name)(config, **how)
 
 
 def experts(width: int, hidden: int, used: str) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,22 @@ class Block(nn.Module):
         return x + (F.dropout(y, self.p, self.training) if self.p else y)
 
 
+class Stack(nn.Sequential):
+    """Layers and a last norm; `checkpoint` makes each layer run again in the backward pass."""
+
+    run: Callable[..., Tensor] = staticmethod(lambda layer, x: layer(x))
+
+    def checkpoint(self, **how: Any) -> Stack:
+        self.run = functools.partial(checkpoint, **how)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        *layers, norm = self.children()
+        for one in layers:
+            x = self.run(one, x)
+        return norm(x)
+
+
 def angles(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position and pair, [S, D / 2], made anew as Hugging Face's layers do per forward."""
     compute = torch.promote_types(like.dtype, torch.float32)
@@ -150,15 +168,13 @@ def build(what: str, spec: Spec, functions: Functions | None = None, layers: int
             return layer(spec, own, made)
         case "stack":
             parts = OrderedDict((str(i), layer(spec, own, made)) for i in range(layers))
-            return nn.Sequential(OrderedDict([*parts.items(), ("norm", Norm(spec, own, made))]))
+            return Stack(OrderedDict([*parts.items(), ("norm", Norm(spec, own, made))]))
         case _:
             raise ValueError(f"there is no {what}")
 
 
 def fused(what: str, spec: Spec, layers: int = 1, fusions: Any = None, **made: Any) -> Any:
     """The same made of operations, with the same keys."""
-    import functools
-
     import seqfuse as sf
     from seqfuse import ops
 

@@ -53,7 +53,7 @@ SAID = {
 
 
 def counts(make: str) -> dict[str, Any]:
-    """Launches and bytes of a layer, as benchmarks/bench_layer_counts.py wrote them."""
+    """Launches and bytes of a layer, as benchmarks/bench_counts.py wrote them."""
     rows = json.loads((RESULTS / "layer_counts.json").read_text())["rows"]
     (row,) = (row for row in rows if row["make"] == make)
     return row
@@ -234,7 +234,7 @@ def segments(narrow: bool = False) -> str:
 
 
 def memory(narrow: bool = False) -> str:
-    """Bytes saved by feed-forward blocks: eager torch and the choices, as benchmarks/bench_memory.py counted them."""
+    """Bytes saved by feed-forward blocks: eager torch and the choices, as benchmarks/bench_counts.py counted them."""
     rows = json.loads((RESULTS / "memory.json").read_text())["memory"]
     shown = {"llama3-8b": "Llama 3 8B", "gpt2-xl": "GPT-2 XL"}
     names = {"eager": ("PyTorch, eager", "torch")}
@@ -272,7 +272,7 @@ def memory(narrow: bool = False) -> str:
 
 
 def front(narrow: bool = False) -> str:
-    """Time over peak of a step of Llama: ours, checkpointing, torch.compile, as benchmarks/bench_front.py measured."""
+    """Time over peak of a step of Llama: ours, checkpointing, torch.compile, as benchmarks/bench_peak.py measured."""
     found = json.loads((RESULTS / "front.json").read_text())
     rows = {row["side"]: row for row in found["rows"] if row["model"] == "Llama"}
     eager = rows["eager"]["peak"]

@@ -50,10 +50,14 @@ class Models:
         return self.with_weights_of_ours(made)
 
     @functools.cached_property
-    def torch(self) -> nn.Module:
+    def torch(self) -> Any:
         return self.with_weights_of_ours(
             plain.build(self.what, self.spec, None, self.layers, **{**self.made, "device": "meta"})
         )
+
+    def checkpointed(self) -> nn.Module:
+        """Those of torch, of which each layer runs again in the backward pass."""
+        return copy.copy(self.torch).checkpoint(use_reentrant=False)
 
     @functools.cached_property
     def ligers(self) -> nn.Module:

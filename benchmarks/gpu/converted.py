@@ -50,9 +50,7 @@ class OfVectors(nn.Module):
 
 def build(family: str, model: Model, layers: int, length: int) -> nn.Module:
     more = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim} if family == "Llama" else {}
-    return hugging().model(
-        family, model.H, layers, model.heads, model.F, length, vocabulary=64, **more
-    )  # fmt: skip
+    return hugging().model(f"{family}Model", model.H, layers, length, model.heads, model.F, vocabulary=64, **more)
 
 
 @functools.cache

@@ -6,9 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
 import seqfuse as sf
 
 from .blocks import Models, drawn, flops, spec_of, trained, unfused
@@ -21,20 +18,6 @@ CHOICES: dict[str, Any] = {
     "seqfuse": "fast", "seqfuse balanced": "balanced", "seqfuse lean": "lean", "seqfuse 0.5": sf.Budget(part=0.5),
     "seqfuse 0.3": sf.Budget(part=0.3), "seqfuse least": "least",
 }  # fmt: skip
-
-
-class Checkpointed(nn.Module):
-    """The layers of a stack, each of which runs again in the backward pass."""
-
-    def __init__(self, stack: nn.Module) -> None:
-        super().__init__()
-        self.stack = stack
-
-    def forward(self, x: Tensor) -> Tensor:
-        *layers, norm = self.stack.children()
-        for layer in layers:
-            x = checkpoint(layer, x, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
-        return norm(x)
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
@@ -52,7 +35,7 @@ def _case(sizes: Sizes, model: Model, priority: int) -> Case:
     }
     contenders = {name: trained(make) for name, make in ours.items()}
     contenders["eager"] = trained(lambda: models.torch)
-    contenders["checkpointed"] = trained(functools.cache(lambda: Checkpointed(models.torch)))
+    contenders["checkpointed"] = trained(models.checkpointed)
     return Case(
         GROUP, f"{model.name} x {LAYERS} {rows}", sizes.dtype, make=drawn(sizes, model, "x", "dy"), rows=rows,
         contenders=contenders, checked_rows=min(rows, sizes.checked_rows), as_called=True, priority=priority,

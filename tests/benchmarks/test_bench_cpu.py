@@ -23,8 +23,8 @@ def test_a_ratio_is_of_two_sides_in_one_round(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(gc, "collect", int)  # of all that tests before have left: seconds, eight times
-    row = bench_cpu.Row("row", side("eager", 2.0), {"fast": side("fast", 1.0), "slow": side("slow", 3.0)})
-    found = bench_cpu.measure(row, rounds=8, seconds=2.0)
+    made = {name: side(name, took) for name, took in (("eager", 2.0), ("fast", 1.0), ("slow", 3.0))}
+    found = bench_cpu.Row("row", made).times(rounds=8, seconds=2.0)
     assert found["eager"].ratio == 1.0
     assert found["slow"].ratio == 1.5
     assert found["fast"].low <= 0.5 <= found["fast"].high

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 @pytest.mark.slow
 @pytest.mark.parametrize("at", range(6))
 def test_launches_are_what_is_counted_now(at: int) -> None:
-    bench: Any = pytest.importorskip("bench_layer_counts")
+    bench: Any = pytest.importorskip("bench_counts")
     found = json.loads((bench.ROOT / "benchmarks" / "results" / "layer_counts.json").read_text())
     row = found["rows"][at]
     with sf.fusing(unmeasured=False):
