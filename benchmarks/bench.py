@@ -21,6 +21,7 @@ PARTS = {
     "peak": ("bench_peak.py", "peak"),
     "front": ("bench_peak.py", "front"),
     "traffic": ("traffic.py",),
+    "trained": ("bench_trained.py",),
 }
 
 

@@ -38,7 +38,7 @@ ROOMS = {
     "norms": r"^(add \+ |dropout \+ add \+ )?norm",
     "pointwise": r"^(gated )?activation|^dact|^cross-entropy|^rope",
     "attention": r"^(attention (for|back)ward|decode)",
-    "blocks": r"block|layer|prefill|experts|converted|memory",
+    "blocks": r"block|layer|prefill|experts|converted|memory|recipes",
 }
 DTYPES = ("bfloat16", "float16", "float32")
 # Triton 3.6 compiles what launches a kernel by a C compiler, with Python.h: without them none runs.
@@ -113,7 +113,7 @@ def stages(call: str, out: Path) -> list[Stage]:
             Stage("profile", 60, [layer]),
             Stage("counters", 60, [[*counters, f"regex:{OURS}", *layer, "--once"]]),
         ]
-    recipes = python("bench_low_precision.py", "--budget", "{left}", "--out", out / "gpu_low_precision.json")
+    recipes = [*bench, "--only", "^recipes", "--out", out / "gpu_low_precision.json"]
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", 7, *tiny, "--dtype", "bfloat16"]
     checks = [
         [*memcheck, "--only", f"^{only}", "--out", out / "sanitizer.json", "--child", "9e9"] for only in SANITIZED

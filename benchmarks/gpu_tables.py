@@ -1,12 +1,44 @@
-"""All rows that a GPU measured, for docs/dev/benchmarks.md: blocks by row, kernels as a line each."""
+"""Tables of what a GPU measured."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from tables import Lines, Results, Rows, drawn, of_another_run, read, relative, starred, table, where, wrapped
+from tables import (
+    MIB,
+    Lines,
+    Results,
+    Rows,
+    drawn,
+    of_another_run,
+    read,
+    relative,
+    span,
+    starred,
+    table,
+    where,
+    wrapped,
+)
+
+PEERS = {"eager": "eager PyTorch", "compile": "`torch.compile`", "liger": "Liger", "quack": "quack"}
+PEERS_OF_ROWS = {"eager": "torch eager", "compile": "torch.compile", "liger": "Liger-Kernel", "quack": "quack"}
+OF_KERNELS = ("eager", "liger", "quack")
+OF_LAYERS = ("eager", "compile", "liger")
+STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")
+CONVERTED = "converted: forward + backward"
+EQUAL = 1.005
+ELSEWHERE = ("memory", "converted", "recipes")
+"""Groups of other tables than that of all rows."""
+WHY = {  # what a row wrote, and how a reader is told
+    r"fused differs from unfused out\[(\d+)\]: element: \\\|e_f\\\| ([\d.]+) > ([\d.]+) at .*": (
+        r"output \1 differs from the unfused result by \2 at one element, where \3 is allowed"
+    ),
+    r"results are ([\d.]+) from what they should be": r"results differ from the reference by \1",
+    "OutOfMemoryError: CUDA out of memory": "out of memory",
+}
 
 
 @drawn("gpu")
@@ -21,24 +53,22 @@ def gpu() -> Lines:
     there = [f"{name} {said}" for name, said in found["peers"].items() if "not installed" not in said]
     lines = [f"{where(found)} Peers: {', '.join(there).replace('liger', 'Liger-Kernel')}.{''.join(absent)}", ""]
     lines += [f"Measured in the same run: a copy of {ceilings['copy_TB_per_s']:.2f} TB/s; cuBLAS {rates}.", ""]
-    # docs/memory.md and docs/convert.md have tables of the other groups.
-    elsewhere = ("memory", "converted")
-    good = [row for row in rows.values() if row["status"] == "ok" and not row["group"].startswith(elsewhere)]
+    good = [row for row in rows.values() if row["status"] == "ok" and not row["group"].startswith(ELSEWHERE)]
     if another := of_another_run(good):
         lines += [wrapped(f"{another} Its ratios and its roofline are of that GPU."), ""]
-    by_group = {group: [row for row in good if row["group"] == group] for group in (r["group"] for r in good)}
-    for group, members in sorted(by_group.items()):
+    by_group = {group: [row for row in good if row["group"] == group] for group in sorted(r["group"] for r in good)}
+    for group, members in by_group.items():
         if "as_called" in members[0]:
             title = "tiny blocks, which wait for the CPU" if group == "host" else group
-            lines += [f"**{title[0].upper()}{title[1:]}**", "", *_group(sorted(members, key=_by_size))]
-    cells = [_range(of, members) for of, members in sorted(by_group.items()) if "as_called" not in members[0]]
-    head = ("kernel", "rows", "of roofline", *(f"time / {_NAMES[peer]}" for peer in _OF_KERNELS))
+            lines += [f"**{title[0].upper()}{title[1:]}**", "", *_group(members), ""]
+    cells = [_kernel(of, members) for of, members in by_group.items() if "as_called" not in members[0]]
+    head = ("kernel", "rows", "of roofline", *(f"time / {PEERS_OF_ROWS[peer]}" for peer in OF_KERNELS))
     lines += ["**Kernels**", "", *table(head, cells), ""]
     bad: dict[str, Lines] = {}
     for row in rows.values():
         if row["status"] in ("red", "failed"):
             why = " ".join(row["why"].split()).partition(". ")[0].replace("|", "\\|")[:200]
-            for said, plainly in _WHY.items():
+            for said, plainly in WHY.items():
                 why = re.sub(said, plainly, why)
             status = "wrong" if row["status"] == "red" else "failed"
             bad.setdefault(f"{row['group']}: {status}, {why}", []).append(row["name"])
@@ -52,29 +82,20 @@ def gpu() -> Lines:
     return lines[:-1]
 
 
-@drawn("gpu_profile", "gpu_profile")
-def profile(found: Results) -> Lines:
-    """What the kernels of a layer take, in eager torch and here, and what would be left of eager's time."""
-    cells: list[Lines] = []
-    times = {
-        (row["model"], row["of"]): [row[kind] for kind in ("GEMMs", "attention", "other")] for row in found["profile"]
-    }
-    for (model, of), parts in times.items():
-        whole, all_else = sum(times[model, "eager"]), times[model, "eager"][-1]
-        numbers = [f"{part / 1000:.2f}" for part in (*parts, sum(parts))]
-        left = f"{1 - all_else / whole:.2f}" if of == "eager" else ""
-        cells.append([model, _NAMES.get(of) or of, *numbers, f"{sum(parts) / whole:.2f}", left])
-    head = ("layer of", "", "GEMMs", "attention", "all else", "sum, ms", "/ torch eager", "without all else")
-    return [where(found), "", *table(head, sorted(cells), left=2)]
-
-
-_WHY = {  # what a row wrote, and how a reader is told
-    r"fused differs from unfused out\[(\d+)\]: element: \\\|e_f\\\| ([\d.]+) > ([\d.]+) at .*": (
-        r"output \1 differs from the unfused result by \2 at one element, where \3 is allowed"
-    ),
-    r"results are ([\d.]+) from what they should be": r"results differ from the reference by \1",
-    "OutOfMemoryError: CUDA out of memory": "out of memory",
-}
+def _group(rows: Rows) -> Lines:
+    """Blocks of a group: their times relative to peers, how near they are to the roofline, and what they save."""
+    cells: list[list[Any]] = []
+    for row in sorted(rows, key=_by_size):
+        kept = {of: counted["kept"] for of, counted in row.get("memory", {}).items() if counted["kept"]}
+        saved = kept["seqfuse"] / kept["eager"] if {"seqfuse", "eager"} <= kept.keys() else None
+        ratios = [_as_called(row, "seqfuse", peer) for peer in PEERS_OF_ROWS]
+        numbers = f"{row['times']['seqfuse']['median']:,.0f}", *ratios, round(row["fraction"]["seqfuse"], 2) or None
+        cells.append([starred(row, row["name"]), *numbers, saved, _as_called(row, "seqfuse lean", "seqfuse")])
+    peers = (f"/ {name}" for name in PEERS_OF_ROWS.values())
+    head = ["", "GPU time, µs", *peers, "of roofline", "saved / torch eager", "`lean` / `fast`"]
+    # Without the columns that have no number.
+    there = [i for i in range(len(head)) if any(row[i] is not None for row in cells)]
+    return table([head[i] for i in there], [[row[i] for i in there] for row in cells])
 
 
 def _by_size(row: dict[str, Any]) -> list[tuple[int, str]]:
@@ -82,61 +103,42 @@ def _by_size(row: dict[str, Any]) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", row["name"])]
 
 
-_NAMES = {"eager": "torch eager", "compile": "torch.compile", "liger": "Liger-Kernel", "quack": "quack"}
-_OF_KERNELS = ("eager", "liger", "quack")
-
-
-def _group(rows: Rows) -> Lines:
-    """Blocks of a group: their times relative to peers, how near they are to the roofline, and what they save."""
-    cells: list[Lines] = []
-    for row in rows:
-        sides = row["times"], row["as_called"]
-        ratios = [[relative(side, "seqfuse", peer) for side in sides] for peer in _NAMES]
-        lean = [relative(side, "seqfuse lean", "seqfuse") for side in sides]
-        bytes_of = {of: counted["kept"] for of, counted in row.get("memory", {}).items() if counted["kept"]}
-        both = {"seqfuse", "eager"} <= bytes_of.keys()
-        saved = f"{bytes_of['seqfuse'] / bytes_of['eager']:.2f}" if both else "-"
-        numbers = f"{row['times']['seqfuse']['median']:,.0f}", *map(_as_called, ratios)
-        cells.append(
-            [
-                starred(row, row["name"]),
-                *numbers,
-                f"{row['fraction']['seqfuse']:.2f}",
-                saved,
-                _as_called(lean),
-            ]
-        )
-    peers = [f"/ {name}" for name in _NAMES.values()]
-    head = ("", "GPU time, µs", *peers, "of roofline", "saved / torch eager", "`lean` / `fast`")
-    return [*table(*_filled(head, cells)), ""]
-
-
-def _filled(head: tuple[str, ...], rows: list[Lines]) -> tuple[Lines, list[Lines]]:
-    """A table without the columns that have no number."""
-    at = [i for i in range(len(head)) if {row[i] for row in rows} - {"-", "0.00"}]
-    return [head[i] for i in at], [[row[i] for i in at] for row in rows]
-
-
-def _as_called(ratios: Lines) -> str:
+def _as_called(row: dict[str, Any], side: str, than: str) -> str | None:
     """The ratio on the device, and in brackets that of the calls."""
-    return ratios[0] if ratios[0] == "-" else f"{ratios[0]} ({ratios[1]})"
+    ratios = [relative(row[times], side, than) for times in ("times", "as_called")]
+    return None if None in ratios else "{:.2f} ({:.2f})".format(*ratios)
 
 
-def _range(group: str, rows: Rows) -> Lines:
+def _kernel(group: str, rows: Rows) -> list[Any]:
     """The rows of a kernel in one line: the range of each number, and the slowest row by name."""
-    reached = [f"{edge(row['fraction']['seqfuse'] for row in rows):.2f}" for edge in (min, max)]
     other = sum("commit" in row for row in rows)
     count = f"{len(rows)}, {other}*" if 0 < other < len(rows) else f"{len(rows)}{'*' * (other > 0)}"
-    cells = [group, count, " to ".join(dict.fromkeys(reached))]
-    for peer in _OF_KERNELS:
+    cells = [group, count, span(row["fraction"]["seqfuse"] for row in rows)]
+    for peer in OF_KERNELS:
         measured = [row for row in rows if peer in row["times"]]
-        found = sorted((float(relative(r["times"], "seqfuse", peer)), starred(r, r["name"])) for r in measured)
-        span = [*dict.fromkeys(f"{ratio:.2f}" for ratio, _ in found[:: max(1, len(found) - 1)])]
-        cells.append(f"{' to '.join(span)} ({found[-1][1]})" if len(span) > 1 else "".join(span) or "-")
+        found = {starred(r, r["name"]): round(relative(r["times"], "seqfuse", peer) or 0, 2) for r in measured}
+        said = span(found.values()) if found else "-"
+        slowest = max(found.items(), key=lambda entry: entry[::-1])[0] if found else ""
+        cells.append(f"{said} ({slowest})" if " to " in said else said)
     return cells
 
 
-_EXPERTS = {
+@drawn("gpu_profile", "gpu_profile")
+def profile(found: Results) -> Lines:
+    """What the kernels of a layer take, in eager torch and here, and what would be left of eager's time."""
+    kinds = ("GEMMs", "attention", "other")
+    times = {(row["model"], row["of"]): [row[kind] for kind in kinds] for row in found["profile"]}
+    cells: list[list[Any]] = []
+    for (model, of), parts in times.items():
+        *_, all_else = eager = times[model, "eager"]
+        numbers = [part / 1000 for part in (*parts, sum(parts))]
+        left = 1 - all_else / sum(eager) if of == "eager" else ""
+        cells.append([model, PEERS_OF_ROWS.get(of, of), *numbers, sum(parts) / sum(eager), left])
+    head = ("layer of", "", "GEMMs", "attention", "all else", "sum, ms", "/ torch eager", "without all else")
+    return [where(found), "", *table(head, sorted(cells, key=lambda row: row[:2]), left=2)]
+
+
+EXPERTS = {
     "eager": "Hugging Face, a loop over experts",
     "grouped_mm": "Hugging Face, grouped GEMMs",
     "loop": "a loop written by hand",
@@ -149,21 +151,209 @@ _EXPERTS = {
 def experts(found: Results) -> Lines:
     """Milliseconds of the experts of a mixture by each implementation, on the device and as called."""
     lines: Lines = [where(found)]
-    for row in found["rows"].values():
-        if row["group"] == "experts" and row["status"] == "ok":
-            shape, called = row["shape"], row["as_called"]
-            sizes = f"{shape['experts']} experts of {shape['H']:,} x {shape['F']:,}, {shape['M']:,} tokens, bfloat16"
-            cells = [
-                [name, f"{row['times'][side]['median'] / 1000:.1f}", relative(row["times"], side, "grouped_mm"),
-                 f"{called[side]['median'] / 1000:.1f}", relative(called, side, "grouped_mm")]
-                for side, name in _EXPERTS.items()
-            ]  # fmt: skip
-            head = (
-                f"{row['name'].split()[0]}, {sizes}",
-                "GPU, ms",
-                "/ grouped GEMMs",
-                "as called, ms",
-                "/ grouped GEMMs",
-            )
-            lines += ["", *table(head, cells)]
+    for row in _of(found, "experts"):
+        shape, clocks = row["shape"], (row["times"], row["as_called"])
+        sizes = f"{shape['experts']} experts of {shape['H']:,} x {shape['F']:,}, {shape['M']:,} tokens, bfloat16"
+        head = [f"{row['name'].split()[0]}, {sizes}"]
+        head += ["GPU, ms", "/ grouped GEMMs", "as called, ms", "/ grouped GEMMs"]
+        cells = [
+            [name, *(c for t in clocks for c in (f"{t[side]['median'] / 1000:.1f}", relative(t, side, "grouped_mm")))]
+            for side, name in EXPERTS.items()
+        ]
+        lines += ["", *table(head, cells)]
     return lines
+
+
+@drawn("slower_gpu", "gpu")
+def slower_gpu(found: Results) -> Lines:
+    """By group of rows and peer: how many lose, and the worst."""
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
+    for row in found["rows"].values():
+        times = row.get("as_called") or row.get("times") or {}
+        for peer, name in PEERS.items():
+            if row["status"] == "ok" and (ratio := relative(times, "seqfuse", peer)) and "recipes" not in row["group"]:
+                group = "a call of a tiny block" if row["group"] == "host" else row["group"]
+                ratios.setdefault((group, name), {})[starred(row, row["name"])] = ratio
+    cells: list[tuple[str, ...]] = []
+    for (group, name), of in ratios.items():
+        worst = max(of, key=of.__getitem__)
+        if of[worst] > EQUAL:
+            lost = sum(ratio > EQUAL for ratio in of.values())
+            cells.append((group, name, f"{lost} of {len(of)}", f"{of[worst]:.2f} ({worst})"))
+    lost = table(("what", "slower than", "rows", "worst: time / peer"), sorted(cells), left=2)
+    another = of_another_run(found["rows"].values())
+    return [*lost, *(["", another] if another else [])]
+
+
+@drawn("gpu_tune", "gpu_tune")
+def tuned(found: Results) -> Lines:
+    """What `sf.tune` measured on a GPU, by fusion."""
+    rows: dict[str, list[float]] = {}
+    for row in found["tune"]:
+        rows.setdefault(row["fusion"], []).append(row["fused_us"] / row["unfused_us"])
+    layers = sorted({row["model"] for row in found["tune"]})
+    tokens = " and ".join(sorted({f"{row['tokens']:,}" for row in found["tune"]}))
+    said = f"{found['about']['device']}, {tokens} tokens, layers of {', '.join(layers)}; training and inference."
+    cells = ((name, len(of), span(of)) for name, of in sorted(rows.items()))
+    return [*table(("fusion", "positions", "time fused / unfused"), cells), "", said]
+
+
+@drawn("steps", "gpu")
+def steps(found: Results) -> Lines:
+    """Blocks and layers of some models: time as it is called, with what the host takes, and on the device alone."""
+    rows = [(row["group"].partition(" forward")[0], row) for row in measured(found, *STEPS)]
+    converted = [("model of Hugging Face", row) for row in measured(found, CONVERTED)]
+    rows = sorted(rows, key=lambda entry: (entry[0], _step(entry[1])[0])) + converted
+    cells = [[group, *_step(row), relative(row["times"], "seqfuse", "eager")] for group, row in rows]
+    head = ("forward + backward of", "model", *(f"time / {PEERS[name]}" for name in OF_LAYERS), "GPU time / eager")
+    return [*table(head, cells, left=2), "", _how_steps(found, *STEPS)]
+
+
+@drawn("layer_steps", "gpu")
+def layer_steps(found: Results) -> Lines:
+    """What README.md shows of `steps`: whole layers of the last run, as they are called."""
+    head = ("forward + backward of a layer of", *(f"time / {PEERS[name]}" for name in OF_LAYERS))
+    layers, converted = (
+        sorted((_step(row) for row in measured(found, group) if "commit" not in row), key=lambda cells: cells[0])
+        for group in (STEPS[-1], CONVERTED)
+    )
+    return [*table(head, [*layers, *converted]), "", _how_steps(found)]
+
+
+def measured(found: Results, *groups: str) -> Iterator[dict[str, Any]]:
+    """The rows of some groups with 8,192 tokens."""
+    for row in found["rows"].values():
+        if row["group"] in groups and row["status"] == "ok" and row["shape"]["M"] == 8192:
+            yield row
+
+
+def _step(row: dict[str, Any]) -> list[Any]:
+    name = starred(row, row["shape"]["model"])
+    if row["group"] == CONVERTED:
+        name += f", {row['shape']['layers']} layers of Hugging Face, converted"
+    return [name, *(relative(row["as_called"], "seqfuse", peer) for peer in OF_LAYERS)]
+
+
+def _how_steps(found: Results, *groups: str) -> str:
+    return wrapped(f"""{found["about"]["device"]}, torch {found["about"]["torch"]}, bfloat16, 8,192 tokens, dropout 0.1
+        in the layers of GPTs, random data; medians of interleaved runs. Below 1.0 seqfuse is faster. A dash: no valid
+        result from that library. {of_another_run(measured(found, *groups))}""")
+
+
+def _of(found: Results, group: str) -> Rows:
+    return [row for row in found["rows"].values() if row["status"] == "ok" and group in row["group"]]
+
+
+def _model(row: dict[str, Any]) -> str:
+    shape = row["shape"]
+    return f"{shape['layers']} layers of `seqfuse.nn` with the sizes of {shape['model']}, {shape['M']:,} tokens"
+
+
+CHOICES = {
+    "eager": "eager PyTorch",
+    "checkpointed": "eager PyTorch, each layer checkpointed",
+    "seqfuse": '`memory="fast"`',
+    "seqfuse balanced": '`memory="balanced"`',
+    "seqfuse lean": '`memory="lean"`',
+    "seqfuse 0.5": "`sf.Budget(part=0.5)`",
+    "seqfuse 0.3": "`sf.Budget(part=0.3)`",
+    "seqfuse least": '`memory="least"`',
+}
+
+
+@drawn("gpu_memory", "gpu")
+def front(found: Results) -> Lines:
+    """Time against peak of layers, for each choice of memory: what torch counted, and what the plan says."""
+    rows, lines = _of(found, "memory"), [where(found), ""]
+    for row in rows:
+        peak, times = {side: of["peak"] for side, of in row["memory"].items()}, row["times"]
+        head = ("", "GPU time", "peak memory added by a step", "the plan's peak")
+        cells = [
+            [name, f"{times[side]['median'] / 1000:.1f} ms ({relative(times, side, 'eager'):.2f})",
+             f"{peak[side] / MIB:,.0f} MiB ({peak[side] / peak['eager']:.2f})",
+             f"{row['said'][side]['peak'] / MIB:,.0f} MiB" if side in row["said"] else ""]
+            for side, name in CHOICES.items() if side in times
+        ]  # fmt: skip
+        lines += [f"{_model(row)}; their parameters have {row['gradients'] / MIB:,.0f} MiB of gradients:", ""]
+        lines += [*table(head, cells), ""]
+    if not rows:
+        return []
+    saving = [(row, side) for row in rows for side in ("seqfuse balanced", "seqfuse lean") if side in row["said"]]
+    off = max(abs(row["said"][side]["peak"] / row["memory"][side]["peak"] - 1) for row, side in saving)
+    note = f"""bfloat16, forward and backward, as `torch.cuda.max_memory_allocated` counts; in brackets relative to
+        eager PyTorch. The planned peak excludes outputs and parameter gradients. Most parameter gradients arrive late
+        in the backward pass, when few activations are still allocated: with `"balanced"` and `"lean"` the planned peak
+        is within {100 * off:.1f} % of the measured one."""
+    return [*lines, wrapped(note)]
+
+
+@drawn("gpu_memory_summary", "gpu")
+def summary(found: Results) -> Lines:
+    """What README.md shows of `gpu_memory`: ratios alone."""
+    lines: Lines = []
+    for row in _of(found, "memory"):
+        peak = {side: of["peak"] for side, of in row["memory"].items()}
+        sides = ("eager", "checkpointed", "seqfuse lean", "seqfuse 0.5")
+        cells = [[CHOICES[s], relative(row["times"], s, "eager"), peak[s] / peak["eager"]] for s in sides]
+        head = f"{_model(row)}, same GPU, forward + backward", "GPU time", "peak added, with parameter gradients"
+        lines += [*table(head, cells), ""]
+    return lines[:-1]
+
+
+RECIPES = {
+    "eager": "eager PyTorch, bfloat16",
+    "compile": "`torch.compile`, bfloat16",
+    "seqfuse": "seqfuse, bfloat16",
+    "current": "`Float8CurrentScaling`",
+    "delayed": "`Float8DelayedScaling`",
+    "row": "`Float8RowScaling`",
+    "block": "`Float8BlockScaling`",
+    "by hand": "FP8 module of torch calls (current scaling), eager",
+    "by hand, compiled": "the same FP8 module, compiled",
+    "GEMMs alone": "only the three 8-bit GEMMs",
+}
+
+
+@drawn("gpu_low_precision", "gpu_low_precision")
+def low_precision(found: Results) -> Lines:
+    """Milliseconds of a forward and backward pass of feed-forward blocks by each recipe."""
+    return _recipes(found, "feed-forward")
+
+
+@drawn("gpu_low_precision_linear", "gpu_low_precision")
+def low_precision_linear(found: Results) -> Lines:
+    """The same of a `Linear`."""
+    return _recipes(found, "Linear")
+
+
+def _recipes(found: Results, of: str) -> Lines:
+    rows = {name.rpartition("backward: ")[2]: row for name, row in found["rows"].items() if of in name}
+    cells = [
+        [name, *(r["times"][side]["median"] / 1000 if side in r["times"] else "" for r in rows.values())]
+        for side, name in RECIPES.items()
+        if any(side in row["times"] for row in rows.values())
+    ]
+    names = (n.replace(" feed-forward block, 8192", "").replace("compiled by hand", "in another run") for n in rows)
+    another = of_another_run(rows.values())
+    head = (starred(row, name) for row, name in zip(rows.values(), names, strict=True))
+    return [where(found), "", *table(("", *head), cells), *(["", another] if another else [])]
+
+
+SCALES = {
+    "copy": "a copy, for comparison",
+    "kernel given rows and columns": "a given scale (`Float8DelayedScaling`)",
+    "kernel tensor rows and columns": "one scale of the tensor (`Float8CurrentScaling`)",
+    "kernel 128x128 rows and columns": "one of 128 x 128 (weights of `Float8BlockScaling`)",
+    "kernel row rows and columns": "one of a row or column (`Float8RowScaling`)",
+    "kernel 1x128 rows and columns": "one of 128 numbers (`Float8BlockScaling`)",
+    "kernel 1x32 rows and columns": "one of 32 numbers (`MXFP8`)",
+    "ATen current rows": "ATen, one scale of the tensor, along rows only",
+}
+
+
+@drawn("gpu_quantize", "gpu_low_precision")
+def quantizing(found: Results) -> Lines:
+    """Microseconds of quantizing a tensor of each size, by what has a scale."""
+    rows = {n.removeprefix("quantize "): row["times"] for n, row in found["rows"].items() if n.startswith("quantize")}
+    cells = [[name, *(round(times[how]["median"]) for times in rows.values())] for how, name in SCALES.items()]
+    return table(("scales", *rows), cells)

@@ -39,7 +39,7 @@ def main() -> int:
     for model in models:
         pair = blocks.Models("layer", blocks.spec_of(model), chosen)
         inputs = blocks.drawn(chosen, model, "x", "dy")(chosen.tokens[0], 0)
-        for name, run in (("seqfuse", pair.ours), ("eager", pair.torch)):
+        for name, run in (("seqfuse", pair.ours), ("eager", pair.torch())):
             step = blocks.trained(lambda run=run: run).prepare(inputs)
             for _ in range(1 if options.tiny else 3):
                 step()

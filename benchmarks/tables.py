@@ -39,11 +39,26 @@ def drawn(name: str, *files: str) -> Callable[[Callable[..., Lines]], Callable[[
     return register
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> Lines:
-    """A Markdown table whose first columns are words and whose others are numbers."""
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]], left: int = 1) -> Lines:
+    """A Markdown table whose first columns are words and whose others are numbers.
+
+    A ratio has two decimals, a count commas, and what was not measured (`None`) is a dash.
+    """
     names = list(head)
     marks = ["---" if i < left else "---:" for i in range(len(names))]
-    return [f"| {' | '.join(cells)} |" for cells in (names, marks, *rows)]
+    return [f"| {' | '.join(map(_cell, cells))} |" for cells in (names, marks, *rows)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def span(values: Iterable[float]) -> str:
+    """The least and the most."""
+    found = [*values]
+    return " to ".join(dict.fromkeys(f"{edge(found):.2f}" for edge in (min, max)))
 
 
 def where(found: Results) -> str:
@@ -72,10 +87,11 @@ def wrapped(sentences: str) -> str:
     return textwrap.fill(" ".join(sentences.split()), 118, break_on_hyphens=False)
 
 
-def between(m: dict[str, float]) -> str:
-    return f"{m['ratio']:.2f} ({m['low']:.2f} to {m['high']:.2f})"
+def between(m: Mapping[str, float] | None) -> str | None:
+    """A ratio with its quartiles."""
+    return m and f"{m['ratio']:.2f} ({m['low']:.2f} to {m['high']:.2f})"
 
 
-def relative(times: dict[str, Any], side: str, than: str) -> str:
-    """Time of a side over that of another; a dash where one was not measured."""
-    return f"{times[side]['median'] / times[than]['median']:.2f}" if {side, than} <= times.keys() else "-"
+def relative(times: Mapping[str, Any], side: str, than: str) -> float | None:
+    """Time of a side over that of another, if both were measured."""
+    return times[side]["median"] / times[than]["median"] if {side, than} <= times.keys() else None

@@ -59,8 +59,8 @@ def launches(only: str, sizes: Any) -> Iterator[tuple[str, Any]]:
 
     here = dataclasses.replace(sizes, device=torch.device("cpu"))
     for room in rows.OF_KERNELS:
-        for case in sorted(room.cases(here), key=lambda case: case.priority):
-            if case.group != "host" and re.search(only, case.key):
+        for case in sorted(room(here), key=lambda case: case.priority):
+            if re.search(only, case.key):
                 yield from ((case.key, launch) for launch in of_row(case))
     for model, tokens in itertools.product(here.models, here.tokens):
         if re.search(only, key := f"layer: {model.name} {tokens}"):

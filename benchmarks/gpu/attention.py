@@ -1,4 +1,4 @@
-"""Attention in both directions, causal, and with a window, for which torch has no kernel but one with a mask."""
+"""Attention in both directions, causal, and with a window, for which torch has only a kernel with a mask; decoding."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
+from seqfuse.kernels.decode import decode_attention
 
 from .case import Case, Contender, Inputs, Outputs, Run
 from .peers import Kernels
@@ -56,11 +57,10 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, dy: Tensor | None = None, *, wi
 def _of_model(sizes: Sizes, model: Model, window: int | None) -> Iterator[Case]:
     S, H, Hkv, D = sizes.sequence, model.heads, model.kv_heads, model.head_dim
     batch = max(1, sizes.tokens[0] // S)
-    of = Kernels(sizes, batch, {"B": batch, "S": S, "heads": H, "kv_heads": Hkv, "D": D}, (), checked_rows=1)
-
-    def shapes(*extra: str) -> Any:
-        heads = {"q": H, "k": Hkv, "v": Hkv}
-        return lambda rows: {n: (rows, h, S, D) for n, h in heads.items()} | dict.fromkeys(extra, (rows, S, H, D))
+    label = f"{model.name} {batch} x {S}, {H}/{Hkv} x {D}, {'causal' if window is None else f'window {window}'}"
+    numbers = {"B": batch, "S": S, "heads": H, "kv_heads": Hkv, "D": D}
+    of = Kernels(sizes, label, batch, numbers, compiles=False, checked_rows=1)
+    shapes = {"q": (-1, H, S, D), "k": (-1, Hkv, S, D), "v": (-1, Hkv, S, D)}
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = None if window is None else _seen(S, window, q.device)
@@ -89,12 +89,39 @@ def _of_model(sizes: Sizes, model: Model, window: int | None) -> Iterator[Case]:
 
     seen = S * (S + 1) / 2 if window is None else S * window - window * (window - 1) / 2
     flops = 4.0 * batch * H * D * seen
-    label = f"{model.name} {batch} x {S}, {H}/{Hkv} x {D}, {'causal' if window is None else f'window {window}'}"
     late = 4 if window is None else 6
     step_by_step = Contender(lambda inputs: lambda: _one_by_one(**inputs, window=window))
     common: dict[str, Any] = {"anywhere": True, "unfused": step_by_step}
-    yield of.case("attention forward", label, late, shapes(), forward, eager, flops=flops, **common)
+    yield of.case("attention forward", late, shapes, forward, eager, flops=flops, **common)
     yield of.case(
-        "attention backward", label, late, shapes("dy"), backward, eager, wanted=["q", "k", "v"], flops=2.5 * flops,
-        judged=middle, **common,
+        "attention backward", late, shapes | {"dy": (-1, S, H, D)}, backward, eager, wanted=["q", "k", "v"],
+        flops=2.5 * flops, judged=middle, **common,
+    )  # fmt: skip
+
+
+def decode_cases(sizes: Sizes) -> Iterator[Case]:
+    """One new row per sequence over a cache, at each batch and length."""
+    grouped = [m for m in sizes.models if m.kv_heads != m.heads]
+    for model in sorted(grouped, key=lambda m: m.name not in MAIN):
+        for rank, (batch, length) in enumerate(sizes.decodes):
+            yield _decode(sizes, model, batch, length, 3 + (rank > 5) + 2 * (model.name not in MAIN))
+
+
+def _decode(sizes: Sizes, model: Model, batch: int, length: int, priority: int) -> Case:
+    """All sequences are as long as the cache, since torch has no kernel for others."""
+    heads, kv, size = model.heads, model.kv_heads, model.head_dim
+    numbers = {"model": model.name, "B": batch, "length": length}
+    of = Kernels(sizes, f"{model.name} {batch} x {length}", batch, numbers, compiles=False, checked_rows=min(batch, 2))
+    shapes = {"q": (-1, heads, size), "k": (-1, kv, length, size), "v": (-1, kv, length, size)}
+
+    def make(rows: int, seed: int) -> Inputs:
+        lengths = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
+        return of.inputs(shapes, rows, seed) | {"lengths": lengths}
+
+    def eager(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True).squeeze(2)
+
+    return of.case(
+        "decode attention", priority, shapes, lambda inputs: lambda: (decode_attention(**inputs),), eager, make=make,
+        anywhere=True, flops=4.0 * batch * heads * length * size,
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Blocks forward and backward, and passes without gradients."""
+"""Models forward and backward, and passes without gradients: blocks, layers, and stacks with each choice of memory."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import plain
@@ -24,10 +25,21 @@ GROUPS = {
     "attention": "attention block forward + backward",
     "layer": "layer forward + backward",
 }
+CHOICES: dict[str, Any] = {
+    "seqfuse": "fast", "seqfuse balanced": "balanced", "seqfuse lean": "lean", "seqfuse 0.5": sf.Budget(part=0.5),
+    "seqfuse 0.3": sf.Budget(part=0.3), "seqfuse least": "least",
+}  # fmt: skip
+LAYERS = 4
+"""Of a stack."""
+
+Make = Callable[[], Any]
+Within = Callable[[], contextlib.AbstractContextManager[Any]]
+unfused: Within = functools.partial(sf.fusing, False)  # pyright: ignore[reportAssignmentType]
+"""A block in which no fusion applies."""
 
 
 class Models:
-    """The models of one row, made when they are first asked for and alive as long as the row."""
+    """The models of one row on the weights of `ours`, which are made when they are first asked for."""
 
     def __init__(self, what: str, spec: plain.Spec, sizes: Sizes, layers: int = 1) -> None:
         self.what, self.spec, self.layers = what, spec, layers
@@ -38,51 +50,36 @@ class Models:
         torch.manual_seed(0)
         return plain.fused(self.what, self.spec, self.layers, **self.made)
 
-    def with_weights_of_ours(self, model: nn.Module) -> nn.Module:
-        """The model on the same tensors."""
-        model.load_state_dict(self.ours.state_dict(), strict=True, assign=True)
-        return model.requires_grad_()
-
     def choosing(self, memory: Any) -> Any:
-        """Ours on the same parameters, with another choice of memory."""
+        """Ours with another choice of memory."""
         made = plain.fused(self.what, self.spec, self.layers, **{**self.made, "device": "meta"})
         made.memory = memory
-        return self.with_weights_of_ours(made)
+        return shared(made, self.ours)
 
-    @functools.cached_property
-    def torch(self) -> Any:
-        return self.with_weights_of_ours(
-            plain.build(self.what, self.spec, None, self.layers, **{**self.made, "device": "meta"})
-        )
+    def torch(self, functions: plain.Functions | None = None) -> Any:
+        """In plain torch, or with somebody's kernels."""
+        made = plain.build(self.what, self.spec, functions, self.layers, **{**self.made, "device": "meta"})
+        return shared(made, self.ours)
 
-    def checkpointed(self) -> nn.Module:
-        """Those of torch, of which each layer runs again in the backward pass."""
-        return copy.copy(self.torch).checkpoint(use_reentrant=False)
-
-    @functools.cached_property
-    def ligers(self) -> nn.Module:
-        functions = plain.Functions(
+    def ligers(self) -> Any:
+        return self.torch(plain.Functions(
             rms_norm=lambda x, w, eps: liger().liger_rms_norm(x, w, eps, in_place=False),
             layer_norm=lambda x, w, b, eps: liger().liger_layer_norm(x, w, b, eps),
             swiglu=lambda a, b: liger().liger_swiglu(a, b),
-        )
-        model = plain.build(self.what, self.spec, functions, self.layers, **{**self.made, "device": "meta"})
-        return self.with_weights_of_ours(model)
+        ))  # fmt: skip
 
-    @functools.cached_property
     def exact(self) -> Any:
         """Ours in float64; to be run without fusions."""
         return copy.deepcopy(self.ours).double()
 
 
-Within = Callable[[], contextlib.AbstractContextManager[Any]]
-unfused: Within = functools.partial(sf.fusing, False)  # pyright: ignore[reportAssignmentType]
-"""A block in which no fusion applies."""
+def shared(model: Any, other: nn.Module) -> Any:
+    """A model on the tensors of another."""
+    model.load_state_dict(other.state_dict(), strict=True, assign=True)
+    return model.requires_grad_()
 
 
-def trained(
-    model: Any, within: Within = contextlib.nullcontext, checked: bool = True, leaves: Sequence[str] = ("x",)
-) -> Contender:
+def trained(model: Make, within: Within = contextlib.nullcontext, leaves: Sequence[str] = ("x",)) -> Contender:
     """Result and all gradients, as a step of training makes them; `model` makes it when it is first used.
 
     It takes x, and the other inputs but dy by name; `leaves` are those that have gradients.
@@ -113,10 +110,10 @@ def trained(
         with within():
             return entering(inputs)[1]()
 
-    return Contender(prepare, forward, lambda: list(model().parameters()), checked)
+    return Contender(prepare, forward, lambda: list(model().parameters()))
 
 
-def read(model: Any, within: Within = contextlib.nullcontext) -> Contender:
+def read(model: Make, within: Within = contextlib.nullcontext) -> Contender:
     """The result, without gradients."""
 
     def prepare(inputs: Inputs) -> Run:
@@ -131,7 +128,38 @@ def read(model: Any, within: Within = contextlib.nullcontext) -> Contender:
     return Contender(prepare)
 
 
-def planned(model: Any) -> Any:
+def passes(
+    group: str, name: str, sizes: Sizes, model: Any, rows: int, models: Mapping[str, Make | None], exact: Make, *,
+    how: Callable[[Make, Within], Contender] = trained, same: bool = True, within: Mapping[str, Within] | None = None,
+    **rest: Any,
+) -> Case:  # fmt: skip
+    """A row of whole models on the same weights.
+
+    Args:
+        group: rows of one kind.
+        name: of the row.
+        sizes: of all rows.
+        model: name and sizes, for tables.
+        rows: of the timed inputs.
+        models: by contender, what makes its model when it is first used; `None` for a peer that is not there.
+        exact: what makes the model in float64.
+        how: of what makes a model, what is measured.
+        same: whether all draw the same dropout; else each has a generator of its own, and peers are not compared.
+        within: by contender, a block in which it runs.
+        rest: of the `Case`.
+    """
+    once = {n: functools.cache(make) for n, make in models.items() if make is not None}
+    contenders = {n: how(make, (within or {}).get(n, contextlib.nullcontext)) for n, make in once.items()}
+    contenders = {n: dataclasses.replace(c, checked=same or n.startswith("seqfuse")) for n, c in contenders.items()}
+    shape = {"model": model.name, "M": rows, "H": model.H, "F": model.F, **rest.pop("shape", {})}
+    known: dict[str, Any] = {"checked_rows": min(rows, sizes.checked_rows), "as_called": True, **rest}
+    return Case(
+        group, name, sizes.dtype, rows=rows, contenders=contenders, shape=shape, **known,
+        unfused=how(once["seqfuse"], unfused), exact=how(functools.cache(exact), unfused),
+    )  # fmt: skip
+
+
+def planned(model: Make) -> Any:
     """What notes say of a model of operations: its fused steps, by name."""
 
     def notes(inputs: Inputs) -> dict[str, Any]:
@@ -166,6 +194,10 @@ def drawn(sizes: Sizes, model: Model, *names: str) -> Any:
     return make
 
 
+def mains(sizes: Sizes) -> tuple[Model, ...]:
+    return tuple(model for model in sizes.models if model.name in MAIN)
+
+
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Every block of every model, the main ones first."""
     for model in sizes.models:
@@ -176,59 +208,74 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                     yield _block(sizes, model, what, tokens, first + late)
     yield from (_prefill(sizes, model) for model in sizes.models)
     if sizes.compile_modes:
-        mains = [model for model in sizes.models if model.name in MAIN]
-        yield from (_block(sizes, m, "feedforward", sizes.tokens[0], 6, best=True) for m in mains)
-        yield from (_block(sizes, m, "layer", sizes.tokens[0], 8, best=True) for m in mains)
-
-
-def _common(sizes: Sizes, model: Model, rows: int) -> dict[str, Any]:
-    return {
-        "dtype": sizes.dtype, "rows": rows, "checked_rows": min(rows, sizes.checked_rows), "as_called": True,
-        "shape": {"model": model.name, "M": rows, "H": model.H, "F": model.F},
-    }  # fmt: skip
+        for what, priority in (("feedforward", 6), ("layer", 8)):
+            yield from (_block(sizes, m, what, sizes.tokens[0], priority, best=True) for m in mains(sizes))
 
 
 def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, best: bool = False) -> Case:
-    p = sizes.dropout if what == "layer" else 0.0
-    return block_case(sizes, Models(what, spec_of(model, p), sizes), model, what, rows, priority, best=best)
-
-
-def block_case(
-    sizes: Sizes, models: Models, model: Model, what: str, rows: int, priority: int, *, best: bool = False
-) -> Case:
-    """A block of some rows, with what `torch.compile` can do at best, or in its first mode beside the other peers."""
-    same = not models.spec.dropout  # else each has a generator of its own
-    contenders = {"seqfuse": trained(lambda: models.ours), "eager": trained(lambda: models.torch, checked=same)}
+    """A block beside what `torch.compile` can do at best, or in its first mode and the other peers."""
+    spec = spec_of(model, sizes.dropout if what == "layer" else 0.0)
+    of = Models(what, spec, sizes)
+    models: dict[str, Make | None] = {"seqfuse": lambda: of.ours, "eager": of.torch}
     if best:
-        mode = sizes.compile_modes[1]
-        compiled_model = functools.cache(lambda: compiled(models.torch, mode))
-        contenders["compile max-autotune"] = trained(compiled_model, checked=same)
+        models["compile max-autotune"] = lambda: compiled(of.torch(), sizes.compile_modes[1])
     else:
-        if sizes.compile_modes:
-            compiled_model = functools.cache(lambda: compiled(models.torch, sizes.compile_modes[0]))
-            contenders["compile"] = trained(compiled_model, checked=same)
-        if liger():
-            contenders["liger"] = trained(lambda: models.ligers, checked=same)
-        if what == "feedforward" and not model.llama:
-            contenders["seqfuse lean"] = trained(functools.cache(lambda: models.choosing("lean")))
-    return Case(
-        GROUPS[what], f"{model.name} {rows}{' best modes' if best else ''}",
-        make=drawn(sizes, model, "x", "dy"), priority=priority, **_common(sizes, model, rows),
-        flops=3 * flops(what, model, rows, min(sizes.sequence, rows)), contenders=contenders,
-        notes=planned(lambda: models.ours),
-        unfused=trained(lambda: models.ours, unfused), exact=trained(lambda: models.exact, unfused),
+        models["compile"] = _compiled(of, sizes)
+        models["liger"] = of.ligers if liger() else None
+        models["seqfuse lean"] = (lambda: of.choosing("lean")) if what == "feedforward" and not model.llama else None
+    return passes(
+        GROUPS[what], f"{model.name} {rows}{' best modes' * best}", sizes, model, rows, models, of.exact,
+        same=not spec.dropout, make=drawn(sizes, model, "x", "dy"), priority=priority, notes=planned(lambda: of.ours),
+        flops=3 * flops(what, model, rows, min(sizes.sequence, rows)),
     )  # fmt: skip
+
+
+def _compiled(of: Models, sizes: Sizes) -> Make | None:
+    """By `torch.compile` in its first mode, if it is a peer."""
+    return (lambda: compiled(of.torch(), sizes.compile_modes[0])) if sizes.compile_modes else None
 
 
 def _prefill(sizes: Sizes, model: Model) -> Case:
-    rows = min(2048, max(sizes.tokens))
-    models = Models("layer", spec_of(model), sizes)
-    contenders = {"seqfuse": read(lambda: models.ours), "eager": read(lambda: models.torch)}
-    if sizes.compile_modes:
-        contenders["compile"] = read(functools.cache(lambda: compiled(models.torch, sizes.compile_modes[0])))
-    return Case(
-        "prefill, one layer", f"{model.name} {rows}", make=drawn(sizes, model, "x"),
-        priority=5 + 2 * (model.name not in MAIN), **_common(sizes, model, rows), contenders=contenders,
-        flops=flops("layer", model, rows, rows), unfused=read(lambda: models.ours, unfused),
-        exact=read(lambda: models.exact, unfused),
+    rows, of = min(2048, max(sizes.tokens)), Models("layer", spec_of(model), sizes)
+    models = {"seqfuse": lambda: of.ours, "eager": of.torch, "compile": _compiled(of, sizes)}
+    return passes(
+        "prefill, one layer", f"{model.name} {rows}", sizes, model, rows, models, of.exact, how=read,
+        make=drawn(sizes, model, "x"), priority=5 + 2 * (model.name not in MAIN),
+        flops=flops("layer", model, rows, rows),
     )  # fmt: skip
+
+
+def host_cases(sizes: Sizes) -> Iterator[Case]:
+    """The blocks of the host target on a GPU; 16 wide, 4 rows: only the host counts."""
+    for llama in (False, True) if sizes.device.type == "cuda" else ():
+        model = Model("llama" if llama else "gpt", 16, 16, 1, 1, 16, 16, llama)
+        of = Models("feedforward", spec_of(model), sizes)
+        models = {"seqfuse": lambda of=of: of.ours, "eager": of.torch, "compile": _compiled(of, sizes)}
+        yield passes(
+            "host", f"{model.name} feed-forward block 4 x 16", sizes, model, 4, models, of.exact,
+            make=drawn(sizes, model, "x", "dy"), priority=2,
+        )  # fmt: skip
+
+
+def memory_cases(sizes: Sizes) -> Iterator[Case]:
+    """A few layers of the main models: eager, each layer checkpointed, and each choice of `memory=`."""
+    rows = sizes.tokens[0]
+    for place, model in enumerate(sorted(mains(sizes) or sizes.models, key=lambda m: not m.llama)):
+        of = Models("stack", spec_of(model), sizes, LAYERS)
+        models = {name: functools.partial(of.choosing, memory) for name, memory in CHOICES.items()}
+        models |= {"eager": of.torch, "checkpointed": lambda of=of: of.torch().checkpoint(use_reentrant=False)}
+        yield passes(
+            "memory: layers forward + backward", f"{model.name} x {LAYERS} {rows}", sizes, model, rows, models,
+            of.exact, make=drawn(sizes, model, "x", "dy"), notes=functools.partial(_choices, of),
+            shape={"layers": LAYERS}, priority=1 + 2 * place,
+            flops=3 * LAYERS * flops("layer", model, rows, min(sizes.sequence, rows)),
+        )  # fmt: skip
+
+
+def _choices(of: Models, inputs: Inputs) -> dict[str, Any]:
+    """What the plan of each choice says that it saves and holds at most, without parameters' gradients."""
+    found: dict[str, Any] = {}
+    for name, memory in CHOICES.items():
+        plan = of.choosing(memory).plan(inputs["x"].detach().requires_grad_())
+        found[name] = {"saved": plan.memory.saved, "peak": plan.memory.peak}
+    return {"said": found, "gradients": sum(p.nbytes for p in of.ours.parameters())}

@@ -30,13 +30,14 @@ class Contender:
         forward: the part of it that keeps tensors for a backward, if that is to be counted.
         own: parameters, which are not counted.
         checked: whether its results can be compared with the others'; dropout by another generator cannot.
-        inputs: names of the inputs that it overwrites, and which each check gets anew.
+        near: how far they may be, as a part of them, where it rounds more than the others.
     """
 
     prepare: Callable[[Inputs], Run]
     forward: Callable[[Inputs], Any] | None = None
     own: Callable[[], Sequence[Tensor]] = tuple
     checked: bool = True
+    near: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +173,7 @@ def reds(case: Case, inputs: Inputs) -> dict[str, str]:
             wrong[name] = f"raised {said(error)}"
             continue
         # Ours rounds no more often than what is unfused; others may round elsewhere.
-        if off > NEAR[case.dtype] * (1 if name.startswith("seqfuse") else 3):
+        if off > (contender.near or NEAR[case.dtype] * (1 if name.startswith("seqfuse") else 3)):
             wrong[name] = f"results are {off:.2g} from what they should be"
     return wrong
 

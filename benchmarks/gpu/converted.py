@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 import seqfuse as sf
 
-from .blocks import drawn, flops, trained, unfused
+from .blocks import drawn, flops, passes, trained
 from .case import Case, Contender, Inputs, Run
 from .peers import compiled, module
 from .sizes import Model, Sizes
@@ -91,10 +91,6 @@ class Shared:
         sf.convert(model.inner, **options)
         return model
 
-    @functools.cached_property
-    def exact(self) -> OfVectors:
-        return copy.deepcopy(self.eager).double()
-
 
 def with_liger(model: OfVectors) -> Callable[[Tensor], Tensor]:
     """A Llama with Liger's kernels, whose patch of RoPE, a function that all Llamas call, lasts for its calls alone."""
@@ -162,24 +158,19 @@ def _passes(
     sizes: Sizes, model: Model, family: str, layers: int, priority: int, *, sequence: int | None = None
 ) -> Case:
     rows, length = sizes.tokens[0], min(sequence or sizes.sequence, sizes.tokens[0])
-    made = Shared(lambda: build(family, model, layers, length), sizes)
-    mine = functools.cache(made.converted)
-    lean = functools.cache(lambda: made.converted(memory="lean"))
-    contenders = {"seqfuse": trained(mine), "eager": trained(lambda: made.eager), "seqfuse lean": trained(lean)}
-    if sizes.compile_modes:
-        contenders["compile"] = trained(functools.cache(lambda: compiled(made.again(), sizes.compile_modes[0])))
-    if model.llama and module("liger_kernel.transformers") is not None:
-        contenders["liger"] = trained(functools.cache(lambda: with_liger(made.again())))
-    # The model as it is rounds more often, so all rows are compared with the same operations.
-    contenders |= {"exact": trained(lambda: made.exact), "unfused": trained(mine, unfused)}
-    every = {name: without_zeros(c, lambda: made.eager) for name, c in contenders.items()}
-    return Case(
-        GROUP, f"{model.name} x {layers} {rows}", sizes.dtype,
-        make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"), rows=rows,
-        exact=every.pop("exact"), unfused=every.pop("unfused"), contenders=every,
-        checked_rows=min(rows, sizes.checked_rows), priority=priority,
+    of = Shared(lambda: build(family, model, layers, length), sizes)
+    mine = functools.cache(of.converted)
+    there = model.llama and module("liger_kernel.transformers") is not None
+    models = {
+        "seqfuse": mine, "eager": lambda: of.eager, "seqfuse lean": lambda: of.converted(memory="lean"),
+        "compile": (lambda: compiled(of.again(), sizes.compile_modes[0])) if sizes.compile_modes else None,
+        "liger": (lambda: with_liger(of.again())) if there else None,
+    }  # fmt: skip
+    return passes(
+        GROUP, f"{model.name} x {layers} {rows}", sizes, model, rows, models, lambda: copy.deepcopy(of.eager).double(),
+        how=lambda make, within: without_zeros(trained(make, within), lambda: of.eager), priority=priority,
+        make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"), notes=chains(mine),
         # Rows of gradients of queries are mostly one early token's: tests/gpu judges these over several draws.
-        judged=lambda outputs: outputs[:2],
-        flops=3 * layers * flops("layer", model, rows, length), as_called=True, notes=chains(mine),
-        shape={"model": model.name, "M": rows, "H": model.H, "F": model.F, "layers": layers},
+        judged=lambda outputs: outputs[:2], flops=3 * layers * flops("layer", model, rows, length),
+        shape={"layers": layers},
     )  # fmt: skip

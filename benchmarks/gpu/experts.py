@@ -19,7 +19,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.ops import _grouped
 
-from .blocks import trained, unfused
+from .blocks import passes, shared, trained
 from .case import Case, Inputs, Outputs
 from .draw import generator, normal
 from .peers import module
@@ -64,47 +64,37 @@ class Theirs(nn.Module):
 
 
 class Models:
-    """The models of one row on the same weights, made when they are first asked for."""
+    """The models of one row on the weights of `ours`, which are made when they are first asked for."""
 
     def __init__(self, mixture: Mixture, sizes: Sizes) -> None:
-        self.mixture, self.sizes = mixture, sizes
+        self.mixture, self.made = mixture, {"device": sizes.device, "dtype": sizes.dtype}
 
-    def _operations(self, **made: Any) -> list[sf.UnfusedOperation]:
+    def _build(self, memory: Any = "balanced", **made: Any) -> sf.Sequential:
         m = self.mixture
-        return [
+        return sf.Sequential(
             ops.Permute(m.experts, m.top_k),
             ops.GroupedLinear(m.experts, m.H, 2 * m.F, bias=False, **made),
             ops.SwiGLU(),
             ops.GroupedLinear(m.experts, m.F, m.H, bias=False, **made),
             ops.Unpermute(),
-        ]
+            memory=memory,
+        )
 
     @functools.cached_property
     def ours(self) -> sf.Sequential:
         torch.manual_seed(0)
-        return sf.Sequential(*self._operations(device=self.sizes.device, dtype=self.sizes.dtype))
+        return self._build(**self.made)
 
-    @functools.cached_property
-    def lean(self) -> sf.Sequential:
-        made = sf.Sequential(*self._operations(device="meta"), memory="lean")
-        made.load_state_dict(self.ours.state_dict(), assign=True)
-        return made.requires_grad_()
+    def lean(self) -> Any:
+        return shared(self._build("lean", device="meta"), self.ours)
 
-    @property
-    def weights(self) -> tuple[nn.Parameter, nn.Parameter]:
-        up, down = self.ours.parameters()
-        return up, down
-
-    @functools.cached_property
     def loop(self) -> nn.Module:
-        return Loop(*self.weights)
+        up, down = self.ours.parameters()
+        return Loop(up, down)
 
     def theirs(self, implementation: str) -> nn.Module:
-        return Theirs(self.mixture, implementation, *self.weights)
-
-    @functools.cached_property
-    def exact(self) -> nn.Module:
-        return copy.deepcopy(self.loop).double()
+        up, down = self.ours.parameters()
+        return Theirs(self.mixture, implementation, up, down)
 
 
 def with_our_gemm() -> Any:
@@ -124,7 +114,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def _case(sizes: Sizes, mixture: Mixture) -> Case:
-    models, rows = Models(mixture, sizes), sizes.tokens[0]
+    of, rows = Models(mixture, sizes), sizes.tokens[0]
 
     def make(tokens: int, seed: int) -> Inputs:
         draw = generator(sizes.device, seed)
@@ -136,26 +126,20 @@ def _case(sizes: Sizes, mixture: Mixture) -> Case:
 
     def notes(inputs: Inputs) -> dict[str, Any]:
         leaves = [inputs[name].detach().requires_grad_() for name in ("x", "probs")]
-        plan = models.ours.plan(leaves[0], experts=inputs["experts"], probs=leaves[1])
+        plan = of.ours.plan(leaves[0], experts=inputs["experts"], probs=leaves[1])
         load = torch.bincount(inputs["experts"].flatten(), minlength=mixture.experts)
         return {"plan": [step.name for step in (*plan.forward, *plan.backward)], "most_of_an_expert": int(load.max())}
 
-    training = functools.partial(trained, leaves=("x", "probs"))
-    contenders = {
-        "seqfuse": training(lambda: models.ours),
-        "seqfuse, our GEMM": training(lambda: models.ours, with_our_gemm),
-        "seqfuse lean": training(lambda: models.lean),
-        "loop": training(lambda: models.loop),
-    }
+    models = {
+        "seqfuse": lambda: of.ours, "seqfuse, our GEMM": lambda: of.ours, "seqfuse lean": of.lean, "loop": of.loop,
+    }  # fmt: skip
     if module("transformers.integrations.moe") is None:
-        contenders["eager"] = contenders.pop("loop")
+        models["eager"] = models.pop("loop")
     else:
-        for name in ("eager", "grouped_mm"):
-            contenders[name] = training(functools.cache(functools.partial(models.theirs, name)))
-    return Case(
-        GROUP, f"{mixture.name} {rows}", sizes.dtype, make, rows, contenders,
-        judged=of_one_expert, checked_rows=min(rows, sizes.checked_rows), as_called=True, priority=1, notes=notes,
-        flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
-        unfused=training(lambda: models.ours, unfused), exact=training(lambda: models.exact),
-        shape={"model": mixture.name, "M": rows, "H": mixture.H, "F": mixture.F, "experts": mixture.experts},
+        models |= {name: functools.partial(of.theirs, name) for name in ("eager", "grouped_mm")}
+    return passes(
+        GROUP, f"{mixture.name} {rows}", sizes, mixture, rows, models, lambda: copy.deepcopy(of.loop()).double(),
+        how=functools.partial(trained, leaves=("x", "probs")), within={"seqfuse, our GEMM": with_our_gemm}, make=make,
+        judged=of_one_expert, priority=1, notes=notes, flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
+        shape={"experts": mixture.experts},
     )  # fmt: skip

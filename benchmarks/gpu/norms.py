@@ -12,8 +12,8 @@ from seqfuse.kernels.norm import norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 
 from .case import Case, Inputs, Run
-from .draw import normal, seed_tensor
-from .peers import Kernels, forward_of, liger, quack
+from .draw import seed_tensor
+from .peers import Kernels, Shapes, forward_of, liger, quack
 from .sizes import Sizes
 
 EPS, P = 1e-5, 0.1
@@ -76,9 +76,9 @@ def _backward(inputs: Inputs) -> Run:
     return call
 
 
-def _with_stream(function: Callable[..., Tensor] | None) -> Any:
+def _with_stream(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """A norm and its input: with the gradients of both, that of the stream is added."""
-    return function and (lambda x, **rest: (function(x, **rest), x.view_as(x)))
+    return lambda x, **rest: (function(x, **rest), x.view_as(x))
 
 
 def _dropped(inputs: Inputs) -> Run:
@@ -106,32 +106,26 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 
 def _of_shape(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone: bool, first: bool) -> Iterator[Case]:
     names = ("weight", "bias") if centered else ("weight",)
-    label, rms = f"{'LayerNorm' if centered else 'RMSNorm'} {M} x {N}", not centered
-    of = Kernels(sizes, M, {"M": M, "N": N}, sizes.compile_modes if first else ())
-    plain = {"liger": _liger if liger() else None, "quack": _quack if quack() and rms else None}
+    of = Kernels(sizes, f"{'LayerNorm' if centered else 'RMSNorm'} {M} x {N}", M, {"M": M, "N": N}, compiles=first)
+    plain = {"liger": _liger} if centered else {"liger": _liger, "quack": _quack}
 
-    def shapes(*extra: str) -> Callable[[int], dict[str, tuple[int, ...]]]:
-        return lambda rows: {"x": (rows, N), **dict.fromkeys(names, (N,)), **dict.fromkeys(extra, (rows, N))}
+    def shapes(*extra: str) -> Shapes:
+        return {"x": (-1, N), **dict.fromkeys(names, (N,)), **dict.fromkeys(extra, (-1, N))}
 
     wanted = ("x", *names)
-    yield of.case("norm forward", label, later, shapes(), _forward, norm, others=plain)
-    yield of.case("norm backward", label, later, shapes("dy"), _backward, norm, wanted=wanted, others=plain)
+    yield of.case("norm forward", later, shapes(), _forward, norm, others=plain)
+    yield of.case("norm backward", later, shapes("dy"), _backward, norm, wanted=wanted, others=plain)
     if alone:
         return
     yield of.case(
-        "norm backward + residual", label, later + 1, shapes("dy", "dstream"), _backward, _with_stream(norm),
-        wanted=wanted, douts=("dy", "dstream"), others={name: _with_stream(f) for name, f in plain.items()},
+        "norm backward + residual", later + 1, shapes("dy", "dstream"), _backward, _with_stream(norm), wanted=wanted,
+        douts=("dy", "dstream"), others={name: _with_stream(function) for name, function in plain.items()},
     )  # fmt: skip
-    fused = {"liger": _liger_add if liger() and rms else None, "quack": _quack_add if quack() and rms else None}
-    yield of.case("add + norm forward", label, later, shapes("residual"), _add_forward, add_norm, others=fused)
+    fused = {} if centered else {"liger": _liger_add, "quack": _quack_add}
+    yield of.case("add + norm forward", later, shapes("residual"), _add_forward, add_norm, others=fused)
     if centered:
-
-        def seeded(rows: int, seed: int) -> Inputs:
-            found = normal(shapes("residual")(rows), seed, sizes.device, sizes.dtype)
-            return {**found, "seed": seed_tensor(seed, sizes.device)}
-
-        same = forward_of(_same_mask)
+        same, known = forward_of(_same_mask), shapes("residual")
         yield of.case(
-            "dropout + add + norm", label, max(0, later - 2), shapes(), _dropped, _own_mask, checked=False, make=seeded,
-            unfused=same, exact=same,
+            "dropout + add + norm", max(0, later - 2), {}, _dropped, _own_mask, checked=False, unfused=same, exact=same,
+            make=lambda rows, seed: {**of.inputs(known, rows, seed), "seed": seed_tensor(seed, sizes.device)},
         )  # fmt: skip

@@ -48,19 +48,23 @@ def quack() -> Any:
     return module("quack.rmsnorm")
 
 
+PEERS = {"liger": liger, "quack": quack}
+
+
 def versions() -> dict[str, str]:
     """Of the peers that can be used here, and why there are no others."""
     found: dict[str, str] = {}
-    for peer, imported in (("liger", liger()), ("quack", quack())):
+    for peer, imported in PEERS.items():
         try:
             number = version(DISTRIBUTIONS[peer])
         except PackageNotFoundError:
             number = "not installed"
-        found[peer] = number if imported is not None else f"{number}, cannot be imported"
+        found[peer] = number if imported() is not None else f"{number}, cannot be imported"
     return found
 
 
 Function = Callable[..., Any]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def forward_of(function: Function) -> Contender:
@@ -109,57 +113,64 @@ def compiled(function: Any, mode: str = "default") -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """What rows of one kernel and shape share.
+    """Rows of one kernel and shape: ours beside eager, `torch.compile` in its first mode, and others that are there.
 
     Args:
         sizes: of all rows.
+        label: their name.
         rows: of the timed inputs.
         shape: numbers for tables.
-        modes: of `torch.compile`, as a peer; those of `sizes` if left out.
+        compiles: whether `torch.compile` is a peer, if it is one in `sizes`.
         checked_rows: on which the numeric rule is asked; those of `sizes` if left out.
+        per: how many rows one index of an input's first dimension has.
     """
 
     sizes: Sizes
+    label: str
     rows: int
     shape: dict[str, Any]
-    modes: Sequence[str] | None = None
+    compiles: bool = True
     checked_rows: int | None = None
+    per: int = 1
+
+    def inputs(self, shapes: Shapes, rows: int, seed: int) -> Inputs:
+        """Tensors of these shapes, in which -1 stands for the rows."""
+        sized = {n: tuple(rows // self.per if d < 0 else d for d in shape) for n, shape in shapes.items()}
+        return normal(sized, seed, self.sizes.device, self.sizes.dtype)
 
     def case(
-        self, group: str, name: str, priority: int, shapes: Callable[[int], dict[str, tuple[int, ...]]],
-        ours: Callable[[Inputs], Run], eager: Function, *, wanted: Sequence[str] = (), douts: Sequence[str] = ("dy",),
-        checked: bool = True, others: Mapping[str, Function | None] | None = None, **rest: Any,
+        self, group: str, priority: int, shapes: Shapes, ours: Callable[[Inputs], Run], eager: Function, *,
+        wanted: Sequence[str] = (), douts: Sequence[str] = ("dy",), checked: bool = True,
+        others: Mapping[str, Function] | None = None, **rest: Any,
     ) -> Case:  # fmt: skip
-        """A row: ours beside eager, `torch.compile` in its first mode, and the others that are there.
+        """A row.
 
         Args:
             group: rows of one kind.
-            name: of the row.
             priority: of the row.
-            shapes: by names, of the inputs of so many rows.
+            shapes: by names, of the inputs; -1 stands for the rows.
             ours: for one set of inputs, what is timed.
             eager: the same function of the inputs in torch; of a row with gradients, its forward pass.
             wanted: inputs whose gradients the row is of; without any it is a forward pass.
             douts: incoming gradients.
             checked: whether peers are compared.
-            others: functions of peers, `None` where a peer is not there.
+            others: functions of peers, if they are there.
             rest: of the `Case`.
         """
-        sizes = self.sizes
-        modes = sizes.compile_modes if self.modes is None else self.modes
-        functions = {"eager": eager, **({"compile": compiled(eager, modes[0])} if modes else {}), **(others or {})}
-        peers = {
-            name: backward_of(function, wanted, douts) if wanted else forward_of(function)
-            for name, function in functions.items()
-            if function is not None
-        }
-
-        def make(rows: int, seed: int) -> Inputs:
-            return normal(shapes(rows), seed, sizes.device, sizes.dtype)
+        sizes, functions = self.sizes, {"eager": eager}
+        if self.compiles and sizes.compile_modes:
+            functions["compile"] = compiled(eager, sizes.compile_modes[0])
+        functions |= {name: function for name, function in (others or {}).items() if PEERS[name]()}
+        peers = {n: backward_of(f, wanted, douts) if wanted else forward_of(f) for n, f in functions.items()}
 
         contenders = {n: dataclasses.replace(c, checked=checked) for n, c in peers.items()}
-        known = {"make": make, "checked_rows": self.checked_rows or sizes.checked_rows, "shape": self.shape, **rest}
+        known = {
+            "make": functools.partial(self.inputs, shapes),
+            "checked_rows": self.checked_rows or sizes.checked_rows,
+            "shape": self.shape,
+            **rest,
+        }
         return Case(
-            group, name, sizes.dtype, rows=self.rows, contenders={"seqfuse": Contender(ours), **contenders},
+            group, self.label, sizes.dtype, rows=self.rows, contenders={"seqfuse": Contender(ours), **contenders},
             priority=priority, **known,
         )  # fmt: skip

@@ -72,57 +72,46 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def _plain_cases(sizes: Sizes, model: Model, late: int) -> Iterator[Case]:
-    M, N = sizes.tokens[0], model.F
-    of, silu = Kernels(sizes, M, {"M": M, "N": N}), ACTIVATIONS["silu"]
-
-    def shapes(*names: str, wide: int = 1) -> Callable[[int], dict[str, tuple[int, ...]]]:
-        widths = {"x": wide * N, "dy": N}
-        return lambda rows: {name: (N,) if name == "bias" else (rows, widths[name]) for name in names}
-
-    for act in ("gelu", "squared_relu") if not model.llama else ("silu",):
-        function, own = EAGER[act], ACTIVATIONS[act]
-        label, later = f"{act} {M} x {N}", 2 + late + (act == "squared_relu")
-        theirs = {"liger": liger().liger_relu_squared if liger() and act == "squared_relu" else None}
-        yield of.case("activation forward", label, later, shapes("x"), chain(k.act(own)), function, others=theirs)
+    M, N, silu = sizes.tokens[0], model.F, ACTIVATIONS["silu"]
+    x, wide, dy, bias = {"x": (-1, N)}, {"x": (-1, 2 * N)}, {"dy": (-1, N)}, {"bias": (N,)}
+    for act in ("silu",) if model.llama else ("gelu", "squared_relu"):
+        function, own, later = EAGER[act], ACTIVATIONS[act], 2 + late + (act == "squared_relu")
+        of = Kernels(sizes, f"{act} {M} x {N}", M, {"M": M, "N": N})
+        theirs = {"liger": lambda x: liger().liger_relu_squared(x)} if act == "squared_relu" else {}
+        back = chain(k.dact(own), of="dy", operands=("x",))
+        yield of.case("activation forward", later, x, chain(k.act(own)), function, others=theirs)
+        yield of.case("activation backward", later, x | dy, back, function, wanted=["x"], others=theirs)
         yield of.case(
-            "activation backward", label, later, shapes("x", "dy"), chain(k.dact(own), of="dy", operands=("x",)),
-            function, wanted=["x"], others=theirs,
-        )  # fmt: skip
-        yield of.case(
-            "dact + dbias", label, later, shapes("x", "bias", "dy"), _dact_dbias(own),
+            "dact + dbias", later, x | bias | dy, _dact_dbias(own),
             lambda x, bias, function=function: function(x + bias), wanted=["x", "bias"],
         )  # fmt: skip
     if model.llama:
-        label, theirs = f"swiglu {M} x {N}", {"liger": liger() and (lambda x: liger().liger_swiglu(*x.chunk(2, -1)))}
-        packed = shapes("x", wide=2)
-        yield of.case("gated activation forward", label, 2 + late, packed, chain(k.gated(silu)), gated, others=theirs)
-        yield of.case(
-            "gated activation backward", label, 2 + late, shapes("x", "dy", wide=2),
-            chain(k.dgated(silu), of="dy", operands=("x",)), gated, wanted=["x"], others=theirs,
-        )  # fmt: skip
+        of, theirs = Kernels(sizes, f"swiglu {M} x {N}", M, {"M": M, "N": N}), {"liger": _liger_gated}
+        back = chain(k.dgated(silu), of="dy", operands=("x",))
+        yield of.case("gated activation forward", 2 + late, wide, chain(k.gated(silu)), gated, others=theirs)
+        yield of.case("gated activation backward", 2 + late, wide | dy, back, gated, wanted=["x"], others=theirs)
+
+
+def _liger_gated(x: Tensor) -> Tensor:
+    return liger().liger_swiglu(*x.chunk(2, -1))
 
 
 def _rope_cases(sizes: Sizes, model: Model, late: int) -> Iterator[Case]:
-    M, S, rotation = sizes.tokens[0], sizes.sequence, Rotation("half", model.head_dim)
-    shape = {"M": M, "heads": model.heads, "kv_heads": model.kv_heads, "D": model.head_dim}
-    of = Kernels(sizes, M, shape, checked_rows=max(S, sizes.checked_rows // S * S))
-
-    def shapes(*names: str) -> Callable[[int], dict[str, tuple[int, ...]]]:
-        return lambda rows: dict.fromkeys(names, (rows // S, S, model.packed))
+    M, S, known, kv, D = sizes.tokens[0], sizes.sequence, model.heads, model.kv_heads, model.head_dim
+    shape, checked_rows = {"M": M, "heads": known, "kv_heads": kv, "D": D}, max(S, sizes.checked_rows // S * S)
+    of = Kernels(sizes, f"rope {M} x {known}+2*{kv} x {D}", M, shape, checked_rows=checked_rows, per=S)
+    x, dy, heads = {"x": (-1, S, model.packed)}, {"dy": (-1, S, model.packed)}, (known, kv, Rotation("half", D))
 
     def eager(x: Tensor) -> Tensor:
         """Rotation of packed heads in float32, as Hugging Face does where it is careful."""
-        heads = x.unflatten(-1, (-1, model.head_dim)).transpose(-3, -2)
-        known, values = heads.split([model.heads + model.kv_heads, model.kv_heads], -3)
-        turned = plain.rotated(known, *plain.angles(S, model.head_dim, x))
+        turned, values = x.unflatten(-1, (-1, D)).transpose(-3, -2).split([known + kv, kv], -3)
+        turned = plain.rotated(turned, *plain.angles(S, D, x))
         return torch.cat((turned, values), -3).transpose(-3, -2).flatten(-2)
 
-    label = f"rope {M} x {model.heads}+2*{model.kv_heads} x {model.head_dim}"
-    heads = (model.heads, model.kv_heads, rotation)
-    yield of.case("rope forward", label, 4 + late, shapes("x"), lambda i: lambda: (rope_fwd(i["x"], *heads).y,), eager)
+    yield of.case("rope forward", 4 + late, x, lambda i: lambda: (rope_fwd(i["x"], *heads).y,), eager)
     yield of.case(
-        "rope backward", label, 4 + late, shapes("x", "dy"), lambda i: lambda: (rope_bwd(i["dy"], *heads).dx,), eager,
-        wanted=["x"], fewest=2 * M * model.packed * sizes.dtype.itemsize,
+        "rope backward", 4 + late, x | dy, lambda i: lambda: (rope_bwd(i["dy"], *heads).dx,), eager, wanted=["x"],
+        fewest=2 * M * model.packed * sizes.dtype.itemsize,
     )  # fmt: skip
 
 

@@ -6,13 +6,24 @@ from collections.abc import Iterator
 
 from targets import TARGETS
 
-from . import attention, blocks, converted, experts, memory, norms, pointwise, small
+from . import attention, blocks, converted, experts, norms, pointwise, recipes
 from .case import Case
 from .sizes import Sizes
 
-ROOMS = (norms, blocks, pointwise, small, attention, experts, converted, memory)
-OF_KERNELS = (norms, pointwise, attention, small)
-"""Those whose rows are of one kernel each, but for the group `host`."""
+OF_KERNELS = (norms.cases, pointwise.cases, attention.decode_cases, attention.cases)
+"""Rows of one kernel each."""
+
+
+def small(sizes: Sizes) -> Iterator[Case]:
+    """Rows of few tokens."""
+    yield from attention.decode_cases(sizes)
+    yield from blocks.host_cases(sizes)
+
+
+ROOMS = (
+    norms.cases, blocks.cases, pointwise.cases, small, attention.cases, experts.cases, converted.cases,
+    blocks.memory_cases, recipes.cases,
+)  # fmt: skip
 
 
 def cases(sizes: Sizes) -> list[Case]:
@@ -20,7 +31,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
     Among equals the rooms take turns, so that a run that is cut off has some of each.
     """
-    found = [list(room.cases(sizes)) for room in ROOMS]
+    found = [list(room(sizes)) for room in ROOMS]
     ranked = [(case.priority, place, case) for several in found for place, case in _places(several)]
     ordered = [case for *_, case in sorted(ranked, key=lambda entry: entry[:2])]
     wanted = {group for target in TARGETS for group in target.groups}

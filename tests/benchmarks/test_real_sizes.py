@@ -19,7 +19,7 @@ from gpu.sizes import MAIN, MODELS, real
 
 # A CPU's, since torch without CUDA cannot even slice those of a GPU.
 SIZES = dataclasses.replace(real(), device=torch.device("cpu"))
-CASES = [case for room in OF_KERNELS for case in room.cases(SIZES) if case.group != "host"]
+CASES = [case for room in OF_KERNELS for case in room(SIZES)]
 
 
 @pytest.mark.parametrize("group", sorted({case.group for case in CASES}))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import gpu_tables
-import losses
 import pytest
 import record
 import report
@@ -104,14 +103,14 @@ def test_rows_that_lose_are_counted_and_the_worst_is_named() -> None:
         {"group": "block", "name": "failed", "status": "wrong"},
         row("alike", "equal", seqfuse=1000, eager=1000),
     ]
-    cells = losses.slower_gpu.__wrapped__({"rows": dict(enumerate(rows))})[2:]
+    cells = gpu_tables.slower_gpu.__wrapped__({"rows": dict(enumerate(rows))})[2:]
     assert cells == [
         "| block | eager PyTorch | 1 of 1 | 1.50 (as called) |",
         "| norm | Liger | 1 of 2 | 1.33 (lost) |",
         "| norm | eager PyTorch | 2 of 3 | 2.00 (worst) |",
     ]
     sides = ({"rows": [{"name": name, "sides": {"default": {"ratio": r}}}]} for name, r in (("a", 1.14), ("b", 0.9)))
-    assert losses.slower_cpu.__wrapped__(*sides)[2:] == ["| a | 1.14 |"]
+    assert report.slower_cpu.__wrapped__(*sides)[2:] == ["| a | 1.14 |"]
 
 
 def test_committed_results_can_be_drawn() -> None:
