@@ -42,20 +42,15 @@ CHOICES = {"fast": "seqfuse", "balanced": "seqfuse balanced", "lean": "seqfuse l
 
 
 def memory_row(model: sizes.Model, tokens: int = TOKENS) -> dict[str, Any]:
-    """A block with dropout: bytes, what keeping less costs as a part of the GEMMs, and the fused steps."""
+    """A block with dropout: bytes, and what keeping less costs as a part of the GEMMs."""
     spec, there = spec_of(model, DROPOUT), sf.Env.of("cuda:sm_90", dtype=DTYPE, rows=tokens)
     made = plain.fused("feedforward", spec, 1, dtype=DTYPE, device="meta")
     x = torch.empty(tokens, model.H, dtype=DTYPE, device="meta", requires_grad=True)
     choices = {CHOICES[one.memory]: one for one in made.plan(x, env=there).choices if one.memory in CHOICES}
     gemms = there.microseconds(sf.Savings(flops=3 * flops("feedforward", model, tokens, 1)))
-    covers: dict[str, list[str]] = {}
-    for memory, name in CHOICES.items():
-        made.memory = memory
-        plan = made.plan(x, env=there)
-        covers[name] = [step.name for step in (*plan.forward, *plan.backward) if step.fused]
     kept = {name: choice.saved for name, choice in choices.items()} | {"eager": saved_by_torch(spec, tokens)}
     cost = {name: choice.microseconds / gemms for name, choice in choices.items()}
-    return {"model": model.name, "tokens": tokens, "kept": kept, "cost": cost, "covers": covers}
+    return {"model": model.name, "tokens": tokens, "kept": kept, "cost": cost}
 
 
 def saved_by_torch(spec: plain.Spec, tokens: int) -> int:

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import re
-import shutil
 import sys
-import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +29,8 @@ from record import RESULTS, ROOT, about
 
 HERE = Path(__file__).resolve().parent
 SECONDS = {"1": 200, "2": 290, "3": 240}
+WORKERS = 8
+"""Processes of tests that share the GPU, of which each takes up to 8 GiB of its memory."""
 MARGIN = 15
 """Seconds that a command which knows its time has left at its end."""
 ROOMS = {
@@ -41,9 +40,6 @@ ROOMS = {
     "blocks": r"block|layer|prefill|experts|converted|memory|recipes",
 }
 DTYPES = ("bfloat16", "float16", "float32")
-# Triton 3.6 compiles what launches a kernel by a C compiler, with Python.h: without them none runs.
-TOOLS = ("gcc", "nvidia-smi", "ncu", "compute-sanitizer")
-MODULES = ("pytest", "xdist", "pytest_timeout", "hypothesis", "liger_kernel", "quack")
 # Of the kernels that are looked at: ours begin so, and torch's as well as cuBLAS's do not.
 OURS = "^_[a-z]"
 # What is left out compiles for GPUs that are not here, is about the interpreter, or runs kernels that are wrong, one of
@@ -138,22 +134,8 @@ def rehearsed(stage: Stage) -> Stage:
 def tests(*where: str) -> Command:
     """Tests, in an order that is drawn, so that a run that is cut off has some of each, and says what failed."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-rfE", "-W", "ignore", "--shuffle", "1"]
-    # Where there is no such plug-in, pytest would refuse its options, and run nothing.
-    command += ["-n", str(workers()), "--dist", "worksteal"] * found("xdist")
-    command += ["--timeout", "120", "--timeout-method", "thread"] * found("pytest_timeout")
+    command += ["-n", WORKERS, "--dist", "worksteal", "--timeout", "120", "--timeout-method", "thread"]
     return [*command, "-p", "no:cacheprovider", "-p", "gpu.tell", *where]
-
-
-def found(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def workers() -> int:
-    """Processes that share the GPU, of which each takes up to 8 GiB of its memory."""
-    import torch
-
-    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0
-    return max(1, min(14, memory // (9 * 2**30)))
 
 
 def environment(rehearsal: bool, out: Path) -> dict[str, str]:
@@ -166,13 +148,6 @@ def environment(rehearsal: bool, out: Path) -> dict[str, str]:
     if rehearsal:
         return given | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return given | ({"TRITON_CACHE_DIR": str(warm_cache.FOLDER)} if warm_cache.PACK.exists() else {})
-
-
-def lacking() -> list[str]:
-    """What this machine does not have of that which a stage could use."""
-    header = Path(sysconfig.get_path("include"), "Python.h").exists()
-    absent = [tool for tool in TOOLS if shutil.which(tool) is None] + ["Python.h"] * (not header)
-    return [*absent, *(name for name in MODULES if not found(name))]
 
 
 def main() -> None:
@@ -204,8 +179,7 @@ def perform(chosen: Sequence[Stage], until: float, out: Path, variables: Mapping
         results = stage.run(until, out, variables)
         done[stage.name] = {"seconds": round(time.time() - began, 1), "results": results}
         print(*(f"   {result}" for result in results), sep="\n", flush=True)
-        told = {"about": about(), "lacking": lacking(), "stages": done}
-        (out / "summary.json").write_text(json.dumps(told, indent=1) + "\n")
+        (out / "summary.json").write_text(json.dumps({"about": about(), "stages": done}, indent=1) + "\n")
     return done
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,32 +37,27 @@ class Spec:
     dropout: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Functions:
-    """What may be replaced by somebody's kernels; `None` stands for plain torch."""
+class Functions(NamedTuple):
+    """What may be replaced by somebody's kernels."""
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
-    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
-    swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = lambda x, w, eps: F.rms_norm(x, w.shape, w, eps)
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = lambda x, w, b, eps: F.layer_norm(
+        x, w.shape, w, b, eps
+    )
+    swiglu: Callable[[Tensor, Tensor], Tensor] = lambda gate, up: F.silu(gate) * up
 
 
 class Norm(nn.Module):
     def __init__(self, spec: Spec, functions: Functions, made: dict[str, Any]) -> None:
         super().__init__()
-        self.eps = 1e-6 if spec.llama else 1e-5
         self.functions = functions
         self.weight = nn.Parameter(torch.ones(spec.H, **made))
         self.bias = None if spec.llama else nn.Parameter(torch.zeros(spec.H, **made))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
-            own = self.functions.rms_norm
-            if own is not None:
-                return own(x, self.weight, self.eps)
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        if self.functions.layer_norm is not None:
-            return self.functions.layer_norm(x, self.weight, self.bias, self.eps)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return self.functions.rms_norm(x, self.weight, 1e-6)
+        return self.functions.layer_norm(x, self.weight, self.bias, 1e-5)
 
 
 class FeedForward(nn.Module):
@@ -74,10 +69,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
-        if not self.gated:
-            return self.down(F.gelu(h))
-        gate, up = h.chunk(2, -1)
-        return self.down(self.functions.swiglu(gate, up) if self.functions.swiglu else F.silu(gate) * up)
+        return self.down(self.functions.swiglu(*h.chunk(2, -1)) if self.gated else F.gelu(h))
 
 
 class Attention(nn.Module):
@@ -140,40 +132,32 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
-def feedforward_block(spec: Spec, functions: Functions, made: dict[str, Any]) -> Block:
-    return Block(Norm(spec, functions, made), FeedForward(spec, functions, made), spec.dropout)
-
-
-def attention_block(spec: Spec, functions: Functions, made: dict[str, Any]) -> Block:
-    return Block(Norm(spec, functions, made), Attention(spec, made), spec.dropout)
-
-
-def layer(spec: Spec, functions: Functions, made: dict[str, Any]) -> nn.Sequential:
-    return nn.Sequential(
-        OrderedDict(
-            attention=attention_block(spec, functions, made), feedforward=feedforward_block(spec, functions, made)
-        )
-    )
-
-
 def build(what: str, spec: Spec, functions: Functions | None = None, layers: int = 1, **made: Any) -> nn.Module:
     """A model: "feedforward", "attention", "layer" or "stack" (layers and a last norm)."""
     own = functions or Functions()
+
+    def block(mixer: nn.Module) -> Block:
+        return Block(Norm(spec, own, made), mixer, spec.dropout)
+
+    def layer() -> nn.Sequential:
+        attention, feedforward = Attention(spec, made), FeedForward(spec, own, made)
+        return nn.Sequential(OrderedDict(attention=block(attention), feedforward=block(feedforward)))
+
     match what:
         case "feedforward":
-            return nn.Sequential(feedforward_block(spec, own, made))
+            return nn.Sequential(block(FeedForward(spec, own, made)))
         case "attention":
-            return nn.Sequential(attention_block(spec, own, made))
+            return nn.Sequential(block(Attention(spec, made)))
         case "layer":
-            return layer(spec, own, made)
+            return layer()
         case "stack":
-            parts = OrderedDict((str(i), layer(spec, own, made)) for i in range(layers))
-            return Stack(OrderedDict([*parts.items(), ("norm", Norm(spec, own, made))]))
+            parts = [(str(i), layer()) for i in range(layers)]
+            return Stack(OrderedDict([*parts, ("norm", Norm(spec, own, made))]))
         case _:
             raise ValueError(f"there is no {what}")
 
 
-def fused(what: str, spec: Spec, layers: int = 1, fusions: Any = None, **made: Any) -> Any:
+def fused(what: str, spec: Spec, layers: int = 1, **made: Any) -> Any:
     """The same made of operations, with the same keys."""
     import seqfuse as sf
     from seqfuse import ops
@@ -189,10 +173,6 @@ def fused(what: str, spec: Spec, layers: int = 1, fusions: Any = None, **made: A
         "causal": True, **kinds, **made,
     }  # fmt: skip
     if what == "stack":
-        model: Any = sf.nn.TransformerStack(layers, spec.H, spec.heads, **how)
-    else:
-        whole: Any = sf.nn.TransformerLayer(spec.H, spec.heads, **how)
-        model = whole if what == "layer" else sf.Sequential(getattr(whole, what))
-    if fusions is not None:
-        model.fusions = fusions
-    return model
+        return sf.nn.TransformerStack(layers, spec.H, spec.heads, **how)
+    layer = sf.nn.TransformerLayer(spec.H, spec.heads, **how)
+    return layer if what == "layer" else sf.Sequential(getattr(layer, what))

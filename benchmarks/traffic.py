@@ -7,33 +7,35 @@ memory, rows of parameters that every program reads again (from cache), and part
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder alone
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder alone
-
+from seqfuse.kernels import attention, decode, norm, pointwise, rope
+from seqfuse.kernels.activations import ACTIVATIONS
 from tools.traffic import Traffic, counted, fewest
 
 ROWS, COLUMNS, WIDE = 24, 1040, 20_480
 SCRATCH = ("partials", "sums", "biases", "gains", "deltas")  # written by one kernel for the next
+BF16 = torch.bfloat16
 
 
-@dataclasses.dataclass
-class Case:
+class Case(NamedTuple):
     """What a kernel is asked for; `run` gives its results.
 
-    Args:
-        least: the fewest bytes, where they are not those of inputs and results.
-        tiles: bytes that have to be moved where something is read once per tile, by a formula.
+    `least` has the fewest bytes, where they are not those of inputs and results, and `tiles` those that have to be
+    moved where something is read once per tile, by a formula.
     """
 
     kernel: str
@@ -49,13 +51,13 @@ class Case:
         with counted() as traffic:
             results = self.run()
         outputs = [t for t in results if t is not None]
-        least = self.least or fewest(*self.inputs, *outputs)
         moved, cached, partials = _split(traffic)
+        arguments = [m for launch in traffic.launches for m in launch.arguments.values()]
         return {
             "kernel": self.kernel, "what": self.what, "shape": self.shape, "launches": len(traffic.launches),
-            "fewest": least, "moved": moved, "cached": cached, "partials": partials,
-            "outside": sum(launch.outside for launch in traffic.launches),
-            "written_twice": sum(m.stored - m.stored_once for one in traffic.launches for m in one.arguments.values()),
+            "fewest": self.least or fewest(*self.inputs, *outputs), "moved": moved, "cached": cached,
+            "partials": partials, "outside": sum(launch.outside for launch in traffic.launches),
+            "written_twice": sum(m.stored - m.stored_once for m in arguments),
         }  # fmt: skip
 
 
@@ -74,23 +76,18 @@ def _split(traffic: Traffic) -> tuple[int, int, int]:
 
 def cases() -> Iterator[Case]:
     """Every kernel that memory bounds, with what it is launched for."""
-    yield from pointwise_cases()
-    yield from norm_cases()
-    yield from heads_cases()
-    yield from attention_cases()
-    yield from decode_cases()
+    for every in (pointwise_cases, norm_cases, heads_cases, attention_cases, decode_cases):
+        yield from every()
 
 
 def drawn(*shape: int) -> Tensor:
     """Any numbers: what is counted depends on shapes alone."""
-    return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.ones(shape, dtype=BF16)
 
 
 def pointwise_cases() -> Iterator[Case]:
     """Chains of values and of gradients."""
-    from seqfuse.kernels import pointwise as k
-    from seqfuse.kernels.activations import ACTIVATIONS
-
+    k = pointwise
     gelu, silu = k.act(ACTIVATIONS["gelu"]), ACTIVATIONS["silu"]
     dgelu, sums, drop = k.dact(ACTIVATIONS["gelu"]), k.column_sum(), k.dropout(0.1)
     x, other, packed = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS), drawn(ROWS, 2 * COLUMNS)
@@ -120,21 +117,18 @@ def pointwise_cases() -> Iterator[Case]:
 
 def norm_cases() -> Iterator[Case]:
     """Both norms in both directions, alone and with all that may stand around them, and rows too wide for registers."""
-    from seqfuse.kernels.activations import ACTIVATIONS
-    from seqfuse.kernels.norm import norm_bwd, norm_fwd
-
-    gelu, seed, bf16 = ACTIVATIONS["gelu"], torch.tensor(1), torch.bfloat16
+    gelu, seed = ACTIVATIONS["gelu"], torch.tensor(1)
     for rows, N in ((ROWS, COLUMNS), (3, WIDE)):
         x, dy, other = (drawn(rows, N) for _ in range(3))
         weight, bias, branch = (drawn(N) for _ in range(3))
         before: dict[str, Any] = {"pre_bias": branch, "seed": seed, "p": 0.1, "residual": other}
-        after: dict[str, Any] = {"dstream": other, "seed": seed, "p": 0.1, "dbranch": True, "dpre_bias": bf16}
+        after: dict[str, Any] = {"dstream": other, "seed": seed, "p": 0.1, "dbranch": True, "dpre_bias": BF16}
         for kernel, centered in (("layernorm", True), ("rmsnorm", False)):
             parameters = (weight, bias if centered else None)
             read = (dy, x, torch.zeros(rows) if centered else None, torch.ones(rows), weight)
-            forward = functools.partial(norm_fwd, x, *parameters, 1e-5, centered=centered)
-            sums = dict.fromkeys(("dweight", "dbias") if centered else ("dweight",), bf16)
-            back = functools.partial(norm_bwd, *read)
+            forward = functools.partial(norm.norm_fwd, x, *parameters, 1e-5, centered=centered)
+            sums = dict.fromkeys(("dweight", "dbias") if centered else ("dweight",), BF16)
+            back = functools.partial(norm.norm_bwd, *read)
             every: tuple[tuple[str, tuple[Tensor | None, ...], Callable[..., Any]], ...] = (
                 ("forward", (x, *parameters), forward),
                 ("forward, gelu", (x, *parameters), functools.partial(forward, act=gelu)),
@@ -152,25 +146,23 @@ def norm_cases() -> Iterator[Case]:
 
 def heads_cases() -> Iterator[Case]:
     """What stands between a product and attention, on packed heads."""
-    from seqfuse.kernels import rope as k
-
     heads, kv_heads, size = 4, 2, 64
     width, known = (heads + 2 * kv_heads) * size, heads + kv_heads
     x, dy, bias, positions = drawn(ROWS, width), drawn(ROWS, width), drawn(width), torch.arange(ROWS)
-    gains, rstd, bf16 = [drawn(size), drawn(size)], torch.ones(ROWS, known), torch.bfloat16
-    turn = k.Rotation("half", size)
-    angles = k.frequencies_of(turn, x.device)
+    gains, rstd = [drawn(size), drawn(size)], torch.ones(ROWS, known)
+    turn = rope.Rotation("half", size)
+    angles = rope.frequencies_of(turn, x.device)
     weights: dict[str, Any] = dict(zip(("q_weight", "k_weight"), gains, strict=True))
-    norm: dict[str, Any] = {"bias": bias, "norm_eps": 1e-6, **weights}
-    sums: dict[str, Any] = {"dbias": bf16, "dq_weight": bf16, "dk_weight": bf16}
+    normed: dict[str, Any] = {"bias": bias, "norm_eps": 1e-6, **weights}
+    sums: dict[str, Any] = {"dbias": BF16, "dq_weight": BF16, "dk_weight": BF16}
     both: tuple[tuple[str, Callable[..., Any], list[Tensor], dict[str, Any]], ...] = (
-        ("rotation", k.rope_fwd, [x], {}),
-        ("rotation, positions", k.rope_fwd, [x, positions], {"positions": positions}),
-        ("bias, norm, rotation", k.rope_fwd, [x, bias, *gains], norm),
-        ("bias, norm, rotation, x + bias", k.rope_fwd, [x, bias, *gains], {"store": True, **norm}),
-        ("d rotation", k.rope_bwd, [dy], {}),
-        ("d rotation, d bias", k.rope_bwd, [dy], {"dbias": bf16}),
-        ("d rotation, d norm, d bias, d gains", k.rope_bwd, [dy, x[:, : known * size], rstd, *gains],
+        ("rotation", rope.rope_fwd, [x], {}),
+        ("rotation, positions", rope.rope_fwd, [x, positions], {"positions": positions}),
+        ("bias, norm, rotation", rope.rope_fwd, [x, bias, *gains], normed),
+        ("bias, norm, rotation, x + bias", rope.rope_fwd, [x, bias, *gains], {"store": True, **normed}),
+        ("d rotation", rope.rope_bwd, [dy], {}),
+        ("d rotation, d bias", rope.rope_bwd, [dy], {"dbias": BF16}),
+        ("d rotation, d norm, d bias, d gains", rope.rope_bwd, [dy, x[:, : known * size], rstd, *gains],
          {"x": x, "rstd": rstd, **weights, **sums}),
     )  # fmt: skip
     for what, function, inputs, named in both:
@@ -180,7 +172,7 @@ def heads_cases() -> Iterator[Case]:
 
 def attention_cases() -> Iterator[Case]:
     """Attention of 2 heads over a key head, both ways, in blocks of sm_90: each of rows reads the keys it sees."""
-    from seqfuse.kernels import attention as k
+    k = attention
 
     def run(function: Callable[..., Any], *args: Any, **limits: Any) -> Any:
         with mock.patch.object(k, "architecture", return_value="sm_90"):
@@ -219,9 +211,6 @@ def _read(length: int, block: int, other: int, *, causal: bool, window: int, tur
 
 def decode_cases() -> Iterator[Case]:
     """A step of decoding: the new row, and attention over caches of two lengths, of 4 heads that share a key head."""
-    from seqfuse.kernels import decode as k
-    from seqfuse.kernels import rope
-
     B, H, D, most = 2, 4, 64, 512
     lengths, q, new = torch.tensor([300, 77]), drawn(B, H, D), drawn(B, 1, D)
     x, turn = drawn(B, (H + 2) * D), rope.Rotation("half", D)
@@ -234,8 +223,8 @@ def decode_cases() -> Iterator[Case]:
         row = 2 * (D * keys.element_size() + 4 * len(scales) // 2)  # of both caches
         read, written = 2 * q.nbytes + lengths.nbytes + int(lengths.sum()) * row, lengths.nbytes + B * row
         for what, function, given, least in (
-            ("attention", k.decode_attention, (q,), read),
-            ("write", k.cache_write, (new, new), 2 * new.nbytes + written),
+            ("attention", decode.decode_attention, (q,), read),
+            ("write", decode.cache_write, (new, new), 2 * new.nbytes + written),
             ("rotation, write", rope.rope_write, (x, H, 1, turn), x.nbytes + q.nbytes + angles.nbytes + written),
         ):
             run = functools.partial(function, *given, **caches)
@@ -245,7 +234,6 @@ def decode_cases() -> Iterator[Case]:
 def main() -> None:
     from record import write
 
-    os.environ["TRITON_INTERPRET"] = "1"
     rows = [case.row() for case in cases()]
     for row in rows:
         over = row["moved"] / row["fewest"] - 1 if row["fewest"] else 0.0

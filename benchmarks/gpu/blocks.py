@@ -159,17 +159,6 @@ def passes(
     )  # fmt: skip
 
 
-def planned(model: Make) -> Any:
-    """What notes say of a model of operations: its fused steps, by name."""
-
-    def notes(inputs: Inputs) -> dict[str, Any]:
-        plan = model().plan(inputs["x"].detach().requires_grad_())
-        covers = {"forward": plan.forward, "backward": plan.backward}
-        return {"plan": {k: [step.name for step in cover if step.fused] for k, cover in covers.items()}}
-
-    return notes
-
-
 def spec_of(model: Model, dropout: float = 0.0) -> plain.Spec:
     return plain.Spec(
         model.H, model.F, model.heads, model.kv_heads, model.head_dim, model.llama, 0.0 if model.llama else dropout
@@ -225,7 +214,7 @@ def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, b
         models["seqfuse lean"] = (lambda: of.choosing("lean")) if what == "feedforward" and not model.llama else None
     return passes(
         GROUPS[what], f"{model.name} {rows}{' best modes' * best}", sizes, model, rows, models, of.exact,
-        same=not spec.dropout, make=drawn(sizes, model, "x", "dy"), priority=priority, notes=planned(lambda: of.ours),
+        same=not spec.dropout, make=drawn(sizes, model, "x", "dy"), priority=priority,
         flops=3 * flops(what, model, rows, min(sizes.sequence, rows)),
     )  # fmt: skip
 

@@ -124,23 +124,6 @@ def without_zeros(contender: Contender, model: Callable[[], nn.Module]) -> Conte
     return dataclasses.replace(contender, prepare=prepare)
 
 
-def chains(made: Callable[[], OfVectors]) -> Any:
-    """What notes say of a converted model: the fused steps of its chains, by name, and what is left."""
-
-    def notes(_: Inputs) -> dict[str, Any]:
-        conversion = sf.conversion(made().inner)
-        assert conversion is not None
-        graph = conversion.graphs[-1]
-        plans = [region.plan for region in graph.regions]
-        steps = {
-            way: [step.name for plan in plans for step in getattr(plan, way) if step.fused]
-            for way in ("forward", "backward")
-        }
-        return {"plan": steps, "left": [f"{left.kind} {left.call}: {left.reason}" for left in graph.left]}
-
-    return notes
-
-
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Layers of three models, forward and backward."""
     if hugging() is None:
@@ -159,17 +142,16 @@ def _passes(
 ) -> Case:
     rows, length = sizes.tokens[0], min(sequence or sizes.sequence, sizes.tokens[0])
     of = Shared(lambda: build(family, model, layers, length), sizes)
-    mine = functools.cache(of.converted)
     there = model.llama and module("liger_kernel.transformers") is not None
     models = {
-        "seqfuse": mine, "eager": lambda: of.eager, "seqfuse lean": lambda: of.converted(memory="lean"),
+        "seqfuse": of.converted, "eager": lambda: of.eager, "seqfuse lean": lambda: of.converted(memory="lean"),
         "compile": (lambda: compiled(of.again(), sizes.compile_modes[0])) if sizes.compile_modes else None,
         "liger": (lambda: with_liger(of.again())) if there else None,
     }  # fmt: skip
     return passes(
         GROUP, f"{model.name} x {layers} {rows}", sizes, model, rows, models, lambda: copy.deepcopy(of.eager).double(),
         how=lambda make, within: without_zeros(trained(make, within), lambda: of.eager), priority=priority,
-        make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"), notes=chains(mine),
+        make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"),
         # Rows of gradients of queries are mostly one early token's: tests/gpu judges these over several draws.
         judged=lambda outputs: outputs[:2], flops=3 * layers * flops("layer", model, rows, length),
         shape={"layers": layers},

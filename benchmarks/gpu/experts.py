@@ -124,12 +124,6 @@ def _case(sizes: Sizes, mixture: Mixture) -> Case:
         drawn = normal(dict.fromkeys(("x", "dy"), (tokens, mixture.H)), seed, sizes.device, sizes.dtype)
         return {**drawn, "experts": experts, "probs": probs / probs.sum(-1, keepdim=True)}
 
-    def notes(inputs: Inputs) -> dict[str, Any]:
-        leaves = [inputs[name].detach().requires_grad_() for name in ("x", "probs")]
-        plan = of.ours.plan(leaves[0], experts=inputs["experts"], probs=leaves[1])
-        load = torch.bincount(inputs["experts"].flatten(), minlength=mixture.experts)
-        return {"plan": [step.name for step in (*plan.forward, *plan.backward)], "most_of_an_expert": int(load.max())}
-
     models = {
         "seqfuse": lambda: of.ours, "seqfuse, our GEMM": lambda: of.ours, "seqfuse lean": of.lean, "loop": of.loop,
     }  # fmt: skip
@@ -140,6 +134,6 @@ def _case(sizes: Sizes, mixture: Mixture) -> Case:
     return passes(
         GROUP, f"{mixture.name} {rows}", sizes, mixture, rows, models, lambda: copy.deepcopy(of.loop()).double(),
         how=functools.partial(trained, leaves=("x", "probs")), within={"seqfuse, our GEMM": with_our_gemm}, make=make,
-        judged=of_one_expert, priority=1, notes=notes, flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
+        judged=of_one_expert, priority=1, flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
         shape={"experts": mixture.experts},
     )  # fmt: skip

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 Shape = tuple[int, int]
+FIRST_GPU = torch.device("cuda", 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +50,12 @@ class Mixture:
     top_k: int
 
 
-MIXTURES = (Mixture("mixtral-8x7b", 4096, 14336, 8, 2), Mixture("qwen3-moe-30b", 2048, 768, 128, 8))
-TOKENS = (8192, 2048, 16384, 512)  # the order in which there is time for them
 MAIN = ("gpt3-6.7b", "llama3-8b")  # measured before the other models
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What rows are made of, most important first.
+    """What rows are made of, most important first; everything, on the first GPU, unless other sizes are given.
 
     Args:
         device: where tensors are.
@@ -72,48 +71,30 @@ class Sizes:
         dropout: in layers of GPT models.
     """
 
-    device: torch.device
-    compile_modes: tuple[str, ...]
-    checked_rows: int
-    norms: tuple[Shape, ...]
-    more_norms: tuple[Shape, ...]
-    models: tuple[Model, ...]
-    tokens: tuple[int, ...]
-    sequence: int
-    decodes: tuple[Shape, ...]
-    mixtures: tuple[Mixture, ...]
+    device: torch.device = FIRST_GPU
+    compile_modes: tuple[str, ...] = ("default", "max-autotune-no-cudagraphs")
+    checked_rows: int = 512
+    norms: tuple[Shape, ...] = tuple((32768, n) for n in (8192, 4096, 1024, 16384, 2048, 32768))
+    more_norms: tuple[Shape, ...] = (
+        *((32768, n) for n in (512, 256, 65536)),
+        *((4096, 512 * i) for i in range(31, 1, -1)),
+    )
+    models: tuple[Model, ...] = MODELS
+    tokens: tuple[int, ...] = (8192, 2048, 16384, 512)  # the order in which there is time for them
+    sequence: int = 2048
+    decodes: tuple[Shape, ...] = (
+        (16, 8192), (64, 8192), (1, 8192), (1, 32768), (16, 32768), (64, 2048), (16, 2048), (1, 2048), (64, 32768),
+        *((b, n) for n in (128, 512) for b in (64, 16, 1)),
+    )  # fmt: skip
+    mixtures: tuple[Mixture, ...] = (
+        Mixture("mixtral-8x7b", 4096, 14336, 8, 2),
+        Mixture("qwen3-moe-30b", 2048, 768, 128, 8),
+    )
     dtype: torch.dtype = torch.bfloat16
     dropout: float = 0.1
 
 
-def real() -> Sizes:
-    """Everything, on the first GPU."""
-    return Sizes(
-        device=torch.device("cuda", 0),
-        compile_modes=("default", "max-autotune-no-cudagraphs"),
-        checked_rows=512,
-        norms=tuple((32768, n) for n in (8192, 4096, 1024, 16384, 2048, 32768)),
-        more_norms=(
-            *((32768, n) for n in (512, 256, 65536)),
-            *((4096, 512 * i) for i in range(31, 1, -1)),
-        ),
-        models=MODELS,
-        tokens=TOKENS,
-        sequence=2048,
-        decodes=(
-            (16, 8192),
-            (64, 8192),
-            (1, 8192),
-            (1, 32768),
-            (16, 32768),
-            (64, 2048),
-            (16, 2048),
-            (1, 2048),
-            (64, 32768),
-            *((b, n) for n in (128, 512) for b in (64, 16, 1)),
-        ),
-        mixtures=MIXTURES,
-    )
+real = Sizes
 
 
 def few(dtype: torch.dtype) -> Sizes:
@@ -121,8 +102,7 @@ def few(dtype: torch.dtype) -> Sizes:
 
     In float32 without dropout, for which eager torch has masks of its own: its errors count there, too.
     """
-    return dataclasses.replace(
-        real(),
+    return Sizes(
         dtype=dtype,
         dropout=0.0 if dtype is torch.float32 else 0.1,
         compile_modes=(),

@@ -15,13 +15,9 @@ GRACE = 10.0
 
 
 def watched(
-    command: Sequence[str],
-    until: float,
-    stuck: Callable[[], str | None] = lambda: None,
-    *,
-    log: str | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> tuple[int, str]:
+    command: Sequence[str], until: float, stuck: Callable[[], str | None] = lambda: None, *,
+    log: str | None = None, environment: Mapping[str, str] | None = None,
+) -> tuple[int, str]:  # fmt: skip
     """Run a command, and kill it and all that it started when the time is over or when it is stuck.
 
     Args:
@@ -36,18 +32,17 @@ def watched(
     """
     with contextlib.nullcontext() if log is None else open(log, "ab") as out:
         child = subprocess.Popen(
-            command, stdout=out, stderr=out and subprocess.STDOUT, start_new_session=True,
-            env=None if environment is None else dict(environment),
-        )  # fmt: skip
+            command, stdout=out, stderr=out and subprocess.STDOUT, start_new_session=True, env=environment
+        )
     why = ""
     try:
-        while child.poll() is None:
-            why = stuck() or ("the time was over" if time.time() >= until else "")
-            if why:
-                break
+        while child.poll() is None and not why:
             time.sleep(POLL)
+            why = stuck() or ("the time was over" if time.time() >= until else "")
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
+        else:
+            why = ""
     status = child.wait()
     return status, why or (f"its process ended with status {status}" if status else "")
