@@ -18,11 +18,22 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Whatever a user has measured on this machine must not decide what is compared, and a fusion that fails must not be
+# timed as what takes its place.
+if __name__ == "__main__":
+    os.environ |= {"SEQFUSE_TUNE": "0", "SEQFUSE_ON_ERROR": "raise"}
+    os.environ |= {"TRITON_INTERPRET": "1"} if "--tiny" in sys.argv and "--on-gpu" not in sys.argv else {}
+
 import torch
+from gpu import ceilings, peers, rows, sizes, watch
+from gpu.book import Book
+from gpu.case import Case
+from gpu.clock import OnDevice, OnHost
+from gpu.measure import Bench
 from record import RESULTS, about
 
 MOST_CHILDREN = 12
@@ -34,16 +45,12 @@ class TooLong(BaseException):
 
 
 def main() -> int:
-    # Whatever a user has measured on this machine must not decide what is compared.
-    os.environ["SEQFUSE_TUNE"] = "0"
-    # A fusion that fails must not be timed as what takes its place.
-    os.environ["SEQFUSE_ON_ERROR"] = "raise"
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--budget", type=float, default=470.0, help="seconds for everything")
     parser.add_argument("--most", type=float, default=120.0, help="seconds for one row")
     parser.add_argument("--seconds", type=float, default=0.2, help="of samples, for each contender of a row")
     parser.add_argument("--only", default="", help="a regular expression that a row's key contains")
-    parser.add_argument("--without", help="a regular expression of contenders that are left out")
+    parser.add_argument("--without", default="^$", help="a regular expression of contenders that are left out")
     parser.add_argument("--out", type=Path, help="the file of results")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the file has")
     parser.add_argument("--check", action="store_true", help="check every row, time none")
@@ -53,86 +60,71 @@ def main() -> int:
     parser.add_argument("--on-gpu", action="store_true", help="tiny sizes, but on the GPU")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / (
-        "gpu_check.json" if arguments.check else "gpu.json"
-    )
-    if arguments.tiny and not arguments.on_gpu:
-        os.environ["TRITON_INTERPRET"] = "1"
+    name = "gpu_check.json" if arguments.check else "gpu.json"
+    out = arguments.out or Path(os.environ.get("OUT") or RESULTS, name)
     if arguments.child is not None:
         return work(arguments, out, arguments.child)
     if arguments.list:
-        for case in chosen(arguments):
-            print(case.priority, case.key)
+        print(*(f"{case.priority} {case.key}" for case in chosen(arguments)), sep="\n")
         return 0
-    if (not arguments.tiny or arguments.on_gpu) and not torch.cuda.is_available():
+    if not interpreted(arguments) and not torch.cuda.is_available():
         print("there is no GPU here; --tiny checks every row without one", file=sys.stderr)
         return 2
     return supervise(arguments, out)
 
 
+def interpreted(arguments: argparse.Namespace) -> bool:
+    return arguments.tiny and not arguments.on_gpu
+
+
 def supervise(arguments: argparse.Namespace, out: Path) -> int:
     """Run children until everything is measured or the time is over."""
-    from gpu.book import Book
-    from gpu.watch import GRACE, watched
-
     if not arguments.resume:
         out.unlink(missing_ok=True)
     elif not out.exists() and (RESULTS / out.name).exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(RESULTS / out.name, out)
-    until = time.time() + arguments.budget
+    until, most = time.time() + arguments.budget, arguments.most + watch.GRACE
     command = [sys.executable, __file__, *sys.argv[1:], "--child", repr(until)]
     for _ in range(MOST_CHILDREN):
         if time.time() >= until:
             break
-        status, why = watched(command, until + GRACE, lambda: Book(out).overdue(arguments.most + GRACE))
+        status, why = watch.watched(command, until + watch.GRACE, lambda: Book(out).overdue(most))
         key = Book(out).bury(why or "its process ended too early")
         if status == 0 or (key is None and status != ENDED):
             break
     book = Book(out)
-    bad = [key for key, row in book.rows.items() if row["status"] in ("red", "failed")]
+    bad = {key: row for key, row in book.rows.items() if row["status"] in ("red", "failed")}
     late = [key for key in book.data.get("planned", []) if key not in book.rows]
-    for key in bad:
-        print(f"  {book.rows[key]['status']}: {key}: {book.rows[key]['why']}")
+    for key, row in bad.items():
+        print(f"  {row['status']}: {key}: {row['why']}")
     print(f"{out}: {len(book.rows)} rows, {len(bad)} red or failed, {len(late)} not run")
     return 1 if bad or not book.rows else 0
 
 
-def chosen(arguments: argparse.Namespace) -> list[Any]:
-    """The rows that were asked for."""
-    from gpu import rows
-    from gpu.sizes import real, tiny
-
-    sizes = tiny(getattr(torch, arguments.dtype)) if arguments.tiny else real()
-    if arguments.on_gpu:
-        sizes = dataclasses.replace(sizes, device=real().device)
-    found = [case for case in rows.cases(sizes) if re.search(arguments.only, case.key)]
-    return [dataclasses.replace(case, contenders=left(case.contenders, arguments.without)) for case in found]
-
-
-def left(contenders: Mapping[str, Any], without: str | None) -> dict[str, Any]:
-    """Those that were not left out."""
-    return {name: c for name, c in contenders.items() if without is None or not re.search(without, name)}
+def chosen(arguments: argparse.Namespace) -> list[Case]:
+    """The rows that were asked for, without the contenders that are left out."""
+    of = sizes.tiny(getattr(torch, arguments.dtype)) if arguments.tiny else sizes.real()
+    of = dataclasses.replace(of, device=sizes.FIRST_GPU) if arguments.on_gpu else of
+    found = [case for case in rows.cases(of) if re.search(arguments.only, case.key)]
+    left = [{n: c for n, c in case.contenders.items() if not re.search(arguments.without, n)} for case in found]
+    return [dataclasses.replace(case, contenders=own) for case, own in zip(found, left, strict=True)]
 
 
 def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     """Measure, in this process, what the file has not yet."""
-    from gpu.book import Book
-    from gpu.peers import versions
-
-    cases = chosen(arguments)
-    book = Book(out)
-    book.state(about=about(), peers=versions(), planned=[case.key for case in cases])
+    cases, book = chosen(arguments), Book(out)
+    book.state(about=about(), peers=peers.versions(), planned=[case.key for case in cases])
     bench = _bench(arguments, book)
-    with _rounding(arguments.tiny and not arguments.on_gpu):
+    with _rounding(interpreted(arguments)):
         for case in let_go(cases):
-            left = until - time.time()
+            begun = time.time()
+            left = until - begun
             if left <= 0:
                 break
             if case.key in book.rows:
                 continue
             book.begin(case.key)
-            begun = time.time()
             try:
                 with limited(min(arguments.most, max(5.0, left))):
                     row = bench.row(case, checks_only=arguments.check)
@@ -144,42 +136,30 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
             except torch.AcceleratorError as error:
                 book.bury(f"the device was lost: {str(error).splitlines()[0]}")
                 return ENDED
-            row["seconds"] = round(time.time() - begun, 2)
-            book.add(case.key, row)
+            book.add(case.key, row | {"seconds": round(time.time() - begun, 2)})
             print(_line(case.key, row), flush=True)
-            if not _alive():
-                return ENDED
             del case
-            _tidy()
+            if not _tidy():
+                return ENDED
     return 0
 
 
-def let_go(cases: list[Any]) -> Iterator[Any]:
+def let_go(cases: list[Case]) -> Iterator[Case]:
     """One after the other, none of which is kept: each holds models, of which a GPU has no room for those of all."""
     cases.reverse()
     while cases:
         yield cases.pop()
 
 
-def _bench(arguments: argparse.Namespace, book: Any) -> Any:
-    from gpu import ceilings
-    from gpu.clock import OnDevice, OnHost
-    from gpu.measure import Bench
-
-    device = torch.device("cpu" if arguments.tiny and not arguments.on_gpu else "cuda")
+def _bench(arguments: argparse.Namespace, book: Book) -> Bench:
+    device = torch.device("cpu" if interpreted(arguments) else "cuda")
     on_host = OnHost(device)
     if arguments.tiny:
         found = ceilings.measure(on_host, device, (getattr(torch, arguments.dtype),), numel=2**16, side=64)
         return Bench(device, found, on_host, on_host, 1024, arguments.seconds)
-    clock = OnDevice()
-    known = book.data.get("ceilings")
-    if known is None:
-        found = ceilings.measure(clock, device, (torch.bfloat16, torch.float32))
-        book.state(ceilings=found.stated())
-        print(found, flush=True)
-    else:
-        rates = {k: r * 1e6 for k, r in known["cublas_TFLOP_per_s"].items()}
-        found = ceilings.Ceilings(known["copy_TB_per_s"] * 1e6, rates)
+    clock, known = OnDevice(), book.data.get("ceilings")
+    found = ceilings.of(known) if known else ceilings.measure(clock, device, (torch.bfloat16, torch.float32))
+    book.state(ceilings=found.stated())
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
     return Bench(device, found, clock, on_host, cache, arguments.seconds)
 
@@ -200,30 +180,23 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _rounding(tiny: bool) -> contextlib.AbstractContextManager[None]:
-    if not tiny:
-        return contextlib.nullcontext()
+def _rounding(interpreted: bool) -> contextlib.AbstractContextManager[None]:
     from seqfuse.testing.interpreter import corrected
 
-    return corrected()
+    return corrected() if interpreted else contextlib.nullcontext()
 
 
-def _alive() -> bool:
-    """Whether the device still answers: after an illegal access nothing in this process can run on it."""
+def _tidy() -> bool:
+    """Free what the last row held, compiled graphs among it; `False` where the device was lost."""
     try:
+        torch._dynamo.reset()
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    except RuntimeError:
+            torch.cuda.empty_cache()
+    except RuntimeError:  # after an illegal access nothing in this process can run on it
         return False
     return True
-
-
-def _tidy() -> None:
-    """Between rows, free what the last one held, compiled graphs among it."""
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _line(key: str, row: dict[str, Any]) -> str:

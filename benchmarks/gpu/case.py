@@ -96,10 +96,7 @@ def run(contender: Contender, inputs: Inputs) -> list[Tensor | None]:
 
 def copied(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
     """The same numbers in tensors of their own, floating-point ones in another dtype if one is given."""
-    return {
-        name: t.detach().clone().to(dtype) if dtype is not None and t.is_floating_point() else t.detach().clone()
-        for name, t in inputs.items()
-    }
+    return {n: t.detach().clone().to(dtype if t.is_floating_point() else None) for n, t in inputs.items()}
 
 
 def by_the_rule(case: Case) -> None:
@@ -146,8 +143,6 @@ def distance(one: Outputs, other: Outputs) -> float:
         # rows, all or most of which `by_the_rule` judges as well.
         pieces = max(1, min(PIECES, len(b) // 8))
         for left, right in zip(a.tensor_split(pieces), b.tensor_split(pieces), strict=True):
-            if not left.numel():
-                continue
             difference = (left.float() - right.float()).norm()
             # A piece of small numbers is as far off as the rest: rows are added up to sums of any size.
             size = torch.maximum(right.float().norm(), whole * right.numel() ** 0.5)
@@ -188,15 +183,13 @@ def fewest_bytes(case: Case, inputs: Inputs, outputs: Outputs) -> int:
     """Each input read once, each result written once."""
     if case.fewest is not None:
         return case.fewest
-    return sum(t.numel() * t.element_size() for t in (*inputs.values(), *outputs) if t is not None)
+    return sum(t.nbytes for t in (*inputs.values(), *outputs) if t is not None)
 
 
 def kept(contender: Contender, inputs: Inputs) -> int | None:
     """Bytes that its forward keeps for a backward: storages once, parameters left out."""
-    if contender.forward is None:
-        return None
     forward = contender.forward
-    return counted(lambda: forward(inputs), contender.own())
+    return None if forward is None else counted(lambda: forward(inputs), contender.own())
 
 
 def counted(forward: Callable[[], Any], own: Sequence[Tensor]) -> int:

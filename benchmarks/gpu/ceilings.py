@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 
 from .clock import Clock, interleaved
 
 
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
+class Ceilings(NamedTuple):
     """Bytes per microsecond of a copy, read and written; FLOPs per microsecond of cuBLAS, by dtype."""
 
     bandwidth: float
@@ -23,10 +22,14 @@ class Ceilings:
 
     def stated(self) -> dict[str, Any]:
         """As it is written down."""
-        return {
-            "copy_TB_per_s": self.bandwidth / 1e6,
-            "cublas_TFLOP_per_s": {k: r / 1e6 for k, r in self.rates.items()},
-        }
+        rates = {k: r / 1e6 for k, r in self.rates.items()}
+        return {"copy_TB_per_s": self.bandwidth / 1e6, "cublas_TFLOP_per_s": rates}
+
+
+def of(stated: dict[str, Any]) -> Ceilings:
+    """What was written down."""
+    rates = {k: r * 1e6 for k, r in stated["cublas_TFLOP_per_s"].items()}
+    return Ceilings(stated["copy_TB_per_s"] * 1e6, rates)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -39,11 +42,9 @@ def measure(
 ) -> Ceilings:
     """Copy `numel` elements of two bytes, and multiply square matrices, of random numbers."""
     sources = [torch.randn(numel, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    targets = [torch.empty_like(t) for t in sources]
-    copies = [lambda s=s, t=t: t.copy_(s) for s, t in zip(sources, targets, strict=True)]
-    times = interleaved({"copy": copies}, clock, seconds=1.0)
-    bandwidth = 2 * sources[0].numel() * sources[0].element_size() / times["copy"].median
-    del sources, targets, copies
+    copies = [functools.partial(torch.empty_like(source).copy_, source) for source in sources]
+    bandwidth = 4 * numel / interleaved({"copy": copies}, clock, seconds=1.0)["copy"].median
+    del sources, copies
     rates: dict[str, float] = {}
     for dtype in dtypes:
         n = side if dtype.itemsize == 2 else side // 2

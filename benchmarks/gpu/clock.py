@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,8 +19,7 @@ _LONGEST_SLEEP = 50_000.0
 _LONGEST_OF_SEVERAL = 12_000.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Microseconds of one call: median, quartiles, and how many samples they are of."""
 
     median: float
@@ -31,11 +29,9 @@ class Times:
 
 
 class Clock(Protocol):
-    """What takes a sample."""
+    """What takes a sample: microseconds of one of several calls, which are made once each."""
 
-    def sample(self, calls: Sequence[Call]) -> float:
-        """Microseconds of one of the calls, which are made once each."""
-        ...
+    def sample(self, calls: Sequence[Call]) -> float: ...
 
 
 class OnHost:
@@ -59,13 +55,9 @@ class OnDevice:
     The device sleeps until the host has launched everything, so that what a launch costs the host is not in the time;
     a sleep that was too short is doubled, and the sample taken again. Calls of more launches than a device queues are
     timed in parts. `exposed` counts those where that was no use.
-
-    Args:
-        first: what the device does after its sleep, before the time begins, such as emptying its cache.
     """
 
-    def __init__(self, first: Call | None = None) -> None:
-        self._first = first
+    def __init__(self) -> None:
         self.exposed = 0
         self.forget()
 
@@ -89,8 +81,6 @@ class OnDevice:
         start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         while True:
             cuda._sleep(int(self._sleep * _CYCLES_PER_MICROSECOND))
-            if self._first is not None:
-                self._first()
             start.record()
             for call in calls:
                 call()
@@ -106,14 +96,9 @@ class OnDevice:
 
 
 def interleaved(
-    contenders: Mapping[str, Sequence[Call]],
-    clock: Clock,
-    *,
-    seconds: float = 0.25,
-    least: int = 7,
-    most: int = 31,
+    contenders: Mapping[str, Sequence[Call]], clock: Clock, *, seconds: float = 0.25, least: int = 7, most: int = 31,
     now: Callable[[], float] = time.perf_counter,
-) -> dict[str, Times]:
+) -> dict[str, Times]:  # fmt: skip
     """Sample the contenders by turns, A B C, C B A, ..., for about `seconds` each; two rounds warm up.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .case import Case, Contender, Inputs, Run, by_the_rule, copied, fewest_bytes, kept, reds, said
+from .case import Case, Contender, Inputs, by_the_rule, copied, fewest_bytes, kept, reds, said
 from .ceilings import Ceilings, name_of
 from .clock import Clock, OnDevice, interleaved
 
@@ -40,51 +40,42 @@ class Bench:
             by_the_rule(case)
             inputs = case.make(case.rows, 1)
             wrong = reds(case, inputs)
+            if "seqfuse" in wrong:
+                return {**row, "status": "red", "why": f"on all rows: {wrong['seqfuse']}"}
+            row |= {"left_out": wrong} if wrong else {}
+            if checks_only:
+                return {**row, "status": "checked"}
+            times = self._times(case, inputs, {n: c for n, c in case.contenders.items() if n not in wrong})
+            return {**row, **times, "status": "ok"}
         except torch.AcceleratorError:
             raise
         except AssertionError as error:
             return {**row, "status": "red", "why": str(error)[:1000]}
         except Exception as error:
             return {**row, "status": "failed", "why": said(error)}
-        if "seqfuse" in wrong:
-            return {**row, "status": "red", "why": f"on all rows: {wrong['seqfuse']}"}
-        if wrong:
-            row["left_out"] = wrong
-        if checks_only:
-            return {**row, "status": "checked"}
-        try:
-            self._time(case, inputs, {n: c for n, c in case.contenders.items() if n not in wrong}, row)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            return {**row, "status": "failed", "why": said(error)}
-        return {**row, "status": "ok"}
 
-    def _time(self, case: Case, inputs: Inputs, contenders: dict[str, Contender], row: dict[str, Any]) -> None:
-        outputs = contenders["seqfuse"].prepare(copied(inputs))()
-        least = fewest_bytes(case, inputs, outputs)
-        del outputs
-        row |= {"fewest_bytes": least, "flops": case.flops, **case.notes(inputs)}
+    def _times(self, case: Case, inputs: Inputs, contenders: dict[str, Contender]) -> dict[str, Any]:
+        least = fewest_bytes(case, inputs, contenders["seqfuse"].prepare(copied(inputs))())
+        row: dict[str, Any] = {"fewest_bytes": least, "flops": case.flops, **case.notes(inputs)}
         if case.as_called:
             row["memory"] = {name: self._memory(c, inputs) for name, c in contenders.items()}
         sets = self._sets(case, inputs)
-        ready: dict[str, list[Run]] = {}
-        for name, contender in contenders.items():
-            ready[name] = [contender.prepare(one) for one in sets]
-        exposed = self.on_device.exposed if isinstance(self.on_device, OnDevice) else 0
+        ready = {name: [contender.prepare(one) for one in sets] for name, contender in contenders.items()}
+        before = self.on_device.exposed if isinstance(self.on_device, OnDevice) else 0
         times = interleaved(ready, self.on_device, seconds=self.seconds)
-        if isinstance(self.on_device, OnDevice) and self.on_device.exposed > exposed:
-            row["host_not_hidden"] = self.on_device.exposed - exposed
-        row["times"] = {name: dataclasses.asdict(t) for name, t in times.items()}
+        if isinstance(self.on_device, OnDevice) and self.on_device.exposed > before:
+            row["host_not_hidden"] = self.on_device.exposed - before
+        row["times"] = {name: t._asdict() for name, t in times.items()}
         if case.as_called:
             called = interleaved(ready, self.on_host, seconds=self.seconds)
-            row["as_called"] = {name: dataclasses.asdict(t) for name, t in called.items()}
+            row["as_called"] = {name: t._asdict() for name, t in called.items()}
         floor = self.ceilings.floor(least, case.flops, case.dtype)
-        row |= {"floor": floor, "fraction": {name: floor / t.median for name, t in times.items()}, "sets": len(sets)}
+        fraction = {name: floor / t.median for name, t in times.items()}
+        return row | {"floor": floor, "fraction": fraction, "sets": len(sets)}
 
     def _sets(self, case: Case, inputs: Inputs) -> list[Inputs]:
         """So many sets of inputs that none is in the cache when its turn comes."""
-        size = sum(t.numel() * t.element_size() for t in inputs.values())
+        size = sum(t.nbytes for t in inputs.values())
         count = min(_MOST_SETS, max(2, math.ceil(_CACHES * self.cache_bytes / max(1, size))))
         return [inputs, *(case.make(case.rows, seed) for seed in range(2, count + 1))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from targets import TARGETS
@@ -31,20 +32,16 @@ def cases(sizes: Sizes) -> list[Case]:
 
     Among equals the rooms take turns, so that a run that is cut off has some of each.
     """
-    found = [list(room(sizes)) for room in ROOMS]
-    ranked = [(case.priority, place, case) for several in found for place, case in _places(several)]
-    ordered = [case for *_, case in sorted(ranked, key=lambda entry: entry[:2])]
+    ranked: list[tuple[int, int, Case]] = []
+    for room in ROOMS:
+        before = Counter[int]()
+        for case in room(sizes):
+            ranked.append((case.priority, before[case.priority], case))
+            before[case.priority] += 1
     wanted = {group for target in TARGETS for group in target.groups}
     first: dict[str, Case] = {}
+    ordered = [case for *_, case in sorted(ranked, key=lambda entry: entry[:2])]
     for case in ordered:
         if case.group in wanted:
             first.setdefault(case.group, case)
     return [*first.values(), *(case for case in ordered if first.get(case.group) is not case)]
-
-
-def _places(several: list[Case]) -> Iterator[tuple[int, Case]]:
-    """Each case with how many of its priority come before it in its room."""
-    before: dict[int, int] = {}
-    for case in several:
-        place = before[case.priority] = before.get(case.priority, -1) + 1
-        yield place, case
