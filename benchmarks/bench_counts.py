@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from gpu import sizes
 from gpu.blocks import flops, spec_of
 from gpu.case import counted
-from gpu.launched import CONVERTS, FREE, Launches, passes
+from gpu.launched import CONVERTS, FREE, Launches
 from record import ROOT, write
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -157,7 +157,6 @@ def planned(model: Model) -> dict[str, Any]:
         for name, parameter in [*module.named_parameters(recurse=False)]:
             setattr(module, name, nn.Parameter(torch.empty_like(parameter)))
     current: list[int | None] = [None]
-    counts = [Launches(FREE | CONVERTS, lambda: current[0]) for _ in range(2)]
 
     def steps(plan: Any, *fields: str) -> list[Any]:
         return [[tuple(getattr(s, f) for f in fields) for s in pass_] for pass_ in (plan.forward, plan.backward)]
@@ -175,11 +174,10 @@ def planned(model: Model) -> dict[str, Any]:
         within.enter_context(mock.patch.object(_attention.Scores, "kernel", return_value="cpu"))
         _tell(within, plan.forward, "fwd", current)
         _tell(within, plan.backward[::-1], "bwd", current)
-        for count, pass_ in zip(counts, passes(layer, torch.empty(model.x, dtype=DTYPE)), strict=True):
-            with count.counting():
-                pass_()
+        count = Launches(FREE | CONVERTS, lambda: current[0])
+        forward, backward = count.counted(layer, torch.empty(model.x, dtype=DTYPE))
     told = dict(zip(("forward", "backward"), steps(plan, "name", "start", "stop"), strict=True))
-    return {"forward": counts[0].found, "backward": counts[1].found, "saved": saved, "steps": told,
+    return {"forward": forward, "backward": backward, "saved": saved, "steps": told,
             "operations": plan.names, "parameters": sum(p.numel() for p in layer.parameters())}  # fmt: skip
 
 

@@ -198,17 +198,13 @@ def main() -> None:
 
 def measured(row: Row, rounds: int) -> dict[str, Any]:
     """Measure a row, print it, and return what is written of it."""
-    sides = {
-        name: {"microseconds": t.seconds * 1e6, "ratio": t.ratio, "low": t.low, "high": t.high}
-        for name, t in row.times(rounds).items()
-    }
-    eager = sides.pop("eager")["microseconds"]
-    print(f"{row.name}: eager {eager:,.0f} us", flush=True)
-    for name, m in sides.items():
-        print(
-            f"  {name:<14} {m['ratio']:.3f} [{m['low']:.3f}, {m['high']:.3f}] {m['microseconds']:,.0f} us", flush=True
-        )
-    return {"eager": eager, "sides": sides}
+    sides = row.times(rounds)
+    for of in sides.values():
+        of["microseconds"] = of.pop("seconds") * 1e6
+    found = {"eager": sides.pop("eager")["microseconds"], "sides": sides}
+    told = (f"{side} {of['ratio']:.3f} [{of['low']:.3f}, {of['high']:.3f}]" for side, of in sides.items())
+    print(f"{row.name}: eager {found['eager']:,.0f} us; {', '.join(told)}", flush=True)
+    return found
 
 
 def bytes_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:

@@ -29,6 +29,15 @@ STATEMENTS = {
     "forward+backward": "{m}(x).backward(g)",
     "no grad": "with torch.no_grad(): {m}(x)",
 }
+SETUP = """
+import sys; sys.path.insert(0, {folder!r})
+import torch
+from bench_host import pair
+mine, theirs, x, g = pair({operations})
+for _ in range(20):
+    mine(x).backward(g); theirs(x).backward(g)
+    with torch.no_grad(): mine(x); theirs(x)
+"""
 
 
 class PlainResidual(nn.Sequential):
@@ -40,11 +49,8 @@ class PlainResidual(nn.Sequential):
 
 def model(operations: int, room: Any, sequence: Any, residual: Any, gelu: Any) -> Any:
     """1, 6 or 24 operations: one GeLU, or blocks of LayerNorm, Linear, GeLU, Linear, residual."""
-    if operations == 1:
-        return sequence(gelu())
-    block = (room.LayerNorm, room.Linear, lambda *_: gelu(), room.Linear)
-    return sequence(*(residual(*(make(*(H, H)[: 1 + (i > 0)]) for i, make in enumerate(block)))
-                      for _ in range(operations // 6)))  # fmt: skip
+    blocks = (residual(room.LayerNorm(H), room.Linear(H, H), gelu(), room.Linear(H, H)) for _ in range(operations // 6))
+    return sequence(gelu()) if operations == 1 else sequence(*blocks)
 
 
 def pair(operations: int) -> tuple[sf.Sequential, nn.Sequential, Tensor, Tensor]:
@@ -54,11 +60,9 @@ def pair(operations: int) -> tuple[sf.Sequential, nn.Sequential, Tensor, Tensor]
     mine = model(operations, ops, sf.Sequential, ops.Residual, ops.GeLU)
     theirs = model(operations, nn, nn.Sequential, PlainResidual, nn.GELU)
     mine.load_state_dict(theirs.state_dict(), strict=True)
-    x = torch.randn(ROWS, H, requires_grad=True)
-    g = torch.randn(ROWS, H)
+    x, g = torch.randn(ROWS, H, requires_grad=True), torch.randn(ROWS, H)
     results: list[list[Any]] = []
     for one in (mine, theirs):
-        x.grad = None
         y = one(x)
         y.backward(g)
         results.append([y.detach(), x.grad, *(p.grad for p in one.parameters())])
@@ -68,34 +72,24 @@ def pair(operations: int) -> tuple[sf.Sequential, nn.Sequential, Tensor, Tensor]
     return mine, theirs, x, g
 
 
-def instructions(statement: str, operations: int, number: int) -> float:
+def host_cost(sizes: list[int], number: int) -> list[dict[str, Any]]:
     """Instructions of one call, after a warm-up, Python's own included."""
+    folder, rows = str(Path(__file__).resolve().parent), list[dict[str, Any]]()
     # The counter starts `python`: it must be this one.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    setup = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
-import torch
-from bench_host import pair
-mine, theirs, x, g = pair({operations})
-for _ in range(20):
-    mine(x).backward(g); theirs(x).backward(g)
-    with torch.no_grad(): mine(x); theirs(x)
-"""
-    stats = Timer(statement, setup=setup).collect_callgrind(number=number, collect_baseline=False)
-    return stats.counts(denoise=True) / number
-
-
-def host_cost(sizes: list[int], number: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
     for operations in sizes:
         pair(operations)  # a red check reports no cost
         for what, statement in STATEMENTS.items():
-            mine, theirs = (instructions(statement.format(m=m), operations, number) for m in ("mine", "theirs"))
+            counts: list[float] = []
+            for m in ("mine", "theirs"):
+                timer = Timer(statement.format(m=m), setup=SETUP.format(folder=folder, operations=operations))
+                stats = timer.collect_callgrind(number=number, collect_baseline=False)
+                counts.append(stats.counts(denoise=True) / number)
+            mine, theirs = counts
             rows.append(
                 {"operations": operations, "what": what, "seqfuse": mine, "eager": theirs, "ratio": mine / theirs}
             )
-            print(f"{operations:>3} operations, {what:<17} {mine:>12,.0f} {theirs:>12,.0f}  {mine / theirs:.3f}",
-                  flush=True)  # fmt: skip
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -116,8 +110,7 @@ def planning() -> list[dict[str, Any]]:
                 op_list.fingerprint.holds()
             times.append((time.perf_counter() - began) / 10)
         rows.append({"operations": count, "plan_seconds": first, "lookup_microseconds": statistics.median(times) * 1e6})
-        print(f"{count:>6} operations: plan {first * 1e3:.1f} ms, look-up {rows[-1]['lookup_microseconds']:.1f} us",
-              flush=True)  # fmt: skip
+        print(rows[-1], flush=True)
     return rows
 
 

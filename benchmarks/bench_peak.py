@@ -144,8 +144,7 @@ def child(what: str, model: str, rows: str, adamw: str, rounds: str, *sides: str
     made = {side: training(model, side, int(rows), adamw == "True") for side in sides}
     if what == "bytes":
         return bytes_of(*made[sides[0]])
-    steps = {side: step for side, (*_, step) in made.items()}
-    return {side: times._asdict() for side, times in paired(steps, int(rounds), warm=1).items()}
+    return paired({side: step for side, (*_, step) in made.items()}, int(rounds), warm=1)
 
 
 def measured(study: Study, model: str, rows: int, rounds: int) -> list[dict[str, Any]]:

@@ -32,13 +32,6 @@ CONVERTED = "converted: forward + backward"
 EQUAL = 1.005
 ELSEWHERE = ("memory", "converted", "recipes")
 """Groups of other tables than that of all rows."""
-WHY = {  # what a row wrote, and how a reader is told
-    r"fused differs from unfused out\[(\d+)\]: element: \\\|e_f\\\| ([\d.]+) > ([\d.]+) at .*": (
-        r"output \1 differs from the unfused result by \2 at one element, where \3 is allowed"
-    ),
-    r"results are ([\d.]+) from what they should be": r"results differ from the reference by \1",
-    "OutOfMemoryError: CUDA out of memory": "out of memory",
-}
 
 
 @drawn("gpu")
@@ -68,8 +61,6 @@ def gpu() -> Lines:
     for row in rows.values():
         if row["status"] in ("red", "failed"):
             why = " ".join(row["why"].split()).partition(". ")[0].replace("|", "\\|")[:200]
-            for said, plainly in WHY.items():
-                why = re.sub(said, plainly, why)
             status = "wrong" if row["status"] == "red" else "failed"
             bad.setdefault(f"{row['group']}: {status}, {why}", []).append(row["name"])
     if bad:

@@ -22,26 +22,17 @@ MOST = ("registers", "shared", "int32_multiplications")
 
 
 def line(one: Compiled) -> str:
-    if one.error is not None:
-        return f"{one.module} {one.variant} {one.target}: {one.error}"
-    names = (*MOST, "spills", "mma", "wide", "narrow")
-    numbers = ", ".join(f"{name} {getattr(one, name)}" for name in names)
-    return f"{one.module} {one.variant} {one.target}: {numbers}, {one.seconds:.1f} s"
+    numbers = (f"{name} {getattr(one, name)}" for name in (*MOST, "spills", "mma", "wide", "narrow"))
+    said = one.error or ", ".join([*numbers, f"{one.seconds:.1f} s"])
+    return f"{one.module} {one.variant} {one.target}: {said}"
 
 
-def bad(one: Compiled) -> bool:
-    return bool(one.error or one.spills or one.over_shared or one.dot_without_wgmma)
-
-
-def summary(results: list[Compiled]) -> tuple[str, bool]:
-    """The last line, and whether all is well."""
-    nvidia = [one for one in results if one.target.startswith("sm_")]
-    spilled = sum(one.spills > 0 for one in nvidia)
-    over, missing = sum(one.over_shared for one in nvidia), sum(one.dot_without_wgmma for one in nvidia)
-    said = f"{spilled} spilled, {over} over shared memory, {missing} dots without wgmma on sm_90"
-    return f"kernels: {len(results)} variants, {said}", not (
-        spilled or over or missing or any(one.error for one in results)
-    )
+def counts(of: list[Compiled]) -> dict[str, int]:
+    """How many of some configurations are not as they should be."""
+    return {
+        "failed": sum(one.error is not None for one in of), "spilled": sum(one.spills > 0 for one in of),
+        "over_shared": sum(one.over_shared for one in of), "without_wgmma": sum(one.dot_without_wgmma for one in of),
+    }  # fmt: skip
 
 
 def record(results: list[Compiled], commit: str) -> Path:
@@ -53,13 +44,9 @@ def record(results: list[Compiled], commit: str) -> Path:
     for one in results:
         parts.setdefault((one.module.rpartition(".")[2], one.target), []).append(one)
     for (module, target), of in parts.items():
-        kept[module, target] = {
-            "module": module, "target": target, "commit": commit, "configurations": len(of),
-            "failed": sum(one.error is not None for one in of), "spilled": sum(one.spills > 0 for one in of),
-            "over_shared": sum(one.over_shared for one in of),
-            "without_wgmma": sum(one.dot_without_wgmma for one in of),
-            **{name: max(getattr(one, name) for one in of) for name in MOST},
-        }  # fmt: skip
+        most = {name: max(getattr(one, name) for one in of) for name in MOST}
+        row = {"module": module, "target": target, "commit": commit, "configurations": len(of)}
+        kept[module, target] = {**row, **counts(of), **most}
     rows = [row for (module, _), row in sorted(kept.items()) if module in CALLS]
     return write("kernels", {"triton": version("triton"), "kernels": rows})
 
@@ -77,16 +64,16 @@ def main() -> int:
     if arguments.record and arguments.only:
         parser.error("--record keeps whole modules, --only leaves some of them out")
     results: list[Compiled] = []
-    targets = arguments.targets.split(",")
-    for one in compile_variants(modules, targets, only=arguments.only, jobs=arguments.jobs):
+    for one in compile_variants(modules, arguments.targets.split(","), only=arguments.only, jobs=arguments.jobs):
         results.append(one)
-        if bad(one) or not arguments.bad:
+        if any(counts([one]).values()) or not arguments.bad:
             print(line(one), flush=True)
     if arguments.record:
         record(results, about()["commit"])
-    said, well = summary(results)
-    print(said)
-    return 0 if well else 1
+    nvidia = counts([one for one in results if one.target.startswith("sm_")])
+    said = "{spilled} spilled, {over_shared} over shared memory, {without_wgmma} dots without wgmma on sm_90"
+    print(f"kernels: {len(results)} variants, {said.format(**nvidia)}")
+    return 1 if any(nvidia.values()) or counts(results)["failed"] else 0
 
 
 if __name__ == "__main__":

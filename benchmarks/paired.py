@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,8 @@ Step = Callable[[], Any]
 """One training step, or what is measured in its place."""
 
 
-class Times(NamedTuple):
-    """Seconds of a step, and of the ratios to eager the median and the quartiles."""
-
-    seconds: float
-    ratio: float
-    low: float
-    high: float
+Times = dict[str, float]
+"""Seconds of a step, and of the ratios to eager the median and the quartiles."""
 
 
 def paired(sides: Mapping[str, Step], rounds: int, seconds: float = 0.0, warm: int = 10) -> dict[str, Times]:
@@ -31,7 +26,10 @@ def paired(sides: Mapping[str, Step], rounds: int, seconds: float = 0.0, warm: i
     Times are those of the thread, which other processes do not add to.
     """
     torch.set_num_threads(1)
-    steps = {name: _steps(run, seconds, warm) for name, run in sides.items()}
+    steps = dict.fromkeys(sides, 1)
+    for name, run in sides.items():
+        _timed(run, warm)  # plans, generated code, tables of Dynamo
+        steps[name] = max(1, math.ceil(seconds / max(_timed(run, 3), 1e-7))) if seconds else 1
     times: dict[str, list[float]] = {name: [] for name in sides}
     order = list(sides)
     for _ in range(rounds):
@@ -42,14 +40,8 @@ def paired(sides: Mapping[str, Step], rounds: int, seconds: float = 0.0, warm: i
     found: dict[str, Times] = {}
     for name, own in times.items():
         low, middle, high = statistics.quantiles([t / e for t, e in zip(own, times["eager"], strict=True)], n=4)
-        found[name] = Times(statistics.median(own), middle, low, high)
+        found[name] = {"seconds": statistics.median(own), "ratio": middle, "low": low, "high": high}
     return found
-
-
-def _steps(run: Step, seconds: float, warm: int) -> int:
-    for _ in range(warm):  # plans, generated code, tables of Dynamo
-        run()
-    return max(1, math.ceil(seconds / max(_timed(run, 3), 1e-7))) if seconds else 1
 
 
 def _timed(run: Step, steps: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -33,10 +34,7 @@ def about() -> dict[str, Any]:
         return done.stdout.strip()
 
     cuda, stated = torch.cuda.is_available(), os.environ.get("BENCH_COMMIT")
-    try:
-        triton = {"triton": version("triton")}
-    except PackageNotFoundError:
-        triton = {}
+    triton = version_of("triton")
     return {
         "commit": stated or git("rev-parse", "HEAD") or "unknown",
         "changed": stated is None and bool(git("status", "--porcelain", "--untracked-files=no")),
@@ -45,16 +43,22 @@ def about() -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),  # of the CPU: what its instructions allow
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        **triton,
+        **({"triton": triton} if triton else {}),
     }
+
+
+def version_of(package: str) -> str | None:
+    """Its version, if it is installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+    found = re.search(r"^model name\s*: (.*)", info.read_text() if info.exists() else "", re.MULTILINE)
+    return found[1].strip() if found else platform.processor()
 
 
 def lines(data: dict[str, Any]) -> str:

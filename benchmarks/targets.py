@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from tables import starred
 
 Row = Mapping[str, Any]
 Value = Callable[[Row], float | None]
-Where = Callable[[Row], bool]
+"""What a target is asked of; `None` for a row that does not count."""
 CALLED = "as_called"
 COMPILED = ("compile", "compile max-autotune")
 
@@ -20,22 +19,15 @@ def fraction(row: Row) -> float | None:
     return row["fraction"].get("seqfuse")
 
 
-def over(*peers: str, by: str = "times") -> Value:
-    """Time relative to the fastest of these peers that the row has."""
+def over(*peers: str, by: str = "times", of: str = "seqfuse", columns: int = 0) -> Value:
+    """Time relative to the fastest of these peers that the row has, of rows with at least so many columns."""
 
     def value(row: Row) -> float | None:
-        found = [row[by][peer]["median"] for peer in peers if peer in row.get(by, {})]
-        return row[by]["seqfuse"]["median"] / min(found) if found else None
-
-    return value
-
-
-def share(of: str, than: str) -> Value:
-    """Time that one takes as it is called, over that of another."""
-
-    def value(row: Row) -> float | None:
-        found = row.get(CALLED, {})
-        return found[of]["median"] / found[than]["median"] if {of, than} <= found.keys() else None
+        times = row.get(by, {})
+        found = [times[peer]["median"] for peer in peers if peer in times]
+        return (
+            times[of]["median"] / min(found) if found and of in times and row["shape"].get("N", 0) >= columns else None
+        )
 
     return value
 
@@ -45,22 +37,23 @@ def kept(name: str) -> Value:
     return lambda row: row["kept"][name] / row["kept"]["eager"] if name in row["kept"] else None
 
 
-def number(name: str) -> Value:
-    return lambda row: row[name]
+def planned(name: str, least: int, most: int, per: bool = False) -> Value:
+    """Of sequences with so many operations, or for each of them."""
+    return lambda row: row[name] / (row["operations"] if per else 1) if least <= row["operations"] <= most else None
+
+
+def of_six(row: Row) -> float | None:
+    return row["ratio"] if (row["operations"], row["what"]) == (6, "forward+backward") else None
 
 
 class Target(NamedTuple):
-    """What rows of some groups have to reach, `least` or `most`.
-
-    `rows` says which file and list they are in, and `where` which of them count.
-    """
+    """What rows of some groups have to reach, `least` or `most`; `rows` says which file and list they are in."""
 
     what: str
     groups: tuple[str, ...]
     value: Value
     least: float | None = None
     most: float | None = None
-    where: Where = lambda _: True
     rows: str = "gpu"
 
     @property
@@ -72,9 +65,8 @@ class Target(NamedTuple):
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """A target, how many of the rows it speaks of reach it, and the worst of them."""
+class Verdict(NamedTuple):
+    """A target, and the value of each of the rows that it speaks of."""
 
     target: Target
     values: tuple[tuple[str, float], ...]
@@ -93,31 +85,18 @@ class Verdict:
         return (max if self.target.least is None else min)(self.values, key=lambda entry: entry[1])
 
 
-NORMS = ("norm forward", "add + norm forward")
-BACK = ("norm backward", "norm backward + residual")
+NORMS, BACK = ("norm forward", "add + norm forward"), ("norm backward", "norm backward + residual")
 ACTIVATIONS = tuple(f"{kind} {way}" for kind in ("activation", "gated activation") for way in ("forward", "backward"))
 MLP, LAYER = ("MLP block forward + backward",), ("layer forward + backward",)
 SUMS, DECODE, HOST = ("dact + dbias", "dropout + add + norm"), ("decode attention",), ("host",)
-
-
-def planned(value: Value, most: float, where: Where) -> dict[str, Any]:
-    return {"groups": ("planning",), "value": value, "most": most, "where": where, "rows": "planning"}
-
-
-def wide(row: Row) -> bool:
-    return row["shape"]["N"] >= 8192
-
-
-def of_six(row: Row) -> bool:
-    return row["operations"] == 6 and row["what"] == "forward+backward"
-
-
+MEMORY: dict[str, Any] = {"groups": ("memory",), "rows": "memory"}
+PLANNING: dict[str, Any] = {"groups": ("planning",), "rows": "planning"}
 TARGETS = (
     Target("norm and add + norm forward: fraction of copy bandwidth", NORMS, fraction, 0.92),
     Target("norm and add + norm forward: time / Liger-Kernel", NORMS, over("liger"), most=1),
     Target("norm and add + norm forward: time / quack", NORMS, over("quack"), most=1 / 0.97),
-    Target("norm and add + norm forward, N >= 8192: time / torch eager", NORMS, over("eager"), most=1 / 1.4,
-           where=wide),
+    Target("norm and add + norm forward, N >= 8192: time / torch eager", NORMS, over("eager", columns=8192),
+           most=1 / 1.4),
     Target("norm backward (+ residual): fraction of copy bandwidth", BACK, fraction, 0.80),
     Target("norm backward (+ residual): time / Liger-Kernel", BACK, over("liger"), most=1 / 2.0),
     Target("norm backward (+ residual): time / torch eager", BACK, over("eager"), most=1 / 2.0),
@@ -127,22 +106,17 @@ TARGETS = (
     Target("MLP block: time / torch eager", MLP, over("eager", by=CALLED), most=1 / 1.25),
     Target("layer: time / torch.compile", LAYER, over(*COMPILED, by=CALLED), most=1 / 1.05),
     Target("layer: time / torch eager", LAYER, over("eager", by=CALLED), most=1 / 1.3),
-    Target('MLP block, `"balanced"`: saved bytes / torch eager', ("memory",), kept("seqfuse balanced"), most=0.65,
-           rows="memory"),
-    Target('MLP block, `"lean"`: saved bytes / torch eager', ("memory",), kept("seqfuse lean"), most=0.45,
-           rows="memory"),
-    Target('MLP block, `"lean"`: time / `"fast"`', MLP, share("seqfuse lean", "seqfuse"), most=1.03),
+    Target('MLP block, `"balanced"`: saved bytes / torch eager', value=kept("seqfuse balanced"), most=0.65, **MEMORY),
+    Target('MLP block, `"lean"`: saved bytes / torch eager', value=kept("seqfuse lean"), most=0.45, **MEMORY),
+    Target('MLP block, `"lean"`: time / `"fast"`', MLP, over("seqfuse", by=CALLED, of="seqfuse lean"), most=1.03),
     Target("decode attention: fraction of copy bandwidth", DECODE, fraction, 0.75),
     Target("decode attention, GQA: time / SDPA", DECODE, over("eager"), most=1 / 1.2),
-    Target("CPU overhead of six operations: instructions / torch eager", HOST, number("ratio"), most=1.15,
-           where=of_six, rows="host"),
-    Target("CPU overhead on a GPU: time / torch eager", HOST, share("seqfuse", "eager"), most=0.5),
-    Target("planning 10,000 operations: seconds",
-           **planned(number("plan_seconds"), 1.0, lambda r: r["operations"] == 10_000)),
-    Target("plan-cache hit, 10 operations: µs",
-           **planned(number("lookup_microseconds"), 10.0, lambda r: r["operations"] == 10)),
-    Target("plan-cache hit: µs for each further operation",
-           **planned(lambda r: r["lookup_microseconds"] / r["operations"], 2.0, lambda r: r["operations"] > 10)),
+    Target("CPU overhead of six operations: instructions / torch eager", HOST, of_six, most=1.15, rows="host"),
+    Target("CPU overhead on a GPU: time / torch eager", HOST, over("eager", by=CALLED), most=0.5),
+    Target("planning 10,000 operations: seconds", value=planned("plan_seconds", 10_000, 10_000), most=1.0, **PLANNING),
+    Target("plan-cache hit, 10 operations: µs", value=planned("lookup_microseconds", 10, 10), most=10.0, **PLANNING),
+    Target("plan-cache hit: µs for each further operation", value=planned("lookup_microseconds", 11, 10_000, True),
+           most=2.0, **PLANNING),
 )  # fmt: skip
 
 
@@ -158,5 +132,5 @@ def _values(target: Target, rows: Iterable[Row]) -> Iterable[tuple[str, float]]:
         name = starred(row, row.get("name") or row.get("model") or f"{row['operations']} operations")
         if row.get("status", "ok") != "ok":
             yield name, float("inf" if target.least is None else "-inf")
-        elif target.where(row) and (value := target.value(row)) is not None:
+        elif (value := target.value(row)) is not None:
             yield name, value

@@ -76,7 +76,7 @@ def work(only: str, stub: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     seen: set[str] = set()
     every = sizes.real(), sizes.few(torch.float32), sizes.few(torch.float16)
     for key, launch in itertools.chain.from_iterable(launches(only, one) for one in every):
-        told = f"{launch.kernel.__name__} {launch.num_warps} {launch.constexprs} {_classes(launch.args)}"
+        told = f"{launch.kernel.__name__} {launch.num_warps} {launch.constexprs} {_each(_class, launch.args)}"
         if told not in seen:
             seen.add(told)
             yield f"{key}: {launch.kernel.__name__}", lambda launch=launch: compiled(launch, stub)
@@ -95,7 +95,7 @@ def compiled(launch: Any, stub: Any) -> None:
 
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
     options |= {name: keyed(value) for name, value in launch.constexprs.items()}
-    made = launch.kernel.run(*_stand_ins(launch.args), grid=(launch.grid,), warmup=True, **options)
+    made = launch.kernel.run(*_each(_stand_in, launch.args), grid=(launch.grid,), warmup=True, **options)
     stub.launcher(made.src, made.metadata)
     found = resources(made, TARGET)
     if found["spills"] or found["shared"] > SHARED_LIMIT[TARGET]:
@@ -136,46 +136,34 @@ def launcher(source: Any, metadata: Any) -> None:
     if kept.get_file(name) is not None:
         return
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "main.c")
+        # A library with the functions of the driver that a launcher calls, to link with: the driver's is not here. A
+        # linker leaves out a library that has none of them, and then the launcher cannot be loaded there.
+        stub, path = Path(folder, "libcuda.c"), Path(folder, "main.c")
+        stub.write_text("".join(f"void {f}(void) {{}}\n" for f in sorted(set(re.findall(r"\bcu[A-Z]\w*", text)))))
         path.write_text(text)
-        _libcuda(Path(folder), text)
+        command = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", str(stub)]
+        subprocess.run(command, check=True)
         places = [driver.libdevice_dir, folder]
         built = build._build("__triton_launcher", str(path), folder, places, driver.include_dirs, driver.libraries, [])
         kept.put(Path(built).read_bytes(), name, binary=True)
 
 
-def _libcuda(folder: Path, text: str) -> None:
-    """A library with the functions of the driver that a launcher calls, to link with: the driver's is not here.
-
-    A linker leaves out a library that has none of them, and then the launcher cannot be loaded there.
-    """
-    source = folder / "libcuda.c"
-    source.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(set(re.findall(r"\bcu[A-Z]\w*", text)))))
-    command = ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1"), str(source)]
-    subprocess.run(command, check=True)
-
-
-def _stand_ins(args: tuple[Any, ...]) -> list[Any]:
-    """Arguments as Triton takes them to compile: a dtype and an aligned address stand for a tensor."""
+def _stand_in(arg: Any) -> Any:
+    """An argument as Triton takes it to compile: a dtype and an aligned address stand for a tensor."""
     from triton.runtime.jit import MockTensor
 
-    def of(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            return MockTensor(arg.dtype)
-        return tuple(of(one) for one in arg) if isinstance(arg, tuple) else arg
-
-    return [of(arg) for arg in args]
+    return MockTensor(arg.dtype) if isinstance(arg, torch.Tensor) else arg
 
 
-def _classes(args: tuple[Any, ...]) -> Any:
-    def of(arg: Any) -> Any:
-        if isinstance(arg, torch.Tensor):
-            return arg.dtype
-        if isinstance(arg, int):
-            return "one" if arg == 1 else (arg % 16 == 0, arg.bit_length() > 31)
-        return tuple(of(one) for one in arg) if isinstance(arg, tuple) else type(arg)
+def _class(arg: Any) -> Any:
+    """What of an argument kernels are compiled for."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype
+    return ("one" if arg == 1 else (arg % 16 == 0, arg.bit_length() > 31)) if isinstance(arg, int) else type(arg)
 
-    return of(args)
+
+def _each(of: Callable[[Any], Any], value: Any) -> Any:
+    return tuple(_each(of, one) for one in value) if isinstance(value, tuple) else of(value)
 
 
 def pack(only: str, budget: float, more: bool = False) -> int:

@@ -17,7 +17,7 @@ import seqfuse as sf
 
 from .case import Case, Contender, Inputs, Run
 from .draw import normal
-from .peers import compiled, liger
+from .peers import Within, compiled, forward_of, liger
 from .sizes import MAIN, Model, Sizes
 
 GROUPS = {
@@ -33,7 +33,6 @@ LAYERS = 4
 """Of a stack."""
 
 Make = Callable[[], Any]
-Within = Callable[[], contextlib.AbstractContextManager[Any]]
 unfused: Within = functools.partial(sf.fusing, False)  # pyright: ignore[reportAssignmentType]
 """A block in which no fusion applies."""
 
@@ -115,17 +114,7 @@ def trained(model: Make, within: Within = contextlib.nullcontext, leaves: Sequen
 
 def read(model: Make, within: Within = contextlib.nullcontext) -> Contender:
     """The result, without gradients."""
-
-    def prepare(inputs: Inputs) -> Run:
-        own = model()
-
-        def call() -> Any:
-            with torch.no_grad(), within():
-                return (own(inputs["x"]),)
-
-        return call
-
-    return Contender(prepare)
+    return forward_of(lambda x: model()(x), within)
 
 
 def passes(

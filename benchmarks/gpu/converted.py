@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ from .peers import compiled, module
 from .sizes import Model, Sizes
 
 BERT = Model("bert-large", 1024, 4096, 16, 16, 64, 30522, False)
-GROUP = "converted: forward + backward"
+GROUP, LAYERS = "converted: forward + backward", 2
 
 
 class Float64(TorchFunctionMode):
@@ -41,16 +42,8 @@ class OfVectors(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        given: dict[str, Any] = {"inputs_embeds": x}
-        if x.dtype is torch.float64:
-            with Float64():
-                return self.inner(**given).last_hidden_state
-        return self.inner(**given).last_hidden_state
-
-
-def build(family: str, model: Model, layers: int, length: int) -> nn.Module:
-    more = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim} if family == "Llama" else {}
-    return hugging().model(f"{family}Model", model.H, layers, length, model.heads, model.F, vocabulary=64, **more)
+        with Float64() if x.dtype is torch.float64 else contextlib.nullcontext():
+            return self.inner(inputs_embeds=x).last_hidden_state
 
 
 @functools.cache
@@ -126,33 +119,32 @@ def without_zeros(contender: Contender, model: Callable[[], nn.Module]) -> Conte
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Layers of three models, forward and backward."""
-    if hugging() is None:
-        return
-    named = {model.name: model for model in sizes.models}
-    large = sizes.device.type == "cuda"
-    bert_model = BERT if large else dataclasses.replace(sizes.models[0], name="bert")
-    of_gpt, of_llama = named.get("gpt2-xl", sizes.models[0]), named.get("llama3-8b", sizes.models[-1])
-    yield _passes(sizes, of_llama, "Llama", 2, 1)
-    yield _passes(sizes, of_gpt, "GPT2", 2, 1)
-    yield _passes(sizes, bert_model, "Bert", 2, 2, sequence=512)
+    if hugging() is not None:
+        named = {model.name: model for model in sizes.models}
+        bert = BERT if sizes.device.type == "cuda" else dataclasses.replace(sizes.models[0], name="bert")
+        yield _passes(sizes, named.get("llama3-8b", sizes.models[-1]), "Llama", 1, sizes.sequence)
+        yield _passes(sizes, named.get("gpt2-xl", sizes.models[0]), "GPT2", 1, sizes.sequence)
+        yield _passes(sizes, bert, "Bert", 2, 512)
 
 
-def _passes(
-    sizes: Sizes, model: Model, family: str, layers: int, priority: int, *, sequence: int | None = None
-) -> Case:
-    rows, length = sizes.tokens[0], min(sequence or sizes.sequence, sizes.tokens[0])
-    of = Shared(lambda: build(family, model, layers, length), sizes)
-    there = model.llama and module("liger_kernel.transformers") is not None
+def _passes(sizes: Sizes, model: Model, family: str, priority: int, sequence: int) -> Case:
+    rows, length = sizes.tokens[0], min(sequence, sizes.tokens[0])
+
+    def build() -> nn.Module:
+        more = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim} if family == "Llama" else {}
+        return hugging().model(f"{family}Model", model.H, LAYERS, length, model.heads, model.F, vocabulary=64, **more)
+
+    of, there = Shared(build, sizes), model.llama and module("liger_kernel.transformers") is not None
     models = {
         "seqfuse": of.converted, "eager": lambda: of.eager, "seqfuse lean": lambda: of.converted(memory="lean"),
         "compile": (lambda: compiled(of.again(), sizes.compile_modes[0])) if sizes.compile_modes else None,
         "liger": (lambda: with_liger(of.again())) if there else None,
     }  # fmt: skip
     return passes(
-        GROUP, f"{model.name} x {layers} {rows}", sizes, model, rows, models, lambda: copy.deepcopy(of.eager).double(),
+        GROUP, f"{model.name} x {LAYERS} {rows}", sizes, model, rows, models, lambda: copy.deepcopy(of.eager).double(),
         how=lambda make, within: without_zeros(trained(make, within), lambda: of.eager), priority=priority,
         make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"),
         # Rows of gradients of queries are mostly one early token's: tests/gpu judges these over several draws.
-        judged=lambda outputs: outputs[:2], flops=3 * layers * flops("layer", model, rows, length),
-        shape={"layers": layers},
+        judged=lambda outputs: outputs[:2], flops=3 * LAYERS * flops("layer", model, rows, length),
+        shape={"layers": LAYERS},
     )  # fmt: skip

@@ -69,16 +69,11 @@ class Models:
     def __init__(self, mixture: Mixture, sizes: Sizes) -> None:
         self.mixture, self.made = mixture, {"device": sizes.device, "dtype": sizes.dtype}
 
-    def _build(self, memory: Any = "balanced", **made: Any) -> sf.Sequential:
+    def _build(self, **made: Any) -> sf.Sequential:
         m = self.mixture
-        return sf.Sequential(
-            ops.Permute(m.experts, m.top_k),
-            ops.GroupedLinear(m.experts, m.H, 2 * m.F, bias=False, **made),
-            ops.SwiGLU(),
-            ops.GroupedLinear(m.experts, m.F, m.H, bias=False, **made),
-            ops.Unpermute(),
-            memory=memory,
-        )
+        up = ops.GroupedLinear(m.experts, m.H, 2 * m.F, bias=False, **made)
+        down = ops.GroupedLinear(m.experts, m.F, m.H, bias=False, **made)
+        return sf.Sequential(ops.Permute(m.experts, m.top_k), up, ops.SwiGLU(), down, ops.Unpermute())
 
     @functools.cached_property
     def ours(self) -> sf.Sequential:
@@ -86,7 +81,9 @@ class Models:
         return self._build(**self.made)
 
     def lean(self) -> Any:
-        return shared(self._build("lean", device="meta"), self.ours)
+        made = self._build(device="meta")
+        made.memory = "lean"
+        return shared(made, self.ours)
 
     def loop(self) -> nn.Module:
         up, down = self.ours.parameters()
@@ -109,8 +106,7 @@ def of_one_expert(outputs: Outputs) -> Outputs:
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Every mixture."""
-    for mixture in sizes.mixtures:
-        yield _case(sizes, mixture)
+    return (_case(sizes, mixture) for mixture in sizes.mixtures)
 
 
 def _case(sizes: Sizes, mixture: Mixture) -> Case:

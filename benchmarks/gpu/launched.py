@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import torch
@@ -89,8 +89,6 @@ class Launches(TorchDispatchMode):
     An ATen call counts where it is no view and no mere allocation, and so does a Triton kernel, none of which is run.
     """
 
-    active: ClassVar[list[Launches]] = []
-
     def __init__(self, free: set[str], who: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
         self.who, self.free, self.paused, self.found = who, free, False, list[Any]()
@@ -104,24 +102,20 @@ class Launches(TorchDispatchMode):
 
     def as_one(self, function: Any, launches: int) -> Any:
         """What a GPU makes by so many launches, where a CPU makes many calls of it."""
-        function = getattr(function, "counted", function)  # not what another count put in its place
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # A plan that was made under another count calls the function that it found then.
-            counted = self.active[-1] if self.active else self
-            counted.paused = True
+            self.paused = True
             try:
                 return function(*args, **kwargs)
             finally:
-                counted.paused = False
-                counted.found += [counted.who()] * launches
+                self.paused = False
+                self.found += [self.who()] * launches
 
-        run.counted = function  # pyright: ignore[reportFunctionMemberAccess]
         return run
 
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Counts the launches of Triton kernels as well, and RMSNorm as torch runs it on a GPU."""
+    def counted(self, model: Any, x: Tensor) -> list[list[Any]]:
+        """Of a model of operations forward and backward, with Triton kernels, and RMSNorm as torch runs it on a GPU."""
+        found: list[list[Any]] = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_on_an_h200(lambda _: self.found.append(self.who())))
             # Of a norm as of `native_layer_norm`; angles of one position are made once for each device.
@@ -129,7 +123,9 @@ class Launches(TorchDispatchMode):
                 (norm_ops, "_fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "frequencies_of", 0),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, name, self.as_one(getattr(owner, name), count)))
-            self.active.append(self)
-            stack.callback(self.active.remove, self)
-            stack.enter_context(self)
-            yield
+            for pass_ in passes(model, x):
+                self.found = []
+                with self:
+                    pass_()
+                found.append(self.found)
+        return found

@@ -21,9 +21,8 @@ EPS, P = 1e-5, 0.1
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """RMSNorm, or LayerNorm where there is a bias, in plain torch."""
-    if bias is None:
-        return F.rms_norm(x, weight.shape, weight, EPS)
-    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+    own = (x, weight.shape, weight)
+    return F.rms_norm(*own, EPS) if bias is None else F.layer_norm(*own, bias, EPS)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -56,22 +55,19 @@ def _ours(inputs: Inputs, **around: Any) -> Any:
     return norm_fwd(inputs["x"], inputs["weight"], bias, EPS, centered=bias is not None, **around)
 
 
-def _forward(inputs: Inputs) -> Run:
-    return lambda: (_ours(inputs).y,)
-
-
-def _add_forward(inputs: Inputs) -> Run:
-    return lambda: _ours(inputs, residual=inputs["residual"])[:2]
+def _forward(*around: str, **more: Any) -> Callable[[Inputs], Run]:
+    """The norm, or with what is before it also the stream."""
+    return lambda inputs: lambda: _ours(inputs, **{n: inputs[n] for n in around}, **more)[: 2 if around else 1]
 
 
 def _backward(inputs: Inputs) -> Run:
-    made, x, bias = _ours(inputs), inputs["x"], inputs.get("bias")
-    sums = {"dweight": x.dtype, "dbias": None if bias is None else x.dtype}
+    made, x = _ours(inputs), inputs["x"]
+    saved = (x, made.mean, made.rstd, inputs["weight"])
+    sums = {f"d{name}": x.dtype for name in ("weight", "bias") if name in inputs}
 
     def call() -> Any:
-        saved = (x, made.mean, made.rstd, inputs["weight"])
         back = norm_bwd(inputs["dy"], *saved, dstream=inputs.get("dstream"), **sums)
-        return (back.dx, back.dweight) if bias is None else (back.dx, back.dweight, back.dbias)
+        return back.dx, *(getattr(back, name) for name in sums)
 
     return call
 
@@ -79,11 +75,6 @@ def _backward(inputs: Inputs) -> Run:
 def _with_stream(function: Callable[..., Tensor]) -> Callable[..., Any]:
     """A norm and its input: with the gradients of both, that of the stream is added."""
     return lambda x, **rest: (function(x, **rest), x.view_as(x))
-
-
-def _dropped(inputs: Inputs) -> Run:
-    """Dropout, residual sum and LayerNorm in our kernel."""
-    return lambda: _ours(inputs, seed=inputs["seed"], p=P, residual=inputs["residual"])[:2]
 
 
 def _same_mask(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +104,7 @@ def _of_shape(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone
         return {"x": (-1, N), **dict.fromkeys(names, (N,)), **dict.fromkeys(extra, (-1, N))}
 
     wanted = ("x", *names)
-    yield of.case("norm forward", later, shapes(), _forward, norm, others=plain)
+    yield of.case("norm forward", later, shapes(), _forward(), norm, others=plain)
     yield of.case("norm backward", later, shapes("dy"), _backward, norm, wanted=wanted, others=plain)
     if alone:
         return
@@ -122,10 +113,10 @@ def _of_shape(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone
         douts=("dy", "dstream"), others={name: _with_stream(function) for name, function in plain.items()},
     )  # fmt: skip
     fused = {} if centered else {"liger": _liger_add, "quack": _quack_add}
-    yield of.case("add + norm forward", later, shapes("residual"), _add_forward, add_norm, others=fused)
+    yield of.case("add + norm forward", later, shapes("residual"), _forward("residual"), add_norm, others=fused)
     if centered:
-        same, known = forward_of(_same_mask), shapes("residual")
+        known, same = shapes("residual"), dict.fromkeys(("unfused", "exact"), forward_of(_same_mask))
         yield of.case(
-            "dropout + add + norm", max(0, later - 2), {}, _dropped, _own_mask, checked=False, unfused=same, exact=same,
-            make=lambda rows, seed: {**of.inputs(known, rows, seed), "seed": seed_tensor(seed, sizes.device)},
+            "dropout + add + norm", max(0, later - 2), {}, _forward("seed", "residual", p=P), _own_mask, checked=False,
+            make=lambda rows, seed: {**of.inputs(known, rows, seed), "seed": seed_tensor(seed, sizes.device)}, **same,
         )  # fmt: skip

@@ -6,23 +6,26 @@ choice.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch._functorch.config
+from record import version_of
 from torch import Tensor
 
 from .case import Case, Contender, Inputs, Run
 from .draw import normal
 from .sizes import Sizes
 
-DISTRIBUTIONS = {"liger": "liger-kernel", "quack": "quack-kernels"}
+Function = Callable[..., Any]
+Shapes = Mapping[str, tuple[int, ...]]
+Within = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @functools.cache
@@ -36,13 +39,11 @@ def module(name: str) -> Any:
         return None
 
 
-@functools.cache
 def liger() -> Any:
     """Liger's functions."""
     return module("liger_kernel.transformers.functional")
 
 
-@functools.cache
 def quack() -> Any:
     """quack's module of norms."""
     return module("quack.rmsnorm")
@@ -53,26 +54,16 @@ PEERS = {"liger": liger, "quack": quack}
 
 def versions() -> dict[str, str]:
     """Of the peers that can be used here, and why there are no others."""
-    found: dict[str, str] = {}
-    for peer, imported in PEERS.items():
-        try:
-            number = version(DISTRIBUTIONS[peer])
-        except PackageNotFoundError:
-            number = "not installed"
-        found[peer] = number if imported() is not None else f"{number}, cannot be imported"
-    return found
+    known = {peer: version_of(f"{peer}-kernel{'s' * (peer == 'quack')}") or "not installed" for peer in PEERS}
+    return {peer: said if PEERS[peer]() else f"{said}, cannot be imported" for peer, said in known.items()}
 
 
-Function = Callable[..., Any]
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-def forward_of(function: Function) -> Contender:
+def forward_of(function: Function, within: Within = contextlib.nullcontext) -> Contender:
     """`function(**inputs)` without gradients."""
 
     def prepare(inputs: Inputs) -> Run:
         def call() -> Sequence[Tensor]:
-            with torch.no_grad():
+            with torch.no_grad(), within():
                 return several(function(**inputs))
 
         return call
@@ -84,21 +75,14 @@ def backward_of(function: Function, wanted: Sequence[str], douts: Sequence[str] 
     """Gradients of `wanted` by autograd through `function(**inputs)`, whose forward pass is not timed."""
 
     def prepare(inputs: Inputs) -> Run:
-        leaves, rest = _leaves(inputs, wanted, douts)
+        leaves = {name: inputs[name].detach().requires_grad_() for name in wanted}
+        rest = {name: t for name, t in inputs.items() if name not in leaves and name not in douts}
         with torch._functorch.config.patch(donated_buffer=False):  # the graph is used again
             outputs = several(function(**leaves, **rest))
-
-        def call() -> Sequence[Tensor]:
-            return torch.autograd.grad(outputs, list(leaves.values()), [inputs[d] for d in douts], retain_graph=True)
-
-        return call
+        given = list(leaves.values()), [inputs[d] for d in douts]
+        return lambda: torch.autograd.grad(outputs, *given, retain_graph=True)
 
     return Contender(prepare)
-
-
-def _leaves(inputs: Inputs, wanted: Sequence[str], douts: Sequence[str]) -> tuple[Inputs, Inputs]:
-    leaves = {name: inputs[name].detach().requires_grad_() for name in wanted}
-    return leaves, {name: t for name, t in inputs.items() if name not in leaves and name not in douts}
 
 
 def several(outputs: Any) -> tuple[Tensor, ...]:

@@ -120,9 +120,9 @@ def _loss_case(sizes: Sizes, model: Model, late: int) -> Case:
     M, V = sizes.tokens[0], model.V
 
     def make(rows: int, seed: int) -> Inputs:
-        logits = normal({"logits": (rows, V)}, seed, sizes.device, sizes.dtype)
         numbers = draw.generator(sizes.device, seed)
-        return logits | {"targets": torch.randint(V, (rows,), device=sizes.device, generator=numbers)}
+        targets = torch.randint(V, (rows,), device=sizes.device, generator=numbers)
+        return normal({"logits": (rows, V)}, seed, sizes.device, sizes.dtype) | {"targets": targets}
 
     def ours(inputs: Inputs) -> Run:
         logits = inputs["logits"].clone()
@@ -132,21 +132,17 @@ def _loss_case(sizes: Sizes, model: Model, late: int) -> Case:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, targets, reduction=reduction)
 
-    def theirs(function: Callable[..., Tensor]) -> Contender:
+    def theirs(function: Callable[..., Tensor], told: bool = False) -> Contender:
         def prepare(inputs: Inputs) -> Run:
             logits = inputs["logits"].clone().requires_grad_()
-            return lambda: (None, *torch.autograd.grad(function(logits, inputs["targets"]), logits))
+
+            def call() -> Any:
+                losses = function(logits, inputs["targets"])
+                return losses if told else None, *torch.autograd.grad(losses.sum() if told else losses, logits)
+
+            return call
 
         return Contender(prepare)
-
-    def row_by_row(inputs: Inputs) -> Run:
-        logits = inputs["logits"].detach().requires_grad_()
-
-        def call() -> Any:
-            losses = loss(logits, inputs["targets"], "none")
-            return losses, *torch.autograd.grad(losses.sum(), logits)
-
-        return call
 
     peers: dict[str, Callable[..., Tensor]] = {"eager": loss}
     if sizes.compile_modes:
@@ -155,8 +151,9 @@ def _loss_case(sizes: Sizes, model: Model, late: int) -> Case:
         peers["liger"] = lambda x, t: liger().liger_cross_entropy(x, t, reduction="sum")
     if module("quack.cross_entropy"):
         peers["quack"] = lambda x, t: module("quack.cross_entropy").cross_entropy(x, t, reduction="sum")
+    each = theirs(lambda logits, targets: loss(logits, targets, "none"), told=True)
     return Case(
         "cross-entropy forward + backward", f"cross-entropy {M} x {V}", sizes.dtype, make, M,
         {"seqfuse": Contender(ours), **{name: theirs(f) for name, f in peers.items()}}, sizes.checked_rows,
-        unfused=Contender(row_by_row), exact=Contender(row_by_row), priority=4 + late, shape={"M": M, "V": V},
+        unfused=each, exact=each, priority=4 + late, shape={"M": M, "V": V},
     )  # fmt: skip

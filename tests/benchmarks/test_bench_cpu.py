@@ -25,9 +25,9 @@ def test_a_ratio_is_of_two_sides_in_one_round(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gc, "collect", int)  # of all that tests before have left: seconds, eight times
     made = {name: side(name, took) for name, took in (("eager", 2.0), ("fast", 1.0), ("slow", 3.0))}
     found = bench_cpu.Row("row", made).times(rounds=8, seconds=2.0)
-    assert found["eager"].ratio == 1.0
-    assert found["slow"].ratio == 1.5
-    assert found["fast"].low <= 0.5 <= found["fast"].high
+    assert found["eager"]["ratio"] == 1.0
+    assert found["slow"]["ratio"] == 1.5
+    assert found["fast"]["low"] <= 0.5 <= found["fast"]["high"]
     # Each begins as many rounds as the others.
     timed = ran[-8 * 4 :]
     assert {name: timed.count(name) for name in ("eager", "fast", "slow")} == {"eager": 8, "fast": 16, "slow": 8}
