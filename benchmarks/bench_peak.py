@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,19 +65,14 @@ STUDIES = {
 }  # fmt: skip
 
 
-class GPT(nn.Sequential):
-    """A GPT of pre-norm blocks with dropout 0.1, as one writes it in torch."""
-
-    def __init__(self) -> None:
-        layers = plain.build("stack", plain.Spec(WIDTH, 4 * WIDTH, 4, 4, WIDTH // 4, False, 0.1), layers=LAYERS)
-        super().__init__(nn.Embedding(VOCABULARY, WIDTH), layers)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any) -> None:
-        """As models of Hugging Face do it."""
-        self[1].checkpoint(**gradient_checkpointing_kwargs)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids)
+def built(model: str) -> tuple[Any, Callable[..., Any]]:
+    """A Llama of Hugging Face, or a GPT of pre-norm blocks with dropout 0.1, and what checkpoints its layers."""
+    if model == "Llama":
+        llama: Any = hugging.model("LlamaModel", WIDTH, LAYERS, 2048)
+        return llama, lambda **how: llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    spec = plain.Spec(WIDTH, 4 * WIDTH, 4, 4, WIDTH // 4, False, dropout=0.1)
+    layers: Any = plain.build("stack", spec, layers=LAYERS)
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), layers), layers.checkpoint
 
 
 def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, Step, Step]:
@@ -84,13 +80,11 @@ def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, 
     torch.manual_seed(0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    made: Any = GPT() if model == "GPT" else hugging.model("LlamaModel", WIDTH, LAYERS, 2048)
-    made.train()
-    tokens, run = torch.arange(rows * LENGTH).reshape(rows, LENGTH) % VOCABULARY, made
+    made, checkpoint = built(model)
+    tokens, run = torch.arange(rows * LENGTH).reshape(rows, LENGTH) % VOCABULARY, made.train()
     memory = side.removesuffix(", checkpointed")
     if "checkpointed" in side or side == "selective":
-        of = {"context_fn": SELECTIVE} if side == "selective" else {}
-        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **of})
+        checkpoint(use_reentrant=False, **({"context_fn": SELECTIVE} if side == "selective" else {}))
     if side.startswith("compile"):
         functorch.activation_memory_budget = float(side.partition(" ")[2])
         run = torch.compile(made)
@@ -99,7 +93,7 @@ def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, 
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4) if adamw else None
 
     def forward() -> Any:
-        out = run(input_ids=tokens)
+        out = run(tokens)
         return out if isinstance(out, Tensor) else out.last_hidden_state
 
     def step() -> None:

@@ -120,11 +120,12 @@ def kernels(found: Results) -> Lines:
     names = list(dict.fromkeys(row["target"] for row in rows))
     cells: list[tuple[Any, ...]] = []
     for module in dict.fromkeys(row["module"] for row in rows):
-        of = [row for name in names for row in rows if (row["module"], row["target"]) == (module, name)]
-        registers = " / ".join(f"{row['registers']:,}" for row in of)
-        shared = " / ".join(f"{row['shared'] // 1024:,}" for row in of)
+        of = sorted((row for row in rows if row["module"] == module), key=lambda row: names.index(row["target"]))
+        most = (
+            " / ".join(f"{row[what] // unit:,}" for row in of) for what, unit in (("registers", 1), ("shared", 1024))
+        )
         elsewhere = sum(row["spilled"] for row in amd if row["module"] == module)
-        cells.append((module.removeprefix("_"), of[0]["configurations"], registers, shared, elsewhere))
+        cells.append((module.removeprefix("_"), of[0]["configurations"], *most, elsewhere))
     head = ("module", "configurations", "most registers", "most shared memory, KiB", "spilled on gfx942")
     on = ", ".join(dict.fromkeys(row["target"] for row in nvidia))
     said = f"""With Triton {found["triton"]}: {sum(row["configurations"] for row in rows):,} configurations; {spilled}
@@ -177,30 +178,30 @@ SIDES = {
 
 def _trained(found: Results) -> str:
     count, length = found["tokens"]
-    return (
-        f"Hugging Face's `LlamaModel` (no output layer, no loss) with {found['layers']} layers of width "
-        f"{found['width']}, on {count} x {length:,} tokens in float32, with AdamW."
+    return f"""Hugging Face's `LlamaModel` (no output layer, no loss) with {found["layers"]} layers of width
+        {found["width"]}, on {count} x {length:,} tokens in float32, with AdamW."""
+
+
+def _of_eager(found: Results, side: str) -> tuple[float, float, float]:
+    """What a step of a side saves, adds to memory at its peak, and takes."""
+    rows = {row["side"]: row for row in found["rows"]}
+    (saved, added), (all_saved, all_added) = (
+        (row["saved"], row["peak"] - row["before"]) for row in (rows[side], rows["eager"])
     )
-
-
-def _added(found: Results) -> dict[str, float]:
-    """What a training step adds to memory at its peak, of each side, as a part of eager's."""
-    added = {row["side"]: row["peak"] - row["before"] for row in found["rows"]}
-    return {side: bytes_ / added["eager"] for side, bytes_ in added.items()}
+    return saved / all_saved, added / all_added, rows[side]["step"]["ratio"]
 
 
 @drawn("peak", "peak")
 def peak(found: Results) -> Lines:
     """A training step as it is, converted, and checkpointed: what it saves, adds to memory at its peak, and takes."""
-    eager, added = found["rows"][0], _added(found)
     cells: list[tuple[str, ...]] = []
     for row in found["rows"]:
-        of = (row["saved"], row["saved"] / eager["saved"]), (row["peak"] - row["before"], added[row["side"]])
-        step, sizes = row["step"], (f"{size / MIB:,.0f} MiB ({ratio:.2f})" for size, ratio in of)
-        spread = "" if row is eager else f", {step['low']:.2f} to {step['high']:.2f}"
-        cells.append((SIDES[row["side"]], *sizes, f"{step['seconds']:.2f} s ({step['ratio']:.2f}{spread})"))
-    about = f"""{_trained(found)} Its parameters take {eager["parameters"] / MIB:,.0f} MiB, their gradients as much,
-        and AdamW's state twice as much. In brackets: relative to eager PyTorch; of the time, the median of
+        sizes, step = (row["saved"], row["peak"] - row["before"]), row["step"]
+        of = (f"{size / MIB:,.0f} MiB ({n:.2f})" for size, n in zip(sizes, _of_eager(found, row["side"]), strict=False))
+        spread = "" if row["side"] == "eager" else f", {step['low']:.2f} to {step['high']:.2f}"
+        cells.append((SIDES[row["side"]], *of, f"{step['seconds']:.2f} s ({step['ratio']:.2f}{spread})"))
+    about = f"""{_trained(found)} Its parameters take {found["rows"][0]["parameters"] / MIB:,.0f} MiB, their gradients
+        as much, and AdamW's state twice as much. In brackets: relative to eager PyTorch; of the time, the median of
         {found["rounds"]} rounds and its quartiles."""
     head = ("model", "saved for backward", "peak memory added by a step", "CPU time of a training step")
     return [where(found), "", wrapped(about), "", *table(head, cells)]
@@ -209,18 +210,14 @@ def peak(found: Results) -> Lines:
 @drawn("training", "peak", "peak_avx512", "front")
 def training(found: Results, with_avx512: Results, drawn_beside: Results) -> Lines:
     """What README.md shows of the same run: ratios alone, of one way to save less at a time."""
-    added, saved = _added(found), found["rows"][0]["saved"]
     there = {row["side"]: row["step"]["ratio"] for row in with_avx512["rows"]}
-    cells = [
-        (SIDES[side], row["saved"] / saved, added[side], row["step"]["ratio"], there.get(side))
-        for row in found["rows"]
-        if (side := row["side"]) != "lean, checkpointed"
-    ]
+    sides = [row["side"] for row in found["rows"] if row["side"] != "lean, checkpointed"]
     count, length = drawn_beside["tokens"]
     capability = drawn_beside["about"]["capability"].replace("AVX512", "AVX-512")
     note = f"""{found["about"]["device"]}, one thread, torch {found["about"]["torch"]}. {_trained(found)}
         Picture: {count} x {length:,}, {capability}, without AdamW."""
     head = ("relative to eager PyTorch", "saved for backward", "peak memory added", "CPU time, AVX2", "with AVX-512")
+    cells = ((SIDES[side], *_of_eager(found, side), there.get(side)) for side in sides)
     return [*table(head, cells), "", wrapped(note)]
 
 
@@ -307,9 +304,7 @@ def claims(bytes_of: Results, beside: Results, counted: Results, models: Results
 
     def of_block(model: str) -> str:
         (kept,) = (row["kept"] for row in bytes_of["memory"] if row["model"] == model)
-        return "{:.2f}x; balanced {:.2f}x".format(
-            *(kept[choice] / kept["eager"] for choice in ("seqfuse", "seqfuse balanced"))
-        )
+        return f"{kept['seqfuse'] / kept['eager']:.2f}x; balanced {kept['seqfuse balanced'] / kept['eager']:.2f}x"
 
     def kept_by(choice: str) -> str:
         return ", ".join(f"{row['model']} {row['kept'][choice] / row['eager']:.2f}x" for row in models["rows"])
@@ -319,8 +314,8 @@ def claims(bytes_of: Results, beside: Results, counted: Results, models: Results
         return f"{span(times.values())}x (slowest: {max(times, key=times.__getitem__)})"
 
     def step(side: str) -> str:
-        (took,) = (row["step"]["ratio"] for row in steps["rows"] if row["side"] == side)
-        return f"CPU time {took:.2f}x, added peak memory {_added(steps)[side]:.2f}x"
+        _, added, took = _of_eager(steps, side)
+        return f"CPU time {took:.2f}x, added peak memory {added:.2f}x"
 
     (layer,) = (row for row in counted["rows"] if row["make"] == "llama3_8b")
     ours, theirs = (len(layer[side]["forward"]) + len(layer[side]["backward"]) for side in ("planned", "eager"))
@@ -358,11 +353,9 @@ def goals() -> Lines:
     """The targets: met, missed or not run, and the worst row of each."""
     rows: list[tuple[str, ...]] = []
     for verdict in verdicts():
-        cells = ["", ""]
-        if verdict.values:
-            name, value = verdict.worst
-            told = f"{value:.2f} ({name})" if math.isfinite(value) else f"no result: {name}"
-            cells = [f"{verdict.reached} of {len(verdict.values)}", told]
+        name, value = verdict.worst if verdict.values else ("", 0.0)
+        told = f"{value:.2f} ({name})" if math.isfinite(value) else f"no result: {name}"
+        cells = (f"{verdict.reached} of {len(verdict.values)}", told) if verdict.values else ("", "")
         rows.append((verdict.target.what, verdict.target.wanted, verdict.status, *cells))
     return table(("what", "target", "status", "rows that meet it", "worst row"), rows, left=1)
 
@@ -371,16 +364,14 @@ def goals() -> Lines:
 def scored(_: Results) -> Lines:
     """How many targets are met: of time on a GPU, and of what is counted or timed without one."""
     judged = [v for v in verdicts() if v.values]
-    parts: Lines = []
-    for what, chosen in (("GPU time", False), ("saved bytes, planning and CPU overhead", True)):
-        counted = re.compile("bytes|planning|plan-cache|CPU overhead")
-        found = [v.status for v in judged if bool(counted.search(v.target.what)) is chosen]
-        parts.append(f"{found.count('met')} of {len(found)} for {what}")
+    kinds: dict[bool, Lines] = {False: [], True: []}
+    for v in judged:
+        kinds[bool(re.search("bytes|planning|plan-cache|CPU overhead", v.target.what))].append(v.status)
+    on_gpu, others = (f"{of.count('met')} of {len(of)}" for of in kinds.values())
     reached, count = sum(v.reached for v in judged), sum(len(v.values) for v in judged)
-    return [
-        wrapped(f"""[Targets](dev/benchmarks.md#targets): {reached} of {count} results reach theirs. All results of a
-        target do in {" and ".join(parts)}.""")
-    ]
+    said = f"""[Targets](dev/benchmarks.md#targets): {reached} of {count} results reach theirs. All results of a
+        target do in {on_gpu} for GPU time and {others} for saved bytes, planning and CPU overhead."""
+    return [wrapped(said)]
 
 
 def redrawn(page: str) -> str:

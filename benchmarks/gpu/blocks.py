@@ -67,6 +67,11 @@ class Models:
             swiglu=lambda a, b: liger().liger_swiglu(a, b),
         ))  # fmt: skip
 
+    def peers(self, sizes: Sizes) -> dict[str, Make | None]:
+        """Ours, in plain torch, and by `torch.compile` in its first mode, if it is a peer."""
+        compiles = (lambda: compiled(self.torch(), sizes.compile_modes[0])) if sizes.compile_modes else None
+        return {"seqfuse": lambda: self.ours, "eager": self.torch, "compile": compiles}
+
     def exact(self) -> Any:
         """Ours in float64; to be run without fusions."""
         return copy.deepcopy(self.ours).double()
@@ -194,13 +199,13 @@ def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, b
     """A block beside what `torch.compile` can do at best, or in its first mode and the other peers."""
     spec = spec_of(model, sizes.dropout if what == "layer" else 0.0)
     of = Models(what, spec, sizes)
-    models: dict[str, Make | None] = {"seqfuse": lambda: of.ours, "eager": of.torch}
+    models, lean = of.peers(sizes), what == "feedforward" and not model.llama
     if best:
+        models["compile"] = None
         models["compile max-autotune"] = lambda: compiled(of.torch(), sizes.compile_modes[1])
     else:
-        models["compile"] = _compiled(of, sizes)
         models["liger"] = of.ligers if liger() else None
-        models["seqfuse lean"] = (lambda: of.choosing("lean")) if what == "feedforward" and not model.llama else None
+        models["seqfuse lean"] = (lambda: of.choosing("lean")) if lean else None
     return passes(
         GROUPS[what], f"{model.name} {rows}{' best modes' * best}", sizes, model, rows, models, of.exact,
         same=not spec.dropout, make=drawn(sizes, model, "x", "dy"), priority=priority,
@@ -208,16 +213,10 @@ def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, b
     )  # fmt: skip
 
 
-def _compiled(of: Models, sizes: Sizes) -> Make | None:
-    """By `torch.compile` in its first mode, if it is a peer."""
-    return (lambda: compiled(of.torch(), sizes.compile_modes[0])) if sizes.compile_modes else None
-
-
 def _prefill(sizes: Sizes, model: Model) -> Case:
     rows, of = min(2048, max(sizes.tokens)), Models("layer", spec_of(model), sizes)
-    models = {"seqfuse": lambda: of.ours, "eager": of.torch, "compile": _compiled(of, sizes)}
     return passes(
-        "prefill, one layer", f"{model.name} {rows}", sizes, model, rows, models, of.exact, how=read,
+        "prefill, one layer", f"{model.name} {rows}", sizes, model, rows, of.peers(sizes), of.exact, how=read,
         make=drawn(sizes, model, "x"), priority=5 + 2 * (model.name not in MAIN),
         flops=flops("layer", model, rows, rows),
     )  # fmt: skip
@@ -228,9 +227,8 @@ def host_cases(sizes: Sizes) -> Iterator[Case]:
     for llama in (False, True) if sizes.device.type == "cuda" else ():
         model = Model("llama" if llama else "gpt", 16, 16, 1, 1, 16, 16, llama)
         of = Models("feedforward", spec_of(model), sizes)
-        models = {"seqfuse": lambda of=of: of.ours, "eager": of.torch, "compile": _compiled(of, sizes)}
         yield passes(
-            "host", f"{model.name} feed-forward block 4 x 16", sizes, model, 4, models, of.exact,
+            "host", f"{model.name} feed-forward block 4 x 16", sizes, model, 4, of.peers(sizes), of.exact,
             make=drawn(sizes, model, "x", "dy"), priority=2,
         )  # fmt: skip
 
