@@ -29,7 +29,7 @@ if __name__ == "__main__":
     os.environ |= {"TRITON_INTERPRET": "1"} if "--tiny" in sys.argv and "--on-gpu" not in sys.argv else {}
 
 import torch
-from gpu import ceilings, peers, rows, sizes, watch
+from gpu import clock, peers, rows, sizes, watch
 from gpu.book import Book
 from gpu.case import Case
 from gpu.clock import OnDevice, OnHost
@@ -155,13 +155,13 @@ def _bench(arguments: argparse.Namespace, book: Book) -> Bench:
     device = torch.device("cpu" if interpreted(arguments) else "cuda")
     on_host = OnHost(device)
     if arguments.tiny:
-        found = ceilings.measure(on_host, device, (getattr(torch, arguments.dtype),), numel=2**16, side=64)
+        found = clock.ceilings(on_host, device, (getattr(torch, arguments.dtype),), numel=2**16, side=64)
         return Bench(device, found, on_host, on_host, 1024, arguments.seconds)
-    clock, known = OnDevice(), book.data.get("ceilings")
-    found = ceilings.of(known) if known else ceilings.measure(clock, device, (torch.bfloat16, torch.float32))
+    on_device, known = OnDevice(), book.data.get("ceilings")
+    found = clock.stated(known) if known else clock.ceilings(on_device, device, (torch.bfloat16, torch.float32))
     book.state(ceilings=found.stated())
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
-    return Bench(device, found, clock, on_host, cache, arguments.seconds)
+    return Bench(device, found, on_device, on_host, cache, arguments.seconds)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ All results and logs, and `summary.json`, which says how each command ended, are
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import warm_cache
 from gpu.watch import watched
@@ -44,17 +43,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 OURS = "^_[a-z]"
 # What is left out compiles for GPUs that are not here, is about the interpreter, or runs kernels that are wrong, one of
 # which might end a worker's use of the device.
-NEED_A_GPU = (
-    "not compiles and not without_spills and not mutant and not test_compiled and not test_interpreter "
-    "and not test_traffic"
-)
+NEED_A_GPU = "not (compiles or without_spills or mutant or test_compiled or test_interpreter or test_traffic)"
 SANITIZED = ("norm backward", "dact", "cross-entropy", "decode")
 Command = Sequence[object]
 
 
-@dataclasses.dataclass
-class Stage:
-    """Commands that settle one thing: seconds for all of them, how many run at a time, variables of theirs.
+class Stage(NamedTuple):
+    """Commands that settle one thing, seconds for all of them, and how many run at a time.
 
     `{left}` in a command is how many seconds it has.
     """
@@ -63,9 +58,8 @@ class Stage:
     seconds: float
     commands: Sequence[Command]
     at_a_time: int = 1
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def run(self, until: float, out: Path, environment: Mapping[str, str]) -> list[str]:
+    def run(self, until: float, out: Path, variables: Mapping[str, str]) -> list[str]:
         """How each command ended, and the last line that it printed."""
         until = min(until, time.time() + self.seconds)
 
@@ -75,11 +69,10 @@ class Stage:
                 return "no time was left"
             command = [str(part).format(left=max(1, int(left) - MARGIN)) for part in self.commands[i]]
             try:
-                _, why = watched(command, until, log=str(log), environment={**environment, **self.variables})
+                _, why = watched(command, until, log=str(log), environment=variables)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            return f"{why or 'ok'}: {last[0] if last else ''}"
+            return f"{why or 'ok'}: {log.read_text(errors='replace').strip().rpartition(chr(10))[2]}"
 
         with ThreadPoolExecutor(self.at_a_time) as pool:
             return list(pool.map(one, range(len(self.commands))))
@@ -110,7 +103,9 @@ def stages(call: str, out: Path) -> list[Stage]:
             Stage("counters", 60, [[*counters, f"regex:{OURS}", *layer, "--once"]]),
         ]
     recipes = [*bench, "--only", "^recipes", "--out", out / "gpu_low_precision.json"]
-    memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", 7, *tiny, "--dtype", "bfloat16"]
+    # A tensor that lies in a larger block of torch's could be left without being noticed.
+    memcheck = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", "memcheck"]
+    memcheck += ["--error-exitcode", 7, *tiny, "--dtype", "bfloat16"]
     checks = [
         [*memcheck, "--only", f"^{only}", "--out", out / "sanitizer.json", "--child", "9e9"] for only in SANITIZED
     ]
@@ -118,8 +113,7 @@ def stages(call: str, out: Path) -> list[Stage]:
         Stage("low precision", 55, [recipes]),
         Stage("tune", 100, [python("tune_gpu.py", "--budget", "{left}")]),
         Stage("tests/kernels", 200, [tests("tests/kernels", "--ignore", "tests/kernels/c", "-k", NEED_A_GPU)]),
-        # A tensor that lies in a larger block of torch's could be left without being noticed.
-        Stage("sanitizer", 240, checks, variables={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+        Stage("sanitizer", 240, checks),
     ]
 
 
@@ -128,7 +122,7 @@ def rehearsed(stage: Stage) -> Stage:
     ours = [command for command in stage.commands if command[0] == sys.executable]
     how = ["--collect-only"] if stage.name.startswith("tests") else ["--tiny"]
     commands = [[part for part in command if part != "--on-gpu"] + how for command in ours]
-    return dataclasses.replace(stage, commands=commands, at_a_time=1)
+    return stage._replace(commands=commands, at_a_time=1)
 
 
 def tests(*where: str) -> Command:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 
-from .case import Case, Contender, Inputs, Run
-from .draw import normal
+from .case import Case, Contender, Inputs, Run, normal
 from .peers import Within, compiled, forward_of, liger
 from .sizes import MAIN, Model, Sizes
 

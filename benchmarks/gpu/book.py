@@ -27,25 +27,24 @@ class Book:
     def state(self, **facts: Any) -> None:
         """Write facts about the whole run."""
         self.data |= facts
-        self._write()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(lines(self.data))
+        os.replace(new, self.path)
 
     def begin(self, key: str) -> None:
         """Say which row is next: if nothing follows, it was the end of the process."""
-        self.data |= {"running": key, "since": time.time()}
-        self._write()
+        self.state(running=key, since=time.time())
 
     def overdue(self, seconds: float) -> str | None:
         """Why what is under way should be ended: it has taken longer than that."""
-        begun = self.data.get("since")
-        if self.data.get("running") is None or begun is None or time.time() - begun <= seconds:
-            return None
-        return f"it hung, and was killed after {time.time() - begun:.0f} s"
+        took = time.time() - self.data.get("since", time.time()) if self.data.get("running") else 0.0
+        return f"it hung, and was killed after {took:.0f} s" if took > seconds else None
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Write the row that was under way."""
         self.rows[key] = row
-        self.data["running"] = None
-        self._write()
+        self.state(running=None)
 
     def bury(self, why: str) -> str | None:
         """Mark the row that was under way when a process ended; its key."""
@@ -54,9 +53,3 @@ class Book:
             group, _, name = key.partition(": ")
             self.add(key, {"group": group, "name": name, "status": "failed", "why": why})
         return key
-
-    def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(lines(self.data))
-        os.replace(new, self.path)

@@ -20,8 +20,7 @@ from seqfuse import ops
 from seqfuse.ops import _grouped
 
 from .blocks import passes, shared, trained
-from .case import Case, Inputs, Outputs
-from .draw import generator, normal
+from .case import Case, Inputs, Outputs, generator, normal
 from .peers import module
 from .sizes import Mixture, Sizes
 

@@ -21,7 +21,7 @@ from seqfuse.kernels._operators import Operator
 from seqfuse.ops import norm as norm_ops
 from tools.launches import Launch
 
-from . import draw
+from . import case
 from .case import Case
 
 PROCESSORS = 132  # of an H200
@@ -51,7 +51,7 @@ def as_on_an_h200(note: Callable[[Launch], None] | None = None) -> Iterator[list
                 stack.enter_context(mock.patch.object(module, name, known[name]))
         # What has no memory would else call operators.
         stack.enter_context(mock.patch.object(Operator, "recorded", lambda operator, *args: operator.make(args)))
-        stack.enter_context(mock.patch.object(draw, "generator", return_value=None))
+        stack.enter_context(mock.patch.object(case, "generator", return_value=None))
         stack.enter_context(mock.patch.object(env, "_triton_runs", return_value=True))
         stack.enter_context(mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]))
         yield found

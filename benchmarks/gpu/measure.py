@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from .case import Case, Contender, Inputs, by_the_rule, copied, fewest_bytes, kept, reds, said
-from .ceilings import Ceilings, name_of
-from .clock import Clock, OnDevice, interleaved
+from .clock import Ceilings, Clock, OnDevice, interleaved, name_of
 
 _CACHES = 3  # the inputs of one sample are as much as this many second-level caches
 _MOST_SETS = 64

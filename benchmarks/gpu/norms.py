@@ -11,8 +11,7 @@ from torch import Tensor
 from seqfuse.kernels.norm import norm_bwd, norm_fwd
 from seqfuse.ops._philox import drop_mask
 
-from .case import Case, Inputs, Run
-from .draw import seed_tensor
+from .case import Case, Inputs, Run, seed_tensor
 from .peers import Kernels, Shapes, forward_of, liger, quack
 from .sizes import Sizes
 

@@ -19,8 +19,7 @@ import torch._functorch.config
 from record import version_of
 from torch import Tensor
 
-from .case import Case, Contender, Inputs, Run
-from .draw import normal
+from .case import Case, Contender, Inputs, Run, normal
 from .sizes import Sizes
 
 Function = Callable[..., Any]

@@ -15,9 +15,8 @@ from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.crossentropy import cross_entropy_
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd
 
-from . import draw
-from .case import Case, Contender, Inputs, Run
-from .draw import normal
+from . import case
+from .case import Case, Contender, Inputs, Run, normal
 from .peers import Kernels, compiled, liger, module
 from .sizes import MAIN, Model, Sizes
 
@@ -120,7 +119,7 @@ def _loss_case(sizes: Sizes, model: Model, late: int) -> Case:
     M, V = sizes.tokens[0], model.V
 
     def make(rows: int, seed: int) -> Inputs:
-        numbers = draw.generator(sizes.device, seed)
+        numbers = case.generator(sizes.device, seed)
         targets = torch.randint(V, (rows,), device=sizes.device, generator=numbers)
         return normal({"logits": (rows, V)}, seed, sizes.device, sizes.dtype) | {"targets": targets}
 

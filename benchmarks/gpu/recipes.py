@@ -19,8 +19,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 
 from .blocks import Make, Models, flops, mains, passes, shared, spec_of, trained
-from .case import Case, Contender, Inputs, Run
-from .draw import normal
+from .case import Case, Contender, Inputs, Run, normal
 from .peers import compiled
 from .sizes import Model, Sizes
 

@@ -43,9 +43,9 @@ def test_a_command_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> N
         first_hour.Stage("absent", 20, [["no-such-tool"]]),
         first_hour.Stage("hangs", 0.3, [["sleep", "99"]]),
         first_hour.Stage("a/b", 20, [[*python, "import os; os.abort()"], ["echo", "one\nlast, {left} s"]], at_a_time=2),
-        first_hour.Stage("variables", 20, [["printenv", "OWN"]], variables={"OWN": "its own"}),
+        first_hour.Stage("variables", 20, [["printenv", "OWN"]]),
     ]
-    first_hour.perform(chosen, time.time() + 60, tmp_path, {"PATH": os.environ["PATH"]})
+    first_hour.perform(chosen, time.time() + 60, tmp_path, {"PATH": os.environ["PATH"], "OWN": "its own"})
     stages = json.loads((tmp_path / "summary.json").read_text())["stages"]
     told = {name: stage["results"] for name, stage in stages.items()}
     assert told.pop("absent")[0].startswith("FileNotFoundError")

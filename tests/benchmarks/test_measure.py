@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.case import Case, Contender, counted, distance
-from gpu.ceilings import Ceilings
-from gpu.clock import Clock
-from gpu.draw import normal
+from gpu.case import Case, Contender, counted, distance, normal
+from gpu.clock import Ceilings, Clock
 from gpu.measure import Bench
 from torch import Tensor
 
