@@ -38,7 +38,7 @@ def host(found: Results, planned: Results) -> Lines:
     """Host cost and planning time."""
     kinds = ("forward", "forward+backward", "no grad")
     ratios = {(row["operations"], row["what"]): row["ratio"] for row in found["host"]}
-    cells = [(n, *(ratios[n, kind] for kind in kinds)) for n in dict.fromkeys(count for count, _ in ratios)]
+    cells = [(n, *(float(ratios[n, kind]) for kind in kinds)) for n in dict.fromkeys(count for count, _ in ratios)]
     rows = [
         (r["operations"], f"{r['plan_seconds'] * 1e3:.1f} ms", f"{r['lookup_microseconds']:,.0f} µs")
         for r in planned["planning"]
