@@ -37,5 +37,7 @@ def run(script: str, *arguments: str) -> bool:
 
 
 if __name__ == "__main__":
+    if unknown := [part for part in sys.argv[1:] if part not in PARTS]:
+        raise SystemExit(f"there is no {', '.join(unknown)}; there are {', '.join(PARTS)}")
     failed = [part for part in sys.argv[1:] or PARTS if not run(*PARTS[part])]
     raise SystemExit(not run("report.py") or bool(failed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -305,19 +306,8 @@ RECIPES = {
 }
 
 
-@drawn("gpu_low_precision", "gpu_low_precision")
-def low_precision(found: Results) -> Lines:
-    """Milliseconds of a forward and backward pass of feed-forward blocks by each recipe."""
-    return _recipes(found, "feed-forward")
-
-
-@drawn("gpu_low_precision_linear", "gpu_low_precision")
-def low_precision_linear(found: Results) -> Lines:
-    """The same of a `Linear`."""
-    return _recipes(found, "Linear")
-
-
-def _recipes(found: Results, of: str) -> Lines:
+def recipes(of: str, found: Results) -> Lines:
+    """Milliseconds of a forward and backward pass of feed-forward blocks, or of a `Linear`, by each recipe."""
     rows = {name.rpartition("backward: ")[2]: row for name, row in found["rows"].items() if of in name}
     cells = [
         [name, *(r["times"][side]["median"] / 1000 if side in r["times"] else "" for r in rows.values())]
@@ -328,6 +318,10 @@ def _recipes(found: Results, of: str) -> Lines:
     another = of_another_run(rows.values())
     head = (starred(row, name) for row, name in zip(rows.values(), names, strict=True))
     return [where(found), "", *table(("", *head), cells), *(["", another] if another else [])]
+
+
+for table_name, rows_of in (("gpu_low_precision", "feed-forward"), ("gpu_low_precision_linear", "Linear")):
+    drawn(table_name, "gpu_low_precision")(functools.partial(recipes, rows_of))
 
 
 SCALES = {
