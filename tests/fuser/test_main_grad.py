@@ -126,6 +126,16 @@ def test_a_weight_that_two_operations_share_gets_the_sum_of_both() -> None:
     assert_fused_close(buffers(tied), expected, exact)
 
 
+@pytest.mark.parametrize("make", [lambda: ops.Linear(5, 5), lambda: ops.LayerNorm(5)], ids=["GEMM", "norm"])
+def test_an_operation_that_stands_twice_adds_both_gradients(make: Any) -> None:
+    twice = make()
+    model = randomized(sf.Sequential(twice, ops.Tanh(), twice, ops.GELU(), ops.Linear(5, 2), fusions=ATEN))
+    x = seeded_randn((6, 5), 0)
+    expected, exact = gradients(model, x), gradients(copy.deepcopy(model).double(), x.double())
+    backward(with_buffers(model), x)
+    assert_fused_close(buffers(model), expected, exact)
+
+
 def test_a_weight_shared_with_an_operation_that_adds_nothing_itself() -> None:
     table, out = ops.Embedding(9, 5), ops.Linear(5, 9, bias=False)
     out.weight = table.weight
