@@ -331,6 +331,7 @@ SECONDS: dict[str, Second] = {
     "with respect to the input": lambda loss, x, dy, ps: torch.autograd.grad(loss, x),
     "with respect to parameters": lambda loss, x, dy, ps: torch.autograd.grad(loss, ps),
     "where unused is allowed": lambda loss, x, dy, ps: torch.autograd.grad(loss, [x, *ps], allow_unused=True),
+    "with respect to a bias": lambda loss, x, dy, ps: torch.autograd.grad(loss, ps[1], allow_unused=True),
     "with respect to the incoming gradient": lambda loss, x, dy, ps: torch.autograd.grad(loss, dy),
     "materialized": lambda loss, x, dy, ps: torch.autograd.grad(loss, [x, *ps], materialize_grads=True),
 }
