@@ -106,7 +106,8 @@ def _stated(path: str, pattern: str) -> str:
 @functools.cache
 def _sources() -> str:
     found, here = hashlib.sha256(), Path(__file__).parent
-    for path in sorted(path for room in ("kernels", "ops", "fusions") for path in (here / room).rglob("*.py")):
+    rooms = [here / room for room in ("kernels", "ops", "fusions")]
+    for path in sorted(path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".h")):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 

@@ -157,6 +157,15 @@ def test_fusions_of_any_rule_set_may_be_named() -> None:
             assert model.plan(x).count("Own") == 0
 
 
+@pytest.mark.parametrize("how", [{"exclude": Own}, {"only": "LinearBias"}, {"enabled": False}], ids=str)
+def test_at_all_costs_keeps_what_is_chosen_around_it(how: Any) -> None:
+    model, x = sf.Sequential(ops.Bias(4), ops.ReLU(), fusions=(Own,)), torch.ones(3, 4)
+    with settings.at_all_costs():
+        assert model.plan(x).count("Own") == 1
+        with sf.fusing(**how), settings.at_all_costs():
+            assert model.plan(x).count("Own") == 0
+
+
 @pytest.mark.parametrize("given", [(torch.ones(3, 4),), torch.ones(3, 4).numpy()], ids=["tuple", "array"])
 def test_what_is_no_tensor_is_an_error(given: Any) -> None:
     with pytest.raises(sf.InputError, match="expects a tensor") as caught:

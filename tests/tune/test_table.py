@@ -257,14 +257,14 @@ def test_the_sources_of_kernels_operations_and_fusions_count_as_a_version(
     assert machine().seqfuse == f"{sf.__version__} {cost_table._sources()}"
     monkeypatch.setattr(cost_table, "__file__", str(tmp_path / "measured.py"))
     seen = set()
-    for room in ("kernels", "ops", "fusions", "nn"):
-        (tmp_path / room).mkdir()
-        (tmp_path / room / "one.py").write_text(room)
+    for name in ("kernels/one.py", "kernels/c/one.py", "kernels/c/one.h", "ops/one.py", "fusions/one.py", "nn/one.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
         cost_table._sources.cache_clear()
         seen.add(cost_table._sources())
     monkeypatch.undo()
     cost_table._sources.cache_clear()
-    assert len(seen) == 3  # layers are not measured
+    assert len(seen) == 5  # layers are not measured
 
 
 def test_every_version_has_a_file_of_its_own() -> None:
