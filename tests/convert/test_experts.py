@@ -141,13 +141,15 @@ def test_undo_gives_configurations_back_and_others_keep_theirs():
     model = built("mixtral")
     config: Any = model.config
     twin = type(model)(config)
-    conversion = sf.convert(model)
     modules = [m for m in model.modules() if hasattr(m, "has_gate")]
+    attributes = [set(vars(m)) for m in modules]
+    conversion = sf.convert(model)
     assert all(m.config._experts_implementation == experts.NAME for m in modules)
     assert config._experts_implementation != experts.NAME
     assert all(m.config is config for m in twin.modules() if hasattr(m, "has_gate"))
     conversion.undo()
     assert all(m.config is config for m in modules)
+    assert [set(vars(m)) for m in modules] == attributes
 
 
 @pytest.mark.parametrize("used", ["eager", "batched_mm"])  # by default it is "grouped_mm"
