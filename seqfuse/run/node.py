@@ -50,6 +50,9 @@ class Seqfuse(torch.autograd.Function):
         kept: _Kept = ctx.kept
         segment, packed = kept[0], kept[4]
         if segment.again is not None:
+            if torch.compiler.is_dynamo_compiling():  # compiled autograd, which would compile each frame of the plan
+                disable: Any = torch.compiler.disable  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+                return disable(_run_again)(ctx, kept, douts)
             return _run_again(ctx, kept, douts)
         late = None if packed.__class__ is _Packed else packed
         code = segment.codes.get((tuple([d is None for d in douts]), None, late, False, None))

@@ -275,6 +275,8 @@ class Sample:
         for CPUs does in its log-sum-exp, `f` has to be `u` to the bit: there is nothing to compare it with.
         """
         f, u = self.f, self.u
+        if int(self.count.item()) == f.numel():
+            return _broken(self.name, "NaN and Inf", 0)
         same = (f.isnan() & u.isnan()) | (f == u)
         floor = self._floor(torch.where(self.r.isfinite(), self.r, 0.0), torch.where(self.counted, self.r, 0.0))
         close = (f - self.r).abs() <= 6 * self.rms_u + 2 * floor + 0.5 * self.rms_phi

@@ -103,12 +103,14 @@ def _generators() -> dict[str, tuple[Tensor, Callable[[Tensor], None]]]:
 def _attributes(thing: object) -> dict[str, Any]:
     """Attributes by name; the dictionaries of a module (parameters, buffers, hooks) are looked into."""
     found: dict[str, Any] = {}
+    of_a_module = isinstance(thing, nn.Module)
     for name, value in vars(thing).items():
         # The callable that an operation makes at its first call, and what `FusedOperation.decided` keeps.
         if name in ("_engine", "_decided"):
             continue
-        if isinstance(thing, nn.Module) and isinstance(value, dict):
-            found.update({f"{name}[{key!r}]": inner for key, inner in value.items()})  # pyright: ignore[reportUnknownVariableType]
+        if of_a_module and isinstance(value, dict):
+            if value:  # ten tables of hooks are empty
+                found.update({f"{name}[{key!r}]": inner for key, inner in value.items()})  # pyright: ignore[reportUnknownVariableType]
         else:
             found[name] = value
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -59,6 +59,8 @@ class Probe:
 
     def __init__(self, fusion: type[FusedOperation], specimen: Specimen, dtype: torch.dtype) -> None:
         self.fusion, self.specimen, self.dtype, self.seed = fusion, specimen, dtype, specimen.seed
+        self._benches: dict[str, tuple[Bench, Observer]] = {}
+        self._plans: dict[tuple[Any, ...], str | None] = {}
         self.combination = next(text for kind, text in _COMBINATIONS.items() if issubclass(fusion, kind))
         self.start = 0
 
@@ -114,11 +116,14 @@ class Probe:
         """Why the fusion is not used in a case, as one that asks for more rows; nobody can ask for none."""
         if case.frozen or not torch.Size(case.shape).numel():
             return None
-        try:
-            self.find(self._plan(case))
-        except AssertionError as error:
-            return str(error)
-        return None
+        key = case.shape, case.layout, case.dy_layout, case.grad
+        if key not in self._plans:
+            try:
+                self.find(self._plan(case))
+                self._plans[key] = None
+            except AssertionError as error:
+                self._plans[key] = str(error)
+        return self._plans[key]
 
     def check(self, where: str, *, whole: bool) -> tuple[int, list[str]]:
         """Run every case, or few where the sequence is a variant of one that had them all.
@@ -139,8 +144,8 @@ class Probe:
             frozen = [dataclasses.replace(few, frozen=frozenset(names) - wanted) for wanted in subsets(names)]
             chosen += [dataclasses.replace(frozen[0], grad=True), *frozen[1:]]
         with saying(f"{where}: {self.combination}, {few}"):
-            self._fused(few, self.seed, twice=True)
-            once, observer, bench = self._fused(few, self.seed)
+            self._fused(few, self.seed, twice=True, fresh=True)
+            once, observer, bench = self._fused(few, self.seed, fresh=True)
             # The first call checks what each pass returns, the next does without.
             with fusing(on_error="raise"), saying("called again with the same inputs"):
                 assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, once.tree)
@@ -167,21 +172,41 @@ class Probe:
         count = len(dict.fromkeys(chosen)) - len(skipped)
         return count, [*self.specimen.refused, *skipped] if whole else skipped
 
-    def _fused(self, case: Case, seed: int, *, twice: bool = False) -> tuple[Outcome, Observer, Bench]:
-        observer = Observer(twice)
+    def _fused(
+        self, case: Case, seed: int, *, twice: bool = False, fresh: bool = False
+    ) -> tuple[Outcome, Observer, Bench]:
+        def made() -> tuple[Bench, Observer]:
+            def of_the_fusion(step: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+                return (functools.partial(observer, step, run) if step.fused else run)(*args, **kwargs)
 
-        def of_the_fusion(step: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-            return (functools.partial(observer, step, run) if step.fused else run)(*args, **kwargs)
+            observer = Observer(twice)
+            return self.bench(of_the_fusion), observer
 
-        bench = self.bench(of_the_fusion)
+        bench, observer = made() if fresh else self._observed("fused", seed, made)
         with fusing(on_error="raise"):
             return self.specimen.run(bench, case, seed), observer, bench
 
     def _own(self, case: Case, seed: int, *, wide: bool = False) -> tuple[Outcome, list[Saved]]:
         """Unfused, with the records of the operations in the order of the sequence."""
-        observer = Observer()
-        outcome = self.specimen.run(self.specimen.bench(self.dtype, (), observer, wide=wide), case, seed, wide=wide)
-        return outcome, [ahead.out[-1] for ahead in observer.passes("fwd")]
+
+        def made() -> tuple[Bench, Observer]:
+            observer = Observer()
+            return self.specimen.bench(self.dtype, (), observer, wide=wide), observer
+
+        bench, observer = self._observed("wide" if wide else "unfused", seed, made)
+        return self.specimen.run(bench, case, seed, wide=wide), [ahead.out[-1] for ahead in observer.passes("fwd")]
+
+    def _observed(self, how: str, seed: int, made: Callable[[], tuple[Bench, Observer]]) -> tuple[Bench, Observer]:
+        """A bench and its observer, which has seen nothing: those of the last case, planned for its shape already.
+
+        Other seeds change the parameters of a copy, and a call may change its buffers.
+        """
+        if seed != self.seed or next(self.specimen.root.buffers(), None) is not None:
+            return made()
+        if how not in self._benches:
+            self._benches[how] = made()
+        self._benches[how][1].seen.clear()
+        return self._benches[how]
 
     def measure(self, case: Case, seed: int) -> tuple[Tree, Tree, Tree]:
         """A case fused, unfused and by the references in float64; raises AssertionError for what is not of numbers."""

@@ -45,6 +45,12 @@ def bits(x: Tensor) -> Tensor:
     return x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
+def _bytes(x: Tensor) -> Tensor:
+    """The same to be read at once: not a copy where the memory of x is contiguous."""
+    plain = x.is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg())
+    return x.detach().reshape(-1).view(torch.uint8) if plain else bits(x)
+
+
 def assert_bitwise_equal(fused: Tree, unfused: Tree, *, name: str = "") -> None:
     """Check that names, shapes, dtypes and bits are equal.
 
@@ -61,7 +67,7 @@ def assert_bitwise_equal(fused: Tree, unfused: Tree, *, name: str = "") -> None:
             continue
         if f.shape != u.shape or f.dtype != u.dtype:
             raise AssertionError(f"{key}: {f.dtype} {tuple(f.shape)} against {u.dtype} {tuple(u.shape)}")
-        where = _first_difference(bits(f), bits(u), f)
+        where = _first_difference(_bytes(f), _bytes(u), f)
         if where is not None:
             raise AssertionError(
                 f"{key}: bits differ first at {where}: {f[where].item()!r} against {u[where].item()!r}"
@@ -69,10 +75,9 @@ def assert_bitwise_equal(fused: Tree, unfused: Tree, *, name: str = "") -> None:
 
 
 def _first_difference(before: Tensor, after: Tensor, like: Tensor) -> tuple[int, ...] | None:
-    different = (before != after).nonzero()
-    if not len(different):
+    if torch.equal(before, after):
         return None
-    return index_of(int(different[0].item()) // like.element_size(), tuple(like.shape))
+    return index_of(int((before != after).nonzero()[0].item()) // like.element_size(), tuple(like.shape))
 
 
 def index_of(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -132,7 +137,7 @@ class Untouched:
     def check(self) -> None:
         """Compare now; the block may continue."""
         for (key, t), (before, version) in zip(self._tensors, self._before, strict=True):
-            after = bits(t)
+            after = _bytes(t)
             if after.shape != before.shape:
                 raise AssertionError(f"{key} was resized")
             where = _first_difference(before, after, t)
