@@ -53,3 +53,10 @@ def test_many_rows_run_part_by_part(act: Any, monkeypatch: pytest.MonkeyPatch):
     given = {"other": seeded_randn((7, 8), 1)}
     check_fusion(fusions.ActivationLinearJoint, seeded_randn((7, width), 0), *list_, dtypes=[torch.float32], **given)
     assert 7 in sizes
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_sum_of_two_dtypes_has_the_one_that_torch_promotes_to(dtypes: tuple[torch.dtype, torch.dtype]):
+    fusion: Any = fusions.BiasDropoutAdd(bias=None, dropout=ops.Dropout(0.3), add=ops.Add("other"))
+    x, other = (seeded_randn((5, 8), i).to(dtype) for i, dtype in enumerate(dtypes))
+    assert fusion.fwd(x, add_other=other, dropout_seed=torch.tensor(3))[0].dtype is torch.float32
