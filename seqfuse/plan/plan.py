@@ -52,7 +52,7 @@ from .schedule import (
 from .step import Step, Stretch
 
 SEGMENT = 8
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 1 << 22
 """What an autograd node is for, at least: in a small model there is little to send before the rest."""
 
 

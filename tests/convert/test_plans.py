@@ -187,7 +187,7 @@ def test_a_small_chain_is_one_autograd_node_and_a_large_one_several():
         return len(region.plan.segments)
 
     assert segments(8) == 1
-    assert segments(256) == 6, "one for each block, which has two mebibytes of weights"
+    assert segments(384) == 6, "one for each block, which has more than four mebibytes of weights"
 
 
 class Broken(nn.Module):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.casts import cast_once, lowered
-from seqfuse.plan import flatten
-from seqfuse.plan import inputs
+from seqfuse.plan import flatten, inputs
 from seqfuse.plan.inputs import dtypes_of, under_autocast
 from tests.watching import saving
 

@@ -206,7 +206,7 @@ def test_a_list_of_a_dozen_is_one_segment():
 @pytest.fixture
 def of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert planning.SEGMENT_BYTES == 1 << 20
+    assert planning.SEGMENT_BYTES == 1 << 22
     monkeypatch.setattr(sf.Fuser, "plain_autograd", False)
 
 
@@ -222,10 +222,10 @@ def test_a_segment_has_so_many_bytes_of_parameters_and_activations():
         return lengths
 
     assert found(8, 3) == [40]
-    assert found(512, 1) == [8] * 5, "a mebibyte for each Linear"
-    assert found(128, 1) == [31, 9], "65 KiB for each Linear with its Tanh"
-    assert found(8, 1 << 12) == [8] * 5, "128 KiB for each operation"
-    assert found(8, 1 << 11) == [16, 16, 8]
+    assert found(1024, 1) == [8] * 5, "four mebibytes for each Linear"
+    assert found(256, 1) == [31, 9], "258 KiB for each Linear with its Tanh"
+    assert found(8, 1 << 14) == [8] * 5, "512 KiB for each operation"
+    assert found(8, 1 << 13) == [16, 16, 8]
 
 
 def test_a_segment_of_many_operations_computes_what_short_ones_do(request: pytest.FixtureRequest):
