@@ -56,5 +56,5 @@ with torch.no_grad():
     print(f"  backward: {model.plan(x).backward}, saved: {model.plan(x).memory.saved} bytes")
 
 print("\n# a deep model is cut into autograd nodes: gradients arrive, and memory is freed, while backward still runs\n")
-deep = sf.Sequential(*(block()[1] for _ in range(6)))
+deep, x = sf.Sequential(*(block()[1] for _ in range(6))), torch.randn(32, 16, dim)
 print(f"  {len(deep.plan(x).names)} operations in segments {[(s.start, s.stop) for s in deep.plan(x).segments]}")
