@@ -51,6 +51,14 @@ def record(results: list[Compiled], commit: str) -> Path:
     return write("kernels", {"triton": version("triton"), "kernels": rows})
 
 
+def summary(results: list[Compiled]) -> tuple[str, bool]:
+    """What is said of all configurations, and whether each of them is as it should be."""
+    nvidia = counts([one for one in results if one.target.startswith("sm_")])
+    said = "{spilled} spilled, {over_shared} over shared memory, {without_wgmma} dots without wgmma on sm_90"
+    good = not any(nvidia.values()) and not counts(results)["failed"]
+    return f"kernels: {len(results)} variants, {said.format(**nvidia)}", good
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("modules", nargs="*", help="kernel modules by their last name; all by default")
@@ -70,10 +78,9 @@ def main() -> int:
             print(line(one), flush=True)
     if arguments.record:
         record(results, about()["commit"])
-    nvidia = counts([one for one in results if one.target.startswith("sm_")])
-    said = "{spilled} spilled, {over_shared} over shared memory, {without_wgmma} dots without wgmma on sm_90"
-    print(f"kernels: {len(results)} variants, {said.format(**nvidia)}")
-    return 1 if any(nvidia.values()) or counts(results)["failed"] else 0
+    said, good = summary(results)
+    print(said)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
