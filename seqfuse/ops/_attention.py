@@ -45,7 +45,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 _ROUNDED = 1e-5
 # Where torch's kernel has matrix instructions, which C has not.
 _IN_TILES = frozenset({torch.bfloat16} if torch.cpu._is_amx_tile_supported() else ())  # pyright: ignore
-# Of fewer keys than a vector has lanes torch's kernel loses the NaN of a query, and what is beside it has to be alike.
+# With fewer keys than a vector has lanes torch's kernel, and so the reference, gives zeros for a query with a NaN.
 _LANES = 16
 # Scores held at a time in blocks: 16 MiB in float32.
 _HELD = 1 << 22
@@ -65,7 +65,7 @@ class Scores:
             FlashAttention dropped them by.
         mask: of 4 dimensions, broadcast to [B, H, S, S]; bool or int, where not zero is seen, or float, added.
         cu_seqlens: [N + 1] int, the first row of each packed sequence and the end; no row sees another sequence.
-        alone: whether nothing but one tensor of q, k and v decides the result, so that a call in C is cheap.
+        alone: whether q, k and v are one tensor, without mask and dropout: then a call in C costs little.
     """
 
     scale: float

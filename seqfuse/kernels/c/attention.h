@@ -305,8 +305,8 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
         mm(R, P, hi - i < STEP ? hi - i : STEP, g + i - lo, ld, right + i * ldk, ldk, dqs, P, i > lo);
       store(n, dqs, 0, dq, AT(dq, b, h, r0), n->dq[2], R);
     }
-  /* In the row of a NaN the weights of all keys are NaN, of hidden ones, too, but of those behind the row by torch's
-     kernel, which knows no other limit. */
+  /* In the row of a NaN the weights of all keys are NaN, of hidden ones, too. Torch's kernel, which takes no limit but
+     `causal`, leaves those of the keys behind the row at 0. */
   if (spoiled && (DROPS || BENDS || n->masked || n->window || !n->causal)) fill(dvs, 0, N * P, NAN);
   store(n, dks, 0, dk, AT(dk, b, shared, 0), n->dk[2], N);
   store(n, dvs, 0, dv, AT(dv, b, shared, 0), n->dv[2], N);
