@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..env import any_autocast
@@ -17,8 +16,8 @@ from . import _attention
 from ._attention import Scores
 from ._cache import active
 from ._philox import has_c, watched
+from ._tensors import dispatch_modes
 
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _MOST = 512  # shapes of which it is kept what was decided
 
 
@@ -44,7 +43,7 @@ def packed_in_c(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> InC
     """The passes of an `Attention` for tensors like x; `None` where C does not run or more than a shape decides it."""
     if type(x) is not Tensor or not x.is_contiguous() or x.is_neg() or not has_c(x):
         return None
-    if watched() or any_autocast() or _modes() or active.get() is not None or (seed is not None) is not (p > 0):
+    if watched() or any_autocast() or dispatch_modes() or active.get() is not None or (seed is not None) is not (p > 0):
         return None
     own: dict[str, Any] = attention.__dict__
     numbers = own["heads"], own["kv_heads"], own["causal"], own["window"], own["softcap"], own["scale"], p

@@ -24,18 +24,18 @@ from ..kernels import triton_installed
 from ..traffic import FLOPS
 from ._mm import PLAIN, linear_into, mm
 from ._philox import gave_up, has_c, watched
+from ._tensors import dispatch_modes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
 # torch gives what it registers no types.
 _library: Any = torch.library.Library("seqfuse", "FRAGMENT")
 _torch_library: Any = torch.library
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 
 
 def is_watched(x: Tensor) -> bool:
     """Whether what runs is recorded, or x has no numbers to read."""
-    return watched() or _dispatch_modes() > 0 or x.is_meta
+    return watched() or dispatch_modes() > 0 or x.is_meta
 
 
 def spans(offsets: Tensor, rows: int) -> Iterator[tuple[int, int]]:

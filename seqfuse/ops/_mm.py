@@ -17,6 +17,7 @@ from .. import compiler, env
 from ..casts import autocasting
 from ..hardware import ONEDNN_FLOAT32_LEAST, ONEDNN_FLOAT32_WORTHWHILE
 from ._philox import watched
+from ._tensors import dispatch_modes
 
 _LOWERED = (torch.float32, torch.bfloat16, torch.float16)  # by autocast
 # Of fewer rows torch's kernel reads the weight as it is, which costs less than its cast.
@@ -24,7 +25,6 @@ _FEW = 8
 
 _mkldnn: Any = torch.ops.mkldnn
 _mkldnn_enabled: Any = torch._C._get_mkldnn_enabled  # pyright: ignore
-_dispatch_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -78,7 +78,7 @@ def _fits_onednn(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return False
-    return not (env.any_autocast() or (_dispatch_modes() and not tried) or watched())
+    return not (env.any_autocast() or (dispatch_modes() and not tried) or watched())
 
 
 def _lies_plainly(t: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..env import constant_under_compile
 from ..errors import InputError
 
-_modes: Any = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 dispatch_mode: Any = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivateUsage]
 
@@ -19,7 +19,7 @@ FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivate
 @constant_under_compile
 def may_overwrite() -> bool:
     """Whether a result of torch may be written over: a dispatch mode may keep it, as selective checkpointing does."""
-    return not _modes() or dispatch_mode(FAKE) is not None
+    return not dispatch_modes() or dispatch_mode(FAKE) is not None
 
 
 def floating(x: Tensor, operation: str) -> None:
