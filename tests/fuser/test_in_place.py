@@ -145,3 +145,25 @@ def test_a_frozen_list_gives_what_may_be_changed_in_place(make: Callable[[], nn.
     y += w
     (g,) = torch.autograd.grad(y.sum(), w)
     assert g.item() == y.numel()
+
+
+def test_a_view_that_leaves_beside_a_channel_may_be_changed_in_place() -> None:
+    model = sf.Sequential(ops.GeLU(), ops.Fork("a"), ops.Transpose(-1, -2), Doubles(), ops.Add("a"))
+    x, theirs = draw(4, 4).requires_grad_(), draw(4, 4).requires_grad_()
+    for _ in range(3):  # the first call checks its steps
+        y = model(x)
+        h = F.gelu(theirs)
+        want = h.mT * 2 + h
+        torch.testing.assert_close(
+            (y, *torch.autograd.grad(y.sum(), x)), (want, *torch.autograd.grad(want.sum(), theirs))
+        )
+
+
+def test_a_channel_that_leaves_a_frozen_part_needs_no_gradient() -> None:
+    model = sf.Sequential(
+        ops.Linear(4, 4).requires_grad_(False), ops.Fork("a"), ops.Linear(4, 4), Doubles(), ops.Add("a")
+    )
+    for _ in range(3):
+        y = model(draw(3, 4).float())
+        assert y.grad_fn is not None
+        assert sum(node is not None for node, _ in y.grad_fn.next_functions) == 1, "that of the trained Linear"
