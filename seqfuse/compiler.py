@@ -1,6 +1,7 @@
 """The C compiler that makes kernels for a CPU: found and tried once, its results kept for the user.
 
-A kernel is the text of a C function named `k`. What a compilation depends on is its key: source, compiler, version,
+A kernel is the text of a C function named `k`, and of `python`, which makes a function of Python that calls it, where
+calls of `ctypes` would take too long. What a compilation depends on is its key: source, compiler, version,
 flags and processor. The file ends with its own checksum: one that was cut short is compiled again and never loaded.
 """
 
@@ -32,6 +33,7 @@ SECONDS = 120.0
 
 # Errors and traps of floating point are not asked for; NaN, infinities and signed zeros are kept: never -ffast-math.
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
+_MACHO = ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()  # what Python defines is found there
 _PROBE = """
 int k(int n) {
   int sum = 0;
@@ -101,7 +103,7 @@ def _found() -> tuple[Compiler | None, str]:
     for threads in ("-fopenmp", "-fopenmp-simd"):
         try:
             version = _version(path, name)
-            found = Compiler(path, version, (*_FLAGS, native, threads), _processor())
+            found = Compiler(path, version, (*_FLAGS, *_MACHO, native, threads), _processor())
             _load(_PROBE, found)
         except (CompileError, OSError, subprocess.SubprocessError) as error:
             about = f"{Path(name).name} does not compile: {error}"
@@ -127,7 +129,7 @@ def _processor() -> str:
 
 
 def function(source: str) -> Any:
-    """The function `k` of a C source, compiled unless it was before.
+    """The function `k` of a C source, or what its `python` returns, compiled unless it was before.
 
     Raises:
         CompileError: if it cannot be compiled or loaded.
@@ -244,7 +246,11 @@ def _load(source: str, by: Compiler) -> Any:
     if path is None:
         raise CompileError(f"the compiled kernel cannot be read from {folder()}")
     try:
-        return ctypes.CDLL(str(path)).k
+        library = ctypes.PyDLL(str(path))
+        if not hasattr(library, "python"):
+            return library.k
+        library.python.restype = ctypes.py_object
+        return library.python()
     except (OSError, AttributeError) as error:
         raise CompileError(f"the compiled kernel cannot be loaded: {error}") from None
 

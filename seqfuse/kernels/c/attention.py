@@ -14,7 +14,7 @@ from torch import Tensor
 from ... import compiler
 from .._device import threshold_and_scale
 from .._launch import is_faking
-from .call import NAMES, CKernel, allocator, header, strides_of
+from .call import NAMES, CKernel, allocator, header, kernel, strides_of
 
 _LANES, _WIDTH = 16, 64  # multiples of those of `tile.h`
 # Scores held at a time: of so many rows that they stay in a cache; at most, and at least, as each block reads all keys.
@@ -40,7 +40,7 @@ def _kernel(backward: bool, drops: bool, bends: bool, dtype: torch.dtype) -> CKe
     defined["ST"] = f"st_{name}"
     text = "".join(f"#define {key} {value}\n" for key, value in defined.items())
     parts = map(header, ("head.h", *["philox.h"] * drops, "tile.h", "attention.h"))
-    return CKernel("\n".join([text, *parts]), 11 if backward else 9, 0, 3)
+    return kernel("\n".join([text, *parts]), 11 if backward else 9, 0, 3)
 
 
 def ask_for_both(drops: bool, bends: bool, dtype: torch.dtype) -> None:
@@ -99,7 +99,7 @@ def both_on_cpu(
     )
     limits, rows = (causal, window, None, p), q.new_empty((q.shape[0], S, H, D), device="meta").transpose(1, 2)
     n, back = _shape((q, k, v, rows), False, *limits), _shape((q, k, v, rows, q, k, v), True, *limits)
-    about, about_back = ctypes.byref(n), ctypes.byref(back)
+    address = ctypes.addressof
     run, run_back = (_kernel(backward, p > 0, softcap is not None, dtype).function() for backward in (False, True))
     (most, shared, each), (most_back, _, each_back) = _memory(n, False), _memory(back, True)
     to_k, to_v = ((t.storage_offset() - q.storage_offset()) * q.itemsize for t in (k, v))
@@ -108,16 +108,16 @@ def both_on_cpu(
     def forward(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
         new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most)
         y, lse, memory = new(*of_y), new(*of_lse), new((shared + threads * each,), (1,), wide)
-        made, drops = (y.data_ptr(), lse.data_ptr(), memory.data_ptr()), None if seed is None else seed.data_ptr()
-        run(drops, at, at + to_k, at + to_v, None, *made, about, *numbers, threads)
+        made, drops = (y.data_ptr(), lse.data_ptr(), memory.data_ptr()), 0 if seed is None else seed.data_ptr()
+        run(drops, at, at + to_k, at + to_v, 0, *made, address(n), *numbers, threads)
         return y, lse
 
     def backward(dy: Tensor, x: Tensor, lse: Tensor, seed: Tensor | None) -> Tensor:
         new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most_back)
         dx, memory = new(*of_x), new((threads * each_back,), (1,), wide)
-        to, drops = dx.data_ptr(), None if seed is None else seed.data_ptr()
+        to, drops = dx.data_ptr(), 0 if seed is None else seed.data_ptr()
         made = dy.data_ptr(), to, to + to_k, to + to_v, memory.data_ptr()
-        run_back(drops, at, at + to_k, at + to_v, None, *made, about_back, *numbers, threads)
+        run_back(drops, at, at + to_k, at + to_v, 0, *made, address(back), *numbers, threads)
         return dx
 
     return forward, backward
@@ -198,6 +198,6 @@ def _call(
     assert q is not None
     drops = seed is not None and p > 0
     keep = threshold_and_scale(p)[1] if drops else 1.0
-    pointers = [None if t is None else t.data_ptr() for t in (seed if drops else None, *tensors)]
+    pointers = [0 if t is None else t.data_ptr() for t in (seed if drops else None, *tensors)]
     function = _kernel(backward, drops, softcap is not None, q.dtype).function()
     function(*pointers, ctypes.addressof(n), scale, softcap or 0.0, keep, threads)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -26,8 +25,6 @@ ROWS = 64
 Rows, not threads, decide what is summed together: the number of threads changes no bit.
 """
 
-_POINTER, _INTEGER, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-_ALONE = _THREADS(1)
 _MOST = 256  # shapes, and layouts of one shape, of which it is kept what was decided
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore
 _empty = _guards._empty_strided_cpu  # a third of what `torch.empty` costs
@@ -62,21 +59,23 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class CKernel(NamedTuple):
-    """The source of a C function and what it takes: pointers, integers, floats, and last the number of threads."""
+    """The source of a C function, which Python calls with addresses, integers, floats, and the number of threads."""
 
     source: str
-    pointers: int
-    integers: int
-    floats: int
 
-    def function(self) -> Any:
+    def function(self) -> Callable[..., None]:
         """The compiled function."""
-        found = compiler.function(self.source)
-        if found.argtypes is not None:
-            return found
-        found.restype = None
-        found.argtypes = [_POINTER] * self.pointers + [_INTEGER] * self.integers + [_FLOAT] * self.floats + [_THREADS]
-        return found
+        return compiler.function(self.source)
+
+
+def kernel(text: str, pointers: int, integers: int, floats: int) -> CKernel:
+    """The kernel that defines `k`, which takes so many of each, and last the number of threads."""
+    kinds = ["Long_AsVoidPtr"] * pointers + ["Long_AsLongLong"] * integers + ["Float_AsDouble"] * floats
+    kinds.append("Long_AsLongLong")
+    taken = " ".join(f"__auto_type a{i} = Py{of}(args[{i}]);" for i, of in enumerate(kinds))
+    given = ", ".join(f"a{i}" for i in range(len(kinds)))
+    defined = f"#define COUNT {len(kinds)}\n#define TAKEN {taken}\n#define GIVEN {given}\n"
+    return CKernel("\n".join((text, defined, header("call.h"))))
 
 
 def written(
@@ -94,7 +93,7 @@ def written(
     """
     arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
     text = [*map(header, ("head.h", *headers)), before, f"void k({arguments}) {{\n{body}}}\n"]
-    return CKernel("\n".join(text), len(pointers), len(integers), len(floats))
+    return kernel("\n".join(text), len(pointers), len(integers), len(floats))
 
 
 def by_parts(rows: str, part: str, row: str, thread: str = "") -> str:
@@ -151,12 +150,9 @@ class Decided(NamedTuple):
 
     def bound(self, kind: Callable[[Any], Any] = tuple) -> Callable[..., Any]:
         """The same as a function of the tensors, which gives results of a `kind`."""
-        kernel, made, numbers, work, scratch, fit = self
-        function = kernel.function()
+        function = self.kernel.function()
+        _, made, numbers, work, scratch, fit = self
         parallel, threads = work >= PARALLEL, torch.get_num_threads
-        # Made once, as ctypes makes them of numbers in each call.
-        kinds: list[Any] = [_INTEGER] * kernel.integers + [_FLOAT] * kernel.floats
-        constants = [of(number) for of, number in zip(kinds, numbers, strict=True)]
         absent = [i for i, result in enumerate(made) if result is None]
         outlines = [(shape, strides_of(shape), of) for shape, of in filter(None, made)]
         if scratch is not None:
@@ -167,7 +163,7 @@ class Decided(NamedTuple):
                 given = fit(*given)  # which keeps copies until the kernel has run
             # Maps, as a comprehension is a call more.
             outputs: list[Any] = [*itertools.starmap(_watched_empty if _function_modes() else _empty, outlines)]
-            function(*map(_address, given), *map(_address, outputs), *constants, threads() if parallel else _ALONE)
+            function(*map(_address, given), *map(_address, outputs), *numbers, threads() if parallel else 1)
             if scratch is not None:
                 outputs.pop()
             for i in absent:

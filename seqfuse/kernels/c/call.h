@@ -1,0 +1,33 @@
+/* A function of Python that calls `k`: COUNT arguments, TAKEN from `args` into variables that are GIVEN to `k`.
+   Declared by hand of what every Python from 3.11 on exports, as its headers need not be there. */
+#include <stddef.h>
+
+typedef struct _object object;
+extern object _Py_NoneStruct;
+extern object *PyCFunction_NewEx(const void *method, object *self, object *module);
+extern object *PyErr_Format(object *kind, const char *text, ...);
+extern object *PyErr_Occurred(void);
+extern object *PyExc_TypeError;
+extern double PyFloat_AsDouble(object *);
+extern long long PyLong_AsLongLong(object *);
+extern void *PyLong_AsVoidPtr(object *);
+extern void *PyEval_SaveThread(void);
+extern void PyEval_RestoreThread(void *);
+extern void Py_IncRef(object *);
+
+static object *call(object *self, object *const *args, ptrdiff_t count) {
+  if (count != COUNT) return PyErr_Format(PyExc_TypeError, "k takes %d arguments, not %zd", COUNT, count);
+  TAKEN
+  if (PyErr_Occurred()) return NULL;
+  void *thread = PyEval_SaveThread(); /* other threads of Python run meanwhile */
+  k(GIVEN);
+  PyEval_RestoreThread(thread);
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}
+
+object *python(void) {
+  static const struct { const char *name; object *(*run)(object *, object *const *, ptrdiff_t); int flags; const char *doc; }
+      method = {"k", call, 0x80 /* METH_FASTCALL */, NULL};
+  return PyCFunction_NewEx(&method, NULL, NULL);
+}
