@@ -359,8 +359,8 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
         decided = operator.decided_in_c(args, made)
         if decided is None:
             return operator.make(args)
-        one = itemgetter(0) if operator.result is Tensor else tuple
-        check, run = decided.entry(given, getattr(operator.result, "_make", one))
+        kind = operator.result if hasattr(operator.result, "_make") else tuple
+        check, run = decided.entry(given, None if operator.result is Tensor else kind)
         _keep(key, tensors, check, run, operator.alive(args))
         return run(*given)
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.

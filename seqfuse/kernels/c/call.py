@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import compiler
+from ...generated import Source
 
 PARALLEL = 16384
 """Elements below which a kernel runs on the thread that calls it."""
@@ -29,7 +28,6 @@ _MOST = 256  # shapes, and layouts of one shape, of which it is kept what was de
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore
 _empty = _guards._empty_strided_cpu  # a third of what `torch.empty` costs
 _function_modes: Any = torch._C._len_torch_function_stack
-_address = Tensor.data_ptr
 _NO_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -130,47 +128,40 @@ class Decided(NamedTuple):
     fit: Callable[..., Any] | None = None
 
     def entry(
-        self, given: Sequence[Tensor], kind: Callable[[Any], Any] = tuple
+        self, given: Sequence[Tensor], kind: type[tuple[Any, ...]] | None = None
     ) -> tuple[Callable[..., bool], Callable[..., Any]]:
-        """Whether tensors are like those given, and what runs for them and gives results of a `kind`."""
+        """Whether tensors are like those given, and what runs for them and gives a `kind` of results, or the only one.
+
+        The function is generated: calling a kernel of a small model takes longer than what it computes.
+        """
         kinds: set[Any] = {type(t) for t in given}
         for of in kinds:
             if of.__torch_dispatch__ is not _NO_DISPATCH:
                 raise ValueError(f"a {of.__name__} has no memory that a C kernel could read")
-        run = self.bound(kind)
+        kernel, made, numbers, work, scratch, fit = self
+        arguments = "".join(f"t{i}, " for i in range(len(given)))
+        source = Source("run", arguments)
         if any(t.is_neg() for t in given):  # a view whose memory has the other sign
-            bare = run
-
-            def run(*tensors: Tensor) -> Any:
-                return bare(*[t.resolve_neg() for t in tensors])
-
+            source.add(f"{arguments} = [t.resolve_neg() for t in ({arguments})]")
+        addresses = [f"t{i}.data_ptr()" for i in range(len(given))]
+        if fit is not None:
+            source.add(f"given = {source.put(fit)}({arguments})")  # which keeps copies until the kernel has run
+            addresses = ["*[t.data_ptr() for t in given]"]
+        source.constants |= {"modes": _function_modes, "watched": _watched_empty, "empty": _empty}
+        source.add("new = watched if modes() else empty")
+        results = ["None" if outline is None else f"y{i}" for i, outline in enumerate(made)]
+        for i, outline in enumerate((*made, None if scratch is None else ((scratch,), torch.float32))):
+            if outline is not None:
+                shape, dtype = outline
+                source.add(f"y{i} = new({', '.join(map(source.put, (shape, strides_of(shape), dtype)))})")
+                addresses.append(f"y{i}.data_ptr()")
+        threads = f"{source.put(torch.get_num_threads)}()" if work >= PARALLEL else "1"
+        source.add(f"{source.put(kernel.function())}({', '.join([*addresses, *map(source.put, numbers), threads])})")
+        of_kind = f"{source.put(tuple.__new__)}({source.put(kind)}, ({', '.join(results)},))"
+        source.add(f"return {results[0] if kind is None else of_kind}")
         check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         # As where one tensor is given twice, which torch's guards take for a change.
-        return check if check(*given) else _alike(given), run
-
-    def bound(self, kind: Callable[[Any], Any] = tuple) -> Callable[..., Any]:
-        """The same as a function of the tensors, which gives results of a `kind`."""
-        function = self.kernel.function()
-        _, made, numbers, work, scratch, fit = self
-        parallel, threads = work >= PARALLEL, torch.get_num_threads
-        absent = [i for i, result in enumerate(made) if result is None]
-        outlines = [(shape, strides_of(shape), of) for shape, of in filter(None, made)]
-        if scratch is not None:
-            outlines.append(((scratch,), (1,), torch.float32))
-
-        def run(*given: Tensor) -> Any:
-            if fit is not None:
-                given = fit(*given)  # which keeps copies until the kernel has run
-            # Maps, as a comprehension is a call more.
-            outputs: list[Any] = [*itertools.starmap(_watched_empty if _function_modes() else _empty, outlines)]
-            function(*map(_address, given), *map(_address, outputs), *numbers, threads() if parallel else 1)
-            if scratch is not None:
-                outputs.pop()
-            for i in absent:
-                outputs.insert(i, None)
-            return kind(outputs)
-
-        return run
+        return check if check(*given) else _alike(given), source.define()
 
 
 def decided_once(decide: Callable[..., Decided]) -> Callable[..., Tensor]:
@@ -182,7 +173,7 @@ def decided_once(decide: Callable[..., Decided]) -> Callable[..., Tensor]:
         for check, run in known.get(key, ()):
             if check(*given):
                 return run(*given)
-        check, run = decide(*given).entry(given, itemgetter(0))
+        check, run = decide(*given).entry(given)
         if len(known) >= _MOST or len(known.get(key, ())) >= _MOST:
             known.clear()
         known.setdefault(key, []).append((check, run))
