@@ -124,6 +124,21 @@ def test_a_view_of_the_other_sign_is_read_with_its_sign() -> None:
     torch.testing.assert_close(y, x.clone().tanh())
 
 
+def test_gelu_is_as_exact_as_torchs_and_its_tail_more() -> None:
+    x = torch.linspace(-14, 14, 4001)
+    wide = x.double().requires_grad_()
+    value = torch.nn.functional.gelu(wide)
+    (slope,) = torch.autograd.grad(value.sum(), wide)
+    (y,), (dx,) = run(x, chains.Chain(chains.act(GELU))), run(torch.ones_like(x), chains.Chain(chains.dact(GELU)), x)
+    assert y is not None
+    assert dx is not None
+    torch.testing.assert_close(y.double(), value.detach(), rtol=2e-7, atol=1e-7)
+    torch.testing.assert_close(dx.double(), slope, rtol=0, atol=1.4e-7)
+    tail = (x < -4) & (x > -9)
+    wanted = x[tail].double() * torch.special.ndtr(x[tail].double())
+    torch.testing.assert_close(y[tail].double(), wanted, rtol=6e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_nan_and_infinities_are_those_of_torch(name: str) -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3e38, -3e38, 1e-45] * 5)
