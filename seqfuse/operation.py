@@ -339,10 +339,11 @@ class UnfusedOperation(FusableOperation):
 
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """The owner of each parameter: local name to (owning module, attribute)."""
+        if not len(self._modules):
+            return {name: (self, name) for name, value in self._parameters.items() if value is not None}
         slots: dict[str, tuple[nn.Module, str]] = {}
         owner: Any = self
-        inside = owner.named_modules() if len(self._modules) else (("", self),)
-        for prefix, module in typing.cast(Iterable[tuple[str, nn.Module]], inside):
+        for prefix, module in typing.cast(Iterable[tuple[str, nn.Module]], owner.named_modules()):
             if ".parametrizations" in f".{prefix}":
                 continue
             names = [name for name, value in module._parameters.items() if value is not None]

@@ -183,21 +183,21 @@ def plain_type(module: nn.Module) -> type:
 def has_own_graph(module: nn.Module) -> bool:
     """Whether a tensor with a graph of its own stands for a parameter: only plain autograd sees it."""
     owners = module.modules() if isinstance(module, UnfusedOperation) and len(module._modules) else (module,)  # pyright: ignore[reportPrivateUsage]
-    found = [v for owner in owners for v in attributes(owner).values() if isinstance(v, Tensor) and v.requires_grad]
+    found = [v for owner in owners for _, v in attributes(owner) if isinstance(v, Tensor) and v.requires_grad]
     return len(found) > 0
 
 
-def attributes(module: nn.Module) -> dict[str, Any]:
+def attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """The attributes of a module without those of every module; where it is traced of operations alone, as the trace
     has set them.
     """
     held = vars(module)
     if not torch.compiler.is_dynamo_compiling():
-        return {name: held[name] for name in held.keys() - _OF_EVERY_MODULE}
+        return [(name, held[name]) for name in held.keys() - _OF_EVERY_MODULE]
     if isinstance(module, FusableOperation):
         own = [name for name in module._attributes if name not in _OF_EVERY_MODULE]  # pyright: ignore[reportPrivateUsage]
-        return {name: held[name] for name in own if name in held}
-    return {}  # torch 2.11 traces no loop over `vars`
+        return [(name, held[name]) for name in own if name in held]
+    return []  # torch 2.11 traces no loop over `vars`
 
 
 def _why_eager(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:

@@ -73,7 +73,7 @@ def run_planned(
         parameters = [getattr(owner, attribute) for node in inside for owner, attribute in node.slots.values()]
         # What configures the operations, as the trace has it: it may have set some of that itself.
         held = [attributes(node.operation) for node in inside]
-        state = tuple([tuple([(k, v) for k, v in own.items() if v is None or isinstance(v, _DATA)]) for own in held])
+        state = tuple([tuple([(k, v) for k, v in own if v is None or isinstance(v, _DATA)]) for own in held])
         x, *rest = _planned(name, start, state, x, given, values, leaving, seeds, parameters)
         channels.update(zip(leaving, rest, strict=True))
     return (x, *[channels[c] for c in outputs]) if outputs else x
