@@ -206,6 +206,7 @@ class Matcher:
         entered = stretch.shapes or [()] * len(widths)
         width_at = [width or (shape[-1] if shape else 0) for width, shape in zip(widths, entered, strict=False)]
         for_saves: dict[tuple[int, bool], Env] = {}
+        unavailable: dict[tuple[type[FusedOperation], int], str | None] = {}
         kinds = tuple([node.derives or node.kind for node in stretch.inside])
         derived = [node for node in stretch.inside if node.derives]
         for a in stretch.positions:
@@ -217,9 +218,8 @@ class Matcher:
                 self._near[window] = tuple(self._near_misses(window))
             for cls, sentence, length in self._near[window] if near else ():
                 b = a + length
-                if (lean or not cls.saves_memory) and self._excludes(
-                    cls, a, b, live_from, env, fusing, widths[a - start]
-                ) is None:
+                without = _unavailable(cls, env, fusing, widths[a - start])
+                if (lean or not cls.saves_memory) and self._excludes(cls, a, b, live_from, without) is None:
                     refused.append(Refusal(cls.__name__, a, sentence, own=is_own(cls)))
             for cls, rank, lengths, length in matches:
                 b = a + length
@@ -240,7 +240,10 @@ class Matcher:
                     refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
                     continue
                 around = stretch.around(a, b)
-                excluded = self._excludes(cls, a, b, live_from, env, fusing, width_at[a - start])
+                key = cls, width_at[a - start]
+                if key not in unavailable:
+                    unavailable[key] = _unavailable(cls, env, fusing, key[1])
+                excluded = self._excludes(cls, a, b, live_from, unavailable[key])
                 reason, expected = excluded or (refuses_dtypes(cls, nodes, a, around), False)
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)
@@ -315,18 +318,11 @@ class Matcher:
                     yield cls, NEAR + said, len(slots) + 1
 
     def _excludes(
-        self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing, width: int
+        self, cls: type[FusedOperation], a: int, b: int, live_from: int, unavailable: str | None
     ) -> tuple[str, bool] | None:
         """Why no fusion of a class applies on `a..b`, whatever operations stand there, and whether that is expected."""
-        reason = fusing.allows(cls)
-        if reason is not None:
-            return reason, False
-        if cls.kernels and env.kernels not in cls.kernels:
-            return (why_no_c() if env.device == "cpu" and "c" in cls.kernels else "") or "needs a Triton device", False
-        if cls.kernels and env.kernels == "c" and not fusing.unmeasured and 0 < (env.rows or 0) * width < C_WORTHWHILE:
-            return "tensors this small gain nothing from a C kernel", False
-        if env.rows == 0:
-            return "the input has no rows", False
+        if unavailable is not None:
+            return unavailable, False
         count, failure = self.failures.get((cls.__name__, a), (0, ""))
         if count >= MAX_FAILURES:
             return f"it failed {count} times: {failure}", False
@@ -375,6 +371,18 @@ class Matcher:
             self._warned.add((name, reason))
             warnings.warn(f"fusion {name} is not applied: {reason}", UserWarning, stacklevel=2)
         return reason
+
+
+def _unavailable(cls: type[FusedOperation], env: Env, fusing: Fusing, width: int) -> str | None:
+    """Why no fusion of a class applies in an environment to tensors of this width."""
+    reason = fusing.allows(cls)
+    if reason is not None:
+        return reason
+    if cls.kernels and env.kernels not in cls.kernels:
+        return (why_no_c() if env.device == "cpu" and "c" in cls.kernels else "") or "needs a Triton device"
+    if cls.kernels and env.kernels == "c" and not fusing.unmeasured and 0 < (env.rows or 0) * width < C_WORTHWHILE:
+        return "tensors this small gain nothing from a C kernel"
+    return "the input has no rows" if env.rows == 0 else None
 
 
 @functools.lru_cache(256)

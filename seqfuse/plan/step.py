@@ -417,7 +417,7 @@ class Wants:
             x = bool(wanted)
             if wanted and live_from == stop:
                 live_from = position
-            whole = getattr(node.operation, "integers", ())
+            whole = getattr(type(node.operation), "integers", ())
             carries.update((channel, x and name not in whole) for name, channel in node.outputs)
         return cls(live_from, needs)
 

@@ -98,7 +98,7 @@ class OpList:
         self.random = number_seeds(self.nodes)
         # Operations as they were configured for a forward, by position: their backward runs on these.
         self.configured: dict[int, Any] = {}
-        self.parametrized = any(map(parametrize.is_parametrized, modules))
+        self.parametrized = any(parametrize.is_parametrized(m) for m in modules if len(m._modules))  # pyright: ignore[reportPrivateUsage]
         self.parts: list[Region | int] = []
         theirs = len(self.nodes) > 1 and all(plain_type(node.operation) in TWINS for node in self.nodes)
         if theirs and not torch.compiler.is_compiling():
