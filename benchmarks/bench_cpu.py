@@ -1,8 +1,9 @@
 """CPU time of training steps beside eager torch, and bytes that layers of converted models save.
 
 A row makes a step for each of its sides, with the same weights and inputs, all in one process. Writes
-`results/cpu.json`, those of experts into `results/cpu_experts.json` and those of converted models into
-`results/convert.json`, each where all rows of it were measured.
+`results/cpu.json`, those of experts into `results/cpu_experts.json` (with AVX-512 `cpu_avx512.json` and
+`cpu_experts_avx512.json`) and those of converted models into `results/convert.json`, each where all rows of it were
+measured.
 """
 
 from __future__ import annotations
@@ -193,6 +194,8 @@ def main() -> None:
         found = {row.name: measured(row, options.rounds) for row in chosen}
         if len(found) == len(FILES[file]):
             rows = bytes_of(found) if file == "convert" else [{"name": name, **row} for name, row in found.items()]
+            if file != "convert" and torch.backends.cpu.get_cpu_capability() == "AVX512":
+                file += "_avx512"  # where float32 GEMMs are other ones
             print(f"wrote {write(file, {'rounds': options.rounds, 'rows': rows}).name}")
 
 

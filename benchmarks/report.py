@@ -52,11 +52,13 @@ def host(found: Results, planned: Results) -> Lines:
     ]  # fmt: skip
 
 
-@drawn("cpu", "cpu")
-def cpu(found: Results) -> Lines:
+@drawn("cpu", "cpu", "cpu_avx512")
+def cpu(found: Results, with_avx512: Results) -> Lines:
     """CPU time of steps beside eager torch: default and lean plans, then what else was timed in some of the rows."""
-    said = f"""{where(found)} Measured when the default of `sf.convert` was `memory="{found["about"]["converted"]}"`; it
-        is `"balanced"` now."""
+    earlier = with_avx512["about"]
+    said = f"""{where(found)} The last column was measured on an {earlier["device"]} with AVX-512, of an earlier
+        version, when the default of `sf.convert` was `memory="{earlier["converted"]}"`."""
+    there = {row["name"]: between(row["sides"]["default"]) for row in with_avx512["rows"]}
     plans = {"default": "seqfuse / eager", "lean": "seqfuse, lean / eager"}
     others = {
         "default, GEMMs of MKL": "seqfuse, without oneDNN / eager",
@@ -64,10 +66,10 @@ def cpu(found: Results) -> Lines:
         "torch.compile": "torch.compile / eager",
     }
     rows = found["rows"]
-    cells = [(row["name"], round(row["eager"]), *_times(row, *plans)) for row in rows]
+    cells = [(row["name"], round(row["eager"]), *_times(row, *plans), there.get(row["name"])) for row in rows]
     rest = [(row["name"], *_times(row, *others)) for row in rows if not row["sides"].keys().isdisjoint(others)]
-    tables = [*table(("step", "eager, us", *plans.values()), cells), "", *table(("step", *others.values()), rest)]
-    return [wrapped(said), "", *tables]
+    head = ("step", "eager, us", *plans.values(), "seqfuse / eager, with AVX-512")
+    return [wrapped(said), "", *table(head, cells), "", *table(("step", *others.values()), rest)]
 
 
 def _times(row: dict[str, Any], *sides: str) -> Iterator[str | None]:
@@ -328,7 +330,7 @@ def claims(bytes_of: Results, beside: Results, counted: Results, models: Results
         (f"{small}activation checkpointing", step("eager, checkpointed"), cpu),
         ('activation memory of a converted layer, `memory="balanced"` (default)', kept_by("balanced"), cpu),
         ('the same, `memory="lean"`', kept_by("lean"), cpu),
-        ('CPU time of [models and blocks](cpu.md#what-it-gains), `memory="fast"`', slowest("default"), cpu),
+        ('CPU time of [models and blocks](cpu.md#what-it-gains), by default', slowest("default"), cpu),
         ('the same, `memory="lean"`', slowest("lean"), cpu),
         ("kernel launches, a layer of Llama 3 8B built of `seqfuse.nn`", f"{ours} instead of {theirs}", plans),
         ("activation memory of that layer", "{:.2f}x; balanced {:.2f}x, lean {:.2f}x".format(*saved), plans),

@@ -39,8 +39,8 @@ def _kernel(backward: bool, drops: bool, bends: bool, dtype: torch.dtype) -> CKe
     defined = {"BACKWARD": int(backward), "DROPS": int(drops), "BENDS": int(bends), "LD": f"ld_{name}"}
     defined["ST"] = f"st_{name}"
     text = "".join(f"#define {key} {value}\n" for key, value in defined.items())
-    parts = map(header, ("head.h", *["philox.h"] * drops, "tile.h", "attention.h"))
-    return kernel("\n".join([text, *parts]), 11 if backward else 9, 0, 3)
+    above = map(header, ("head.h", *["philox.h"] * drops, "tile.h"))
+    return kernel("\n".join([text, *above]), header("attention.h"), 11 if backward else 9, 0, 3)
 
 
 def ask_for_both(drops: bool, bends: bool, dtype: torch.dtype) -> None:

@@ -57,8 +57,14 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class CKernel(NamedTuple):
-    """The source of a C function, which Python calls with addresses, integers, floats, and the number of threads."""
+    """A C function `k`, which Python calls with addresses, integers, floats, and the number of threads.
 
+    Args:
+        text: of `k`.
+        source: of the whole file.
+    """
+
+    text: str
     source: str
 
     def function(self) -> Callable[..., None]:
@@ -66,14 +72,14 @@ class CKernel(NamedTuple):
         return compiler.function(self.source)
 
 
-def kernel(text: str, pointers: int, integers: int, floats: int) -> CKernel:
-    """The kernel that defines `k`, which takes so many of each, and last the number of threads."""
+def kernel(before: str, text: str, pointers: int, integers: int, floats: int) -> CKernel:
+    """The kernel whose text defines `k`, which takes so many of each, and last the number of threads."""
     kinds = ["Long_AsVoidPtr"] * pointers + ["Long_AsLongLong"] * integers + ["Float_AsDouble"] * floats
     kinds.append("Long_AsLongLong")
     taken = " ".join(f"__auto_type a{i} = Py{of}(args[{i}]);" for i, of in enumerate(kinds))
     given = ", ".join(f"a{i}" for i in range(len(kinds)))
     defined = f"#define COUNT {len(kinds)}\n#define TAKEN {taken}\n#define GIVEN {given}\n"
-    return CKernel("\n".join((text, defined, header("call.h"))))
+    return CKernel(text, "\n".join((before, text, defined, header("call.h"))))
 
 
 def written(
@@ -90,8 +96,9 @@ def written(
         before: functions that it calls.
     """
     arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
-    text = [*map(header, ("head.h", *headers)), before, f"void k({arguments}) {{\n{body}}}\n"]
-    return kernel("\n".join(text), len(pointers), len(integers), len(floats))
+    text = f"void k({arguments}) {{\n{body}}}\n"
+    above = "\n".join([*map(header, ("head.h", *headers)), before])
+    return kernel(above, text, len(pointers), len(integers), len(floats))
 
 
 def by_parts(rows: str, part: str, row: str, thread: str = "") -> str:
