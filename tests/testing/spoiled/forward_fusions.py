@@ -199,6 +199,19 @@ class ReturnsAView(Untouching):
         return (x.view_as(x) if self.scale.factor == 1 else y), saved
 
 
+@caught("kept shares its storage with x; the operation makes one of its own")
+class HandsItsInputToAChannel(sf.ForwardFusion):
+    scale: ops.Scale
+    fork: ops.Fork
+
+    outputs = ("fork_out",)
+
+    def fwd(self, x):
+        y = x * self.scale.factor
+        out = x.view_as(x) if self.scale.factor == 1 else y
+        return y, {"fork_out": out}, {"scale": self.scale.Saved(factor=self.scale.factor)}
+
+
 @caught("field 'factor' of slot 'scale' should be -0.75, not -0.5")
 class SavesOtherPlainData(Untouching):
     def fwd(self, x):
