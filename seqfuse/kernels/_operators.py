@@ -363,6 +363,8 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
         check, run = decided.entry(given, None if operator.result is Tensor else kind)
         _keep(key, tensors, check, run, operator.alive(args))
         return run(*given)
+    if any(t.is_neg() for t in given):  # views whose memory has the other sign
+        return operator.make([*map(_of_own_sign, args)])
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
     # Seeds of several dropouts lie side by side: of two one is not aligned.
     addresses = () if _launch.INTERPRETED or _function_modes() else {t.data_ptr() for t in given}
@@ -377,6 +379,15 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
     check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     _keep(key, tensors, check, recording.again(given, result) or _never, operator.alive(args))
     return result
+
+
+def _of_own_sign(value: Any) -> Any:
+    """A tensor, or several, whose memory holds its numbers; any other value as it is."""
+    if isinstance(value, Tensor):
+        return value.resolve_neg()
+    if not isinstance(value, tuple | list):
+        return value
+    return getattr(value, "_make", list)(map(_of_own_sign, value))
 
 
 def _keep(key: Any, tensors: tuple[Tensor | None, ...], check: Any, again: Any, alive: Any) -> None:

@@ -165,7 +165,7 @@ class Scores:
 
     def arguments_in_c(self) -> dict[str, Any]:
         """The same as the C kernels take it, which have no packed sequences and add every mask."""
-        mask = None if self.mask is None else additive(self.mask, torch.float32)
+        mask = None if self.mask is None else additive(self.mask, torch.float32).resolve_neg()
         limits = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         return {**limits, "mask": mask, "seed": self.seed, "p": self.p}
 

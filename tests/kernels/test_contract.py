@@ -209,6 +209,17 @@ def test_rows_may_lie_anywhere(kernel: str, case: str) -> None:
     same(subject.run(case, one), subject.run(case, {name: t.contiguous() for name, t in one.items()}))
 
 
+@pytest.mark.parametrize(("kernel", "case"), each(lambda of: of.cases))
+def test_views_of_the_other_sign_are_read_with_it(kernel: str, case: str) -> None:
+    subject = SUBJECTS[kernel]
+    tensors = subject.drawn(case, (4,), 24, torch.float32)
+    other = {
+        name: torch._neg_view(-t) if t.is_floating_point() and (kernel, name) != ("crossentropy", "logits") else t
+        for name, t in tensors.items()
+    }
+    assert_bitwise_equal(subject.run(case, other), subject.run(case, tensors))
+
+
 @pytest.mark.parametrize(("kernel", "case"), each(lambda of: of.cases if of.in_torch else ()))
 def test_no_rows_give_nothing_and_sums_of_zero(kernel: str, case: str) -> None:
     for name, t in SUBJECTS[kernel].run(case, SUBJECTS[kernel].drawn(case, (0,), 8, torch.float32)).items():

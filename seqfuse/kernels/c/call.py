@@ -215,8 +215,12 @@ def copies(which: Sequence[int]) -> Callable[..., Sequence[Tensor]] | None:
 
 
 def _alike(given: Sequence[Tensor]) -> Callable[..., bool]:
-    known = [(t.device, t.dtype, t.shape, t.stride()) for t in given]
-    return lambda *others: [(t.device, t.dtype, t.shape, t.stride()) for t in others] == known
+    known = [*map(_told, given)]
+    return lambda *others: [*map(_told, others)] == known
+
+
+def _told(t: Tensor) -> Any:
+    return t.device, t.dtype, t.shape, t.stride(), t.is_neg()
 
 
 def row_stride(t: Tensor, columns: int) -> tuple[int, bool]:

@@ -232,6 +232,16 @@ def test_views_of_the_other_sign(length: int) -> None:
         assert_bitwise_equal(dx, wanted)
 
 
+def test_a_mask_of_the_other_sign() -> None:
+    op, needs = ops.Attention(2, causal=True, softcap=5.0, mask="mask"), frozenset({"x", "attn_mask"})
+    x, dy, mask = (seeded_randn(of, i) for i, of in enumerate([(1, 40, 48), (1, 40, 16), (2, 40, 40)]))
+    y, saved = op.fwd(x, attn_mask=torch._neg_view(-mask))
+    wanted_y, wanted = op.fwd(x, attn_mask=mask)
+    assert_bitwise_equal(y, wanted_y)
+    (dx, dmask), (wanted_dx, wanted_dmask) = (op.bwd(dy, record, needs=needs) for record in (saved, wanted))
+    assert_bitwise_equal([dx, dmask["attn_mask"]], [wanted_dx, wanted_dmask["attn_mask"]])
+
+
 def test_torch_may_make_the_gradients_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_attention, "C_ATTENTION_WORTHWHILE", 0)
     op, x, dy = ops.Attention(2, causal=True), seeded_randn((2, 40, 96), 0), seeded_randn((2, 40, 32), 1)

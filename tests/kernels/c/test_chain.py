@@ -124,6 +124,14 @@ def test_a_view_of_the_other_sign_is_read_with_its_sign() -> None:
     torch.testing.assert_close(y, x.clone().tanh())
 
 
+def test_a_tensor_that_is_given_twice_is_read_with_its_sign() -> None:
+    plain, steps = seeded_randn((5, 7), 0), chains.Chain(chains.add())
+    for x in (plain, torch._neg_view(plain)):
+        (y,) = run(x, steps, x)
+        assert y is not None
+        assert torch.equal(y, 2 * x)
+
+
 def test_gelu_is_as_exact_as_torchs_and_its_tail_more() -> None:
     x = torch.linspace(-14, 14, 4001)
     wide = x.double().requires_grad_()
