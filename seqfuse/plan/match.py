@@ -75,8 +75,8 @@ def refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: i
 Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 """Returns the measurement of a fusion on positions `a..b`, or `None`."""
 
-# A fusion, its place in the fusion set, how many operations each slot takes, and all of them together.
-_Match = tuple[type[FusedOperation], int, tuple[int, ...], int]
+# A fusion, whether it is a user's, its place in the fusion set, how many operations each slot takes, and all take.
+_Match = tuple[type[FusedOperation], bool, int, tuple[int, ...], int]
 # A fusion, the sentence that says which one operation is absent or too many, and how many operations it would take.
 _Near = tuple[type[FusedOperation], str, int]
 
@@ -221,23 +221,23 @@ class Matcher:
                 without = _unavailable(cls, env, fusing, widths[a - start])
                 if (lean or not cls.saves_memory) and self._excludes(cls, a, b, live_from, without) is None:
                     refused.append(Refusal(cls.__name__, a, sentence, own=is_own(cls)))
-            for cls, rank, lengths, length in matches:
+            for cls, own, rank, lengths, length in matches:
                 b = a + length
                 if cls.saves_memory and not (lean and b > live_from):
-                    if is_own(cls) or (self._only_memory and b > live_from):
+                    if own or (self._only_memory and b > live_from):
                         reason = UNASKED if b > live_from else "no gradient is needed here"
-                        refused.append(Refusal(cls.__name__, a, reason, expected=b <= live_from, own=is_own(cls)))
+                        refused.append(Refusal(cls.__name__, a, reason, expected=b <= live_from, own=own))
                     continue
                 inexact = next((node for node in nodes[a:b] if node.derives), None) if derived else None
                 if inexact is not None:
                     base = inexact.derives.__name__ if inexact.derives else ""
                     reason = f"{inexact.name} derives from {base}, and only exact types match"
-                    refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
+                    refused.append(Refusal(cls.__name__, a, reason, own=own))
                     continue
                 at = [p for p in range(a, b) if isinstance(recipes.get(p), Recipe)] if recipes else []
                 if at and not cls.quantized:
                     reason = f"{recipes[at[0]]} quantizes {nodes[at[0]].name} here, which this fusion does not"
-                    refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
+                    refused.append(Refusal(cls.__name__, a, reason, own=own))
                     continue
                 around = stretch.around(a, b)
                 key = cls, width_at[a - start]
@@ -265,7 +265,7 @@ class Matcher:
                             found.append(Candidate(bound, a, b, cost, rank, measured is not None))
                             continue
                         reason = cost
-                refused.append(Refusal(cls.__name__, a, reason, expected=expected, own=is_own(cls)))
+                refused.append(Refusal(cls.__name__, a, reason, expected=expected, own=own))
         return found, refused
 
     def _fits(self, window: Sequence[type]) -> list[frozenset[int]]:
@@ -286,7 +286,7 @@ class Matcher:
         found, there = list[_Match](), frozenset[int]().union(*fits)
         for rank, cls in self._beginning[window[0]]:
             if there.issuperset([id(slot) for slot in cls.slots if not slot.optional]):
-                found += [(cls, rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, fits)]
+                found += [(cls, is_own(cls), rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, fits)]
         return tuple(found)
 
     def _near_misses(self, window: tuple[type, ...]) -> Iterator[_Near]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -70,9 +72,9 @@ def segments_of(stretch: Stretch, forward: Sequence[Step], backward: Sequence[St
     borders -= {max(s.start, s.to.at) for s in (*forward, *backward) if s.to is not None}
     cuts, before = [start], _bytes_before(stretch)
     while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
-        aims = range(cuts[-1] + SEGMENT, stop - SEGMENT // 2)
-        aim = next((p for p in aims if before(p) - before(cuts[-1]) >= SEGMENT_BYTES), stop)
-        if aim == stop:
+        cut = cuts[-1] - start
+        aim = start + bisect.bisect_left(before, before[cut] + SEGMENT_BYTES, cut + SEGMENT)
+        if aim >= stop - SEGMENT // 2:
             break
         reach = range(aim - SEGMENT // 2, min(aim + SEGMENT // 2, stop - 1) + 1)
         near = [b for b in reach if b in borders]
@@ -83,16 +85,18 @@ def segments_of(stretch: Stretch, forward: Sequence[Step], backward: Sequence[St
     return tuple(range(a, b) for a, b in zip(cuts, [*cuts[1:], stop], strict=True))
 
 
-def _bytes_before(stretch: Stretch) -> Callable[[int], int]:
-    """The bytes of parameters and inputs of all operations before a position, as a function of the position."""
+def _bytes_before(stretch: Stretch) -> list[int]:
+    """The bytes of parameters and inputs of all operations before each position of a stretch."""
     if stretch.shapes is None:
-        return lambda position: position * SEGMENT_BYTES
-    sums = [0]
+        return [i * SEGMENT_BYTES for i in range(len(stretch.positions) + 1)]
+    sums, itemsize = [0], stretch.env.dtype.itemsize
     for node, shape in zip(stretch.inside, stretch.shapes, strict=False):
-        own = [owner._parameters.get(name) for owner, name in node.slots.values()]  # pyright: ignore[reportPrivateUsage]
-        size = sum(p.numel() * p.element_size() for p in own if p is not None)
-        sums.append(sums[-1] + size + math.prod(shape) * stretch.env.dtype.itemsize)
-    return lambda position: sums[position - stretch.start]
+        size = math.prod(shape) * itemsize
+        for owner, name in node.slots.values():
+            p = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+            size += 0 if p is None else p.numel() * p.element_size()
+        sums.append(sums[-1] + size)
+    return sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,12 +330,14 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
     """One plan of a whole sequence, from those of its regions and its barriers."""
     none = (frozenset[str](),)
     beside = [Step(n.operation, range(at, at + 1), n.name, nodes=(n,), needs=none) for at, n in eager]
-    forward = [*beside, *(s for p in plans for s in p.forward)]
-    backward = [*(beside if env.grad else ()), *(s for p in plans for s in p.backward)]
-    ahead, back = (tuple(sorted(steps, key=lambda s: s.start)) for steps in (forward, backward))
-    segments, again = (tuple(s for p in plans for s in getattr(p, name)) for name in ("segments", "recomputed"))
-    refused = tuple(r for p in plans for r in p.refused)
-    return Plan(env, ahead, back, segments, again, refused, cost=sum(plan.cost for plan in plans))
+    forward, backward, segments, again, refused = (
+        [one for p in plans for one in getattr(p, name)]
+        for name in ("forward", "backward", "segments", "recomputed", "refused")
+    )
+    by_start = operator.attrgetter("start")
+    ahead, back = sorted([*beside, *forward], key=by_start), sorted([*beside * env.grad, *backward], key=by_start)
+    cost = sum(plan.cost for plan in plans)
+    return Plan(env, tuple(ahead), tuple(back), tuple(segments), tuple(again), tuple(refused), cost=cost)
 
 
 def held_by(plan: Plan, searches: Sequence[Search]) -> tuple[int, int] | str:

@@ -409,10 +409,10 @@ class Wants:
         live_from = stop
         for position in range(start, stop):
             node = nodes[position]
-            wanted = {"x"} if x else set[str]()
-            wanted |= {name for name, channel in node.inputs if carries.get(channel)}
-            wanted |= {name for name, slot in node.slots.items() if requires(*slot)}
-            wanted = wanted if grad else set[str]()
+            wanted = ["x"] * x
+            wanted += [name for name, channel in node.inputs if carries.get(channel)]
+            wanted += [name for name, slot in node.slots.items() if requires(*slot)]
+            wanted = wanted if grad else []
             needs[position] = frozenset(wanted)
             x = bool(wanted)
             if wanted and live_from == stop:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..plan.facts import Memory, measure
 from ..plan.flatten import Node
 from ..plan.front import Scales
 from ..plan.inputs import borders_of, clearer, expect_tensor, validate
-from ..plan.match import Matcher
+from ..plan.match import Matcher, is_own
 from ..plan.plan import Plan, Search, held_by, merge, plan_region
 from ..plan.reference import check_channels, check_surplus, walk_reference
 from ..plan.schedule import MODES, Budget, Choice, MemoryChoice, Share
@@ -28,6 +28,13 @@ from .regions import OpList, Region
 
 HALF = Budget(part=0.5)
 """A plan says what this choice would hold, beside those that have names."""
+
+
+def _parameters_of(module: nn.Module) -> Iterable[nn.Parameter]:
+    """As `parameters` gives them, which takes ten times as long for a module without others inside."""
+    if len(module._modules):  # pyright: ignore[reportPrivateUsage]
+        return module.parameters()
+    return [p for p in module._parameters.values() if p is not None]  # pyright: ignore[reportPrivateUsage]
 
 
 def preview(
@@ -52,7 +59,7 @@ def preview(
     shape = None if x is None else tuple(x.shape)
     wanted = x is not None and x.requires_grad
     known = {name: value.requires_grad for name, value in channels.items()}
-    parameters = [p for node in op_list.nodes for p in node.operation.parameters()]
+    parameters = [p for node in op_list.nodes for p in _parameters_of(node.operation)]
     places = list(dict.fromkeys(p.device for p in parameters)) or [torch.device("cpu") if x is None else x.device]
     stretches: list[tuple[Region, Stretch]] = []
     parts: list[Stretch | Node] = []
@@ -194,10 +201,10 @@ def _fusing(region: Region) -> Fusing:
 
 def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:
     """Fusions of other authors that the plan does not name; in a library's set most match nowhere."""
-    named = {*(step.name for step in (*plan.forward, *plan.backward)), *(refusal.fusion for refusal in plan.refused)}
-    for cls in matcher.fusions:
-        if cls.__name__ not in named and not cls.__module__.startswith("seqfuse."):
-            yield f"{cls.__name__} ({', '.join(map(str, cls.slots))})"
+    others = [cls for cls in matcher.fusions if is_own(cls)]
+    if others:
+        named = {step.name for step in (*plan.forward, *plan.backward)} | {refusal.fusion for refusal in plan.refused}
+        yield from (f"{cls.__name__} ({', '.join(map(str, cls.slots))})" for cls in others if cls.__name__ not in named)
 
 
 def choice_in(memory: Choice, op_list: OpList, region: Region, x: Tensor | None) -> Choice:
