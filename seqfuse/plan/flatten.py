@@ -59,8 +59,10 @@ class Fingerprint:
         self._children = [m._modules for m in every if m._modules or isinstance(m, nn.Sequential)]  # pyright: ignore[reportPrivateUsage]
         self._children_then = [dict(children) for children in self._children]
         self._keys_then = [list(children) for children in self._children]
-        own = ((now, name) for now in self._attributes_then for name in now.keys() - _OF_EVERY_MODULE)
-        self._tensors = [v for now, name in own if isinstance(v := now[name], Tensor)]
+        before = self._attributes_then
+        self._tensors = [
+            v for now in before for name in now.keys() - _OF_EVERY_MODULE if isinstance(v := now[name], Tensor)
+        ]
         self._tensors_then = [t.requires_grad for t in self._tensors]
         # A torch module inside an operation tells nobody when it is set.
         self._others = not all(isinstance(m, FusableOperation) for m in every)

@@ -7,7 +7,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ..cost_table import Machine, Measurement, table
 from ..env import Env, Savings, bucket, rows_of, short, why_no_c
@@ -91,8 +91,7 @@ MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
 
     `superseded` says that it could have been used, and that the schedule is cheaper without it; `expected`, that the
@@ -102,9 +101,12 @@ class Refusal:
     fusion: str
     at: int
     reason: str
-    superseded: bool = dataclasses.field(default=False, repr=False)
-    expected: bool = dataclasses.field(default=False, repr=False)
-    own: bool = dataclasses.field(default=False, repr=False)
+    superseded: bool = False
+    expected: bool = False
+    own: bool = False
+
+    def __repr__(self) -> str:
+        return f"Refusal(fusion={self.fusion!r}, at={self.at}, reason={self.reason!r})"
 
 
 def is_own(fusion: type[FusedOperation]) -> bool:

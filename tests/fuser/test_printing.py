@@ -420,9 +420,9 @@ def test_plans_are_frozen_hashable_and_equal_when_they_say_the_same() -> None:
     for field in dataclasses.fields(plan):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(plan, field.name, None)
-    for value in (plan.forward[0], plan.refused[0]):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(value, dataclasses.fields(value)[0].name, None)
+    for value, field in ((plan.forward[0], "name"), (plan.refused[0], "fusion")):
+        with pytest.raises(AttributeError):  # which that of a frozen dataclass is
+            setattr(value, field, None)
         assert hash(value) == hash(copy.copy(value))
     assert all(
         isinstance(getattr(plan, name), tuple)
