@@ -330,10 +330,8 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
     """One plan of a whole sequence, from those of its regions and its barriers."""
     none = (frozenset[str](),)
     beside = [Step(n.operation, range(at, at + 1), n.name, nodes=(n,), needs=none) for at, n in eager]
-    forward, backward, segments, again, refused = (
-        [one for p in plans for one in getattr(p, name)]
-        for name in ("forward", "backward", "segments", "recomputed", "refused")
-    )
+    names = "forward", "backward", "segments", "recomputed", "refused"
+    forward, backward, segments, again, refused = ([one for p in plans for one in getattr(p, n)] for n in names)
     by_start = operator.attrgetter("start")
     ahead, back = sorted([*beside, *forward], key=by_start), sorted([*beside * env.grad, *backward], key=by_start)
     cost = sum(plan.cost for plan in plans)
