@@ -40,7 +40,9 @@ _known: dict[Any, InC | None] = {}
 
 
 def packed_in_c(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> InC | None:
-    """The passes of an `Attention` for tensors like x; `None` where C does not run or more than a shape decides it."""
+    """The passes of an `Attention`, and of no subclass, for tensors like x; `None` where C does not run or more than a
+    shape decides it.
+    """
     if type(x) is not Tensor or not x.is_contiguous() or x.is_neg() or not has_c(x):
         return None
     if watched() or any_autocast() or dispatch_modes() or active.get() is not None or (seed is not None) is not (p > 0):

@@ -276,7 +276,7 @@ class Attention(SoftmaxAttention):
         seed: Tensor | None = None,
         needs: frozenset[str] = frozenset(),
     ) -> tuple[Tensor, Saved]:
-        if attn_mask is cu_seqlens is None:
+        if attn_mask is cu_seqlens is None and type(self) is Attention:
             given, p = (seed, self.dropout) if seed is not None and self.random else (None, 0.0)
             both = packed_in_c(self, x, given, p)
             if both is not None:
@@ -292,7 +292,8 @@ class Attention(SoftmaxAttention):
         return y, self._saved(x, kept, lse, attn_mask, cu_seqlens, how.seed, how.p)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        if saved.mask is saved.cu_seqlens is None and "x" in needs and dy.dtype is saved.x.dtype:
+        plain = saved.mask is saved.cu_seqlens is None and type(self) is Attention
+        if plain and "x" in needs and dy.dtype is saved.x.dtype:
             both = packed_in_c(self, saved.x, saved.seed, saved.p)
             if both is not None:
                 return both.backward(dy.contiguous().resolve_neg(), saved.x, saved.lse, saved.seed), {}

@@ -419,6 +419,22 @@ def test_heads_are_views_of_the_packed_numbers():
     assert torch.equal(torch.cat(ops.Attention(4, 2).heads_of(x), 1).transpose(1, 2).flatten(2), x)
 
 
+class _InTurn(ops.Attention):
+    """Takes q, k and v of each head side by side."""
+
+    def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = x.unflatten(-1, (self.heads, 3, -1)).transpose(-4, -3).unbind(-2)
+        return q, k, v
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_subclass_that_takes_its_input_apart_another_way(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention_on_cpu, "_known", {})
+    both, x = (ops.Attention(2), _InTurn(2)), packed((2, 32), 2, 2, 8)
+    for op in (both[first], both[1 - first]):
+        torch.testing.assert_close(op.fwd(x)[0].double(), truth(x, op), rtol=1e-5, atol=1e-5)
+
+
 def test_a_window_of_one_row_attends_to_that_row_alone() -> None:
     op, x = ops.Attention(2, causal=True, window=1), torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(op(x), x[..., 8:])
