@@ -305,6 +305,20 @@ def test_references_run_once_to_learn_the_dtypes_of_layers_that_are_alike(monkey
     assert [dtypes(_WithAFunction(), ops.Add("a"))[0] for _ in range(2)] == [2, 2]
 
 
+class _WideInTraining(ops.Tanh):
+    """Its result is float32 in training."""
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.float() if self.training else x
+
+
+def test_dtypes_of_training_are_not_taken_for_those_of_eval():
+    x = draw(3, 5, dtype=HALF)
+    for training, made in ((True, FULL), (False, HALF)):
+        nodes = flatten(sf.Sequential(_WideInTraining(), ops.GeLU()).train(training))
+        assert dtypes_of(nodes, range(2), x, {}) == [HALF, made, made]
+
+
 @pytest.mark.parametrize(("dtype", "made"), [(HALF, FULL), (FULL, FULL), (torch.float64, torch.float64)], ids=str)
 def test_on_a_gpu_torch_makes_some_results_float32_and_leaves_float64(dtype: torch.dtype, made: torch.dtype):
     nodes = flatten(sf.Sequential(ops.SquaredReLU()))
