@@ -13,11 +13,10 @@ import os
 os.environ |= {"SEQFUSE_TUNE": "0", "TRITON_INTERPRET": "1", "SEQFUSE_CPU_GEMMS": "torch"}
 
 import contextlib
-import dataclasses
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import plain
@@ -55,7 +54,7 @@ def memory_row(model: sizes.Model, tokens: int = TOKENS) -> dict[str, Any]:
 
 def saved_by_torch(spec: plain.Spec, tokens: int) -> int:
     """What torch keeps on a GPU: of RMSNorm x and a number for each row, of dropout a byte for each element."""
-    functions = plain.Functions(rms_norm=lambda x, weight, eps: RMSNormOfAGPU.apply(x, weight, eps))
+    functions = plain.Functions(rms_norm=lambda x, weight, eps: RMSNormOfAGPU.apply(x, weight))
     dropout = mock.patch.object(F, "dropout", lambda x, p, training: torch.native_dropout(x, p, training)[0])
     with FakeTensorMode(), dropout:
         model = plain.build("feedforward", spec, functions, dtype=DTYPE)
@@ -65,17 +64,12 @@ def saved_by_torch(spec: plain.Spec, tokens: int) -> int:
 
 class RMSNormOfAGPU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError
 
-
-@dataclasses.dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """A model of Hugging Face by the name of its modeling file, and its layer; its input; the function of `models`."""
 
     title: str
@@ -103,9 +97,8 @@ MODELS = (
 def eager(model: Model) -> dict[str, Any]:
     """Of a layer of Hugging Face: the module of each launch, and the bytes that torch saves for backward."""
     home = importlib.import_module(f"transformers.models.{model.family}.modeling_{model.family}")
-    made = importlib.import_module(f"transformers.models.{model.family}.configuration_{model.family}")
-    names = {"gpt2": "GPT2Config", "vit": "ViTConfig", "gemma3": "Gemma3TextConfig"}
-    config = getattr(made, names.get(model.family, f"{model.family.capitalize()}Config"))(**model.config)
+    known = {"gemma3": "gemma3_text"}.get(model.family, model.family)
+    config = importlib.import_module("transformers").AutoConfig.for_model(known, **model.config)
     config._attn_implementation = "sdpa"
     stack = [""]
     begun: dict[int, str] = {}  # by the number that autograd gives a node, the module that made it
@@ -127,9 +120,8 @@ def eager(model: Model) -> dict[str, Any]:
             module.register_forward_pre_hook(lambda *_, path=path: stack.append(path))
             module.register_forward_hook(lambda *_: stack.__delitem__(-1))
         x = torch.empty(model.x, requires_grad=True)
-        how: dict[str, Any] = {}
-        if model.head is not None:
-            how = {"position_embeddings": tuple(torch.empty(1, model.x[1], model.head) for _ in "cs")}
+        angles = [torch.empty(1, model.x[1], model.head or 0) for _ in "cs"]
+        how: dict[str, Any] = {} if model.head is None else {"position_embeddings": angles}
         first, second, results = Launches(FREE, ahead), Launches(FREE, back), list[Any]()
         parameters = list(layer.parameters())
         with first:
@@ -207,16 +199,14 @@ def main() -> None:
         rows = [memory_row(model) for model in sizes.MODELS]
         for row in rows:
             print(row["model"], {name: round(kept / row["kept"]["eager"], 3) for name, kept in row["kept"].items()})
-        print(f"wrote {write('memory', {'memory': rows}).name}")
+        write("memory", {"memory": rows})
     if "layers" in parts:
         import transformers
 
         rows = [{"title": m.title, "make": m.make, "x": m.x, "eager": eager(m), "planned": planned(m)} for m in MODELS]
         for row in rows:
-            print(
-                row["title"], {way: len(row[of][way]) for of in ("eager", "planned") for way in ("forward", "backward")}
-            )
-        print(f"wrote {write('layer_counts', {'transformers': transformers.__version__, 'rows': rows}).name}")
+            print(row["title"], [len(row[of][way]) for of in ("eager", "planned") for way in ("forward", "backward")])
+        write("layer_counts", {"transformers": transformers.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

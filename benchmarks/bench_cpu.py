@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import hugging
@@ -19,7 +19,7 @@ import plain
 import torch
 from bench_host import pair
 from gpu.case import counted
-from paired import Step, Times, paired, step_of
+from gpu.clock import Call, Ratios, paired, step_of
 from record import write
 from torch import nn
 
@@ -34,65 +34,62 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "lean": functools.partial(sf.convert, memory="lean"),
     "Dynamo alone": lambda model: model.compile(backend="eager"),  # which runs eager's calls
 }
-MODELS = {"GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}
 CONVERTED = {"Llama": "LlamaModel", "GPT-2": "GPT2Model", "BERT": "BertModel"}
 
 
 class Row(NamedTuple):
-    """What is compared: each of the sides, of which `eager` is the first, makes a step."""
+    """What is compared with `eager`: of each side's name, `make` gives its step."""
 
     name: str
-    sides: Mapping[str, Callable[[], Step]]
+    make: Callable[[str], Call]
+    sides: tuple[str, ...] = ("default", "lean")
 
-    def times(self, rounds: int = ROUNDS, seconds: float = ROUND_SECONDS) -> dict[str, Times]:
+    def times(self, rounds: int = ROUNDS, seconds: float = ROUND_SECONDS) -> dict[str, Ratios]:
         torch._dynamo.reset()
-        return paired({name: make() for name, make in self.sides.items()}, rounds, seconds)
-
-
-def of_sides(name: str, make: Callable[[str], Step], *sides: str) -> Row:
-    return Row(name, {side: functools.partial(make, side) for side in ("eager", *sides)})
+        steps: dict[str, Call] = {}
+        for side in ("eager", *self.sides):
+            torch.manual_seed(0)
+            steps[side] = self.make(side)
+        return paired(steps, rounds, seconds)
 
 
 def language_model(name: str, width: int, tokens: int, dropout: float = 0.0, attention: float | None = None) -> Row:
     """A model of Hugging Face with its loss, converted; with dropout of attention eager takes another kernel."""
 
-    def make(side: str) -> Step:
-        torch.manual_seed(0)
-        vocabulary = 4 * width if width > 64 else 32
-        dropouts = (dropout, dropout, attention or 0.0) if name == "GPT-2" else (dropout,)
-        model = hugging.model(MODELS[name], width, 2, 1024, vocabulary=vocabulary, dropouts=dropouts).train()
+    vocabulary, dropouts = 4 * width if width > 64 else 32, (dropout, dropout, attention or 0.0)
+    kind = {"GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[name]
+
+    def make(side: str) -> Call:
+        model = hugging.model(kind, width, 2, 1024, vocabulary=vocabulary, dropouts=dropouts).train()
         CHANGES[side](model)
         ids = torch.arange(tokens).reshape(1, tokens) % vocabulary
         return step_of(lambda: model(input_ids=ids, labels=ids).loss, clears=model.parameters())
 
     title = f"HF {name}{' with dropout of attention, too' if attention else ''}, 2 layers of {width}, {tokens} tokens"
-    return of_sides(title + _dropped(dropout), make, "default", "lean", "Dynamo alone")
+    return Row(title + _told(dropout), make, ("default", "lean", "Dynamo alone"))
 
 
-def _dropped(p: float) -> str:
-    return f", dropout {p}" if p else ""
-
-
-def _typed(dtype: torch.dtype) -> str:
-    return "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
+def _told(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> str:
+    """What a name says of them."""
+    typed = "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
+    return (f", dropout {dropout}" if dropout else "") + typed
 
 
 def sequential(operations: int) -> Row:
     """A `Sequential` of small operations at 4 x 16 beside `torch.nn.Sequential`."""
 
-    def make(side: str) -> Step:
+    def make(side: str) -> Call:
         mine, theirs, x, g = pair(operations)
         return step_of(functools.partial(theirs if side == "eager" else mine, x), g)
 
-    return of_sides(f"Sequential of {operations} operation{'s' * (operations > 1)}, 4 x 16", make, "default")
+    return Row(f"Sequential of {operations} operation{'s' * (operations > 1)}, 4 x 16", make, ("default",))
 
 
 def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
     """A transformer layer made of operations beside the same in torch, eager and compiled by Inductor."""
     without_onednn = "default, GEMMs of MKL"  # what fusions and attention gain by themselves
 
-    def make(side: str) -> Step:
-        torch.manual_seed(0)
+    def make(side: str) -> Call:
         model = (plain.build if side in ("eager", "torch.compile") else plain.fused)("layer", spec)
         if side == "torch.compile":
             model.compile()
@@ -103,8 +100,9 @@ def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.f
         return torch.backends.mkldnn.flags(enabled=False)(step) if side == without_onednn else step
 
     more = (without_onednn, "torch.compile") if tokens >= 1024 else ()
-    title = f"{name} block of {spec.H}, {tokens} tokens{_dropped(spec.dropout)}{_typed(dtype)}"
-    return of_sides(title, make, "default", "lean", *more)
+    return Row(
+        f"{name} block of {spec.H}, {tokens} tokens{_told(spec.dropout, dtype)}", make, ("default", "lean", *more)
+    )
 
 
 def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
@@ -113,27 +111,26 @@ def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
     Eager is what Hugging Face takes by default, its grouped GEMMs.
     """
 
-    def make(side: str) -> Step:
-        torch.manual_seed(0)
-        looped = side == "loop over experts"
-        layer = hugging.experts(width, 2 * width, "eager" if looped else "grouped_mm").to(dtype).train()
-        CHANGES["eager" if looped else side](layer)
+    loop = "loop over experts"
+
+    def make(side: str) -> Call:
+        layer = hugging.experts(width, 2 * width, "eager" if side == loop else "grouped_mm").to(dtype).train()
+        CHANGES["eager" if side == loop else side](layer)
         x, g = (torch.randn(1, tokens, width, dtype=dtype) for _ in range(2))
         return step_of(functools.partial(layer, x.requires_grad_()), g, [x, *layer.parameters()])
 
-    return of_sides(f"experts of {width}, {tokens} tokens{_typed(dtype)}", make, "default", "lean", "loop over experts")
+    return Row(f"experts of {width}, {tokens} tokens{_told(dtype=dtype)}", make, ("default", "lean", loop))
 
 
 def converted(name: str, shape: tuple[int, int], width: int) -> Row:
     """Two layers of a model of Hugging Face without a loss, where little but Python and dispatch costs anything."""
 
-    def make(side: str) -> Step:
-        torch.manual_seed(0)
+    def make(side: str) -> Call:
         tokens, model = torch.arange(shape[0] * shape[1]).reshape(shape) % 32, headless(name, 2, width)
         CHANGES[side](model)
         return step_of(lambda: model(input_ids=tokens).last_hidden_state.sum(), clears=model.parameters())
 
-    return of_sides(f"converted {name}, {shape[0]} x {shape[1]} tokens", make, "fast")
+    return Row(f"converted {name}, {shape[0]} x {shape[1]} tokens", make, ("fast",))
 
 
 def headless(name: str, layers: int, width: int = 64) -> nn.Module:
@@ -194,9 +191,7 @@ def main() -> None:
         found = {row.name: measured(row, options.rounds) for row in chosen}
         if len(found) == len(FILES[file]):
             rows = bytes_of(found) if file == "convert" else [{"name": name, **row} for name, row in found.items()]
-            if file != "convert" and torch.backends.cpu.get_cpu_capability() == "AVX512":
-                file += "_avx512"  # where float32 GEMMs are other ones
-            print(f"wrote {write(file, {'rounds': options.rounds, 'rows': rows}).name}")
+            write(file, {"rounds": options.rounds, "rows": rows}, by_capability=file != "convert")
 
 
 def measured(row: Row, rounds: int) -> dict[str, Any]:

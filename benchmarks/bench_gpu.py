@@ -30,11 +30,13 @@ if __name__ == "__main__":
 
 import torch
 from gpu import clock, peers, rows, sizes, watch
-from gpu.book import Book
 from gpu.case import Case
 from gpu.clock import OnDevice, OnHost
 from gpu.measure import Bench
+from gpu.watch import Book
 from record import RESULTS, about
+
+from seqfuse.testing.interpreter import corrected
 
 MOST_CHILDREN = 12
 ENDED = 3  # exit status of a child that has lost its device
@@ -116,7 +118,7 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     cases, book = chosen(arguments), Book(out)
     book.state(about=about(), peers=peers.versions(), planned=[case.key for case in cases])
     bench = _bench(arguments, book)
-    with _rounding(interpreted(arguments)):
+    with corrected() if interpreted(arguments) else contextlib.nullcontext():
         for case in let_go(cases):
             begun = time.time()
             left = until - begun
@@ -158,8 +160,8 @@ def _bench(arguments: argparse.Namespace, book: Book) -> Bench:
         found = clock.ceilings(on_host, device, (getattr(torch, arguments.dtype),), numel=2**16, side=64)
         return Bench(device, found, on_host, on_host, 1024, arguments.seconds)
     on_device, known = OnDevice(), book.data.get("ceilings")
-    found = clock.stated(known) if known else clock.ceilings(on_device, device, (torch.bfloat16, torch.float32))
-    book.state(ceilings=found.stated())
+    found = clock.Ceilings(**known) if known else clock.ceilings(on_device, device, (torch.bfloat16, torch.float32))
+    book.state(ceilings=found._asdict())
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
     return Bench(device, found, on_device, on_host, cache, arguments.seconds)
 
@@ -178,12 +180,6 @@ def limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _rounding(interpreted: bool) -> contextlib.AbstractContextManager[None]:
-    from seqfuse.testing.interpreter import corrected
-
-    return corrected() if interpreted else contextlib.nullcontext()
 
 
 def _tidy() -> bool:

@@ -1,12 +1,11 @@
 """What the engine costs on the host: instructions against `nn.Sequential`, planning, plan-cache hits.
 
 Instructions are counted with callgrind, which repeats from run to run where times do not. Needs valgrind.
-Writes `results/planning.json` and `results/host.json`; `--sizes` without a number plans only.
+Writes `results/planning.json` and `results/host.json`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -72,12 +71,12 @@ def pair(operations: int) -> tuple[sf.Sequential, nn.Sequential, Tensor, Tensor]
     return mine, theirs, x, g
 
 
-def host_cost(sizes: list[int], number: int) -> list[dict[str, Any]]:
+def host_cost(number: int = 50) -> list[dict[str, Any]]:
     """Instructions of one call, after a warm-up, Python's own included."""
     folder, rows = str(Path(__file__).resolve().parent), list[dict[str, Any]]()
     # The counter starts `python`: it must be this one.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for operations in sizes:
+    for operations in (1, 6, 24):
         pair(operations)  # a red check reports no cost
         for what, statement in STATEMENTS.items():
             counts: list[float] = []
@@ -86,10 +85,9 @@ def host_cost(sizes: list[int], number: int) -> list[dict[str, Any]]:
                 stats = timer.collect_callgrind(number=number, collect_baseline=False)
                 counts.append(stats.counts(denoise=True) / number)
             mine, theirs = counts
-            rows.append(
-                {"operations": operations, "what": what, "seqfuse": mine, "eager": theirs, "ratio": mine / theirs}
-            )
-            print(rows[-1], flush=True)
+            row = {"operations": operations, "what": what, "seqfuse": mine, "eager": theirs, "ratio": mine / theirs}
+            rows.append(row)
+            print(row, flush=True)
     return rows
 
 
@@ -115,15 +113,11 @@ def planning() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 6, 24])
-    parser.add_argument("--number", type=int, default=50)
-    options = parser.parse_args()
-    print(f"wrote {write('planning', {'planning': planning()}).name}")
-    if options.sizes and shutil.which("valgrind"):
-        print(f"wrote {write('host', {'host': host_cost(options.sizes, options.number)}).name}")
+    write("planning", {"planning": planning()})
+    if shutil.which("valgrind"):
+        write("host", {"host": host_cost()})
     else:
-        print("instructions are not counted")
+        print("instructions are not counted: there is no valgrind")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import plain
 import torch
 import torch._functorch.config as functorch
 from gpu.case import counted
-from paired import Step, paired
+from gpu.clock import Call, paired
 from record import ROOT, write
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -75,7 +75,7 @@ def built(model: str) -> tuple[Any, Callable[..., Any]]:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), layers), layers.checkpoint
 
 
-def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, Step, Step]:
+def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, Call, Call]:
     """A model of one side, its forward pass, and a step of its training, of which it has made two."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -113,7 +113,7 @@ def resident(of: str) -> int:
     return int(kilobytes) * 1024
 
 
-def bytes_of(model: nn.Module, forward: Step, step: Step) -> dict[str, int]:
+def bytes_of(model: nn.Module, forward: Call, step: Call) -> dict[str, int]:
     """Bytes of this process: resident before a step and at its peak, of parameters, and saved."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
@@ -172,10 +172,8 @@ def main() -> None:
         if name == "front":
             for row in found:
                 row["peak"] -= row.pop("before")
-        elif torch.backends.cpu.get_cpu_capability() == "AVX512":
-            name += "_avx512"
         sizes = {"layers": LAYERS, "width": WIDTH, "tokens": [rows, LENGTH], "rounds": options.rounds}
-        print(write(name, {**sizes, "rows": found}))
+        write(name, {**sizes, "rows": found}, by_capability=name == "peak")
 
 
 if __name__ == "__main__":

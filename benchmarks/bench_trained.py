@@ -11,4 +11,4 @@ if __name__ == "__main__":
     import low_precision
 
     losses = {name: [round(loss, 4) for loss in found] for name, found in low_precision.main([]).items()}
-    print(write("trained", {"losses": losses}))
+    write("trained", {"losses": losses})

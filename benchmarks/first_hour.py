@@ -84,7 +84,7 @@ def python(script: str, *arguments: object) -> list[object]:
 
 def stages(call: str, out: Path) -> list[Stage]:
     """The commands of a call."""
-    bench, layer = python("bench_gpu.py", "--budget", "{left}"), python("profile_gpu.py", "--out", out)
+    bench, layer = python("bench_gpu.py", "--budget", "{left}"), python("layers_gpu.py", "profile")
     rows, tiny = [*bench, "--out", out / "gpu.json"], [*bench, "--tiny", "--on-gpu", "--check"]
     if call == "1":
         smoke = [
@@ -111,7 +111,7 @@ def stages(call: str, out: Path) -> list[Stage]:
     ]
     return [
         Stage("low precision", 55, [recipes]),
-        Stage("tune", 100, [python("tune_gpu.py", "--budget", "{left}")]),
+        Stage("tune", 100, [python("layers_gpu.py", "tune", "--budget", "{left}")]),
         Stage("tests/kernels", 200, [tests("tests/kernels", "--ignore", "tests/kernels/c", "-k", NEED_A_GPU)]),
         Stage("sanitizer", 240, checks),
     ]

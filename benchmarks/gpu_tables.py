@@ -8,21 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from tables import (
-    MIB,
-    Lines,
-    Results,
-    Rows,
-    drawn,
-    of_another_run,
-    read,
-    relative,
-    span,
-    starred,
-    table,
-    where,
-    wrapped,
-)
+from tables import MIB, Lines, Results, asterisk, choice, drawn, read, relative, span, starred, table, where, wrapped
 
 PEERS = {"eager": "eager PyTorch", "compile": "`torch.compile`", "liger": "Liger", "quack": "quack"}
 PEERS_OF_ROWS = {"eager": "torch eager", "compile": "torch.compile", "liger": "Liger-Kernel", "quack": "quack"}
@@ -48,7 +34,7 @@ def gpu() -> Lines:
     lines = [f"{where(found)} Peers: {', '.join(there).replace('liger', 'Liger-Kernel')}.{''.join(absent)}", ""]
     lines += [f"Measured in the same run: a copy of {ceilings['copy_TB_per_s']:.2f} TB/s; cuBLAS {rates}.", ""]
     good = [row for row in rows.values() if row["status"] == "ok" and not row["group"].startswith(ELSEWHERE)]
-    if another := of_another_run(good):
+    if another := asterisk(good):
         lines += [wrapped(f"{another} Its ratios and its roofline are of that GPU."), ""]
     by_group = {group: [row for row in good if row["group"] == group] for group in sorted(r["group"] for r in good)}
     for group, members in by_group.items():
@@ -74,7 +60,7 @@ def gpu() -> Lines:
     return lines[:-1]
 
 
-def _group(rows: Rows) -> Lines:
+def _group(rows: list[Results]) -> Lines:
     """Blocks of a group: their times relative to peers, how near they are to the roofline, and what they save."""
     cells: list[list[Any]] = []
     for row in sorted(rows, key=_by_size):
@@ -101,7 +87,7 @@ def _as_called(row: dict[str, Any], side: str, than: str) -> str | None:
     return None if None in ratios else "{:.2f} ({:.2f})".format(*ratios)
 
 
-def _kernel(group: str, rows: Rows) -> list[Any]:
+def _kernel(group: str, rows: list[Results]) -> list[Any]:
     """The rows of a kernel in one line: the range of each number, and the slowest row by name."""
     other = sum("commit" in row for row in rows)
     count = f"{len(rows)}, {other}*" if 0 < other < len(rows) else f"{len(rows)}{'*' * (other > 0)}"
@@ -173,7 +159,7 @@ def slower_gpu(found: Results) -> Lines:
             lost = sum(ratio > EQUAL for ratio in of.values())
             cells.append((group, name, f"{lost} of {len(of)}", f"{of[worst]:.2f} ({worst})"))
     lost = table(("what", "slower than", "rows", "worst: time / peer"), sorted(cells), left=2)
-    another = of_another_run(found["rows"].values())
+    another = asterisk(found["rows"].values())
     return [*lost, *(["", another] if another else [])]
 
 
@@ -229,10 +215,10 @@ def _step(row: dict[str, Any]) -> list[Any]:
 def _how_steps(found: Results, *groups: str) -> str:
     return wrapped(f"""{found["about"]["device"]}, torch {found["about"]["torch"]}, bfloat16, 8,192 tokens, dropout 0.1
         in the layers of GPTs, random data; medians of interleaved runs. Below 1.0 seqfuse is faster. A dash: no valid
-        result from that library. {of_another_run(measured(found, *groups))}""")
+        result from that library. {asterisk(measured(found, *groups))}""")
 
 
-def _of(found: Results, group: str) -> Rows:
+def _of(found: Results, group: str) -> list[Results]:
     return [row for row in found["rows"].values() if row["status"] == "ok" and group in row["group"]]
 
 
@@ -241,16 +227,9 @@ def _model(row: dict[str, Any]) -> str:
     return f"{shape['layers']} layers of `seqfuse.nn` with the sizes of {shape['model']}, {shape['M']:,} tokens"
 
 
-CHOICES = {
-    "eager": "eager PyTorch",
-    "checkpointed": "eager PyTorch, each layer checkpointed",
-    "seqfuse": '`memory="fast"`',
-    "seqfuse balanced": '`memory="balanced"`',
-    "seqfuse lean": '`memory="lean"`',
-    "seqfuse 0.5": "`sf.Budget(part=0.5)`",
-    "seqfuse 0.3": "`sf.Budget(part=0.3)`",
-    "seqfuse least": '`memory="least"`',
-}
+def _choice(side: str) -> str:
+    checkpointed = "eager PyTorch, each layer checkpointed"
+    return {"checkpointed": checkpointed, "seqfuse": choice("fast")}.get(side) or choice(side.removeprefix("seqfuse "))
 
 
 @drawn("gpu_memory", "gpu")
@@ -261,10 +240,10 @@ def front(found: Results) -> Lines:
         peak, times = {side: of["peak"] for side, of in row["memory"].items()}, row["times"]
         head = ("", "GPU time", "peak memory added by a step", "the plan's peak")
         cells = [
-            [name, f"{times[side]['median'] / 1000:.1f} ms ({relative(times, side, 'eager'):.2f})",
+            [_choice(side), f"{times[side]['median'] / 1000:.1f} ms ({relative(times, side, 'eager'):.2f})",
              f"{peak[side] / MIB:,.0f} MiB ({peak[side] / peak['eager']:.2f})",
              f"{row['said'][side]['peak'] / MIB:,.0f} MiB" if side in row["said"] else ""]
-            for side, name in CHOICES.items() if side in times
+            for side in sorted(times, key=lambda side: side.startswith("seqfuse"))
         ]  # fmt: skip
         lines += [f"{_model(row)}; their parameters have {row['gradients'] / MIB:,.0f} MiB of gradients:", ""]
         lines += [*table(head, cells), ""]
@@ -286,7 +265,7 @@ def summary(found: Results) -> Lines:
     for row in _of(found, "memory"):
         peak = {side: of["peak"] for side, of in row["memory"].items()}
         sides = ("eager", "checkpointed", "seqfuse lean", "seqfuse 0.5")
-        cells = [[CHOICES[s], relative(row["times"], s, "eager"), peak[s] / peak["eager"]] for s in sides]
+        cells = [[_choice(s), relative(row["times"], s, "eager"), peak[s] / peak["eager"]] for s in sides]
         head = f"{_model(row)}, same GPU, forward + backward", "GPU time", "peak added, with parameter gradients"
         lines += [*table(head, cells), ""]
     return lines[:-1]
@@ -315,7 +294,7 @@ def recipes(of: str, found: Results) -> Lines:
         if any(side in row["times"] for row in rows.values())
     ]
     names = (n.replace(" feed-forward block, 8192", "").replace("compiled by hand", "in another run") for n in rows)
-    another = of_another_run(rows.values())
+    another = asterisk(rows.values())
     head = (starred(row, name) for row, name in zip(rows.values(), names, strict=True))
     return [where(found), "", *table(("", *head), cells), *(["", another] if another else [])]
 

@@ -16,25 +16,20 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One layer: sizes, and which of the two common blocks it has.
+    """One layer: sizes, and which of the two common blocks it has."""
 
-    Args:
-        H: width.
-        F: width of the feed-forward block.
-        heads: query heads.
-        kv_heads: key heads.
-        head_dim: size of a head.
-        llama: RMSNorm, SwiGLU, rotary positions and no biases; else LayerNorm, GeLU and biases.
-        dropout: of what a block adds.
-    """
-
-    H: int
-    F: int
-    heads: int
+    H: int  # width
+    F: int  # width of the feed-forward block
+    heads: int  # of queries
     kv_heads: int
     head_dim: int
-    llama: bool
-    dropout: float = 0.0
+    llama: bool  # RMSNorm, SwiGLU, rotary positions and no biases; else LayerNorm, GeLU and biases
+    dropout: float = 0.0  # of what a block adds
+
+    @property
+    def packed(self) -> int:
+        """Width of queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
 class Functions(NamedTuple):
@@ -76,7 +71,7 @@ class Attention(nn.Module):
     def __init__(self, spec: Spec, made: dict[str, Any]) -> None:
         super().__init__()
         self.spec = spec
-        self.qkv = nn.Linear(spec.H, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, not spec.llama, **made)
+        self.qkv = nn.Linear(spec.H, spec.packed, not spec.llama, **made)
         self.out = nn.Linear(spec.heads * spec.head_dim, spec.H, not spec.llama, **made)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,25 +131,18 @@ def build(what: str, spec: Spec, functions: Functions | None = None, layers: int
     """A model: "feedforward", "attention", "layer" or "stack" (layers and a last norm)."""
     own = functions or Functions()
 
-    def block(mixer: nn.Module) -> Block:
+    def block(part: str) -> Block:
+        mixer = Attention(spec, made) if part == "attention" else FeedForward(spec, own, made)
         return Block(Norm(spec, own, made), mixer, spec.dropout)
 
-    def layer() -> nn.Sequential:
-        attention, feedforward = Attention(spec, made), FeedForward(spec, own, made)
-        return nn.Sequential(OrderedDict(attention=block(attention), feedforward=block(feedforward)))
-
-    match what:
-        case "feedforward":
-            return nn.Sequential(block(FeedForward(spec, own, made)))
-        case "attention":
-            return nn.Sequential(block(Attention(spec, made)))
-        case "layer":
-            return layer()
-        case "stack":
-            parts = [(str(i), layer()) for i in range(layers)]
-            return Stack(OrderedDict([*parts, ("norm", Norm(spec, own, made))]))
-        case _:
-            raise ValueError(f"there is no {what}")
+    if what in ("feedforward", "attention"):
+        return nn.Sequential(block(what))
+    parts = [
+        nn.Sequential(OrderedDict((part, block(part)) for part in ("attention", "feedforward"))) for _ in range(layers)
+    ]
+    if what == "layer":
+        return parts[0]
+    return Stack(OrderedDict([*((str(i), part) for i, part in enumerate(parts)), ("norm", Norm(spec, own, made))]))
 
 
 def fused(what: str, spec: Spec, layers: int = 1, **made: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -27,11 +28,9 @@ def about() -> dict[str, Any]:
     """Commit, which `BENCH_COMMIT` may state; whether the tree was changed since; device and versions."""
 
     def git(*arguments: str) -> str:
-        try:
-            done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-        except OSError:
-            return ""
-        return done.stdout.strip()
+        with contextlib.suppress(OSError):
+            return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+        return ""
 
     cuda, stated = torch.cuda.is_available(), os.environ.get("BENCH_COMMIT")
     triton = version_of("triton")
@@ -75,9 +74,12 @@ def lines(data: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(f" {json.dumps(name)}: {of(value)}" for name, value in data.items()) + "\n}\n"
 
 
-def write(name: str, rows: dict[str, Any]) -> Path:
-    """Write `results/<name>.json` and return its path."""
+def write(name: str, rows: dict[str, Any], by_capability: bool = False) -> Path:
+    """Write `results/<name>.json`, say so, and return its path; by capability AVX-512 has a file of its own."""
+    if by_capability and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        name += "_avx512"  # where float32 GEMMs are other ones
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(lines({"about": about(), **rows}))
+    print(f"wrote {path.name}")
     return path

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import targets
 from gpu_tables import EQUAL, measured
-from tables import DRAWN, MIB, Lines, Results, between, drawn, read, relative, span, table, where, wrapped
+from tables import DRAWN, MIB, Lines, Results, between, choice, drawn, read, relative, span, table, where, wrapped
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -228,13 +228,11 @@ def budgets(found: Results) -> Lines:
     """Time and peak of a step on a CPU for each choice of memory, beside what torch has."""
     rows = {(row["model"], row["side"]): row for row in found["rows"]}
     models, sides = (list(dict.fromkeys(key[i] for key in rows)) for i in range(2))
-    named = {"eager": "eager PyTorch", "checkpointed": "each layer checkpointed"}
-    named |= {"selective": "selective checkpointing"}
+    named = {"checkpointed": "each layer checkpointed", "selective": "selective checkpointing"}
     cells: list[Lines] = []
     for side in sides:
-        ours = f"`sf.Budget(part={float(side):g})`" if side[0].isdigit() else f'`memory="{side}"`'
         compiled = f"`torch.compile`, `activation_memory_budget = {side.rpartition(' ')[2]}`"
-        cells.append([named.get(side, compiled if side.startswith("compile") else ours)])
+        cells.append([named.get(side) or (compiled if side.startswith("compile") else choice(side))])
         for model in models:
             row, eager = rows[model, side], rows[model, "eager"]
             cells[-1] += [row["peak"] / eager["peak"], between(row["step"])]

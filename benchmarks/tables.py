@@ -12,7 +12,6 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 MIB = 2**20
 Results = dict[str, Any]
-Rows = list[dict[str, Any]]
 Lines = list[str]
 DRAWN: dict[str, Callable[[], str | None]] = {}
 
@@ -73,7 +72,7 @@ def starred(row: Mapping[str, Any], name: str) -> str:
     return name + "*" * ("commit" in row)
 
 
-def of_another_run(rows: Iterable[dict[str, Any]]) -> str:
+def asterisk(rows: Iterable[dict[str, Any]]) -> str:
     """What the asterisk of these rows says; nothing where none has one."""
     devices: dict[str, set[str]] = {}
     for row in rows:
@@ -90,6 +89,13 @@ def wrapped(sentences: str) -> str:
 def between(m: Mapping[str, float] | None) -> str | None:
     """A ratio with its quartiles."""
     return m and f"{m['ratio']:.2f} ({m['low']:.2f} to {m['high']:.2f})"
+
+
+def choice(side: str) -> str:
+    """How a side of a study of memory is called: eager, or a choice of `memory=`."""
+    if side == "eager":
+        return "eager PyTorch"
+    return f"`sf.Budget(part={float(side):g})`" if side[0].isdigit() else f'`memory="{side}"`'
 
 
 def relative(times: Mapping[str, Any], side: str, than: str) -> float | None:

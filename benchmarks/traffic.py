@@ -24,7 +24,7 @@ from torch import Tensor
 
 from seqfuse.kernels import attention, decode, norm, pointwise, rope
 from seqfuse.kernels.activations import ACTIVATIONS
-from tools.traffic import Traffic, counted, fewest
+from tools.traffic import counted, fewest
 
 ROWS, COLUMNS, WIDE = 24, 1040, 20_480
 SCRATCH = ("partials", "sums", "biases", "gains", "deltas")  # written by one kernel for the next
@@ -32,46 +32,30 @@ BF16 = torch.bfloat16
 
 
 class Case(NamedTuple):
-    """What a kernel is asked for; `run` gives its results.
-
-    `least` has the fewest bytes, where they are not those of inputs and results, and `tiles` those that have to be
-    moved where something is read once per tile, by a formula.
-    """
+    """What a kernel is asked for; `run` gives its results."""
 
     kernel: str
     what: str
     shape: tuple[int, int]
     inputs: list[Tensor]
     run: Callable[[], Any]
-    least: int | None = None
-    tiles: int | None = None
+    least: int | None = None  # the fewest bytes, where they are not those of inputs and results
+    tiles: int | None = None  # by a formula, those that have to be moved where something is read once per tile
 
     def row(self) -> dict[str, Any]:
         """Counted, as it is written down."""
         with counted() as traffic:
             results = self.run()
-        outputs = [t for t in results if t is not None]
-        moved, cached, partials = _split(traffic)
-        arguments = [m for launch in traffic.launches for m in launch.arguments.values()]
+        arguments = [entry for launch in traffic.launches for entry in launch.arguments.items()]
+        scratch, own = ([m for name, m in arguments if (name in SCRATCH) == of] for of in (True, False))
+        cached = sum(m.loaded - m.loaded_once for m in own if len(m.shape) < 2)
         return {
             "kernel": self.kernel, "what": self.what, "shape": self.shape, "launches": len(traffic.launches),
-            "fewest": self.least or fewest(*self.inputs, *outputs), "moved": moved, "cached": cached,
-            "partials": partials, "outside": sum(launch.outside for launch in traffic.launches),
-            "written_twice": sum(m.stored - m.stored_once for m in arguments),
+            "fewest": self.least or fewest(*self.inputs, *(t for t in results if t is not None)),
+            "moved": sum(m.total for m in own) - cached, "cached": cached, "partials": sum(m.total for m in scratch),
+            "outside": sum(launch.outside for launch in traffic.launches),
+            "written_twice": sum(m.stored - m.stored_once for _, m in arguments),
         }  # fmt: skip
-
-
-def _split(traffic: Traffic) -> tuple[int, int, int]:
-    moved = cached = partials = 0
-    for launch in traffic.launches:
-        for name, argument in launch.arguments.items():
-            if name in SCRATCH:
-                partials += argument.total
-            else:
-                again = argument.loaded - argument.loaded_once if len(argument.shape) < 2 else 0
-                cached += again
-                moved += argument.total - again
-    return moved, cached, partials
 
 
 def cases() -> Iterator[Case]:
@@ -92,7 +76,7 @@ def pointwise_cases() -> Iterator[Case]:
     dgelu, sums, drop = k.dact(ACTIVATIONS["gelu"]), k.column_sum(), k.dropout(0.1)
     x, other, packed = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS), drawn(ROWS, 2 * COLUMNS)
     row, row2, seed = drawn(COLUMNS), drawn(2 * COLUMNS), torch.tensor(1)
-    chains: tuple[tuple[str, Tensor, tuple[Any, ...], tuple[Tensor, ...]], ...] = (
+    chains: tuple[Any, ...] = (
         ("gelu", x, (gelu,), ()),
         ("bias, gelu", x, (k.bias(), gelu), (row,)),
         ("bias, gelu, pre-activation", x, (k.bias(), k.store(), gelu), (row,)),
@@ -129,7 +113,7 @@ def norm_cases() -> Iterator[Case]:
             forward = functools.partial(norm.norm_fwd, x, *parameters, 1e-5, centered=centered)
             sums = dict.fromkeys(("dweight", "dbias") if centered else ("dweight",), BF16)
             back = functools.partial(norm.norm_bwd, *read)
-            every: tuple[tuple[str, tuple[Tensor | None, ...], Callable[..., Any]], ...] = (
+            every: tuple[Any, ...] = (
                 ("forward", (x, *parameters), forward),
                 ("forward, gelu", (x, *parameters), functools.partial(forward, act=gelu)),
                 ("bias, dropout, add, forward", (x, *parameters, branch, seed, other),
@@ -153,9 +137,8 @@ def heads_cases() -> Iterator[Case]:
     turn = rope.Rotation("half", size)
     angles = rope.frequencies_of(turn, x.device)
     weights: dict[str, Any] = dict(zip(("q_weight", "k_weight"), gains, strict=True))
-    normed: dict[str, Any] = {"bias": bias, "norm_eps": 1e-6, **weights}
-    sums: dict[str, Any] = {"dbias": BF16, "dq_weight": BF16, "dk_weight": BF16}
-    both: tuple[tuple[str, Callable[..., Any], list[Tensor], dict[str, Any]], ...] = (
+    normed, sums = {"bias": bias, "norm_eps": 1e-6, **weights}, dict.fromkeys(("dbias", "dq_weight", "dk_weight"), BF16)
+    both: tuple[Any, ...] = (
         ("rotation", rope.rope_fwd, [x], {}),
         ("rotation, positions", rope.rope_fwd, [x, positions], {"positions": positions}),
         ("bias, norm, rotation", rope.rope_fwd, [x, bias, *gains], normed),
@@ -238,7 +221,7 @@ def main() -> None:
     for row in rows:
         over = row["moved"] / row["fewest"] - 1 if row["fewest"] else 0.0
         print(f"{row['kernel']:<10} {row['what']:<34} {row['fewest']:>10,} {over:>8.2%}  {row['cached']:>9,}")
-    print(f"wrote {write('traffic', {'traffic': rows}).name}")
+    write("traffic", {"traffic": rows})
 
 
 if __name__ == "__main__":

@@ -39,25 +39,23 @@ unfused: Within = functools.partial(sf.fusing, False)  # pyright: ignore[reportA
 class Models:
     """The models of one row on the weights of `ours`, which are made when they are first asked for."""
 
-    def __init__(self, what: str, spec: plain.Spec, sizes: Sizes, layers: int = 1) -> None:
-        self.what, self.spec, self.layers = what, spec, layers
-        self.made = {"device": sizes.device, "dtype": sizes.dtype}
+    def __init__(self, sizes: Sizes, fused: Callable[..., Any], plainly: Callable[..., Any] = nn.Module) -> None:
+        self.sizes, self.fused, self.plainly = sizes, fused, plainly
 
     @functools.cached_property
     def ours(self) -> Any:
         torch.manual_seed(0)
-        return plain.fused(self.what, self.spec, self.layers, **self.made)
+        return self.fused(device=self.sizes.device, dtype=self.sizes.dtype)
 
     def choosing(self, memory: Any) -> Any:
         """Ours with another choice of memory."""
-        made = plain.fused(self.what, self.spec, self.layers, **{**self.made, "device": "meta"})
+        made = self.fused(device="meta", dtype=self.sizes.dtype)
         made.memory = memory
         return shared(made, self.ours)
 
     def torch(self, functions: plain.Functions | None = None) -> Any:
         """In plain torch, or with somebody's kernels."""
-        made = plain.build(self.what, self.spec, functions, self.layers, **{**self.made, "device": "meta"})
-        return shared(made, self.ours)
+        return shared(self.plainly(functions=functions, device="meta", dtype=self.sizes.dtype), self.ours)
 
     def ligers(self) -> Any:
         return self.torch(plain.Functions(
@@ -66,14 +64,21 @@ class Models:
             swiglu=lambda a, b: liger().liger_swiglu(a, b),
         ))  # fmt: skip
 
-    def peers(self, sizes: Sizes) -> dict[str, Make | None]:
+    def peers(self) -> dict[str, Make | None]:
         """Ours, in plain torch, and by `torch.compile` in its first mode, if it is a peer."""
-        compiles = (lambda: compiled(self.torch(), sizes.compile_modes[0])) if sizes.compile_modes else None
+        modes = self.sizes.compile_modes
+        compiles = (lambda: compiled(self.torch(), modes[0])) if modes else None
         return {"seqfuse": lambda: self.ours, "eager": self.torch, "compile": compiles}
 
     def exact(self) -> Any:
         """Ours in float64; to be run without fusions."""
         return copy.deepcopy(self.ours).double()
+
+
+def models_of(what: str, spec: plain.Spec, sizes: Sizes, layers: int = 1) -> Models:
+    """Those of a block, of a layer or of a stack of layers."""
+    plainly = functools.partial(plain.build, what, spec, layers=layers)
+    return Models(sizes, functools.partial(plain.fused, what, spec, layers), plainly)
 
 
 def shared(model: Any, other: nn.Module) -> Any:
@@ -126,20 +131,10 @@ def passes(
     how: Callable[[Make, Within], Contender] = trained, same: bool = True, within: Mapping[str, Within] | None = None,
     **rest: Any,
 ) -> Case:  # fmt: skip
-    """A row of whole models on the same weights.
+    """A row of whole models on the same weights, which are made when they are first used; `None` is a peer not there.
 
-    Args:
-        group: rows of one kind.
-        name: of the row.
-        sizes: of all rows.
-        model: name and sizes, for tables.
-        rows: of the timed inputs.
-        models: by contender, what makes its model when it is first used; `None` for a peer that is not there.
-        exact: what makes the model in float64.
-        how: of what makes a model, what is measured.
-        same: whether all draw the same dropout; else each has a generator of its own, and peers are not compared.
-        within: by contender, a block in which it runs.
-        rest: of the `Case`.
+    Of what makes a model, `how` gives what is measured, and `within` by contender a block in which it runs. Where not
+    all draw the `same` dropout, each has a generator of its own, and peers are not compared. `rest` is of the `Case`.
     """
     once = {n: functools.cache(make) for n, make in models.items() if make is not None}
     contenders = {n: how(make, (within or {}).get(n, contextlib.nullcontext)) for n, make in once.items()}
@@ -153,9 +148,8 @@ def passes(
 
 
 def spec_of(model: Model, dropout: float = 0.0) -> plain.Spec:
-    return plain.Spec(
-        model.H, model.F, model.heads, model.kv_heads, model.head_dim, model.llama, 0.0 if model.llama else dropout
-    )
+    """Its layer; dropout is of GPT models alone."""
+    return dataclasses.replace(model, dropout=0.0 if model.llama else dropout)
 
 
 def flops(what: str, model: Model, rows: int, sequence: int) -> float:
@@ -197,8 +191,8 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, best: bool = False) -> Case:
     """A block beside what `torch.compile` can do at best, or in its first mode and the other peers."""
     spec = spec_of(model, sizes.dropout if what == "layer" else 0.0)
-    of = Models(what, spec, sizes)
-    models, lean = of.peers(sizes), what == "feedforward" and not model.llama
+    of = models_of(what, spec, sizes)
+    models, lean = of.peers(), what == "feedforward" and not model.llama
     if best:
         models["compile"] = None
         models["compile max-autotune"] = lambda: compiled(of.torch(), sizes.compile_modes[1])
@@ -213,9 +207,9 @@ def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, b
 
 
 def _prefill(sizes: Sizes, model: Model) -> Case:
-    rows, of = min(2048, max(sizes.tokens)), Models("layer", spec_of(model), sizes)
+    rows, of = min(2048, max(sizes.tokens)), models_of("layer", model, sizes)
     return passes(
-        "prefill, one layer", f"{model.name} {rows}", sizes, model, rows, of.peers(sizes), of.exact, how=read,
+        "prefill, one layer", f"{model.name} {rows}", sizes, model, rows, of.peers(), of.exact, how=read,
         make=drawn(sizes, model, "x"), priority=5 + 2 * (model.name not in MAIN),
         flops=flops("layer", model, rows, rows),
     )  # fmt: skip
@@ -224,10 +218,10 @@ def _prefill(sizes: Sizes, model: Model) -> Case:
 def host_cases(sizes: Sizes) -> Iterator[Case]:
     """The blocks of the host target on a GPU; 16 wide, 4 rows: only the host counts."""
     for llama in (False, True) if sizes.device.type == "cuda" else ():
-        model = Model("llama" if llama else "gpt", 16, 16, 1, 1, 16, 16, llama)
-        of = Models("feedforward", spec_of(model), sizes)
+        model = Model(16, 16, 1, 1, 16, llama, name="llama" if llama else "gpt")
+        of = models_of("feedforward", model, sizes)
         yield passes(
-            "host", f"{model.name} feed-forward block 4 x 16", sizes, model, 4, of.peers(sizes), of.exact,
+            "host", f"{model.name} feed-forward block 4 x 16", sizes, model, 4, of.peers(), of.exact,
             make=drawn(sizes, model, "x", "dy"), priority=2,
         )  # fmt: skip
 
@@ -236,7 +230,7 @@ def memory_cases(sizes: Sizes) -> Iterator[Case]:
     """A few layers of the main models: eager, each layer checkpointed, and each choice of `memory=`."""
     rows = sizes.tokens[0]
     for place, model in enumerate(sorted(mains(sizes) or sizes.models, key=lambda m: not m.llama)):
-        of = Models("stack", spec_of(model), sizes, LAYERS)
+        of = models_of("stack", model, sizes, LAYERS)
         models = {name: functools.partial(of.choosing, memory) for name, memory in CHOICES.items()}
         models |= {"eager": of.torch, "checkpointed": lambda of=of: of.torch().checkpoint(use_reentrant=False)}
         yield passes(

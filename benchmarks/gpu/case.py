@@ -23,63 +23,36 @@ PIECES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """One way to compute a row.
+    """One way to compute a row."""
 
-    Args:
-        prepare: for one set of inputs, what is timed; what it does itself is not.
-        forward: the part of it that keeps tensors for a backward, if that is to be counted.
-        own: parameters, which are not counted.
-        checked: whether its results can be compared with the others'; dropout by another generator cannot.
-        near: how far they may be, as a part of them, where it rounds more than the others.
-    """
-
-    prepare: Callable[[Inputs], Run]
-    forward: Callable[[Inputs], Any] | None = None
-    own: Callable[[], Sequence[Tensor]] = tuple
-    checked: bool = True
-    near: float | None = None
+    prepare: Callable[[Inputs], Run]  # for one set of inputs, what is timed; what it does itself is not
+    forward: Callable[[Inputs], Any] | None = None  # what keeps tensors for a backward, if that is to be counted
+    own: Callable[[], Sequence[Tensor]] = tuple  # parameters, which are not counted
+    checked: bool = True  # whether its results can be compared with the others'; own dropout cannot
+    near: float | None = None  # how far they may be, as a part of them, where it rounds more than the others
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row, and everything that is needed to measure it.
+    """A row, and everything that is needed to measure it."""
 
-    Args:
-        group: rows of one kind, which a target speaks of.
-        name: of the row, with its shape; unique in its group.
-        make: inputs of that many rows, drawn from a seed, on a device.
-        rows: how many rows the timed inputs have.
-        checked_rows: rows of the inputs on which the numeric rule is asked, against float64.
-        contenders: by name; `seqfuse` and `eager` are among them, others may be peers.
-        exact: the same in float64; what eager does, if left out.
-        unfused: what the rule compares with; eager, if left out.
-        judged: what of the results the rule is asked about; all of them if left out. All are compared more roughly.
-        flops: of one call.
-        fewest: bytes that one call has to move; inputs and results of `seqfuse`, once each, if left out.
-        priority: rows of low numbers are measured first.
-        as_called: whether the time with the host in it is taken as well.
-        anywhere: whether eager and unfused are functions of the inputs alone, which a CPU can compute as well.
-        shape: numbers for tables.
-        notes: what else is to be written down, asked when the row is measured.
-    """
-
-    group: str
-    name: str
+    group: str  # rows of one kind, which a target speaks of
+    name: str  # with its shape; unique in its group
     dtype: torch.dtype
-    make: Callable[[int, int], Inputs]
-    rows: int
-    contenders: Mapping[str, Contender]
-    checked_rows: int = 512
-    exact: Contender | None = None
-    unfused: Contender | None = None
-    judged: Callable[[Outputs], Outputs] = lambda outputs: outputs
-    flops: float = 0.0
-    fewest: int | None = None
-    priority: int = 5
-    as_called: bool = False
-    anywhere: bool = False
-    shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    notes: Callable[[Inputs], Mapping[str, Any]] = lambda _: {}
+    make: Callable[[int, int], Inputs]  # inputs of that many rows, drawn from a seed, on a device
+    rows: int  # of the timed inputs
+    contenders: Mapping[str, Contender]  # by name; `seqfuse` and `eager` are among them, others may be peers
+    checked_rows: int = 512  # on which the numeric rule is asked, against float64
+    exact: Contender | None = None  # the same in float64; what eager does, if left out
+    unfused: Contender | None = None  # what the rule compares with; eager, if left out
+    judged: Callable[[Outputs], Outputs] = lambda outputs: outputs  # of these the rule is asked; all are compared
+    flops: float = 0.0  # of one call
+    fewest: int | None = None  # bytes that one call has to move; if left out, inputs and results of `seqfuse` once each
+    priority: int = 5  # rows of low numbers are measured first
+    as_called: bool = False  # whether the time with the host in it is taken as well
+    anywhere: bool = False  # whether eager and unfused are functions of the inputs alone, which a CPU can compute, too
+    shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # numbers for tables
+    notes: Callable[[Inputs], Mapping[str, Any]] = lambda _: {}  # what else is to be written down
 
     @property
     def key(self) -> str:
@@ -102,11 +75,6 @@ def normal(
         t = torch.empty(shape, device=device, dtype=dtype).normal_(generator=draw)
         found[name] = t.mul_(0.1).add_(1) if len(shape) == 1 else t
     return found
-
-
-def seed_tensor(seed: int, device: torch.device) -> Tensor:
-    """A seed as kernels read it: on the device."""
-    return torch.tensor(0x1234_5678_9ABC + seed, device=device)
 
 
 def run(contender: Contender, inputs: Inputs) -> list[Tensor | None]:
@@ -208,14 +176,8 @@ def fewest_bytes(case: Case, inputs: Inputs, outputs: Outputs) -> int:
     return sum(t.nbytes for t in (*inputs.values(), *outputs) if t is not None)
 
 
-def kept(contender: Contender, inputs: Inputs) -> int | None:
-    """Bytes that its forward keeps for a backward: storages once, parameters left out."""
-    forward = contender.forward
-    return None if forward is None else counted(lambda: forward(inputs), contender.own())
-
-
 def counted(forward: Callable[[], Any], own: Sequence[Tensor]) -> int:
-    """Bytes of all storages that a forward keeps for a backward, but those of its own parameters."""
+    """Bytes of all storages that a forward keeps for a backward, each once, but those of its own parameters."""
     # By the storage itself: a fake one has no address.
     mine = {t.untyped_storage()._cdata for t in own}
     found: dict[int, Tensor] = {}

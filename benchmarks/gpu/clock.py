@@ -1,14 +1,17 @@
-"""How long calls take, as medians of interleaved samples, and what the machine can do at most, measured by these."""
+"""How long calls take, of sides that take turns: on a device, on the host, on one thread; and what a device can do."""
 
 from __future__ import annotations
 
 import functools
+import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 Call = Callable[[], Any]
 # Cycles of the fastest clock there is: a sleep is as long as it was asked to be, or longer.
@@ -100,58 +103,37 @@ def interleaved(
     contenders: Mapping[str, Sequence[Call]], clock: Clock, *, seconds: float = 0.25, least: int = 7, most: int = 31,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:  # fmt: skip
-    """Sample the contenders by turns, A B C, C B A, ..., for about `seconds` each; two rounds warm up.
+    """Sample the contenders by turns, A B C, C B A, ..., for about `seconds` each, in `least` to `most` rounds.
 
-    Args:
-        contenders: by name, the calls of one sample: the same on several sets of inputs, so that none finds its own in
-            the cache.
-        clock: takes the samples.
-        seconds: per contender.
-        least: rounds that are made whatever they take.
-        most: rounds at most.
-        now: tells how far the seconds have gone.
+    Two rounds warm up. The calls of a sample are the same on several sets of inputs, so that none finds its own in the
+    cache. `now` tells how far the seconds have gone.
     """
     if isinstance(clock, OnDevice):
         clock.forget()
-    for _ in range(2):
-        for calls in contenders.values():
-            clock.sample(calls)
+    for calls in [*contenders.values()] * 2:
+        clock.sample(calls)
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     begun, rounds = now(), 0
     while rounds < least or (rounds < most and now() - begun < seconds * len(contenders)):
         for name in list(contenders) if rounds % 2 == 0 else list(contenders)[::-1]:
             samples[name].append(clock.sample(contenders[name]))
         rounds += 1
-    return {name: _summary(found) for name, found in samples.items()}
-
-
-def _summary(found: Sequence[float]) -> Times:
-    if len(found) == 1:
-        return Times(found[0], found[0], found[0], 1)
-    low, median, high = statistics.quantiles(found, n=4, method="inclusive")
-    return Times(median, low, high, len(found))
+    found: dict[str, Times] = {}
+    for name, own in samples.items():
+        low, median, high = statistics.quantiles(own * (1 if rounds > 1 else 2), n=4, method="inclusive")
+        found[name] = Times(median, low, high, rounds)
+    return found
 
 
 class Ceilings(NamedTuple):
-    """Bytes per microsecond of a copy, read and written; FLOPs per microsecond of cuBLAS, by dtype."""
+    """The speed of a copy, read and written, and of GEMMs of cuBLAS by dtype."""
 
-    bandwidth: float
-    rates: dict[str, float]
+    copy_TB_per_s: float
+    cublas_TFLOP_per_s: dict[str, float]
 
     def floor(self, least: int, flops: float, dtype: torch.dtype) -> float:
         """The fewest microseconds: memory alone, or products alone."""
-        return max(least / self.bandwidth, flops / self.rates[name_of(dtype)])
-
-    def stated(self) -> dict[str, Any]:
-        """As it is written down."""
-        rates = {k: r / 1e6 for k, r in self.rates.items()}
-        return {"copy_TB_per_s": self.bandwidth / 1e6, "cublas_TFLOP_per_s": rates}
-
-
-def stated(known: dict[str, Any]) -> Ceilings:
-    """What was written down."""
-    rates = {k: r * 1e6 for k, r in known["cublas_TFLOP_per_s"].items()}
-    return Ceilings(known["copy_TB_per_s"] * 1e6, rates)
+        return max(least / self.copy_TB_per_s, flops / self.cublas_TFLOP_per_s[name_of(dtype)]) / 1e6
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -165,12 +147,63 @@ def ceilings(
     """Copy `numel` elements of two bytes, and multiply square matrices, of random numbers."""
     sources = [torch.randn(numel, device=device, dtype=torch.bfloat16) for _ in range(2)]
     copies = [functools.partial(torch.empty_like(source).copy_, source) for source in sources]
-    bandwidth = 4 * numel / interleaved({"copy": copies}, clock, seconds=1.0)["copy"].median
+    copy = 4 * numel / interleaved({"copy": copies}, clock, seconds=1.0)["copy"].median / 1e6
     del sources, copies
     rates: dict[str, float] = {}
     for dtype in dtypes:
         n = side if dtype.itemsize == 2 else side // 2
         pairs = [[torch.randn(n, n, device=device).to(dtype) for _ in range(2)] for _ in range(2)]
         products = [lambda a=a, b=b: a @ b for a, b in pairs]
-        rates[name_of(dtype)] = 2 * n**3 / interleaved({"mm": products}, clock, seconds=1.0)["mm"].median
-    return Ceilings(bandwidth, rates)
+        rates[name_of(dtype)] = 2 * n**3 / interleaved({"mm": products}, clock, seconds=1.0)["mm"].median / 1e6
+    return Ceilings(copy, rates)
+
+
+Ratios = dict[str, float]
+"""Seconds of a step, and of the ratios to eager the median and the quartiles."""
+
+
+def paired(sides: Mapping[str, Call], rounds: int, seconds: float = 0.0, warm: int = 10) -> dict[str, Ratios]:
+    """Time sides in turn, `eager` among them, each for about `seconds` in a round; the first side of a round changes.
+
+    Times are those of the thread, which other processes do not add to.
+    """
+    torch.set_num_threads(1)
+    steps = dict.fromkeys(sides, 1)
+    for name, run in sides.items():
+        _timed(run, warm)  # plans, generated code, tables of Dynamo
+        steps[name] = max(1, math.ceil(seconds / max(_timed(run, 3), 1e-7))) if seconds else 1
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    for _ in range(rounds):
+        for name in order:
+            times[name].append(_timed(sides[name], steps[name]))
+        order.append(order.pop(0))
+        gc.collect()  # here, so that no side pays for the garbage of another
+    found: dict[str, Ratios] = {}
+    for name, own in times.items():
+        low, middle, high = statistics.quantiles([t / e for t, e in zip(own, times["eager"], strict=True)], n=4)
+        found[name] = {"seconds": statistics.median(own), "ratio": middle, "low": low, "high": high}
+    return found
+
+
+def _timed(run: Call, steps: int) -> float:
+    """Seconds of a step."""
+    gc.disable()
+    begun = time.thread_time()
+    for _ in range(steps):
+        run()
+    took = (time.thread_time() - begun) / steps
+    gc.enable()
+    return took
+
+
+def step_of(call: Callable[[], Tensor], g: Tensor | None = None, clears: Iterable[Tensor] = ()) -> Call:
+    """Forward and backward, after which some tensors have no gradients."""
+    cleared = list(clears)
+
+    def step() -> None:
+        call().backward(g)
+        for t in cleared:
+            t.grad = None
+
+    return step

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +21,12 @@ from .case import Case, Contender, Inputs, Run
 from .peers import compiled, module
 from .sizes import Model, Sizes
 
-BERT = Model("bert-large", 1024, 4096, 16, 16, 64, 30522, False)
+try:
+    import hugging
+except ImportError:  # without the package of Hugging Face there are no such rows
+    hugging = None
+
+BERT = Model(1024, 4096, 16, 16, 64, False, name="bert-large")
 GROUP, LAYERS = "converted: forward + backward", 2
 
 
@@ -44,15 +48,6 @@ class OfVectors(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with Float64() if x.dtype is torch.float64 else contextlib.nullcontext():
             return self.inner(inputs_embeds=x).last_hidden_state
-
-
-@functools.cache
-def hugging() -> Any:
-    """What makes models of Hugging Face, or `None` without its package; interpreted kernels do no harm to it."""
-    try:
-        return importlib.import_module("hugging")
-    except ImportError:
-        return None
 
 
 class Shared:
@@ -119,7 +114,7 @@ def without_zeros(contender: Contender, model: Callable[[], nn.Module]) -> Conte
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Layers of three models, forward and backward."""
-    if hugging() is not None:
+    if hugging is not None:
         named = {model.name: model for model in sizes.models}
         bert = BERT if sizes.device.type == "cuda" else dataclasses.replace(sizes.models[0], name="bert")
         yield _passes(sizes, named.get("llama3-8b", sizes.models[-1]), "Llama", 1, sizes.sequence)
@@ -132,7 +127,7 @@ def _passes(sizes: Sizes, model: Model, family: str, priority: int, sequence: in
 
     def build() -> nn.Module:
         more = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim} if family == "Llama" else {}
-        return hugging().model(f"{family}Model", model.H, LAYERS, length, model.heads, model.F, vocabulary=64, **more)
+        return hugging.model(f"{family}Model", model.H, LAYERS, length, model.heads, model.F, vocabulary=64, **more)
 
     of, there = Shared(build, sizes), model.llama and module("liger_kernel.transformers") is not None
     models = {

@@ -19,7 +19,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.ops import _grouped
 
-from .blocks import passes, shared, trained
+from .blocks import Models, passes, trained
 from .case import Case, Inputs, Outputs, generator, normal
 from .peers import module
 from .sizes import Mixture, Sizes
@@ -62,40 +62,12 @@ class Theirs(nn.Module):
         return self.experts(x, experts, probs)
 
 
-class Models:
-    """The models of one row on the weights of `ours`, which are made when they are first asked for."""
-
-    def __init__(self, mixture: Mixture, sizes: Sizes) -> None:
-        self.mixture, self.made = mixture, {"device": sizes.device, "dtype": sizes.dtype}
-
-    def _build(self, **made: Any) -> sf.Sequential:
-        m = self.mixture
-        up = ops.GroupedLinear(m.experts, m.H, 2 * m.F, bias=False, **made)
-        down = ops.GroupedLinear(m.experts, m.F, m.H, bias=False, **made)
-        return sf.Sequential(ops.Permute(m.experts, m.top_k), up, ops.SwiGLU(), down, ops.Unpermute())
-
-    @functools.cached_property
-    def ours(self) -> sf.Sequential:
-        torch.manual_seed(0)
-        return self._build(**self.made)
-
-    def lean(self) -> Any:
-        made = self._build(device="meta")
-        made.memory = "lean"
-        return shared(made, self.ours)
-
-    def loop(self) -> nn.Module:
-        up, down = self.ours.parameters()
-        return Loop(up, down)
-
-    def theirs(self, implementation: str) -> nn.Module:
-        up, down = self.ours.parameters()
-        return Theirs(self.mixture, implementation, up, down)
-
-
-def with_our_gemm() -> Any:
-    """A block in which torch's grouped GEMM takes nothing."""
-    return mock.patch.object(_grouped, "_takes", return_value=False)
+def fused(mixture: Mixture, **made: Any) -> sf.Sequential:
+    """Ours."""
+    count, H, F = mixture.experts, mixture.H, mixture.F
+    up = ops.GroupedLinear(count, H, 2 * F, bias=False, **made)
+    down = ops.GroupedLinear(count, F, H, bias=False, **made)
+    return sf.Sequential(ops.Permute(count, mixture.top_k), up, ops.SwiGLU(), down, ops.Unpermute())
 
 
 def of_one_expert(outputs: Outputs) -> Outputs:
@@ -109,7 +81,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def _case(sizes: Sizes, mixture: Mixture) -> Case:
-    of, rows = Models(mixture, sizes), sizes.tokens[0]
+    of, rows = Models(sizes, functools.partial(fused, mixture)), sizes.tokens[0]
 
     def make(tokens: int, seed: int) -> Inputs:
         draw = generator(sizes.device, seed)
@@ -119,16 +91,20 @@ def _case(sizes: Sizes, mixture: Mixture) -> Case:
         drawn = normal(dict.fromkeys(("x", "dy"), (tokens, mixture.H)), seed, sizes.device, sizes.dtype)
         return {**drawn, "experts": experts, "probs": probs / probs.sum(-1, keepdim=True)}
 
-    models = {
-        "seqfuse": lambda: of.ours, "seqfuse, our GEMM": lambda: of.ours, "seqfuse lean": of.lean, "loop": of.loop,
-    }  # fmt: skip
+    def loop() -> Loop:
+        return Loop(*of.ours.parameters())
+
+    without_torchs = functools.partial(mock.patch.object, _grouped, "_takes", return_value=False)
+    models: dict[str, Any] = dict.fromkeys(("seqfuse", "seqfuse, our GEMM"), lambda: of.ours)
+    models["seqfuse lean"] = functools.partial(of.choosing, "lean")
     if module("transformers.integrations.moe") is None:
-        models["eager"] = models.pop("loop")
+        models["eager"] = loop
     else:
-        models |= {name: functools.partial(of.theirs, name) for name in ("eager", "grouped_mm")}
+        theirs = ("eager", "grouped_mm")
+        models |= {"loop": loop} | {n: lambda n=n: Theirs(mixture, n, *of.ours.parameters()) for n in theirs}
     return passes(
-        GROUP, f"{mixture.name} {rows}", sizes, mixture, rows, models, lambda: copy.deepcopy(of.loop()).double(),
-        how=functools.partial(trained, leaves=("x", "probs")), within={"seqfuse, our GEMM": with_our_gemm}, make=make,
+        GROUP, f"{mixture.name} {rows}", sizes, mixture, rows, models, lambda: copy.deepcopy(loop()).double(),
+        how=functools.partial(trained, leaves=("x", "probs")), within={"seqfuse, our GEMM": without_torchs}, make=make,
         judged=of_one_expert, priority=1, flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
         shape={"experts": mixture.experts},
     )  # fmt: skip

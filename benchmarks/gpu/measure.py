@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import torch
 
-from .case import Case, Contender, Inputs, by_the_rule, copied, fewest_bytes, kept, reds, said
-from .clock import Ceilings, Clock, OnDevice, interleaved, name_of
+from .case import Case, Contender, Inputs, by_the_rule, copied, counted, fewest_bytes, reds, said
+from .clock import Ceilings, Clock, interleaved, name_of
 
 _CACHES = 3  # the inputs of one sample are as much as this many second-level caches
 _MOST_SETS = 64
@@ -32,9 +33,8 @@ class Bench:
         Raises:
             torch.AcceleratorError: if the device is lost.
         """
-        row: dict[str, Any] = {
-            "group": case.group, "name": case.name, "dtype": name_of(case.dtype), "shape": dict(case.shape),
-        }  # fmt: skip
+        row: dict[str, Any] = {"group": case.group, "name": case.name}
+        row |= {"dtype": name_of(case.dtype), "shape": dict(case.shape)}
         try:
             by_the_rule(case)
             inputs = case.make(case.rows, 1)
@@ -60,10 +60,10 @@ class Bench:
             row["memory"] = {name: self._memory(c, inputs) for name, c in contenders.items()}
         sets = self._sets(case, inputs)
         ready = {name: [contender.prepare(one) for one in sets] for name, contender in contenders.items()}
-        before = self.on_device.exposed if isinstance(self.on_device, OnDevice) else 0
+        before = getattr(self.on_device, "exposed", 0)
         times = interleaved(ready, self.on_device, seconds=self.seconds)
-        if isinstance(self.on_device, OnDevice) and self.on_device.exposed > before:
-            row["host_not_hidden"] = self.on_device.exposed - before
+        if exposed := getattr(self.on_device, "exposed", 0) - before:
+            row["host_not_hidden"] = exposed
         row["times"] = {name: t._asdict() for name, t in times.items()}
         if case.as_called:
             called = interleaved(ready, self.on_host, seconds=self.seconds)
@@ -81,7 +81,8 @@ class Bench:
     def _memory(self, contender: Contender, inputs: Inputs) -> dict[str, int | None]:
         call = contender.prepare(inputs)
         call()  # whatever is made once
-        found: dict[str, int | None] = {"kept": kept(contender, inputs), "peak": None}
+        forward = contender.forward and functools.partial(contender.forward, inputs)
+        found: dict[str, int | None] = {"kept": forward and counted(forward, contender.own()), "peak": None}
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()

@@ -38,16 +38,8 @@ def module(name: str) -> Any:
         return None
 
 
-def liger() -> Any:
-    """Liger's functions."""
-    return module("liger_kernel.transformers.functional")
-
-
-def quack() -> Any:
-    """quack's module of norms."""
-    return module("quack.rmsnorm")
-
-
+liger = functools.partial(module, "liger_kernel.transformers.functional")
+quack = functools.partial(module, "quack.rmsnorm")
 PEERS = {"liger": liger, "quack": quack}
 
 
@@ -96,25 +88,15 @@ def compiled(function: Any, mode: str = "default") -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Rows of one kernel and shape: ours beside eager, `torch.compile` in its first mode, and others that are there.
-
-    Args:
-        sizes: of all rows.
-        label: their name.
-        rows: of the timed inputs.
-        shape: numbers for tables.
-        compiles: whether `torch.compile` is a peer, if it is one in `sizes`.
-        checked_rows: on which the numeric rule is asked; those of `sizes` if left out.
-        per: how many rows one index of an input's first dimension has.
-    """
+    """Rows of one kernel and shape: ours beside eager, `torch.compile` in its first mode, and others that are there."""
 
     sizes: Sizes
     label: str
-    rows: int
-    shape: dict[str, Any]
-    compiles: bool = True
-    checked_rows: int | None = None
-    per: int = 1
+    rows: int  # of the timed inputs
+    shape: dict[str, Any]  # numbers for tables
+    compiles: bool = True  # whether `torch.compile` is a peer, if it is one in `sizes`
+    checked_rows: int | None = None  # on which the numeric rule is asked; those of `sizes` if left out
+    per: int = 1  # how many rows one index of an input's first dimension has
 
     def inputs(self, shapes: Shapes, rows: int, seed: int) -> Inputs:
         """Tensors of these shapes, in which -1 stands for the rows."""
@@ -126,34 +108,20 @@ class Kernels:
         wanted: Sequence[str] = (), douts: Sequence[str] = ("dy",), checked: bool = True,
         others: Mapping[str, Function] | None = None, **rest: Any,
     ) -> Case:  # fmt: skip
-        """A row.
+        """A row: for one set of inputs of these shapes, `ours` is timed, and functions of the inputs beside it.
 
-        Args:
-            group: rows of one kind.
-            priority: of the row.
-            shapes: by names, of the inputs; -1 stands for the rows.
-            ours: for one set of inputs, what is timed.
-            eager: the same function of the inputs in torch; of a row with gradients, its forward pass.
-            wanted: inputs whose gradients the row is of; without any it is a forward pass.
-            douts: incoming gradients.
-            checked: whether peers are compared.
-            others: functions of peers, if they are there.
-            rest: of the `Case`.
+        Of a row of gradients, those of the `wanted` inputs by `douts`, the functions are its forward pass. Peers are
+        compared if they are to be `checked`. `rest` is of the `Case`.
         """
-        sizes, functions = self.sizes, {"eager": eager}
-        if self.compiles and sizes.compile_modes:
-            functions["compile"] = compiled(eager, sizes.compile_modes[0])
+        functions = {"eager": eager}
+        if self.compiles and self.sizes.compile_modes:
+            functions["compile"] = compiled(eager, self.sizes.compile_modes[0])
         functions |= {name: function for name, function in (others or {}).items() if PEERS[name]()}
         peers = {n: backward_of(f, wanted, douts) if wanted else forward_of(f) for n, f in functions.items()}
-
         contenders = {n: dataclasses.replace(c, checked=checked) for n, c in peers.items()}
-        known = {
-            "make": functools.partial(self.inputs, shapes),
-            "checked_rows": self.checked_rows or sizes.checked_rows,
-            "shape": self.shape,
-            **rest,
-        }
+        known = {"make": functools.partial(self.inputs, shapes), "shape": self.shape, **rest}
+        known = {"checked_rows": self.checked_rows or self.sizes.checked_rows, **known}
         return Case(
-            group, self.label, sizes.dtype, rows=self.rows, contenders={"seqfuse": Contender(ours), **contenders},
+            group, self.label, self.sizes.dtype, rows=self.rows, contenders={"seqfuse": Contender(ours), **contenders},
             priority=priority, **known,
         )  # fmt: skip

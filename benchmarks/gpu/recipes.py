@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops, recipes
 
-from .blocks import Make, Models, flops, mains, passes, shared, spec_of, trained
+from .blocks import Make, flops, mains, models_of, passes, shared, trained
 from .case import Case, Contender, Inputs, Run, normal
 from .peers import compiled
 from .sizes import Model, Sizes
@@ -32,7 +32,7 @@ RECIPES: dict[str, recipes.Recipe] = {
     "MX": recipes.MXFP8(),
 }
 FAR = 0.2  # of bfloat16, relative: what 8 bits may be, twice over
-TINY = (Model("gpt", 32, 64, 2, 2, 16, 50, False), Model("llama", 32, 48, 2, 2, 16, 50, True))
+TINY = (Model(32, 64, 2, 2, 16, False, name="gpt"), Model(32, 48, 2, 2, 16, True, name="llama"))
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
@@ -46,7 +46,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         case = _case(sizes, f"Linear {rows} x {H} -> {F}", model, rows, plainly, functools.partial(linear, plainly), F)
         alone = {f"GEMMs alone{', fast' * fast}": _gemms(model, sizes, rows, fast) for fast in (False, True)}
         yield dataclasses.replace(case, contenders={**case.contenders, **alone}, flops=6.0 * rows * H * F)
-        of, work = Models("feedforward", spec_of(model), sizes), 3 * flops("feedforward", model, rows, 1)
+        of, work = models_of("feedforward", model, sizes), 3 * flops("feedforward", model, rows, 1)
         ours, name = functools.partial(of.choosing, "fast"), f"{model.name} feed-forward block, {rows}"
         yield dataclasses.replace(_case(sizes, name, model, rows, of.torch, ours, H), flops=work)
 

@@ -7,22 +7,22 @@ from collections.abc import Iterator
 
 from targets import TARGETS
 
-from . import attention, blocks, converted, experts, norms, pointwise, recipes
+from . import blocks, converted, experts, kernels, recipes
 from .case import Case
 from .sizes import Sizes
 
-OF_KERNELS = (norms.cases, pointwise.cases, attention.decode_cases, attention.cases)
+OF_KERNELS = (kernels.norms, kernels.pointwise, kernels.decoding, kernels.attentions)
 """Rows of one kernel each."""
 
 
 def small(sizes: Sizes) -> Iterator[Case]:
     """Rows of few tokens."""
-    yield from attention.decode_cases(sizes)
+    yield from kernels.decoding(sizes)
     yield from blocks.host_cases(sizes)
 
 
 ROOMS = (
-    norms.cases, blocks.cases, pointwise.cases, small, attention.cases, experts.cases, converted.cases,
+    kernels.norms, blocks.cases, kernels.pointwise, small, kernels.attentions, experts.cases, converted.cases,
     blocks.memory_cases, recipes.cases,
 )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import plain
 import torch
 
 Shape = tuple[int, int]
@@ -11,31 +12,20 @@ FIRST_GPU = torch.device("cuda", 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
-    """Sizes of one model: width, width of the feed-forward block, heads, classes, and which block it has."""
+class Model(plain.Spec):
+    """One layer of a model by its name; V classes."""
 
-    name: str
-    H: int
-    F: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    V: int
-    llama: bool
-
-    @property
-    def packed(self) -> int:
-        """Width of queries, keys and values."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+    name: str = ""
+    V: int = 0
 
 
 MODELS = (
-    Model("gpt2-xl", 1600, 6400, 25, 25, 64, 50304, False),
-    Model("gpt3-2.7b", 2560, 10240, 32, 32, 80, 50304, False),
-    Model("gpt3-6.7b", 4096, 16384, 32, 32, 128, 50304, False),
-    Model("llama3-1b", 2048, 8192, 32, 8, 64, 128256, True),
-    Model("llama2-7b", 4096, 11008, 32, 32, 128, 32000, True),
-    Model("llama3-8b", 4096, 14336, 32, 8, 128, 128256, True),
+    Model(1600, 6400, 25, 25, 64, False, name="gpt2-xl", V=50304),
+    Model(2560, 10240, 32, 32, 80, False, name="gpt3-2.7b", V=50304),
+    Model(4096, 16384, 32, 32, 128, False, name="gpt3-6.7b", V=50304),
+    Model(2048, 8192, 32, 8, 64, True, name="llama3-1b", V=128256),
+    Model(4096, 11008, 32, 32, 128, True, name="llama2-7b", V=32000),
+    Model(4096, 14336, 32, 8, 128, True, name="llama3-8b", V=128256),
 )
 
 
@@ -55,34 +45,20 @@ MAIN = ("gpt3-6.7b", "llama3-8b")  # measured before the other models
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What rows are made of, most important first; everything, on the first GPU, unless other sizes are given.
-
-    Args:
-        device: where tensors are.
-        compile_modes: of `torch.compile`, as peers; none leaves it out.
-        checked_rows: on which the numeric rule is asked.
-        norms: rows and columns of norms alone.
-        more_norms: of those that are measured if there is time.
-        models: whose shapes blocks and products have.
-        tokens: rows of those.
-        sequence: length of the sequences that attention sees.
-        decodes: batch and cache length.
-        mixtures: whose experts are measured.
-        dropout: in layers of GPT models.
-    """
+    """What rows are made of, most important first; everything, on the first GPU, unless other sizes are given."""
 
     device: torch.device = FIRST_GPU
-    compile_modes: tuple[str, ...] = ("default", "max-autotune-no-cudagraphs")
-    checked_rows: int = 512
-    norms: tuple[Shape, ...] = tuple((32768, n) for n in (8192, 4096, 1024, 16384, 2048, 32768))
-    more_norms: tuple[Shape, ...] = (
+    compile_modes: tuple[str, ...] = ("default", "max-autotune-no-cudagraphs")  # as peers; none leaves it out
+    checked_rows: int = 512  # on which the numeric rule is asked
+    norms: tuple[Shape, ...] = tuple((32768, n) for n in (8192, 4096, 1024, 16384, 2048, 32768))  # rows and columns
+    more_norms: tuple[Shape, ...] = (  # measured if there is time
         *((32768, n) for n in (512, 256, 65536)),
         *((4096, 512 * i) for i in range(31, 1, -1)),
     )
     models: tuple[Model, ...] = MODELS
-    tokens: tuple[int, ...] = (8192, 2048, 16384, 512)  # the order in which there is time for them
-    sequence: int = 2048
-    decodes: tuple[Shape, ...] = (
+    tokens: tuple[int, ...] = (8192, 2048, 16384, 512)  # of blocks, in the order in which there is time for them
+    sequence: int = 2048  # length of those that attention sees
+    decodes: tuple[Shape, ...] = (  # batch and cache length
         (16, 8192), (64, 8192), (1, 8192), (1, 32768), (16, 32768), (64, 2048), (16, 2048), (1, 2048), (64, 32768),
         *((b, n) for n in (128, 512) for b in (64, 16, 1)),
     )  # fmt: skip
@@ -91,7 +67,7 @@ class Sizes:
         Mixture("qwen3-moe-30b", 2048, 768, 128, 8),
     )
     dtype: torch.dtype = torch.bfloat16
-    dropout: float = 0.1
+    dropout: float = 0.1  # in layers of GPT models
 
 
 real = Sizes
@@ -123,7 +99,7 @@ def tiny(dtype: torch.dtype = torch.float32) -> Sizes:
         checked_rows=24,
         norms=((24, 40),),
         more_norms=((17, 72),),
-        models=(Model("gpt", 16, 32, 2, 2, 8, 50, False), Model("llama", 16, 24, 4, 2, 8, 50, True)),
+        models=(Model(16, 32, 2, 2, 8, False, name="gpt", V=50), Model(16, 24, 4, 2, 8, True, name="llama", V=50)),
         tokens=(16,),
         sequence=8,
         decodes=((2, 12),),

@@ -1,13 +1,21 @@
-"""A process that is killed from outside: what waits for a GPU hears no signal but the one that ends it."""
+"""A run that keeps what it has: its file is whole after every row, and a process that hangs is killed from outside.
+
+What waits for a GPU hears no signal but the one that ends it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from record import lines
 
 POLL = 0.25
 GRACE = 10.0
@@ -18,17 +26,10 @@ def watched(
     command: Sequence[str], until: float, stuck: Callable[[], str | None] = lambda: None, *,
     log: str | None = None, environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:  # fmt: skip
-    """Run a command, and kill it and all that it started when the time is over or when it is stuck.
+    """Run a command, and kill it and all that it started at `until`, as `time.time()` tells it, or when it is stuck.
 
-    Args:
-        command: what runs.
-        until: when it is killed, as `time.time()` tells it.
-        stuck: why it is to be killed now, `None` as long as it is not; asked a few times a second.
-        log: the file that its output is appended to; this process's own output by default.
-        environment: its variables; those of this process by default.
-
-    Returns:
-        Its exit status, and why it ended where it did not end by itself with 0.
+    `stuck` says why, and is asked a few times a second. Output is appended to `log` if there is one. Returns the exit
+    status, and why the command ended where it did not end by itself with 0.
     """
     with contextlib.nullcontext() if log is None else open(log, "ab") as out:
         child = subprocess.Popen(
@@ -46,3 +47,47 @@ def watched(
             why = ""
     status = child.wait()
     return status, why or (f"its process ended with status {status}" if status else "")
+
+
+class Book:
+    """Rows by key, and which one is under way."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.data.setdefault("rows", {})
+
+    @property
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """What was measured."""
+        return self.data["rows"]
+
+    def state(self, **facts: Any) -> None:
+        """Write facts about the whole run."""
+        self.data |= facts
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(lines(self.data))
+        os.replace(new, self.path)
+
+    def begin(self, key: str) -> None:
+        """Say which row is next: if nothing follows, it was the end of the process."""
+        self.state(running=key, since=time.time())
+
+    def overdue(self, seconds: float) -> str | None:
+        """Why what is under way should be ended: it has taken longer than that."""
+        took = time.time() - self.data.get("since", time.time()) if self.data.get("running") else 0.0
+        return f"it hung, and was killed after {took:.0f} s" if took > seconds else None
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        """Write the row that was under way."""
+        self.rows[key] = row
+        self.state(running=None)
+
+    def bury(self, why: str) -> str | None:
+        """Mark the row that was under way when a process ended; its key."""
+        key = self.data.get("running")
+        if key is not None:
+            group, _, name = key.partition(": ")
+            self.add(key, {"group": group, "name": name, "status": "failed", "why": why})
+        return key

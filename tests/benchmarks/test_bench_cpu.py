@@ -19,12 +19,12 @@ def test_a_ratio_is_of_two_sides_in_one_round(monkeypatch: pytest.MonkeyPatch) -
             ran.append(name)
             clock[0] += took * (1 + ran.count("eager") // 40)  # a machine that becomes slower
 
-        return lambda: run
+        return run
 
     monkeypatch.setattr(time, "thread_time", lambda: clock[0])
     monkeypatch.setattr(gc, "collect", int)  # of all that tests before have left: seconds, eight times
     made = {name: side(name, took) for name, took in (("eager", 2.0), ("fast", 1.0), ("slow", 3.0))}
-    found = bench_cpu.Row("row", made).times(rounds=8, seconds=2.0)
+    found = bench_cpu.Row("row", made.__getitem__, ("fast", "slow")).times(rounds=8, seconds=2.0)
     assert found["eager"]["ratio"] == 1.0
     assert found["slow"]["ratio"] == 1.5
     assert found["fast"]["low"] <= 0.5 <= found["fast"]["high"]

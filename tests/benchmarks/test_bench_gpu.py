@@ -15,8 +15,8 @@ import bench_gpu
 import pytest
 import torch
 from gpu import blocks, rows, watch
-from gpu.book import Book
 from gpu.sizes import MODELS, real, tiny
+from gpu.watch import Book
 from targets import TARGETS
 
 import seqfuse as sf
@@ -112,7 +112,7 @@ CHILD = """
 import json, os, sys, time
 from pathlib import Path
 sys.path.insert(0, {folder!r})
-from gpu.book import Book
+from gpu.watch import Book
 book = Book(Path({out!r}))
 for key, work in {{"a: crashes": os.abort, "a: hangs": lambda: time.sleep(99), "b: works": dict}}.items():
     if key not in book.rows:
@@ -184,7 +184,7 @@ def test_a_row_is_let_go_before_the_next_one(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(bench_gpu, "chosen", chosen)
     monkeypatch.setattr(bench_gpu, "_bench", lambda *_: Bench())
-    monkeypatch.setattr(bench_gpu, "_rounding", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(bench_gpu, "corrected", contextlib.nullcontext)
     given = options(on_gpu=False)
     assert bench_gpu.work(given, tmp_path / "gpu.json", time.time() + 60) == 0
     assert alive == [*range(len(rows_of), 0, -1)]
@@ -210,7 +210,7 @@ def test_a_row_that_the_end_cuts_off_has_not_failed(
 
     monkeypatch.setattr(bench_gpu, "chosen", lambda _: rows.cases(tiny())[:2])
     monkeypatch.setattr(bench_gpu, "_bench", lambda *_: Bench())
-    monkeypatch.setattr(bench_gpu, "_rounding", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(bench_gpu, "corrected", contextlib.nullcontext)
     out, given = tmp_path / "gpu.json", options(on_gpu=False, most=most)
     assert bench_gpu.work(given, out, time.time() + 30) == 0
     book = Book(out)

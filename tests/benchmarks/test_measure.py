@@ -29,7 +29,7 @@ class Steady:
 
 
 def bench(clock: Clock) -> Bench:
-    return Bench(CPU, Ceilings(1000.0, {"float32": 1000.0}), clock, clock, cache_bytes=10_000, seconds=0.0)
+    return Bench(CPU, Ceilings(1e-3, {"float32": 1e-3}), clock, clock, cache_bytes=10_000, seconds=0.0)
 
 
 def of(function: Any) -> Contender:
