@@ -107,48 +107,47 @@ def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, 
     return made, forward, step
 
 
-def resident(of: str) -> int:
-    """Bytes that are resident now (`VmRSS`), or that were at most (`VmHWM`)."""
-    (kilobytes,) = re.findall(rf"{of}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(kilobytes) * 1024
-
-
 def bytes_of(model: nn.Module, forward: Call, step: Call) -> dict[str, int]:
     """Bytes of this process: resident before a step and at its peak, of parameters, and saved."""
+
+    def resident(of: str) -> int:
+        (kilobytes,) = re.findall(rf"{of}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(kilobytes) * 1024
+
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
-    before = resident("VmRSS")
+    before = resident("VmRSS")  # now
     step()
-    peak, parameters = resident("VmHWM"), list(model.parameters())
+    peak, parameters = resident("VmHWM"), list(model.parameters())  # at most
     saved = counted(forward, parameters)
     return {"before": before, "peak": peak, "parameters": sum(p.nbytes for p in parameters), "saved": saved}
 
 
-def alone(what: str, *arguments: object) -> Any:
-    """What this script measures with these arguments in a process of its own; `None` where it fails."""
+def alone(*arguments: Any) -> Any:
+    """What `child` measures with these arguments in a process of its own; `None` where it fails."""
     # Freed tensors go back to the system at once where memory is measured, so that what is resident is what is in use.
-    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if what == "bytes" else {}
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if arguments[0] is None else {}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SEQFUSE_TUNE": "0", **returned}
-    command = [sys.executable, __file__, "--child", what, *map(str, arguments)]
+    command = [sys.executable, __file__, "--child", json.dumps(arguments)]
     done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE, text=True)
     return None if done.returncode else json.loads(done.stdout.splitlines()[-1])
 
 
-def child(what: str, model: str, rows: str, adamw: str, rounds: str, *sides: str) -> Any:
-    made = {side: training(model, side, int(rows), adamw == "True") for side in sides}
-    if what == "bytes":
+def child(rounds: int | None, model: str, rows: int, adamw: bool, *sides: str) -> Any:
+    """Times of these sides in so many rounds; without rounds the bytes of the only one."""
+    made = {side: training(model, side, rows, adamw) for side in sides}
+    if rounds is None:
         return bytes_of(*made[sides[0]])
-    return paired({side: step for side, (*_, step) in made.items()}, int(rounds), warm=1)
+    return paired({side: step for side, (*_, step) in made.items()}, rounds, warm=1)
 
 
-def measured(study: Study, model: str, rows: int, rounds: int) -> list[dict[str, Any]]:
+def measured(study: Study, model: str, rounds: int) -> list[dict[str, Any]]:
     """The rows of a model."""
-    common = model, rows, study.adamw, rounds
-    memory = {side: found for side in study.sides if (found := alone("bytes", *common, side))}
-    together = [side for side in memory if not side.startswith("compile")]
-    times = alone("times", *common, *together)
+    common = model, study.rows, study.adamw
+    memory = {side: found for side in study.sides if (found := alone(None, *common, side))}
+    times = alone(rounds, *common, *(side for side in memory if not side.startswith("compile")))
     for side in memory.keys() - times.keys():  # another budget would not compile the same code again
-        times |= {side: alone("times", *common, "eager", side)[side]}
+        times |= {side: alone(rounds, *common, "eager", side)[side]}
     for side, found in memory.items():
         added = (found["peak"] - found["before"]) / (memory["eager"]["peak"] - memory["eager"]["before"])
         print(f"{model}, {side}: {added:.2f} of eager's peak, {times[side]['ratio']:.2f} of its time", flush=True)
@@ -160,19 +159,18 @@ def main() -> None:
     parser.add_argument("studies", nargs="*", help="peak, front; both by default")
     parser.add_argument("--rows", type=int, help="sequences of 1,024 tokens")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(*options.child)))
         return
     for name in options.studies or STUDIES:
-        study = STUDIES[name]
-        rows = options.rows or study.rows
-        found = [row for model in study.models for row in measured(study, model, rows, options.rounds)]
+        study = STUDIES[name]._replace(**({"rows": options.rows} if options.rows else {}))
+        found = [row for model in study.models for row in measured(study, model, options.rounds)]
         if name == "front":
             for row in found:
                 row["peak"] -= row.pop("before")
-        sizes = {"layers": LAYERS, "width": WIDTH, "tokens": [rows, LENGTH], "rounds": options.rounds}
+        sizes = {"layers": LAYERS, "width": WIDTH, "tokens": [study.rows, LENGTH], "rounds": options.rounds}
         write(name, {**sizes, "rows": found}, by_capability=name == "peak")
 
 

@@ -1,4 +1,4 @@
-"""Models forward and backward, and passes without gradients: blocks, layers, and stacks with each choice of memory."""
+"""Rows of whole models, forward and backward, and without gradients: blocks, layers, stacks, experts, recipes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import plain
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqfuse as sf
+from seqfuse import ops, recipes
+from seqfuse.ops import _grouped
 
-from .case import Case, Contender, Inputs, Run, normal
-from .peers import Within, compiled, forward_of, liger
-from .sizes import MAIN, Model, Sizes
+from .case import Case, Contender, Inputs, Outputs, Run, generator, normal
+from .peers import Within, compiled, forward_of, liger, module
+from .sizes import MAIN, Mixture, Model, Sizes
 
 GROUPS = {
     "feedforward": "MLP block forward + backward",
@@ -30,6 +34,15 @@ CHOICES: dict[str, Any] = {
 }  # fmt: skip
 LAYERS = 4
 """Of a stack."""
+RECIPES: dict[str, recipes.Recipe] = {
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.Float8DelayedScaling(history=16),
+    "row": recipes.Float8RowScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "MX": recipes.MXFP8(),
+}
+FAR = 0.2  # of bfloat16, relative: what 8 bits may be, twice over
+TINY = (Model(32, 64, 2, 2, 16, False, name="gpt"), Model(32, 48, 2, 2, 16, True, name="llama"))
 
 Make = Callable[[], Any]
 unfused: Within = functools.partial(sf.fusing, False)  # pyright: ignore[reportAssignmentType]
@@ -87,6 +100,11 @@ def shared(model: Any, other: nn.Module) -> Any:
     return model.requires_grad_()
 
 
+def again(model: Any) -> Any:
+    """Another one with the same parameters."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
 def trained(model: Make, within: Within = contextlib.nullcontext, leaves: Sequence[str] = ("x",)) -> Contender:
     """Result and all gradients, as a step of training makes them; `model` makes it when it is first used.
 
@@ -119,11 +137,6 @@ def trained(model: Make, within: Within = contextlib.nullcontext, leaves: Sequen
             return entering(inputs)[1]()
 
     return Contender(prepare, forward, lambda: list(model().parameters()))
-
-
-def read(model: Make, within: Within = contextlib.nullcontext) -> Contender:
-    """The result, without gradients."""
-    return forward_of(lambda x: model()(x), within)
 
 
 def passes(
@@ -209,9 +222,9 @@ def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, b
 def _prefill(sizes: Sizes, model: Model) -> Case:
     rows, of = min(2048, max(sizes.tokens)), models_of("layer", model, sizes)
     return passes(
-        "prefill, one layer", f"{model.name} {rows}", sizes, model, rows, of.peers(), of.exact, how=read,
-        make=drawn(sizes, model, "x"), priority=5 + 2 * (model.name not in MAIN),
-        flops=flops("layer", model, rows, rows),
+        "prefill, one layer", f"{model.name} {rows}", sizes, model, rows, of.peers(), of.exact,
+        how=lambda make, within: forward_of(lambda x: make()(x), within), make=drawn(sizes, model, "x"),
+        priority=5 + 2 * (model.name not in MAIN), flops=flops("layer", model, rows, rows),
     )  # fmt: skip
 
 
@@ -248,3 +261,192 @@ def _choices(of: Models, inputs: Inputs) -> dict[str, Any]:
         plan = of.choosing(memory).plan(inputs["x"].detach().requires_grad_())
         found[name] = {"saved": plan.memory.saved, "peak": plan.memory.peak}
     return {"said": found, "gradients": sum(p.nbytes for p in of.ours.parameters())}
+
+
+class Loop(nn.Module):
+    """Each expert by itself: its tokens are found, which the host waits for, and added where they belong."""
+
+    def __init__(self, up: nn.Parameter, down: nn.Parameter) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor, *, experts: Tensor, probs: Tensor) -> Tensor:
+        y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        for e in range(len(self.up)):
+            tokens, which = (experts == e).nonzero(as_tuple=True)
+            gate, up = F.linear(x[tokens], self.up[e]).chunk(2, -1)
+            made = F.linear(F.silu(gate) * up, self.down[e])
+            y = y.index_add(0, tokens, made * probs[tokens, which].unsqueeze(-1))
+        return y.to(x.dtype)
+
+
+class Theirs(nn.Module):
+    """Hugging Face's experts of Mixtral, with one of its implementations."""
+
+    def __init__(self, mixture: Mixture, implementation: str, up: nn.Parameter, down: nn.Parameter) -> None:
+        super().__init__()
+        config = module("transformers").MixtralConfig(
+            hidden_size=mixture.H, intermediate_size=mixture.F, num_local_experts=mixture.experts,
+            num_experts_per_tok=mixture.top_k,
+        )  # fmt: skip
+        config._experts_implementation = implementation
+        with torch.device("meta"):
+            self.experts = module("transformers.models.mixtral.modeling_mixtral").MixtralExperts(config)
+        self.experts.gate_up_proj, self.experts.down_proj = up, down
+
+    def forward(self, x: Tensor, *, experts: Tensor, probs: Tensor) -> Tensor:
+        return self.experts(x, experts, probs)
+
+
+def experts(mixture: Mixture, **made: Any) -> sf.Sequential:
+    """Ours."""
+    count, H, F = mixture.experts, mixture.H, mixture.F
+    up = ops.GroupedLinear(count, H, 2 * F, bias=False, **made)
+    down = ops.GroupedLinear(count, F, H, bias=False, **made)
+    return sf.Sequential(ops.Permute(count, mixture.top_k), up, ops.SwiGLU(), down, ops.Unpermute())
+
+
+def of_one_expert(outputs: Outputs) -> Outputs:
+    """Results with the gradients of the first expert's weights: of all they are billions of numbers in float64."""
+    return [*outputs[:3], *(None if t is None else t[:1] for t in outputs[3:])]
+
+
+def expert_cases(sizes: Sizes) -> Iterator[Case]:
+    """Every mixture, for tokens whose experts are chosen, beside Hugging Face's and a loop.
+
+    The router is left out: its scores differ by roundings, and with them the experts of some tokens.
+    """
+    return (_experts(sizes, mixture) for mixture in sizes.mixtures)
+
+
+def _experts(sizes: Sizes, mixture: Mixture) -> Case:
+    of, rows = Models(sizes, functools.partial(experts, mixture)), sizes.tokens[0]
+
+    def make(tokens: int, seed: int) -> Inputs:
+        draw = generator(sizes.device, seed)
+        scores = torch.randn(tokens, mixture.experts, generator=draw, device=sizes.device)
+        scores = scores + 0.5 * torch.randn(mixture.experts, generator=draw, device=sizes.device)  # of unequal load
+        probs, chosen = scores.softmax(-1).topk(mixture.top_k, -1)
+        tensors = normal(dict.fromkeys(("x", "dy"), (tokens, mixture.H)), seed, sizes.device, sizes.dtype)
+        return {**tensors, "experts": chosen, "probs": probs / probs.sum(-1, keepdim=True)}
+
+    def loop() -> Loop:
+        return Loop(*of.ours.parameters())
+
+    without_torchs = functools.partial(mock.patch.object, _grouped, "_takes", return_value=False)
+    models: dict[str, Any] = dict.fromkeys(("seqfuse", "seqfuse, our GEMM"), lambda: of.ours)
+    models["seqfuse lean"] = functools.partial(of.choosing, "lean")
+    if module("transformers.integrations.moe") is None:
+        models["eager"] = loop
+    else:
+        theirs = ("eager", "grouped_mm")
+        models |= {"loop": loop} | {n: lambda n=n: Theirs(mixture, n, *of.ours.parameters()) for n in theirs}
+    return passes(
+        "experts", f"{mixture.name} {rows}", sizes, mixture, rows, models, lambda: copy.deepcopy(loop()).double(),
+        how=functools.partial(trained, leaves=("x", "probs")), within={"seqfuse, our GEMM": without_torchs}, make=make,
+        judged=of_one_expert, priority=1, flops=3 * 2.0 * rows * mixture.top_k * 3 * mixture.H * mixture.F,
+        shape={"experts": mixture.experts},
+    )  # fmt: skip
+
+
+def recipe_cases(sizes: Sizes) -> Iterator[Case]:
+    """A Linear and a block of the main models, in bfloat16 alone and under each recipe, beside what users write.
+
+    That are modules with torch's 8-bit GEMM under current scaling, eager and compiled; of a Linear also the GEMMs
+    alone, of operands that are there already, which no recipe can be faster than.
+    """
+    rows = max(32, sizes.tokens[0])
+    for model in reversed(mains(sizes) or TINY) if sizes.dtype is torch.bfloat16 else ():
+        ours, theirs = ((sf.Sequential, ops.Linear), (nn.Sequential, nn.Linear))
+        of = Models(sizes, functools.partial(_linear, model, *ours), functools.partial(_linear, model, *theirs))
+        case = _recipes(of, f"Linear {rows} x {model.H} -> {model.F}", model, rows, model.F)
+        alone = {f"GEMMs alone{', fast' * fast}": _gemms(model, sizes, rows, fast) for fast in (False, True)}
+        work = 6.0 * rows * model.H * model.F
+        yield dataclasses.replace(case, contenders={**case.contenders, **alone}, flops=work)
+        of, name = models_of("feedforward", model, sizes), f"{model.name} feed-forward block, {rows}"
+        case = _recipes(of, name, model, rows, model.H)
+        yield dataclasses.replace(case, flops=3 * flops("feedforward", model, rows, 1))
+
+
+def _linear(model: Model, sequence: Any, linear: Any, functions: Any = None, **made: Any) -> Any:
+    return sequence(linear(model.H, model.F, False, **made))
+
+
+def _recipes(of: Models, name: str, model: Model, rows: int, width: int) -> Case:
+    """A module under each recipe; one that has no kernels here is left out."""
+
+    def make(rows: int, seed: int) -> Inputs:
+        return normal({"x": (rows, model.H), "dy": (rows, width)}, seed, of.sizes.device, of.sizes.dtype)
+
+    def under(recipe: recipes.Recipe) -> Any:
+        made = sf.Sequential(of.choosing("fast"), recipe=recipe)
+        if recipe.keeps_state:  # of which the first step has scales of 1
+            trained(lambda: made).prepare(make(rows, 1))()
+            sf.update_scales(made)
+        return made
+
+    models = {**of.peers(), "by hand": lambda: by_hand(of.torch())}
+    if of.sizes.compile_modes:
+        models["by hand, compiled"] = lambda: compiled(by_hand(of.torch()))
+    exact = "seqfuse", "eager", "compile"
+    models |= {key: functools.partial(under, recipe) for key, recipe in RECIPES.items()}
+    case = passes("recipes: forward + backward", name, of.sizes, model, rows, models, of.exact, make=make, priority=9)
+    near = {n: c if n in exact else dataclasses.replace(c, near=FAR) for n, c in case.contenders.items()}
+    return dataclasses.replace(case, contenders=near)
+
+
+def _gemms(model: Model, sizes: Sizes, rows: int, fast: bool) -> Contender:
+    """The three GEMMs of a Linear, of quantized tensors along rows and columns."""
+
+    def prepare(_: Inputs) -> Run:
+        one = torch.ones((), device=sizes.device)
+        a, b, c = (
+            (torch.randn(shape, device=sizes.device) * 60).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for shape in ((rows, model.H), (model.F, model.H), (rows, model.F))
+        )
+        at, bt, ct = (t.t().contiguous() for t in (a, b, c))
+        run: Any = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return lambda: [run(p, q.t(), one, one) for p, q in ((a, b), (c, bt), (ct, at))]
+
+    return Contender(prepare, checked=False)
+
+
+class ByHand(nn.Linear):
+    """A Linear of 8-bit GEMMs under current scaling, as one writes it with torch alone."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Any = _ByHand.apply(input.reshape(-1, self.in_features), self.weight)
+        y = y if self.bias is None else y + self.bias
+        return y.view(*input.shape[:-1], self.out_features)
+
+
+def by_hand(model: nn.Module) -> nn.Module:
+    """A copy of a model on its weights, each Linear of which is by hand."""
+    made = again(model)
+    for linear in made.modules():
+        if type(linear) is nn.Linear:
+            linear.__class__ = ByHand
+    return made
+
+
+class _ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        (qx, sx), (qw, sw) = (_quantized(t, torch.float8_e4m3fn) for t in (x, weight))
+        ctx.save_for_backward(qx, sx, qw, sw)
+        return torch._scaled_mm(qx, qw.t(), sx, sw, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        (dy,) = douts
+        qx, sx, qw, sw = ctx.saved_tensors
+        qd, sd = _quantized(dy, torch.float8_e5m2)
+        dx = torch._scaled_mm(qd, qw.t().contiguous().t(), sd, sw, out_dtype=dy.dtype)
+        dweight = torch._scaled_mm(qd.t().contiguous(), qx.t().contiguous().t(), sd, sx, out_dtype=dy.dtype)
+        return dx, dweight
+
+
+def _quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    largest = torch.finfo(dtype).max
+    scale = largest / x.abs().max().float().clamp(min=1e-12)
+    return (x.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 import seqfuse as sf
 
-from .blocks import drawn, flops, passes, trained
+from .blocks import again, drawn, flops, passes, trained
 from .case import Case, Contender, Inputs, Run
 from .peers import compiled, module
 from .sizes import Model, Sizes
@@ -50,34 +50,11 @@ class OfVectors(nn.Module):
             return self.inner(inputs_embeds=x).last_hidden_state
 
 
-class Shared:
-    """Copies of one model, all of the same parameters."""
-
-    def __init__(self, build: Callable[[], nn.Module], sizes: Sizes) -> None:
-        self._build, self._sizes = build, sizes
-
-    @functools.cached_property
-    def eager(self) -> OfVectors:
-        torch.manual_seed(0)
-        with torch.device(self._sizes.device):
-            inner = self._build().to(self._sizes.dtype).train()
-        with torch.no_grad():
-            for p in inner.parameters():
-                if p.ndim == 1:  # those that start from zero or one would hide errors
-                    p.add_(torch.randn_like(p), alpha=0.1)
-        inner.get_input_embeddings().requires_grad_(False)  # pyright: ignore[reportCallIssue]
-        return OfVectors(inner)
-
-    def again(self) -> OfVectors:
-        """Another model of these parameters."""
-        return copy.deepcopy(self.eager, {id(p): p for p in self.eager.parameters()})
-
-    def converted(self, **options: Any) -> OfVectors:
-        # Rows are measured at one shape and checked at a smaller one, which must not make sizes of the graph symbols.
-        torch._dynamo.config.automatic_dynamic_shapes = False  # pyright: ignore[reportPrivateUsage]
-        model = self.again()
-        sf.convert(model.inner, **options)
-        return model
+def converted(model: OfVectors, **options: Any) -> OfVectors:
+    # Rows are measured at one shape and checked at a smaller one, which must not make sizes of the graph symbols.
+    torch._dynamo.config.automatic_dynamic_shapes = False  # pyright: ignore[reportPrivateUsage]
+    sf.convert(model.inner, **options)
+    return model
 
 
 def with_liger(model: OfVectors) -> Callable[[Tensor], Tensor]:
@@ -125,19 +102,31 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 def _passes(sizes: Sizes, model: Model, family: str, priority: int, sequence: int) -> Case:
     rows, length = sizes.tokens[0], min(sequence, sizes.tokens[0])
 
-    def build() -> nn.Module:
+    @functools.cache
+    def eager() -> OfVectors:
+        torch.manual_seed(0)
         more = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim} if family == "Llama" else {}
-        return hugging.model(f"{family}Model", model.H, LAYERS, length, model.heads, model.F, vocabulary=64, **more)
+        with torch.device(sizes.device):
+            inner: Any = hugging.model(
+                f"{family}Model", model.H, LAYERS, length, model.heads, model.F, vocabulary=64, **more
+            )
+        with torch.no_grad():
+            for p in inner.to(sizes.dtype).train().parameters():
+                if p.ndim == 1:  # those that start from zero or one would hide errors
+                    p.add_(torch.randn_like(p), alpha=0.1)
+        inner.get_input_embeddings().requires_grad_(False)
+        return OfVectors(inner)
 
-    of, there = Shared(build, sizes), model.llama and module("liger_kernel.transformers") is not None
+    there = model.llama and module("liger_kernel.transformers") is not None
     models = {
-        "seqfuse": of.converted, "eager": lambda: of.eager, "seqfuse lean": lambda: of.converted(memory="lean"),
-        "compile": (lambda: compiled(of.again(), sizes.compile_modes[0])) if sizes.compile_modes else None,
-        "liger": (lambda: with_liger(of.again())) if there else None,
+        "seqfuse": lambda: converted(again(eager())), "eager": eager,
+        "seqfuse lean": lambda: converted(again(eager()), memory="lean"),
+        "compile": (lambda: compiled(again(eager()), sizes.compile_modes[0])) if sizes.compile_modes else None,
+        "liger": (lambda: with_liger(again(eager()))) if there else None,
     }  # fmt: skip
     return passes(
-        GROUP, f"{model.name} x {LAYERS} {rows}", sizes, model, rows, models, lambda: copy.deepcopy(of.eager).double(),
-        how=lambda make, within: without_zeros(trained(make, within), lambda: of.eager), priority=priority,
+        GROUP, f"{model.name} x {LAYERS} {rows}", sizes, model, rows, models, lambda: copy.deepcopy(eager()).double(),
+        how=lambda make, within: without_zeros(trained(make, within), eager), priority=priority,
         make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"),
         # Rows of gradients of queries are mostly one early token's: tests/gpu judges these over several draws.
         judged=lambda outputs: outputs[:2], flops=3 * LAYERS * flops("layer", model, rows, length),

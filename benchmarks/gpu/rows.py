@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from targets import TARGETS
 
-from . import blocks, converted, experts, kernels, recipes
+from . import blocks, converted, kernels
 from .case import Case
 from .sizes import Sizes
 
@@ -22,8 +22,8 @@ def small(sizes: Sizes) -> Iterator[Case]:
 
 
 ROOMS = (
-    kernels.norms, blocks.cases, kernels.pointwise, small, kernels.attentions, experts.cases, converted.cases,
-    blocks.memory_cases, recipes.cases,
+    kernels.norms, blocks.cases, kernels.pointwise, small, kernels.attentions, blocks.expert_cases, converted.cases,
+    blocks.memory_cases, blocks.recipe_cases,
 )  # fmt: skip
 
 

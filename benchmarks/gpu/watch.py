@@ -17,7 +17,6 @@ from typing import Any
 
 from record import lines
 
-POLL = 0.25
 GRACE = 10.0
 """Seconds that a row may take beyond its limit, at which it ends itself unless it waits for the device."""
 
@@ -38,7 +37,7 @@ def watched(
     why = ""
     try:
         while child.poll() is None and not why:
-            time.sleep(POLL)
+            time.sleep(0.25)
             why = stuck() or ("the time was over" if time.time() >= until else "")
     finally:
         if child.poll() is None:
