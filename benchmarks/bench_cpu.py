@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import hugging
 import plain
 import torch
 from bench_host import pair
@@ -60,7 +59,7 @@ def language_model(name: str, width: int, tokens: int, dropout: float = 0.0, att
     kind = {"GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[name]
 
     def make(side: str) -> Call:
-        model = hugging.model(kind, width, 2, 1024, vocabulary=vocabulary, dropouts=dropouts).train()
+        model = plain.hugging(kind, width, 2, 1024, vocabulary=vocabulary, dropouts=dropouts).train()
         CHANGES[side](model)
         ids = torch.arange(tokens).reshape(1, tokens) % vocabulary
         return step_of(lambda: model(input_ids=ids, labels=ids).loss, clears=model.parameters())
@@ -114,7 +113,7 @@ def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
     loop = "loop over experts"
 
     def make(side: str) -> Call:
-        layer = hugging.experts(width, 2 * width, "eager" if side == loop else "grouped_mm").to(dtype).train()
+        layer = plain.mixtral(width, 2 * width, "eager" if side == loop else "grouped_mm").to(dtype).train()
         CHANGES["eager" if side == loop else side](layer)
         x, g = (torch.randn(1, tokens, width, dtype=dtype) for _ in range(2))
         return step_of(functools.partial(layer, x.requires_grad_()), g, [x, *layer.parameters()])
@@ -134,7 +133,7 @@ def converted(name: str, shape: tuple[int, int], width: int) -> Row:
 
 
 def headless(name: str, layers: int, width: int = 64) -> nn.Module:
-    return hugging.model(CONVERTED[name], width, layers, 256 if name == "GPT-2" else 1024).train()
+    return plain.hugging(CONVERTED[name], width, layers, 256 if name == "GPT-2" else 1024).train()
 
 
 def layer_bytes(name: str, memory: Any) -> int:

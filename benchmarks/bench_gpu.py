@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
+import math
 import os
 import re
 import shutil
@@ -30,14 +32,14 @@ if __name__ == "__main__":
 
 import torch
 from gpu import clock, peers, rows, sizes, watch
-from gpu.case import Case
-from gpu.clock import OnDevice, OnHost
-from gpu.measure import Bench
+from gpu.case import Case, Contender, Inputs, by_the_rule, copied, counted, fewest_bytes, reds, said
 from gpu.watch import Book
 from record import RESULTS, about
 
 from seqfuse.testing.interpreter import corrected
 
+_CACHES = 3  # the inputs of one sample are as much as this many second-level caches
+_MOST_SETS = 64
 MOST_CHILDREN = 12
 ENDED = 3  # exit status of a child that has lost its device
 
@@ -97,10 +99,10 @@ def supervise(arguments: argparse.Namespace, out: Path) -> int:
             break
     book = Book(out)
     bad = {key: row for key, row in book.rows.items() if row["status"] in ("red", "failed")}
-    late = [key for key in book.data.get("planned", []) if key not in book.rows]
+    late = len(set(book.data.get("planned", ())) - book.rows.keys())
     for key, row in bad.items():
         print(f"  {row['status']}: {key}: {row['why']}")
-    print(f"{out}: {len(book.rows)} rows, {len(bad)} red or failed, {len(late)} not run")
+    print(f"{out}: {len(book.rows)} rows, {len(bad)} red or failed, {late} not run")
     return 1 if bad or not book.rows else 0
 
 
@@ -121,8 +123,7 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     with corrected() if interpreted(arguments) else contextlib.nullcontext():
         for case in let_go(cases):
             begun = time.time()
-            left = until - begun
-            if left <= 0:
+            if (left := until - begun) <= 0:
                 break
             if case.key in book.rows:
                 continue
@@ -146,6 +147,84 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     return 0
 
 
+@dataclasses.dataclass
+class Bench:
+    """What rows are measured with."""
+
+    device: torch.device
+    ceilings: clock.Ceilings
+    on_device: clock.Clock
+    on_host: clock.Clock
+    cache_bytes: int
+    seconds: float = 0.2
+
+    def row(self, case: Case, *, checks_only: bool = False) -> dict[str, Any]:
+        """The row as it is written down; `status` is `ok`, `red` or `failed`, and only `ok` has times.
+
+        Raises:
+            torch.AcceleratorError: if the device is lost.
+        """
+        row: dict[str, Any] = {"group": case.group, "name": case.name}
+        row |= {"dtype": clock.name_of(case.dtype), "shape": dict(case.shape)}
+        try:
+            by_the_rule(case)
+            inputs = case.make(case.rows, 1)
+            wrong = reds(case, inputs)
+            if "seqfuse" in wrong:
+                return {**row, "status": "red", "why": f"on all rows: {wrong['seqfuse']}"}
+            row |= {"left_out": wrong} if wrong else {}
+            if checks_only:
+                return {**row, "status": "checked"}
+            times = self._times(case, inputs, {n: c for n, c in case.contenders.items() if n not in wrong})
+            return {**row, **times, "status": "ok"}
+        except torch.AcceleratorError:
+            raise
+        except AssertionError as error:
+            return {**row, "status": "red", "why": str(error)[:1000]}
+        except Exception as error:
+            return {**row, "status": "failed", "why": said(error)}
+
+    def _times(self, case: Case, inputs: Inputs, contenders: dict[str, Contender]) -> dict[str, Any]:
+        least = fewest_bytes(case, inputs, contenders["seqfuse"].prepare(copied(inputs))())
+        row: dict[str, Any] = {"fewest_bytes": least, "flops": case.flops, **case.notes(inputs)}
+        if case.as_called:
+            row["memory"] = {name: self._memory(c, inputs) for name, c in contenders.items()}
+        sets = self._sets(case, inputs)
+        ready = {name: [contender.prepare(one) for one in sets] for name, contender in contenders.items()}
+        before = getattr(self.on_device, "exposed", 0)
+        times = clock.interleaved(ready, self.on_device, seconds=self.seconds)
+        if exposed := getattr(self.on_device, "exposed", 0) - before:
+            row["host_not_hidden"] = exposed
+        row["times"] = {name: t._asdict() for name, t in times.items()}
+        if case.as_called:
+            called = clock.interleaved(ready, self.on_host, seconds=self.seconds)
+            row["as_called"] = {name: t._asdict() for name, t in called.items()}
+        floor = self.ceilings.floor(least, case.flops, case.dtype)
+        fraction = {name: floor / t.median for name, t in times.items()}
+        return row | {"floor": floor, "fraction": fraction, "sets": len(sets)}
+
+    def _sets(self, case: Case, inputs: Inputs) -> list[Inputs]:
+        """So many sets of inputs that none is in the cache when its turn comes."""
+        size = sum(t.nbytes for t in inputs.values())
+        count = min(_MOST_SETS, max(2, math.ceil(_CACHES * self.cache_bytes / max(1, size))))
+        return [inputs, *(case.make(case.rows, seed) for seed in range(2, count + 1))]
+
+    def _memory(self, contender: Contender, inputs: Inputs) -> dict[str, int | None]:
+        call = contender.prepare(inputs)
+        call()  # whatever is made once
+        forward = contender.forward and functools.partial(contender.forward, inputs)
+        found: dict[str, int | None] = {"kept": forward and counted(forward, contender.own()), "peak": None}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            results = call()
+            torch.cuda.synchronize()
+            found["peak"] = torch.cuda.max_memory_allocated() - before
+            del results
+        return found
+
+
 def let_go(cases: list[Case]) -> Iterator[Case]:
     """One after the other, none of which is kept: each holds models, of which a GPU has no room for those of all."""
     cases.reverse()
@@ -155,11 +234,11 @@ def let_go(cases: list[Case]) -> Iterator[Case]:
 
 def _bench(arguments: argparse.Namespace, book: Book) -> Bench:
     device = torch.device("cpu" if interpreted(arguments) else "cuda")
-    on_host = OnHost(device)
+    on_host = clock.OnHost(device)
     if arguments.tiny:
         found = clock.ceilings(on_host, device, (getattr(torch, arguments.dtype),), numel=2**16, side=64)
         return Bench(device, found, on_host, on_host, 1024, arguments.seconds)
-    on_device, known = OnDevice(), book.data.get("ceilings")
+    on_device, known = clock.OnDevice(), book.data.get("ceilings")
     found = clock.Ceilings(**known) if known else clock.ceilings(on_device, device, (torch.bfloat16, torch.float32))
     book.state(ceilings=found._asdict())
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)

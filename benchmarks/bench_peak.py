@@ -23,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hugging
 import plain
 import torch
 import torch._functorch.config as functorch
@@ -68,7 +67,7 @@ STUDIES = {
 def built(model: str) -> tuple[Any, Callable[..., Any]]:
     """A Llama of Hugging Face, or a GPT of pre-norm blocks with dropout 0.1, and what checkpoints its layers."""
     if model == "Llama":
-        llama: Any = hugging.model("LlamaModel", WIDTH, LAYERS, 2048)
+        llama: Any = plain.hugging("LlamaModel", WIDTH, LAYERS, 2048)
         return llama, lambda **how: llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     spec = plain.Spec(WIDTH, 4 * WIDTH, 4, 4, WIDTH // 4, False, dropout=0.1)
     layers: Any = plain.build("stack", spec, layers=LAYERS)

@@ -64,8 +64,8 @@ class Stage(NamedTuple):
         until = min(until, time.time() + self.seconds)
 
         def one(i: int) -> str:
-            left, log = until - time.time(), out / f"{self.name}{i or ''}.log".replace("/", "_")
-            if left <= 0:
+            log = out / f"{self.name}{i or ''}.log".replace("/", "_")
+            if (left := until - time.time()) <= 0:
                 return "no time was left"
             command = [str(part).format(left=max(1, int(left) - MARGIN)) for part in self.commands[i]]
             try:
@@ -84,8 +84,8 @@ def python(script: str, *arguments: object) -> list[object]:
 
 def stages(call: str, out: Path) -> list[Stage]:
     """The commands of a call."""
-    bench, layer = python("bench_gpu.py", "--budget", "{left}"), python("layers_gpu.py", "profile")
-    rows, tiny = [*bench, "--out", out / "gpu.json"], [*bench, "--tiny", "--on-gpu", "--check"]
+    rows, layer = python("bench_gpu.py", "--budget", "{left}"), python("layers_gpu.py", "profile")
+    tiny = [*rows, "--tiny", "--on-gpu", "--check"]
     if call == "1":
         smoke = [
             [*tiny, "--most", 40, "--dtype", dtype, "--only", only, "--out", out / f"smoke_{room}_{dtype}.json"]
@@ -102,18 +102,16 @@ def stages(call: str, out: Path) -> list[Stage]:
             Stage("profile", 60, [layer]),
             Stage("counters", 60, [[*counters, f"regex:{OURS}", *layer, "--once"]]),
         ]
-    recipes = [*bench, "--only", "^recipes", "--out", out / "gpu_low_precision.json"]
+    recipes = [*rows, "--only", "^recipes", "--out", out / "gpu_low_precision.json"]
     # A tensor that lies in a larger block of torch's could be left without being noticed.
     memcheck = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", "memcheck"]
     memcheck += ["--error-exitcode", 7, *tiny, "--dtype", "bfloat16"]
-    checks = [
-        [*memcheck, "--only", f"^{only}", "--out", out / "sanitizer.json", "--child", "9e9"] for only in SANITIZED
-    ]
+    memcheck += ["--out", out / "sanitizer.json", "--child", "9e9", "--only"]
     return [
         Stage("low precision", 55, [recipes]),
         Stage("tune", 100, [python("layers_gpu.py", "tune", "--budget", "{left}")]),
         Stage("tests/kernels", 200, [tests("tests/kernels", "--ignore", "tests/kernels/c", "-k", NEED_A_GPU)]),
-        Stage("sanitizer", 240, checks),
+        Stage("sanitizer", 240, [[*memcheck, f"^{only}"] for only in SANITIZED]),
     ]
 
 
@@ -129,7 +127,7 @@ def tests(*where: str) -> Command:
     """Tests, in an order that is drawn, so that a run that is cut off has some of each, and says what failed."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-rfE", "-W", "ignore", "--shuffle", "1"]
     command += ["-n", WORKERS, "--dist", "worksteal", "--timeout", "120", "--timeout-method", "thread"]
-    return [*command, "-p", "no:cacheprovider", "-p", "gpu.tell", *where]
+    return [*command, "-p", "no:cacheprovider", "-p", "gpu.watch", *where]
 
 
 def environment(rehearsal: bool, out: Path) -> dict[str, str]:

@@ -157,8 +157,6 @@ def memory(found: Results, run: Results) -> Lines:
 def converted(found: Results) -> Lines:
     """Models that were converted: bytes that a layer saves, and the cost of a training step, of the model's own."""
     rows, steps = found["rows"], {"step": "CPU time, 32 tokens", "long": "CPU time, 1,024 tokens"}
-    if not any("long" in row for row in rows):
-        del steps["long"]
     cells = [
         (r["model"], *(between(r.get(name)) for name in steps), *(kept / r["eager"] for kept in r["kept"].values()))
         for r in rows

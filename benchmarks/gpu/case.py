@@ -95,20 +95,16 @@ def by_the_rule(case: Case) -> None:
     Where it alarms on a GPU, errors of eager torch count as well as those of what is unfused, and in float32 those of a
     CPU where a row can be had there: libraries add up in other orders.
     """
-    eager = case.contenders["eager"]
+    eager, rows = case.contenders["eager"], min(case.rows, case.checked_rows)
     unfused = case.unfused or eager
 
-    def drawn(seed: int) -> Inputs:
-        return case.make(min(case.rows, case.checked_rows), seed)
-
-    def measure(seed: int) -> tuple[Outputs, Outputs, Outputs]:
-        inputs = drawn(seed)
-        mine, theirs = (run(c, copied(inputs)) for c in (case.contenders["seqfuse"], unfused))
-        exact = run(case.exact or eager, copied(inputs, torch.float64))
-        return case.judged(mine), case.judged(theirs), case.judged(exact)
+    def measure(seed: int) -> tuple[Outputs, ...]:
+        inputs = case.make(rows, seed)
+        found = [run(c, copied(inputs)) for c in (case.contenders["seqfuse"], unfused)]
+        return *map(case.judged, found), case.judged(run(case.exact or eager, copied(inputs, torch.float64)))
 
     def others(seed: int) -> list[Outputs]:
-        inputs = drawn(seed)
+        inputs = case.make(rows, seed)
         if not any(t.is_cuda for t in inputs.values()):
             return []
         found = [run(eager, copied(inputs))] if unfused is not eager and eager.checked else []

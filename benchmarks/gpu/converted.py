@@ -6,9 +6,11 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import plain
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,11 +22,6 @@ from .blocks import again, drawn, flops, passes, trained
 from .case import Case, Contender, Inputs, Run
 from .peers import compiled, module
 from .sizes import Model, Sizes
-
-try:
-    import hugging
-except ImportError:  # without the package of Hugging Face there are no such rows
-    hugging = None
 
 BERT = Model(1024, 4096, 16, 16, 64, False, name="bert-large")
 GROUP, LAYERS = "converted: forward + backward", 2
@@ -91,7 +88,7 @@ def without_zeros(contender: Contender, model: Callable[[], nn.Module]) -> Conte
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Layers of three models, forward and backward."""
-    if hugging is not None:
+    if importlib.util.find_spec("transformers") is not None:
         named = {model.name: model for model in sizes.models}
         bert = BERT if sizes.device.type == "cuda" else dataclasses.replace(sizes.models[0], name="bert")
         yield _passes(sizes, named.get("llama3-8b", sizes.models[-1]), "Llama", 1, sizes.sequence)
@@ -107,7 +104,7 @@ def _passes(sizes: Sizes, model: Model, family: str, priority: int, sequence: in
         torch.manual_seed(0)
         more = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim} if family == "Llama" else {}
         with torch.device(sizes.device):
-            inner: Any = hugging.model(
+            inner: Any = plain.hugging(
                 f"{family}Model", model.H, LAYERS, length, model.heads, model.F, vocabulary=64, **more
             )
         with torch.no_grad():

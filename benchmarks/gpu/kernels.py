@@ -21,7 +21,7 @@ from seqfuse.ops._philox import drop_mask
 
 from . import case
 from .case import Case, Contender, Inputs, Outputs, Run, normal
-from .peers import Kernels, Shapes, compiled, forward_of, liger, module, quack
+from .peers import Kernels, Shapes, forward_of, liger, module, quack
 from .sizes import MAIN, Model, Sizes
 
 EPS, P = 1e-5, 0.1
@@ -238,18 +238,13 @@ def _loss_case(sizes: Sizes, model: Model, late: int) -> Case:
 
         return Contender(prepare)
 
-    peers: dict[str, Callable[..., Tensor]] = {"eager": loss}
-    if sizes.compile_modes:
-        peers["compile"] = compiled(loss, sizes.compile_modes[0])
-    if liger():
-        peers["liger"] = lambda x, t: liger().liger_cross_entropy(x, t, reduction="sum")
-    if module("quack.cross_entropy"):
-        peers["quack"] = lambda x, t: module("quack.cross_entropy").cross_entropy(x, t, reduction="sum")
     each = theirs(lambda logits, targets: loss(logits, targets, "none"), told=True)
-    return Case(
-        "cross-entropy forward + backward", f"cross-entropy {M} x {V}", sizes.dtype, make, M,
-        {"seqfuse": Contender(ours), **{name: theirs(f) for name, f in peers.items()}}, sizes.checked_rows,
-        unfused=each, exact=each, priority=4 + late, shape={"M": M, "V": V},
+    return Kernels(sizes, f"cross-entropy {M} x {V}", M, {"M": M, "V": V}).case(
+        "cross-entropy forward + backward", 4 + late, {}, ours, loss, how=theirs, make=make, unfused=each, exact=each,
+        others={
+            "liger": lambda x, t: liger().liger_cross_entropy(x, t, reduction="sum"),
+            "quack": lambda x, t: module("quack.cross_entropy").cross_entropy(x, t, reduction="sum"),
+        },
     )  # fmt: skip
 
 
@@ -257,8 +252,8 @@ def attentions(sizes: Sizes) -> Iterator[Case]:
     """Heads of the main models over sequences of the usual length."""
     for model in sizes.models:
         if model.name in MAIN or len(sizes.models) <= 2:
-            yield from _attentions(sizes, model, None)
-            yield from _attentions(sizes, model, sizes.sequence // 4)
+            for window in (None, sizes.sequence // 4):
+                yield from _attentions(sizes, model, window)
 
 
 def _seen(length: int, window: int, device: torch.device) -> Tensor:

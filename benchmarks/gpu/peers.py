@@ -105,20 +105,20 @@ class Kernels:
 
     def case(
         self, group: str, priority: int, shapes: Shapes, ours: Callable[[Inputs], Run], eager: Function, *,
-        wanted: Sequence[str] = (), douts: Sequence[str] = ("dy",), checked: bool = True,
-        others: Mapping[str, Function] | None = None, **rest: Any,
+        wanted: Sequence[str] = (), douts: Sequence[str] = ("dy",), how: Callable[[Function], Contender] = forward_of,
+        checked: bool = True, others: Mapping[str, Function] | None = None, **rest: Any,
     ) -> Case:  # fmt: skip
         """A row: for one set of inputs of these shapes, `ours` is timed, and functions of the inputs beside it.
 
-        Of a row of gradients, those of the `wanted` inputs by `douts`, the functions are its forward pass. Peers are
-        compared if they are to be `checked`. `rest` is of the `Case`.
+        Of a row of gradients, those of the `wanted` inputs by `douts`, the functions are its forward pass; else `how`
+        calls them. Peers are compared if they are to be `checked`. `rest` is of the `Case`.
         """
+        how = functools.partial(backward_of, wanted=wanted, douts=douts) if wanted else how
         functions = {"eager": eager}
         if self.compiles and self.sizes.compile_modes:
             functions["compile"] = compiled(eager, self.sizes.compile_modes[0])
         functions |= {name: function for name, function in (others or {}).items() if PEERS[name]()}
-        peers = {n: backward_of(f, wanted, douts) if wanted else forward_of(f) for n, f in functions.items()}
-        contenders = {n: dataclasses.replace(c, checked=checked) for n, c in peers.items()}
+        contenders = {n: dataclasses.replace(how(f), checked=checked) for n, f in functions.items()}
         known = {"make": functools.partial(self.inputs, shapes), "shape": self.shape, **rest}
         known = {"checked_rows": self.checked_rows or self.sizes.checked_rows, **known}
         return Case(

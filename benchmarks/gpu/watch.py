@@ -1,6 +1,7 @@
 """A run that keeps what it has: its file is whole after every row, and a process that hangs is killed from outside.
 
-What waits for a GPU hears no signal but the one that ends it.
+What waits for a GPU hears no signal but the one that ends it. As a plug-in of pytest this prints each failure as it
+comes: a run that is killed prints none at its end.
 """
 
 from __future__ import annotations
@@ -90,3 +91,10 @@ class Book:
             group, _, name = key.partition(": ")
             self.add(key, {"group": group, "name": name, "status": "failed", "why": why})
         return key
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Print the name of a test that failed, what was raised and where."""
+    if report.failed:
+        told = [line[:260] for line in report.longreprtext.splitlines() if line.startswith("E ") or ": in " in line]
+        print(f"\n<<< {report.nodeid} [{report.when}]", *told[-9:], ">>>", sep="\n", flush=True)

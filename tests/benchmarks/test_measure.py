@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from bench_gpu import Bench
 from gpu.case import Case, Contender, counted, distance, normal
 from gpu.clock import Ceilings, Clock
-from gpu.measure import Bench
 from torch import Tensor
 
 CPU = torch.device("cpu")
