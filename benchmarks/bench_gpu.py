@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -42,10 +41,6 @@ _CACHES = 3  # the inputs of one sample are as much as this many second-level ca
 _MOST_SETS = 64
 MOST_CHILDREN = 12
 ENDED = 3  # exit status of a child that has lost its device
-
-
-class TooLong(BaseException):
-    """A row that took more than its share of the time; no error, which something might handle."""
 
 
 def main() -> int:
@@ -88,12 +83,13 @@ def supervise(arguments: argparse.Namespace, out: Path) -> int:
     elif not out.exists() and (RESULTS / out.name).exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(RESULTS / out.name, out)
-    until, most = time.time() + arguments.budget, arguments.most + watch.GRACE
+    until = time.time() + arguments.budget
     command = [sys.executable, __file__, *sys.argv[1:], "--child", repr(until)]
     for _ in range(MOST_CHILDREN):
+        status, why = watch.watched(command, until, lambda: Book(out).overdue(arguments.most))
         if time.time() >= until:
+            Book(out).state(running=None)  # a row that is cut off is not to blame
             break
-        status, why = watch.watched(command, until + watch.GRACE, lambda: Book(out).overdue(most))
         key = Book(out).bury(why or "its process ended too early")
         if status == 0 or (key is None and status != ENDED):
             break
@@ -123,19 +119,13 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     with corrected() if interpreted(arguments) else contextlib.nullcontext():
         for case in let_go(cases):
             begun = time.time()
-            if (left := until - begun) <= 0:
+            if begun >= until:
                 break
             if case.key in book.rows:
                 continue
             book.begin(case.key)
             try:
-                with limited(min(arguments.most, max(5.0, left))):
-                    row = bench.row(case, checks_only=arguments.check)
-            except TooLong:
-                if left < arguments.most:  # the time was over, for which the row is not to blame
-                    book.state(running=None)
-                    break
-                row = {"group": case.group, "name": case.name, "status": "failed", "why": "it took too long"}
+                row = bench.row(case, checks_only=arguments.check)
             except torch.AcceleratorError as error:
                 book.bury(f"the device was lost: {str(error).splitlines()[0]}")
                 return ENDED
@@ -243,22 +233,6 @@ def _bench(arguments: argparse.Namespace, book: Book) -> Bench:
     book.state(ceilings=found._asdict())
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
     return Bench(device, found, on_device, on_host, cache, arguments.seconds)
-
-
-@contextlib.contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raises `TooLong` in the block after so many seconds."""
-
-    def ring(*_: Any) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def _tidy() -> bool:

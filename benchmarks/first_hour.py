@@ -1,7 +1,7 @@
 """What a rented GPU settles, as three lists of commands with time limits: each call takes at most five minutes.
 
-    python benchmarks/first_hour.py 1     # every kernel and dtype against the reference, tests/gpu
-    python benchmarks/first_hour.py 2     # rows beside the peers, a trace of one layer, counters of six kernels
+    python benchmarks/first_hour.py 1     # tests/gpu: every row and dtype against the reference, models, recipes
+    python benchmarks/first_hour.py 2     # rows beside the peers, what the kernels of a layer take
     python benchmarks/first_hour.py 3     # low precision, tuning, tests of kernels, compute-sanitizer
 
 A command is a process, killed from outside when its time is over, and one that fails costs nothing but its own results.
@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,15 +30,6 @@ WORKERS = 8
 """Processes of tests that share the GPU, of which each takes up to 8 GiB of its memory."""
 MARGIN = 15
 """Seconds that a command which knows its time has left at its end."""
-ROOMS = {
-    "norms": r"^(add \+ |dropout \+ add \+ )?norm",
-    "pointwise": r"^(gated )?activation|^dact|^cross-entropy|^rope",
-    "attention": r"^(attention (for|back)ward|decode)",
-    "blocks": r"block|layer|prefill|experts|converted|memory|recipes",
-}
-DTYPES = ("bfloat16", "float16", "float32")
-# Of the kernels that are looked at: ours begin so, and torch's as well as cuBLAS's do not.
-OURS = "^_[a-z]"
 # What is left out compiles for GPUs that are not here, is about the interpreter, or runs kernels that are wrong, one of
 # which might end a worker's use of the device.
 NEED_A_GPU = "not (compiles or without_spills or mutant or test_compiled or test_interpreter or test_traffic)"
@@ -49,7 +38,7 @@ Command = Sequence[object]
 
 
 class Stage(NamedTuple):
-    """Commands that settle one thing, seconds for all of them, and how many run at a time.
+    """Commands that settle one thing, and seconds for all of them.
 
     `{left}` in a command is how many seconds it has.
     """
@@ -57,25 +46,23 @@ class Stage(NamedTuple):
     name: str
     seconds: float
     commands: Sequence[Command]
-    at_a_time: int = 1
 
     def run(self, until: float, out: Path, variables: Mapping[str, str]) -> list[str]:
         """How each command ended, and the last line that it printed."""
         until = min(until, time.time() + self.seconds)
 
-        def one(i: int) -> str:
+        def one(i: int, command: Command) -> str:
             log = out / f"{self.name}{i or ''}.log".replace("/", "_")
             if (left := until - time.time()) <= 0:
                 return "no time was left"
-            command = [str(part).format(left=max(1, int(left) - MARGIN)) for part in self.commands[i]]
+            parts = [str(part).format(left=max(1, int(left) - MARGIN)) for part in command]
             try:
-                _, why = watched(command, until, log=str(log), environment=variables)
+                _, why = watched(parts, until, log=str(log), environment=variables)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
             return f"{why or 'ok'}: {log.read_text(errors='replace').strip().rpartition(chr(10))[2]}"
 
-        with ThreadPoolExecutor(self.at_a_time) as pool:
-            return list(pool.map(one, range(len(self.commands))))
+        return [one(i, command) for i, command in enumerate(self.commands)]
 
 
 def python(script: str, *arguments: object) -> list[object]:
@@ -84,28 +71,20 @@ def python(script: str, *arguments: object) -> list[object]:
 
 def stages(call: str, out: Path) -> list[Stage]:
     """The commands of a call."""
-    rows, layer = python("bench_gpu.py", "--budget", "{left}"), python("layers_gpu.py", "profile")
-    tiny = [*rows, "--tiny", "--on-gpu", "--check"]
+    rows = python("bench_gpu.py", "--budget", "{left}")
     if call == "1":
-        smoke = [
-            [*tiny, "--most", 40, "--dtype", dtype, "--only", only, "--out", out / f"smoke_{room}_{dtype}.json"]
-            for room, only in ROOMS.items()
-            for dtype in DTYPES
-        ]
-        return [Stage("smoke", 110, smoke, at_a_time=12), Stage("tests/gpu", 200, [tests("tests/gpu")])]
+        return [Stage("tests/gpu", 200, [tests("tests/gpu")])]
     if call == "2":
-        counters = ["ncu", "--clock-control", "none", "--set", "basic", "--launch-count", 6, "--kernel-name"]
         return [
             # `torch.compile` takes ten seconds for each row, so blocks alone are beside it.
             Stage("blocks", 130, [[*rows, "--only", "^(MLP|attention) block|^layer"]]),
             Stage("bench", 100, [[*rows, "--resume", "--without", "^compile"]]),
-            Stage("profile", 60, [layer]),
-            Stage("counters", 60, [[*counters, f"regex:{OURS}", *layer, "--once"]]),
+            Stage("profile", 60, [python("layers_gpu.py", "profile")]),
         ]
     recipes = [*rows, "--only", "^recipes", "--out", out / "gpu_low_precision.json"]
     # A tensor that lies in a larger block of torch's could be left without being noticed.
     memcheck = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", "memcheck"]
-    memcheck += ["--error-exitcode", 7, *tiny, "--dtype", "bfloat16"]
+    memcheck += ["--error-exitcode", 7, *rows, "--tiny", "--on-gpu", "--check", "--dtype", "bfloat16"]
     memcheck += ["--out", out / "sanitizer.json", "--child", "9e9", "--only"]
     return [
         Stage("low precision", 55, [recipes]),
@@ -120,7 +99,7 @@ def rehearsed(stage: Stage) -> Stage:
     ours = [command for command in stage.commands if command[0] == sys.executable]
     how = ["--collect-only"] if stage.name.startswith("tests") else ["--tiny"]
     commands = [[part for part in command if part != "--on-gpu"] + how for command in ours]
-    return stage._replace(commands=commands, at_a_time=1)
+    return stage._replace(commands=commands)
 
 
 def tests(*where: str) -> Command:
@@ -147,17 +126,15 @@ def main() -> None:
     parser.add_argument("calls", nargs="*", choices=[*SECONDS, []], help="which of them; all by default")
     parser.add_argument("--limit", type=float, help="seconds for each call")
     parser.add_argument("--rehearse", action="store_true", help="here, tiny and interpreted")
-    parser.add_argument("--stages", default="", help="a regular expression of the stages that are wanted")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     for call in arguments.calls or SECONDS:
         out = Path(os.environ.get("OUT") or RESULTS / "first_hour", f"call{call}")
         until = time.time() + (arguments.limit or SECONDS[call])
-        chosen = [stage for stage in stages(call, out) if re.search(arguments.stages, stage.name)]
         if arguments.rehearse:
-            chosen = [stage for stage in map(rehearsed, chosen) if stage.commands]
+            chosen = [stage for stage in map(rehearsed, stages(call, out)) if stage.commands]
         else:
-            chosen.insert(0, Stage("unpack", 60, [python("warm_cache.py", "unpack")]))
+            chosen = [Stage("unpack", 60, [python("warm_cache.py", "unpack")]), *stages(call, out)]
         perform(chosen, until, out, environment(arguments.rehearse, out))
 
 

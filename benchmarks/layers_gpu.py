@@ -4,7 +4,7 @@
     python benchmarks/layers_gpu.py profile    # what GEMMs, attention and all else take: gpu_profile.json
 
 Files are in `results/`, or the folder that `OUT` names. `tune` writes after each layer, and `--resume` goes on behind
-those that it has. `profile` is of the main models, and also writes a trace for a browser, `trace.json.gz`.
+those that it has. `profile` is of the main models.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def tuned(of: sizes.Sizes, options: argparse.Namespace, rows: list[Any]) -> Iter
 
 
 def profiled(of: sizes.Sizes, options: argparse.Namespace, _: list[Any]) -> Iterator[dict[str, Any]]:
-    """Microseconds of each kind of kernel, forward and backward; with `--once`, a step of ours for another tool."""
+    """Microseconds of each kind of kernel, forward and backward."""
     wait: Any = (lambda: None) if options.tiny else torch.cuda.synchronize
-    traced = OUT / "trace.json.gz"
+    activities = [ProfilerActivity.CPU, *([] if options.tiny else [ProfilerActivity.CUDA])]
     for model in blocks.mains(of) or of.models:
         models, tokens = blocks.models_of("layer", model, of), of.tokens[0]
         inputs = blocks.drawn(of, model, "x", "dy")(tokens, 0)
@@ -67,16 +67,10 @@ def profiled(of: sizes.Sizes, options: argparse.Namespace, _: list[Any]) -> Iter
             for _ in range(1 if options.tiny else 3):
                 step()
             wait()
-            if options.once:
-                return
-            activities = [ProfilerActivity.CPU, *([] if options.tiny else [ProfilerActivity.CUDA])]
             with profile(activities=activities) as seen:
                 step()
                 wait()
             yield {"model": model.name, "tokens": tokens, "of": name, **summed(seen.key_averages())}
-            if traced is not None:
-                seen.export_chrome_trace(str(traced))
-                traced = None
 
 
 def summed(events: Any) -> dict[str, int]:
@@ -95,7 +89,6 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU, interpreted")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds to tune everything")
     parser.add_argument("--resume", action="store_true", help="keep the layers that were tuned")
-    parser.add_argument("--once", action="store_true", help="one step of ours, for another tool to look at")
     options = parser.parse_args()
     file = OUT / f"gpu_{options.what}.json"
     rows: list[Any] = json.loads(file.read_text())[options.what] if options.resume and file.exists() else []

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +32,6 @@ class Times(NamedTuple):
     samples: int
 
 
-class Clock(Protocol):
-    """What takes a sample: microseconds of one of several calls, which are made once each."""
-
-    def sample(self, calls: Sequence[Call]) -> float: ...
-
-
 class OnHost:
     """Time on the host, until the device is done."""
 
@@ -45,6 +39,7 @@ class OnHost:
         self._wait: Call = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def sample(self, calls: Sequence[Call]) -> float:
+        """Microseconds of one of several calls, which are made once each."""
         self._wait()
         begun = time.perf_counter_ns()
         for call in calls:
@@ -97,6 +92,9 @@ class OnDevice:
             if len(calls) > 1 and self._sleep >= _LONGEST_OF_SEVERAL:
                 return None
             self._sleep *= 2
+
+
+Clock = OnHost | OnDevice
 
 
 def interleaved(

@@ -18,9 +18,6 @@ from typing import Any
 
 from record import lines
 
-GRACE = 10.0
-"""Seconds that a row may take beyond its limit, at which it ends itself unless it waits for the device."""
-
 
 def watched(
     command: Sequence[str], until: float, stuck: Callable[[], str | None] = lambda: None, *,
@@ -77,7 +74,7 @@ class Book:
     def overdue(self, seconds: float) -> str | None:
         """Why what is under way should be ended: it has taken longer than that."""
         took = time.time() - self.data.get("since", time.time()) if self.data.get("running") else 0.0
-        return f"it hung, and was killed after {took:.0f} s" if took > seconds else None
+        return f"it was killed after {took:.0f} s" if took > seconds else None
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Write the row that was under way."""

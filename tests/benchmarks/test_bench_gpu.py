@@ -127,12 +127,11 @@ def test_rows_that_crash_and_hang_are_marked_and_those_behind_them_run(
     out, script = tmp_path / "gpu.json", tmp_path / "child.py"
     script.write_text(CHILD.format(folder=str(SCRIPT.parent), out=str(out)))
     monkeypatch.setattr(bench_gpu, "__file__", str(script))
-    monkeypatch.setattr(watch, "GRACE", 0.5)
     assert bench_gpu.supervise(options(most=0.5), out) == 1
     found = Book(out).rows
     assert [row["status"] for row in found.values()] == ["failed", "failed", "ok"]
     assert found["a: crashes"]["why"] == "its process ended with status -6"
-    assert found["a: hangs"]["why"].startswith("it hung, and was killed after")
+    assert found["a: hangs"]["why"].startswith("it was killed after")
 
 
 def test_a_run_goes_on_from_committed_rows(
@@ -160,7 +159,7 @@ def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     command = ["sh", "-c", "trap '' TERM INT ALRM; sleep 99 & echo begun; wait; sleep 99"]
     status, why = watch.watched(command, began + 60, lambda: Book(out).overdue(0.5), log=str(log))
     assert status == -9
-    assert why.startswith("it hung, and was killed after")
+    assert why.startswith("it was killed after")
     assert log.read_text() == "begun\n"
     assert watch.watched(["sleep", "9"], time.time() + 0.3) == (-9, "the time was over")
     assert watch.watched(["sh", "-c", "exit 3"], began + 60) == (3, "its process ended with status 3")
@@ -191,31 +190,15 @@ def test_a_row_is_let_go_before_the_next_one(tmp_path: Path, monkeypatch: pytest
     assert len(alive) > 1
 
 
-def test_a_row_may_not_take_all_the_time() -> None:
-    with pytest.raises(bench_gpu.TooLong), bench_gpu.limited(0.05):
-        time.sleep(5)
-    assert not issubclass(bench_gpu.TooLong, Exception)
-    with bench_gpu.limited(0.05):
-        pass
-    time.sleep(0.1)
-
-
-@pytest.mark.parametrize(("most", "written"), [(0.05, ["failed", "failed"]), (60.0, [])], ids=["a row", "all rows"])
-def test_a_row_that_the_end_cuts_off_has_not_failed(
-    most: float, written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Bench:
-        def row(self, case: Any, **_: Any) -> dict[str, Any]:
-            raise bench_gpu.TooLong
-
-    monkeypatch.setattr(bench_gpu, "chosen", lambda _: rows.cases(tiny())[:2])
-    monkeypatch.setattr(bench_gpu, "_bench", lambda *_: Bench())
-    monkeypatch.setattr(bench_gpu, "corrected", contextlib.nullcontext)
-    out, given = tmp_path / "gpu.json", options(on_gpu=False, most=most)
-    assert bench_gpu.work(given, out, time.time() + 30) == 0
-    book = Book(out)
-    assert [row["status"] for row in book.rows.values()] == written
-    assert book.bury("its process ended too early") is None
+def test_a_row_that_the_end_cuts_off_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, script, begun = tmp_path / "gpu.json", tmp_path / "child.py", time.time()
+    script.write_text(CHILD.format(folder=str(SCRIPT.parent), out=str(out)))
+    monkeypatch.setattr(bench_gpu, "__file__", str(script))
+    Book(out).add("a: crashes", {"status": "ok"})
+    assert bench_gpu.supervise(options(resume=True, budget=15.0, most=99.0), out) == 0
+    assert 15 <= time.time() - begun < 30
+    assert Book(out).rows == {"a: crashes": {"status": "ok"}}
+    assert Book(out).bury("its process ended too early") is None
 
 
 def test_runs_from_the_command_line_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
