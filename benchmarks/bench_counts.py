@@ -196,16 +196,11 @@ def _tell(stack: contextlib.ExitStack, steps: Sequence[Any], name: str, current:
 def main() -> None:
     parts = sys.argv[1:] or ["memory", "layers"]
     if "memory" in parts:
-        rows = [memory_row(model) for model in sizes.MODELS]
-        for row in rows:
-            print(row["model"], {name: round(kept / row["kept"]["eager"], 3) for name, kept in row["kept"].items()})
-        write("memory", {"memory": rows})
+        write("memory", {"memory": [memory_row(model) for model in sizes.MODELS]})
     if "layers" in parts:
         import transformers
 
         rows = [{"title": m.title, "make": m.make, "x": m.x, "eager": eager(m), "planned": planned(m)} for m in MODELS]
-        for row in rows:
-            print(row["title"], [len(row[of][way]) for of in ("eager", "planned") for way in ("forward", "backward")])
         write("layer_counts", {"transformers": transformers.__version__, "rows": rows})
 
 

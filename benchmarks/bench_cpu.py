@@ -1,9 +1,7 @@
 """CPU time of training steps beside eager torch, and bytes that layers of converted models save.
 
-A row makes a step for each of its sides, with the same weights and inputs, all in one process. Writes
-`results/cpu.json`, those of experts into `results/cpu_experts.json` (with AVX-512 `cpu_avx512.json` and
-`cpu_experts_avx512.json`) and those of converted models into `results/convert.json`, each where all rows of it were
-measured.
+A row makes a step for each of its sides, with the same weights and inputs, all in one process. Writes `cpu.json`,
+`cpu_experts.json` and `convert.json` of `results/`, each where all rows of it were measured.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class Row(NamedTuple):
 
     name: str
     make: Callable[[str], Call]
-    sides: tuple[str, ...] = ("default", "lean")
+    sides: tuple[str, ...]
 
     def times(self, rounds: int = ROUNDS, seconds: float = ROUND_SECONDS) -> dict[str, Ratios]:
         torch._dynamo.reset()
@@ -54,7 +52,6 @@ class Row(NamedTuple):
 
 def language_model(name: str, width: int, tokens: int, dropout: float = 0.0, attention: float | None = None) -> Row:
     """A model of Hugging Face with its loss, converted; with dropout of attention eager takes another kernel."""
-
     vocabulary, dropouts = 4 * width if width > 64 else 32, (dropout, dropout, attention or 0.0)
     kind = {"GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[name]
 

@@ -1,9 +1,8 @@
 """Every row that needs a GPU, beside eager torch, `torch.compile`, Liger-Kernel and quack where they can be imported.
 
 Each row is checked by the numeric rule before it is timed; one that does not agree reports no speed. The most important
-rows come first, and those for which there was no time are listed. Results are written after every row, to
-`results/gpu.json` or into the folder that `OUT` names. Rows run in a child process: one that ends it is marked, and the
-rest goes on in a new one. Needs torch and Triton, and no installation of this library.
+rows come first. Results are written after every row, to `results/` or the folder that `OUT` names. Rows run in a child
+process: one that ends it is marked, and the rest goes on in a new one. Needs torch and Triton alone.
 """
 
 from __future__ import annotations

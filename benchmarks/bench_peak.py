@@ -1,11 +1,9 @@
 """Training steps as they are, converted, checkpointed and compiled: peak memory, bytes saved, and CPU time.
 
 `peak` is a step of a small Llama of Hugging Face with AdamW, `front` one without, also of a GPT with dropout, at many
-budgets of memory. Memory is measured in a process of its own for each side: the resident set of a process that returns
-each tensor to the system when it is freed, before a step that comes after some others, and its peak in that step. Time
-is measured in one process, where sides take turns, and for each side of torch.compile in its own, beside eager; a side
-that does not run here is left out. Writes `results/peak.json`, with AVX-512, where float32 GEMMs are other ones,
-`results/peak_avx512.json`; and `results/front.json`.
+budgets of memory. Memory is the resident set of a process for each side, before a step that comes after some others and
+at its peak. Time is measured in one process, where sides take turns, and for each side of torch.compile in its own,
+beside eager. A side that does not run here is left out. Writes `results/peak.json` and `results/front.json`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     python benchmarks/first_hour.py 2     # rows beside the peers, what the kernels of a layer take
     python benchmarks/first_hour.py 3     # low precision, tuning, tests of kernels, compute-sanitizer
 
-A command is a process, killed from outside when its time is over, and one that fails costs nothing but its own results.
-All results and logs, and `summary.json`, which says how each command ended, are in the folder that `OUT` names.
-`--rehearse` runs the same commands here, tiny and interpreted, but for those that need a GPU.
+A command that fails or is killed when its time is over costs nothing but its own results. All results and logs, and
+`summary.json`, which says how each command ended, are in the folder that `OUT` names. `--rehearse` runs the same
+commands here, tiny and interpreted, but for those that need a GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Every kernel at every configuration it may be launched with, compiled for GPUs that need not be here.
 
 Ends with the line that says how many spill, do not fit in shared memory, or multiply matrices on sm_90 without its own
-instruction. The exit status is not zero if any does on NVIDIA, or if anything does not compile; what spills on AMD is
-reported. `--record` keeps what was found in `results/kernels.json`, in the place of what is there of the same modules
-and targets.
+instruction. The exit status is not zero if any does on NVIDIA, or if anything does not compile. `--record` keeps what
+was found in `results/kernels.json`, in the place of what is there of the same modules and targets.
 """
 
 from __future__ import annotations

@@ -22,12 +22,7 @@ from gpu_tables import EQUAL, measured
 from tables import DRAWN, MIB, Lines, Results, between, choice, drawn, read, relative, span, table, where, wrapped
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/dev").glob("*.md")),
-    ROOT / "docs/reference/convert.md",
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FIGURES = re.compile(
     r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
 )

@@ -89,8 +89,7 @@ NORMS, BACK = ("norm forward", "add + norm forward"), ("norm backward", "norm ba
 ACTIVATIONS = tuple(f"{kind} {way}" for kind in ("activation", "gated activation") for way in ("forward", "backward"))
 MLP, LAYER = ("MLP block forward + backward",), ("layer forward + backward",)
 SUMS, DECODE, HOST = ("dact + dbias", "dropout + add + norm"), ("decode attention",), ("host",)
-MEMORY: dict[str, Any] = {"groups": ("memory",), "rows": "memory"}
-PLANNING: dict[str, Any] = {"groups": ("planning",), "rows": "planning"}
+MEMORY, PLANNING = ({"groups": (name,), "rows": name} for name in ("memory", "planning"))
 TARGETS = (
     Target("norm and add + norm forward: fraction of copy bandwidth", NORMS, fraction, 0.92),
     Target("norm and add + norm forward: time / Liger-Kernel", NORMS, over("liger"), most=1),

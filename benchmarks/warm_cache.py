@@ -3,10 +3,9 @@
     python benchmarks/warm_cache.py pack      # with the Triton of the machine that it is for; minutes
     python benchmarks/warm_cache.py unpack    # there, before anything runs
 
-Prints what does not compile, spills or does not fit, so that what a GPU would refuse is known before there is one. Rows
-run on tensors without memory; what they launch goes through Triton's own path, with the stub driver of the test kit in
-the place of a GPU, so that a launch there finds it. Only what is loaded is packed, a few MB. Triton keeps the path of
-its cache in the files, so it is the same on both sides; where its version differs, kernels are compiled anew.
+Prints what does not compile, spills or does not fit. Rows run on tensors without memory; what they launch goes through
+Triton's own path, with a stub driver, so that a launch there finds it. Only what is loaded is packed. Triton keeps the
+path of its cache in the files, so it is the same on both sides; where its version differs, kernels are compiled anew.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from record import ROOT
 FOLDER = Path("/tmp/seqfuse-warm-cache")
 PACK = ROOT / "benchmarks" / "warm_cache.tar.xz"
 PACKED = (".cubin", ".json", ".so")
-TINY = ("bfloat16", "float16", "float32")
 TARGET = "sm_90"
 
 
@@ -70,8 +68,8 @@ def launches(only: str, sizes: Any) -> Iterator[tuple[str, Any]]:
 
 
 def work(only: str, stub: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What compiles each kernel, by the key of the row: of real sizes in bfloat16, of some in others, of tiny rows."""
-    from gpu import rows, sizes
+    """What compiles each kernel, by the key of the row: of real sizes in bfloat16, of some in others."""
+    from gpu import sizes
 
     seen: set[str] = set()
     every = sizes.real(), sizes.few(torch.float32), sizes.few(torch.float16)
@@ -80,11 +78,6 @@ def work(only: str, stub: Any) -> Iterator[tuple[str, Callable[[], None]]]:
         if told not in seen:
             seen.add(told)
             yield f"{key}: {launch.kernel.__name__}", lambda launch=launch: compiled(launch, stub)
-    for dtype in TINY:
-        for case in rows.cases(sizes.tiny(getattr(torch, dtype))):
-            if case.group != "host" and re.search(only, case.key):
-                prepare, make = case.contenders["seqfuse"].prepare, case.make
-                yield f"{case.key} {dtype}", lambda case=case, prepare=prepare, make=make: prepare(make(case.rows, 1))()
 
 
 def compiled(launch: Any, stub: Any) -> None:

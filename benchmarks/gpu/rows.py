@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
 
 from targets import TARGETS
 
@@ -15,15 +15,10 @@ OF_KERNELS = (kernels.norms, kernels.pointwise, kernels.decoding, kernels.attent
 """Rows of one kernel each."""
 
 
-def small(sizes: Sizes) -> Iterator[Case]:
-    """Rows of few tokens."""
-    yield from kernels.decoding(sizes)
-    yield from blocks.host_cases(sizes)
-
-
 ROOMS = (
-    kernels.norms, blocks.cases, kernels.pointwise, small, kernels.attentions, blocks.expert_cases, converted.cases,
-    blocks.memory_cases, blocks.recipe_cases,
+    kernels.norms, blocks.cases, kernels.pointwise,
+    lambda sizes: itertools.chain(kernels.decoding(sizes), blocks.host_cases(sizes)),  # rows of few tokens
+    kernels.attentions, blocks.expert_cases, converted.cases, blocks.memory_cases, blocks.recipe_cases,
 )  # fmt: skip
 
 
@@ -39,9 +34,7 @@ def cases(sizes: Sizes) -> list[Case]:
             ranked.append((case.priority, before[case.priority], case))
             before[case.priority] += 1
     wanted = {group for target in TARGETS for group in target.groups}
-    first: dict[str, Case] = {}
     ordered = [case for *_, case in sorted(ranked, key=lambda entry: entry[:2])]
-    for case in ordered:
-        if case.group in wanted:
-            first.setdefault(case.group, case)
+    first = {case.group: case for case in reversed(ordered) if case.group in wanted}
+    first = {case.group: case for case in ordered if first.get(case.group) is case}
     return [*first.values(), *(case for case in ordered if first.get(case.group) is not case)]

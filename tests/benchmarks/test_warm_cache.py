@@ -22,7 +22,6 @@ def test_a_launch_finds_the_kernel_that_was_packed(
 ) -> None:
     monkeypatch.setattr(warm_cache, "FOLDER", tmp_path / "cache")
     monkeypatch.setattr(warm_cache, "PACK", tmp_path / "pack.tar.xz")
-    monkeypatch.setattr(warm_cache, "TINY", ())
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     assert warm_cache.unpack() == 1
     (case,) = [case for case in rows.cases(tiny(torch.bfloat16)) if case.key == "activation forward: silu 16 x 24"]
