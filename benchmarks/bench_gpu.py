@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import math
 import os
@@ -201,8 +200,7 @@ class Bench:
     def _memory(self, contender: Contender, inputs: Inputs) -> dict[str, int | None]:
         call = contender.prepare(inputs)
         call()  # whatever is made once
-        forward = contender.forward and functools.partial(contender.forward, inputs)
-        found: dict[str, int | None] = {"kept": forward and counted(forward, contender.own()), "peak": None}
+        found: dict[str, int | None] = {"kept": counted(call, contender.own()), "peak": None}
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()

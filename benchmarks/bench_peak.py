@@ -72,8 +72,8 @@ def built(model: str) -> tuple[Any, Callable[..., Any]]:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), layers), layers.checkpoint
 
 
-def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, Call, Call]:
-    """A model of one side, its forward pass, and a step of its training, of which it has made two."""
+def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, Call]:
+    """A model of one side, and a step of its training, of which it has made two."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -89,22 +89,19 @@ def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, 
         sf.convert(made, memory=sf.Budget(part=float(memory)) if memory[0].isdigit() else memory)
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4) if adamw else None
 
-    def forward() -> Any:
-        out = run(tokens)
-        return out if isinstance(out, Tensor) else out.last_hidden_state
-
     def step() -> None:
-        forward().sum().backward()
+        out = run(tokens)
+        (out if isinstance(out, Tensor) else out.last_hidden_state).sum().backward()
         if optimizer is not None:
             optimizer.step()
         made.zero_grad()
 
     for _ in range(2):  # the first captures, compiles, and makes what the optimizer keeps
         step()
-    return made, forward, step
+    return made, step
 
 
-def bytes_of(model: nn.Module, forward: Call, step: Call) -> dict[str, int]:
+def bytes_of(model: nn.Module, step: Call) -> dict[str, int]:
     """Bytes of this process: resident before a step and at its peak, of parameters, and saved."""
 
     def resident(of: str) -> int:
@@ -116,7 +113,7 @@ def bytes_of(model: nn.Module, forward: Call, step: Call) -> dict[str, int]:
     before = resident("VmRSS")  # now
     step()
     peak, parameters = resident("VmHWM"), list(model.parameters())  # at most
-    saved = counted(forward, parameters)
+    saved = counted(step, parameters)
     return {"before": before, "peak": peak, "parameters": sum(p.nbytes for p in parameters), "saved": saved}
 
 
@@ -135,7 +132,7 @@ def child(rounds: int | None, model: str, rows: int, adamw: bool, *sides: str) -
     made = {side: training(model, side, rows, adamw) for side in sides}
     if rounds is None:
         return bytes_of(*made[sides[0]])
-    return paired({side: step for side, (*_, step) in made.items()}, rounds, warm=1)
+    return paired({side: step for side, (_, step) in made.items()}, rounds, warm=1)
 
 
 def measured(study: Study, model: str, rounds: int) -> list[dict[str, Any]]:

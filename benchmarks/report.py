@@ -275,11 +275,10 @@ def trained(found: Results) -> Lines:
     (name, plain), *others = found["losses"].items()
     cells = [[name, f"{statistics.mean(plain):.4f}", "", ", ".join(f"{loss:.4f}" for loss in plain)]]
     for name, losses in others:
-        apart = [loss - base for loss, base in zip(losses, plain, strict=False)]  # of as many seeds as have run
-        mean = f"{statistics.mean(losses):.4f}" if len(losses) == len(plain) else ""
-        cells.append([f"`{name}`", mean, f"{statistics.mean(apart):+.4f}", ", ".join(f"{one:+.4f}" for one in apart)])
-    few = "A row without a mean has run from the first seeds only. " * any(not cell[1] for cell in cells)
-    spread = f"bfloat16 spans {min(plain):.4f} to {max(plain):.4f}. {few}Emulated on a CPU: {where(found)}"
+        apart = [loss - base for loss, base in zip(losses, plain, strict=True)]
+        means = f"{statistics.mean(losses):.4f}", f"{statistics.mean(apart):+.4f}"
+        cells.append([f"`{name}`", *means, ", ".join(f"{one:+.4f}" for one in apart)])
+    spread = f"bfloat16 spans {min(plain):.4f} to {max(plain):.4f}. Emulated on a CPU: {where(found)}"
     head = "", "mean loss", "beside bfloat16", f"{len(plain)} seeds: loss, or difference to bfloat16 of the same seed"
     return [*table(head, cells), "", wrapped(spread)]
 

@@ -1,4 +1,4 @@
-"""Rows of whole models, forward and backward, and without gradients: blocks, layers, stacks, experts, recipes."""
+"""Rows of whole models, forward and backward, and without gradients: blocks to stacks, experts, recipes, converted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -14,6 +15,8 @@ import plain
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 import seqfuse as sf
 from seqfuse import ops, recipes
@@ -111,19 +114,14 @@ def trained(model: Make, within: Within = contextlib.nullcontext, leaves: Sequen
     It takes x, and the other inputs but dy by name; `leaves` are those that have gradients.
     """
 
-    def entering(inputs: Inputs) -> tuple[list[Tensor], Callable[[], Tensor]]:
-        given = {name: t.detach() for name, t in inputs.items() if name != "dy"}
-        wanted = [given[name].requires_grad_() for name in leaves]
-        x = given.pop("x")
-        return wanted, lambda: model()(x, **given)
-
     def prepare(inputs: Inputs) -> Run:
-        wanted, run = entering(inputs)
-        wanted += model().parameters()
+        given = {name: t.detach() for name, t in inputs.items() if name != "dy"}
+        wanted = [*(given[name].requires_grad_() for name in leaves), *model().parameters()]
+        x = given.pop("x")
 
         def call() -> Any:
             with within():
-                y = run()
+                y = model()(x, **given)
                 y.backward(inputs["dy"])
             grads = [t.grad for t in wanted]
             for t in wanted:
@@ -132,11 +130,7 @@ def trained(model: Make, within: Within = contextlib.nullcontext, leaves: Sequen
 
         return call
 
-    def forward(inputs: Inputs) -> Tensor:
-        with within():
-            return entering(inputs)[1]()
-
-    return Contender(prepare, forward, lambda: list(model().parameters()))
+    return Contender(prepare, lambda: list(model().parameters()))
 
 
 def passes(
@@ -312,14 +306,12 @@ def of_one_expert(outputs: Outputs) -> Outputs:
 
 
 def expert_cases(sizes: Sizes) -> Iterator[Case]:
-    """Every mixture, for tokens whose experts are chosen, beside Hugging Face's and a loop.
-
-    The router is left out: its scores differ by roundings, and with them the experts of some tokens.
-    """
+    """Every mixture."""
     return (_experts(sizes, mixture) for mixture in sizes.mixtures)
 
 
 def _experts(sizes: Sizes, mixture: Mixture) -> Case:
+    """Without the router: its scores differ by roundings, and with them the experts of some tokens."""
     of, rows = Models(sizes, functools.partial(experts, mixture)), sizes.tokens[0]
 
     def make(tokens: int, seed: int) -> Inputs:
@@ -450,3 +442,107 @@ def _quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     largest = torch.finfo(dtype).max
     scale = largest / x.abs().max().float().clamp(min=1e-12)
     return (x.float() * scale).clamp(-largest, largest).to(dtype), scale.reciprocal()
+
+
+class Float64(TorchFunctionMode):
+    """Casts to float32 give float64: models that cast norms or softmax would make the reference a float32 one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs or {}))
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+
+
+class OfVectors(nn.Module):
+    """A model of Hugging Face without its embeddings: x [B, S, H] to the last hidden state."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Float64() if x.dtype is torch.float64 else contextlib.nullcontext():
+            return self.inner(inputs_embeds=x).last_hidden_state
+
+
+def converted(model: OfVectors, **options: Any) -> OfVectors:
+    # Rows are measured at one shape and checked at a smaller one, which must not make sizes of the graph symbols.
+    torch._dynamo.config.automatic_dynamic_shapes = False  # pyright: ignore[reportPrivateUsage]
+    sf.convert(model.inner, **options)
+    return model
+
+
+def with_liger(model: OfVectors) -> Callable[[Tensor], Tensor]:
+    """A Llama with Liger's kernels, whose patch of RoPE, a function that all Llamas call, lasts for its calls alone."""
+    library: Any = module("liger_kernel.transformers")
+    theirs: Any = module("transformers.models.llama.modeling_llama")
+    before = dict(vars(theirs))
+    library.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=model.inner)
+    rope = theirs.apply_rotary_pos_emb
+    vars(theirs).update(before)
+    model.inner.norm.in_place = False  # it would write over the gradient that all contenders are given
+
+    def run(x: Tensor) -> Tensor:
+        theirs.apply_rotary_pos_emb = rope
+        try:
+            return model(x)
+        finally:
+            theirs.apply_rotary_pos_emb = before["apply_rotary_pos_emb"]
+
+    run.parameters = model.parameters  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def without_zeros(contender: Contender, model: Callable[[], nn.Module]) -> Contender:
+    """Without gradients of keys' biases, which are zero but for roundings: softmax subtracts what they add."""
+
+    def prepare(inputs: Inputs) -> Run:
+        call, names = contender.prepare(inputs), [name for name, _ in model().named_parameters()]
+        zeros = {2 + i for i, name in enumerate(names) if name.endswith("key.bias")}
+        return lambda: [t for i, t in enumerate(call()) if i not in zeros]
+
+    return dataclasses.replace(contender, prepare=prepare)
+
+
+def converted_cases(sizes: Sizes) -> Iterator[Case]:
+    """Layers of three models, forward and backward."""
+    if importlib.util.find_spec("transformers") is not None:
+        named = {model.name: model for model in sizes.models}
+        bert = Model(1024, 4096, 16, 16, 64, False, name="bert-large")
+        bert = bert if sizes.device.type == "cuda" else dataclasses.replace(sizes.models[0], name="bert")
+        yield _converted(sizes, named.get("llama3-8b", sizes.models[-1]), "Llama", 1, sizes.sequence)
+        yield _converted(sizes, named.get("gpt2-xl", sizes.models[0]), "GPT2", 1, sizes.sequence)
+        yield _converted(sizes, bert, "Bert", 2, 512)
+
+
+def _converted(sizes: Sizes, model: Model, family: str, priority: int, sequence: int) -> Case:
+    rows, length, layers = sizes.tokens[0], min(sequence, sizes.tokens[0]), 2
+
+    @functools.cache
+    def eager() -> OfVectors:
+        torch.manual_seed(0)
+        more = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_dim} if family == "Llama" else {}
+        more |= {"heads": model.heads, "hidden": model.F, "vocabulary": 64}
+        with torch.device(sizes.device):
+            inner: Any = plain.hugging(f"{family}Model", model.H, layers, length, **more)
+        with torch.no_grad():
+            for p in inner.to(sizes.dtype).train().parameters():
+                if p.ndim == 1:  # those that start from zero or one would hide errors
+                    p.add_(torch.randn_like(p), alpha=0.1)
+        inner.get_input_embeddings().requires_grad_(False)
+        return OfVectors(inner)
+
+    there = model.llama and module("liger_kernel.transformers") is not None
+    models = {
+        "seqfuse": lambda: converted(again(eager())), "eager": eager,
+        "seqfuse lean": lambda: converted(again(eager()), memory="lean"),
+        "compile": (lambda: compiled(again(eager()), sizes.compile_modes[0])) if sizes.compile_modes else None,
+        "liger": (lambda: with_liger(again(eager()))) if there else None,
+    }  # fmt: skip
+    return passes(
+        "converted: forward + backward", f"{model.name} x {layers} {rows}", sizes, model, rows, models,
+        lambda: copy.deepcopy(eager()).double(), how=lambda make, within: without_zeros(trained(make, within), eager),
+        priority=priority, make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"),
+        # Rows of gradients of queries are mostly one early token's: tests/gpu judges these over several draws.
+        judged=lambda outputs: outputs[:2], flops=3 * layers * flops("layer", model, rows, length),
+        shape={"layers": layers},
+    )  # fmt: skip

@@ -26,7 +26,6 @@ class Contender:
     """One way to compute a row."""
 
     prepare: Callable[[Inputs], Run]  # for one set of inputs, what is timed; what it does itself is not
-    forward: Callable[[Inputs], Any] | None = None  # what keeps tensors for a backward, if that is to be counted
     own: Callable[[], Sequence[Tensor]] = tuple  # parameters, which are not counted
     checked: bool = True  # whether its results can be compared with the others'; own dropout cannot
     near: float | None = None  # how far they may be, as a part of them, where it rounds more than the others
@@ -172,8 +171,8 @@ def fewest_bytes(case: Case, inputs: Inputs, outputs: Outputs) -> int:
     return sum(t.nbytes for t in (*inputs.values(), *outputs) if t is not None)
 
 
-def counted(forward: Callable[[], Any], own: Sequence[Tensor]) -> int:
-    """Bytes of all storages that a forward keeps for a backward, each once, but those of its own parameters."""
+def counted(step: Callable[[], Any], own: Sequence[Tensor]) -> int:
+    """Bytes of all storages that a forward pass keeps for a backward, each once, but those of its own parameters."""
     # By the storage itself: a fake one has no address.
     mine = {t.untyped_storage()._cdata for t in own}
     found: dict[int, Tensor] = {}
@@ -183,7 +182,7 @@ def counted(forward: Callable[[], Any], own: Sequence[Tensor]) -> int:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = forward()
+        y = step()
     total = sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in mine)
     del y
     return total

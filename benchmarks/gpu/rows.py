@@ -7,7 +7,7 @@ from collections import Counter
 
 from targets import TARGETS
 
-from . import blocks, converted, kernels
+from . import blocks, kernels
 from .case import Case
 from .sizes import Sizes
 
@@ -18,7 +18,7 @@ OF_KERNELS = (kernels.norms, kernels.pointwise, kernels.decoding, kernels.attent
 ROOMS = (
     kernels.norms, blocks.cases, kernels.pointwise,
     lambda sizes: itertools.chain(kernels.decoding(sizes), blocks.host_cases(sizes)),  # rows of few tokens
-    kernels.attentions, blocks.expert_cases, converted.cases, blocks.memory_cases, blocks.recipe_cases,
+    kernels.attentions, blocks.expert_cases, blocks.converted_cases, blocks.memory_cases, blocks.recipe_cases,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.converted import Float64
+from gpu.blocks import Float64
 from torch import Tensor, nn
 
 from seqfuse.testing import seeded_randn
