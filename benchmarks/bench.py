@@ -30,9 +30,7 @@ def run(script: str, *arguments: str) -> bool:
     # What a user has measured on this machine must not decide what is compared.
     environment = {**os.environ, "SEQFUSE_TUNE": "0", "PYTHONPATH": str(HERE.parent)}
     status = subprocess.run([sys.executable, HERE / script, *arguments], env=environment, check=False).returncode
-    print(
-        f"{script}: {f'exit status {status}' if status else 'done'}, {time.perf_counter() - begun:.0f} s\n", flush=True
-    )
+    print(f"{script}: exit status {status}, {time.perf_counter() - begun:.0f} s\n", flush=True)
     return not status
 
 

@@ -96,9 +96,8 @@ def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.f
         return torch.backends.mkldnn.flags(enabled=False)(step) if side == without_onednn else step
 
     more = (without_onednn, "torch.compile") if tokens >= 1024 else ()
-    return Row(
-        f"{name} block of {spec.H}, {tokens} tokens{_told(spec.dropout, dtype)}", make, ("default", "lean", *more)
-    )
+    title = f"{name} block of {spec.H}, {tokens} tokens{_told(spec.dropout, dtype)}"
+    return Row(title, make, ("default", "lean", *more))
 
 
 def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:

@@ -17,7 +17,6 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +114,8 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     book.state(about=about(), peers=peers.versions(), planned=[case.key for case in cases])
     bench = _bench(arguments, book)
     with corrected() if interpreted(arguments) else contextlib.nullcontext():
-        for case in let_go(cases):
-            begun = time.time()
-            if begun >= until:
-                break
+        while cases and (begun := time.time()) < until:
+            case = cases.pop(0)  # and let go below: each holds models, of which a GPU has no room for those of all
             if case.key in book.rows:
                 continue
             book.begin(case.key)
@@ -210,13 +207,6 @@ class Bench:
             found["peak"] = torch.cuda.max_memory_allocated() - before
             del results
         return found
-
-
-def let_go(cases: list[Case]) -> Iterator[Case]:
-    """One after the other, none of which is kept: each holds models, of which a GPU has no room for those of all."""
-    cases.reverse()
-    while cases:
-        yield cases.pop()
 
 
 def _bench(arguments: argparse.Namespace, book: Book) -> Bench:

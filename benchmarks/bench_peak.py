@@ -151,7 +151,6 @@ def measured(study: Study, model: str, rounds: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("studies", nargs="*", help="peak, front; both by default")
-    parser.add_argument("--rows", type=int, help="sequences of 1,024 tokens")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -159,7 +158,7 @@ def main() -> None:
         print(json.dumps(child(*options.child)))
         return
     for name in options.studies or STUDIES:
-        study = STUDIES[name]._replace(**({"rows": options.rows} if options.rows else {}))
+        study = STUDIES[name]
         found = [row for model in study.models for row in measured(study, model, options.rounds)]
         if name == "front":
             for row in found:

@@ -35,11 +35,9 @@ class Spec:
 class Functions(NamedTuple):
     """What may be replaced by somebody's kernels."""
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = lambda x, w, eps: F.rms_norm(x, w.shape, w, eps)
-    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = lambda x, w, b, eps: F.layer_norm(
-        x, w.shape, w, b, eps
-    )
-    swiglu: Callable[[Tensor, Tensor], Tensor] = lambda gate, up: F.silu(gate) * up
+    rms_norm: Callable[..., Tensor] = lambda x, w, eps: F.rms_norm(x, w.shape, w, eps)
+    layer_norm: Callable[..., Tensor] = lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps)
+    swiglu: Callable[..., Tensor] = lambda gate, up: F.silu(gate) * up
 
 
 class Norm(nn.Module):
@@ -135,11 +133,10 @@ def build(what: str, spec: Spec, functions: Functions | None = None, layers: int
         mixer = Attention(spec, made) if part == "attention" else FeedForward(spec, own, made)
         return Block(Norm(spec, own, made), mixer, spec.dropout)
 
-    if what in ("feedforward", "attention"):
+    both = ("attention", "feedforward")
+    if what in both:
         return nn.Sequential(block(what))
-    parts = [
-        nn.Sequential(OrderedDict((part, block(part)) for part in ("attention", "feedforward"))) for _ in range(layers)
-    ]
+    parts = [nn.Sequential(OrderedDict((part, block(part)) for part in both)) for _ in range(layers)]
     if what == "layer":
         return parts[0]
     return Stack(OrderedDict([*((str(i), part) for i, part in enumerate(parts)), ("norm", Norm(spec, own, made))]))
@@ -193,12 +190,12 @@ def hugging(
     return getattr(transformers, name)(config, **how)
 
 
-def mixtral(width: int, hidden: int, used: str) -> nn.Module:
-    """The router and the 8 experts of a layer of Mixtral, by one of the implementations of experts."""
+def mixtral(width: int, hidden: int, used: str, count: int = 8, top_k: int = 2) -> Any:
+    """The router and the experts of a layer of Mixtral, by one of the implementations of experts."""
     from transformers.models.mixtral import modeling_mixtral
 
     config = modeling_mixtral.MixtralConfig(
-        hidden_size=width, intermediate_size=hidden, num_local_experts=8, num_experts_per_tok=2,
+        hidden_size=width, intermediate_size=hidden, num_local_experts=count, num_experts_per_tok=top_k,
         experts_implementation=used,
     )  # fmt: skip
     layer = modeling_mixtral.MixtralSparseMoeBlock(config)

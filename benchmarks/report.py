@@ -24,7 +24,7 @@ from tables import DRAWN, MIB, Lines, Results, between, choice, drawn, read, rel
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FIGURES = re.compile(
-    r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
+    r"(?s)(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)"
 )
 
 
@@ -118,11 +118,10 @@ def kernels(found: Results) -> Lines:
     cells: list[tuple[Any, ...]] = []
     for module in dict.fromkeys(row["module"] for row in rows):
         of = sorted((row for row in rows if row["module"] == module), key=lambda row: names.index(row["target"]))
-        most = (
-            " / ".join(f"{row[what] // unit:,}" for row in of) for what, unit in (("registers", 1), ("shared", 1024))
-        )
+        registers = " / ".join(f"{row['registers']:,}" for row in of)
+        shared = " / ".join(f"{row['shared'] // 1024:,}" for row in of)
         elsewhere = sum(row["spilled"] for row in amd if row["module"] == module)
-        cells.append((module.removeprefix("_"), of[0]["configurations"], *most, elsewhere))
+        cells.append((module.removeprefix("_"), of[0]["configurations"], registers, shared, elsewhere))
     head = ("module", "configurations", "most registers", "most shared memory, KiB", "spilled on gfx942")
     on = ", ".join(dict.fromkeys(row["target"] for row in nvidia))
     said = f"""With Triton {found["triton"]}: {sum(row["configurations"] for row in rows):,} configurations; {spilled}

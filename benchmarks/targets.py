@@ -23,11 +23,10 @@ def over(*peers: str, by: str = "times", of: str = "seqfuse", columns: int = 0) 
     """Time relative to the fastest of these peers that the row has, of rows with at least so many columns."""
 
     def value(row: Row) -> float | None:
-        times = row.get(by, {})
-        found = [times[peer]["median"] for peer in peers if peer in times]
-        return (
-            times[of]["median"] / min(found) if found and of in times and row["shape"].get("N", 0) >= columns else None
-        )
+        times = {name: time["median"] for name, time in row.get(by, {}).items()}
+        if of not in times or times.keys().isdisjoint(peers) or row["shape"].get("N", 0) < columns:
+            return None
+        return times[of] / min(times[peer] for peer in peers if peer in times)
 
     return value
 

@@ -82,13 +82,17 @@ def work(only: str, stub: Any) -> Iterator[tuple[str, Callable[[], None]]]:
 
 def compiled(launch: Any, stub: Any) -> None:
     """Compile a kernel as a launch would, and what launches it; raises where it spills or does not fit."""
+    from triton.runtime.jit import MockTensor
+
     from seqfuse.kernels._launch import keyed
     from seqfuse.testing.compile import resources
     from tools.compiled import SHARED_LIMIT
 
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
     options |= {name: keyed(value) for name, value in launch.constexprs.items()}
-    made = launch.kernel.run(*_each(_stand_in, launch.args), grid=(launch.grid,), warmup=True, **options)
+    # A dtype and an aligned address stand for a tensor.
+    args = _each(lambda arg: MockTensor(arg.dtype) if isinstance(arg, torch.Tensor) else arg, launch.args)
+    made = launch.kernel.run(*args, grid=(launch.grid,), warmup=True, **options)
     stub.launcher(made.src, made.metadata)
     found = resources(made, TARGET)
     if found["spills"] or found["shared"] > SHARED_LIMIT[TARGET]:
@@ -104,9 +108,7 @@ def fill(only: str, budget: float) -> tuple[int, int]:
         stub.launcher = launcher
         for name, compile in work(only, stub):
             if time.time() > until:
-                print(
-                    f"{name}: the budget was over; neither its kernels nor those of later rows are packed", flush=True
-                )
+                print(f"{name}: the budget was over; its kernels and those of later rows are not packed", flush=True)
                 return len(stub.compiled), failed + 1
             try:
                 compile()
@@ -139,13 +141,6 @@ def launcher(source: Any, metadata: Any) -> None:
         places = [driver.libdevice_dir, folder]
         built = build._build("__triton_launcher", str(path), folder, places, driver.include_dirs, driver.libraries, [])
         kept.put(Path(built).read_bytes(), name, binary=True)
-
-
-def _stand_in(arg: Any) -> Any:
-    """An argument as Triton takes it to compile: a dtype and an aligned address stand for a tensor."""
-    from triton.runtime.jit import MockTensor
-
-    return MockTensor(arg.dtype) if isinstance(arg, torch.Tensor) else arg
 
 
 def _class(arg: Any) -> Any:

@@ -279,13 +279,9 @@ class Theirs(nn.Module):
 
     def __init__(self, mixture: Mixture, implementation: str, up: nn.Parameter, down: nn.Parameter) -> None:
         super().__init__()
-        config = module("transformers").MixtralConfig(
-            hidden_size=mixture.H, intermediate_size=mixture.F, num_local_experts=mixture.experts,
-            num_experts_per_tok=mixture.top_k,
-        )  # fmt: skip
-        config._experts_implementation = implementation
         with torch.device("meta"):
-            self.experts = module("transformers.models.mixtral.modeling_mixtral").MixtralExperts(config)
+            layer = plain.mixtral(mixture.H, mixture.F, implementation, mixture.experts, mixture.top_k)
+        self.experts = layer.experts
         self.experts.gate_up_proj, self.experts.down_proj = up, down
 
     def forward(self, x: Tensor, *, experts: Tensor, probs: Tensor) -> Tensor:
