@@ -23,7 +23,6 @@ from torch import nn
 import seqfuse as sf
 
 ROUNDS = 25
-ROUND_SECONDS = 0.04
 CHANGES: dict[str, Callable[[Any], object]] = {
     "eager": lambda model: None,
     "default": sf.convert,
@@ -41,7 +40,7 @@ class Row(NamedTuple):
     make: Callable[[str], Call]
     sides: tuple[str, ...]
 
-    def times(self, rounds: int = ROUNDS, seconds: float = ROUND_SECONDS) -> dict[str, Ratios]:
+    def times(self, rounds: int = ROUNDS, seconds: float = 0.04) -> dict[str, Ratios]:
         torch._dynamo.reset()
         steps: dict[str, Call] = {}
         for side in ("eager", *self.sides):
@@ -101,10 +100,7 @@ def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.f
 
 
 def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
-    """The router and the 8 experts of a layer of Mixtral, of which a token goes to 2, with twice the width inside.
-
-    Eager is what Hugging Face takes by default, its grouped GEMMs.
-    """
+    """The router and the 8 experts of a layer of Mixtral, beside what Hugging Face takes by default, grouped GEMMs."""
 
     loop = "loop over experts"
 
@@ -168,8 +164,7 @@ ROWS = (
 )
 EXPERTS = (
     *(experts(width, tokens) for width in (64, 256) for tokens in (64, 512, 1024, 2048)),
-    experts(64, 1024, torch.bfloat16),
-    experts(256, 1024, torch.bfloat16),
+    *(experts(width, 1024, torch.bfloat16) for width in (64, 256)),
 )
 CONVERSIONS = (*(converted(name, (2, 16), 16) for name in CONVERTED), converted("Llama", (1, 1024), 128))
 FILES = {"cpu": ROWS, "cpu_experts": EXPERTS, "convert": CONVERSIONS}

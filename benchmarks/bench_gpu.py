@@ -56,8 +56,7 @@ def main() -> int:
     parser.add_argument("--on-gpu", action="store_true", help="tiny sizes, but on the GPU")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    name = "gpu_check.json" if arguments.check else "gpu.json"
-    out = arguments.out or Path(os.environ.get("OUT") or RESULTS, name)
+    out = arguments.out or Path(os.environ.get("OUT") or RESULTS, f"gpu{'_check' * arguments.check}.json")
     if arguments.child is not None:
         return work(arguments, out, arguments.child)
     if arguments.list:

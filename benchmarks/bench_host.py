@@ -79,12 +79,10 @@ def host_cost(number: int = 50) -> list[dict[str, Any]]:
     for operations in (1, 6, 24):
         pair(operations)  # a red check reports no cost
         for what, statement in STATEMENTS.items():
-            counts: list[float] = []
-            for m in ("mine", "theirs"):
-                timer = Timer(statement.format(m=m), setup=SETUP.format(folder=folder, operations=operations))
-                stats = timer.collect_callgrind(number=number, collect_baseline=False)
-                counts.append(stats.counts(denoise=True) / number)
-            mine, theirs = counts
+            setup = SETUP.format(folder=folder, operations=operations)
+            timers = (Timer(statement.format(m=m), setup=setup) for m in ("mine", "theirs"))
+            stats = [timer.collect_callgrind(number=number, collect_baseline=False) for timer in timers]
+            mine, theirs = (one.counts(denoise=True) / number for one in stats)
             row = {"operations": operations, "what": what, "seqfuse": mine, "eager": theirs, "ratio": mine / theirs}
             rows.append(row)
             print(row, flush=True)

@@ -37,8 +37,7 @@ BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
 COMPILED = "compile 0.5", "compile 0.2", "compile 0"  # by its activation_memory_budget
 ATEN = torch.ops.aten
 DEAR: list[Any] = [ATEN.mm.default, ATEN.addmm.default, ATEN._scaled_dot_product_flash_attention_for_cpu.default]
-SELECTIVE = functools.partial(create_selective_checkpoint_contexts, DEAR)
-"""What selective checkpointing saves: results of GEMMs and attention."""
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, DEAR)  # which saves these results
 
 
 class Study(NamedTuple):

@@ -26,10 +26,8 @@ from record import RESULTS, ROOT, about
 
 HERE = Path(__file__).resolve().parent
 SECONDS = {"1": 200, "2": 290, "3": 240}
-WORKERS = 8
-"""Processes of tests that share the GPU, of which each takes up to 8 GiB of its memory."""
-MARGIN = 15
-"""Seconds that a command which knows its time has left at its end."""
+WORKERS = 8  # processes of tests that share the GPU, of which each takes up to 8 GiB of its memory
+MARGIN = 15  # seconds that a command which knows its time has left at its end
 # What is left out compiles for GPUs that are not here, is about the interpreter, or runs kernels that are wrong, one of
 # which might end a worker's use of the device.
 NEED_A_GPU = "not (compiles or without_spills or mutant or test_compiled or test_interpreter or test_traffic)"
@@ -38,14 +36,11 @@ Command = Sequence[object]
 
 
 class Stage(NamedTuple):
-    """Commands that settle one thing, and seconds for all of them.
-
-    `{left}` in a command is how many seconds it has.
-    """
+    """Commands that settle one thing."""
 
     name: str
-    seconds: float
-    commands: Sequence[Command]
+    seconds: float  # for all of them
+    commands: Sequence[Command]  # `{left}` is how many seconds a command has
 
     def run(self, until: float, out: Path, variables: Mapping[str, str]) -> list[str]:
         """How each command ended, and the last line that it printed."""

@@ -17,8 +17,7 @@ OF_LAYERS = ("eager", "compile", "liger")
 STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")
 CONVERTED = "converted: forward + backward"
 EQUAL = 1.005
-ELSEWHERE = ("memory", "converted", "recipes")
-"""Groups of other tables than that of all rows."""
+ELSEWHERE = ("memory", "converted", "recipes")  # groups of other tables than that of all rows
 
 
 @drawn("gpu")
@@ -63,7 +62,8 @@ def gpu() -> Lines:
 def _group(rows: list[Results]) -> Lines:
     """Blocks of a group: their times relative to peers, how near they are to the roofline, and what they save."""
     cells: list[list[Any]] = []
-    for row in sorted(rows, key=_by_size):
+    # By name, with numbers in their order.
+    for row in sorted(rows, key=lambda row: re.sub(r"\d+", lambda number: number[0].zfill(9), row["name"])):
         kept = {of: counted["kept"] for of, counted in row.get("memory", {}).items() if counted["kept"]}
         saved = kept["seqfuse"] / kept["eager"] if {"seqfuse", "eager"} <= kept.keys() else None
         ratios = [_as_called(row, "seqfuse", peer) for peer in PEERS_OF_ROWS]
@@ -74,11 +74,6 @@ def _group(rows: list[Results]) -> Lines:
     # Without the columns that have no number.
     there = [i for i in range(len(head)) if any(row[i] is not None for row in cells)]
     return table([head[i] for i in there], [[row[i] for i in there] for row in cells])
-
-
-def _by_size(row: dict[str, Any]) -> list[tuple[int, str]]:
-    """Its name with numbers in their order."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", row["name"])]
 
 
 def _as_called(row: dict[str, Any], side: str, than: str) -> str | None:

@@ -32,8 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 import seqfuse as sf
 
 OUT = Path(os.environ.get("OUT") or RESULTS)
-MOST = 90.0
-"""Seconds to tune one layer."""
+MOST = 90.0  # seconds to tune one layer
 # Of what the profiler lists, what is no kernel; and whose kernels these are.
 NO_KERNEL = r"aten::|autograd|cuda|cu[A-Z]|Seqfuse|Activity|Lazy|Command|torch|.*Backward0?$"
 KINDS = {"GEMMs": "nvjet|gemm|splitK", "attention": "sdpa|flash|fmha|attention|dot_do_o|convert_dq"}

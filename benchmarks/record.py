@@ -78,7 +78,6 @@ def write(name: str, rows: dict[str, Any], by_capability: bool = False) -> Path:
     """Write `results/<name>.json`, say so, and return its path; by capability AVX-512 has a file of its own."""
     if by_capability and torch.backends.cpu.get_cpu_capability() == "AVX512":
         name += "_avx512"  # where float32 GEMMs are other ones
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(lines({"about": about(), **rows}))
     print(f"wrote {path.name}")

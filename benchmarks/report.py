@@ -1,7 +1,6 @@
 """Tables of what was measured, for README.md and docs/: losses as plainly as wins, and what was never run.
 
-Tables are Markdown, drawn from `results/*.json` between marks of the pages. As a script this draws them and prints the
-targets.
+They are drawn from `results/*.json` between marks of the pages. As a script this draws them and prints the targets.
 """
 
 from __future__ import annotations

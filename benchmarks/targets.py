@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from tables import starred
 
 Row = Mapping[str, Any]
-Value = Callable[[Row], float | None]
-"""What a target is asked of; `None` for a row that does not count."""
+Value = Callable[[Row], float | None]  # what a target is asked of; `None` for a row that does not count
 CALLED = "as_called"
 COMPILED = ("compile", "compile max-autotune")
 

@@ -219,8 +219,8 @@ def main() -> None:
 
     rows = [case.row() for case in cases()]
     for row in rows:
-        over = row["moved"] / row["fewest"] - 1 if row["fewest"] else 0.0
-        print(f"{row['kernel']:<10} {row['what']:<34} {row['fewest']:>10,} {over:>8.2%}  {row['cached']:>9,}")
+        more = row["moved"] / row["fewest"] - 1
+        print(f"{row['kernel']:<10} {row['what']:<34} {row['fewest']:>10,} {more:>8.2%}  {row['cached']:>9,}")
     write("traffic", {"traffic": rows})
 
 

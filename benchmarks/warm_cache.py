@@ -154,9 +154,8 @@ def _each(of: Callable[[Any], Any], value: Any) -> Any:
     return tuple(_each(of, one) for one in value) if isinstance(value, tuple) else of(value)
 
 
-def pack(only: str, budget: float, more: bool = False) -> int:
-    if not more:
-        shutil.rmtree(FOLDER, ignore_errors=True)
+def pack(only: str, budget: float) -> int:
+    shutil.rmtree(FOLDER, ignore_errors=True)
     os.environ["TRITON_CACHE_DIR"] = str(FOLDER)
     count, failed = fill(only, budget)
     files = [file for file in sorted(FOLDER.rglob("*")) if file.suffix in PACKED]
@@ -192,9 +191,8 @@ def main() -> int:
     parser.add_argument("what", choices=["pack", "unpack"])
     parser.add_argument("--only", default="", help="a regular expression that a row's key contains")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds to compile in")
-    parser.add_argument("--more", action="store_true", help="keep what was compiled before")
     arguments = parser.parse_args()
-    return pack(arguments.only, arguments.budget, arguments.more) if arguments.what == "pack" else unpack()
+    return pack(arguments.only, arguments.budget) if arguments.what == "pack" else unpack()
 
 
 if __name__ == "__main__":

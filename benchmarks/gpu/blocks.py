@@ -35,8 +35,7 @@ CHOICES: dict[str, Any] = {
     "seqfuse": "fast", "seqfuse balanced": "balanced", "seqfuse lean": "lean", "seqfuse 0.5": sf.Budget(part=0.5),
     "seqfuse 0.3": sf.Budget(part=0.3), "seqfuse least": "least",
 }  # fmt: skip
-LAYERS = 4
-"""Of a stack."""
+LAYERS = 4  # of a stack
 RECIPES: dict[str, recipes.Recipe] = {
     "current": recipes.Float8CurrentScaling(),
     "delayed": recipes.Float8DelayedScaling(history=16),
@@ -109,7 +108,7 @@ def again(model: Any) -> Any:
 
 
 def trained(model: Make, within: Within = contextlib.nullcontext, leaves: Sequence[str] = ("x",)) -> Contender:
-    """Result and all gradients, as a step of training makes them; `model` makes it when it is first used.
+    """Result and all gradients, as a step of training makes them, of a model that is made when it is first used.
 
     It takes x, and the other inputs but dy by name; `leaves` are those that have gradients.
     """
@@ -280,8 +279,7 @@ class Theirs(nn.Module):
     def __init__(self, mixture: Mixture, implementation: str, up: nn.Parameter, down: nn.Parameter) -> None:
         super().__init__()
         with torch.device("meta"):
-            layer = plain.mixtral(mixture.H, mixture.F, implementation, mixture.experts, mixture.top_k)
-        self.experts = layer.experts
+            self.experts = plain.mixtral(mixture.H, mixture.F, implementation, mixture.experts, mixture.top_k).experts
         self.experts.gate_up_proj, self.experts.down_proj = up, down
 
     def forward(self, x: Tensor, *, experts: Tensor, probs: Tensor) -> Tensor:

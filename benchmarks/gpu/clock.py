@@ -156,8 +156,7 @@ def ceilings(
     return Ceilings(copy, rates)
 
 
-Ratios = dict[str, float]
-"""Seconds of a step, and of the ratios to eager the median and the quartiles."""
+Ratios = dict[str, float]  # seconds of a step, and of the ratios to eager the median and the quartiles
 
 
 def paired(sides: Mapping[str, Call], rounds: int, seconds: float = 0.0, warm: int = 10) -> dict[str, Ratios]:

@@ -12,7 +12,6 @@ from .case import Case
 from .sizes import Sizes
 
 OF_KERNELS = (kernels.norms, kernels.pointwise, kernels.decoding, kernels.attentions)
-"""Rows of one kernel each."""
 
 
 ROOMS = (

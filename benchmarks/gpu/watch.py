@@ -52,12 +52,7 @@ class Book:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self.data.setdefault("rows", {})
-
-    @property
-    def rows(self) -> dict[str, dict[str, Any]]:
-        """What was measured."""
-        return self.data["rows"]
+        self.rows: dict[str, dict[str, Any]] = self.data.setdefault("rows", {})  # what was measured
 
     def state(self, **facts: Any) -> None:
         """Write facts about the whole run."""
