@@ -38,8 +38,8 @@ NO_KERNEL = r"aten::|autograd|cuda|cu[A-Z]|Seqfuse|Activity|Lazy|Command|torch|.
 KINDS = {"GEMMs": "nvjet|gemm|splitK", "attention": "sdpa|flash|fmha|attention|dot_do_o|convert_dq"}
 
 
-def tuned(of: sizes.Sizes, options: argparse.Namespace, rows: list[Any]) -> Iterator[dict[str, Any]]:
-    """Rows of the layers that there is time for, the main models first, but for those that there are."""
+def tuned(of: sizes.Sizes, options: argparse.Namespace, rows: list[Any]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of each layer that there is time for, the main models first, but for those that there are."""
     there, until = {(row["model"], row["tokens"]) for row in rows}, time.time() + options.budget
     models = sorted(of.models, key=lambda model: model.name not in sizes.MAIN)
     for tokens, model in ((tokens, model) for tokens in of.tokens[:2] for model in models):
@@ -50,11 +50,10 @@ def tuned(of: sizes.Sizes, options: argparse.Namespace, rows: list[Any]) -> Iter
             print(f"{model.name}, {tokens} tokens\n{report}\n", flush=True)
             with torch.no_grad():
                 layer(x)  # whatever was chosen runs
-            for row in report.rows:
-                yield {"model": model.name, "tokens": tokens, **dataclasses.asdict(row)}
+            yield [{"model": model.name, "tokens": tokens, **dataclasses.asdict(row)} for row in report.rows]
 
 
-def profiled(of: sizes.Sizes, options: argparse.Namespace, _: list[Any]) -> Iterator[dict[str, Any]]:
+def profiled(of: sizes.Sizes, options: argparse.Namespace, _: list[Any]) -> Iterator[list[dict[str, Any]]]:
     """Microseconds of each kind of kernel, forward and backward."""
     wait: Any = (lambda: None) if options.tiny else torch.cuda.synchronize
     activities = [ProfilerActivity.CPU, *([] if options.tiny else [ProfilerActivity.CUDA])]
@@ -69,7 +68,7 @@ def profiled(of: sizes.Sizes, options: argparse.Namespace, _: list[Any]) -> Iter
             with profile(activities=activities) as seen:
                 step()
                 wait()
-            yield {"model": model.name, "tokens": tokens, "of": name, **summed(seen.key_averages())}
+            yield [{"model": model.name, "tokens": tokens, "of": name, **summed(seen.key_averages())}]
 
 
 def summed(events: Any) -> dict[str, int]:
@@ -92,8 +91,8 @@ def main() -> None:
     file = OUT / f"gpu_{options.what}.json"
     rows: list[Any] = json.loads(file.read_text())[options.what] if options.resume and file.exists() else []
     rows_of = tuned if options.what == "tune" else profiled
-    for row in rows_of(sizes.tiny() if options.tiny else sizes.real(), options, [*rows]):
-        rows.append(row)
+    for more in rows_of(sizes.tiny() if options.tiny else sizes.real(), options, [*rows]):
+        rows += more
         file.write_text(lines({"about": about(), options.what: rows}))
 
 

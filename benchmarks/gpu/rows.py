@@ -11,9 +11,7 @@ from . import blocks, kernels
 from .case import Case
 from .sizes import Sizes
 
-OF_KERNELS = (kernels.norms, kernels.pointwise, kernels.decoding, kernels.attentions)
-
-
+OF_KERNELS = (kernels.norms, kernels.pointwise, kernels.decoding, kernels.attentions)  # rows of one kernel each
 ROOMS = (
     kernels.norms, blocks.cases, kernels.pointwise,
     lambda sizes: itertools.chain(kernels.decoding(sizes), blocks.host_cases(sizes)),  # rows of few tokens
