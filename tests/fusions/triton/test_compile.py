@@ -289,7 +289,7 @@ def test_inductor_calls_the_operators(device: torch.device):
         seeded_randn((5, 6), 0).to(device),
     )
     want = passes(model, x)
-    with torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False):
+    with torch._inductor.config.patch(compile_threads=1):
         found = passes(torch.compile(model, fullgraph=True), x)
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other)
