@@ -182,7 +182,9 @@ class Probe:
             observer = Observer(twice)
             return self.bench(of_the_fusion), observer
 
-        bench, observer = made() if fresh else self._observed("fused", seed, made)
+        # The first call of a bench checks what passes return, which they may do by the layout of what they are given.
+        how = f"fused, {case.layout}, {case.dy_layout}"
+        bench, observer = made() if fresh else self._observed(how, seed, made)
         with fusing(on_error="raise"):
             return self.specimen.run(bench, case, seed), observer, bench
 

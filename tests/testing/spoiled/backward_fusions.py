@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+import seqfuse as sf
+from seqfuse import ops
+
 from ..kinds import AddForkBias, BiasAct, BiasGeLU, LinearBias, LinearBiasJoint, NormLinear, rows
 from .register import caught, spoil
 
@@ -116,6 +119,25 @@ class DropsTheGradientOfAnExtraInput(AddForkBias):
     def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
         d, grads = super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=d_fork_out, needs=needs)
         return d, {"bias.bias": grads["bias.bias"]}
+
+
+class TanhBackward(sf.BackwardFusion):
+    """Returns something else for a dy with gaps between its rows."""
+
+    act: ops.Tanh
+
+    layout = "any"
+
+    def bwd(self, dy, *, act):
+        dx = dy * (1 - act.y * act.y)
+        return (dx if dy.is_contiguous() else self.spoilt(dx)), {}
+
+
+spoil(
+    TanhBackward, "spoilt",
+    WidensForAStridedDy=("the gradient of x should be like float32.*, not float64", lambda self, dx: dx.double()),
+    AddsADimensionForAStridedDy=(r"the gradient of x should be like .*, not float32\[1, ", lambda self, dx: dx[None]),
+)  # fmt: skip
 
 
 # Joint fusions and inference.
