@@ -90,7 +90,9 @@ def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, 
 
     def step() -> None:
         out = run(tokens)
-        (out if isinstance(out, Tensor) else out.last_hidden_state).sum().backward()
+        loss = (out if isinstance(out, Tensor) else out.last_hidden_state).sum()
+        del out  # backward does not need it
+        loss.backward()
         if optimizer is not None:
             optimizer.step()
         made.zero_grad()
