@@ -1,7 +1,7 @@
 """The C compiler that makes kernels for a CPU: found and tried once, its results kept for the user.
 
-A kernel is the text of a C function named `k`, and of `python`, which makes a function of Python that calls it, where
-calls of `ctypes` would take too long. What a compilation depends on is its key: source, compiler, version,
+A kernel is C source that defines a function `k`. It may also define `python`, which returns a Python function that
+calls `k` in less time than `ctypes` does. What a compilation depends on is its key: source, compiler, version,
 flags and processor. The file ends with its own checksum: one that was cut short is compiled again and never loaded.
 """
 
@@ -33,7 +33,9 @@ SECONDS = 120.0
 
 # Errors and traps of floating point are not asked for; NaN, infinities and signed zeros are kept: never -ffast-math.
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
-_MACHO = ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()  # what Python defines is found there
+_MACHO = (
+    ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
+)  # Python's functions are found when it is loaded
 _PROBE = """
 int k(int n) {
   int sum = 0;

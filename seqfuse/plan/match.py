@@ -75,7 +75,7 @@ def refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: i
 Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 """Returns the measurement of a fusion on positions `a..b`, or `None`."""
 
-# A fusion, whether it is a user's, its place in the fusion set, how many operations each slot takes, and all take.
+# A fusion, whether it is a user's, its place in the fusion set, how many operations each slot takes, and their sum.
 _Match = tuple[type[FusedOperation], bool, int, tuple[int, ...], int]
 # A fusion, the sentence that says which one operation is absent or too many, and how many operations it would take.
 _Near = tuple[type[FusedOperation], str, int]

@@ -31,7 +31,7 @@ HALF = Budget(part=0.5)
 
 
 def _parameters_of(module: nn.Module) -> Iterable[nn.Parameter]:
-    """As `parameters` gives them, which takes ten times as long for a module without others inside."""
+    """As `parameters` gives them, which takes several times as long for a module without others inside."""
     if len(module._modules):  # pyright: ignore[reportPrivateUsage]
         return module.parameters()
     return [p for p in module._parameters.values() if p is not None]  # pyright: ignore[reportPrivateUsage]

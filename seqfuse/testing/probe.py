@@ -182,7 +182,7 @@ class Probe:
             observer = Observer(twice)
             return self.bench(of_the_fusion), observer
 
-        # The first call of a bench checks what passes return, which they may do by the layout of what they are given.
+        # Only the first run of a bench checks what passes return, and a pass may return something else by the layout.
         how = f"fused, {case.layout}, {case.dy_layout}"
         bench, observer = made() if fresh else self._observed(how, seed, made)
         with fusing(on_error="raise"):

@@ -99,7 +99,6 @@ def both_on_cpu(
     )
     limits, rows = (causal, window, None, p), q.new_empty((q.shape[0], S, H, D), device="meta").transpose(1, 2)
     n, back = _shape((q, k, v, rows), False, *limits), _shape((q, k, v, rows, q, k, v), True, *limits)
-    address = ctypes.addressof
     run, run_back = (_kernel(backward, p > 0, softcap is not None, dtype).function() for backward in (False, True))
     (most, shared, each), (most_back, _, each_back) = _memory(n, False), _memory(back, True)
     to_k, to_v = ((t.storage_offset() - q.storage_offset()) * q.itemsize for t in (k, v))
@@ -109,7 +108,7 @@ def both_on_cpu(
         new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most)
         y, lse, memory = new(*of_y), new(*of_lse), new((shared + threads * each,), (1,), wide)
         made, drops = (y.data_ptr(), lse.data_ptr(), memory.data_ptr()), 0 if seed is None else seed.data_ptr()
-        run(drops, at, at + to_k, at + to_v, 0, *made, address(n), *numbers, threads)
+        run(drops, at, at + to_k, at + to_v, 0, *made, ctypes.addressof(n), *numbers, threads)
         return y, lse
 
     def backward(dy: Tensor, x: Tensor, lse: Tensor, seed: Tensor | None) -> Tensor:
@@ -117,7 +116,7 @@ def both_on_cpu(
         dx, memory = new(*of_x), new((threads * each_back,), (1,), wide)
         to, drops = dx.data_ptr(), 0 if seed is None else seed.data_ptr()
         made = dy.data_ptr(), to, to + to_k, to + to_v, memory.data_ptr()
-        run_back(drops, at, at + to_k, at + to_v, 0, *made, address(back), *numbers, threads)
+        run_back(drops, at, at + to_k, at + to_v, 0, *made, ctypes.addressof(back), *numbers, threads)
         return dx
 
     return forward, backward

@@ -1,5 +1,5 @@
-/* A function of Python that calls `k`: COUNT arguments, TAKEN from `args` into variables that are GIVEN to `k`.
-   Declared by hand of what every Python from 3.11 on exports, as its headers need not be there. */
+/* A Python function that calls `k`: it takes COUNT arguments, which TAKEN converts to the C variables GIVEN.
+   Python's headers may not be installed, so what it uses of Python's C API is declared here. */
 #include <stddef.h>
 
 typedef struct _object object;

@@ -164,7 +164,7 @@ class Decided(NamedTuple):
                 addresses.append(f"y{i}.data_ptr()")
         threads = f"{source.put(torch.get_num_threads)}()" if work >= PARALLEL else "1"
         source.add(f"{source.put(kernel.function())}({', '.join([*addresses, *map(source.put, numbers), threads])})")
-        of_kind = f"{source.put(tuple.__new__)}({source.put(kind)}, ({', '.join(results)},))"
+        of_kind = f"{source.put(tuple.__new__)}({source.put(kind)}, ({''.join(f'{name}, ' for name in results)}))"
         source.add(f"return {results[0] if kind is None else of_kind}")
         check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         # As where one tensor is given twice, which torch's guards take for a change.

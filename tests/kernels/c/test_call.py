@@ -34,7 +34,7 @@ def test_other_threads_run_while_a_kernel_does() -> None:
     began, flag, seen = (torch.zeros(1, dtype=torch.int64) for _ in range(3))
     thread = threading.Thread(target=kernel, args=(began.data_ptr(), flag.data_ptr(), seen.data_ptr(), 30_000, 1))
     thread.start()
-    while not began:
+    while thread.is_alive() and not began:
         pass
     flag.fill_(1)
     thread.join()
