@@ -17,8 +17,8 @@ from gpu.launched import as_on_an_h200, of_block, of_row
 from gpu.rows import OF_KERNELS
 from gpu.sizes import MAIN, MODELS, real
 
-# A CPU's, since torch without CUDA cannot even slice those of a GPU.
-SIZES = dataclasses.replace(real(), device=torch.device("cpu"))
+# A CPU's, since torch without CUDA cannot even slice those of a GPU; torch.compile's peers launch nothing of ours.
+SIZES = dataclasses.replace(real(), device=torch.device("cpu"), compile_modes=())
 CASES = [case for room in OF_KERNELS for case in room(SIZES)]
 
 
