@@ -21,7 +21,7 @@ from .scale import LayerScale, Scale
 from .shape import Identity, Reshape, Transpose
 
 IdentityForwardAllReduceBackward = CopyToTensorParallel
-"""Its name before."""
+"""Former name of `CopyToTensorParallel`."""
 
 __all__ = [
     "GEGLU",
@@ -77,7 +77,7 @@ __all__ = [
     "Unpermute",
 ]
 
-if not TYPE_CHECKING:  # type checkers know what is here
+if not TYPE_CHECKING:  # type checkers see the names above
 
     def __getattr__(name: str) -> object:
         layers = ("FeedForward", "MultiHeadAttention", "TransformerLayer")

@@ -1,7 +1,7 @@
-"""How attention is computed: by the kernels that torch has, by ours, or in plain torch some rows at a time.
+"""How attention is computed: by torch's kernels, by ours, or in plain torch, a block of rows at a time.
 
 All of them save q, k, v, and the log-sum-exp of each row's scores in natural logarithms, 0 where all its keys are
-masked. So one may run forward and another backward, and nothing of size S x S is saved.
+masked. So forward and backward may use different kernels, and nothing of size S x S is saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import _sdpa
 from ._philox import drop_mask, drop_spans, gave_up, has_c, masked, watched
 from ._tensors import stats_dtype, unflatten
 
-# The forward by torch's own binding and the backward without its overload: both cost less than a call of an overload.
+# torch's own binding for the forward and no overload for the backward: both cost less than calling an overload.
 _flash_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu  # pyright: ignore
 _aten: Any = torch.ops.aten
 _flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
@@ -33,39 +33,39 @@ _flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
 )
 
 _HALF = (torch.float16, torch.bfloat16)
-# What `kernels.attention.takes_heads` says, which cannot be asked where Triton is not installed.
+# The limits of `kernels.attention.takes_heads`, which cannot be imported where Triton is not installed.
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
-# Whether our kernels run on a CPU, in Triton's interpreter, in place of all others: tests say so.
+# True in tests that run our Triton kernels on a CPU, in Triton's interpreter, instead of all other kernels.
 interpreting = False
-# Whether the seed decides each mask on every device: the test kit says so.
+# True in the test kit: dropout masks depend on the seed only, on every device.
 seeds_decide = False
 Kernel = Literal["cpu", "c", "triton", "blocks"] | _sdpa.Backend
 QKV = tuple[Tensor, Tensor, Tensor]
-# The largest rounding error of a log-sum-exp that weights may be made of.
+# The largest rounding error of a log-sum-exp from which weights may be computed.
 _ROUNDED = 1e-5
-# Where torch's kernel has matrix instructions, which C has not.
+# Dtypes for which torch's kernel has matrix instructions; our C kernel has none.
 _IN_TILES = frozenset({torch.bfloat16} if torch.cpu._is_amx_tile_supported() else ())  # pyright: ignore
-# With fewer keys than a vector has lanes torch's kernel, and so the reference, gives zeros for a query with a NaN.
+# With fewer keys than vector lanes, torch's kernel (and so the reference) returns zeros for a query with a NaN.
 _LANES = 16
-# Scores held at a time in blocks: 16 MiB in float32.
+# Scores held at a time by the blocks in plain torch: 16 MiB in float32.
 _HELD = 1 << 22
 
 
 @dataclasses.dataclass(eq=False)
 class Scores:
-    """How the scores of one call are made and limited.
+    """How the scores of one call are computed and limited.
 
     Args:
         scale: scores are q k^T times this.
-        causal: whether row i sees keys 0..i alone.
-        window: how many keys a row sees on each side, its own included; `None` for all.
+        causal: whether row i sees only keys 0..i.
+        window: how many keys a row sees on each side, including the key at its own position; `None` for all.
         softcap: scores become softcap tanh(score / softcap), if given.
         p: probability of dropping a weight.
-        seed: int64 of one element, if any weight is dropped, or of two: the state of torch's generator that
-            FlashAttention dropped them by.
-        mask: of 4 dimensions, broadcast to [B, H, S, S]; bool or int, where not zero is seen, or float, added.
+        seed: int64 of one element, if weights are dropped; of two elements where it is the state of torch's generator
+            from which FlashAttention dropped them.
+        mask: of 4 dimensions, broadcast to [B, H, S, S]; bool or int: nonzero is seen; float: added to the scores.
         cu_seqlens: [N + 1] int, the first row of each packed sequence and the end; no row sees another sequence.
-        alone: whether q, k and v are one tensor, without mask and dropout: then a call in C costs little.
+        alone: whether q, k and v are one tensor, without mask and dropout: a call of the C kernel is then cheap.
     """
 
     scale: float
@@ -79,10 +79,10 @@ class Scores:
     alone: bool = False
 
     def kernel(self, q: Tensor, k: Tensor | None = None) -> Kernel:
-        """Which kernel does all of this for q [B, H, S, D] and k, of the shape of q by default.
+        """The kernel that computes all of this for q [B, H, S, D] and k, by default of the shape of q.
 
-        On a GPU the one that `scaled_dot_product_attention` takes, and ours in Triton for what none of these does; on
-        a CPU ours in C where it is faster or torch has none; blocks in plain torch for the rest.
+        On a GPU, the kernel that `scaled_dot_product_attention` chooses, or our Triton kernel where torch has none; on
+        a CPU, our C kernel where it is faster or torch has none; blocks in plain torch otherwise.
         """
         shape = q.shape
         if 0 in shape:
@@ -92,7 +92,7 @@ class Scores:
         keys = shape[-2] if k is None else k.shape[-2]
         bounded, plain = self._bounded(keys), not self.p and self.softcap is None
         if q.device.type == "meta" and self.cu_seqlens is None and q.is_floating_point():
-            return "cpu"  # which has no numbers to limit, and makes the shapes at once
+            return "cpu"  # meta tensors have no data to limit, and torch's kernel for CPUs returns the shapes at once
         cpu = q.device.type == "cpu"
         ours = (not cpu or interpreting) and shape[-1] <= _WIDEST.get(q.dtype, 0) and decoding_kernels_run(q, shape[-1])
         if cpu:
@@ -114,11 +114,11 @@ class Scores:
         return self.window is not None and self.window < keys
 
     def beyond_torch(self, keys: int) -> bool:
-        """Whether torch has no kernel for a CPU that does this."""
+        """Whether torch has no CPU kernel with these limits: dropout, soft-cap or sliding window."""
         return self.p > 0 or self.softcap is not None or self._bounded(keys)
 
     def _in_c(self, q: Tensor) -> bool:
-        """Whether a C kernel does this, of plain tensors on a CPU."""
+        """Whether a C kernel computes this; only for plain tensors on a CPU."""
         if self.cu_seqlens is not None or self.p >= 1 or watched():
             return False
         if stats_dtype(q) is not torch.float32 or not has_c(q):
@@ -128,7 +128,7 @@ class Scores:
             if t is not None and not mask.makes_mask(t):
                 return False
         drops = self.seed is not None and self.p > 0
-        if type(q) is not Tensor:  # a plan, which has no numbers
+        if type(q) is not Tensor:  # tensors of a plan, which have no data
             attention.ask_for_both(drops, self.softcap is not None, q.dtype)
             return True
         try:
@@ -139,62 +139,62 @@ class Scores:
         return True
 
     def draws(self, q: Tensor) -> bool:
-        """Whether FlashAttention drops the weights of q [B, H, S, D], by a mask that torch's generator decides.
+        """Whether FlashAttention drops weights of q [B, H, S, D], by a mask drawn from torch's generator.
 
-        Our kernel, which makes the mask of the seed, takes four times as long on an H200. The seed decides where
-        algorithms are to be deterministic, in a process whose model is divided over several, and in a graph, where two
-        calls that differ by their seeds alone would be taken for one.
+        Our kernel, which derives the mask from the seed, takes four times as long on an H200. The seed is used if
+        algorithms must be deterministic, if the model is sharded over processes, and in a graph, where two calls that
+        differ only in their seeds would be merged into one.
         """
         if not 0 < self.p < 1 or self.softcap is not None or self.mask is not None or q.device.type != "cuda":
             return False
         if seeds_decide or divided() or torch.compiler.is_compiling() or recording():
             return False
-        # Wider heads have no backward with dropout on some of the cards.
+        # Wider heads have no backward with dropout on some GPUs.
         fits = q.dtype in _HALF and q.shape[-1] <= 192 and q.shape[-1] % 8 == 0 and 0 not in q.shape
         return fits and _sdpa.has_flash(q.device) and not torch.are_deterministic_algorithms_enabled()
 
     def loses_sums(self, lse: Tensor) -> bool:
-        """Whether a large mask leaves so few digits in a log-sum-exp that weights made of it do not add up to one."""
+        """Whether a large mask costs a log-sum-exp so many digits that weights from it do not add up to one."""
         if self.mask is None or not self.mask.is_floating_point() or type(lse) is not Tensor or not lse.numel():
             return False
         return bool(lse.abs().amax() * torch.finfo(lse.dtype).eps > _ROUNDED)
 
     def arguments(self) -> dict[str, Any]:
-        """All but the scale, as our kernels take it."""
+        """All but the scale, as arguments of our Triton kernel."""
         return self.arguments_in_c() | {"mask": self.mask, "cu_seqlens": self.cu_seqlens}
 
     def arguments_in_c(self) -> dict[str, Any]:
-        """The same as the C kernels take it, which have no packed sequences and add every mask."""
+        """The same for the C kernels, which have no packed sequences and add every mask."""
         mask = None if self.mask is None else additive(self.mask, torch.float32).resolve_neg()
         limits = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         return {**limits, "mask": mask, "seed": self.seed, "p": self.p}
 
 
-# An import statement would cost a call several steps.
+# An import statement would make each call slower.
 @functools.cache
 def _c_kernels() -> Any:
-    """The modules of attention and of masks in C."""
+    """The modules of the C kernels for attention and masks."""
     from ..kernels.c import attention, mask
 
     return attention, mask
 
 
 def decoding_kernels_run(x: Tensor, size: int) -> bool:
-    """Whether heads of this size, on the device and of the dtype of x, can be left to our kernels for decoding."""
+    """Whether our kernels for decoding run with heads of this size, on the device and in the dtype of x."""
     kind, fits = x.device.type, size <= 256 and x.dtype in _WIDEST
     return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and triton_installed()
 
 
 def numbers_in(ends: Tensor) -> list[int]:
-    """What an int tensor holds; the host waits for it."""
+    """The values of an int tensor; the host waits for the device."""
     return ends.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def head_size(shape: Sequence[int], heads: int, kv_heads: int) -> int:
-    """D of a packed [*, S, (H + 2 Hkv) D].
+    """The head size D of a packed [*, S, (H + 2 Hkv) D].
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the last dimension is not a positive multiple of the number of heads.
     """
     parts = heads + 2 * kv_heads
     if len(shape) < 2 or shape[-1] % parts or not shape[-1]:
@@ -204,12 +204,12 @@ def head_size(shape: Sequence[int], heads: int, kv_heads: int) -> int:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to the scores, in `dtype`, or in float32 where it is given in another than a half `dtype`."""
+    """The mask as an addend of the scores, in `dtype`; a float mask of another dtype than a half `dtype` in float32."""
     if mask.is_floating_point():
         if dtype in _HALF and mask.dtype is not dtype:
             dtype = torch.float32
         narrow = mask.to(dtype)
-        # The least number of float64 stays a number.
+        # The least number of float64 becomes the least finite number of the narrower dtype, not -inf.
         wide = mask.dtype is torch.float64 and dtype is not torch.float64
         return narrow.clamp(min=torch.finfo(dtype).min).where(mask != -torch.inf, narrow) if wide else narrow
     added = torch.where(mask if mask.dtype is torch.bool else mask != 0, 0.0, -torch.inf)
@@ -217,13 +217,13 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attend_reference(qkv: QKV, how: Scores) -> Tensor:
-    """The result [B, H, S, D], differentiable: by torch's function where that runs and is right, else by the math."""
+    """The result [B, H, S, D], differentiable: by torch's function where it runs and is exact, else by the formula."""
     q, k, v = qkv
     every = slice(q.shape[2]), slice(k.shape[2])
     mask, hidden = how.mask, None
     if mask is not None and not mask.is_floating_point():
         mask = mask != 0
-    if mask is not None or how.window is not None or how.cu_seqlens is not None:  # else torch is told `causal`
+    if mask is not None or how.window is not None or how.cu_seqlens is not None:  # else torch applies `causal`
         hidden = _hidden(*every, how, q.device)
     if hidden is not None:
         added = mask is not None and mask.is_floating_point()
@@ -238,11 +238,11 @@ def attend_reference(qkv: QKV, how: Scores) -> Tensor:
 
 
 def _by_torch(qkv: QKV, how: Scores, mask: Tensor | None) -> Tensor | None:
-    """Attention by torch's differentiable function, for `mask` and, without one, `causal`; `None` where that is wrong.
+    """Attention by torch's differentiable function with `mask`, or `causal` without one; `None` where it is not exact.
 
-    Float64 is left to plain math, which the rest is compared with, and so is a mask that is added where a gradient may
-    be needed: torch's kernels make weights from a log-sum-exp, which has no digit left for the sum where all keys of a
-    row have one large mask.
+    Float64, which all else is compared with, uses the formula. So does a float mask where a gradient may be needed:
+    torch's kernels compute weights from a log-sum-exp, which has no digits left for the sum if all keys of a row have
+    one large mask.
     """
     q, k, v = qkv
     added = mask is not None and mask.is_floating_point()
@@ -257,7 +257,7 @@ def _by_torch(qkv: QKV, how: Scores, mask: Tensor | None) -> Tensor | None:
 
 
 def _plainly(q: Tensor, k: Tensor, v: Tensor, how: Scores, mask: Tensor | None) -> Tensor:
-    """The math as its formula says it: the truth that kernels are compared with. The mask holds all limits."""
+    """The formula of attention, which kernels are compared with. The mask includes all limits."""
     shared = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
     scores = ((q * how.scale) @ k.mT).to(q.dtype)
@@ -268,7 +268,7 @@ def _plainly(q: Tensor, k: Tensor, v: Tensor, how: Scores, mask: Tensor | None) 
         scores = scores + additive(mask, q.dtype) if added else scores.masked_fill(~mask, -torch.inf)
     blind = (scores == -torch.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(blind, 0)
-    # Of an infinite score no more is spoiled than the key that it is of, as by the kernels.
+    # An infinite score makes only the weight of its own key NaN, as in the kernels.
     infinite = (scores == torch.inf).any(-1, keepdim=True)
     spoiled = (scores - scores.logsumexp(-1, keepdim=True)).exp()
     weights = torch.where(infinite, spoiled, scores.softmax(-1)).masked_fill(blind, 0)
@@ -280,7 +280,7 @@ def _plainly(q: Tensor, k: Tensor, v: Tensor, how: Scores, mask: Tensor | None) 
 def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """The result [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S].
 
-    Where FlashAttention drops weights, the state of the generator takes the place of the seed.
+    If FlashAttention drops weights, the state of torch's generator replaces the seed in `how`.
     q: [B, H, S, D], k and v: [B, Hkv, S, D], each with a contiguous last dimension.
     """
     q, k, v = qkv
@@ -299,7 +299,7 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
         in_c, _ = _c_kernels()
         if type(q) is Tensor:
             return in_c.attention_on_cpu(q, k, v, how.scale, **how.arguments_in_c())
-        _held = in_c.scratch(*qkv)  # bytes are asked, and shapes and FLOPs, which are those of torch's
+        _held = in_c.scratch(*qkv)  # a plan reads only bytes, shapes and FLOPs, which are those of torch's kernel
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
         y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
@@ -318,9 +318,9 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
 def attend_grads(
     dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Scores, kernel: Kernel, apart: bool = False
 ) -> tuple[Tensor, ...] | None:
-    """The gradients of q, k and v, [B, S, heads, D], by a kernel of torch in one call; `None` where none does it.
+    """The gradients of q, k and v, [B, S, heads, D], by one call of a torch kernel; `None` if no such kernel runs.
 
-    On a CPU the kernel sums the gradients of shared heads in their own dtype, unless they are made `apart`.
+    On a CPU the kernel sums the gradients of GQA heads in their own dtype, except with `apart`.
     dy and y: [B, S, H, D].
     """
     if kernel in _sdpa.BACKENDS:
@@ -341,9 +341,9 @@ def attend_grads(
 
 
 def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Scores, kernel: Kernel, out: QKV) -> None:
-    """Write dq, dk and dv into `out`, shaped as q, k and v, where `attend_grads` does not make them.
+    """Write dq, dk and dv into `out`, shaped as q, k and v, where `attend_grads` returns `None`.
 
-    dy and y, which a C kernel does not read: [B, S, H, D].
+    dy and y: [B, S, H, D]. A C kernel does not read y.
     """
     if kernel == "triton":
         from ..kernels.attention import attention_bwd
@@ -366,9 +366,9 @@ def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Sc
 
 
 def _flash_backward(read: Sequence[Tensor], how: Scores, mask: Tensor | None) -> Iterable[Tensor]:
-    """The gradients of q, k and v of dy, q, k, v, y and the log-sum-exp, by torch's kernel for a CPU."""
+    """The gradients of q, k and v from dy, q, k, v, y and the log-sum-exp, by torch's kernel for a CPU."""
     if read[0].dtype in env.WIDENED:
-        # A mask that is added may be of the dtype of q or float32.
+        # A float mask may have the dtype of q or float32.
         mask = mask if mask is None or mask.dtype is torch.bool else mask.float()
         wide = _flash_cpu_backward(*(t.float() for t in read), 0.0, how.causal, attn_mask=mask, scale=how.scale)
         return [grad.to(read[0].dtype) for grad in wide]
@@ -380,7 +380,7 @@ def _sequences(cu_seqlens: Tensor) -> Iterator[slice]:
 
 
 def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
-    """As `attend`, whatever is asked, in plain torch on any device, some rows at a time: memory is bounded."""
+    """`attend` with any limits, in plain torch on any device, a block of rows at a time, which bounds memory."""
     q = qkv[0]
     batch, heads, length, size = q.shape
     y = q.new_empty(batch, length, heads, size)
@@ -397,7 +397,7 @@ def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
 
 
 def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, needs_mask: bool) -> Tensor | None:
-    """Write dq, dk and dv into `out`, if given; returns the mask's gradient, if asked, in the dtype of the scores."""
+    """Write dq, dk and dv into `out`, if given; return the mask's gradient, if needed, in the dtype of the scores."""
     grouped = q, k, v = _grouped(qkv, how)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     dmask = q.new_zeros(how.mask.shape) if needs_mask and how.mask is not None else None
@@ -406,7 +406,7 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
         scores, bent, hidden = _scores(grouped, rows, keys, how)
         d = dy[..., rows, :]
         dweights = d @ v[..., keys, :].mT
-        # What is NaN or Inf spoils no gradient of a key that is not seen.
+        # A NaN or Inf must not reach the gradient of a hidden key.
         weights, _, blind = _weights(scores)
         kept, drop = weights, _drop(qkv, rows, keys, how)
         if drop is not None:
@@ -430,7 +430,7 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
 
 
 def _grouped(qkv: QKV, how: Scores) -> QKV:
-    """Queries, scaled, as [B, Hkv, G, S, D] beside k and v as [B, Hkv, 1, S, D], in the dtype of the scores."""
+    """Scaled queries [B, Hkv, G, S, D], and k and v as [B, Hkv, 1, S, D], in the dtype of the scores."""
     q, k, v = qkv
     stats = stats_dtype(q)
     q = unflatten(q, 1, k.shape[1], q.shape[1] // k.shape[1]).to(stats) * how.scale
@@ -438,7 +438,7 @@ def _grouped(qkv: QKV, how: Scores) -> QKV:
 
 
 def _blocks(qkv: QKV, how: Scores) -> Iterator[tuple[slice, slice]]:
-    """Rows, and the keys that any of them may see."""
+    """Yield blocks of rows, each with the range of keys that any of them may see."""
     batch, heads, length, _ = qkv[0].shape
     keys = qkv[1].shape[2]
     count = max(1, _HELD // max(1, batch * heads * keys))
@@ -450,11 +450,11 @@ def _blocks(qkv: QKV, how: Scores) -> Iterator[tuple[slice, slice]]:
 
 
 def _scores(grouped: QKV, rows: slice, keys: slice, how: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scores [B, Hkv, G, rows, keys], -inf where not seen; tanh(score / softcap) where they are bent; what is not seen,
-    but by a mask of floats.
+    """Scores [B, Hkv, G, rows, keys], -inf where hidden; tanh(score / softcap) if there is a soft-cap; the hidden mask,
+    without float masks.
     """
     q, k, _ = grouped
-    # Autocast would run these GEMMs in 16 bits, in which the weights lose more than they do here.
+    # Autocast would run these GEMMs in 16 bits, which loses more digits of the weights than the kernels do.
     scores, bent = (q[..., rows, :] @ k[..., keys, :].mT).to(q.dtype), None
     if how.softcap is not None:
         bent = (scores / how.softcap).tanh_()
@@ -471,19 +471,19 @@ def _scores(grouped: QKV, rows: slice, keys: slice, how: Scores) -> tuple[Tensor
 
 
 def _weights(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax of the scores, zeros for a row that sees no key, the log-sum-exp, and which rows see none.
+    """Softmax of the scores, zeros for a row that sees no key; the log-sum-exp; and which rows see no key.
 
     The scores are overwritten.
 
-    Greatest score and sum are kept apart: beside a large mask that all keys of a row have, the logarithm of the sum is
-    lost, and weights made of the log-sum-exp would not add up to one.
+    Greatest score and sum are separate: with a large mask on all keys of a row, the log-sum-exp loses the logarithm of
+    the sum, and weights computed from it would not add up to one.
     """
     most = scores.amax(-1, keepdim=True)
     blind = most == -torch.inf
     most.masked_fill_(blind, 0)
     weights = scores.sub_(most).exp_()
     total = weights.sum(-1, keepdim=True)
-    # Of an infinite score no more is spoiled than the key that it is of.
+    # An infinite score makes only the weight of its own key NaN.
     total.masked_fill_((total == 0) | (most == torch.inf), 1)
     return weights.div_(total), most + total.log(), blind
 
@@ -515,6 +515,6 @@ def _drop(qkv: QKV, rows: slice, keys: slice, how: Scores) -> Tensor | None:
 
 
 def _part(mask: Tensor, rows: slice, keys: slice) -> Tensor:
-    """The part of a broadcast mask that these rows and keys take."""
+    """The part of a broadcast mask for these rows and keys."""
     whole = slice(None)
     return mask[..., rows if mask.shape[-2] != 1 else whole, keys if mask.shape[-1] != 1 else whole]

@@ -1,7 +1,7 @@
-"""Attention of a plain packed tensor on a CPU in C: what its shape decides is decided once.
+"""Attention of a plain packed tensor on a CPU in C, with all decisions that depend on the shape cached.
 
-Without a mask, packed sequences and autocast. A call of a small model would take longer to find its kernel,
-and what that takes, than to run it.
+Without a mask, packed sequences or autocast. In a small model, choosing a kernel and preparing its arguments would
+take longer than the kernel.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ._cache import active
 from ._philox import has_c, watched
 from ._tensors import dispatch_modes
 
-_MOST = 512  # shapes of which it is kept what was decided
+_MOST = 512  # shapes whose decisions are cached
 
 
 class InC(NamedTuple):
     """Both passes of one attention for x of one shape.
 
     Args:
-        forward: of x [*, S, (H + 2 Hkv) D] and the seed of dropout, if there is any, the result [*, S, H D] and the
+        forward: from x [*, S, (H + 2 Hkv) D] and the seed of dropout, if any, to the result [*, S, H D] and the
             log-sum-exp [*, H, S].
-        backward: of the contiguous gradient of the result, x, the log-sum-exp and the seed, the gradient of x.
-        keeps_y: whether the result is saved, for a kernel that reads it.
+        backward: from the contiguous gradient of the result, x, the log-sum-exp and the seed to the gradient of x.
+        keeps_y: whether the result is saved: torch's kernel, which may run the backward pass instead, reads it.
     """
 
     forward: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -40,8 +40,8 @@ _known: dict[Any, InC | None] = {}
 
 
 def packed_in_c(attention: Any, x: Tensor, seed: Tensor | None, p: float) -> InC | None:
-    """The passes of an `Attention`, and of no subclass, for tensors like x; `None` where C does not run or more than a
-    shape decides it.
+    """Both passes of an `Attention` (not of a subclass) for tensors like x; `None` where C does not run, or where the
+    choice depends on more than the shape.
     """
     if type(x) is not Tensor or not x.is_contiguous() or x.is_neg() or not has_c(x):
         return None

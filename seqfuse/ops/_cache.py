@@ -1,4 +1,4 @@
-"""What stands in for keys and values of earlier calls; `seqfuse.inference` makes it and puts it here for a call."""
+"""The protocol of a cache of keys and values, and the active cache; `seqfuse.inference` creates it and sets it here."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ._tensors import FAKE, dispatch_mode
 
 
 class Cache(Protocol):
-    """Keys and values of the rows before those of this call."""
+    """Keys and values of the tokens before those of this call."""
 
     def positions(self, x: Tensor) -> Tensor:
         """The positions of the rows of x [B, S, C], int64 [B, S]."""
         ...
 
     def attend(self, attention: Any, x: Tensor) -> Tensor:
-        """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
+        """The result [B, S, H D] of packed x [B, S, C] over all tokens so far; caches the keys and values of x."""
         ...
 
     def decode(self, attention: Any, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
-        """The same of one row of each sequence by kernels; `None` where they do not do it, and nothing has changed.
+        """`attend` for one new token per sequence, by kernels; `None`, and nothing changed, where they do not apply.
 
-        `write(row, k=, v=, lengths=, k_scale=, v_scale=)` keeps the keys and values of rows [B, C] and gives queries
-        [B, H, D].
+        `write(row, k=, v=, lengths=, k_scale=, v_scale=)` caches the keys and values of rows [B, C] and returns
+        queries [B, H, D].
         """
         ...
 
@@ -36,7 +36,7 @@ active: ContextVar[Cache | None] = ContextVar("seqfuse_cache", default=None)
 
 
 def current() -> Cache | None:
-    """The cache of this call; a traced graph knows none, and a rehearsal on tensors without data must not fill one."""
+    """The active cache; `None` in a traced graph and on tensors without data, which must not fill a cache."""
     if torch.compiler.is_dynamo_compiling():
         return None
     cache = active.get()

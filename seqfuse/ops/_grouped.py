@@ -1,10 +1,10 @@
-"""GEMMs of groups of rows with a weight each, whose ends are on the device: as operators, and as plain torch.
+"""GEMMs of groups of rows, each with its own weight, with group ends on the device: custom ops, and plain torch.
 
-On a CPU the ends are read, and each group is one GEMM: small ones of float32 by a C kernel that calls BLAS, others by
-torch, which takes any dtype and strides. On other devices nothing is read. It is `torch.nn.functional.grouped_mm` where
-that has a kernel, which on a GPU of NVIDIA is bfloat16 on sm_90 and sm_100 alone: for others it copies the ends to the
-host. It leaves rows beyond the last end as they were, so that these are set to zero behind it. Elsewhere it is our
-kernel, and without Triton, or in float64, each row is multiplied with every weight.
+On a CPU the host reads the ends, and each group is one GEMM: small float32 GEMMs by a C kernel that calls BLAS, others
+by torch, which supports any dtype and strides. On other devices the host reads nothing. There,
+`torch.nn.functional.grouped_mm` runs where it has a kernel (on NVIDIA GPUs, bfloat16 on sm_90 and sm_100; otherwise it
+copies the ends to the host). It does not write rows beyond the last end; we set them to zero. Elsewhere our Triton
+kernel runs; without Triton, or in float64, each row is multiplied with every weight.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ._tensors import dispatch_modes
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WHOLE = (torch.int32, torch.int64)
-# torch gives what it registers no types.
+# torch has no type annotations for `Library` and `register_fake`.
 _library: Any = torch.library.Library("seqfuse", "FRAGMENT")
 _torch_library: Any = torch.library
 
 
 def is_watched(x: Tensor) -> bool:
-    """Whether what runs is recorded, or x has no numbers to read."""
+    """Whether calls are being recorded, or x has no data to read."""
     return watched() or dispatch_modes() > 0 or x.is_meta
 
 
 def spans(offsets: Tensor, rows: int) -> Iterator[tuple[int, int]]:
-    """First and last row of each group, within those that there are; `offsets` is read."""
+    """First and last row of each group, clamped to the number of rows; reads `offsets` on the host."""
     start, ends = 0, cast(list[int], offsets.tolist())  # pyright: ignore[reportUnknownMemberType]
     for end in ends:
         end = min(max(end, start), rows)
@@ -48,12 +48,12 @@ def spans(offsets: Tensor, rows: int) -> Iterator[tuple[int, int]]:
 
 
 def inside(offsets: Tensor, rows: int) -> Tensor:
-    """Whether each row is of a group, bool [rows, 1]; nothing is read."""
+    """Whether each row belongs to a group, bool [rows, 1]; no read on the host."""
     return (torch.arange(rows, device=offsets.device) < last(offsets)).unsqueeze(-1)
 
 
 def group_at(offsets: Tensor, rows: int) -> Tensor:
-    """The group of each row, int64 [rows], the number of groups for a row of none; nothing is read."""
+    """The group of each row, int64 [rows]; the number of groups for a row without a group. No read on the host."""
     return torch.searchsorted(offsets.to(torch.int64), torch.arange(rows, device=offsets.device), right=True)
 
 
@@ -63,7 +63,7 @@ def last(offsets: Tensor) -> Tensor:
 
 
 def of_group(offsets: Tensor, rows: int) -> list[Tensor]:
-    """For each group which rows are its own, bool [rows, 1]; nothing is read."""
+    """For each group, a mask of its rows, bool [rows, 1]; no read on the host."""
     at = torch.arange(rows, device=offsets.device)
     ends = offsets.to(torch.int64)
     starts = F.pad(ends.narrow(0, 0, ends.shape[0] - 1), (1, 0))
@@ -73,7 +73,7 @@ def of_group(offsets: Tensor, rows: int) -> list[Tensor]:
 
 
 def plain(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y by differentiable calls of torch: each row with every weight, of which one is kept."""
+    """Return y by differentiable torch calls: multiplies each row with every weight, and keeps the one of its group."""
     y = x.new_zeros(x.shape[0], weight.shape[1])
     for g, own in enumerate(of_group(offsets, x.shape[0])):
         made = F.linear(torch.where(own, x, 0), weight.select(0, g), None if bias is None else bias.select(0, g))
@@ -83,7 +83,7 @@ def plain(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Te
 
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
-    """Whether torch has a kernel for groups on a device; elsewhere it reads the ends and calls a GEMM for each."""
+    """Whether torch has a grouped kernel for the device; otherwise torch reads the ends and calls a GEMM per group."""
     if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors of a GPU that is not here
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -91,17 +91,17 @@ def _has_kernel(device: torch.device) -> bool:
 
 @functools.cache
 def _writes_empty_groups(device: torch.device) -> bool:
-    """Whether torch's kernel for gradients of weights writes zeros for a group without rows, as that of sm_90 does."""
+    """Whether torch's kernel for weight gradients writes zeros for a group without rows, as on sm_90."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _in_triton(x: Tensor) -> bool:
-    """Whether our kernels take x."""
+    """Whether our Triton kernels support x."""
     return x.is_cuda and x.dtype in _DTYPES and triton_installed()
 
 
 def _takes(*operands: Tensor) -> bool:
-    """Whether torch's GEMM of groups takes operands of these dtypes and sizes, and reads no ends on the host."""
+    """Whether torch's grouped GEMM supports operands of these dtypes and sizes without reading the ends on the host."""
     first = operands[0]
     dtypes = (torch.bfloat16,) if first.is_cuda else _DTYPES
     return (
@@ -116,14 +116,14 @@ def _aligned(t: Tensor, *elements: int) -> bool:
 
 
 def _row_major(t: Tensor) -> Tensor:
-    """The same numbers as torch's kernel reads rows of groups: one after the other, from addresses that it can load."""
+    """The same values row by row, with the alignment that torch's grouped kernel needs; a copy only if necessary."""
     if t.stride(1) == 1 and t.stride(0) >= t.shape[1] and _aligned(t, t.stride(0), int(t.storage_offset())):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def _with_rows(t: Tensor) -> Tensor:
-    """The same as our kernels read them, which take rows of any stride whose columns are contiguous."""
+    """The same values with contiguous columns, as our kernels need; rows may have any stride."""
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
@@ -133,7 +133,7 @@ def tf32(x: Tensor) -> bool:
 
 
 def _of_weights(t: Tensor) -> Tensor:
-    """The same for a matrix of each group, whose rows or whose columns are contiguous."""
+    """The same for the matrices of all groups, in which either rows or columns are contiguous."""
     rows, columns = t.stride(1), t.stride(2)
     plain = columns == 1 and rows >= t.shape[2]
     turned = rows == 1 and columns >= t.shape[1]
@@ -161,7 +161,7 @@ def _forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) ->
 
 
 def _is_in_c(x: Tensor, other: Tensor, columns: int, offsets: Tensor) -> bool:
-    """Whether C kernels multiply rows of a CPU, and those of a group are too few for oneDNN."""
+    """Whether C kernels multiply these rows on a CPU: float32, and too few per group for oneDNN."""
     elements, others = x.numel(), other.numel()
     few = elements * columns < offsets.shape[0] * ONEDNN_FLOAT32_NEW or not env.ONEDNN_FLOAT32
     float32 = x.dtype is torch.float32 and other.dtype is torch.float32
@@ -171,7 +171,7 @@ def _is_in_c(x: Tensor, other: Tensor, columns: int, offsets: Tensor) -> bool:
     return 0 < elements <= c.MOST and 0 < others <= c.MOST and c.sgemm() != 0 and offsets.dtype in _WHOLE
 
 
-# An import statement would cost a call more than all else that it does in Python.
+# An import statement would cost more than the rest of the call's Python.
 @functools.cache
 def _c() -> Any:
     from ..kernels.c import grouped
@@ -184,13 +184,13 @@ def _ends(offsets: Tensor, rows: int) -> Tensor:
 
 
 def _sizes(offsets: Tensor, rows: int) -> list[int]:
-    """How many rows each group has, and how many are of none; `offsets` is read."""
+    """The number of rows of each group, then of rows without a group; reads `offsets` on the host."""
     sizes = [end - start for start, end in spans(offsets, rows)]
     return [*sizes, rows - sum(sizes)]
 
 
 def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """`grouped_linear` by calls that run on any device and read no offsets on the host."""
+    """`grouped_linear` on any device without reading offsets on the host."""
     rows = x.shape[0]
     if not _takes(x, weight):
         if _in_triton(x):
@@ -203,7 +203,7 @@ def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
 
 
 def finished(y: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """What a grouped GEMM of torch made, with the biases of groups, and zeros in the rows of none."""
+    """Adds the biases of the groups to the result of torch's grouped GEMM, and sets rows without a group to zero."""
     if _in_triton(y):
         from ..kernels.grouped import finish_rows_
 
@@ -233,7 +233,7 @@ def _weight_grad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """`grouped_weight_grad` by calls that run on any device and read no offsets on the host."""
+    """`grouped_weight_grad` on any device without reading offsets on the host."""
     rows = x.shape[0]
     if _in_triton(x) and not (_takes(dy, x) and _writes_empty_groups(x.device)):
         from ..kernels.grouped import grouped_outer
@@ -245,7 +245,7 @@ def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def bias_grad_unread(dy: Tensor, offsets: Tensor) -> Tensor:
-    """`grouped_bias_grad` by calls that run on any device and read no offsets on the host."""
+    """`grouped_bias_grad` on any device without reading offsets on the host."""
     if _in_triton(dy):
         from ..kernels.grouped import group_sums
 
@@ -260,7 +260,7 @@ def _bias_grad(dy: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _operator(name: str, function: Callable[..., Tensor], fake: Callable[..., Tensor], schema: str) -> Any:
-    """A function as an operator, which is called where a compiler, a mode or a counter of FLOPs watches."""
+    """A function as a custom op, which is called only if a compiler, a mode or a FLOP counter records calls."""
     _library.define(f"{name}{schema} -> Tensor")
     _library.impl(name, function, "CompositeExplicitAutograd")
     _torch_library.register_fake(f"seqfuse::{name}", fake, lib=_library)
@@ -292,7 +292,7 @@ def _bias_grad_like(dy: Tensor, offsets: Tensor) -> Tensor:
 grouped_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = _operator(
     "grouped_linear", _forward, _forward_like, "(Tensor x, Tensor weight, Tensor offsets, Tensor? bias)"
 )
-"""y of rows x [R, K], weights [G, N, K], ends of groups [G] and biases [G, N]; zeros beyond the last end."""
+"""y of rows x [R, K], weights [G, N, K], group ends [G] and biases [G, N]; zeros beyond the last end."""
 grouped_weight_grad: Callable[[Tensor, Tensor, Tensor], Tensor] = _operator(
     "grouped_weight_grad", _weight_grad, _weight_grad_like, "(Tensor dy, Tensor x, Tensor offsets)"
 )
@@ -300,7 +300,7 @@ grouped_weight_grad: Callable[[Tensor, Tensor, Tensor], Tensor] = _operator(
 grouped_bias_grad: Callable[[Tensor, Tensor], Tensor] = _operator(
     "grouped_bias_grad", _bias_grad, _bias_grad_like, "(Tensor dy, Tensor offsets)"
 )
-"""The sum of the rows of dy of each group, [G, N]."""
+"""The sum of the rows of dy in each group, [G, N]."""
 
 
 def _forward_flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:

@@ -1,7 +1,7 @@
-"""Grouped GEMMs of quantized operands, with scales of each group: y_g = x_g weight_g^T and its gradients.
+"""Grouped GEMMs of quantized operands, with scales per group: y_g = x_g weight_g^T and its gradients.
 
-Operands are multiplied as `recipes.dequantize` gives them, summed in float32 and rounded once. On sm_90 torch has a
-GEMM for bfloat16 results of e4m3 operands with a scale for each row of x and each row of each weight.
+Operands are dequantized as by `recipes.dequantize`, multiplied, summed in float32 and rounded once. On sm_90 torch has
+a GEMM for bfloat16 results from e4m3 operands with one scale per row of x and per row of each weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._lowprecision import Operand
 
 
 def why_no_grouped_gemm(recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
-    """Why torch has no grouped GEMM for operands of a recipe on a GPU."""
+    """The reason why torch has no grouped GEMM for operands of a recipe on a GPU, or `None` if it has."""
     reason = None
     if arch != "sm_90":
         reason = f"for {arch}"
@@ -46,8 +46,8 @@ def quantized_rows(
     columns: bool = False,
     kept: KeptScale | None = None,
 ) -> tuple[Operand | None, Operand | None]:
-    """`_lowprecision.quantized` of the rows of groups, [R, N], no two of which share a scale."""
-    if rows and recipe.block(role, "rows")[0] == 1:  # which knows no groups
+    """`_lowprecision.quantized` for rows of groups, [R, N]; no two groups share a scale."""
+    if rows and recipe.block(role, "rows")[0] == 1:  # scales per row do not depend on groups
         along, _ = low.quantized(x, recipe, role)
     else:
         if kept is not None and kept.newest is not None:
@@ -67,7 +67,7 @@ def quantized_rows(
 def quantized_group_weights(
     weight: Tensor, recipe: Recipe, *, columns: bool = False, kept: KeptScale | None = None
 ) -> tuple[Operand, Operand | None]:
-    """`_lowprecision.quantized` of the weight of each group, [G, N, K], each by itself."""
+    """`_lowprecision.quantized` of the weights of all groups, [G, N, K], each by itself."""
     each: list[tuple[Operand | None, Operand | None]] = []
     for g, own in enumerate(weight.unbind()):
         of_group = None
@@ -89,7 +89,7 @@ def _stacked(each: Iterable[Operand | None]) -> Operand | None:
 
 
 def _in_one(each: list[Tensor]) -> Tensor:
-    """One tensor of several; autocast stacks none of 8 bits."""
+    """Stack several tensors; 8-bit ones as uint8, because autocast cannot stack their dtype."""
     dtype = each[0].dtype
     return torch.stack(each if dtype.itemsize > 1 else [t.view(torch.uint8) for t in each]).view(dtype)
 
@@ -103,9 +103,9 @@ def grouped_in_8_bits(
     bias: Tensor | None = None,
     role: Role = "x",
 ) -> Tensor:
-    """Return x_g weight_g^T + bias_g, of operands quantized along their rows; zeros for rows of no group.
+    """Return x_g weight_g^T + bias_g from operands quantized along their rows; zeros for rows without a group.
 
-    For the role "dy" x_g weight_g, of weights down their columns.
+    With the role "dy", return x_g weight_g from weights quantized down their columns.
     """
     turned = role == "dy"
     if _by_torch(recipe, x.data):
@@ -125,7 +125,7 @@ def grouped_in_8_bits(
 def grouped_weight_grad_in_8_bits(
     dy: Operand, x: Operand, recipe: Recipe, offsets: Tensor, dtype: torch.dtype, main_grad: Tensor | None = None
 ) -> Tensor | Accumulated:
-    """Return dy_g^T x_g, of both down their columns, zeros for a group without rows, or add it to `main_grad`."""
+    """dy_g^T x_g from both quantized down their columns, zeros for a group without rows; or add it to `main_grad`."""
     if _by_torch(recipe, dy.data):
         product = _outer_by_torch(dy, x, offsets)
     else:
@@ -152,7 +152,7 @@ def _by_row(x: Operand, offsets: Tensor) -> Tensor:
 
 
 def _outer_by_torch(dy: Operand, x: Operand, offsets: Tensor) -> Tensor:
-    """Return dy_g^T x_g by torch, which reads rows of groups from multiples of 16 on: zeros come between them."""
+    """Return dy_g^T x_g by torch, which needs groups to begin at multiples of 16: pads groups with zero rows."""
     rows, groups = len(x.data), len(offsets)
     ends = F.pad(offsets.to(torch.int64).clamp(max=rows), (1, 0))
     padded = (ends.diff() + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE

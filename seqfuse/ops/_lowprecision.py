@@ -1,8 +1,8 @@
 """GEMMs of quantized operands: y = x weight^T, dx = dy weight, dweight = dy^T x, each rounded once.
 
-Operands are multiplied as `recipes.dequantize` gives them, summed in float32: so a CPU does, which has no instructions
-for 8 bits, and a recipe that is emulated elsewhere. A GPU has torch's GEMMs where a tensor or a row has one scale, an
-sm_90 where blocks of 128 have, and an sm_100 where blocks of 32 have.
+Operands are dequantized as by `recipes.dequantize`, multiplied and summed in float32 on a CPU, which has no 8-bit
+instructions, and if the recipe is emulated. A GPU uses torch's GEMMs with one scale per tensor or per row, on sm_90
+also per block of 128, and on sm_100 per block of 32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def operand(data: Tensor | None, inverse: Tensor | None) -> Operand:
-    """An operand that was saved."""
+    """The operand from two saved tensors."""
     assert data is not None
     assert inverse is not None
     return Operand(data, inverse)
@@ -43,10 +43,10 @@ def quantized(
     columns: bool = False,
     kept: KeptScale | None = None,
 ) -> tuple[Operand | None, Operand | None]:
-    """An operand quantized along its rows, and down its columns, as far as these are asked for. x: [M, N].
+    """The operand quantized along its rows and down its columns, each only if requested. x: [M, N].
 
-    Both are one where they share their scales. A delayed recipe is given what is `kept`: max |x| is noted there.
-    On GPUs what is quantized down its columns lies in memory column by column, as GEMMs read it.
+    If both share their scales, they are one operand. A delayed recipe passes `kept`, in which max |x| is recorded.
+    On GPUs, codes of columns are stored column by column, as GEMMs read them.
     """
     if isinstance(x, Quantized):
         return x.rows if rows else None, x.columns if columns else None
@@ -66,13 +66,13 @@ def quantized(
 
 
 Weights = Sequence[tuple[Operand | None, Operand | None]]
-"""The operands of an operation's GEMMs that are its weights, along their rows and down their columns."""
+"""The weights of an operation's GEMMs as operands, quantized along their rows and down their columns."""
 _SEVERAL = 16
-"""Matrices that a launch quantizes at most."""
+"""The most matrices per launch."""
 
 
 def quantized_weights(asked: Sequence[tuple[Any, Recipe, frozenset[str]]]) -> list[Weights]:
-    """Quantize the weights of several operations, given with recipe and needed gradients; for x along columns.
+    """Quantize the weights of several operations, given with recipe and needed gradients; for dx also down columns.
 
     On a GPU, weights with block scales are quantized in one launch per recipe.
     """
@@ -98,38 +98,38 @@ def quantized_weights(asked: Sequence[tuple[Any, Recipe, frozenset[str]]]) -> li
 
 
 def along(x: Tensor, recipe: Recipe, role: Role) -> Operand:
-    """An operand quantized along its rows alone."""
+    """The operand quantized along its rows only."""
     found, _ = quantized(x, recipe, role)
     assert found is not None
     return found
 
 
 def down(x: Tensor, recipe: Recipe, role: Role) -> Operand:
-    """An operand quantized down its columns alone."""
+    """The operand quantized down its columns only."""
     _, found = quantized(x, recipe, role, rows=False, columns=True)
     assert found is not None
     return found
 
 
 def ends_with_blocks(recipe: Recipe, parts: Sequence[int]) -> bool:
-    """Whether no block of scales of a weight, or of dy, has numbers of two parts that lie one behind the other."""
+    """Whether no block of scales of a weight, or of dy, crosses the boundary between two consecutive parts."""
     high = recipe.block("weight", "columns")[0]
     return high is not None and all(size % high == 0 for size in parts)
 
 
 def apart(one: Operand, parts: Sequence[int]) -> list[Operand]:
-    """The parts, side by side, of an operand that is quantized down its columns."""
+    """Split an operand that is quantized down its columns into parts of columns."""
     pairs = zip(*(t.split_with_sizes(list(parts), 1) for t in one), strict=True)
     return [Operand(*pair) for pair in pairs]
 
 
 def split(dy: Quantized, parts: Sequence[int]) -> list[Quantized]:
-    """The parts, side by side, of a dy that is quantized both ways, each of whole blocks along its rows."""
+    """Split a dy that is quantized both ways into parts of columns; each part is whole blocks along its rows."""
 
     def beside(one: Operand | None) -> list[Operand | None]:
         if one is None:
             return [None] * len(parts)
-        # A scale of a row is that of several columns.
+        # In row-wise blocks, one scale covers several columns.
         sizes = ([size * t.shape[1] // sum(parts) for size in parts] for t in one)
         data, inverse = (t.split_with_sizes(each, 1) for t, each in zip(one, sizes, strict=True))
         return [Operand(*pair) for pair in zip(data, inverse, strict=True)]
@@ -159,13 +159,13 @@ def _by_kernels(
 
 
 def _fit(x: Tensor) -> Tensor:
-    """As kernels read it."""
+    """With the strides that kernels need; a copy only if necessary."""
     x = x.detach()
     return x if x.stride(1) == 1 and x.stride(0) % MULTIPLE == 0 else x.contiguous()
 
 
 def _operands(found: Codes, scaling: str) -> tuple[Operand | None, Operand | None]:
-    """Codes of kernels, in the shapes of `recipes.quantize`; those of 128 x 128 as parts of what GEMMs take."""
+    """Codes of kernels as operands, with scales in the shapes of `recipes.quantize`; of 128 x 128 blocks as slices."""
     inverse: Any = found.rows_inverse
     down: Any = inverse if found.columns_inverse is None else found.columns_inverse
     if scaling in ("given", "tensor"):
@@ -184,7 +184,7 @@ def _operands(found: Codes, scaling: str) -> tuple[Operand | None, Operand | Non
 
 
 def as_codes(to: Quantize, x: Tensor) -> tuple[As, Tensor | None]:
-    """What a kernel is told that quantizes its result, and where it notes the maximum; x is of the same size."""
+    """Arguments for a kernel that quantizes its result, and the tensor in which it records max |x|; x sets the size."""
     from ..kernels.quantize import As
 
     kept, recipe = to.kept(x), to.recipe
@@ -194,12 +194,12 @@ def as_codes(to: Quantize, x: Tensor) -> tuple[As, Tensor | None]:
 
 
 def as_quantized(codes: Codes, to: As, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Quantized:
-    """What such a kernel gave in the place of a tensor of this shape and dtype."""
+    """The codes that such a kernel returned, as a `Quantized` of this shape and dtype."""
     return Quantized(*_operands(codes, to.scaling), torch.Size(shape), dtype, device)
 
 
 def kernels_for(x: Tensor, columns: bool) -> Any:
-    """The module of the kernels that quantize a matrix, or `None` where there are none."""
+    """The module of the kernels that quantize a matrix, or `None` if they do not support x."""
     dtypes = (torch.bfloat16, torch.float16) if columns else (torch.bfloat16, torch.float16, torch.float32)
     fits = x.is_cuda and x.dtype in dtypes and x.numel() and x.shape[1] % MULTIPLE == 0
     return _kernels_on(x.device) if fits else None
@@ -231,7 +231,7 @@ def linear_in_8_bits(
 def dgrad_in_8_bits(
     dy: Operand, weight: Operand, recipe: Recipe, dtype: torch.dtype, addend: Tensor | None = None
 ) -> Tensor:
-    """Return addend + dy weight, of dy along its rows and weight down its columns; an addend is not rounded before.
+    """Return addend + dy weight from dy along its rows and weight down its columns; the addend is not rounded first.
 
     dy: [M, N], weight: [N, K], dx: [M, K].
     """
@@ -248,7 +248,7 @@ def dgrad_in_8_bits(
 def weight_grad_in_8_bits(
     dy: Operand, x: Operand, recipe: Recipe, dtype: torch.dtype, main_grad: Tensor | None = None
 ) -> Tensor | Accumulated:
-    """Return dy^T x, of both down their columns, or `accumulated` where it was added to `main_grad`, in its dtype.
+    """Return dy^T x from both down their columns, or `accumulated` where it was added to `main_grad`, in its dtype.
 
     dy: [M, N], x: [M, K], dweight, main_grad: [N, K].
     """
@@ -266,7 +266,7 @@ def weight_grad_in_8_bits(
 
 
 def by_torch(recipe: Recipe, data: Tensor) -> bool:
-    """Whether GEMMs are torch's of 8-bit operands."""
+    """Whether GEMMs are torch's 8-bit GEMMs, not emulated."""
     if data.device.type != "cuda" or recipe.emulate:
         return False
     major, minor = _capability(data.device)
@@ -284,10 +284,10 @@ def _turned(one: Operand) -> Operand:
 
 
 def _scaled_mm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, of: Role = "weight") -> Tensor:
-    """Return a b^T, rounded once. a: [M, K], b: [N, K]; operands that do not lie row by row are copied.
+    """Return a b^T, rounded once. a: [M, K], b: [N, K]; operands that are not stored row by row are copied.
 
-    Scales are of both tensors, of each row, of 32 numbers, or of 128 numbers of a and as many of b, or 128 x 128 of a
-    weight.
+    Scales are per tensor, per row, per 32 numbers, or per 128 numbers of a and of b (for a weight: per block of
+    128 x 128).
     """
     m, n = len(a.data), len(b.data)
     if not a.data.numel() or not b.data.numel():
@@ -297,15 +297,15 @@ def _scaled_mm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, of: R
         return _scaled_by_blocks(x, y, a.inverse, b.inverse, of, dtype)
     if recipe.by_blocks:
         return _scaled_mx(x, y, a.inverse, b.inverse, dtype)
-    short = -x.shape[1] % MULTIPLE  # of tokens, which may be of any number
+    short = -x.shape[1] % MULTIPLE  # the number of tokens may be any
     x, y = _filled(x, 0, short).contiguous(), _filled(y, 0, short).contiguous()
     run: Any = torch._scaled_mm  # pyright: ignore
     if a.inverse.dim() == 0:
         return run(x, y.t(), a.inverse, b.inverse, out_dtype=dtype, use_fast_accum=False)
     if dtype is torch.bfloat16:
-        scales = a.inverse.flatten().view(-1, 1), b.inverse.flatten().view(1, -1)  # with the strides that it asks for
+        scales = a.inverse.flatten().view(-1, 1), b.inverse.flatten().view(1, -1)  # with the strides torch requires
         return run(x, y.t(), *scales, out_dtype=dtype, use_fast_accum=False)
-    # Not everywhere torch takes a scale for a row with another dtype.
+    # torch does not support scales per row with other dtypes everywhere.
     one = torch.ones((), device=x.device)
     found = run(x, y.t(), one, one, out_dtype=torch.float32, use_fast_accum=False)
     return (found * a.inverse * b.inverse.t()).to(dtype)
@@ -316,7 +316,7 @@ def _scaled_by_blocks(
 ) -> Tensor:
     """Return x y^T with scales [M, ceil(K / 128)] and [N, ceil(K / 128)], or [ceil(N / 128), ceil(K / 128)].
 
-    Blocks that are not whole get zeros, and M is a multiple of 4: columns of scales begin at multiples of 16 bytes.
+    Incomplete blocks are padded with zeros, and M to a multiple of 4: columns of scales begin at multiples of 16 bytes.
     """
     (m, k), n = x.shape, len(y)
     kinds: Any = F.ScalingType  # pyright: ignore
@@ -334,7 +334,7 @@ def _scaled_by_blocks(
 
 
 def _scaled_mx(x: Tensor, y: Tensor, x_inverse: Tensor, y_inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x y^T with E8M0 scales [M, ceil(K / 32)] and [N, ceil(K / 32)]; blocks that are not whole get zeros."""
+    """Return x y^T with E8M0 scales [M, ceil(K / 32)] and [N, ceil(K / 32)]; incomplete blocks are zero-padded."""
     short = -x.shape[1] % 32
     x, y = _filled(x, 0, short).contiguous(), _filled(y, 0, short).contiguous()
     kind: Any = F.ScalingType.BlockWise1x32  # pyright: ignore
@@ -345,7 +345,7 @@ def _scaled_mx(x: Tensor, y: Tensor, x_inverse: Tensor, y_inverse: Tensor, dtype
 
 
 def _in_tiles(inverse: Tensor) -> Tensor:
-    """E8M0 scales as cuBLAS reads them: tiles of 128 x 4, in each 4 of row i, then of i + 32, i + 64, i + 96, i + 1."""
+    """E8M0 scales as cuBLAS reads them: tiles of 128 x 4, with 4 of row i, then of i + 32, i + 64, i + 96, i + 1."""
     rows, columns = inverse.shape
     whole = _filled(inverse.view(torch.uint8), -rows % 128, -columns % 4)
     tiles = whole.reshape(-(-rows // 128), 4, 32, -(-columns // 4), 4).permute(0, 3, 2, 1, 4)
@@ -353,12 +353,12 @@ def _in_tiles(inverse: Tensor) -> Tensor:
 
 
 def _filled(x: Tensor, rows: int, columns: int = 0) -> Tensor:
-    """With more rows and columns of zeros."""
+    """Pad with rows and columns of zeros."""
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x
 
 
 def _in_fours(inverse: Tensor) -> Tensor:
-    """With zeros behind each row, up to a multiple of 4: kernels have written them there."""
+    """Pad each row with zeros to a multiple of 4; a view if a kernel has already written these zeros."""
     rows, columns = inverse.shape
     width = columns + -columns % 4
     if inverse.stride(1) == 1 and inverse.stride(0) == width:
@@ -367,10 +367,10 @@ def _in_fours(inverse: Tensor) -> Tensor:
 
 
 def _by_columns(inverse: Tensor) -> Tensor:
-    """The same numbers, column after column in memory, with strides that say so even of one column."""
+    """The same values stored column after column, with the matching strides even for one column."""
     return inverse.t().flatten().view(inverse.shape[1], -1).t()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums: float32, or float64 in what results are compared with."""
+    """The dtype of sums: float32, or float64 in the reference."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""The reference of a GEMM of quantized operands. It imports torch's compiler, so it is imported where one is run."""
+"""The reference of GEMMs of quantized operands. Imports torch's compiler, so it is imported only when it runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from . import _lowprecision as low
 
 
 def linear_by_reference(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
-    """`F.linear` of quantized operands, differentiable: gradients are those of GEMMs of quantized operands, too."""
+    """`F.linear` of quantized operands, differentiable: its gradients are GEMMs of quantized operands, too."""
     x, weight = lowered(x, always=True), lowered(weight, always=True)
     y = _differentiable(x.reshape(-1, x.shape[-1]), weight, *recipe.constants)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def grouped_linear_by_reference(x: Tensor, weight: Tensor, offsets: Tensor, recipe: Recipe) -> Tensor:
-    """The rows of groups times their weights, of quantized operands and differentiable as `linear_by_reference`."""
+    """The rows of each group times its weight, of quantized operands, differentiable as `linear_by_reference`."""
     x, weight = lowered(x, always=True), lowered(weight, always=True)
     return _differentiable_by_group(x, weight, offsets, *recipe.constants)
 
 
-# A compiler takes strings and numbers for constants, and torch 2.11 makes other gradients of the function inside.
+# A compiler accepts strings and numbers as constants, and torch 2.11 differentiates the inner function differently.
 @torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _differentiable(x: Tensor, weight: Tensor, *constants: Any) -> Tensor:
     recipe = recipe_of(*constants)

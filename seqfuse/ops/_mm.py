@@ -1,7 +1,7 @@
-"""GEMMs by torch: on a CPU by the faster of its two libraries, and in float32 for a dtype without instructions.
+"""GEMMs by torch: on a CPU by the faster of its two libraries, and in float32 for dtypes without CPU instructions.
 
-Those take many times as long in their own dtype. Factors are exact in float32, sums are of float32 numbers, and what
-comes out is rounded once.
+Those dtypes take many times as long by themselves. Their factors are exact in float32, sums are in float32, and the
+result is rounded once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..hardware import ONEDNN_FLOAT32_LEAST, ONEDNN_FLOAT32_WORTHWHILE
 from ._philox import watched
 from ._tensors import dispatch_modes
 
-_LOWERED = (torch.float32, torch.bfloat16, torch.float16)  # by autocast
-# Of fewer rows torch's kernel reads the weight as it is, which costs less than its cast.
+_LOWERED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast casts
+# With fewer rows, reading the weight uncast by torch's kernel costs less than casting it.
 _FEW = 8
 
 _mkldnn: Any = torch.ops.mkldnn
@@ -56,19 +56,19 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _is_large(a: Tensor, columns: int, least: int | None = None) -> bool:
-    """Whether a product of `a` with so many columns may be oneDNN's, where that multiplies float32."""
+    """Whether a GEMM of `a` with so many columns is large enough for oneDNN in float32."""
     return a.numel() * columns >= (ONEDNN_FLOAT32_WORTHWHILE if least is None else least)
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return a b^T + bias. a: [M, K], b: [N, K], bias: [N]."""
-    if compiler.is_collecting():  # on fake tensors, whose bytes are counted: oneDNN copies an `a` of contiguous columns
+    if compiler.is_collecting():  # for fake tensors, whose bytes are counted: oneDNN copies a column-major `a`
         return F.linear(a.contiguous(), b, bias)
     return _mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
 def _fits_onednn(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
-    """Whether oneDNN multiplies a by b^T, and whether nothing differentiates, records or counts what runs."""
+    """Whether oneDNN supports a b^T, and nothing differentiates, records or counts the call."""
     given, tried = [t for t in (a, b, *others) if t is not None], compiler.is_collecting()
     if not all(t.dtype is torch.float32 and t.is_cpu and (tried or type(t) in PLAIN) for t in given):
         return False
@@ -82,15 +82,15 @@ def _fits_onednn(a: Tensor, b: Tensor, *others: Tensor | None) -> bool:
 
 
 def _lies_plainly(t: Tensor) -> bool:
-    """Whether rows or columns are contiguous, and none lies over another."""
+    """Whether rows or columns are contiguous, and none overlap."""
     (rows, columns), (down, along) = t.shape, t.stride()
     return (along == 1 and down >= columns) or (down == 1 and along >= rows)
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, least: int | None = None) -> None:
-    """Write x weight^T + bias into `out`, a slice; an x that is wider than the weight is rounded where the GEMM is not.
+    """Write x weight^T + bias into the slice `out`; an x wider than the weight is rounded, unless the GEMM is widened.
 
-    x: [M, K], weight: [N, K], bias: [N], out: [M, N]. GEMMs of fewer than `least` products are not oneDNN's.
+    x: [M, K], weight: [N, K], bias: [N], out: [M, N]. A GEMM of fewer than `least` multiplications is not oneDNN's.
     """
     if out.dtype in env.WIDENED and out.is_cpu:
         with autocasting("cpu", None):
@@ -110,7 +110,7 @@ def mm(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
     widened = env.WIDENED
     plain = not env.ONEDNN_FLOAT32 and (not widened or (a.dtype not in widened and not env.any_autocast()))
     if plain and factor == 1.0:
-        return torch.mm(a, b)  # in few steps: each GEMM of a small model comes here
+        return torch.mm(a, b)  # few steps, because each GEMM of a small model comes here
     if widened and (a.dtype in widened or env.any_autocast()) and (dtype := _widened(a, b)) is not None:
         with autocasting("cpu", None):
             y = _mm(_wide(a, dtype), _wide(b, dtype))
@@ -136,7 +136,7 @@ def _addmm(addend: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def _plus(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return total + a b, which may be written over total."""
+    """Return total + a b, which may overwrite total."""
     return _addmm(total, a, b) if env.ONEDNN_FLOAT32 and _is_large(a, b.shape[1]) else total.addmm_(a, b)
 
 
@@ -159,8 +159,8 @@ def sum_of_mm(pairs: Sequence[tuple[Tensor, Tensor]], addend: Tensor | None = No
 
 
 def _widened(a: Tensor, b: Tensor) -> torch.dtype | None:
-    """The dtype of a GEMM of these that is computed in float32; `None` for any other."""
-    if not env.any_autocast():  # first, and by few steps: each GEMM of a small model asks
+    """The dtype of the result if this GEMM is computed in float32 instead; else `None`."""
+    if not env.any_autocast():  # first, and in few steps, because each GEMM of a small model comes here
         dtype = a.dtype
         return dtype if dtype in env.WIDENED and dtype is b.dtype and a.is_cpu else None
     dtype = env.autocast_of("cpu")
@@ -172,5 +172,5 @@ def _widened(a: Tensor, b: Tensor) -> torch.dtype | None:
 
 
 def _wide(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor as torch's GEMM takes it, in float32."""
+    """A factor cast to float32, rounded to `dtype` first."""
     return (t if t.dtype is dtype else t.to(dtype)).to(torch.float32)

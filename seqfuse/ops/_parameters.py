@@ -1,4 +1,4 @@
-"""Parameters as operations read them, initialize them, divide them among processes and join them."""
+"""Read parameters of operations, initialize them, shard them among processes, and join them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..group import ParameterShard
 
 
 def parameter(module: nn.Module, name: str) -> Tensor | None:
-    """`module.<name>` as it is now: the registered parameter, else whatever attribute stands for it.
+    """`module.<name>` as it is now: the registered parameter, else any attribute of this name.
 
     `nn.Module.__getattr__` costs several times as much. It still finds a parametrized tensor, which is not registered.
     """
@@ -24,10 +24,10 @@ def parameter(module: nn.Module, name: str) -> Tensor | None:
 
 
 def required(module: nn.Module, name: str) -> Tensor:
-    """`parameter`, of an operation that cannot run without it.
+    """`parameter`, for an operation that cannot run without it.
 
     Raises:
-        InputError: (SF106) if it is None.
+        InputError: (SF106) if it is `None`.
     """
     found = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
     if found is not None:
@@ -40,9 +40,9 @@ def required(module: nn.Module, name: str) -> Tensor:
 
 @contextlib.contextmanager
 def initial(module: Any, name: str) -> Generator[Tensor]:
-    """Yield a parameter to initialize: of one that is sharded the whole, of which this process then keeps its shard.
+    """Yield a parameter to initialize: for a sharded parameter the whole one, of which this process keeps its shard.
 
-    So a generator in one state gives every process its shard of the same values.
+    So processes whose generators are in one state get shards of the same values.
     """
     own: Tensor = getattr(module, name)
     shard: ParameterShard | None = module.shards.get(name)
@@ -56,9 +56,9 @@ def initial(module: Any, name: str) -> Generator[Tensor]:
 
 
 def reset_linear(module: Any, weight: str | None = "weight", bias: str = "bias") -> None:
-    """Start a weight [out_features, in_features] and its bias, if any, from the numbers of a `torch.nn.Linear`.
+    """Initialize a weight [out_features, in_features] and its bias, if any, as `torch.nn.Linear` does.
 
-    They are from U(-1/sqrt(in_features), 1/sqrt(in_features)); a weight of `None` is left alone.
+    Values are from U(-1/sqrt(in_features), 1/sqrt(in_features)); with a weight of `None` only the bias is set.
     """
     size: int = module.in_features
     if weight is not None:
@@ -72,7 +72,7 @@ def reset_linear(module: Any, weight: str | None = "weight", bias: str = "bias")
 
 
 def divide(module: Any, shards: dict[str, ParameterShard]) -> None:
-    """Keep this process's shard of each parameter, in the same `Parameter`; one that two modules use is cut once."""
+    """Keep this process's shard of each parameter, in the same `Parameter`; a tied parameter is sharded once."""
     for name, shard in shards.items():
         own: Tensor = getattr(module, name)
         if own.shape[shard.dim] == sum(shard.parts):
@@ -81,14 +81,14 @@ def divide(module: Any, shards: dict[str, ParameterShard]) -> None:
 
 
 def one_gemm(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
-    """The one weight and the one bias of which these are the parts; `None` where they lie apart."""
+    """One weight and one bias as views over these parts; `None` if the parts are not adjacent in memory."""
     given = [bias for bias in biases if bias is not None]
     whole, start = joined(weights), joined(given) if len(given) == len(biases) else None
     return None if whole is None or (start is None and given) else (whole, start)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that lie one behind the other in one storage as one view along their first dimension; else `None`."""
+    """One view, along the first dimension, of tensors that are adjacent in one storage; else `None`."""
     if not tensors or torch.compiler.is_compiling():
         return None
     first = tensors[0]

@@ -1,4 +1,4 @@
-"""Philox4x32-10: random words that depend on a seed and a position alone."""
+"""Philox4x32-10: random words that are functions of a seed and a position only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _LOW = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
-# Counters worked on at a time on a CPU: four buffers of half a MiB stay in a cache.
+# Counters per block on a CPU: four buffers of half a MiB stay in a cache.
 _BLOCK = 32768
 
-# Whether the kernel runs on a CPU, in Triton's interpreter: tests say so.
+# True in tests that run the kernel on a CPU, in Triton's interpreter.
 interpreting = False
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Why the kernel could not be run, once it could not.
+# Why the kernel failed, once it has.
 _failures: list[str] = []
 
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
@@ -34,12 +34,12 @@ _tracing: Callable[[], Any] = torch._C._get_tracing_state  # pyright: ignore
 
 
 def watched() -> bool:
-    """Whether a compiler, a tracer or a transform sees what runs, and no kernel of ours must."""
+    """Whether a compiler, a tracer or a transform records calls, so that our kernels must not run."""
     return torch.compiler.is_compiling() or _transform() is not None or _tracing() is not None
 
 
 def round_keys(seed: Tensor) -> tuple[Tensor, ...]:
-    """The key of each round, int64 [2, 1], for an int64 seed of one element; on its device, the host never reads it."""
+    """The key of each round, int64 [2, 1], from an int64 seed of one element; the host never reads the seed."""
     seed = seed.reshape(())
     steps = torch.arange(_ROUNDS, device=seed.device)
     low, high = steps * _W0 + (seed & _LOW), steps * _W1 + ((seed >> 32) & _LOW)
@@ -47,16 +47,16 @@ def round_keys(seed: Tensor) -> tuple[Tensor, ...]:
 
 
 def philox4x32(even: Tensor, odd: Tensor, keys: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Words 0 and 2, and words 1 and 3, of each counter given likewise; int64 [2, n] of values in 0..2^32-1.
+    """Words 0 and 2, and words 1 and 3, of each counter, laid out as the counters; int64 [2, n], values 0..2^32-1.
 
     Both arguments are overwritten. Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (SC'11).
     """
     high = torch.empty_like(even)
-    # Each buffer beside its two rows: taking a row costs as much as multiplying a short one.
+    # Each buffer with views of its two rows: creating a view costs as much as multiplying a short row.
     a, b, free = ((t, t[0], t[1]) for t in (even, odd, torch.empty_like(even)))
     for key in keys:
-        # int64 products wrap, but their 64 bits are those of the unsigned product: its high word is the shifted one
-        # without the sign extension, which the mask takes off. Low words stay uncut until they are xored and masked.
+        # int64 products wrap, but their 64 bits equal those of the unsigned product: its high word is the shifted one
+        # without the sign extension, which the mask removes. Low words are masked only after the xor.
         torch.mul(a[2], _M1, out=free[1])
         torch.mul(a[1], _M0, out=free[2])
         torch.bitwise_right_shift(free[0], 32, out=high)
@@ -71,7 +71,7 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     An element is kept iff its word is at least floor(p 2^32).
     """
     if seed.is_meta:
-        return torch.empty(shape, dtype=torch.bool, device="meta")  # nothing but its shape is asked for
+        return torch.empty(shape, dtype=torch.bool, device="meta")  # a plan reads only the shape
     if watched():
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
@@ -84,7 +84,7 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     threshold = math.floor(p * 2**32)
     keys = round_keys(seed)
     drop = torch.empty((groups, 2, 2), dtype=torch.bool, device=seed.device)
-    # What has no cache, such as a fake tensor that a plan is made with, is not worked on in parts.
+    # Other tensors, such as the fake tensors of a plan, are not processed in blocks: there is no cache to fit.
     block = _BLOCK if seed.device.type == "cpu" and type(seed) is Tensor else max(groups, 1)
     for first in range(0, groups, block):
         stop = min(first + block, groups)
@@ -101,17 +101,17 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
 def masked(x: Tensor, drop: Tensor, p: float, upscale: bool = True) -> Tensor:
     """Return x / (1 - p), or x, where it is kept, and 0 x where it is dropped, as torch does: 0 Inf and 0 NaN are NaN.
 
-    `drop` is of x's shape, or broadcast to it. The product with the mask comes first: a dropped number whose scaled one
-    would be infinite is 0.
+    `drop` has x's shape, or broadcasts to it. The multiplication by the mask comes first, so a dropped number is 0 even
+    if scaling it would give infinity.
     """
     kept = x * drop.logical_not()
     return kept.mul_(1 / (1 - p)) if upscale and p < 1 else kept
 
 
 def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
-    """Tensor x after dropout, in one launch of a kernel; `None` where none can run.
+    """Tensor x after dropout, in one kernel launch, without autograd; `None` where no kernel can run.
 
-    It has no graph. Where nothing compiles, as without a C compiler, that is said once, and torch takes its place.
+    If compilation fails, as without a C compiler, it warns once, and torch computes dropout from then on.
     """
     if _failures or x.dtype not in _KERNEL_DTYPES or not triton_installed():
         return None
@@ -133,22 +133,22 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
 
 
 def gave_up(what: str, error: Exception) -> None:
-    """Say why a kernel failed; from now on torch takes the place of all of its kind."""
+    """Warn that a kernel failed; from then on torch replaces all kernels of its kind."""
     why = f"{type(error).__name__}: {error}"
     if isinstance(error, CompileError):
-        give_up(error)  # which is of C kernels alone
+        give_up(error)  # disables C kernels only
     else:
         _failures.append(why)
     warnings.warn(f"the kernel of {what} failed ({why}); torch takes its place, in many launches", FallbackWarning, 3)
 
 
 def has_c(t: Tensor) -> bool:
-    """Whether there are C kernels on the device of a tensor; for a mask of few elements, too, torch makes 90 calls."""
+    """Whether there are C kernels for the tensor's device. Even for a mask of few elements, torch needs 90 calls."""
     return t.is_cpu and kernels_on("cpu") == "c"
 
 
 def runs_in_c(t: Tensor) -> bool:
-    """Whether a C kernel reads a tensor now: there are such kernels, and nothing records what runs."""
+    """Whether a C kernel may read the tensor now: C kernels are available, and nothing records calls."""
     return has_c(t) and not watched() and _c_mask().makes_mask(t)
 
 
@@ -167,14 +167,14 @@ def _chain(p: float, upscale: bool) -> Any:
 
 
 def _traceable_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """The same mask by operators that write to no buffer of their own: for compilers and transforms."""
+    """The same mask without in-place operators, for compilers and transforms."""
     counters = torch.arange((math.prod(shape) + 3) // 4, device=seed.device)
     drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1)
     return drop.reshape(-1)[: math.prod(shape)].view(shape)
 
 
 def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of each counter, int64 of values in 0..2^32-1."""
+    """The four words of each counter, int64, values 0..2^32-1."""
     low, high = seed & _LOW, (seed >> 32) & _LOW
     zero = torch.zeros_like(counters)
     words = (counters & _LOW, counters >> 32, zero, zero)
@@ -191,7 +191,7 @@ def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
-    """Parts of a mask of `drop_mask`: bool [n, length], row j its elements from `starts[j]` on, in contiguous order."""
+    """Spans of the mask of `drop_mask`: bool [n, length], row j from element `starts[j]` on, in contiguous order."""
     if p < 1 and runs_in_c(seed):
         try:
             return _c_mask().mask_on_cpu(seed, (starts.shape[0], length), p, starts)

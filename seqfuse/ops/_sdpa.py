@@ -1,7 +1,7 @@
-"""The kernels for attention on NVIDIA GPUs that torch has, and which of them it takes itself.
+"""Torch's attention kernels on NVIDIA GPUs, and which of them `scaled_dot_product_attention` chooses.
 
 q: [B, H, S, D], k and v: [B, Hkv, S, D], as views of one packed tensor that no kernel copies; results and their
-gradients are [B, S, H, D]. The log-sum-exp is [B, H, S] for all of them, so one may run forward and another backward.
+gradients are [B, S, H, D]. The log-sum-exp is [B, H, S] in all of them, so forward and backward kernels may differ.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _sdp_choice: Callable[..., int] = torch._fused_sdp_choice  # pyright: ignore
 
 Backend = Literal["cudnn", "flash", "efficient"]
 BACKENDS: tuple[Backend, ...] = ("cudnn", "flash", "efficient")
-# By the numbers of `torch.nn.attention.SDPBackend`.
+# Keys are the values of `torch.nn.attention.SDPBackend`.
 _NUMBERED: dict[int, Backend] = {1: "flash", 2: "efficient", 3: "cudnn"}
 _choices: dict[Any, Backend | None] = {}
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether rows of a packed x begin where these kernels can read 16 bytes at a time, unless no row could."""
+    """Whether rows of a packed x are aligned to the 16-byte loads of these kernels, unless their size rules it out."""
     if not x.is_cuda:
         return True
     size = x.element_size()
@@ -47,13 +47,13 @@ def aligned(x: Tensor) -> bool:
 
 @functools.cache
 def has_flash(device: torch.device) -> bool:
-    """Whether there is a FlashAttention for this GPU."""
+    """Whether FlashAttention runs on this GPU."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def sdpa_backend(q: Tensor, k: Tensor, causal: bool) -> Backend | None:
-    """The kernel that `scaled_dot_product_attention` takes for both passes, if it is one of these."""
-    # Sizes that torch compares with a bound are told by the side they are on: that is what a compiler guards.
+    """The kernel that `scaled_dot_product_attention` chooses for both passes, if it is one of these."""
+    # Sizes that torch compares with a bound become one value per side, so a compiler guards only the side.
     batch, rows = 65536 if q.shape[0] > 65535 else 1, 1 if q.shape[2] == 1 else 128
     heads, kv_heads, size = (operator.index(n) for n in (q.shape[1], k.shape[1], q.shape[3]))
     return _choice(q.device, q.dtype, batch, heads, kv_heads, rows, size, causal)
@@ -63,9 +63,9 @@ def sdpa_backend(q: Tensor, k: Tensor, causal: bool) -> Backend | None:
 def _choice(
     device: torch.device, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, rows: int, size: int, causal: bool
 ) -> Backend | None:
-    """Torch looks at dtype, sizes and settings alone, so it is asked about small stand-ins.
+    """The choice depends on dtype, sizes and settings only, so torch is queried with small expanded tensors.
 
-    It pads heads for one kernel and repeats shared heads for another; neither is done here.
+    Torch would pad heads for one kernel and repeat GQA heads for another; this module does neither.
     """
     _settle(device)
     kinds = torch.backends.cuda
@@ -86,19 +86,19 @@ def _choice(
 
 
 def _is_here(device: torch.device) -> bool:
-    """Whether there is such a GPU: a plan may be for one that is not there."""
+    """Whether this GPU is present; a plan may be for another GPU."""
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
 def _real(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A block of tensors that have memory, where the GPU is here: a plan, which has none, must find the same kernel."""
+    """A context of real tensors if the GPU is present: a plan on fake tensors must choose the same kernel."""
     modes: Any = _disable_current_modes
     return modes() if _is_here(device) else contextlib.nullcontext()
 
 
 @functools.cache
 def _settle(device: torch.device) -> None:
-    """Let torch put its kernels in order, as it does when it is first asked: what is chosen depends on that."""
+    """Query torch's choice once: the first query sets its priority order, on which later choices depend."""
     if _is_here(device):
         with _real(device):
             q = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device=device)
@@ -107,7 +107,7 @@ def _settle(device: torch.device) -> None:
 
 @functools.cache
 def _cudnn_sums(device: torch.device) -> int:
-    """Of how many dimensions is the log-sum-exp that cuDNN's operator returns and takes: [B, H, S] or [B, H, S, 1]."""
+    """The rank of the log-sum-exp that cuDNN's operator returns and reads: [B, H, S] or [B, H, S, 1]."""
     q = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return _cudnn(q, q, q, None, True)[1].ndim
 
@@ -116,9 +116,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, kind: Backend, scale: float, causal: bool, window: int | None, ends: Tensor | None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The result, the log-sum-exp, and the state of torch's generator by which weights were dropped, int64 [2].
+    """The result, the log-sum-exp, and the state of torch's generator from which weights were dropped, int64 [2].
 
-    A window, the ends of packed sequences and dropout are for FlashAttention alone.
+    Only FlashAttention supports a window, packed sequences (`ends`) and dropout.
     """
     if kind == "cudnn":
         out = _cudnn(q, k, v, None, True, 0.0, causal, False, scale=scale)
@@ -141,8 +141,8 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k and v, [B, S, heads, D]; dy and y: [B, S, H, D]."""
     rows = q.shape[2]
-    _held = _scratch(q, k, kind) if type(q) is not Tensor and is_fake(q) else None  # bytes are asked
-    # Where no weight was dropped the state of a generator is not read.
+    _held = _scratch(q, k, kind) if type(q) is not Tensor and is_fake(q) else None  # for the peak of a plan
+    # Without dropout the generator's state is not read.
     unread = q.new_empty(2, dtype=torch.int64)
     turned = (dy.transpose(1, 2), q, k, v)
     if kind == "cudnn":
@@ -150,7 +150,7 @@ def backward(
         given = (*turned, y.transpose(1, 2), sums, unread[0], unread[1], None, None, None, rows, rows)
         return tuple(_turned(_cudnn_backward(*given, 0.0, causal, scale=scale)))
     if kind == "efficient":
-        # As it makes them, since it reads several at a time: of infinity, rows that are not there have no weights.
+        # As padded by the forward kernel, because it reads several rows at a time; infinity gives padding no weights.
         sums = F.pad(lse, (0, -rows % 32), value=torch.inf) if rows % 32 else lse
         given = (*turned, None, y.transpose(1, 2), sums, unread[0], unread[1], 0.0, [True, True, True, False])
         return tuple(_turned(_efficient_backward(*given, causal, scale=scale)[:3]))
@@ -164,8 +164,8 @@ def backward(
 
 
 def _scratch(q: Tensor, k: Tensor, kind: Backend) -> Tensor:
-    """A tensor of the bytes that FlashAttention and cuDNN take while their backward runs: dq and a sum of each row in
-    float32, and of FlashAttention, where heads share keys, the gradients of these for each head.
+    """A tensor of the size of the workspace of FlashAttention's and cuDNN's backward: dq and one sum per row in
+    float32, and for FlashAttention with GQA the gradients of k and v per query head.
     """
     if kind == "efficient":
         return q
@@ -184,5 +184,5 @@ def _turned(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _sequence(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """[S, heads, D] of the one batch."""
+    """Views [S, heads, D] of the only batch element."""
     return (t[0].transpose(0, 1) for t in tensors)

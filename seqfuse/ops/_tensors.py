@@ -1,4 +1,4 @@
-"""What several operations ask of a tensor and do with one: dtypes, shapes, sums over rows."""
+"""Checks and helpers for tensors that several operations use: dtypes, shapes, sums over tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivate
 
 @constant_under_compile
 def may_overwrite() -> bool:
-    """Whether a result of torch may be written over: a dispatch mode may keep it, as selective checkpointing does."""
+    """Whether a result of torch may be overwritten: a dispatch mode may save it, as selective checkpointing does."""
     return not dispatch_modes() or dispatch_mode(FAKE) is not None
 
 
 def floating(x: Tensor, operation: str) -> None:
-    """Raise InputError (SF101) unless x is of floating-point numbers: of others a part would be lost in silence."""
+    """Raise InputError (SF101) unless x is floating-point; other dtypes would silently lose digits."""
     if not x.is_floating_point():
         raise InputError(f"expects floating-point x, got {x.dtype}", code="SF101", operation=operation)
 
@@ -35,7 +35,7 @@ def real(x: Tensor, operation: str) -> None:
 
 
 def is_whole(t: Tensor) -> bool:
-    """Whether a tensor is of integers; bool is none."""
+    """Whether the tensor has an integer dtype, other than bool."""
     dtype = t.dtype
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
@@ -47,12 +47,12 @@ def check_last(shape: Sequence[int], size: int) -> None:
 
 
 def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether a tensor of this shape may stand for one of the whole."""
+    """Whether a tensor of this shape broadcasts to the shape `whole`."""
     return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
 
 
 def check_positions(positions: Tensor, x: Tensor, operation: str) -> None:
-    """Raise InputError (SF101) unless positions are real numbers, one for each row of x or broadcast to that."""
+    """Raise InputError (SF101) unless positions are real numbers that broadcast to one per token of x."""
     if positions.dtype is torch.bool or positions.is_complex():
         message = f"expects positions that are numbers, got {positions.dtype}"
         raise InputError(message, code="SF101", operation=operation)
@@ -62,16 +62,16 @@ def check_positions(positions: Tensor, x: Tensor, operation: str) -> None:
 
 
 def stats_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that statistics and scores are computed and kept in: float32, or float64 for a float64 input."""
+    """The dtype of statistics and scores: float32, or float64 for a float64 input."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def rows_summed(dy: Tensor, trailing: int) -> Tensor:
-    """The sum over all but the last `trailing` dimensions, in a tensor of its own."""
+    """The sum over all but the last `trailing` dimensions; never dy itself."""
     rows = tuple(range(dy.ndim - trailing))
     return dy.sum(rows) if rows else dy.clone()
 
 
 def unflatten(x: Tensor, dim: int, *sizes: int) -> Tensor:
-    """A view with one dimension as several."""
+    """A view with dimension `dim` split into `sizes`."""
     return x.unflatten(dim, sizes)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -1,4 +1,4 @@
-"""Activations: each with its math, what its backward reads, and device functions that kernels take."""
+"""Activations: each with its math, its saved tensor, and the device functions for kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import pointwise as sf
 from ._tensors import real
 
-# Operators of ATen that have no public name in `torch`. Not the overloads, which pass every argument on in Python.
+# ATen operators without a public name in `torch`; not as overloads, which forward every argument in Python.
 _aten: Any = torch.ops.aten
 gelu_backward: Callable[..., Tensor] = _aten.gelu_backward.default._op
 sigmoid_backward: Callable[..., Tensor] = _aten.sigmoid_backward.default._op
@@ -23,11 +23,11 @@ threshold_backward: Callable[..., Tensor] = _aten.threshold_backward.default._op
 
 
 class DeviceFunction:
-    """A class attribute that stands for `value` or `derivative` of one of `kernels.activations.ACTIVATIONS`.
+    """A class attribute that reads `value` or `derivative` of an entry of `kernels.activations.ACTIVATIONS`.
 
     Args:
         part: which of the two.
-        name: of the activation; `None` where the operation's own `device_name` says it.
+        name: key of the entry; by default the operation's `device_name`.
     """
 
     def __init__(self, part: Literal["value", "derivative"], name: str | None = None) -> None:
@@ -47,7 +47,7 @@ def _activations() -> dict[str, Any]:
 
 
 def device_functions(name: str | None = None) -> tuple[Any, Any]:
-    """Both attributes of an activation: `value, derivative = device_functions("relu")`."""
+    """Both attributes of an activation, as in `value, derivative = device_functions("relu")`."""
     return DeviceFunction("value", name), DeviceFunction("derivative", name)
 
 
@@ -165,7 +165,7 @@ class GeLU(sf.Pointwise):
         return F.gelu(x, approximate=self.approximate), self._saved(x)
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
-        if self.approximate == "none":  # the default, which is read faster than a text
+        if self.approximate == "none":  # the default, and faster without the string argument
             return gelu_backward(dy, saved.x), {}
         return gelu_backward(dy, saved.x, approximate=self.approximate), {}
 

@@ -1,4 +1,4 @@
-"""Attention: softmax of scaled products of queries with keys, over heads packed in one tensor or in three."""
+"""Attention: softmax of scaled dot products of queries and keys, with heads packed in one tensor or in three."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ._tensors import broadcasts, stats_dtype, unflatten
 
 
 class SoftmaxAttention(sf.UnfusedOperation, open=True):
-    """What `Attention` and `CrossAttention` share; they differ in the inputs that hold queries, keys and values."""
+    """Base of `Attention` and `CrossAttention`, which differ in the inputs that hold queries, keys and values."""
 
     autocast = "lower"
     costly = True
@@ -64,19 +64,19 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
         return self.training and self.dropout > 0
 
     def split(self, inputs: Sequence[Tensor]) -> QKV:
-        """Views q [B, H, S, D], k and v [B, Hkv, N, D] of the inputs, or of tensors like them."""
+        """Views q [B, H, S, D], k and v [B, Hkv, N, D] of the inputs, or of tensors with their shapes."""
         raise NotImplementedError
 
     def joined(self, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients of the inputs, from those of q, k and v, [B, S, heads, D]."""
+        """The gradients of the inputs, from the gradients of q, k and v, [B, S, heads, D]."""
         raise NotImplementedError
 
     def _fit(self, x: Tensor) -> Tensor:
-        """An input in the dtype of autocast, laid out as the kernels read it: they skip no element of a head."""
+        """An input in the dtype of autocast, in a layout that kernels support: heads have contiguous elements."""
         dtype = autocast_of(x.device.type)
         if dtype is not None and x.dtype is not torch.float64 and x.is_floating_point():
             x = x.to(dtype)
-        if torch.compiler.is_dynamo_compiling():  # which traces no offset, and the reference reads any layout
+        if torch.compiler.is_dynamo_compiling():  # it traces no storage offset, and the reference reads any strides
             return x
         fits = (x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())) and aligned(x)
         return x if fits else x.clone(memory_format=torch.contiguous_format)
@@ -84,7 +84,7 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
     def _scores(
         self, x: Tensor, size: int, mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, p: float
     ) -> Scores:
-        """All that makes and limits the scores, for heads of this size; the mask in four dimensions."""
+        """How scores are computed and limited, for heads of this size; the mask in four dimensions."""
         if mask is not None:
             if mask.dtype is torch.float64:
                 mask = additive(mask, stats_dtype(x))
@@ -115,26 +115,26 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
         seed: Tensor | None,
         needs: frozenset[str],
     ) -> tuple[Tensor, Tensor | None, Tensor, Scores]:
-        """Return y, y again if it is saved, the log-sum-exp, and how the scores were made."""
+        """Return y, y again if it is saved (else `None`), the log-sum-exp, and how scores were computed."""
         x = inputs[0]
         seed = None if seed is None or not self.random else seed
         q, k, _ = qkv = self.split([*map(self._fit, inputs)])
         how = self._scores(x, q.shape[-1], mask, cu_seqlens, seed, 0.0 if seed is None else self.dropout)
         kernel = "flash" if how.draws(q) else how.kernel(q, k)
-        if "attn_mask" in needs and kernel != "c":  # its gradient is made in blocks
+        if "attn_mask" in needs and kernel != "c":  # its gradient is computed in blocks
             kernel = "blocks"
         y, lse = attend(qkv, how, kernel)
         y = y.flatten(2)
         if x.ndim != 3:
             y, lse = y.reshape(self.infer(x.shape)), lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
-        # Where torch has no kernel that would read it, y is not kept.
+        # y is saved only if the backward kernel reads it.
         made_again = kernel == "blocks" or (kernel == "c" and ("attn_mask" in needs or how.beyond_torch(k.shape[-2])))
         return y, None if made_again else y, lse, how
 
     def _gradients(
         self, dy: Tensor, inputs: Sequence[Tensor], saved: Any, cu_seqlens: Tensor | None, needs: frozenset[str]
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-        """The gradients of the inputs, and that of the mask where it is needed."""
+        """The gradients of the inputs, and the mask's gradient if it is needed."""
         x, needs_mask, needed = inputs[0], "attn_mask" in needs, not needs <= {"attn_mask"}
         fit = [*map(self._fit, inputs)]
         q, k, _ = qkv = self.split(fit)
@@ -173,7 +173,7 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
         return text + "".join(f", {name}={value!r}" for name, value in self._named().items() if value not in plain)
 
     def _named(self) -> dict[str, Any]:
-        """The arguments given by keyword."""
+        """The arguments that `extra_repr` shows by keyword."""
         return {name: getattr(self, name) for name in ("causal", "window", "dropout", "scale", "softcap", "mask")}
 
 
@@ -246,7 +246,7 @@ class Attention(SoftmaxAttention):
 
     @property
     def repeatable(self) -> bool:
-        return current() is None  # a second run would write its keys and values behind those of the first
+        return current() is None  # a second run would append its keys and values after those of the first
 
     @property
     def channels(self) -> Mapping[str, str | None]:

@@ -1,4 +1,4 @@
-"""Channels: tensors that leave the chain and come back to it, and `Residual`, which is made of the two."""
+"""Channels: tensors that leave the sequence and return to it, and `Residual`, built from `Fork` and `Add`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._tensors import broadcasts, floating, stats_dtype
 
 
 class OnChannel(sf.UnfusedOperation, open=True):
-    """An operation with one extra input or output, which is called `end`, on the channel `name`."""
+    """An operation with one extra input or output, named `end`, on the channel `name`."""
 
     end: ClassVar[str]
 
@@ -32,7 +32,7 @@ class OnChannel(sf.UnfusedOperation, open=True):
 
     @classmethod
     def example(cls, x: Tensor) -> Any:
-        # Unnamed it cannot stand alone.
+        # Without a name it cannot run by itself.
         return cls(cls.end)
 
     def extra_repr(self) -> str:
@@ -76,7 +76,7 @@ class Fork(OnChannel):
         return dy + d_out, {}
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
-        # Backward it reads dy and writes dx; d_out is read however it is run.
+        # Backward reads dy and writes dx; d_out is read in any case.
         return sf.Traffic() if backward else sf.Traffic(0, 0, 0)
 
 
@@ -279,7 +279,7 @@ class Take(sf.UnfusedOperation):
 
     @classmethod
     def example(cls, x: Tensor) -> Take:
-        # Unnamed it cannot stand alone.
+        # Without names it cannot run by itself.
         return cls("other", "out")
 
     def extra_repr(self) -> str:

@@ -11,14 +11,14 @@ from ..group import Group, Redistribution, Sharding, with_backward
 
 
 class Collective(sf.UnfusedOperation, open=True):
-    """A collective of a group; a subclass states `exchange` of x, and `exchange_backward` of dy, its adjoint.
+    """A collective of a group; a subclass defines `exchange` of x, and its adjoint `exchange_backward` of dy.
 
     Attributes:
-        sharding: how tensors are sharded before the collective, and after it.
+        sharding: how tensors are sharded before and after the collective.
     """
 
     class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+        """Empty: the backward pass only reads dy."""
 
     autocast = "same"
 

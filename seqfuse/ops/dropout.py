@@ -11,7 +11,7 @@ from ._philox import drop_mask, dropped, masked
 
 
 class Dropping(sf.UnfusedOperation, open=True):
-    """Drops parts of x in training. The map is linear and its own adjoint, so that one function is both passes."""
+    """Drops parts of x in training. The map is linear and self-adjoint, so one function computes both passes."""
 
     class Saved(sf.Saved):
         seed: Tensor | None  # [] int64; `None` without dropout
@@ -30,11 +30,11 @@ class Dropping(sf.UnfusedOperation, open=True):
         return self.training and self.p > 0
 
     def dropped(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
-        """Return x without the parts that the seed drops; all of it where there is none. Differentiable."""
+        """Return x without the parts that the seed drops, or all of x if there is no seed. Differentiable."""
         raise NotImplementedError
 
     def run(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
-        """The same, which need not be differentiable."""
+        """`dropped`, which need not be differentiable here."""
         return self.dropped(x, seed, p)
 
     def reference(self, x: Tensor, *, seed: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Embeddings: a row of a weight for each index, and a learned row added at each position."""
+"""Embeddings: a row of a weight per index, and a learned row added at each position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _backward: Callable[..., Tensor] = torch.ops.aten.embedding_dense_backward.defau
 
 
 class _EmbeddingOfTorch(nn.Embedding):
-    """Makes an operation a `torch.nn.Embedding` to what asks, and has nothing of it."""
+    """Lets `isinstance(operation, torch.nn.Embedding)` hold, without torch's parameters and initialization."""
 
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
@@ -120,7 +120,7 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
 
     @property
     def _rows(self) -> range:
-        """The rows of this process."""
+        """The rows of the weight that this process holds."""
         group = self.shards["weight"].group
         count = self.num_embeddings // group.size
         return range(group.rank * count, (group.rank + 1) * count)
@@ -128,14 +128,14 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
     def _look_up(self, x: Tensor, weight: Tensor) -> Tensor:
         try:
             return F.embedding(x, weight, self.padding_idx)
-        except IndexError as error:  # torch's says neither the index nor the table
+        except IndexError as error:  # torch's message has neither the index nor the size
             wrong = (x < 0) | (x >= self.num_embeddings)
             raise _outside(x, wrong, self.num_embeddings, "token ids", "Embedding") from error
 
     def _own(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this process's shard, row 0 for an index outside of it, and a mask of these indices."""
         wrong = (x < 0) | (x >= self.num_embeddings)
-        plain = type(x) is Tensor and not torch.compiler.is_compiling()  # else it has no numbers to look at
+        plain = type(x) is Tensor and not torch.compiler.is_compiling()  # otherwise it has no values to check
         if x.is_cuda and plain:
             torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         elif plain and wrong.any():
@@ -145,12 +145,12 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
 
     def reference(self, x: Tensor) -> Tensor:
         _check_ids(x)
-        if len(self.shards):  # torch.compile takes an empty mapping proxy to be true
+        if len(self.shards):  # torch.compile evaluates an empty mapping proxy as true
             own, absent = self._own(x)
             padding = self.padding_idx if self.padding_idx in self._rows else None
             padding = padding if padding is None else padding - self._rows.start
             return F.embedding(own, self.weight, padding).masked_fill(absent.unsqueeze(-1), 0)
-        if type(x) is not Tensor or torch.compiler.is_compiling():  # there are no numbers to look at
+        if type(x) is not Tensor or torch.compiler.is_compiling():  # no values to check
             return F.embedding(x, self.weight, self.padding_idx)
         return self._look_up(x, self.weight)
 
@@ -165,12 +165,12 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[None, sf.Grads]:
         if "weight" not in needs:
             return None, {"weight": None}
-        # The kernel for the CPU sums half gradients in half.
+        # The CPU kernel sums 16-bit gradients in 16 bits.
         fit = dy.to(stats_dtype(dy)) if dy.device.type == "cpu" else dy
         if self.shards:
             own, absent = self._own(saved.x)
             absent = absent if self.padding_idx is None else absent | (saved.x == self.padding_idx)
-            # The kernel leaves one row out: that is one more, where all goes that is not of this process.
+            # The kernel ignores one row: an additional last row, to which all tokens of other processes are mapped.
             last = len(self._rows)
             dweight = _backward(fit, own.masked_fill(absent, last), last + 1, last, False)[:last].contiguous()
         else:
@@ -269,7 +269,7 @@ class PositionEmbedding(sf.UnfusedOperation):
         return F.embedding(self._checked(positions, x), weight)
 
     def _checked(self, positions: Tensor, x: Tensor) -> Tensor:
-        """Positions as indices of the weight."""
+        """Positions as indices into the weight, checked."""
         if positions.is_floating_point():
             message = f"expects integer positions, got {positions.dtype}"
             raise InputError(message, code="SF101", operation="PositionEmbedding")
@@ -300,13 +300,13 @@ class PositionEmbedding(sf.UnfusedOperation):
 
 
 def _check_ids(x: Tensor) -> None:
-    """Raise InputError (SF101) unless x is of the integers that torch's embeddings take."""
+    """Raise InputError (SF101) unless x has an integer dtype that torch's embeddings support."""
     if x.dtype not in (torch.int32, torch.int64):
         hint = "token ids are torch.int64; x.long() makes them so"
         raise InputError(f"expects integer token ids, got {x.dtype}", code="SF101", operation="Embedding", hint=hint)
 
 
 def _outside(x: Tensor, wrong: Tensor, rows: int, what: str, operation: str) -> RangeError:
-    """The error (SF107) for indices outside a weight of so many rows; `wrong` is where they are."""
+    """The error (SF107) for indices outside a weight of `rows` rows; `wrong` masks them."""
     message = f"expects {what} from 0 to {rows - 1}, got {int(x[wrong][0].item())}"
     return RangeError(message, code="SF107", operation=operation)

@@ -1,4 +1,4 @@
-"""Experts: the router of a mixture, and the ways of tokens to their experts and back."""
+"""Mixture of experts: the router, and the permutation of tokens to their experts and back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IN_TRITON = (*_IN_C, torch.float64)
 
 
 def _by_kernel(x: Tensor, run: Callable[[], T]) -> T | None:
-    """The result of `run`, if kernels take x: Triton's on a GPU, those of C on a CPU; else `None`."""
+    """The result of `run` if kernels support x (Triton on a GPU, C on a CPU), else `None`."""
     if not (x.is_cuda and x.dtype in _IN_TRITON and triton_installed()) and not (x.dtype in _IN_C and runs_in_c(x)):
         return None
     try:
@@ -41,7 +41,7 @@ def _by_kernel(x: Tensor, run: Callable[[], T]) -> T | None:
         return None
 
 
-# Import statements would cost a call more than all else that it does in Python.
+# Import statements would cost a call more than the rest of its Python.
 @functools.cache
 def _of_pairs() -> Any:
     from ..kernels import permute
@@ -161,7 +161,7 @@ class Route(sf.UnfusedOperation):
         """The experts of each token, [*, top_k]."""
         correction = self._buffers.get("correction")
         if correction is None and self.groups is None:
-            return logits.topk(self.top_k, -1).indices  # in whose order scores are, of which the greatest may all be 1
+            return logits.topk(self.top_k, -1).indices  # not of scores, which may round to 1
         scores = self._scores(logits)
         scores = scores if correction is None else scores + correction
         if self.groups is not None:
@@ -180,11 +180,11 @@ class Route(sf.UnfusedOperation):
 
     def _total(self, scores: Tensor) -> Tensor:
         total = scores.sum(-1, keepdim=True)
-        return total if self.score == "softmax" else total + 1e-20  # each of them may be 0
+        return total if self.score == "softmax" else total + 1e-20  # all scores may be 0
 
     @property
     def _of_kernels(self) -> dict[str, Any]:
-        """The configuration as `kernels.route` takes it."""
+        """The configuration as arguments of `kernels.route`."""
         return {"softmax": self.score == "softmax", "normalize": self.normalize, "scale": self.scale}
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
@@ -214,7 +214,7 @@ class Route(sf.UnfusedOperation):
             }
             return dy, grads
         read = [getattr(saved, field) for field, grad in (("weight", "x"), ("x", "weight")) if grad in needs]
-        # Rounded once, and where it is needed in one dtype alone in the pass that makes it.
+        # Rounded once; in the kernel itself if all its uses need one dtype.
         of = None if "bias" in needs or len({t.dtype for t in read}) != 1 else read[0].dtype
         wide, dx = self._dlogits(d_probs, saved.logits, saved.experts, of), None
         grads = {"bias": wide.sum(0).to(dtype_of(self, "bias"))} if "bias" in needs else {}
@@ -226,7 +226,7 @@ class Route(sf.UnfusedOperation):
         return dx, grads
 
     def _dlogits(self, d_probs: Tensor, logits: Tensor, experts: Tensor, of: torch.dtype | None) -> Tensor:
-        """The gradient of logits, [tokens, experts]; `of` is its dtype, that of the scores by default."""
+        """The gradient of the logits, [tokens, experts], in the dtype `of`, by default that of the scores."""
         rows, chosen, d = logits.reshape(-1, self.experts), *(t.reshape(-1, self.top_k) for t in (experts, d_probs))
 
         def run() -> Tensor:
@@ -271,14 +271,14 @@ class Route(sf.UnfusedOperation):
 
 
 def _flat(t: Tensor, size: int) -> Tensor:
-    """The tensor as [*, size], whose rows are contiguous, as the kernels read them."""
+    """The tensor as [*, size] with contiguous rows, as the kernels need."""
     rows = t.reshape(-1, size)
-    # Of no rows `contiguous` gives the same tensor, whatever its strides are.
+    # Without rows, `contiguous` returns the same tensor with any strides.
     return rows if rows.stride(1) == 1 or size == 1 else rows.clone(memory_format=torch.contiguous_format)
 
 
 def kept_pairs(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Whether each pair of a token and an expert was not dropped: its row is of a group."""
+    """Whether each (token, expert) pair was kept: its row belongs to a group."""
     return rows < last(offsets)
 
 
@@ -338,7 +338,7 @@ class Permute(sf.UnfusedOperation):
 
     def sorted(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The (token, expert) pair of each row of y, the row of each pair, and the end of each expert's rows."""
-        # Without its sign bit an expert below 0 is greater than all, so that it is sorted behind them.
+        # Without its sign bit an expert below 0 becomes the greatest number, so it is sorted last.
         behind_all = (experts.reshape(-1).to(torch.int64) & _LARGEST).clamp_(max=self.experts)
         flat, order = behind_all.sort(stable=True)
         rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -389,7 +389,7 @@ class Permute(sf.UnfusedOperation):
 
 
 def _in_order(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
-    """The y of a `Permute`, given which pair of a token and an expert each of its rows is."""
+    """The y of a `Permute`, given the (token, expert) pair of each of its rows."""
     y = x.reshape(-1, x.shape[-1]).index_select(0, order // top_k)
     if y.is_cpu and not is_watched(y):
         y[int(offsets[-1]) :].zero_()
@@ -399,7 +399,7 @@ def _in_order(x: Tensor, order: Tensor, offsets: Tensor, top_k: int) -> Tensor:
 
 
 def sorted_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """The y of a `Permute` again, of the rows that it made: the same bits."""
+    """Recompute the y of a `Permute` bit for bit from the saved rows."""
     y = _by_kernel(x, lambda: _copied(x, rows, offsets))
     if y is not None:
         return y
@@ -416,7 +416,7 @@ def _copied(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
-    """The sum over the rows of each token that was not dropped, each times its factor, in float32, rounded once.
+    """The sum over each token's rows that were not dropped, each times its factor, in float32, rounded once.
 
     x: [*, top_k, H], rows, probs: [*, top_k], offsets: [G].
     """
@@ -425,7 +425,7 @@ def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> 
     kept = kept_pairs(at, offsets)
     factors = None if probs is None else torch.where(kept, probs.reshape(at.shape).to(wide), 0)
     total = torch.zeros(len(at), size, dtype=wide, device=x.device)
-    for j in range(at.shape[1]):  # in this order, whatever the number of threads or of tokens is
+    for j in range(at.shape[1]):  # always in this order, for any number of threads or tokens
         part = flat.index_select(0, at.select(1, j)).to(wide)
         part = torch.where(kept.narrow(1, j, 1), part, 0)
         total = total + (part if factors is None else part * factors.narrow(1, j, 1))
@@ -433,7 +433,7 @@ def gathered(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> 
 
 
 def summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Tensor:
-    """The same as `gathered`, by a kernel where there is one: nothing differentiates it."""
+    """`gathered`, by a kernel where one runs; not differentiable."""
     size, top_k = x.shape[-1], rows.shape[-1]
 
     def run() -> Tensor:
@@ -445,7 +445,7 @@ def summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Te
 
 
 def by_row(t: Tensor, rows: Tensor) -> Tensor:
-    """Sort t [*, top_k], with one number per pair of a token and an expert, into the rows of a `Permute`."""
+    """Sort t [*, top_k], with one number per (token, expert) pair, into the rows of a `Permute`."""
     return sorted_rows(t.reshape(-1, 1), rows.reshape(-1, 1), rows.new_full((1,), rows.numel())).view(rows.shape)
 
 
@@ -464,7 +464,7 @@ def _spread(
     spread: bool,
     sums: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same as `kernels.permute.spread_rows`, by calls of torch."""
+    """`kernels.permute.spread_rows` by torch calls."""
     kept, wide = kept_pairs(rows, offsets), stats_dtype(dy)
     dx = dprobs = None
     if spread:

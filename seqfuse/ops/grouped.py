@@ -1,4 +1,4 @@
-"""GroupedLinear: a Linear for each group of rows, as the experts of a router are."""
+"""GroupedLinear: a Linear per group of rows, such as the experts of a router."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class GroupedLinear(HasGEMM, sf.UnfusedOperation):
         grads: dict[str, Tensor | Accumulated | None] = {"offsets": None}
         if "bias" in needs:
             grads["bias"] = grouped_bias_grad(rows, saved.offsets)
-        if "weight" in needs:  # last: what fails before it may fall back
+        if "weight" in needs:  # last: after an error before it, a fallback may still run
             x = saved.x.reshape(-1, self.in_features)
             x = x.conj() if dy.is_complex() else x
             rows = rows if rows.dtype is x.dtype else rows.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Linear: a GEMM with a weight, and the bias that it hands to `Bias`."""
+"""Linear: a GEMM with a weight, and `Bias`, which adds the bias of a `Linear` in a sequence."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Bias(sf.UnfusedOperation):
 
     autocast = "same"
 
-    # The owner holds its member, which therefore does not hold it; who runs a member holds the owner as well. A tuple,
-    # because torch 2.11 traces no branch on a reference.
+    # A weak reference: the owner holds its member strongly, and callers of a member hold the owner as well. In a tuple,
+    # because torch 2.11 cannot trace a branch on a reference.
     _owner: tuple[weakref.ref[nn.Module], ...] = ()
     _parts = 1
 
@@ -107,7 +107,7 @@ class Bias(sf.UnfusedOperation):
         return {"bias": (self._holder(), "bias")} if self._owner else super().parameter_slots()
 
     def read(self) -> Tensor:
-        """A fast getter of `bias`, for passes that read it often."""
+        """Fast access to `bias`, for passes that read it often."""
         own: dict[str, Any] = self.__dict__
         owner = own.get("_owner")
         module: Any = owner[0]() if owner else self
@@ -119,7 +119,7 @@ class Bias(sf.UnfusedOperation):
         return bias
 
     def held(self) -> Mapping[str, Tensor | None]:
-        """The dictionary and key of the parameter, as long as the owner has it as one."""
+        """The owner's dictionary of parameters while `bias` is one of them; empty for a fraction of the bias."""
         return self._holder().__dict__["_parameters"] if self._parts == 1 else {}
 
     @property
@@ -169,7 +169,7 @@ class Bias(sf.UnfusedOperation):
 
 
 class _Part(torch.autograd.Function):
-    """bias / parts, whose sum over the processes adds the bias once: its gradient is that of the sum."""
+    """bias / parts, for a sum over processes that adds the bias once; its gradient is that of the whole bias."""
 
     @staticmethod
     def forward(bias: Tensor, parts: int) -> Tensor:
@@ -189,14 +189,14 @@ _NOTHING = None, None
 
 
 class _LinearOfTorch(nn.Linear):
-    """Makes an operation a `torch.nn.Linear` to what asks, and has nothing of it."""
+    """Lets `isinstance(operation, torch.nn.Linear)` hold, without torch's parameters and initialization."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
 
 class HasGEMM(Scaled):
-    """Mixed into operations whose y is a GEMM of x along its last dimension."""
+    """Mixin for operations whose y is a GEMM of x along its last dimension."""
 
     in_features: int
     out_features: int
@@ -494,7 +494,7 @@ class Linear(HasGEMM, sf.UnfusedOperation, _LinearOfTorch):  # pyright: ignore[r
 
     @classmethod
     def example(cls, x: Tensor) -> Linear:
-        # Not square: a transposed weight must not fit.
+        # Not square, so a transposed weight does not fit.
         return cls(x.shape[-1], x.shape[-1] + 3, device=x.device, dtype=x.dtype)
 
     def extra_repr(self) -> str:
@@ -510,7 +510,7 @@ saved_linear = maker(Linear.Saved)
 def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: float = 1.0) -> Tensor | Accumulated:
     """The gradient of a weight, factor dy^T x over all rows, or `accumulated` where it was added to `main_grad`.
 
-    What is added is float32, as `main_grad` is (float64 as that): it is not rounded to the dtype of dy first.
+    The sum is accumulated in the dtype of `main_grad`, float32 or float64; it is not rounded to the dtype of dy first.
     dy: [*, N], x: [*, K], dweight, main_grad: [N, K].
     """
     dy, x = dy if dy.ndim == 2 else _rows(dy), x if x.ndim == 2 else _rows(x)
@@ -518,7 +518,7 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
         return mm(dy.mT, x, factor)
     device, dtype = dy.device.type, main_grad.dtype
     cast = autocast_of(device)
-    if cast is not None:  # it does not reach a GEMM in place
+    if cast is not None:  # autocast does not apply to in-place GEMMs
         dy, x = dy.to(cast), x.to(cast)
     if device == "cuda" and torch.version.hip is None and dy.dtype is not dtype and dy.dtype is x.dtype:
         torch.addmm(main_grad, dy.t(), x, alpha=factor, out_dtype=dtype, out=main_grad)

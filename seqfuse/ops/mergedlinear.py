@@ -1,4 +1,4 @@
-"""MergedLinear: one GEMM with several weights, whose outputs lie side by side."""
+"""MergedLinear: one GEMM with several weights, whose outputs are concatenated."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
         if len(biases) != len(parts):
             raise ValueError(f"expects one answer for the biases or one for each of {len(parts)}, got {len(biases)}")
         self.in_features, self.parts, self.out_features = in_features, parts, sum(parts)
-        for name in (*_WEIGHTS, *_BIASES):  # the record is declared for as many as there may be
+        for name in (*_WEIGHTS, *_BIASES):  # `Saved` is declared for all possible parts
             self.register_parameter(name, None)
 
     @classmethod
@@ -157,7 +157,7 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
         return tuple([held[n] if n in held else parameter(self, n) for n in _BIASES[: len(self.parts)]])
 
     def _lay(self, names: Iterable[str]) -> None:
-        """Move these parameters into one storage, one behind the other."""
+        """Move these parameters into one storage, adjacent to each other."""
         found = self._own(names)
         if len(found) < 2 or joined(found) is not None or any(type(p) is not nn.Parameter for p in found):
             return
@@ -166,7 +166,7 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
             p.data = part
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As in torch; weights that lay in one storage do so afterwards."""
+        """As in torch; weights that shared a storage share one afterwards, too."""
         groups = self._laid()
         super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
         for names in groups:
@@ -183,7 +183,7 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
             self._lay(names)
 
     def _laid(self) -> list[tuple[str, ...]]:
-        """The names of the parameters, weights and biases, that lie in one storage."""
+        """The names of the parameters, weights or biases, that share a storage."""
         return [names for names in (_WEIGHTS, _BIASES) if joined(self._own(names)) is not None]
 
     def _own(self, names: Iterable[str]) -> list[nn.Parameter]:
@@ -254,10 +254,10 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
         one = one_gemm(weights, biases)
         if one is not None:
             return linear(x, *one)
-        if torch.compiler.is_compiling() or x.is_meta:  # a compiler takes no slice for `out`, meta no other dtype
+        if torch.compiler.is_compiling() or x.is_meta:  # `out=` supports no slice or other dtype there
             return torch.cat([linear(x, *pair) for pair in zip(weights, biases, strict=True)], -1)
         cast_to = autocast_of(x.device.type)
-        if cast_to is not None and x.dtype is not torch.float64:  # it does not reach a GEMM into a slice
+        if cast_to is not None and x.dtype is not torch.float64:  # autocast does not apply to a GEMM into a slice
             x, weights = x.to(cast_to), tuple([weight.to(cast_to) for weight in weights])
             biases = tuple([None if bias is None else bias.to(cast_to) for bias in biases])
         y = x.new_empty(*x.shape[:-1], self.out_features)
@@ -295,7 +295,7 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
         main_grads: dict[str, Tensor] | None,
     ) -> tuple[Tensor | None, sf.Grads]:
         names, grads = _WEIGHTS[: len(self.parts)], dict[str, Tensor | Accumulated | None]()
-        if isinstance(dy, Quantized):  # no bias of it needs a gradient
+        if isinstance(dy, Quantized):  # then no bias needs a gradient
             rows, parts = dy, low.split(dy, self.parts)
         else:
             rows = dy.reshape(-1, self.out_features)
@@ -347,7 +347,7 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
         for d, bias in zip(parts, _BIASES, strict=False):
             if (name := slot + bias) in needs:
                 grads[name] = d.sum(0)
-        for d, weight in zip(parts, _WEIGHTS, strict=False):  # last: what fails before it may fall back
+        for d, weight in zip(parts, _WEIGHTS, strict=False):  # last: after an error before it, a fallback may still run
             if (name := slot + weight) in needs:
                 if x is None:
                     x = saved.x.conj() if dy.is_complex() else saved.x
@@ -373,13 +373,13 @@ class MergedLinear(HasGEMM, sf.UnfusedOperation):
 
     @classmethod
     def example(cls, x: Tensor) -> MergedLinear:
-        # As gate and up.
+        # Like gate and up.
         return cls(x.shape[-1], (x.shape[-1] + 3,) * 2, device=x.device, dtype=x.dtype)
 
     @classmethod
     def examples(cls, x: Tensor) -> tuple[MergedLinear, ...]:
         apart = cls.of(*(nn.Linear(x.shape[-1], 4, i > 0, x.device, x.dtype) for i in range(2)))
-        # One part without a bias, as keys have none in some models.
+        # One part without a bias, like the keys in some models.
         three = cls(x.shape[-1], (x.shape[-1] + 3, 2, 4), (True, False, True), device=x.device, dtype=x.dtype)
         return (cls.example(x), apart, three)
 

@@ -1,4 +1,4 @@
-"""Norms over trailing dimensions, and the dtypes in which ATen keeps statistics in float32."""
+"""Norms over trailing dimensions, with float32 statistics for 16-bit dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._parameters import parameter
 from ._tensors import floating, may_overwrite, rows_summed, stats_dtype
 from .scale import Scale
 
-# Operators of ATen that have no public name in `torch`. Not the overloads, which pass every argument on in Python.
+# ATen operators without a public name in `torch`; not as overloads, which forward every argument in Python.
 _aten: Any = torch.ops.aten
 _layer_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten.native_layer_norm_backward.default._op
 _fused_rms_norm_backward: Callable[..., tuple[Tensor, Tensor]] = _aten._fused_rms_norm_backward.default._op
@@ -35,7 +35,7 @@ class Norm(sf.UnfusedOperation):
     centered: ClassVar[bool]
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    eps: Any  # a float; RMSNorm takes None as well
+    eps: Any  # a float; for RMSNorm also `None`
     autocast = "float32"
     any_dy = True
 
@@ -51,16 +51,16 @@ class Norm(sf.UnfusedOperation):
         self.register_parameter("weight", nn.Parameter(torch.empty(sizes, **factory)) if affine else None)
 
     def reset_parameters(self) -> None:
-        """Start from a gain of one, and no bias."""
+        """Initialize with a gain of one, and no bias."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     def gain(self, weight: Tensor | None, stats: torch.dtype) -> Tensor | None:
-        """What xhat is multiplied by; `1 + weight` in the dtype of the statistics, which keeps a small weight."""
+        """The factor of xhat; `1 + weight` in the dtype of the statistics keeps the digits of a small weight."""
         return weight.to(stats) + 1 if weight is not None and self.zero_centered else weight
 
     def as_parameter(self, gradient: Tensor, name: str) -> Tensor:
-        """A gradient summed in the dtype of the statistics, rounded once to the dtype of its parameter."""
+        """Round a gradient, summed in the dtype of the statistics, to the dtype of its parameter."""
         own = self._parameters.get(name)
         dtype = dtype_of(self, name) if own is None else own.dtype
         return gradient if dtype is None or dtype is gradient.dtype else gradient.to(dtype)
@@ -76,7 +76,7 @@ class Norm(sf.UnfusedOperation):
         return env.dtype.itemsize == 2 and own is not None and (self.zero_centered or own is not env.dtype)
 
     def y_is_cast(self, env: Env) -> bool:
-        """Whether y is cast for what comes next."""
+        """Whether y is cast for the next operation."""
         return bool(env.along) and env.leaving is not self.y_dtype_in(env)
 
     def y_dtype_in(self, env: Env) -> torch.dtype:
@@ -120,17 +120,17 @@ class Norm(sf.UnfusedOperation):
 
 
 def _squeezed(t: Tensor) -> Tensor:
-    """Without its last dimension of size 1; of a result that nobody else has seen, as a view costs more."""
+    """Squeeze the last dimension, of size 1; in place for a new result, because a view costs more."""
     return t.squeeze_(-1) if may_overwrite() else t.squeeze(-1)
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in this dtype; where it is so already that costs less than torch's own question."""
+    """A tensor in this dtype; without a torch call if it already has it."""
     return t if t.dtype is dtype else t.to(dtype)
 
 
 def rounded(y: Tensor, x: Tensor) -> Tensor:
-    """The result in the dtype of the input, except under autocast on an accelerator, where norms give float32."""
+    """The result in the dtype of the input, except under autocast on an accelerator, where norms return float32."""
     if y.dtype is x.dtype or (x.device.type != "cpu" and autocast_of(x.device.type) is not None):
         return y
     return y.to(x.dtype)
@@ -221,7 +221,7 @@ class LayerNorm(Norm):
         y, mean, rstd = torch.native_layer_norm(fit, self.normalized_shape, gain, bias, self.eps)
         for _ in self.normalized_shape:
             mean, rstd = _squeezed(mean), _squeezed(rstd)
-        if mean.dtype.itemsize == 2:  # of fake tensors, which take it from x
+        if mean.dtype.itemsize == 2:  # fake tensors have the dtype of x here
             mean, rstd = mean.float(), rstd.float()
         return (y if y.dtype is x.dtype else rounded(y, x)), self._saved(x, mean, rstd, weight)
 
@@ -234,12 +234,12 @@ class LayerNorm(Norm):
         return torch.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
     def _fit(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The input and the gain in dtypes for which ATen computes in, and gives, statistics of `stats_dtype`."""
+        """Input and gain in dtypes for which ATen computes and returns statistics in `stats_dtype`."""
         floating(x, "LayerNorm")
         stats = stats_dtype(x)
         gain = self.gain(weight, stats)
         if x.dtype is not stats and x.device.type == "cpu":
-            # ATen's mixed kernel; with parameters of x's dtype it would round the statistics to that dtype.
+            # ATen's mixed-dtype kernel; with parameters of x's dtype it would round the statistics to that dtype.
             return x, x.new_ones(self.normalized_shape, dtype=stats) if gain is None else gain.to(stats)
         if gain is None or gain.dtype is x.dtype:
             return x, gain
@@ -254,7 +254,7 @@ class LayerNorm(Norm):
             gain = self.gain(gain, stats)
         alike = x.dtype is dy.dtype and (gain is None or gain.dtype is x.dtype)
         exact = alike and x.dtype is stats
-        # ATen's kernel for the CPU sums half gradients in half: 5000 ones give 256 in bfloat16.
+        # ATen's CPU kernel sums 16-bit gradients in 16 bits: 5000 ones sum to 256 in bfloat16.
         if not exact and (not alike or x.device.type == "cpu"):
             x, dy, gain = x.to(stats), dy.to(stats), None if gain is None else gain.to(stats)
         if gain is None and (wanted[1] or wanted[2]):
@@ -269,7 +269,7 @@ class LayerNorm(Norm):
         return ((dx if exact else rounded(dx, saved.x)) if wanted[0] else None), grads
 
     def _dbias(self, dy: Tensor) -> Tensor:
-        """The gradient of the bias alone, summed as the whole backward sums it; the kernel reads dy only."""
+        """The gradient of the bias only, summed in the same order as in the whole backward; reads only dy."""
         stats = stats_dtype(dy)
         fit = dy if dy.device.type != "cpu" else dy.to(stats)
         unread = fit.new_zeros(dy.shape[: -len(self.normalized_shape)], dtype=stats)
@@ -332,9 +332,9 @@ class RMSNorm(Norm):
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
         if env.device != "cpu" or backward:
             return super().traffic(env, backward)
-        # Square, mean, product with rstd and with the gain, and three operators over the rows' statistics. In 16 bits
-        # all of that is made of a copy of x in float32, and y is copied once more. Operators that ATen itself calls
-        # cost less than a launch from Python: all of them together as much as two or three.
+        # Square, mean, product with rstd and with the gain, and three operators on the statistics. In 16 bits all of
+        # them run on a float32 copy of x, and y is copied once more. Operators called within ATen cost less than a
+        # launch from Python: all of them together as much as two or three.
         return sf.Traffic(3, 1, 19) if env.dtype.itemsize == 2 else sf.Traffic(2, 2, 5)
 
     def reference(self, x: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ class RMSNorm(Norm):
         weight, kind, fit = parameter(self, "weight"), x.device.type, x
         gain = self.gain(weight, stats_dtype(x)) if self.zero_centered else weight
         if kind != "cpu" and ((gain is not None and gain.dtype is not x.dtype) or autocast_of(kind) is not None):
-            # An accelerator's kernel takes one dtype only, and autocast does not reach it.
+            # The kernel of an accelerator supports one dtype only, and autocast does not apply to it.
             stats = stats_dtype(x)
             fit, gain = x.to(stats), None if gain is None else gain.to(stats)
         y, rstd = _fused_rms_norm(fit, self.normalized_shape, gain, self.eps)
@@ -391,7 +391,7 @@ class RMSNorm(Norm):
     def _by_layer_norm(
         self, dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor | None, needs: frozenset[str]
     ) -> tuple[Tensor | None, sf.Grads]:
-        """Both gradients in one pass of ATen's kernel for a LayerNorm of mean 0, whose dx is short of rstd E[g]."""
+        """Both gradients by ATen's LayerNorm kernel with mean 0, whose dx lacks the term rstd E[g]."""
         stats, like, sizes = rstd.dtype, x.dtype, self.normalized_shape
         dy, x, gain = cast(dy, stats), cast(x, stats), None if gain is None else cast(gain, stats)
         wanted = ["x" in needs, "weight" in needs, False]
@@ -400,7 +400,7 @@ class RMSNorm(Norm):
         grads: sf.Grads = {"weight": self.as_parameter(dweight, "weight")} if wanted[1] else {}
         if not wanted[0]:
             return None, grads
-        if gain is None or autocast_of("cpu") is not None:  # which would round what is multiplied to 16 bits
+        if gain is None or autocast_of("cpu") is not None:  # autocast would round the factors to 16 bits
             total = (dy if gain is None else dy * gain).sum(-1)
         else:
             total = dy.matmul(gain)

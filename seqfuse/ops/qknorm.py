@@ -1,4 +1,4 @@
-"""QKNorm: queries and keys normalized, head by head or all together."""
+"""QKNorm: normalizes queries and keys, per head or all heads together."""
 
 from __future__ import annotations
 
@@ -154,13 +154,13 @@ class QKNorm(sf.UnfusedOperation):
         return dx, grads
 
     def _means(self, t: Tensor) -> Tensor:
-        """Means of [*, H + Hkv, D] over each head, or over all of queries and of keys."""
+        """Means of [*, H + Hkv, D] over each head, or over all query heads and all key heads."""
         if not self.full_width:
             return t.mean(-1)
         return torch.stack([part.mean((-2, -1)) for part in (t[..., : self.heads, :], t[..., self.heads :, :])], -1)
 
     def _spread(self, means: Tensor) -> Tensor:
-        """Such means for each head, [*, H + Hkv, 1] or broadcast to that."""
+        """These means for each head, [*, H + Hkv, 1] or broadcast to that."""
         if self.full_width:
             q, k = means[..., :1], means[..., 1:]
             means = torch.cat((q.expand(*q.shape[:-1], self.heads), k.expand(*k.shape[:-1], self.kv_heads)), -1)
@@ -172,7 +172,7 @@ class QKNorm(sf.UnfusedOperation):
         return weights + 1 if weights is not None and self.zero_centered else weights
 
     def _heads(self, q: Tensor | None, k: Tensor | None, stats: torch.dtype) -> Tensor | None:
-        """A parameter of queries and one of keys for each head, [H + Hkv, D]."""
+        """A parameter for queries and one for keys, expanded to all heads, [H + Hkv, D]."""
         if q is None or k is None:
             return None
         each = ((q, self.heads), (k, self.kv_heads))
@@ -184,7 +184,7 @@ class QKNorm(sf.UnfusedOperation):
         return width, width
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
-        return sf.Traffic(8, 7, 7)  # most of it to copy to float32 and back
+        return sf.Traffic(8, 7, 7)  # mostly copies to float32 and back
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         wanted = (self.heads + 2 * self.kv_heads) * self.head_dim

@@ -17,7 +17,7 @@ from ._attention import head_size
 from ._cache import current
 from ._tensors import broadcasts, check_positions, floating, stats_dtype
 
-# The largest table of angles that is kept, in elements.
+# The most elements of a table of angles that is cached.
 _KEPT_ANGLES = 1 << 20
 
 
@@ -135,7 +135,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         return dx, grads
 
     def _summed(self, first: Tensor, second: Tensor, like: Tensor) -> Tensor:
-        """The gradient of a cosine or sine, from that of each pair of each head."""
+        """The gradient of cosines or sines, from the gradient of each pair of each head."""
         first, second = first.sum(-2), second.sum(-2)
         if like.shape[-1] == first.shape[-1]:
             d = first + second
@@ -165,13 +165,13 @@ class RotaryEmbedding(sf.UnfusedOperation):
                 raise InputError(message, code="SF101", operation="RotaryEmbedding")
 
     def _of_pairs(self, t: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines or sines of the first and of the second member of each pair, [*, S, 1, R / 2]."""
+        """The cosines or sines of the first and of the second element of each pair, [*, S, 1, R / 2]."""
         return self._pairs(t) if t.shape[-1] == turned.shape[-1] else (t, t)
 
     def _angles(
         self, x: Tensor, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines by element or by pair, [*, S, 1, R] or [*, S, 1, R / 2]."""
+        """Cosines and sines per element or per pair, [*, S, 1, R] or [*, S, 1, R / 2]."""
         if cos is None or sin is None:
             return self.angles(x, positions)
         stats = stats_dtype(x)
@@ -181,7 +181,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
     def _known_angles(
         self, x: Tensor, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `_angles`; on a CPU those of rows 0, 1, ... are made once."""
+        """`_angles`, cached on a CPU for rows 0, 1, ...."""
         rows = x.shape[-2]
         if cos is not None or positions is not None or x.device.type != "cpu" or x.__class__ is not Tensor:
             return self._angles(x, positions, cos, sin)
@@ -219,7 +219,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         return heads, rest, values
 
     def _turned(self, x: Tensor, angles: tuple[Tensor, Tensor], sign: int) -> Tensor:
-        """The rotation, or its transpose for a sign of -1."""
+        """Apply RoPE, or its transpose with a sign of -1."""
         c, s = angles
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         (made, *others), (given, *theirs) = self._parts(y), self._parts(x)
@@ -242,7 +242,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         return y
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
-        # Most of it to copy to float32 and back, where x has 16 bits.
+        # Mostly copies to float32 and back if x has 16 bits.
         return sf.Traffic(14, 6, 6) if env.dtype.itemsize == 2 else sf.Traffic(5, 3, 4)
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -273,6 +273,6 @@ def _cos_sin(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]
 
 @functools.lru_cache(8)
 def _angles_of_rows(rows: int, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    # Kept for every later caller: tensors of the CPU with data, whatever is set around the first one.
+    # Cached for later calls, so created as a CPU tensor with data, under any default device or mode.
     with _disable_current_modes():
         return _cos_sin(torch.arange(rows, dtype=dtype, device="cpu"), size, base)

@@ -1,4 +1,4 @@
-"""Factors: one constant for all features, or a parameter with one for each."""
+"""Factors: one constant for all features, or a learned factor per feature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes: operations that hand x on as it is, or as a view of other dimensions."""
+"""Shapes: operations that return x unchanged, or as a view with other dimensions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Reshape(sf.UnfusedOperation):
         old, new = shape[kept:], self.shape
         total = math.prod(old)
         if -1 in new:
-            # Reckoned here, not by torch: it cannot infer a size of an empty tensor.
+            # Computed here, because torch cannot infer a size of an empty tensor.
             known = math.prod([size for size in new if size != -1])
             if known:  # the product says whether it fits
                 new = tuple(total // known if size == -1 else size for size in new)
