@@ -1,6 +1,6 @@
-"""Plans: which fusions stand where, what is saved, and why others are not used. No tensor with data runs here.
+"""Plans: the fusions of each pass, the saved tensors, and why other fusions are not used. Nothing here runs real data.
 
-Other folders than `run` import what is listed here, and none of the files.
+Folders other than `run` import only the names listed here, never the modules.
 """
 
 from .facts import Memory

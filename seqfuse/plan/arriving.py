@@ -1,4 +1,4 @@
-"""A sequence run on fake tensors part after part, with modules that run eagerly."""
+"""Runs a sequence on fake tensors, part by part, including the modules that run eagerly."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _FILLED = (list, dict, set)
 
 
 class Unknown(Exception):
-    """The result of a module is not known, with that of all behind it."""
+    """The result of a module is unknown, and so are the results of all operations behind it."""
 
 
 def aside(module: nn.Module, mode: Any, made: dict[int, nn.Module] | None = None) -> nn.Module:
-    """A copy of a module, and of those in it, with fake tensors for its own: what it changes is changed in the copy.
+    """Copies a module and its submodules with fake tensors, so that running the copy changes nothing in the module.
 
-    It has no hooks, which see the tensors of calls alone, and is not compiled.
+    The copy is not compiled and has no hooks: hooks see the tensors of real calls only.
     """
     made = {} if made is None else made
     module = module._modules.get("_orig_mod") or module  # pyright: ignore[reportPrivateUsage] # of torch.compile
@@ -47,7 +47,7 @@ def aside(module: nn.Module, mode: Any, made: dict[int, nn.Module] | None = None
 
 
 def _copied(held: Mapping[str, Any], mode: Any) -> dict[str, Any]:
-    """Fake tensors for tensors, copies of lists and the like, and the rest as it is."""
+    """Replaces tensors by fake tensors and copies lists, dicts and sets; other values are shared."""
     return {
         name: mode.from_tensor(value) if isinstance(value, Tensor) else copy(value) if type(value) in _FILLED else value
         for name, value in held.items()
@@ -55,7 +55,7 @@ def _copied(held: Mapping[str, Any], mode: Any) -> dict[str, Any]:
 
 
 def run_aside(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor], mode: Any) -> Tensor:
-    """What a module that runs eagerly returns for fake tensors. Nothing of it changes, and its hooks are not run.
+    """Runs an eager module on fake tensors and returns its output. The module does not change; its hooks do not run.
 
     Raises:
         Unknown: where it does not run on fake tensors.
@@ -68,7 +68,7 @@ def run_aside(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[st
         stand_in = dataclasses.replace(node, operation=aside(operation, mode))
         return run_eagerly([*nodes[:position], stand_in], position, x, channels)
     except Exception as error:
-        if isinstance(operation, UnfusedOperation):  # its parameters may be elsewhere, as those of FSDP are
+        if isinstance(operation, UnfusedOperation):  # its parameters may live on other ranks, as under FSDP
             channels.update((channel, x) for _, channel in node.outputs)
             return x.new_empty(operation.infer(tuple(x.shape)), dtype=operation.y_dtype)
         raise _unknown(node, position, error) from None
@@ -81,9 +81,9 @@ def _unknown(node: Node, position: int, error: Exception) -> Unknown:
 
 
 class Arriving:
-    """A sequence that is run part after part; `x` and `channels`, fake tensors, are what enters the next part.
+    """Runs a sequence part by part; the fake tensors `x` and `channels` are the inputs of the next part.
 
-    `unknown` is why they are not known, once they are not.
+    Once they are unknown, `unknown` is the reason.
     """
 
     def __init__(self, x: Tensor, channels: Mapping[str, Tensor], env: Env, place: torch.device) -> None:
@@ -110,14 +110,14 @@ class Arriving:
             yield mode
 
     def apart(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """What enters the next part and the channels beside it, as tensors on meta, which can be kept."""
+        """The inputs of the next part, x and channels, as tensors on meta, which outlive the fake mode."""
         x, *given = (
             laid_like(t, t.dtype, "meta").requires_grad_(t.requires_grad) for t in (self.x, *self.channels.values())
         )
         return x, dict(zip(self.channels, given, strict=True))
 
     def run(self, nodes: Sequence[Node], positions: range) -> None:
-        """Run the operations of a part, or the module that runs eagerly."""
+        """Run the operations of a part, or its eager module."""
         if self.unknown is not None:
             return
         with self._running() as mode:

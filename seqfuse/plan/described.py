@@ -1,4 +1,4 @@
-"""Operations and classes as text, which is equal where they compute the same: keys of what is known of them."""
+"""Describes operations and classes as text that is equal if they compute the same: cache keys of facts about them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_A_MODULE = frozenset(nn.Module().__dict__) | {"_engine"}
 
 
 def describe(node: Node) -> str:
-    """An operation by its class, configuration, and the shapes and dtypes of its parameters."""
+    """The class, the configuration, and the shapes and dtypes of the parameters of an operation."""
     parameters: list[str] = []
     for name, (owner, attribute) in node.slots.items():
         tensor = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
@@ -35,7 +35,7 @@ def describe(node: Node) -> str:
 
 
 def tells_all(module: nn.Module) -> bool:
-    """Whether operations of equal text are alike: of the user's, attributes that are no data are told by class only."""
+    """Whether equal text means equal operations: in it, user attributes that are not plain data appear as a type."""
     own = plain_type(module).__module__.partition(".")[0] in (_OWN, *_FOREIGN)
     stated = () if own else [value for name, value in vars(module).items() if name not in _OF_A_MODULE]
     return all(map(_is_data, stated)) and all(map(tells_all, module.children()))
@@ -55,7 +55,7 @@ def _module(module: nn.Module) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Data as itself, everything else as what it is."""
+    """Plain data as its repr, anything else as the name of its type."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
         return repr(value)
     if isinstance(value, tuple | list):
@@ -67,7 +67,7 @@ def _plain(value: Any) -> str:
 
 @functools.lru_cache(1024)
 def class_identity(cls: type) -> str:
-    """A class by its name; one of the user also by its source, its package's version, and what a factory gave it."""
+    """The name of a class; for a user's class also a hash of its source, its package's version and its closures."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     foreign = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in (_OWN, *_FOREIGN)]
     if not foreign and "<locals>" not in cls.__qualname__:
@@ -84,7 +84,7 @@ def _written(cls: type) -> str:
     try:
         return f"{getattr(sys.modules.get(package), '__version__', None)} {inspect.getsource(cls)}"
     except (OSError, TypeError):
-        return str(time.time_ns())  # nobody knows it: what is measured counts in this process
+        return str(time.time_ns())  # without source, measurements are valid in this process only
 
 
 def _held(function: types.FunctionType) -> str:

@@ -1,6 +1,6 @@
-"""Steps tried on fake tensors: what they return and save, the bytes they allocate, their work, and their C kernels.
+"""Tries steps on fake tensors: their results and saved tensors, the bytes they allocate, their work, their C kernels.
 
-Each kind of step is run once. Of a step like one that ran before, as those of equal layers are, the results follow.
+Each kind of step runs once. Equal steps, such as those of equal layers, reuse its results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tally import Tally, storage_of
 
 
 class Alike(NamedTuple):
-    """Stands for a tensor: the number of its storage, and how it lies there."""
+    """Represents a tensor by the number of its storage and its layout there."""
 
     storage: int
     shape: torch.Size
@@ -43,21 +43,21 @@ class Alike(NamedTuple):
     dtype: torch.dtype
 
     def stride(self) -> tuple[int, ...]:
-        """As that of a tensor."""
+        """Like `Tensor.stride`."""
         return self.strides
 
     @property
     def bytes(self) -> int:
-        """As many as its numbers take."""
+        """The bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_dense(self, sizes: Mapping[int, int]) -> bool:
-        """Whether its numbers fill its storage."""
+        """Whether its elements fill its storage."""
         return sizes[self.storage] == self.bytes
 
     @property
     def is_contiguous(self) -> bool:
-        """As that of a tensor."""
+        """Like `Tensor.is_contiguous`."""
         sides = zip(self.shape, self.strides, _rows(self.shape), strict=True)
         return 0 in self.shape or all(size == 1 or stride == own for size, stride, own in sides)
 
@@ -71,7 +71,7 @@ def _rows(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _mapped(value: Any, kind: type[Any], change: Callable[[Any], Any], late: Callable[..., Any] = Recompute) -> Any:
-    """A value with each `kind` in it changed: in tuples, in tensors in 8 bits, and in what makes a tensor again."""
+    """Applies `change` to each `kind` in a value: in tuples, in 8-bit tensors, and in the tensors of a `Recompute`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Recompute):
@@ -101,8 +101,8 @@ def storages(*values: Any) -> list[int]:
 
 
 class _Told(NamedTuple):
-    """What is known of a step: its results, whose storages have numbers in the order in which they were given or made,
-    the bytes of each made storage, and what it allocates; temporary storages have negative numbers.
+    """The facts of a step: its results, with storages numbered in the order in which they were given or allocated, the
+    bytes of each new storage, and the allocations; temporary storages have negative numbers.
     """
 
     results: Any
@@ -112,16 +112,16 @@ class _Told(NamedTuple):
     kernels: dict[str, None]
 
 
-_unknown = itertools.count()  # of operations that are like no other, as far as is known
+_unknown = itertools.count()  # of operations that may differ from all others
 _known: dict[Any, _Told] = {}
 SEEDS = 1  # the number of the storage of seeds
-KEPT = 4096  # by names and sizes: no class or tensor of a model is held
+KEPT = 4096  # entries; their keys are names and sizes, so that no class or tensor of a model stays alive
 
 Fields = dict[str, Any]
 
 
 class Attempt(NamedTuple):
-    """A step that was tried: its results, the casts that stay beside them, what it allocates, its work and kernels."""
+    """The outcome of trying a step: its results, casts that outlive it, its allocations, its work and its C kernels."""
 
     results: Any
     casts: tuple[Alike, ...]
@@ -131,22 +131,22 @@ class Attempt(NamedTuple):
 
 
 class Tried:
-    """Tries steps of a stretch. A storage has a number here, and `sizes`.
+    """Tries steps of a stretch. Each storage has a number, and its bytes in `sizes`.
 
-    `x` and `channels` stand for what enters the stretch. Storages of parameters, which are `owned`, have no size.
+    `x` and `channels` are the inputs of the stretch. Storages of parameters, which are `owned`, count zero bytes.
     """
 
     def __init__(self, stretch: Stretch, collects: bool = False) -> None:
         assert stretch.x is not None
         self.sizes: dict[int, int] = {}
         self.owned: set[int] = set()
-        self._collects = collects  # which C kernels steps call
+        self._collects = collects  # whether to note the C kernels that steps call
         self._bases: dict[int, Tensor] = {}  # by number
         self._numbers: dict[int, int] = {}  # by storage, of those
         self._parameters: dict[int, int] = {}  # by id
         self._described: dict[int, str] = {}
         self._next = 0
-        self._known: dict[Any, _Told] = {}  # of steps with tensors that are made again
+        self._known: dict[Any, _Told] = {}  # of steps with recomputed tensors
         self._stretch = stretch
         self._mode: Any = None
         self._own_mode = False
@@ -164,7 +164,7 @@ class Tried:
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """Within the block steps can be tried: under a `FakeTensorMode`, and the autocast of the stretch."""
+        """A block in which steps can be tried: under a `FakeTensorMode` and the autocast of the stretch."""
         place, autocast = self._stretch.place.type, self._stretch.env.autocast
         own = self._mode is None and active_fake_mode() is None
         with torch.no_grad(), autocasting(place, autocast), faking(self._mode) as self._mode, cast_once():
@@ -176,23 +176,23 @@ class Tried:
                     forget_real(self._mode)
 
     def fresh(self, size: int) -> int:
-        """The number of another storage."""
+        """Registers a new storage and returns its number."""
         self._next += 1
         self.sizes[self._next] = size
         return self._next
 
     def forget(self, first: int) -> None:
-        """Forget storages from a number on."""
+        """Forgets all storages from a number on."""
         for number in range(first, self._next + 1):
             self.sizes.pop(number, None)
 
     def new(self, like: Alike, dtype: torch.dtype | None = None) -> Alike:
-        """A contiguous tensor of this shape."""
+        """Returns a new contiguous tensor of this shape."""
         dtype = dtype or like.dtype
         return Alike(self.fresh(math.prod(like.shape) * dtype.itemsize), like.shape, _rows(like.shape), 0, dtype)
 
     def take(self, t: Tensor) -> Alike:
-        """What stands for a fake tensor."""
+        """Returns the representation of a fake tensor."""
         place = storage_of(t)
         number = self._numbers.get(place)
         if number is None:
@@ -201,7 +201,7 @@ class Tried:
         return _form(number, t)
 
     def whole(self, t: Any) -> Any:
-        """A fake tensor like this one; those of one storage share one."""
+        """Builds the fake tensors of a value; representations with one storage share it again."""
         return _mapped(t, Alike, self._whole)
 
     def _whole(self, t: Alike) -> Tensor:
@@ -222,7 +222,7 @@ class Tried:
         return cast(Tensor, base.as_strided(t.shape, t.strides, t.offset))
 
     def run_aside(self, nodes: Sequence[Node], at: int, x: Alike, channels: dict[str, Alike]) -> Alike:
-        """What a module that runs eagerly makes of x; its parameters do not count. `channels` gains what it makes."""
+        """Runs an eager module on x, adds its outputs to `channels` and returns y; its parameters count no bytes."""
         for p in nodes[at].operation.parameters():
             number = self.take(self._mode.from_tensor(p)).storage
             self.sizes[number] = 0
@@ -233,8 +233,8 @@ class Tried:
         return y
 
     def forward(self, step: Step, x: Any, channels: Mapping[str, Alike], env: Env) -> Attempt:
-        """The forward of a step, for the x and the channels that it takes: y, extra outputs in the order of
-        `step.writes`, and for each of the records that it `saves` the names and the values of its fields.
+        """Tries the forward of a step: y, its extra outputs in the order of `step.writes`, and for each record that it
+        `saves` the names and values of the fields.
         """
 
         def call(given: Any) -> Any:
@@ -247,7 +247,7 @@ class Tried:
         return self._run(step, env, ("forward",), given, call)
 
     def again(self, step: Step, run: Attempt) -> Savings:
-        """The work of what makes the tensors again that a step does not save, of its forward."""
+        """The work of recomputing the tensors that the forward of a step does not save."""
         found = Savings()
         for record, fields in zip(step.saves, run.results[2], strict=True):
             for late in [value for value in kept_fields(record, fields).values() if isinstance(value, Recompute)]:
@@ -258,7 +258,7 @@ class Tried:
         return found
 
     def entered(self, t: Any, dtype: torch.dtype | None, layout: Layout) -> Any:
-        """A tensor in the dtype and the layout that a pass takes."""
+        """Converts a tensor to the dtype and the layout that a pass expects."""
         if isinstance(t, Alike) and dtype is not None and t.dtype is not dtype:
             t = Alike(self.fresh(0), t.shape, t.strides, 0, dtype) if t.is_dense(self.sizes) else self.new(t, dtype)
             self.sizes[t.storage] = t.bytes
@@ -268,13 +268,13 @@ class Tried:
         return t if rows else self.new(t)
 
     def run_forward(self, step: Step, x: Any, channels: Mapping[str, Alike], env: Env) -> Attempt:
-        """The forward of a step, which casts x as it takes it."""
+        """Tries the forward of a step after the cast of x that it needs."""
         layout = step.operation.layout
         reads = {channel: self.entered(channels[channel], None, layout) for _, channel in step.reads}
         return self.forward(step, self.entered(x, step.cast, layout), reads, env)
 
     def saved(self, step: Step, records: Any) -> frozenset[int]:
-        """The storages that a step saves, but for those of parameters."""
+        """The storages that a step saves, without those of parameters."""
         kept = [kept_fields(record, fields) for record, fields in zip(step.saves, records, strict=True)]
         return frozenset(storages(*kept)) - self.owned
 
@@ -287,7 +287,7 @@ class Tried:
         env: Env,
         needs: frozenset[str] | None = None,
     ) -> Attempt:
-        """The backward of a step: dx, names and values of its gradients, and the fields that it filled in records."""
+        """Tries the backward of a step: dx, names and values of gradients, and the record fields that it recomputed."""
         kinds: list[type[Saved]] = [record.cls for record in step.records]
 
         def call(given: Any) -> Any:
@@ -314,7 +314,7 @@ class Tried:
         return self._run(step, env, about, (d, fields, tuple(incoming.values())), call)
 
     def described(self, step: Step) -> Any:
-        """What a step depends on, beside the tensors that it takes."""
+        """The cache key of a step, without its input tensors."""
         to = step.to and dataclasses.replace(step.to, at=step.to.at - step.start, operation=None)
         kind = class_identity(step.operation.__class__), *map(self._about, step.nodes, step.covers)
         return kind, step.needs, step.borders, step.recipes, to and dataclasses.astuple(to)
@@ -326,7 +326,7 @@ class Tried:
         return self._described[at]
 
     def _run(self, step: Step, env: Env, about: Any, given: Any, call: Callable[[Any], Any]) -> Attempt:
-        places: dict[int, int] = {SEEDS: 0}  # of each storage its place among those that are given
+        places: dict[int, int] = {SEEDS: 0}  # by storage number: its position among the inputs
         for node in step.nodes:
             for owner, name in node.slots.values():
                 held: Any = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
@@ -336,7 +336,7 @@ class Tried:
             return t._replace(storage=places.setdefault(t.storage, len(places)))
 
         owned = tuple(places.values())
-        functions: list[Any] = []  # which may hold a model
+        functions: list[Any] = []  # of recomputed tensors; they may reference a model
 
         def late(fn: Any, *tensors: Any) -> Any:
             functions.append(fn)
@@ -345,7 +345,7 @@ class Tried:
         key: Any = about, self.described(step), any_rows(env), owned, _mapped(given, Alike, local, late)
         try:
             known = self._known.get(key) or _known.get(key)
-        except TypeError:  # data that has no hash
+        except TypeError:  # unhashable data
             key = known = None
         numbers = [*places]
         if known is None:
@@ -373,8 +373,8 @@ class Tried:
         return number
 
     def _try(self, numbers: Sequence[int], given: Any, call: Callable[[Any], Any]) -> tuple[_Told, bool, bool]:
-        """Run a step; what is known of it then, and whether its results have a constant, which belongs to this one, and
-        tensors that are made again.
+        """Runs a step. Returns its facts, whether its results include a constant, which only this step may use, and
+        whether they include recomputed tensors.
         """
         concrete = self.whole(given)
         collecting = compiler.collecting() if self._collects else contextlib.nullcontext(dict[str, None]())
@@ -396,7 +396,7 @@ class Tried:
             if (number := self._numbers.get(place, -1)) in places:
                 return _form(places[number], t)
             if place not in found:
-                if not is_fake(t):  # of no byte that a call makes
+                if not is_fake(t):  # a real tensor, which the call did not allocate
                     constant = True
                     return t
                 found[place] = len(numbers) + len(made)
@@ -417,7 +417,7 @@ class Tried:
 
 @contextlib.contextmanager
 def _clearer(step: Step, name: str) -> Generator[None]:
-    """A block whose errors say which pass does not run on fake tensors, and what to register."""
+    """A block whose errors name the pass that does not run on fake tensors, and the registration that it needs."""
     try:
         yield
     except RuntimeError as error:
@@ -442,7 +442,7 @@ def _form(number: int, t: Tensor) -> Alike:
 
 
 def _fields(record: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The names and the values of a record's fields; of those that are made again, what makes them."""
+    """The names and values of a record's fields; for a recomputed field, its `Recompute`."""
     fields = {**record.__dict__, **record.__dict__.get("_late", {})}
     fields.pop("_late", None)
     return tuple(fields), tuple(fields.values())
@@ -467,9 +467,9 @@ def kept_fields(record: Record, fields: tuple[Sequence[str], Sequence[Any]]) -> 
 class Memory:
     """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass.
 
-    Of what is planned: what a module saves that runs through its own `__call__` is not counted. `peak` is the most that
-    is held at once in either pass: what is saved, and what a pass makes while it runs; without parameters and their
-    gradients. Where that is not known it is `None`, and `peak_unknown` says why.
+    Modules that run through their own `__call__` are not counted. `peak` is the most bytes that are alive at once in
+    either pass: saved tensors and intermediate results, without parameters and their gradients. If it is unknown, it is
+    `None`, and `peak_unknown` is the reason.
     """
 
     saved: int
@@ -480,7 +480,7 @@ class Memory:
 
 
 def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
-    """The tensors that the operations of a stretch and these candidates save, or why they are not known."""
+    """The saved tensors of a stretch's operations and of these candidate fusions, or why they are unknown."""
     live = [c for c in candidates if c.stop > stretch.wants.live_from]
     steps = [stretch.step(c.start, c.stop, c.fusion) for c in live if c.fusion.saves_memory or c.fusion.has_record]
     found = footprint((stretch,), steps, stretch)
@@ -488,9 +488,9 @@ def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
 
 
 def made_again(stretch: Stretch, candidates: Sequence[Candidate]) -> dict[tuple[int, Any], Savings]:
-    """The work of what forward and joint fusions make again in the backward pass, by start and fusion.
+    """The work that forward and joint fusions recompute in the backward pass, by start and fusion.
 
-    One that does not run on fake tensors is left out.
+    Fusions that do not run on fake tensors are left out.
     """
     found: dict[tuple[int, Any], Savings] = {}
     with contextlib.suppress(Exception):
@@ -506,11 +506,11 @@ def made_again(stretch: Stretch, candidates: Sequence[Candidate]) -> dict[tuple[
 
 
 def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entered: Stretch) -> Memory | str:
-    """The bytes that a forward schedule saves and the FLOPs that it computes, or why they are not known.
+    """The bytes that a forward schedule saves and the FLOPs that it computes, or why they are unknown.
 
-    Steps are tried on the device where the parameters are, also where the plan is for a machine that is not here: on
-    fake tensors no kernel is launched. The operators of the library's own make what they return; a fusion that launches
-    one itself is not known.
+    Steps are tried on the device of the parameters, even for a plan of another machine: on fake tensors no kernel is
+    launched, and the library's custom ops only allocate their results. A fusion that launches a kernel without a custom
+    op cannot be tried.
     """
     env, kind = entered.env, entered.place.type
     if env.autocast is not None and (env.device != kind or not torch.amp.is_autocast_available(kind)):
@@ -527,10 +527,10 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entered: S
 
 
 def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: Stretch) -> tuple[Kept, int] | str:
-    """The tensors that operations of consecutive parts save, and the fusions of these steps, with the FLOPs of the
-    operations; or why they are not known. What enters the first part, and the environment, are those of `entered`.
+    """The tensors saved by the operations of consecutive parts and by the fusions of these steps, with the FLOPs of the
+    operations; or why they are unknown. The inputs of the first part and the environment are those of `entered`.
 
-    A module that runs eagerly is run on fake tensors, too; what it saves and computes is not counted.
+    An eager module runs on fake tensors, too; its saved tensors and FLOPs are not counted.
     """
     if entered.x is None:
         return entered.unknown or "the shape of the input"
@@ -553,7 +553,7 @@ def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: S
 def _walk(
     parts: Sequence[Stretch | Node], entered: Stretch, tried: Tried
 ) -> tuple[list[frozenset[int]], list[Any], dict[str, Any], float]:
-    """Run the operations of consecutive parts: what each saves, what enters each, all channels, and the FLOPs."""
+    """Runs the operations of consecutive parts: saved tensors and input of each, all channels, and the FLOPs."""
     nodes, start, env = entered.nodes, entered.start, entered.env
     x, channels = tried.x, tried.channels
     own, before, flops = list[frozenset[int]](), [x], 0.0
@@ -584,9 +584,9 @@ def _footprint(
     fused: dict[tuple[int, Any], frozenset[int]] = {}
     for step in steps:
         if step.fused:
-            alone = dataclasses.replace(step, to=None)  # what is quantized, its reader saves
+            alone = dataclasses.replace(step, to=None)  # the reader of a quantized tensor saves it
             y, made, records = tried.run_forward(alone, before[step.start - start], channels, env).results
-            # What it returns is what its operations return.
+            # A fusion returns the same tensors as its operations.
             same = {y.storage: before[step.stop - start].storage}
             same |= {t.storage: channels[c].storage for t, (_, c) in zip(made, step.writes, strict=True)}
             fused[step.start, step.operation] = frozenset([same.get(n, n) for n in tried.saved(alone, records)])

@@ -16,7 +16,7 @@ from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation, config_version
 from ..recipes import check_recipe
 
-# Of the attributes of a module, those that hold the engine.
+# Attributes of a module that hold the engine.
 OWN = ("_fuser", "_engine")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(getattr(hooks_of, f"_global{name}") for name in HOOKS if hasattr(hooks_of, f"_global{name}"))
@@ -27,7 +27,7 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
 
 def global_hooks() -> bool:
-    """Whether hooks on every module there is are registered."""
+    """Whether global module hooks are registered."""
     return any(_GLOBAL_HOOKS)
 
 
@@ -64,7 +64,7 @@ class Fingerprint:
             v for now in before for name in now.keys() - _OF_EVERY_MODULE if isinstance(v := now[name], Tensor)
         ]
         self._tensors_then = [t.requires_grad for t in self._tensors]
-        # A torch module inside an operation tells nobody when it is set.
+        # Setting an attribute of a torch module inside an operation is not recorded.
         self._others = not all(isinstance(m, FusableOperation) for m in every)
         hooked = [getattr(m, name) for m in self._modules for name in HOOKS]
         self._empty = [h for h in (*hooked, *_GLOBAL_HOOKS) if not h]
@@ -73,7 +73,7 @@ class Fingerprint:
         self._absent_then = [parameters[name] is None for parameters, name in self._parameters]
 
     def holds(self) -> bool:
-        """Whether nothing has changed."""
+        """Whether the modules are unchanged."""
         return (
             (self._config is config_version.current or self._compare())
             and self._children == self._children_then
@@ -103,15 +103,15 @@ class Fingerprint:
                 and [*map(type, modules)] == self._types_then
                 and [parameters[name] is None for parameters, name in self._parameters] == self._absent_then
             )
-        except Exception:  # a replaced tensor or array has no truth value, a parameter is gone: it has changed
+        except Exception:  # tensors and arrays have no truth value, and a parameter may be deleted: both are changes
             return False
 
     def holds_in_full(self) -> bool:
-        """Whether nothing has changed, attributes included that nobody said they set."""
+        """Whether the modules are unchanged, including attributes whose setting was not recorded."""
         return self.holds() and self._same(self._attributes_then)
 
     def differs_in_switches_only(self) -> bool:
-        """Whether what changed is training flags and recipes and nothing else, so that it may come back."""
+        """Whether only training flags and recipes changed: switches that are likely to be set back."""
         if self._measured is not config_version.measured:
             return False
         pairs = zip(self._now(), self._attributes_then, strict=True)
@@ -120,12 +120,12 @@ class Fingerprint:
 
 
 def _switched(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of then, with the switches of now."""
+    """The earlier attributes with the current values of the switches."""
     switches = {"training", "recipe"}
     return {n: held[n] for held in (then, now) for n in held if (n in switches) is (held is now)}
 
 
-# The operation that does what a module of torch does, by name: the engine imports no operations.
+# For a torch module the name of the equivalent operation: the engine imports no operations.
 TWINS: dict[type, str] = {
     nn.Dropout: "ops.Dropout", nn.Embedding: "ops.Embedding", nn.GELU: "ops.GeLU", nn.Identity: "ops.Identity",
     nn.LayerNorm: "ops.LayerNorm", nn.Linear: "ops.Linear", nn.ReLU: "ops.ReLU", nn.RMSNorm: "ops.RMSNorm",
@@ -138,7 +138,7 @@ _CONTAINERS: dict[type, str] = {
 
 
 class _Never:
-    """Stands for the type of what no slot matches."""
+    """The type of nodes that no slot matches."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -147,24 +147,24 @@ class Node:
 
     operation: nn.Module
     path: str
-    name: str  # the class the user wrote
+    name: str  # of the class in the user's sequence
     kind: type = _Never
     derives: type | None = None  # the final class a user's subclass derives from
-    eager: str | None = None  # why it runs through its own __call__
+    eager: str | None = None  # the reason why it runs through its own __call__
     inputs: tuple[tuple[str, str], ...] = ()  # extra input, channel
     outputs: tuple[tuple[str, str], ...] = ()
     slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    crossing: int = 0  # channels that pass the border before this position
+    crossing: int = 0  # channels that cross the border before this position
     readers: dict[str, set[int]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    seed: int | None = None  # index into the seeds of a call, where it reads one now
-    rank: int = 0  # of this process where others have something else to draw a mask for
-    sum_over: Group | None = None  # the processes whose gradients of its parameters are summed
-    owner: str | None = None  # the class of the container that brings it along, such as the `Add` of a `Residual`
-    recipe: Any = ...  # its own low-precision recipe, or that of the innermost container with one; `None` keeps it out
+    seed: int | None = None  # index into the seeds of a call, if it uses a seed now
+    rank: int = 0  # of this process, if dropout masks differ between processes
+    sum_over: Group | None = None  # the processes over which the gradients of its parameters are summed
+    owner: str | None = None  # the class of the container that adds it, such as `Residual` for its `Add`
+    recipe: Any = ...  # its low-precision recipe, or that of the innermost container with one; `None` disables it
 
     @property
     def fusable(self) -> bool:
-        """Whether the engine runs it, rather than its own `__call__`."""
+        """Whether the engine runs it instead of its own `__call__`."""
         return self.eager is None
 
 
@@ -175,7 +175,7 @@ def located(nodes: Sequence[Node], position: int) -> dict[str, Any]:
 
 
 def plain_type(module: nn.Module) -> type:
-    """The class of an operation, seen through those that torch puts in its place: parametrizations, `fully_shard`."""
+    """The class of an operation before torch replaced it for parametrizations or `fully_shard`."""
     kind: type[Any] = type(module)
     while issubclass(kind, FusableOperation) and kind.__module__.startswith("torch."):
         kind = kind.__bases__[-1]
@@ -183,15 +183,15 @@ def plain_type(module: nn.Module) -> type:
 
 
 def has_own_graph(module: nn.Module) -> bool:
-    """Whether a tensor with a graph of its own stands for a parameter: only plain autograd sees it."""
+    """Whether a parameter was replaced by a tensor with its own graph, which only plain autograd can follow."""
     owners = module.modules() if isinstance(module, UnfusedOperation) and len(module._modules) else (module,)  # pyright: ignore[reportPrivateUsage]
     found = [v for owner in owners for _, v in attributes(owner) if isinstance(v, Tensor) and v.requires_grad]
     return len(found) > 0
 
 
 def attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """The attributes of a module without those of every module; where it is traced of operations alone, as the trace
-    has set them.
+    """The attributes that a module has beyond those of every `nn.Module`. Under tracing only operations have any, as
+    set by the trace.
     """
     held = vars(module)
     if not torch.compiler.is_dynamo_compiling():
@@ -199,7 +199,7 @@ def attributes(module: nn.Module) -> list[tuple[str, Any]]:
     if isinstance(module, FusableOperation):
         own = [name for name in module._attributes if name not in _OF_EVERY_MODULE]  # pyright: ignore[reportPrivateUsage]
         return [(name, held[name]) for name in own if name in held]
-    return []  # torch 2.11 traces no loop over `vars`
+    return []  # torch 2.11 cannot trace a loop over `vars`
 
 
 def _why_eager(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
@@ -208,9 +208,9 @@ def _why_eager(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
         return "not an operation of this library" + (f"; use {twin}" if twin else "")
     if module.barrier is not None:
         return module.barrier
-    if global_hooks() and not hidden:  # a member that is no submodule is not among the user's modules
+    if global_hooks() and not hidden:  # members that are not submodules are not the user's modules
         return "global module hooks are registered"
-    if [name for name in HOOKS if getattr(module, name)]:  # traced, a generator takes several times as long
+    if [name for name in HOOKS if getattr(module, name)]:  # a generator is several times slower to trace
         return "it has hooks" + ("; what is in it is planned by itself" if isinstance(module, nn.Sequential) else "")
     if "forward" in vars(module):
         return "it has a forward of its own instance"
@@ -224,7 +224,7 @@ def _why_eager(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
 
 
 def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list[Node]:
-    """Expand `root` into its nodes, channels resolved; every module looked at is added to `seen`.
+    """Expands `root` into nodes with resolved channels; every visited module is added to `seen`.
 
     Raises:
         PlanError: for channels that do not fit together, naming operation and position.
@@ -244,10 +244,10 @@ def _visit(
     within: tuple[nn.Module, ...],
     hidden: bool = False,
 ) -> None:
-    """Add a module's nodes, the modules looked at and the stretches of containers to the three lists."""
-    # No function inside `flatten`: one that calls itself is a cycle, which would keep all of this alive.
+    """Adds a module's nodes, the visited modules and the ranges of nested containers to the three lists."""
+    # Not nested in `flatten`: a recursive closure is a reference cycle, which would keep all of this alive.
     nodes, looked_at, nested = into
-    kind, top = plain_type(module), len(within) == 0  # `not within` is not traced
+    kind, top = plain_type(module), len(within) == 0  # Dynamo cannot trace `not within`
     if [other for other in within if module is other]:
         message = "it expands to itself, and has neither fwd nor forward to run"
         message = "it holds itself" if isinstance(module, nn.Sequential) else message
@@ -266,7 +266,7 @@ def _visit(
     if not isinstance(members, tuple) or [member for member in members if not isinstance(member, nn.Module)]:  # pyright: ignore[reportUnnecessaryIsInstance]
         message = f"expand() must return a tuple of modules, not {members!r}"
         raise PluginError(message, code="SF305", operation=kind.__name__, position=start, path=path)
-    # Told apart by `is`: an `id` would make a compiled graph that of one object, and every layer had its own.
+    # Compared by `is`: an `id` would specialize a compiled graph to one object, and each layer would need its own.
     children, at = [*module._modules.items()], 0  # pyright: ignore[reportPrivateUsage]
     for member in members:
         if member is module and isinstance(module, UnfusedOperation):
@@ -289,7 +289,7 @@ def _visit(
 
 
 def _recipe_of(modules: tuple[nn.Module, ...], kind: type, path: str) -> Any:
-    """The recipe of the last of these modules, each of which holds the next: that of the innermost one that has one."""
+    """The recipe of the innermost of these nested modules that has one."""
     for module in modules[::-1]:
         if isinstance(module, FusableOperation) and "recipe" in vars(module):
             recipe: Any = vars(module)["recipe"]
@@ -299,7 +299,7 @@ def _recipe_of(modules: tuple[nn.Module, ...], kind: type, path: str) -> Any:
 
 
 def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict[str, tuple[nn.Module, str]]:
-    """Parameters of the first member of an expansion: those that no other member reads."""
+    """Parameters that only the first member of an expansion reads."""
     slots = module.parameter_slots()
     if len(members) == 1:
         return slots
@@ -309,7 +309,7 @@ def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict
 
 
 def inside_of(module: FusableOperation, seen: list[nn.Module] | None = None) -> list[Node]:
-    """The nodes of what runs by itself; none of a `forward` of its own, in which no operation is known."""
+    """The nodes inside a module that runs eagerly; none for a custom `forward`, whose operations are unknown."""
     known = isinstance(module, UnfusedOperation) or plain_type(module).expand is not FusableOperation.expand  # pyright: ignore[reportUnknownMemberType]
     return flatten(module, seen) if known else []
 
@@ -333,7 +333,7 @@ def _channels_of(
 
 
 def _route(nodes: list[Node], nested: list[range], by_itself: bool, seen: list[nn.Module]) -> None:
-    """Give every extra input and output its channel; anonymous ones pair like parentheses."""
+    """Assigns a channel to every extra input and output; anonymous ones pair like parentheses."""
     made: dict[str, int] = {}
     read: dict[str, int] = {}
     readers: dict[str, set[int]] = {}
@@ -396,7 +396,7 @@ def _route(nodes: list[Node], nested: list[range], by_itself: bool, seen: list[n
 def _make_private(
     nodes: list[Node], inside: range, made: dict[str, int], read: dict[str, int], readers: dict[str, set[int]]
 ) -> None:
-    """At the end of a container, rename channels that are made and read in it: others may use their names."""
+    """Renames the channels that are private to a container, so that other containers can use the same names."""
     for channel in [c for position in inside for _, c in nodes[position].outputs if readers[c]]:
         private = f"{channel}@{inside.start}"
         readers[private] = readers.pop(channel)

@@ -1,8 +1,8 @@
-"""The fastest plan within a number of bytes: each part of a sequence saves, saves less, or runs again in the backward.
+"""The fastest plan within a byte budget: each part of a sequence saves, saves less, or is recomputed in the backward.
 
-A part is what lies between two cuts. For each there are a few options: schedules from the fastest to the one that saves
-the fewest bytes, and, of one or several parts, to save what enters alone. Options are weighed by running them without
-data, and of all ways through the sequence the fastest is taken that never holds more than it may.
+A part lies between two cuts. Its options are a few schedules, from the fastest to the one that saves the fewest bytes,
+and, for one or several parts together, saving only their input. Options are weighed on fake tensors. The result is the
+fastest combination whose peak stays within the budget.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from .schedule import TIES, Candidate, Kept, Path, best, fewest, graph, passes_o
 from .step import Step, Stretch, ending
 
 SHORTEST, LONGEST = 4, 12
-"""Positions of a part, at least and at most, where there is a choice."""
+"""The least and the most positions of a part, where cuts can be chosen."""
 
 TOGETHER = (2, 4)
-"""So many parts that follow each other may run again as one."""
+"""How many consecutive parts may be recomputed as one."""
 
 SCHEDULES = 4
-"""Schedules of a part from which to choose, at most."""
+"""At most so many schedules of a part are options."""
 
 FEW = 3
-"""Results of GEMMs in a part of which each set is tried, at most."""
+"""Every subset of at most so many GEMM results of a recomputed part is tried as saved tensors."""
 
 SLACK = 32
-"""A plan that keeps fewer bytes may have a peak above the lowest one by one part in so many."""
+"""A plan that saves fewer bytes may exceed the lowest peak by 1/SLACK of it."""
 
 LABELS = 256
-"""Beginnings of plans that are followed side by side: of more, those that save nearly as much as another one go."""
+"""At most so many partial plans are extended; beyond, those that save nearly the same bytes as another are dropped."""
 
 
 class Weight(NamedTuple):
-    """What a segment holds: bytes that it keeps itself, tensors at its borders that it keeps, and those that enter it,
-    by numbers; the most bytes that are alive beside kept ones while its forward and its backward run; the same of a
-    backward that frees nothing of what is kept before it ends; and the estimated time of both passes.
+    """The memory of a segment: bytes that only it saves; saved tensors at its borders and its inputs, by number; the
+    most bytes alive beside saved ones during its forward and its backward; the same for a backward that frees no saved
+    tensor before it ends; and the estimated time of both passes.
     """
 
     own: int
@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 class Scales(Protocol):
     """Weighs steps as one segment, from the first to the last.
 
-    It runs again in the backward pass unless `again` is `None`, but for the steps at these positions.
+    Unless `again` is `None`, the segment is recomputed in the backward pass, except for the steps at these positions.
     """
 
     sizes: dict[int, int]
@@ -65,9 +65,9 @@ class Scales(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Option:
-    """One way to run positions `start..stop`, where all runs again but for the steps at the positions `again`.
+    """One way to run positions `start..stop`: recomputed except for the steps at the positions `again`.
 
-    `extra` is the estimated time of that, in nanoseconds; `again` is `None` where nothing runs again.
+    `extra` is its estimated additional time in nanoseconds; `again` is `None` if nothing is recomputed.
     """
 
     start: int
@@ -81,12 +81,12 @@ class Option:
 
 
 _Passes = tuple[Sequence[Candidate], Sequence[Candidate]]
-# The time and the bytes kept so far, the label before and its option.
+# The time and the saved bytes so far, the previous label and its option.
 _Label = tuple[int, int, Any, Option | None]
 
 
 class Front:
-    """The options of a stretch, of which `within` takes the fastest that fit."""
+    """The options of a stretch; `within` selects the fastest ones that fit."""
 
     def __init__(self, stretch: Stretch, found: Sequence[Candidate], fast: Path, kept: Kept, weigh: Scales) -> None:
         self._stretch, self._found, self._kept, self._weigh = stretch, found, kept, weigh
@@ -104,9 +104,9 @@ class Front:
                 self._last[number] = max(option.start, self._last.get(number, option.start))
 
     def within(self, limit: int, lasting: int | None = None) -> list[Option] | None:
-        """The fastest options that never hold more than so many bytes; `None` where there are none.
+        """The fastest options with a peak of at most `limit` bytes, or `None`.
 
-        With backwards that free nothing of what is kept before they end, they would hold at most `lasting` bytes.
+        With backwards that free no saved tensor before they end, the peak is at most `lasting` bytes.
         """
         label = self._walk(limit, lasting, LABELS)
         found: list[Option] = []
@@ -116,20 +116,20 @@ class Front:
         return found[::-1] or None
 
     def least(self) -> int:
-        """The fewest bytes that are enough."""
+        """The smallest budget that a plan can meet."""
         return _first(lambda limit: self._walk(limit, None, 1) is not None)
 
     def fewest(self) -> list[Option]:
-        """The options of the lowest peak, or nearly, that leave most room for what follows them in a model.
+        """The options that save the fewest bytes among those of nearly the lowest peak.
 
-        A sequence may be one of many layers, and what it keeps is held while others run.
+        A sequence may be one of many layers: its saved tensors stay alive while the other layers run.
         """
         limit = self.least()
         limit += limit // SLACK
         return self.within(limit, _first(lambda lasting: self._walk(limit, lasting, 1) is not None)) or []
 
     def _walk(self, limit: int, lasting: int | None, most: int) -> _Label | None:
-        """The label of the fastest way to the end; with `most` one, of the way that saves the fewest bytes."""
+        """The label of the fastest complete plan; with `most` one, of the plan that saves the fewest bytes."""
         stop, none = self._stretch.positions.stop, frozenset[int]()
         fronts: dict[int, dict[frozenset[int], list[_Label]]] = {self._stretch.start: {none: [(0, 0, None, None)]}}
         for a in sorted(self.starting):
@@ -168,9 +168,9 @@ class Front:
         yield from self._again(a, b, states, True)
 
     def _again(self, a: int, b: int, states: Any, keeps: bool = False) -> Iterator[Option]:
-        """Save what enters, and beside it the results of some of the steps that take GEMMs, if it `keeps` any.
+        """Options that save the input and, with `keeps`, the results of some steps with GEMMs.
 
-        Not where a step may not run twice, or no gradient is needed.
+        None where a step may not run twice, or no gradient is needed.
         """
         if b <= self._live or any(a <= p < b for p in self.once):
             return
@@ -191,7 +191,7 @@ class Front:
             yield Option(a, b, path[0] + (extra << TIES), weight, *chosen, kept, extra)
 
     def _steps(self, a: int, b: int, path: Path) -> tuple[_Passes, tuple[tuple[Step, ...], tuple[Step, ...]]]:
-        """The fusions of a path, and its steps, of each pass."""
+        """The fusions of a path and its steps, for each pass."""
         live = max(a, self._live)
         forward, backward = passes_of(path, self._live)
         back = steps_of(self._stretch, [c for c in backward if c.stop > live], live, b) if live < b else ()
@@ -199,7 +199,7 @@ class Front:
 
 
 def _first(enough: Callable[[int], bool]) -> int:
-    """The fewest bytes that are enough, to one part in 4,096."""
+    """The smallest number of bytes that is enough, to 1/4,096 of it."""
     low, high = 0, 1
     while not enough(high):
         low, high = high, 2 * high
@@ -215,7 +215,7 @@ def bytes_held(
     passes: tuple[Sequence[Step], Sequence[Step]],
     again: Mapping[range, tuple[int, ...]] = MappingProxyType({}),
 ) -> tuple[int, int]:
-    """The bytes that segments of a schedule of each pass keep, and the most that they hold at once."""
+    """The bytes that the segments of two schedules save, and their peak."""
     kept = peak = 0
     saved = frozenset[int]()
     for span in spans:
@@ -229,7 +229,7 @@ def bytes_held(
 
 
 def steps_of(stretch: Stretch, chosen: Sequence[Candidate], a: int, b: int) -> tuple[Step, ...]:
-    """The steps of positions `a..b` where these fusions stand."""
+    """The steps of positions `a..b` with these fusions."""
     steps: list[Step] = []
     for c in chosen:
         steps += [stretch.step(i, i + 1) for i in range(a, c.start)]
@@ -239,7 +239,7 @@ def steps_of(stretch: Stretch, chosen: Sequence[Candidate], a: int, b: int) -> t
 
 
 def _front(labels: list[_Label], most: int) -> list[_Label]:
-    """Those labels that no other one beats in both."""
+    """The labels on the Pareto front of time and bytes."""
     found: list[_Label] = []
     for label in sorted(labels, key=lambda label: label[:2]):
         if not found or label[1] < found[-1][1]:
@@ -250,7 +250,7 @@ def _front(labels: list[_Label], most: int) -> list[_Label]:
 
 
 def _between(states: Any, fast: Path, lean: Path, most: int) -> list[Path]:
-    """Schedules on the convex hull between two of them, from the fastest on."""
+    """Schedules on the convex hull between two schedules, fastest first."""
     if most < 1 or lean[1] >= fast[1]:
         return []
     weigh = weigher(fast[1] - lean[1], lean[0] - fast[0])
@@ -262,7 +262,9 @@ def _between(states: Any, fast: Path, lean: Path, most: int) -> list[Path]:
 
 
 def _cuts(stretch: Stretch, fused: Sequence[range], once: Sequence[int]) -> list[int]:
-    """Where parts begin: where one tensor crosses and no fusion of the fastest plan, and around what runs only once."""
+    """Cuts between parts: where one tensor crosses and no fusion of the fastest plan does, and around steps that may
+    run only once.
+    """
     start, stop, nodes = stretch.start, stretch.positions.stop, stretch.nodes
     inside = {p for span in fused for p in span[1:]}
     forced = sorted({q for p in once for q in (p, p + 1) if start < q < stop})

@@ -1,4 +1,4 @@
-"""Inputs of operations: checks of shapes, devices and dtypes, the place of an error, and the dtype at each border."""
+"""Inputs of operations: checks of shapes, devices and dtypes, errors with their place, and the dtype at each border."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIKE_FLOAT32 = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Like(NamedTuple):
-    """What a gradient must look like: its parameter, or an output, without holding on to it."""
+    """Shape, dtype and device of a gradient: those of its parameter or output, without a reference to that tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,16 +32,16 @@ class Like(NamedTuple):
 
     @classmethod
     def of(cls, t: Tensor) -> Like:
-        """What is like this tensor."""
+        """Describes a tensor."""
         return cls(t.shape, t.dtype, t.device)
 
     def zeros(self) -> Tensor:
-        """A tensor that looks so, as the gradient of what nobody used."""
+        """Zeros of this description: the gradient of an unused output."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 def expect_tensor(node: Node, x: Any) -> None:
-    """Check that what enters the first operation is a tensor."""
+    """Check that the input of the first operation is a tensor."""
     if not is_tensor_like(x):
         message = f"expects a tensor, got {type(x).__name__}"
         raise InputError(message, code="SF105", operation=node.name, position=0, path=node.path)
@@ -50,9 +50,8 @@ def expect_tensor(node: Node, x: Any) -> None:
 def validate(
     nodes: Sequence[Node], positions: range, shape: Sequence[int], channels: Mapping[str, Tensor] | None = None
 ) -> list[tuple[int, ...]]:
-    """Check that operations take an input of this shape; the shapes that enter each position, and the one it gives.
-
-    Channels that come from positions before these are known by their tensors.
+    """Check that operations accept an input of this shape. Returns the input shape of each position and the output
+    shape. Channels from earlier positions have the shapes of their tensors.
     """
     _check_whole(nodes, positions, shape)
     shapes = [tuple(shape)]
@@ -82,7 +81,7 @@ def validate(
 def _check_forked(
     nodes: Sequence[Node], position: int, shape: tuple[int, ...], forked: dict[str, tuple[int, ...]]
 ) -> None:
-    """Check that what an operation reads of forks before it has the shape of its input, and note what it forks."""
+    """Check that channels from earlier forks have the shape of an operation's input, and record its own forks."""
     node, where = nodes[position], located(nodes, position)
     for name, channel in node.inputs:
         other = forked.get(channel, shape)
@@ -98,7 +97,7 @@ def _check_forked(
 
 
 def _check_whole(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> None:
-    """Check that what DTensor shards in stretches of features is not read as parts that lie side by side."""
+    """Check that an operation that splits features into parts does not read features sharded by DTensor."""
     if not positions.start or not shape:
         return
     before: Any = nodes[positions.start - 1].operation
@@ -116,7 +115,7 @@ def _check_whole(nodes: Sequence[Node], positions: range, shape: Sequence[int]) 
 
 
 def check_devices(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]) -> None:
-    """Check that parameters of operations, and the channels that they read, are where their input is."""
+    """Check that the parameters and channels of operations are on the device of the input."""
     for position in positions:
         node, message = nodes[position], ""
         for name, (owner, attribute) in node.slots.items():
@@ -132,20 +131,20 @@ def check_devices(nodes: Sequence[Node], positions: range, x: Tensor, channels: 
 
 
 def check_dtypes(nodes: Sequence[Node], positions: range, entering: Sequence[torch.dtype | None]) -> None:
-    """Check that what enters an operation has the dtype of its parameters, where torch computes with one alone."""
+    """Check that an operation's input has the dtype of its parameters, where torch requires equal dtypes."""
     for position, given in zip(positions, entering, strict=False):
         node = nodes[position]
         for name, (owner, attribute) in node.slots.items() if getattr(node.operation, "same_dtype", False) else ():
             parameter: Tensor = getattr(owner, attribute)
             expected = parameter.dtype
-            if given is not None and given is not expected and not parameter.is_meta:  # there torch takes any
+            if given is not None and given is not expected and not parameter.is_meta:  # on meta torch accepts any
                 message = f"expects its input in {expected}, the dtype of its {name}, got {given}"
                 hint = "convert one of them with .to(dtype), or run under torch.autocast"
                 raise InputError(message, code="SF102", hint=hint, **located(nodes, position))
 
 
 def clearer(nodes: Sequence[Node], positions: range, error: BaseException, tensor: Any) -> BaseException:
-    """The error of a failed step, or one that says better what was wrong with its input, with its place."""
+    """The error of a failed step with its place, or a clearer error about its input."""
     node = nodes[positions.start]
     if isinstance(error, SeqfuseError):
         if error.operation is None or error.position is None:
@@ -162,15 +161,15 @@ def clearer(nodes: Sequence[Node], positions: range, error: BaseException, tenso
 def dtypes_of(
     nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]
 ) -> list[torch.dtype | None]:
-    """Dtype of the tensor entering each position, and of the last result, from a run of the references on fake tensors;
-    `None` from where they cannot run so.
+    """The dtypes of the input of each position and of the last result, from running the references on fake tensors;
+    `None` from the first position that cannot run on them.
     """
     key = _known_by(nodes, positions, x, channels)
     if key in _known_dtypes:
         return _known_dtypes[key]
     found: list[torch.dtype | None] = []
     fake = is_fake(x)
-    # Where only shapes are wanted, who counts what runs must not count this as well.
+    # Dispatch modes that count operators must not count this run, which finds out dtypes only.
     own = getattr(x, "fake_mode", None)
     try:
         with faking(own) if own is not None or not fake else contextlib.nullcontext() as mode, torch.no_grad():
@@ -191,11 +190,13 @@ def dtypes_of(
 
 
 _MOST = 1024
-_known_dtypes: dict[Any, list[torch.dtype | None]] = {}  # by what it depends on, as layers of a model are alike
+_known_dtypes: dict[Any, list[torch.dtype | None]] = {}  # a cache, since layers of a model are alike
 
 
 def _known_by(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]) -> Any:
-    """What the dtypes along a region follow from; `None` where that is more than is told of operations and tensors."""
+    """The cache key of the dtypes along a region; `None` if descriptions of operations and tensors do not determine
+    them.
+    """
     inside = [nodes[position] for position in positions]
     own = [owner._parameters.get(name) for node in inside for owner, name in node.slots.values()]  # pyright: ignore[reportPrivateUsage]
     given = (x, *channels.values())
@@ -209,9 +210,9 @@ def _known_by(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapp
 
 
 class Border(NamedTuple):
-    """The dtype that arrives at a position and the one that its operation takes; where they differ, x is cast.
+    """The dtype that arrives at a position and the dtype that its operation expects; where they differ, x is cast.
 
-    `None` where it is not known before a call.
+    `None` if it is unknown before a call.
     """
 
     given: torch.dtype | None
@@ -219,17 +220,17 @@ class Border(NamedTuple):
 
     @property
     def cast(self) -> torch.dtype | None:
-        """The dtype that is cast to here, if any is."""
+        """The target dtype of the cast at this border, if there is one."""
         return self.taken if self.taken is not self.given else None
 
 
 def recast(t: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor in a dtype, if it is to have a certain one."""
+    """Casts a tensor to a dtype, unless that is `None`."""
     return t if dtype is None or t.dtype is dtype else t.to(dtype)
 
 
 def along_of(borders: Sequence[Border], absorbs: bool) -> tuple[torch.dtype | None, ...]:
-    """The dtypes that operations between borders take, and that of their result, cast if a fusion `absorbs` that."""
+    """The input dtypes of operations and the dtype of their result, after the cast if a fusion `absorbs` it."""
     taken = tuple([border.taken for border in borders])
     return taken if absorbs or not borders else (*taken[:-1], borders[-1].given)
 
@@ -242,7 +243,7 @@ def borders_of(
     parameters: Sequence[Tensor],
     env: Env,
 ) -> tuple[Border, ...]:
-    """The borders of a region for the tensors that enter it, if they are known; none where all have one dtype."""
+    """The borders of a region for its inputs, if they are known; none where all have one dtype."""
     run = None if x is None else functools.cache(lambda: dtypes_of(nodes, positions, x, channels))
     if env.autocast is not None:
         return under_autocast(nodes, positions, env, {c: t.dtype for c, t in channels.items()}, run)
@@ -260,8 +261,8 @@ def under_autocast(
 ) -> tuple[Border, ...]:
     """The borders of a region under autocast, one before each position and one behind the last.
 
-    They follow from the class of each operation, `UnfusedOperation.autocast`. What one that states none gives is seen
-    in a `run` of the references, where there are tensors to run them on.
+    They follow from `UnfusedOperation.autocast` of each operation. For an operation that declares none, the dtype comes
+    from a `run` of the references, if there are tensors to run them on.
     """
     known: dict[str, torch.dtype | None] = dict(channels)
     given: torch.dtype | None = env.dtype
@@ -274,7 +275,7 @@ def under_autocast(
         given = _given(node, taken, [known.get(c) for _, c in node.inputs], env)
         if given is None and run is not None:
             given = run()[i + 1]
-        # An output of an operation that states nothing may be of any dtype.
+        # An operation that declares nothing may return any dtype.
         made = taken if operation.autocast == "exchange" else given if operation.autocast else None
         known.update((c, made) for _, c in node.outputs)
     return (*found, Border(given, given))

@@ -1,4 +1,4 @@
-"""Matching: fusions that could stand at each position, and the reasons why others do not apply."""
+"""Matching: the candidate fusions at each position, and the reasons why others do not apply."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def refuses_dtypes(cls: type[FusedOperation], nodes: Sequence[Node], a: int, aro
 
 
 def refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: int, dead: bool) -> str | None:
-    """Channels that cross the fusion's border must be named in its signatures."""
+    """Why a fusion does not apply where a channel crosses its border: its signatures must name the channel."""
     if not any(node.inputs or node.outputs for node in nodes[a:b]):
         return None
     places = [name.replace(".", "_") for name, _ in fusion.named_operations()]
@@ -49,7 +49,7 @@ def refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: i
         for name, channel in node.inputs:
             full = f"{place}_{name}"
             if not fusion.replaces_forward and (channel in inside) != made:
-                # It has no fwd to name the input in: the pattern says where it comes from, by what stands before it.
+                # A backward fusion has no fwd that could name the input: the pattern determines its source.
                 return f"the extra input {full} {'comes' if channel in inside else 'does not come'} from inside it"
             if fusion.replaces_forward and (channel in inside) == (full in forward):
                 side = "comes from inside it" if channel in inside else "is not in the signature of its fwd"
@@ -60,7 +60,7 @@ def refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: i
             readers = nodes[a].readers[channel]
             if readers and readers <= set(range(a, b)):
                 continue
-            # No gradient comes back by way of integers.
+            # Integer channels have no gradient.
             whole = name in getattr(node.operation, "integers", ())
             needs_dy = not (whole or getattr(node.operation, "dy_may_be_none", False))
             if isinstance(fusion, ForwardFusion) and needs_dy and not dead and node is not nodes[b - 1]:
@@ -75,27 +75,27 @@ def refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: i
 Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 """Returns the measurement of a fusion on positions `a..b`, or `None`."""
 
-# A fusion, whether it is a user's, its place in the fusion set, how many operations each slot takes, and their sum.
+# A fusion, whether it is a user's, its index in the fusion set, the number of operations of each slot, and their sum.
 _Match = tuple[type[FusedOperation], bool, int, tuple[int, ...], int]
-# A fusion, the sentence that says which one operation is absent or too many, and how many operations it would take.
+# A fusion, a sentence that names the one missing or surplus operation, and the number of operations it would replace.
 _Near = tuple[type[FusedOperation], str, int]
 
 MAX_NEAR = 4
-"""A longer pattern, of which one operation is absent, is not said to be nearly there."""
+"""The longest pattern that is reported as a near miss."""
 
 NEAR = "near miss: "
 
 UNASKED = 'it saves memory and takes longer; memory="lean", "balanced" or a budget may use it'
 
 MAX_FAILURES = 3
-"""A fusion that failed so often in one place is not tried there again."""
+"""After so many failures at one position a fusion is not tried there again."""
 
 
 class Refusal(NamedTuple):
-    """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
+    """A fusion that matched but is not used: its name, the first position, and the reason.
 
-    `superseded` says that it could have been used, and that the schedule is cheaper without it; `expected`, that the
-    reason holds for its kind in any such plan: it is not printed; `own`, a user's.
+    `superseded`: it applies, but the schedule is cheaper without it. `expected`: the reason holds in every such plan and
+    is not printed. `own`: a user's fusion.
     """
 
     fusion: str
@@ -110,12 +110,12 @@ class Refusal(NamedTuple):
 
 
 def is_own(fusion: type[FusedOperation]) -> bool:
-    """Whether a fusion is its user's, not one of this library's."""
+    """Whether a fusion is a user's, not this library's."""
     return not fusion.__module__.startswith("seqfuse.")
 
 
 class Known:
-    """Looks up the measured times of candidates of one stretch, by a text that describes their operations and input."""
+    """Looks up measured times of the candidates of a stretch by a description of their operations and input."""
 
     def __init__(self, stretch: Stretch) -> None:
         self._stretch = stretch
@@ -124,7 +124,7 @@ class Known:
 
     def __call__(self, fusion: FusedOperation, a: int, b: int) -> Measurement | None:
         """Return the measurement of a fusion on positions `a..b`, or `None`."""
-        if self._table is None:  # looked up where there is a candidate, and nowhere else
+        if self._table is None:  # loaded for the first candidate
             machine = Machine.of(self._stretch.env)
             self._table = {} if machine is None else table(machine)
         if not self._table:
@@ -133,7 +133,7 @@ class Known:
         return None if key is None else self._table.get(key)
 
     def key(self, fusion: FusedOperation, a: int, b: int) -> str | None:
-        """The key of a candidate among measurements; `None` where too little is known of its input."""
+        """The key of a candidate in the table of measurements; `None` if its input is not known well enough."""
         stretch, env = self._stretch, self._stretch.env
         live = b > stretch.wants.live_from
         extent = self._extent(a, b)
@@ -150,13 +150,13 @@ class Known:
     def _extent(self, a: int, b: int) -> str | None:
         stretch = self._stretch
         shape = None if stretch.shapes is None else stretch.shapes[a - stretch.start]
-        if shape is not None and any(type(n) is not int for n in shape):  # a compiler leaves it open
+        if shape is not None and any(type(n) is not int for n in shape):  # a symbolic size of a compiler
             return None
         rows = stretch.env.rows if shape is None else bucket(rows_of(shape))
         if rows is None:
             return None
         if any(node.slots for node in stretch.nodes[a:b]):
-            return f"{rows} rows"  # parameters say how wide they are
+            return f"{rows} rows"  # the width follows from the parameters
         return None if shape is None else f"{rows} rows of {shape[-1] if shape else 1}"
 
     def _operation(self, position: int, live: bool) -> str:
@@ -171,7 +171,7 @@ class Matcher:
 
     def __init__(self, fusions: Sequence[type[FusedOperation]]) -> None:
         self.fusions = tuple(fusions)
-        self._reach, self._only_memory = 0, True  # by a loop: it may be traced
+        self._reach, self._only_memory = 0, True  # set by a loop, which Dynamo can trace
         for fusion in self.fusions:
             self._reach = max(self._reach, fusion.reach)
             self._only_memory = self._only_memory and fusion.saves_memory
@@ -183,7 +183,7 @@ class Matcher:
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
     def note_failure(self, fusion: str, at: int, reason: str) -> bool:
-        """Count a failure of a fusion while it ran; whether it is refused from now on."""
+        """Counts a run-time failure of a fusion; returns whether it is refused from now on."""
         count = self.failures.get((fusion, at), (0, ""))[0] + 1
         self.failures[fusion, at] = count, reason
         return count == MAX_FAILURES
@@ -191,10 +191,10 @@ class Matcher:
     def find(
         self, stretch: Stretch, known: Lookup | None = None, lean: bool = False, near: bool = False
     ) -> tuple[list[Candidate], list[Refusal]]:
-        """Candidates and refusals on a stretch; with `near`, also of fusions whose pattern is nearly there.
+        """Candidates and refusals on a stretch; with `near`, also the near misses.
 
-        A measurement that `known` returns takes the place of the estimated cost. Fusions that save memory at the price
-        of time are candidates only where `lean` is set.
+        A measurement that `known` returns replaces the estimated cost. Fusions that trade time for memory are
+        candidates only with `lean`.
         """
         nodes, start, env, fusing = stretch.nodes, stretch.start, stretch.env, stretch.fusing
         live_from, recipes = stretch.wants.live_from, stretch.recipes
@@ -213,7 +213,7 @@ class Matcher:
         derived = [node for node in stretch.inside if node.derives]
         for a in stretch.positions:
             window = kinds[a - start : a - start + self._reach + 1]
-            matches = self._matches.get(window)  # sequences repeat themselves
+            matches = self._matches.get(window)  # cached, since sequences repeat
             if matches is None:
                 matches = self._matches[window] = self._matching(window)
             if near and window not in self._near:
@@ -255,7 +255,7 @@ class Matcher:
                     reason = self._refuses(bound, nodes, a, b, live_from, here.between(along))
                     measured = known(bound, a, b) if known is not None and reason is None else None
                     if reason is None:
-                        # Where nothing needs a gradient a joint fusion is worth its forward only.
+                        # If no gradient is needed, a joint fusion saves time in its forward only.
                         key = widths[a - start], env.grad and b > live_from
                         wanted = for_saves.get(key)
                         if wanted is None:
@@ -271,7 +271,7 @@ class Matcher:
         return found, refused
 
     def _fits(self, window: Sequence[type]) -> list[frozenset[int]]:
-        """The slots of this set that take each of these kinds, by their `id`: a hash of a slot looks at its fields."""
+        """For each kind the ids of the slots that match it; hashing a slot would hash its fields."""
         for kind in window:
             if kind not in self._fitting:
                 slots = [slot for cls in self.fusions for slot in cls.slots]
@@ -283,7 +283,7 @@ class Matcher:
         return [self._fitting[kind] for kind in window]
 
     def _matching(self, window: tuple[type, ...]) -> tuple[_Match, ...]:
-        """Fusions that begin these kinds."""
+        """Fusions whose pattern matches the beginning of these kinds."""
         fits = self._fits(window)
         found, there = list[_Match](), frozenset[int]().union(*fits)
         for rank, cls in self._beginning[window[0]]:
@@ -292,10 +292,9 @@ class Matcher:
         return tuple(found)
 
     def _near_misses(self, window: tuple[type, ...]) -> Iterator[_Near]:
-        """Fusions that begin these kinds but for a Fork, by which another operation reads what they keep inside.
-
-        And those of a few fixed operations but for one between them, or for a Bias too many; in those of other authors
-        also for a Dropout: here it has fusions of its own.
+        """Near misses: fusions that would match without a Fork, through which another operation reads an inner result.
+        Also short fixed patterns with one operation between theirs, or with a surplus Bias; for users' fusions also
+        with a surplus Dropout, for which this library has separate fusions.
         """
         fits = self._fits(window)
         for cls in self.fusions:
@@ -322,7 +321,7 @@ class Matcher:
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, unavailable: str | None
     ) -> tuple[str, bool] | None:
-        """Why no fusion of a class applies on `a..b`, whatever operations stand there, and whether that is expected."""
+        """Why a fusion class does not apply on `a..b`, whatever the operations, and whether the reason is expected."""
         if unavailable is not None:
             return unavailable, False
         count, failure = self.failures.get((cls.__name__, a), (0, ""))
@@ -353,17 +352,17 @@ class Matcher:
         return None
 
     def _cost(self, fusion: FusedOperation, env: Env, measured: Measurement | None) -> int | str:
-        """Nanoseconds, by the clock where there is a measurement; or why it is not used."""
+        """The measured or estimated cost in nanoseconds; or why the fusion is not used."""
         try:
             if measured is None:
                 savings = fusion.saves(env)
                 if not isinstance(savings, Savings):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise TypeError(f"it returned {savings!r}")
-                # Rounded down: of equal estimates that of one fusion is not less than the sum of two.
+                # Rounded down: for equal savings the estimate of one fusion is never below the sum of two.
                 return -math.floor(env.microseconds(savings) * 1000)
         except Exception as error:
             return self._raised(type(fusion).__name__, "saves", error)
-        # One that saves memory may be slower.
+        # A fusion that saves memory may be slower.
         return -measured.saving if fusion.saves_memory and not measured.failed else measured.refusal or -measured.saving
 
     def _raised(self, name: str, method: str, error: Exception) -> str:
@@ -389,7 +388,7 @@ def _unavailable(cls: type[FusedOperation], env: Env, fusing: Fusing, width: int
 
 @functools.lru_cache(256)
 def _check_named(fusing: Fusing) -> None:
-    """Refuse names and classes in `sf.fusing` that are of no fusion; those of a fusion set exist by now."""
+    """Reject names and classes in `sf.fusing` that are not fusions; all classes of a fusion set exist by now."""
     known: dict[str | type, None] = {}
     classes = [FusedOperation]
     while classes:
@@ -404,14 +403,14 @@ def _check_named(fusing: Fusing) -> None:
 
 
 def _absorbed(to: Quantize, env: Env) -> int:
-    """Nanoseconds of a launch that quantizes, and of a tensor that is neither written nor read."""
+    """Nanoseconds saved by an absorbed quantization: a launch, and the write and read of a tensor."""
     width = to.operation.features[0 if to.role == "x" else 1]
     saved = Savings(launches=1, bytes=2 * env.tokens * width * env.itemsize)
     return math.floor(env.microseconds(saved) * 1000)
 
 
 def _lengths(slots: Sequence[Slot], fits: Sequence[frozenset[int]]) -> list[tuple[int, ...]]:
-    """Every way slots can take operations, which fit slots, from the first on: how many each takes, longest first."""
+    """All matches of slots from the first operation on: the number of operations of each slot, longest match first."""
     found: list[tuple[int, ...]] = [()]
     for slot in slots:
         before, found, limit = found, [], MAX_VARIADIC if slot.variadic else 1
