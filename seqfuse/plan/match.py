@@ -94,8 +94,8 @@ MAX_FAILURES = 3
 class Refusal(NamedTuple):
     """A fusion that matched but is not used: its name, the first position, and the reason.
 
-    `superseded`: it applies, but the schedule is cheaper without it. `expected`: the reason holds in every such plan and
-    is not printed. `own`: a user's fusion.
+    `superseded`: it applies, but the schedule is cheaper without it. `expected`: the reason holds in every such plan
+    and is not printed. `own`: a user's fusion.
     """
 
     fusion: str

@@ -1,4 +1,4 @@
-"""The plan: the schedule of each pass, how it is cut, and which fusions are not applied."""
+"""The plan: the schedule of each pass, its segments, and the fusions that are not applied."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ from .step import Step, Stretch
 
 SEGMENT = 8
 SEGMENT_BYTES = 1 << 22
-"""What an autograd node is for, at least: in a small model there is little to send before the rest."""
+"""The least bytes of a segment: gradients of less are not worth an autograd node that delivers them early."""
 
 
 def segments_of(stretch: Stretch, forward: Sequence[Step], backward: Sequence[Step]) -> tuple[range, ...]:
-    """Cut where both schedules have a border: near every eighth position, rather where a single tensor crosses.
+    """Cut where both schedules have a border: near every eighth position, preferably where a single tensor crosses.
 
-    Segments before the last have parameters and activations of about `SEGMENT_BYTES`, or more.
+    All segments but the last have at least about `SEGMENT_BYTES` of parameters and activations.
     """
     nodes, start, stop = stretch.nodes, stretch.start, stretch.positions.stop
     if start == stop:
         return ()
     first = backward[0].start if backward else stop
     borders = {s.start for s in forward} & {*(s.start for s in backward), *range(start, first)}
-    # What exists in 8 bits alone does not leave a segment.
+    # A tensor that exists in 8 bits only does not leave its segment.
     borders -= {max(s.start, s.to.at) for s in (*forward, *backward) if s.to is not None}
     cuts, before = [start], _bytes_before(stretch)
     while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
@@ -86,7 +86,7 @@ def segments_of(stretch: Stretch, forward: Sequence[Step], backward: Sequence[St
 
 
 def _bytes_before(stretch: Stretch) -> list[int]:
-    """The bytes of parameters and inputs of all operations before each position of a stretch."""
+    """For each position of a stretch the bytes of parameters and inputs of all operations before it."""
     if stretch.shapes is None:
         return [i * SEGMENT_BYTES for i in range(len(stretch.positions) + 1)]
     sums, itemsize = [0], stretch.env.dtype.itemsize
@@ -110,7 +110,7 @@ class Eager:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cast:
-    """The cast of a tensor at a position, of `"x"`, which enters the operation there, or of a parameter by its name."""
+    """A cast at a position: of `"x"`, the input of the operation there, or of a parameter, by its name."""
 
     at: int
     name: str
@@ -296,7 +296,7 @@ class Plan:
 
 
 def _reasons(refused: Sequence[Refusal]) -> list[RefusalData]:
-    """One entry for each reason, with all fusions and places that have it."""
+    """One entry for each reason, with all its fusions and positions."""
     found: dict[Any, dict[str, list[int]]] = {}
     for r in refused:
         places = found.setdefault((r.reason, r.superseded, r.expected, r.own), {}).setdefault(r.fusion, [])
@@ -308,7 +308,7 @@ def _reasons(refused: Sequence[Refusal]) -> list[RefusalData]:
 
 
 def _operations(step: Step) -> Iterator[OperationData]:
-    """The operations of a forward step, with the fields that are saved; of a joint fusion they are its own."""
+    """The operations of a forward step with their saved fields; none for a joint fusion, which has its own."""
     for at, node, needs in zip(step.covers, step.nodes, step.needs, strict=True):
         operation: Any = node.operation
         by_itself = node.eager is not None or (step.joint and any(step.needs))
@@ -327,7 +327,7 @@ def _step(step: Step, backward: bool = False) -> StepData:
 
 
 def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) -> Plan:
-    """One plan of a whole sequence, from those of its regions and its barriers."""
+    """Joins the plans of regions and their barriers into the plan of the whole sequence."""
     none = (frozenset[str](),)
     beside = [Step(n.operation, range(at, at + 1), n.name, nodes=(n,), needs=none) for at, n in eager]
     names = "forward", "backward", "segments", "recomputed", "refused"
@@ -339,7 +339,7 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
 
 
 def held_by(plan: Plan, searches: Sequence[Search]) -> tuple[int, int] | str:
-    """The bytes that a plan of consecutive stretches keeps, and the most held at once; or why they are not known."""
+    """The bytes that a plan of consecutive stretches saves and their peak; or why they are unknown."""
     kept = peak = 0
     try:
         for own in [search.held(plan) for search in searches]:
@@ -351,25 +351,25 @@ def held_by(plan: Plan, searches: Sequence[Search]) -> tuple[int, int] | str:
 
 @dataclasses.dataclass
 class _Chosen:
-    """The fusions of each pass, where a region is cut, what runs again, and the time that this takes."""
+    """A choice for a region: the fusions of each pass, its cuts, the recomputed parts, and the additional time."""
 
     forward: Sequence[Candidate]
     backward: Sequence[Candidate]
     segments: tuple[range, ...] | None = None
     recomputed: tuple[tuple[range, tuple[int, ...]], ...] = ()
     extra: int = 0  # in nanoseconds
-    why: str | None = None  # why it is not what was asked
-    unknown: bool = False  # whether that is because bytes are not known
-    once: tuple[int, ...] = ()  # positions of operations that may not run again
+    why: str | None = None  # the reason why it differs from the request
+    unknown: bool = False  # whether that reason is unknown bytes
+    once: tuple[int, ...] = ()  # positions of operations that must not be recomputed
 
 
 ONCE = "{} does not run again in the backward pass: processes exchange tensors in it, or it fills a cache"
 
 
 class Search:
-    """What is found out about a stretch once, whatever is asked of it: its candidates, what they save, its front.
+    """Facts of a stretch that all choices of memory share: its candidates, their saved tensors, its front.
 
-    `weighing` is needed for a budget. With `near` refusals say which patterns are nearly there.
+    A budget needs `weighing`. With `near`, refusals include near misses.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class Search:
         self._found: dict[bool, tuple[list[Candidate], list[Refusal]]] = {}
 
     def candidates(self, lean: bool) -> tuple[list[Candidate], list[Refusal]]:
-        """Candidates and refusals; those that save memory at the price of time if it is to be `lean`."""
+        """Candidates and refusals; with `lean` including fusions that trade time for memory."""
         if lean not in self._found:
             found, refused = self._matcher.find(self.stretch, Known(self.stretch), lean, self._near)
             self._found[lean] = self._charged(found) if lean else found, refused
@@ -391,9 +391,9 @@ class Search:
         return found, [*refused]
 
     def _charged(self, found: list[Candidate]) -> list[Candidate]:
-        """The same, where estimates of users' fusions have the time in which their `Recompute`s run.
+        """Adds the time of their `Recompute`s to the estimates of users' fusions.
 
-        A plan of `"fast"` is made without running them, and does not know that time.
+        A plan of `"fast"` is made without trying them and does not include that time.
         """
         stretch, env = self.stretch, self.stretch.env
         own = [c for c in found if is_own(type(c.fusion)) and c.fusion.replaces_forward and not c.measured]
@@ -407,7 +407,7 @@ class Search:
         return [dataclasses.replace(c, cost=c.cost + n, again=n) for c, n in zip(found, again, strict=True)]
 
     def uncounted(self, plan: Plan) -> int:
-        """Nanoseconds in which users' fusions recompute in a plan of `"fast"`, whose cost does not have them."""
+        """Nanoseconds of recomputation by users' fusions that the cost of a plan of `"fast"` leaves out."""
         used = {(step.start, step.operation) for step in plan.forward if step.fused}
         return sum(c.again for c in self.found if (c.start, c.fusion) in used)
 
@@ -418,7 +418,7 @@ class Search:
 
     @cached_property
     def kept(self) -> Kept | str:
-        """The tensors that would be saved, or why they are not known."""
+        """The tensors that would be saved, or why they are unknown."""
         return look(self.stretch, self.found)
 
     @cached_property
@@ -443,17 +443,17 @@ class Search:
 
     @cached_property
     def front(self) -> Front:
-        """The options of which budgets choose."""
+        """The options among which budgets choose."""
         assert isinstance(self.kept, Kept)
         return Front(self.stretch, self.found, self.fast, self.kept, self.weigh)
 
     def held(self, plan: Plan) -> tuple[int, int]:
-        """The bytes that a plan keeps here, and the most that are held at once; raises `Unknown`."""
+        """The bytes that a plan saves here and their peak; raises `Unknown`."""
         spans = [span for span in plan.segments if span.start in self.stretch.positions]
         return bytes_held(self.weigh, spans, (plan.forward, plan.backward), dict(plan.recomputed))
 
     def chosen(self, memory: Choice) -> _Chosen:
-        """What is best for a choice of memory."""
+        """The best plan for a choice of memory."""
         stretch, kept = self.stretch, None if memory == "fast" else self.kept
         start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
         if kept is not None and not isinstance(kept, str):
@@ -469,7 +469,7 @@ class Search:
         return _Chosen(*cheapest(start, stop, found, live) if found else ([], []), why=why, unknown=why is not None)
 
     def _within(self, memory: Choice, kept: Kept) -> _Chosen:
-        """What is fastest within a budget, or for `"least"` within the least that is enough."""
+        """The fastest plan within a budget, or, for `"least"`, within the smallest budget that a plan can meet."""
         stretch, live, limit, why = self.stretch, self.stretch.wants.live_from, None, None
         if isinstance(memory, Budget):
             limit = int((memory.part or 0) * kept.unfused) if memory.bytes is None else memory.bytes
@@ -494,7 +494,7 @@ class Search:
         return _Chosen(*chosen, cuts, again, extra, why, once=self.front.once)
 
     def _steps(self, chosen: tuple[Sequence[Candidate], Sequence[Candidate]]) -> tuple[Sequence[Step], Sequence[Step]]:
-        """The steps of both passes in which these fusions stand."""
+        """The steps of both passes with these fusions."""
         stretch, live, stop = self.stretch, self.stretch.wants.live_from, self.stretch.positions.stop
         back = max(stretch.start, live)
         return steps_of(stretch, chosen[0], stretch.start, stop), steps_of(stretch, chosen[1], back, stop)
@@ -503,7 +503,7 @@ class Search:
 def absorbing(
     stretch: Stretch, forward: Sequence[Step], backward: Sequence[Step]
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The steps of both schedules, with what their kernels quantize where the operation that reads it is not fused."""
+    """The steps of both schedules; their kernels quantize results for unfused readers."""
 
     def told(steps: Sequence[Step], role: Role) -> Iterator[Step]:
         unfused = {step.start for step in steps if not step.fused}
@@ -518,7 +518,7 @@ def absorbing(
 
 
 def quantized_within(steps: Sequence[Step], segments: Sequence[range], saved: Sequence[int] = ()) -> tuple[Step, ...]:
-    """The steps; none quantizes for a step of another segment, or a result that is saved at one of these positions."""
+    """The steps without quantization for a step of another segment, or of a result saved at one of these positions."""
 
     def stands(step: Step) -> bool:
         assert step.to is not None
@@ -529,7 +529,7 @@ def quantized_within(steps: Sequence[Step], segments: Sequence[range], saved: Se
 
 
 def _is_bare(stretch: Stretch, memory: Choice, kept: Kept) -> bool:
-    """Whether no operation saves more than what enters, as in an Embedding alone: no part of that is a budget."""
+    """Whether no operation saves more than the input, as in an Embedding alone: then a part of it is not a budget."""
     x = stretch.x
     entering = 0 if x is None else x.numel() * x.element_size()
     return isinstance(memory, Budget) and memory.part is not None and kept.unfused <= entering
@@ -545,7 +545,7 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "fast", sea
     chosen = search.chosen(memory)
     forward, backward = chosen.forward, chosen.backward
     used = {id(c): c for c in (*forward, *backward)}
-    applied = {(c.name, c.start) for c in used.values()}  # of several matches there, one
+    applied = {(c.name, c.start) for c in used.values()}  # one of several matches
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
     for covered, taken in zip(winners, (forward, backward), strict=True):
         for c in taken:
@@ -591,7 +591,7 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) 
 
 
 def _advice(candidate: Candidate) -> str:
-    """To an author whose fusion is judged by the traffic of its operations, or makes again what it does not save."""
+    """A hint for authors whose fusion has an estimate by declared traffic only, or recomputes unsaved tensors."""
     kind = type(candidate.fusion)
     if candidate.again and not kind.saves_memory:
         recomputed = f"what it recomputes takes est. {candidate.again / 1000:,.1f} us"

@@ -1,4 +1,4 @@
-"""Which operations of a sequence are quantized, by which recipe, and why others are not."""
+"""The quantized operations of a sequence, their recipes, and why others are not quantized."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Unquantized(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """An operand that is quantized: of the operation at a position its `"x"`, `"weight"` or `"dy"`, and how.
+    """A quantized operand, `"x"`, `"weight"` or `"dy"`, of the operation at a position, and its format.
 
-    `inside` names the step whose kernel does it beside its own work; `None` where it is a pass of its own.
+    `inside` names the step whose kernel also quantizes; `None` for a separate pass.
     """
 
     at: int
@@ -43,9 +43,9 @@ class Quantization(NamedTuple):
 def recipe_at(
     nodes: Sequence[Node], position: int, dtype: torch.dtype | None, env: Env | None, wide: bool = False
 ) -> Recipe | Unquantized | None:
-    """The recipe by which an operation is quantized for an x of a dtype; `None` where it has none.
+    """The recipe of an operation for an x of a dtype; `None` where it has none.
 
-    Without an `env` it is for a call of its reference. With `wide` float64 is quantized, too.
+    Without an `env` it is the recipe of its reference. With `wide` float64 is quantized, too.
 
     Raises:
         InputError: (SF108) where a strict recipe does not fit, or the device has no kernels for it.
@@ -75,10 +75,10 @@ def recipe_at(
 
 
 def _has_gemms(recipe: Recipe, env: Env) -> bool:
-    """Whether torch has GEMMs for a recipe there."""
+    """Whether torch has GEMMs for a recipe in an environment."""
     if env.device != "cuda" or not recipe.has_gemms(capability(env.arch)):
         return False
-    cuda = torch.version.cuda  # `None` where the plan is for another machine
+    cuda = torch.version.cuda  # `None` in a plan for another machine
     return recipe.whole_rows or cuda is None or tuple(map(int, cuda.split(".")[:2])) >= (12, 9)
 
 
@@ -89,13 +89,13 @@ def _why_not(operation: Any, recipe: Recipe, dtype: torch.dtype | None, wide: bo
         for name, size in zip(("in_features", "out_features"), sizes, strict=True):
             if size % MULTIPLE or not size:
                 return f"{name} {size} is not a multiple of {MULTIPLE}"
-    if len(operation.shards):  # whose truth Dynamo does not trace
+    if len(operation.shards):  # Dynamo does not trace the truth of a tuple
         return _straddles(operation.shards["weight"], recipe)
     return None
 
 
 def _straddles(shard: ParameterShard, recipe: Recipe) -> str | None:
-    """Why a shard of a weight would have other scales than the whole: blocks along it have to end where it ends."""
+    """Why a shard of a weight would have other scales than the whole weight: its end must be the end of a block."""
     high, wide = recipe.block("weight", "columns" if shard.dim == 0 else "rows")
     block = high if shard.dim == 0 else wide
     if block is None:
@@ -108,13 +108,12 @@ def _straddles(shard: ParameterShard, recipe: Recipe) -> str | None:
 
 
 def reference_recipe(nodes: Sequence[Node], position: int, x: Tensor) -> Recipe | None:
-    """The recipe that the reference of an operation is given.
+    """The recipe that is passed to the reference of an operation.
 
-    Raises:
-        InputError: (SF108) for a recipe that keeps state, which references do not have. On tensors without data,
-            outside of compilers, `Float8CurrentScaling` is used instead.
+    Raises: InputError: (SF108) for a recipe with state, which references do not support. On tensors without data,
+    outside of compilers, `Float8CurrentScaling` replaces it.
     """
-    found = recipe_at(nodes, position, getattr(x, "dtype", None), None, _now()[1])  # what records a graph may have none
+    found = recipe_at(nodes, position, getattr(x, "dtype", None), None, _now()[1])  # proxies may lack a dtype
     if not isinstance(found, Recipe):
         return None
     if found.keeps_state:
@@ -126,7 +125,7 @@ def reference_recipe(nodes: Sequence[Node], position: int, x: Tensor) -> Recipe 
 
 
 def check_stateless(nodes: Sequence[Node]) -> None:
-    """Raise InputError (SF108) where a compiler would trace a recipe that keeps state."""
+    """Raise InputError (SF108) where a compiler would trace a recipe with state."""
     for position in range(len(nodes)):
         found = recipe_at(nodes, position, None, None)
         if isinstance(found, Recipe) and found.keeps_state:
@@ -140,6 +139,6 @@ def _recorded() -> bool:
 
 @constant_under_compile
 def _now() -> tuple[Any, bool]:
-    """The recipe of operations that have none, and whether float64 is quantized; no compiler traces a `ContextVar`."""
+    """The default recipe, and whether float64 is quantized; in a function since Dynamo does not trace `ContextVar`."""
     now = current.get()
     return now.default, now.wide

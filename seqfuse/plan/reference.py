@@ -1,4 +1,4 @@
-"""Runs a sequence by its references under plain autograd, for compilers and transforms; draws seeds for all calls."""
+"""Runs the references of a sequence under plain autograd, for compilers and transforms; draws seeds for all calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .quantized import reference_recipe
 
 
 def number_seeds(nodes: Sequence[Node]) -> int:
-    """Give each node that reads a seed now the index of its own; returns how many there are."""
+    """Assigns a seed index to each node that currently uses a seed; returns their number."""
     count = 0
     for node in nodes:
         if node.eager is None and isinstance(node.operation, UnfusedOperation) and node.operation.random:
@@ -36,9 +36,9 @@ def random_seeds(count: int, x: Tensor) -> Tensor:
 
 
 def draw(nodes: Sequence[Node], x: Tensor) -> Tensor | None:
-    """One 63-bit seed for each random operation, on x's device, from torch's generator; `None` where there is none.
+    """One 63-bit seed for each random operation, on x's device, from torch's generator; `None` if there is none.
 
-    Processes with one state of it draw the same; where they have different rows or features, their seeds differ.
+    Processes with equal generator states draw equal seeds, except for operations on sharded rows or features.
     """
     drawing = [node for node in nodes if node.seed is not None]
     if not drawing:
@@ -95,7 +95,7 @@ _OF_A_SEQUENTIAL = "fusions", "memory", "recipe"
 
 
 def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mapping[str, Tensor]) -> None:
-    """Check that some operation reads each channel that a call, or `plan`, passed."""
+    """Check that each channel passed to a call or to `plan` is read by an operation."""
     for name in channels:
         if name not in inputs:
             hint = meant(name, [c for c in inputs if c not in channels])
@@ -107,7 +107,7 @@ def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappin
 def positional_surplus(
     nodes: Sequence[Node], inputs: Sequence[str], count: int, channels: Mapping[str, Tensor]
 ) -> InputError:
-    """The error of a call with so many arguments by position after x."""
+    """The error of a call with so many positional arguments after x."""
     absent = [name for name in inputs if name not in channels][:count]
     keywords = ", ".join(f"{name}=..." for name in absent)
     hint = f"channels are passed by keyword: model(x, {keywords})" if absent else None
@@ -123,11 +123,11 @@ def _surplus(nodes: Sequence[Node], inputs: Sequence[str], what: str, hint: str 
 
 
 def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
-    """Call a module through its own `__call__`, with the channels it reads and makes; an error is told its place."""
+    """Calls a module through its own `__call__` with its channels; adds the position to errors."""
     node, operation = nodes[position], nodes[position].operation
     named: Mapping[str, Any] = operation.channels if isinstance(operation, UnfusedOperation) else {}
     given = {named.get(name) or name: channels[channel] for name, channel in node.inputs}
-    # A module of another kind may be run again in the backward pass, outside of this.
+    # Other modules may be recomputed in the backward pass, outside of this block.
     inherits = node.recipe is not ... and isinstance(operation, FusableOperation) and "recipe" not in vars(operation)
     if inherits and node.recipe is not None and torch.compiler.is_compiling():
         message = "it runs by itself, where a compiler does not see the recipe of its container"
@@ -156,7 +156,7 @@ def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[
 def walk_reference(
     nodes: Sequence[Node], positions: range, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
 ) -> Tensor:
-    """Run the references at `positions`; `channels` gains what they make."""
+    """Runs the references at `positions` and adds their extra outputs to `channels`."""
     done = positions.start
     for position in positions:
         if position < done:
@@ -182,7 +182,7 @@ def walk_reference(
             with _summing(node):
                 out = operation.reference(x, **extras)
         except Exception as error:
-            if any(map(_stands_in, (x, *extras.values()))):  # its sizes and dtype say nothing
+            if any(map(_stands_in, (x, *extras.values()))):  # proxies have no sizes and dtypes to check
                 recorded = _Recorded(operation)
                 x = _made(node, recorded(x, *recorded.parameters(), **extras), channels)
                 continue
@@ -196,7 +196,7 @@ def walk_reference(
 
 
 def _made(node: Node, out: Any, channels: dict[str, Tensor]) -> Any:
-    """What a reference returned: y, and in `channels` its outputs."""
+    """Returns y of a reference and adds its extra outputs to `channels`."""
     if not node.outputs:
         return out
     channels.update((channel, out[1][name]) for name, channel in node.outputs)
@@ -204,14 +204,14 @@ def _made(node: Node, out: Any, channels: dict[str, Tensor]) -> Any:
 
 
 def _stands_in(x: Any) -> bool:
-    """Whether something stands for a tensor and is none, such as what tracers of torch.fx hand in."""
+    """Whether x is a proxy of a tensor, such as those of torch.fx tracers."""
     return not isinstance(x, Tensor) and is_tensor_like(x)
 
 
 class _Recorded:
-    """The reference of an operation as a function of its parameters, which a tracer records as one call.
+    """The reference of an operation as a function of its parameters, recorded by a tracer as one call.
 
-    For references that ask for sizes or a dtype. The operation is kept as it is configured now.
+    For references that read sizes or a dtype. It captures the current configuration of the operation.
     """
 
     def __init__(self, operation: UnfusedOperation) -> None:
@@ -220,7 +220,7 @@ class _Recorded:
         self.__name__ = self.__qualname__ = type(operation).__name__.lower()
 
     def parameters(self) -> tuple[Tensor, ...]:
-        """What the calls take behind x."""
+        """The arguments of a call after x."""
         return tuple([getattr(owner, name) for owner, name in self.slots])
 
     def __call__(self, x: Tensor, *parameters: Tensor, **extras: Any) -> Any:

@@ -12,14 +12,14 @@ from ..env import Env, Savings
 from ..errors import InputError
 from ..fusion import BackwardFusion, FusedOperation, JointFusion
 
-TIES = 40  # bits below a nanosecond, for the number of fusions and their ranks
+TIES = 40  # bits below a nanosecond that break ties by the number of fusions and their ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
     """A fusion matched on positions `start..stop`, with its cost in integer nanoseconds (negative: it saves).
 
-    The cost is an estimate unless it was `measured`; `again` of it is for what is made again in the backward pass.
+    The cost is an estimate unless it was `measured`; `again` is the part of it for recomputation in the backward pass.
     """
 
     fusion: FusedOperation
@@ -44,10 +44,10 @@ Starting = dict[int, list[Candidate]]
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The tensors that steps would save, by numbers; a tensor that two steps save is one."""
+    """The tensors that steps would save, by number; a tensor saved by two steps has one number."""
 
     own: Sequence[frozenset[int]]  # of each operation, in order
-    fused: Mapping[tuple[int, FusedOperation], frozenset[int]]  # of fusions that save something else, by their starts
+    fused: Mapping[tuple[int, FusedOperation], frozenset[int]]  # of fusions that save other tensors, by start
     sizes: Mapping[int, int]  # bytes of each tensor
 
     @property
@@ -75,12 +75,12 @@ def passes_of(path: Path, live_from: int) -> tuple[list[Candidate], list[Candida
 def graph(
     start: int, stop: int, candidates: Iterable[Candidate], live_from: int, kept: Kept | None = None
 ) -> Iterator[list[Edge]]:
-    """The edges into each state, in an order in which they can be walked; the first and the last are the ends.
+    """The edges into each state in topological order; the first state is the start and the last one the end.
 
     A state is a pair of positions, one per pass; the pass that lags advances, so every pair of schedules is reached and
-    the two positions meet wherever both schedules have a border. There a joint fusion may take both. The positions
-    differ by less than the longest pattern, so the work is linear in its length. Where bytes count, a state is also
-    which tensors that a later step would save are saved.
+    the two positions meet wherever both schedules have a border. There a joint fusion may advance both. The positions
+    differ by less than the longest pattern, so the work is linear in its length. Where bytes count, a state also
+    contains the saved tensors that later steps may save again.
     """
     forward: Starting = {}
     backward: Starting = {}
@@ -152,7 +152,7 @@ def best(graph: Sequence[list[Edge]], weigh: Weigh) -> Path:
 
 
 BALANCED = 4
-"""Bytes moved that are worth as much as one byte not saved, where memory and time are balanced."""
+"""`"balanced"` values one byte not saved as much as so many bytes moved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Share(Budget):
-    """The share of one region in the budget of the whole sequence, which is the one that it prints."""
+    """The share of one region in the budget of the whole sequence; it prints as the whole budget."""
 
     whole: Budget | None = None
 
@@ -205,7 +205,7 @@ MODES: tuple[Mode, ...] = ("fast", "balanced", "lean", "least")
 
 
 def choice_of(given: AnyChoice) -> Choice:
-    """A choice of memory, of which a number of bytes is one."""
+    """Normalizes the argument `memory=`: a number of bytes becomes a `Budget`."""
     if isinstance(given, Budget):
         return given
     if type(given) is int:
@@ -226,7 +226,7 @@ def choice_of(given: AnyChoice) -> Choice:
 class MemoryChoice:
     """A choice of `memory`: the bytes that its plan saves for backward, the peak, and its time beyond `"fast"`.
 
-    The time is estimated. `used` is whether the plan that was asked is the one of this choice.
+    The time is estimated. `used` is whether the printed plan has this choice.
     """
 
     memory: str
@@ -241,9 +241,9 @@ def chosen_for(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """The fusions of the best pair of schedules of a `graph` with bytes: forward, backward.
 
-    Of all pairs, `"lean"` takes the one that saves the fewest bytes, and `"balanced"` the least sum of time and bytes.
-    Each is exact; `"fast"` is what `cheapest` finds. `tokens` are those of the input whose bytes they are; the times
-    are of as many as `env` says.
+    Of all pairs, `"lean"` selects the one that saves the fewest bytes, and `"balanced"` the least sum of time and
+    bytes. Both are exact; for `"fast"` see `cheapest`. The bytes are those of an input of `tokens`, the times those of
+    the number of tokens in `env`.
     """
     if memory != "balanced":
         return passes_of(best(states, fewest), live_from)

@@ -26,24 +26,24 @@ from .flatten import Node
 from .inputs import Border, along_of, borders_of, recast, validate
 from .quantized import Unquantized, recipe_at
 
-# Index into the seeds of a call; for a fusion that takes all of them, one for each of its operations.
+# Index into the seeds of a call; for a fusion of several random operations an index for each.
 Drawn = int | None | tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Saved tensors of one operation (or of a joint fusion): where they stand, their class and the fields kept."""
+    """Saved tensors of one operation (or of a joint fusion): their key, their class and the saved fields."""
 
     path: tuple[Any, ...]  # the keys under which a forward fusion returns the record
     position: int  # of the operation in the sequence; a joint fusion's is `~start`
     cls: type[Saved]
     kept: tuple[str, ...]
-    # `own_record` of an operation within a fusion, where that gives its record, and its seed.
+    # `own_record` of an operation within a fusion, if that builds its record, and its seed.
     own: Callable[[Tensor | None], Saved | None] | None = dataclasses.field(default=None, compare=False)
     seed: int | None = None
 
     def among(self, saved: Any, seeds: Tensor | None) -> Any:
-        """The record itself, among those that a fusion saved, or as its operation makes it."""
+        """The record out of those that a fusion saved, or built by its operation."""
         if self.own is not None:
             return self.own(_drawn(seeds, self.seed))
         return functools.reduce(operator.getitem, self.path, saved)
@@ -51,23 +51,23 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """An operation or a fusion in a schedule, with all that it reads, writes and saves, and its gradients.
+    """An operation or a fusion in a schedule, with its inputs, outputs, saved tensors and gradients.
 
     Attributes:
         operation: an operation, a fusion, or a module that runs through its own `__call__`.
-        covers: the positions it stands for.
+        covers: the positions that it replaces.
         name: its class.
         fused: whether it is a fusion.
         nodes: the operations at those positions, as the sequence was read.
         needs: the gradients that are needed at those positions.
         borders: the dtypes before each of those positions and behind the last, where dtypes differ along the sequence.
-        recipes: the recipe by which each of those operations is quantized, or `None`; empty where none is.
+        recipes: the low-precision recipe of each of those operations, or `None`; empty if none has one.
         joint: whether it is a fusion of both passes, with a `Saved` of its own.
-        recipe: the recipe by which an operation that is not fused is quantized.
-        to: how the kernel of a fusion quantizes its result, for the step that reads it; `None` where it does not.
+        recipe: the low-precision recipe of an unfused operation.
+        to: how the kernel of a fusion quantizes its result for the next step; `None` if it does not.
         start: the first position.
         stop: the position after the last.
-        key: tells it from the other steps of its pass.
+        key: identifies it among the steps of its pass.
     """
 
     operation: Any
@@ -81,7 +81,7 @@ class Step:
     to: Quantize | None = dataclasses.field(default=None, compare=False, repr=False)
     start: int = dataclasses.field(init=False, compare=False, repr=False)
     stop: int = dataclasses.field(init=False, compare=False, repr=False)
-    # Compilers do not trace a hash of the step itself.
+    # Dynamo does not trace a hash of the step itself.
     key: tuple[str, int, int] = dataclasses.field(init=False, compare=False, repr=False)
     joint: bool = dataclasses.field(init=False, compare=False, repr=False)
     recipe: Recipe | None = dataclasses.field(init=False, compare=False, repr=False)
@@ -93,54 +93,54 @@ class Step:
 
     @property
     def located(self) -> dict[str, Any]:
-        """The place of an error in it: its name, its first position, and the path of the module there."""
+        """The place of an error: its name, its first position, and the path of the module there."""
         return {"operation": self.name, "position": self.start, "path": self.nodes[0].path if self.nodes else None}
 
     @property
     def weighs(self) -> bool:
-        """Whether the weights of its operation are quantized together with those of others of its segment.
+        """Whether its weights are quantized together with the other weights of its segment, in one launch.
 
-        Scales of blocks need no pass before, so that it takes one launch.
+        That is possible where scales are per block, since they need no earlier pass.
         """
         recipe = self.recipe
         return recipe is not None and not recipe.whole_rows and self.operation.forward_signature.weights
 
     @property
     def saved_class(self) -> type[Saved]:
-        """The `Saved` of an operation that is not fused, or of a joint fusion."""
+        """The `Saved` of an unfused operation or of a joint fusion."""
         return self.operation.Saved if self.recipe is None else self.operation.SavedQuantized
 
     @cached_property
     def members(self) -> tuple[tuple[str, str, int, Node, frozenset[str]], ...]:
-        """For each operation its place in the fusion's pattern, the prefix of its names, position, node and needs."""
+        """For each operation: its slot in the fusion, the prefix of its names, position, node and needed gradients."""
         named = [place for place, _ in self.operation.named_operations()] if self.fused else [""]
         prefixes = [f"{place.replace('.', '_')}_" if self.fused else "" for place in named]
         return tuple(zip(named, prefixes, self.covers, self.nodes, self.needs, strict=True))
 
     @cached_property
     def inference(self) -> bool:
-        """Whether its forward returns nothing that is saved."""
+        """Whether its forward returns no saved tensors."""
         told = isinstance(self.operation, ForwardFusion) and self.operation.forward_signature.needs
         return isinstance(self.operation, InferenceFusion) or (told and not any(self.needs))
 
     @property
     def cast(self) -> torch.dtype | None:
-        """The dtype that its input is cast to, where what comes before gives another."""
+        """The dtype to which its input is cast, if the previous result has another dtype."""
         return self.borders[0].cast if self.borders else None
 
     @property
     def y_dtype(self) -> torch.dtype | None:
-        """The dtype in which a fusion is told to give its result: a cast behind it that it absorbs."""
+        """The dtype of a following cast that a fusion absorbs into its result."""
         return self.borders[-1].taken if self.borders and self.operation.forward_signature.dtype else None
 
     @property
     def dy_dtype(self) -> torch.dtype | None:
-        """The dtype that its backward takes, where it takes no other."""
+        """The dtype of dy that its backward requires, if it requires one."""
         return self.borders[-1].given if self.borders and not self.operation.any_dy else None
 
     @cached_property
     def needed(self) -> frozenset[str]:
-        """The needed gradients, by the names that `fwd` and `bwd` know."""
+        """The needed gradients, by the names that `fwd` and `bwd` use."""
         if not self.fused:
             return self.needs[0]
         names = {f"{place}.{name}" for place, _, _, _, needs in self.members for name in needs if name != "x"}
@@ -161,7 +161,7 @@ class Step:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """The channels it reads that no later step does."""
+        """The channels that no later step reads."""
         readers = self.nodes[0].readers
         return tuple(c for c in dict.fromkeys(c for _, c in self.reads) if max(readers[c]) < self.stop)
 
@@ -182,21 +182,21 @@ class Step:
 
     @cached_property
     def saves(self) -> tuple[Record, ...]:
-        """The records that the forward saves, without those of which no needed gradient reads a field."""
+        """The records that the forward saves: those with a field that a needed gradient reads."""
         if self.inference or not any(self.needs):
             return ()
         return tuple(record for record in self.records if record.kept)
 
     @property
     def costly(self) -> bool:
-        """Whether it takes GEMMs."""
+        """Whether it runs GEMMs."""
         return any(getattr(node.operation, "costly", False) for node in self.nodes)
 
     @cached_property
     def restored(self) -> tuple[str, ...] | None:
-        """The fields that are saved beside y, so that its record is known without it: all that is not x or parameters.
+        """The fields that are saved with y so that its record can be rebuilt: all fields except x and parameters.
 
-        `None` where it has to run again for its record.
+        `None` if its forward must be recomputed for its record.
         """
         if self.writes or self.joint or self.recipe is not None:
             return None
@@ -216,9 +216,9 @@ class Step:
         return self.nodes[record.position - self.start].operation
 
     def record_of(self, record: Record) -> tuple[Callable[..., Saved] | None, bool]:
-        """What makes a record of its operations without a pass, and whether of the seed alone, or else of x.
+        """The function that rebuilds a record without a forward, and whether it needs the seed alone or x as well.
 
-        `None` where the record is x and the fields that are `restored`.
+        `None` if the record consists of x and the `restored` fields.
         """
         operation = self._operation_of(record)
         if operation.own_record(None) is not None:
@@ -228,7 +228,7 @@ class Step:
 
     @cached_property
     def records(self) -> tuple[Record, ...]:
-        """The records of the operations, in order; of a joint fusion its own."""
+        """The records of its operations, in order; for a joint fusion the record of the fusion."""
         if self.joint:
             own = self.saved_class
             return (Record((), ~self.start, own, own.kept(self.needed)),)
@@ -244,7 +244,7 @@ class Step:
         return tuple(found)
 
     def by_slot(self, of_records: Sequence[Any]) -> dict[str, Any]:
-        """What stands for each of the records, by the slot of the fusion; a tuple for one that takes several."""
+        """Values of the records, by slot of the fusion; a tuple for a slot of several operations."""
         found: dict[str, Any] = {}
         for record, value in zip(self.records, of_records, strict=True):
             slot, *number = record.path
@@ -256,7 +256,7 @@ class Step:
         """Keyword of `bwd` and channel, for each gradient of an extra output that can arrive."""
         extras, found, inside = self.operation.backward_signature.extras, list[tuple[str, str]](), set(self.covers)
         for _, prefix, _, node, _ in self.members:
-            # A channel that only this fusion reads has no gradient from outside.
+            # A channel that only this fusion reads gets no gradient from outside.
             closed = {c for _, c in node.outputs if self.fused and node.readers[c] and node.readers[c] <= inside}
             found += [(f"d_{prefix}{n}", c) for n, c in node.outputs if c not in closed]
         return tuple((n, c) for n, c in found if n in extras)
@@ -284,12 +284,12 @@ class Step:
 
     @property
     def zeros(self) -> bool:
-        """Whether its backward cannot do without the gradient of y."""
+        """Whether its backward needs a tensor dy, so that a missing one becomes zeros."""
         return not getattr(self.operation, "dy_may_be_none", False)
 
     @cached_property
     def repeatable(self) -> bool:
-        """Whether it may run twice: processes exchange nothing in it, and it writes no cache of keys and values."""
+        """Whether it may run twice: it has no collective and writes no KV cache."""
         return all(getattr(node.operation, "repeatable", True) for node in self.nodes)
 
     def constants(self, env: Env, backward: bool = False) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class Step:
     def call(
         self, env: Env, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
     ) -> tuple[Any, Tensor, dict[str, Any]]:
-        """Run its forward; returns the result, and x and the keyword arguments that it was given."""
+        """Runs its forward; returns the result, x after casts, and the keyword arguments."""
         layout: Layout = self.operation.layout
         given = self.constants(env)
         given |= {name: fit(channels[channel], layout) for name, channel in self.reads}
@@ -333,7 +333,7 @@ class Step:
         return y, made, none if self.inference else next(results)
 
     def unfused(self, backward: bool = False) -> tuple[Step, ...]:
-        """The steps of its operations by themselves, in the order in which they run."""
+        """The steps of its unfused operations, in the order in which they run."""
         each = zip(self.nodes, self.covers, self.needs, strict=True)
         around = [(self.borders[i : i + 2], self.recipes[i : i + 1]) for i in range(len(self.nodes))]
         parts = [
@@ -345,7 +345,7 @@ class Step:
     def by_operations(
         self, env: Env, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], list[Saved]]:
-        """Run the forwards of its operations in its place: y, extra outputs and the records, in order."""
+        """Runs the forwards of its unfused operations instead: y, extra outputs and the records, in order."""
         outputs, records = dict[str, Tensor](), list[Saved]()
         for (_, prefix, *_), one in zip(self.members, self.unfused(), strict=True):
             x, made, saved = one.returned(one.call(env, x, channels, seeds)[0])
@@ -356,7 +356,7 @@ class Step:
 
 
 def ending(forward: Sequence[Step]) -> int:
-    """The first of the last steps that need not run again for what all of them save."""
+    """The index from which no step has to be recomputed for the records of all steps."""
     for i, step in reversed([*enumerate(forward)]):
         if step.restored != ():
             return i + 1
@@ -424,15 +424,15 @@ class Wants:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
-    """Operations between barriers, and what is known of the tensors that enter them.
+    """Operations between barriers, and facts of their inputs.
 
     Attributes:
         nodes: the whole sequence; `positions` are those of the stretch.
-        shapes: shape of the tensor that enters each position, and of the last result; `None` where they are not known.
+        shapes: shape of the input of each position, and of the last result; `None` if they are unknown.
         borders: the dtypes there; empty where all tensors have one.
-        x: what enters, or a tensor like it, with `channels` beside it; `None` where it is not known.
+        x: the input, or a tensor like it, as in `channels`; `None` if it is unknown.
         place: the device on which its steps can be tried.
-        unknown: why it is not known what enters.
+        unknown: why the input is unknown.
     """
 
     nodes: Sequence[Node]
@@ -457,7 +457,7 @@ class Stretch:
         parameters: Sequence[Tensor],
         env: Env,
     ) -> Stretch:
-        """The stretch at these positions, for the tensors that enter it."""
+        """The stretch at these positions for these inputs."""
         required = {c: t.requires_grad for c, t in channels.items()}
         wants = Wants.of(nodes, positions.start, positions.stop, x.requires_grad, required, env.grad)
         shapes = validate(nodes, positions, x.shape, channels)
@@ -471,7 +471,7 @@ class Stretch:
 
     @cached_property
     def recipes(self) -> Mapping[int, Recipe | Unquantized]:
-        """The recipes of its operations by position, and why some of these are not quantized."""
+        """By position the recipe of an operation, or why it is not quantized."""
         known = [border.taken for border in self.borders] or [self.env.dtype] * len(self.positions)
         each = [(p, recipe_at(self.nodes, p, dtype, self.env)) for p, dtype in zip(self.positions, known, strict=False)]
         return {position: found for position, found in each if found is not None}

@@ -1,4 +1,4 @@
-"""Bytes that are alive while calls of ATen run, and the work of each call."""
+"""Counts the bytes that are alive while ATen operators run, and the work of each call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..env import Savings
 from ..traffic import FLOPS
 
-# Calls of ATen that make a tensor and neither read nor write its numbers.
+# ATen operators that return a tensor and neither read nor write its elements.
 _FREE = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
@@ -23,9 +23,9 @@ _FREE = frozenset(
 
 
 class Tally(TorchDispatchMode):
-    """Counts bytes that are alive, of all tensors made within it, and the work of each call.
+    """Counts the live bytes of all tensors that are allocated under it, and the work of each call.
 
-    `events` are the storages made and freed, each with its bytes, negative where they are freed.
+    `events` are the allocated and freed storages with their bytes, negative if freed.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Tally(TorchDispatchMode):
         return out
 
     def number(self, t: Tensor) -> int | None:
-        """The number of a tensor's storage, if it was made within."""
+        """The number of a tensor's storage, if it was allocated under this mode."""
         known = self._alive.get(storage_of(t))
         return None if known is None else known[1]
 
@@ -68,7 +68,7 @@ class Tally(TorchDispatchMode):
 
 
 def most_of(events: Sequence[tuple[int, int]], without: Sequence[int] | frozenset[int] = (), alive: int = 0) -> int:
-    """The most bytes alive at once where so many are `alive` before, but for storages with these numbers."""
+    """The peak of live bytes, starting from `alive`, without the storages of these numbers."""
     most = alive
     for number, size in events:
         alive += 0 if number in without else size
@@ -78,7 +78,7 @@ def most_of(events: Sequence[tuple[int, int]], without: Sequence[int] | frozense
 
 @functools.cache
 def _work_of(func: Any) -> tuple[bool, bool, bool]:
-    """Whether a call of ATen makes a result of its own, changes an argument, and makes all of its results."""
+    """Whether an ATen operator allocates a result, mutates an argument, and allocates all of its results."""
     own = [returned.alias_info is None for returned in func._schema.returns]
     changed = [given.alias_info is not None and given.alias_info.is_write for given in func._schema.arguments]
     works = func.overloadpacket not in _FREE
@@ -86,7 +86,7 @@ def _work_of(func: Any) -> tuple[bool, bool, bool]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in lists and tuples, and in those in them, in order."""
+    """The tensors in nested lists and tuples, in order."""
     found, left = list[Tensor](), [value]
     while left:
         one = left.pop()
@@ -99,7 +99,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 @functools.cache
 def _formulas() -> dict[Any, Any]:
-    """Functions that count FLOPs, by the calls of ATen: those of torch, and those that it lacks."""
+    """Functions that count FLOPs, by ATen operator: torch's own, and those that torch lacks."""
     from torch.utils import flop_counter
 
     of_shapes = cast(Any, flop_counter.shape_wrapper)  # pyright: ignore[reportUnknownMemberType]
@@ -120,5 +120,5 @@ def _formulas() -> dict[Any, Any]:
 
 
 def storage_of(t: Tensor) -> int:
-    """What tells the storage of a tensor from all others that are alive."""
+    """A key that identifies the storage of a tensor among all live ones."""
     return t.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
