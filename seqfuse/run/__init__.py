@@ -1,6 +1,6 @@
 """Runs plans: the container, its fuser, generated code and the autograd node. Nothing is chosen here.
 
-Other folders import what is listed here, and none of the files.
+Other folders import only the names listed here, never the modules.
 """
 
 from .fuser import Fuser, default_fusions, fuser_of

@@ -1,4 +1,4 @@
-"""Contract checks, made when a plan first runs: records by field, gradients by name and shape."""
+"""Contract checks of a plan's first run: saved records by field, gradients by name and shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _passed: set[Any] = set()
 
 
 def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
-    """Check what a forward returned, of a fusion against what the operations give; `False` to be asked again."""
+    """Check the results of a forward, for a fusion against its operations. `False`: check the next call as well."""
     if step.fused and is_fake(x):
         return False
     y, extra, saved = _unpack(step, out)
@@ -62,7 +62,7 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
                 raise _wrong(step, wrong_record(place, operations[place], own, record))
             for field in own.fields:
                 kept = _raw(record, field)
-                # Parameters may be kept as they are where the operation keeps what autocast makes of them.
+                # A fusion may save a parameter where the operation saves its cast under autocast.
                 parts = kept if _is_tuple(kept) else (kept,)
                 if context.env.autocast is None or not all(isinstance(part, nn.Parameter) for part in parts):
                     _compare(step, f"field {field!r} of slot {place!r}", kept, _raw(own, field))
@@ -86,7 +86,7 @@ def _form(out: Any) -> str:
 
 
 def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
-    """What a forward returned, if it has the form that its class declares: y, extra outputs, and what is saved."""
+    """Splits the result of a forward, in the form that its class declares: y, extra outputs, and saved records."""
     operation: Any = step.operation
     names: tuple[str, ...] = operation.outputs
     own: type[Saved] | None = None if step.inference or (step.fused and not step.joint) else step.saved_class
@@ -106,7 +106,7 @@ def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
 def _expected(
     context: Context, step: Step, x: Tensor, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Saved]] | None:
-    """The results of the operations themselves, run on fake tensors; `None` if they cannot run so."""
+    """The results of the unfused operations on fake tensors; `None` if they cannot run on them."""
     try:
         with faking() as mode:
             channels = {channel: mode.from_tensor(inputs[name]) for name, channel in step.reads}
@@ -150,12 +150,12 @@ def _wrong(step: Step, message: str) -> PluginError:
 def _same_storage(a: Tensor, b: Tensor) -> bool:
     try:
         return a.untyped_storage()._cdata == b.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    except NotImplementedError:  # a batch of gradients, under vmap, has no storage to ask
+    except NotImplementedError:  # under vmap a batch of gradients has no storage
         return False
 
 
 def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, given: Mapping[str, Any]) -> bool:
-    """Check the gradients a backward returned, by name, shape, dtype, device and alias; `False` to be asked again."""
+    """Check gradients by name, shape, dtype, device and alias. `False`: check the next call as well."""
     if is_fake(d) or (isinstance(d, Tensor) and is_batchedtensor(d)):
         return False
     fused = step.fused
@@ -178,7 +178,7 @@ def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, giv
         raise wrong("bwd returned no gradient of x, which is needed")
     if isinstance(dx, Tensor | Quantized) and "x" in step.needs[0]:
         own, leaving = context.entering[step.start], context.entering[step.stop]
-        # Plans are kept by rows: y may look as it did where an operation folds other leading dimensions into them.
+        # Plans are shared by row count, so y may have the expected shape although its leading dimensions are wrong.
         alike = d is not None and d.shape == leaving.shape and own.shape[:-1] == leaving.shape[:-1]
         dims = slice(None) if alike else slice(-1, None)
         same = context.mixed or dx.dtype in (own.dtype, context.dtypes.get(step.start, dx.dtype))
@@ -191,7 +191,7 @@ def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, giv
             continue
         if not isinstance(g, Tensor):
             raise wrong(f"bwd returned no gradient {name!r}, which is needed")
-        if slot is None:  # an extra input, whose shape is not known here
+        if slot is None:  # an extra input, whose shape is unknown here
             continue
         owner, attribute = slot
         parameter = context.parameters[id(owner), attribute]

@@ -1,9 +1,9 @@
-"""The steps of a segment written out as Python: records, channels and gradients are local variables.
+"""Generates Python code for the steps of a segment: records, channels and gradients are local variables.
 
-A forward saves the fields of its records in one order, `Saves`, which follows from the steps: tensors first, in the
-place of a field that is made again those of which it is made, then the tensors of fields that hold several. Where that
-is not as in the first call, or hooks look at what is saved, `pack` says where each field is. What a call needs beyond
-that (checks, gradients of a few inputs alone, `main_grad` buffers) is written into the code of such calls alone.
+A forward saves the fields of its records in one order, `Saves`, which follows from the steps: first single tensors, a
+recomputed field as the tensors that it is recomputed from, then the tensors of fields with several. If a call differs
+from the first one in this, or saved-tensor hooks are installed, `pack` records the place of each field. Checks, partial
+gradients and `main_grad` buffers are generated only into the code of calls that need them.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .lower import Buffered, Late, NeededGrads, ParameterPlace, SavedAt, Segment
 
 
 class BackwardVariant(NamedTuple):
-    """What a backward has and needs: its code is written once for each."""
+    """The gradients that a backward gets and must return; each variant has its own generated code."""
 
-    missing: tuple[bool, ...]  # of y and the outputs, which have no gradient
-    needed: NeededGrads | None = None  # where not all gradients are
-    late: Late | None = ()  # the fields that are made again; `None` where `pack` saved the records
+    missing: tuple[bool, ...]  # for y and each output whether its gradient is missing
+    needed: NeededGrads | None = None  # the needed gradients, unless all are needed
+    late: Late | None = ()  # the recomputed fields; `None` if `pack` saved the records
     adds: bool = False  # whether parameters have a `main_grad`
-    start: int | None = None  # the step where it goes on after a fusion failed, given the variables as they were then
+    start: int | None = None  # the step to resume at after a fusion failed, with the variables of that moment
 
 
 def _local(names: dict[str, str], prefix: str, channel: str) -> str:
-    """The local variable that stands for a channel, or for its gradient."""
+    """The local variable of a channel, or of its gradient."""
     return names.setdefault(channel, f"{prefix}{len(names)}")
 
 
 def likes_of(y: Tensor, made: Mapping[str, Tensor]) -> dict[str, Like]:
-    """What y is like, by the name "", and extra outputs, by channel."""
+    """Descriptions of y, by the name "", and of extra outputs, by channel."""
     return {c: Like.of(t) for c, t in {"": y, **made}.items()}
 
 
@@ -57,9 +57,9 @@ def plus(known: Tensor | None, g: Tensor | None) -> Tensor | None:
 def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checked: bool) -> Any:
     """`forward(ctx, segment, seeds, x, *channels)`, or `forward(segment, seeds, x, *channels)` where nothing is saved.
 
-    `run` holds the functions of the node that it calls: `failed`, `pack`, `leave`, `own`, `hooks`. The node holds the
-    parameters that autograd accumulates into, which it keeps alive in any case. The code of a segment that runs again
-    ends where all that it saves is there.
+    `run` holds the functions of the node that it calls: `failed`, `pack`, `leave`, `own`, `hooks`. The node references
+    the parameters of its AccumulateGrad nodes, which are alive anyway. The code that recomputes a segment ends as soon
+    as all its saved tensors exist.
     """
     keep, saves = segment.live, segment.saves
     records = keep and segment.again is None
@@ -120,7 +120,7 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
                 value = value if record.own is None else f"{s.put(record.own)}({_seed(record.seed)})"
                 lines.append(f"f{j} = {value}.__dict__")
         if len(results) > 1:
-            lines.append(f"{' = '.join(results[1:])} = None")  # before the next step runs
+            lines.append(f"{' = '.join(results[1:])} = None")  # freed before the next step runs
         s.add(*lines, *[f"{c[channel]} = None" for channel in step.ends if channel not in segment.outputs])
     s.depth -= 1
     rest = "*_, " if keep else ""
@@ -157,12 +157,12 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
 
 
 def _held(slots: Sequence[ParameterPlace]) -> list[Any]:
-    """The parameters that stand there now."""
+    """The current parameters in these slots."""
     return [own if (own := owner._parameters.get(name)) is not None else getattr(owner, name) for owner, name in slots]  # pyright: ignore[reportPrivateUsage]
 
 
 def _buffers(buffered: Buffered, before: Sequence[dict[str, Tensor]]) -> Sequence[dict[str, Tensor]]:
-    """What the buffers held before a forward, and those hold that it registered, but maxima, which it only writes."""
+    """The buffers before a forward, and those that it registered, without maxima, which it only writes."""
     if before and all(before):
         return before
     found = list[dict[str, Tensor]]()
@@ -173,7 +173,7 @@ def _buffers(buffered: Buffered, before: Sequence[dict[str, Tensor]]) -> Sequenc
 
 
 def _restore(s: Source, segment: Segment, i: int) -> None:
-    """The records of a step that does not run again, and its result where that was saved."""
+    """Writes the records of a step that is not recomputed, and its result if that was saved."""
     step, given = segment.forward[i], segment.given or segment.saves
     for j, record in [(j, record) for j, (at, record) in enumerate(segment.saves.records) if at == i]:
         run, own = step.record_of(record)
@@ -194,7 +194,7 @@ def _restore(s: Source, segment: Segment, i: int) -> None:
 
 
 def _enter(s: Source, step: Step) -> None:
-    """Give x the dtype and the layout that a step takes."""
+    """Writes the conversion of x to the dtype and the layout that a step expects."""
     if step.cast is not None:
         s.add(_recast(s, "x", step.cast))
     if step.operation.layout != "any":
@@ -202,14 +202,14 @@ def _enter(s: Source, step: Step) -> None:
 
 
 def _defined(s: Source, checked: Sequence[Step], backward: bool) -> Any:
-    """The function, with the steps that it checks."""
+    """Compiles the function; it checks these steps."""
     function = s.define()
     function.checks = tuple((step.key, backward) for step in checked)
     return function
 
 
 def _save(s: Source, segment: Segment, late: Late, likes: str, leaves: str, entered: str) -> None:
-    """Save the fields in their order; what is unusual is left to `pack`, as are hooks, where they see what is saved."""
+    """Writes the code that saves the fields in their order; `pack` handles unusual values and saved-tensor hooks."""
     saves, made_of = segment.saves, dict(late)
     data = [f"f{f.record}['{f.name}']" for f in saves.data]
     data += [*[f"len(u{i})" for i in range(len(saves.several))], *[f"m{i}.fn" for i in made_of]]
@@ -226,7 +226,7 @@ def _save(s: Source, segment: Segment, late: Late, likes: str, leaves: str, ente
     usual += [f"u{i}.__class__ is tuple" for i in range(len(saves.several))]
     usual += ["hooks(False) is None"] * (not segment.replays)
     plain = [(i, f, f"f{f.record}['{f.name}']") for i, f in enumerate(saves.tensors)]
-    # Torch would say so once the forward has returned, of an argument and of no operation.
+    # Torch would raise only after the forward has returned, and name an argument, not an operation.
     usual += [
         f"isinstance({held}, tensor)"
         for i, f, held in plain
@@ -251,7 +251,7 @@ def _check_forward(step: Step, segment: Segment, x: Tensor, out: Any, given: Map
 
 
 class _Backward:
-    """Writes the code of a backward: which channels have a gradient at a step is known when it is written."""
+    """Generates the code of a backward; it tracks which channels have a gradient at each step."""
 
     def __init__(self, segment: Segment, variant: BackwardVariant, checked: bool) -> None:
         self.segment, self.saves, self.variant, self.checked = segment, segment.saves, variant, checked
@@ -260,15 +260,15 @@ class _Backward:
         self.has = {
             name: self.g[name] for name, lacks in zip(segment.outputs, variant.missing[1:], strict=True) if not lacks
         }
-        self.known = not variant.missing[0]  # whether `d` is a gradient
+        self.known = not variant.missing[0]  # whether `d` is a tensor
         self.sums: dict[int, str] = {}
-        self.made = 0  # records
+        self.made = 0  # number of records written so far
         self.steps: list[Step] = []
-        self.at: Any = 0  # what the variable of that name holds
-        self.last: list[str] = []  # what the step is the last to read
+        self.at: Any = 0  # the value of the generated variable `at`
+        self.last: list[str] = []  # the variables that this step reads last
         self.made_of = dict(variant.late or ())
         sizes = [self.made_of.get(i, 1) for i in range(len(self.saves.tensors))]
-        self.places = [0, *itertools.accumulate(sizes)]  # where each field begins among the tensors
+        self.places = [0, *itertools.accumulate(sizes)]  # the index of the first tensor of each field
         self.fields: dict[int, list[tuple[int, SavedAt]]] = {r.position: [] for _, r in self.saves.records}
         for i, f in enumerate((*self.saves.tensors, *self.saves.several)):
             self.fields[self.saves.records[f.record][1].position].append((i, f))
@@ -278,14 +278,14 @@ class _Backward:
         return Source("backward", "segment, kept, tensors, buffers, records" + given)
 
     def write(self, failed: Callable[..., Any]) -> Any:
-        """The function."""
+        """Generates the function."""
         segment, needed, start = self.segment, self.variant.needed, self.variant.start or 0
         steps = segment.backward if needed is None else segment.narrowed(needed)
         places = {step.start: at for at, step in enumerate(segment.backward)}
         for step in steps:
             if places[step.start] < start:
                 self._place(step, places[step.start])
-        if self.variant.start is not None:  # what was written above has run
+        if self.variant.start is not None:  # the steps before have run already
             self.s, self.steps, self.at = self._source(", given"), [], start
         s = self.s
         s.constants.update(failed=failed, fit=fit, plus=plus)
@@ -316,12 +316,12 @@ class _Backward:
         return _defined(s, self.steps if self.checked else (), True)
 
     def _place(self, step: Step, place: int) -> None:
-        """Write the step at a place, or the operations of a fusion that lacks a gradient."""
+        """Writes a step, or the operations of a fusion that misses a gradient."""
         lacking = [channel for _, channel in step.incoming if channel not in self.has]
         if not self.known and len(lacking) == len(step.incoming):
-            return  # nothing arrives
+            return  # no gradient arrives
         if isinstance(step.operation, BackwardFusion) and step.incoming and (lacking or not self.known):
-            for k, part in enumerate(step.unfused(backward=True)):  # fusions are written for tensors
+            for k, part in enumerate(step.unfused(backward=True)):  # fusions expect all their gradients as tensors
                 self._begin((place, k))
                 self._step(part)
         else:
@@ -334,14 +334,14 @@ class _Backward:
         self.at = at
 
     def joint_record(self, step: Step) -> Any:
-        """`record(kept, tensors)`: what a joint fusion saved."""
+        """Generates `record(kept, tensors)`, which returns the record of a joint fusion."""
         self.s = Source("record", "kept, tensors")
         self._ends()
         self.s.add(f"return {self._record(step.records[0], 'any')}")
         return self.s.define()
 
     def _ends(self) -> None:
-        """Where the fields that hold several tensors end."""
+        """Writes the end indices of fields with several tensors."""
         self.s.add(*["data = kept[1]"] * bool(self.saves.data or self.saves.several or self.made_of))
         for i in range(0 if self.variant.late is None else len(self.saves.several)):
             self.s.add(f"b{i} = {f'b{i - 1}' if i else self.places[-1]} + data[{len(self.saves.data) + i}]")
@@ -369,7 +369,7 @@ class _Backward:
         if self.known and layout != "any":
             s.add(f"d = {_fitted(s, 'd', layout)}")
         own = [self._record(record, layout) for record in step.records]
-        if self.segment.replays:  # which runs again from its start where a fusion fails
+        if self.segment.replays:  # if a fusion fails, it is recomputed from its start
             self._let_go()
         positional, keywords = ["d"], list[str]()
         if step.joint or not step.fused:
@@ -381,7 +381,7 @@ class _Backward:
         keywords += [f"{keyword}={name}" for keyword, name in names]
         records = zip(own, step.records, strict=True) if self.made_of else ()
         gone = [(r, others) for r, record in records if (others := self._made_for_others(record))]
-        lets_go = lets_go and self.segment.context.on_step is None  # which is called with `bwd` itself
+        lets_go = lets_go and self.segment.context.on_step is None  # `on_step` gets `bwd` itself
         apart = lets_go and bool(gone) and not self.checked
         constants = {k: v for k, v in step.constants(env, True).items() if not (apart and k == "needs")}
         keywords += [f"{identifier(k)}={s.put(v)}" for k, v in constants.items()]
@@ -405,12 +405,12 @@ class _Backward:
         else:
             s.add(f"d, grads = {bwd}({', '.join([*positional, *keywords])})")
         self._grads(step)
-        self._let_go(*dict.fromkeys(own))  # behind what can fail: operations may have to read them
+        self._let_go(*dict.fromkeys(own))  # after all that can fail: a fallback may have to read them
         self.steps.append(step)
         self.known = "x" in step.needs[0]
 
     def _let_go(self, *records: str) -> None:
-        """No longer hold the tensors that were read, and these records."""
+        """Writes the release of the tensors that were read last, and of these records."""
         alone = [one for one in self.last if ":" not in one]
         self.s.add(*[f"{one} = [None] * len({one})" for one in self.last if ":" in one])
         if names := [*alone, *records, *["f"] * bool(records)]:
@@ -418,13 +418,13 @@ class _Backward:
         self.last.clear()
 
     def _lets_go(self, step: Step) -> bool:
-        """Whether its `bwd` may run in two calls, so that tensors which the first has read can be let go."""
+        """Whether its `bwd` may run in two calls, so that tensors read by the first one are freed before the second."""
         needed, again = step.needed, self.segment.replays or self.variant.late != ()
         plain = not self.variant.adds and step.recipe is None
         return again and plain and step.operation.separable and "x" in needed and len(needed) > 1
 
     def _made_for_others(self, record: Record) -> tuple[str, ...]:
-        """The fields of a record that are made again, and not for the gradient of x."""
+        """The recomputed fields of a record that the gradient of x does not read."""
         again = [f.name for i, f in self.fields.get(record.position, ()) if i in self.made_of]
         return tuple([name for name in again if name not in record.cls.kept(_X)])
 
@@ -447,7 +447,7 @@ class _Backward:
             has[channel] = name
 
     def _record(self, record: Record, layout: Layout) -> str:
-        """Write a record made again of what was saved; returns its name."""
+        """Writes the code that rebuilds a record from saved tensors; returns its variable."""
         s, saves, name = self.s, self.saves, f"r{self.made}"
         self.made += 1
         if record.position in self.segment.divided:
@@ -496,14 +496,14 @@ class _Backward:
 def backward_code(segment: Segment, failed: Callable[..., Any], variant: BackwardVariant, checked: bool) -> Any:
     """`backward(segment, kept, tensors, buffers, records, d, *gradients of outputs)`.
 
-    `kept` is what the node keeps, `tensors` are the saved tensors in the order of `segment.saves`, and `records` those
-    of a joint fusion that failed, by position.
+    `kept` is the node's other data, `tensors` are the saved tensors in the order of `segment.saves`, and `records`
+    those of a failed joint fusion, by position.
     """
     return _Backward(segment, variant, checked).write(failed)
 
 
 def joint_record(segment: Segment, variant: BackwardVariant, step: Step) -> Callable[[Any, Sequence[Any]], Saved]:
-    """A function of what the node keeps and the saved tensors: the record of a joint fusion."""
+    """A function of the node's data and the saved tensors that returns the record of a joint fusion."""
     return _Backward(segment, variant, False).joint_record(step)
 
 
@@ -519,7 +519,7 @@ def _check_backward(
 def _parted(
     run: Callable[..., Any], first: frozenset[str], /, *given: Any, needs: Any, **named: Any
 ) -> tuple[Any, Any]:
-    """Run a `bwd` for the gradients of parameters, let go of what only they read, and run it for the one of x."""
+    """Runs a `bwd` for parameter gradients, frees the tensors that only they read, and runs it again for dx."""
     _, grads = run(*given, needs=first, **named)
     for record in (*given, *named.values()):
         if isinstance(record, Saved):
@@ -538,7 +538,7 @@ _X = frozenset({"x"})
 
 
 def _left(step: Step, key: str, buffers: MainGrads | None, g: Any) -> Tensor | None:
-    """A gradient that is not yet in the buffer of its parameter."""
+    """A gradient that still has to be added to the buffer of its parameter, or `None`."""
     if g is not accumulated:
         return g
     if buffers is None or key not in buffers.taken():
@@ -555,7 +555,7 @@ def _put(fields: dict[str, Any], name: str, value: Any) -> None:
 
 
 def fit_record(record: Saved, layout: Layout) -> Saved:
-    """A record whose tensors are in the layout that a pass accepts."""
+    """A record with its tensors in the layout that a pass accepts."""
     fields = record.__dict__
     if layout == "any":
         return record

@@ -1,8 +1,8 @@
-"""Calls that a compiler traces, where Triton kernels run: stretches of operations run as they are planned.
+"""Calls traced by torch.compile where Triton kernels run: stretches of operations run as planned.
 
-The compiler follows Python up to `_planned`, which becomes a node of its graph. Ahead-of-time autograd runs that node
-on tensors that record what is done to them: there the engine plans and runs as ever, and kernels are called as
-operators. Importing this module imports the compiler, so it is imported by calls that are traced.
+Dynamo traces Python up to `_planned`, which becomes a node of its graph. AOTAutograd runs that node on proxy tensors:
+there the engine plans and runs as usual, and kernels are called as custom ops. Importing this module imports Dynamo, so
+only traced calls import it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _DATA = bool, int, float, str
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def _kernels_run(device: str) -> bool:
-    # Asked here, in Python that runs: traced, torch 2.11 says that every call is exported.
+    # Evaluated outside the trace: within a trace, torch 2.11 reports every call as exporting.
     return Env.of(device).triton and not torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def has_graph_inside(name: str) -> bool:
-    """Whether a tensor with a graph stands for a parameter of a torch module in an operation: a trace sees no such."""
+    """Whether a torch module in an operation has a parameter with a graph, which a trace cannot see."""
     operations = [i.operation for i in fusers[name].op_list().nodes if isinstance(i.operation, UnfusedOperation)]
     inside = [m for operation in operations for m in operation.modules() if not isinstance(m, FusableOperation)]
     return any(map(has_own_graph, inside))
 
 
 def plannable(nodes: Sequence[Node], x: Tensor) -> bool:
-    """Whether a traced call is planned: kernels run, parameters are their modules' own, no other process is met."""
+    """Whether a traced call is planned: kernels run, parameters belong to their modules, and there is no collective."""
     if [i for i in nodes if i.sum_over is not None or getattr(i.operation, "redistribution", None) is not None]:
         return False
     if not _kernels_run(x.device.type):
@@ -60,7 +60,7 @@ def run_planned(
     x: Tensor,
     channels: dict[str, Tensor],
 ) -> Any:
-    """Run a sequence that is being traced, one node for each stretch between barriers."""
+    """Runs a sequence under a trace, one graph node for each stretch between barriers."""
     check_channels(nodes, inputs, channels)
     seeds = draw(nodes, x)
     for start, stop in stretches(nodes):
@@ -71,7 +71,7 @@ def run_planned(
         given, leaving = public_channels(nodes, start, stop)
         values = [channels[c] for c in given]
         parameters = [getattr(owner, attribute) for node in inside for owner, attribute in node.slots.values()]
-        # What configures the operations, as the trace has it: it may have set some of that itself.
+        # The configuration of the operations in the trace, which may have changed it.
         held = [attributes(node.operation) for node in inside]
         state = tuple([tuple([(k, v) for k, v in own if v is None or isinstance(v, _DATA)]) for own in held])
         x, *rest = _planned(name, start, state, x, given, values, leaving, seeds, parameters)
@@ -91,7 +91,7 @@ def _planned(
     seeds: Tensor | None,
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """Run the stretch that begins at `start`, with these parameters and this configuration."""
+    """Runs the stretch from `start` on with these parameters and this configuration."""
     fuser: Any = fusers[name]
     with _one_at_a_time:
         nodes = fuser.op_list().nodes[start : start + len(state)]
@@ -109,7 +109,7 @@ def _planned(
 
 @contextmanager
 def _as_given(nodes: Sequence[Node], state: Sequence[_Constants]) -> Generator[bool]:
-    """Within the block operations have this configuration; yields whether they had another."""
+    """A block in which operations have this configuration; yields whether it differs from their own."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for node, constants in zip(nodes, state, strict=True):

@@ -1,4 +1,4 @@
-"""A fusion that fails gives way to its operations: when that is allowed, and what is said."""
+"""Fallback of a failing fusion to its operations: when it is allowed, and the warning."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def recovered(
     record: Callable[[], Saved] | None,
     buffers: MainGrads | None,
 ) -> dict[int, Saved]:
-    """Check that a backward step may fall back; a joint fusion's `record` as the records of its operations.
+    """Check that a backward step may fall back; converts a joint fusion's `record` to the records of its operations.
 
-    Without a `record` the forward pass runs again, too, and makes these.
+    Without a `record` the forward is recomputed, which creates them.
     """
     step = segment.backward[at]
     where: dict[str, Any] = {"code": "SF401", "operation": step.name, "position": step.start}
@@ -73,7 +73,7 @@ def recovered(
 
 
 def instead(step: Step, run: Callable[..., Any], segment: Segment, seeds: Any, x: Tensor, /, **given: Any) -> Any:
-    """Run a forward fusion, or its operations where it fails: for one behind a step that cannot run again with it."""
+    """Runs a forward fusion, or its operations if it fails; used after steps that must not run twice."""
     try:
         return run(x, **given)
     except Exception as error:
@@ -87,12 +87,12 @@ def instead(step: Step, run: Callable[..., Any], segment: Segment, seeds: Any, x
 
 
 def reason_of(error: Exception) -> str | None:
-    """The reason that a warning gives; none for an input that does not fit, since the operation raises that itself."""
+    """The reason for the warning; `None` for an input error, which the operation raises itself."""
     return None if isinstance(error, InputError) else one_line(error)
 
 
 def warn(segment: Segment, step: Step, reason: str | None, tensor: Any) -> None:
-    """Say, once per reason, that operations ran in place of a fusion that failed."""
+    """Warns, once per reason, that operations ran instead of a failed fusion."""
     context = segment.context
     if reason is None or is_fake(tensor):
         return
@@ -107,10 +107,10 @@ def warn(segment: Segment, step: Step, reason: str | None, tensor: Any) -> None:
 def may_fall_back(
     segment: Segment, step: Step, error: Exception, tensor: Any = None, again: Sequence[Step] = ()
 ) -> None:
-    """Return if the operations may run in place of a failed fusion; else raise an error that names the step.
+    """Returns if the operations may run instead of a failed fusion; otherwise raises an error that names the step.
 
-    Its input in a forward pass, `tensor`, may be on another device than its parameters. The steps `again` ran before it
-    and have to run again.
+    Its input in a forward pass, `tensor`, may be on another device than its parameters. The earlier steps `again` would
+    have to run a second time.
     """
     clear = clearer(segment.context.nodes, step.covers, error, tensor)
     if clear is not error:
@@ -126,7 +126,7 @@ def may_fall_back(
         hint = "processes exchange tensors in it or before it, or a cache was filled: that cannot run twice"
         raise KernelError(failure, code="SF401", hint=hint, **where) from error
     if isinstance(error, InputError):
-        return  # the operations themselves will say it, with the place
+        return  # the operations raise the error with its place
     if isinstance(error, SeqfuseError):
         if isinstance(error, StateError) and step.name not in error.message:
             error.message += f"; read by {step.name}"

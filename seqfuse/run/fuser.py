@@ -76,7 +76,7 @@ if hasattr(os, "register_at_fork"):  # a forked child would wait for a thread it
 
 
 class _Changed(StateError):
-    """A parameter was taken away in place, `_parameters["bias"] = None`, which nobody was told of."""
+    """A parameter was removed in place, `_parameters["bias"] = None`, which is not recorded."""
 
 
 class Fuser:
@@ -94,9 +94,9 @@ class Fuser:
         InputError: (SF105) for another root, such as several operations.
     """
 
-    plain_autograd = True  # runs stretches of nothing but views, and lone native operations
-    lock: Any = None  # of a root whose parameters are lent to it in each call: held while they are
-    place: str | None = None  # what warnings call its operations, if not by their own names
+    plain_autograd = True  # runs stretches of views only, and single native operations
+    lock: Any = None  # of a root that borrows its parameters in each call: held meanwhile
+    place: str | None = None  # the name of its operations in warnings, if not their own
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Fuser:
 
     def _reset(self) -> None:
         self._op_lists: tuple[OpList, ...] = ()
-        self._name = ""  # one that exists in a trace only has none
+        self._name = ""  # empty for a fuser that exists in a trace only
         if not torch.compiler.is_compiling():
             self._name = str(next(_numbers))
             fusers[self._name] = self
@@ -138,7 +138,7 @@ class Fuser:
         return self.owner()
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
-        """Run the sequence: `y`, or `(y, *outputs)` where it makes public extra outputs."""
+        """Run the sequence: `y`, or `(y, *outputs)` if it has public extra outputs."""
         if torch.compiler.is_compiling():
             return self._traced(x, channels)
         op_lists = self._op_lists
@@ -149,7 +149,7 @@ class Fuser:
             if y is not None:
                 return (y, *[channels[name] for name in op_list.outputs]) if op_list.outputs else y
         if x.__class__ not in _PLAIN or transformed():
-            if not op_list.fingerprint.holds_in_full():  # a parameter was taken away in place
+            if not op_list.fingerprint.holds_in_full():  # a parameter was removed in place
                 op_list = self._changed()
             if op_list.nodes and op_list.nodes[0].fusable:
                 expect_tensor(op_list.nodes[0], x)
@@ -158,14 +158,14 @@ class Fuser:
 
     def run(self, op_list: OpList, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """Run the planned sequence on plain tensors."""
-        if torch.is_inference_mode_enabled() and torch.is_grad_enabled():  # where torch records nothing, either
+        if torch.is_inference_mode_enabled() and torch.is_grad_enabled():  # in inference mode torch records no graph
             with torch.no_grad():
                 return self.run(op_list, x, channels)
         if channels or op_list.inputs:
             check_channels(op_list.nodes, op_list.inputs, channels)
         seeds = draw(op_list.nodes, x) if op_list.random else None
         if op_list.parametrized:
-            # The cache is the process's, so that one thread would read tensors of another's graph.
+            # The cache belongs to the process: without the lock a thread could read tensors of another thread's graph.
             with _one_at_a_time, parametrize.cached():
                 x = self._run_parts(op_list, x, channels, seeds)
         else:
@@ -220,12 +220,14 @@ class Fuser:
         if settings().debug and not region.compared:
             check_agreement(op_list.nodes, region.positions, lowering.plan, x, seeds)
             region.compared = True
-        region.lowering, region.latest = known  # not before: plans that differ are told in every call
+        region.lowering, region.latest = (
+            known  # not before: plans that differ between processes are reported in every call
+        )
         if call is not None and (y := call(x, channels, seeds)) is not None:
             return y
         if lowering.by_reference:
             return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
-        y = bind_call(region, lowering)(x, channels, seeds)  # of tensors without data
+        y = bind_call(region, lowering)(x, channels, seeds)  # for tensors without data
         assert y is not None
         return y
 
@@ -234,7 +236,9 @@ class Fuser:
     ) -> tuple[CompiledRegion, Call | None]:
         state, given = about[3:8], [channels[c] for c in region.channels]
         validate(op_list.nodes, region.positions, x.shape, channels)
-        exact = isinstance(self.memory, Budget) and self.memory.bytes is not None  # bytes of so many rows
+        exact = (
+            isinstance(self.memory, Budget) and self.memory.bytes is not None
+        )  # a budget in bytes is for this number of rows
         bucket = Env.like(x).rows, x.shape if exact else x.shape[-1:], *about
         lowering = region.lowerings.get(bucket)
         if lowering is None:
@@ -255,13 +259,14 @@ class Fuser:
     ) -> CompiledRegion:
         """Plan and lower a region for these tensors; tensor subclasses other than fake tensors run by reference."""
         given = {c: channels[c] for c in region.channels}
-        # Fake tensors measure what plain ones would do. Beside a complex tensor a real one gets a gradient from torch.
+        # Fake tensors are planned like plain ones. With complex and real tensors together, torch computes the
+        # gradients.
         several = (x, *parameters, *given.values())
         exact = is_fake(x) or all(t.__class__ in _PLAIN for t in several)
         exact = exact and len({t.is_complex() for t in several}) == 1 and not has_own_graph(self.root)
         check_devices(op_list.nodes, region.positions, x, given)
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
-        # A compiler that follows the call decides what is saved.
+        # A compiler that traces the call decides which tensors are saved.
         memory = choice_in(self.memory, op_list, region, x) if x.__class__ in _PLAIN else "fast"
         search = Search(stretch, self._matcher, weighing)
         plan = plan_region(stretch, self._matcher, memory, search)
@@ -285,7 +290,7 @@ class Fuser:
         inside: list[Any] = [node.operation for node in op_list.nodes[region.start : region.stop]]
         views = all(operation.is_view for operation in inside) and not any(plan.fused)
         adds = any(map(has_main_grad, parameters))
-        # Hooks on what is saved see each tensor once, and those of a checkpoint which plan it was.
+        # Saved-tensor hooks see each tensor once, and those of a checkpoint identify the plan.
         fused: list[Any] = [s.operation for s in (*plan.forward, *plan.backward) if s.fused]
         unasked = memory == "balanced" and not plan.recomputed and not any(f.saves_memory for f in fused)
         plainly = not adds and (memory == "fast" or unasked) and saved_hooks(False) is None
@@ -320,7 +325,7 @@ class Fuser:
             kept = [known for known in self._op_lists if known.fingerprint.differs_in_switches_only()]
             with collecting_later():
                 op_list = OpList(self.root)
-            self._matcher.failures.clear()  # they are known by their positions
+            self._matcher.failures.clear()  # failures are recorded by position
             self._op_lists = (op_list, *kept[: KEPT_LISTS - 1])
             return op_list
 
@@ -345,18 +350,18 @@ class Fuser:
             y = bind_call(region, lowering)(x, channels, seeds)
             assert y is not None
             return y
-        # Without kernels to call, a compiler sees more in the references.
+        # Without Triton kernels, a compiler can fuse more in the references.
         return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
 
     def plan_of(self, lowering: CompiledRegion) -> Plan:
-        """The plan of a region that ran, with patterns that nearly match."""
+        """The plan of a region that ran, with near misses."""
         plan, lean = lowering.plan, self.memory != "fast"
         _, refused = self._matcher.find(lowering.stretch, None, lean, near=True)
         near = [refusal for refusal in refused if refusal.reason.startswith(NEAR)]
         return dataclasses.replace(plan, refused=tuple(sorted((*near, *plan.refused), key=lambda refusal: refusal.at)))
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
-        """A call that a compiler traces: the sequence is read afresh, in code it can follow."""
+        """A call under a compiler's trace: the sequence is flattened again, in code that Dynamo can trace."""
         from .dynamo import has_graph_inside, plannable, run_planned
 
         nodes = flatten(self.root)
@@ -364,14 +369,14 @@ class Fuser:
         mark_shards(nodes)
         number_seeds(nodes)
         inputs, outputs = public_channels(nodes)
-        # The name last, and given to nobody else: a graph that has read it is this list's alone.
+        # The name is read last and is unique: a graph that has read it is specialized to this sequence.
         if type(self) is Fuser and plannable(nodes, x) and self._name and not has_graph_inside(self._name):
             return run_planned(self._name, nodes, inputs, outputs, x, channels)
         return by_reference(nodes, inputs, outputs, x, channels)
 
 
 def _compiled(region: Region, stretch: Stretch, plan: Plan) -> bool:
-    """Compile the C kernels that a plan calls; `False` if that failed, and no plan has C kernels any more."""
+    """Compile the C kernels of a plan; `False` if that failed, after which no plan uses C kernels."""
     steps = tuple([(step.key, step.needs) for step in (*plan.forward, *plan.backward)])
     key = steps, any_rows(plan.env), stretch.borders
     if key in region.rehearsed or not calls_c(plan):
@@ -387,14 +392,14 @@ def _compiled(region: Region, stretch: Stretch, plan: Plan) -> bool:
 
 
 def default_fusions() -> Sequence[type[FusedOperation]]:
-    """The fusions that a sequence takes where it is given none."""
-    from ..fusions import default  # which are above
+    """The fusion set of a sequence without its own."""
+    from ..fusions import default  # a layer above
 
     return default
 
 
 def fuser_of(operation: FusableOperation) -> Fuser:
-    """The fuser that runs one operation as a sequence of one."""
+    """The fuser that runs a single operation as a sequence."""
     return Fuser(operation, default_fusions())
 
 

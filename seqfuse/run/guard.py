@@ -1,4 +1,4 @@
-"""One generated function runs the segments of a region, where the state that it was made for still holds."""
+"""Generates a function that runs the segments of a region if the state that it was generated for still holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ device = operator.attrgetter("device")
 
 
 def has_main_grad(t: Tensor) -> bool:
-    """Whether gradients of a parameter are added to a buffer of its own, which native operations know nothing of."""
+    """Whether gradients of a parameter are added to its `main_grad`, which torch's own nodes do not support."""
     return "main_grad" in t.__dict__
 
 
@@ -66,12 +66,12 @@ def bind(
     parameters: Sequence[Tensor] = (),
     given: Sequence[Tensor] = (),
 ) -> Call:
-    """`call(x, channels, seeds)`, which gives `None` where the state is another one.
+    """`call(x, channels, seeds)`, which returns `None` if the state has changed.
 
     The state is grad mode, determinism, dtype of autocast, `sf.fusing` and `sf.low_precision`; of x the shape, dtype,
     device and `requires_grad`; of the parameters and of the channels that are `given` dtype, class and `requires_grad`,
-    of these the device as well. Without a state, for tensors without data, nothing is asked and processes exchange
-    nothing. An error of a call of torch gets the place of its operation as a note.
+    of these the device as well. Without a state, for tensors without data, nothing is checked and there are no
+    collectives. Errors of torch calls get the place of their operation as a note.
     """
     slots, channels, autocast = region.slots, region.channels, lowering.plan.env.autocast
     s = Source("call", "x, channels, seeds")
@@ -94,7 +94,9 @@ def bind(
         if lowering.native:
             tests += [f"has_main_grad({name})" for name in names] + ["saved_hooks(False) is not None"]
         every, like = [x, *parameters, *given], ""
-        if all(t.layout is torch.strided and not t.is_nested for t in every):  # others abort the process
+        if all(
+            t.layout is torch.strided and not t.is_nested for t in every
+        ):  # TensorGuards abort the process for other layouts
             check = _guards.TensorGuards(*every, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
             like = f"not {s.put(check)}({', '.join(['x', *names, *local.values()])}) and "
         s.add(f"if {like}(", *_joined(of_tensors), "):", "    return None")
@@ -138,7 +140,7 @@ def _joined(tests: Sequence[str]) -> list[str]:
 def _tests(
     s: Source, state: Sequence[Any], x: Tensor, parameters: Sequence[_Named], given: Sequence[_Named]
 ) -> tuple[list[str], list[str]]:
-    """The tests of the state, and those of tensors, which torch's guards spare where nothing has changed."""
+    """The tests of the state, and those of tensors, which torch's guards make unnecessary while nothing changes."""
     grad, deterministic, autocast, fusing, recipes = state
     of_tensors = [
         f"kind(x) is not {s.put(x.__class__)}",
@@ -157,7 +159,7 @@ def _tests(
         "tracing() is not None",
         "functorch() is not None",
         "forward_ad._current_level >= 0",
-        "fx._is_fx_tracing_flag",  # a tensor that is a constant in a graph meets parameters that are not
+        "fx._is_fx_tracing_flag",  # constant tensors may meet proxies as parameters
     ]
     once = functools.cache(s.put)
     for name, t in (*parameters, *given):
@@ -178,7 +180,7 @@ def _run(s: Source, segment: Segment, parameters: Sequence[str], local: dict[str
         leaving.append(local[c])
     result = ", ".join(["x", *leaving])
     call = f"{'apply' if segment.live else 'plain'}({given})"
-    # A node may say of an output that it is the tensor of an earlier one.
+    # A node may declare an output to be the same tensor as an earlier one.
     alike = segment.live and leaving and not (segment.followed and segment.crossing.issuperset(segment.outputs))
     s.add(f"{result} = {f'taken({call})' if alike else call}")
     for c in segment.consumed:

@@ -1,4 +1,4 @@
-"""Lowering: from a plan to segments that can run, each behind one autograd node."""
+"""Lowers a plan to executable segments, each behind one autograd node."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from ..saved import Saved, kind_of
 from ..scaling import Scaled
 
 ParameterPlace = tuple[nn.Module, str]
-# The parameters (by their index), whether x, and the channels, whose gradients a backward pass needs.
+# The needed gradients of a backward pass: parameters by index, whether that of x, and channels.
 NeededGrads = tuple[frozenset[int], bool, frozenset[str]]
-# Of the tensors that a segment saves, the fields that are made again, and of how many tensors each of them is.
+# The recomputed fields of a segment's saved tensors: the index of a field and the number of tensors that it needs.
 Late = tuple[tuple[int, int], ...]
-# Held while copies have the buffers of one forward; a segment may run again in several threads.
+# Held while copies have the buffers of one forward; several threads may recompute a segment.
 _lending = threading.RLock()
 Buffered = Sequence[tuple[nn.Module, nn.Module]]
 OnStep = Callable[..., Any]
-"""`on_step(step, run, *args, **kwargs)` is called in place of `run`, the `fwd` or `bwd` of a step."""
+"""`on_step(step, run, *args, **kwargs)` is called instead of `run`, the `fwd` or `bwd` of a step."""
 
 
 @contextlib.contextmanager
 def lent(slots: Sequence[ParameterPlace], parameters: Sequence[Any]) -> Generator[None]:
-    """Within the block each module has the parameters of a call, such as those of a captured graph."""
+    """A block in which each module has the parameters of a call, such as those of a captured graph."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for (owner, name), parameter in zip(slots, parameters, strict=True):
@@ -49,7 +49,7 @@ def lent(slots: Sequence[ParameterPlace], parameters: Sequence[Any]) -> Generato
         yield
     finally:
         for held, name, before in reversed(changed):
-            if before is held:  # a parametrized tensor is not registered
+            if before is held:  # a parametrized tensor, which is not registered
                 del held[name]
             else:
                 held[name] = before
@@ -57,7 +57,7 @@ def lent(slots: Sequence[ParameterPlace], parameters: Sequence[Any]) -> Generato
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Context:
-    """The state that all segments of a region use; it holds neither the region nor the model, which hold it."""
+    """The state shared by all segments of a region; it references neither the region nor the model."""
 
     nodes: Sequence[Node]  # of the whole sequence
     wants: Wants
@@ -65,11 +65,11 @@ class Context:
     mixed: bool  # whether dtypes can differ along it
     parameters: Mapping[tuple[int, str], Like]
     entering: Mapping[int, Like]  # by position
-    dtypes: dict[int, torch.dtype]  # of what was seen to enter a step, by position
-    can_fall_back: bool  # whether a fusion that fails gives way to its operations
-    note: Callable[[], Callable[[str, int, str], None] | None]  # returns the function to tell of a failure, or `None`
+    dtypes: dict[int, torch.dtype]  # seen at the inputs of steps, by position
+    can_fall_back: bool  # whether a failing fusion falls back to its operations
+    note: Callable[[], Callable[[str, int, str], None] | None]  # returns the function that records a failure, or `None`
     on_step: OnStep | None = None
-    lock: Any = None  # of a model whose parameters are lent to it in each call: held while they are lent
+    lock: Any = None  # of a model that borrows its parameters in each call: held meanwhile
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
 
     @classmethod
@@ -83,7 +83,7 @@ class Context:
         on_step: OnStep | None = None,
         lock: Any = None,
     ) -> Context:
-        """The context of a stretch for the tensors that enter it, without a hold on them."""
+        """The context of a stretch for its inputs, without references to them."""
         nodes, positions, env, x = stretch.nodes, stretch.positions, stretch.env, stretch.x
         assert x is not None
         assert stretch.shapes is not None
@@ -97,12 +97,12 @@ class Context:
         return cls(nodes, stretch.wants, env, mixed, likes, entering, {}, falls_back, note, on_step, lock)
 
     def called(self, step: Step, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, the `fwd` or `bwd` of a step, as `on_step` has it called."""
+        """`run`, the `fwd` or `bwd` of a step, wrapped in `on_step` if there is one."""
         return run if self.on_step is None else functools.partial(self.on_step, step, run)
 
 
 class SavedAt(NamedTuple):
-    """One field of what a segment saves: of which of its records, its name, and what it may hold."""
+    """A saved field of a segment: the index of its record, its name, and the kinds of values that it may have."""
 
     record: int
     name: str
@@ -110,7 +110,7 @@ class SavedAt(NamedTuple):
 
 
 class Saves(NamedTuple):
-    """What a segment saves: its records, with the place of each field among the saved tensors, or the data."""
+    """The saved records of a segment, with the index of each field among the saved tensors, or among other data."""
 
     records: tuple[tuple[int, Record], ...]  # with the index of the step
     tensors: tuple[SavedAt, ...]
@@ -119,21 +119,21 @@ class Saves(NamedTuple):
 
     @classmethod
     def of(cls, forward: Sequence[Step]) -> Saves:
-        """What forward steps save."""
+        """The saved records of forward steps."""
         return cls.holding([(i, r) for i, step in enumerate(forward) for r in step.saves])
 
     @classmethod
     def holding(cls, records: Sequence[tuple[int, Record]]) -> Saves:
-        """These records, each with the index of its step."""
+        """Saves these records, each with the index of its step."""
         fields = [SavedAt(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
         of_kind = [tuple([f for f in fields if f.kind == kind]) for kind in ("tensor", "tuple", "data")]
         return cls((*records,), *of_kind)
 
 
 class Inputs(Saved):
-    """What a segment saves whose forward runs again: what entered it, seeds, and all of its parameters."""
+    """The saved tensors of a recomputed segment: its inputs, seeds, and all of its parameters."""
 
-    buffers: list[dict[str, Any]]  # of its modules that have some, as they were
+    buffers: list[dict[str, Any]]  # of its modules with buffers, before the forward
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -143,36 +143,36 @@ class Segment:
     context: Context
     span: range
     forward: tuple[Step, ...]
-    backward: tuple[Step, ...]  # in the order in which they run, with each operation configured as in the forward
+    backward: tuple[Step, ...]  # in execution order, each operation configured as in the forward
     signature: int  # of the plan
-    # The same steps as the backward pass runs them again, to save what they save; `None` where they save it at once.
+    # The same steps as recomputed in the backward pass for their saved tensors; `None` if the forward saves these.
     again: Segment | None = None
-    replays: bool = False  # whether it is that of another one: nothing leaves it, and it saves each tensor for one step
-    keeps: frozenset[int] = frozenset()  # first positions of steps that do not run again, as their results are saved
-    given: Saves | None = None  # of one that runs again: what had been saved for that
-    # Of one that runs again: modules with buffers, each with its copy that runs again.
+    replays: bool = False  # whether it recomputes another segment: it has no results and saves tensors step by step
+    keeps: frozenset[int] = frozenset()  # first positions of steps with saved results, which are not recomputed
+    given: Saves | None = None  # if recomputed: the saved tensors of the forward
+    # If recomputed: modules with buffers, each with the copy that is recomputed.
     buffered: Buffered = ()
-    parameters: tuple[ParameterPlace, ...] = dataclasses.field(init=False)  # with a needed gradient, each once
-    inputs: tuple[str, ...] = dataclasses.field(init=False)  # the channels that enter it
-    outputs: tuple[str, ...] = dataclasses.field(init=False)  # those that leave it
-    crossing: frozenset[str] = dataclasses.field(init=False)  # of these, those that a later operation reads
-    frozen: frozenset[str] = dataclasses.field(init=False)  # and those without a gradient
-    consumed: tuple[str, ...] = dataclasses.field(init=False)  # the inputs that nothing after it reads
-    followed: bool = dataclasses.field(init=False)  # by an operation of this library, which changes nothing in place
+    parameters: tuple[ParameterPlace, ...] = dataclasses.field(init=False)  # with a needed gradient, without duplicates
+    inputs: tuple[str, ...] = dataclasses.field(init=False)  # the channels that it reads from outside
+    outputs: tuple[str, ...] = dataclasses.field(init=False)  # the channels that it returns
+    crossing: frozenset[str] = dataclasses.field(init=False)  # the outputs that a later operation reads
+    frozen: frozenset[str] = dataclasses.field(init=False)  # the outputs without a gradient
+    consumed: tuple[str, ...] = dataclasses.field(init=False)  # the inputs that no later operation reads
+    followed: bool = dataclasses.field(init=False)  # by an operation of this library, which mutates nothing
     live: bool = dataclasses.field(init=False)  # whether any gradient is needed
-    slots: Sequence[ParameterPlace] = dataclasses.field(default=(), init=False)  # of one that runs again: all of them
+    slots: Sequence[ParameterPlace] = dataclasses.field(default=(), init=False)  # if recomputed: all parameters
     index: dict[tuple[int, str], int] = dataclasses.field(init=False)
     autocast: torch.dtype | None = dataclasses.field(init=False)
     saves: Saves = dataclasses.field(init=False)
-    # Positions whose records a backward is given, as a joint fusion that had saved them failed.
+    # Positions whose records are arguments of a backward, since the joint fusion that saved them failed.
     divided: frozenset[int] = frozenset()
-    checked: set[Any] = dataclasses.field(default_factory=lambda: set[Any]())  # steps that have kept their contract
-    # Code written of the steps: the forward once they are checked, and before; the backward by what it is asked for.
+    checked: set[Any] = dataclasses.field(default_factory=lambda: set[Any]())  # steps whose contract was checked
+    # Generated code: the forward after and before its steps are checked; the backward by the gradients it must return.
     code: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     first: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     codes: dict[Any, Any] = dataclasses.field(default_factory=lambda: dict[Any, Any](), init=False)
-    late: Late = dataclasses.field(default=(), init=False)  # as its first call saved them
-    # Those of its parameters, by index, that are not of class `Parameter`: a node does not keep these alive.
+    late: Late = dataclasses.field(default=(), init=False)  # as in its first call
+    # Indices of its parameters that are not of class `Parameter`: a node must not keep these alive.
     apart: tuple[int, ...] = dataclasses.field(default=(), init=False)
     others: dict[Any, Segment] = dataclasses.field(default_factory=lambda: dict[Any, Segment](), init=False)
 
@@ -196,7 +196,7 @@ class Segment:
         self.index = {(id(owner), attribute): i for i, (owner, attribute) in enumerate(self.parameters)}
 
     def _given(self) -> Saves:
-        """What is saved so that its forward can run again."""
+        """The saved tensors from which its forward can be recomputed."""
         names = ("x", "seeds", *(f"c{i}" for i in range(len(self.inputs))), *(f"p{i}" for i in range(len(self.slots))))
         names += (*(f"y{at}" for at in sorted(self.keeps)), *["buffers"] * bool(self.buffered))
         records = [(-1, Record((), ~self.span.start, Inputs, names))]
@@ -207,17 +207,17 @@ class Segment:
 
     @contextlib.contextmanager
     def buffers_of(self, data: Sequence[Any]) -> Generator[None]:
-        """Within the block copies that run again have the buffers of the first forward, which are first in `data`."""
+        """A block in which recomputed copies have the buffers of the first forward, the first items of `data`."""
         with _lending if self.buffered else contextlib.nullcontext():
             for (_, copy), held in zip(self.buffered, data[0] if self.buffered else (), strict=True):
                 copy._buffers.update(held)  # pyright: ignore[reportPrivateUsage]
             yield
 
     def without(self, at: int, backward: bool = False) -> Segment:
-        """This segment with operations in place of a fusion among its forward, or backward, steps that failed."""
+        """This segment with the operations of a failed forward or backward fusion instead of the fusion."""
         if (at, backward) not in self.others:
             step = (self.backward if backward else self.forward)[at]
-            if backward and step.joint and self.replays:  # its forward runs again, too
+            if backward and step.joint and self.replays:  # its forward is recomputed, too
                 return self.without(next(i for i, ahead in enumerate(self.forward) if ahead.key == step.key))
             new: dict[str, Any] = {"signature": hash((self.signature, step.start))}
             if not backward:
@@ -234,13 +234,13 @@ class Segment:
         return self.others[at, backward]
 
     def place(self, index: int) -> tuple[str, str, int]:
-        """A parameter, by its index, with the operation that makes its gradient, and its position."""
+        """The name of a parameter, by index, and the operation that computes its gradient, with its position."""
         owner, attribute = self.parameters[index]
         step = next(s for s in self.backward if (id(owner), attribute) in [slot for _, slot in s.grads])
         return f"{type(owner).__name__}.{attribute}", step.name, step.start
 
     def narrowed(self, needed: NeededGrads) -> tuple[Step, ...]:
-        """The backward steps where only some gradients are needed."""
+        """The backward steps if only some gradients are needed."""
         parameters, x, channels = needed
 
         def asks(owner: nn.Module, attribute: str) -> bool:
@@ -253,9 +253,9 @@ class Segment:
 
 
 class TorchCall(NamedTuple):
-    """A call of torch that is a native operation, or a GEMM with its bias, with the parameters it takes behind x.
+    """The torch function of a native operation, or a GEMM with its bias, and its parameters after x.
 
-    Of an operation that hands x on, there is none, and a channel `keeps` it; another `reads` channels, by keyword.
+    An operation that returns x unchanged has no function; a channel `keeps` x. Others `reads` channels as keywords.
     """
 
     run: Callable[..., Tensor] | None
@@ -266,9 +266,9 @@ class TorchCall(NamedTuple):
 
 
 def torch_calls(plan: Plan) -> list[TorchCall] | None:
-    """The calls of torch that a plan comes to: autograd runs them, and saves the same, without a node of ours.
+    """The torch calls equivalent to a plan, if there are any: autograd runs them without one of our nodes.
 
-    So it is where each operation is native, all of its gradients are needed, and no fusion does more than torch.
+    Requires that each operation is native, all gradients are needed, and no fusion does more than torch.
     """
     env, steps = plan.env, (*plan.forward, *plan.backward)
     nodes = [node for step in plan.forward for node in step.nodes]
@@ -283,7 +283,7 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
     if any(step.fused and size >= step.operation.native_below for step in steps):
         return None
     work = (env.rows or 0) * max(math.prod(operation.features or ()) for operation in operations)
-    if env.multiplies_by_onednn(work):  # autograd's GEMMs would take longer
+    if env.multiplies_by_onednn(work):  # autograd's GEMMs would be slower
         return None
     calls: list[TorchCall] = []
     joined, first = False, plan.forward[0].start
@@ -299,7 +299,7 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
         if not operation.native or node.seed is not None or node.sum_over:
             return None
         leaving = [channel for _, channel in node.outputs]
-        # What leaves the region, or enters it, is the engine's to hand on.
+        # Channels that cross the region's border are passed by the engine.
         inside = kept.issuperset(channel for _, channel in node.inputs) and all(
             node.readers[channel] and max(node.readers[channel]) < first + len(nodes) for channel in leaving
         )
@@ -314,7 +314,7 @@ def torch_calls(plan: Plan) -> list[TorchCall] | None:
 
 
 def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[Segment]:
-    """The segments of a plan; `configured_at` gains a copy of each operation as its forward is configured."""
+    """The segments of a plan; adds a copy of each operation, as configured now, to `configured_at`."""
     whole = hash(tuple((s.name, s.covers) for s in (*plan.forward, *plan.backward)))
     by_start = [{s.start: s for s in steps} for steps in (plan.forward, plan.backward)]
     segments: list[Segment] = []
@@ -340,7 +340,7 @@ def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[S
 
 
 def _buffered(operation: FusableOperation, copy: FusableOperation, delayed: bool) -> list[tuple[nn.Module, nn.Module]]:
-    """The modules of an operation that have buffers, or will if `delayed`, each with its copy, which has its own."""
+    """The modules of an operation with buffers (with `delayed`, also future ones), each with its copy."""
     found: list[tuple[nn.Module, nn.Module]] = []
     for module, own in zip(operation.modules(), copy.modules(), strict=True):
         held: dict[str, Any] = module._buffers  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""The one autograd function, which runs a segment of a plan as one node of the graph."""
+"""The only autograd function: it runs a segment of a plan as one node of the graph."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .fallback import may_fall_back, reason_of, recovered, warn
 from .lower import Late, NeededGrads, Segment, lent
 
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
-# Whether it is `backward()`, and neither `backward(inputs=)` nor `torch.autograd.grad`, that runs.
+# Whether the running pass is `backward()`, not `backward(inputs=)` or `torch.autograd.grad`.
 _asked_for_all: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # pyright: ignore
 saved_hooks: Any = _top_saved_tensors_default_hooks
 _attributes = operator.attrgetter("__dict__")
 
-# What a node keeps besides its saved tensors: the segment; fields that are no tensors; what y and outputs are like, for
-# an output that the loss does not use; the parameters that autograd accumulates into; and which fields are made again,
-# or, if `pack` saved them, where they are.
+# The data of a node besides its saved tensors: the segment; fields that are not tensors; descriptions of y and outputs,
+# for outputs that the loss does not use; the parameters that autograd accumulates into; and the recomputed fields or,
+# if `pack` saved the records, the place of each field.
 _Kept = tuple[Segment, tuple[Any, ...], Any, Sequence[nn.Parameter], "Late | _Packed"]
 
 
@@ -50,7 +50,9 @@ class Seqfuse(torch.autograd.Function):
         kept: _Kept = ctx.kept
         segment, packed = kept[0], kept[4]
         if segment.again is not None:
-            if torch.compiler.is_dynamo_compiling():  # compiled autograd, which would compile each frame of the plan
+            if (
+                torch.compiler.is_dynamo_compiling()
+            ):  # under compiled autograd, which would compile each frame of the plan
                 disable: Any = torch.compiler.disable  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
                 return disable(_run_again)(ctx, kept, douts)
             return _run_again(ctx, kept, douts)
@@ -58,7 +60,7 @@ class Seqfuse(torch.autograd.Function):
         code = segment.codes.get((tuple([d is None for d in douts]), None, late, False, None))
         if code is None or code.checks or _grad_enabled() or not _is_usual(ctx, kept, douts):
             if not torch.compiler.is_dynamo_compiling() and Batched.given(douts):
-                tensors = functools.cache(lambda: _saved_tensors(ctx, packed))  # a checkpoint hands them out once
+                tensors = functools.cache(lambda: _saved_tensors(ctx, packed))  # a checkpoint unpacks them only once
                 return tuple(Batched.run(lambda *one: _backward(ctx, kept, one, [*tensors()]), douts))
             return _backward(ctx, kept, douts, _saved_tensors(ctx, packed))
         tensors = _saved_tensors(ctx, packed)
@@ -72,40 +74,40 @@ class Seqfuse(torch.autograd.Function):
 
 
 _node: Any = Seqfuse._backward_cls  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportPrivateUsage]
-# What the engine calls, which would look `backward` up in two more steps.
+# Autograd calls `apply`, which would look up `backward` in two more steps.
 _node.apply = Seqfuse.backward
 
 
 class Alone:
-    """Stands for the context of a node: `Seqfuse.forward` and `backward` run with it without autograd."""
+    """A substitute for the context of a node: `Seqfuse.forward` and `backward` run with it without autograd."""
 
     next_functions: Sequence[Any] = ()
     saved_tensors: Sequence[Any] = ()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        """Keep what a forward saves."""
+        """Keep the tensors that a forward saves."""
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """Nothing here is differentiated."""
+        """Does nothing: without autograd nothing is differentiated."""
 
     def maybe_clear_saved_tensors(self) -> None:
-        """Keep them: a backward may run more than once."""
+        """Does nothing: a backward may run more than once."""
 
 
 class _Replayed(Alone):
-    """Stands for the node of a segment that runs again."""
+    """A substitute for the node of a recomputed segment."""
 
     def __init__(self, next_functions: Sequence[Any], given: tuple[Sequence[Any], Sequence[Any]]) -> None:
-        self.next_functions, self.given = next_functions, given  # what had been saved for it: tensors, and other data
+        self.next_functions, self.given = next_functions, given  # saved tensors and other data of the first forward
 
     def maybe_clear_saved_tensors(self) -> None:
         self.saved_tensors = ()
 
 
 class _FailedAgain(Exception):
-    """A fusion failed in the backward pass of what ran again: its forward runs once more, as that of another segment,
-    and its backward goes on from there.
+    """A fusion failed in the backward of a recomputed segment: a segment without the fusion recomputes the forward, and
+    the backward continues with it.
     """
 
     def __init__(self, segment: Segment, goes_on: Callable[[Any], Any]) -> None:
@@ -113,7 +115,7 @@ class _FailedAgain(Exception):
 
 
 def _run_again(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> tuple[Any, ...]:
-    """Run the forward of a segment again, and then its backward."""
+    """Recomputes the forward of a segment, and then runs its backward."""
     packed = kept[4]
     tensors = _saved_tensors(ctx, packed)
     values = _values(packed, tensors)
@@ -143,7 +145,7 @@ def _again(ctx: Any, kept: _Kept, values: Sequence[Any], douts: Sequence[Any]) -
 
 
 def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]) -> Any:
-    """Run the forward code that checks its steps, and write the one that does not once each of them was checked."""
+    """Runs the forward code with checks; once all steps are checked, generates the code without."""
     if not segment.replays:
         own = inputs[1 + len(segment.inputs) :]
         segment.apart = tuple([i for i, p in enumerate(own) if type(p) is not nn.Parameter])
@@ -151,7 +153,7 @@ def _first(segment: Segment, inputs: Sequence[Tensor], run: Callable[[Any], Any]
     code: Any = segment.first
     if code is None:
         code = segment.first = forward_code(segment, calls, True)
-        if segment.live:  # a compiler that traces a backward finds the code of the usual one
+        if segment.live:  # a compiler that traces a backward needs its usual code
             _write_back(segment, BackwardVariant((False,) * (1 + len(segment.outputs))), True)
     out = run(code)
     if segment.checked.issuperset(code.checks) and not is_fake(inputs[0]) and not torch.compiler.is_compiling():
@@ -169,11 +171,11 @@ def _failed(
     tensors: Sequence[Tensor],
     returned: bool = False,
 ) -> Any:
-    """Run a segment again without the fusion that failed, or that `returned` what cannot be saved."""
+    """Runs a segment again without the fusion that failed, or that `returned` values which cannot be saved."""
     step = segment.forward[at]
     may_fall_back(segment, step, error, x, segment.forward if returned else segment.forward[:at])
     reason, other = reason_of(error), segment.without(at)
-    del error  # its traceback holds this frame
+    del error  # its traceback references this frame
     run = run_plain if ctx is None else functools.partial(Seqfuse.forward, ctx)
     out = run(other, seeds, x, *tensors)
     warn(segment, step, reason, x)
@@ -181,7 +183,7 @@ def _failed(
 
 
 class _Packed:
-    """Where the fields that `_pack` saved are among the saved tensors, and the mark of a checkpointed forward."""
+    """The places of the fields that `_pack` saved, and the mark of a checkpointed forward."""
 
     __slots__ = ("mark", "places")
 
@@ -190,7 +192,7 @@ class _Packed:
 
 
 def _values(packed: Late | _Packed, tensors: list[Any]) -> list[Any]:
-    """What each field holds, if `pack` saved it: a tensor, several, `None`, or what makes a tensor again."""
+    """The value of each field that `pack` saved: a tensor, several, `None`, or a `Recompute`."""
     return [_value(place, tensors) for place in packed.places] if isinstance(packed, _Packed) else tensors
 
 
@@ -202,12 +204,12 @@ def _value(place: Any, tensors: Sequence[Any]) -> Any:
 
 
 def _place(value: Any, memo: dict[int, int], tensors: list[Any]) -> Any:
-    """Where a value is among the tensors, each of which is saved once; of several, with what they are for."""
+    """The index of a value among the tensors, each of which is saved once; for several tensors their structure."""
     if value is None:
         return None
     if isinstance(value, Tensor):
         place = len(tensors)
-        if not torch.compiler.is_dynamo_compiling():  # which knows no identity of a tensor in a tuple
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo has no identity of tensors in tuples
             place = memo.setdefault(id(value), place)
         tensors += [value] * (place == len(tensors))
         return place
@@ -221,9 +223,9 @@ def _place(value: Any, memo: dict[int, int], tensors: list[Any]) -> Any:
 def _pack(
     ctx: Any, segment: Segment, fields: Sequence[dict[str, Any]], like: Any, leaves: Any
 ) -> tuple[int, Exception] | None:
-    """Save records with fields that are made again, or for hooks, which see each tensor once.
+    """Saves records with recomputed fields, or for saved-tensor hooks, which see each tensor once.
 
-    A field may hold what cannot be saved: then the place of the step that failed so, and why.
+    For a field that cannot be saved returns the index of its step and the error.
     """
     saves, memo, tensors, places = segment.saves, dict[int, int](), list[Any](), list[Any]()
     for field in (*saves.tensors, *saves.several):
@@ -239,7 +241,7 @@ def _pack(
     hooks: Any = None if segment.replays else saved_hooks(False)
     mark = None
     if tensors and hooks is not None and getattr(hooks[1], "__module__", None) == "torch.utils.checkpoint":
-        # An empty tensor whose shape, which torch compares, says what ran.
+        # An empty tensor whose shape identifies the plan; torch's checkpoint compares shapes.
         mark = torch.empty((0, hash(segment.signature) % (1 << 62)), dtype=torch.uint8, device="cpu")
         tensors.append(mark)
     ctx.save_for_backward(*tensors)
@@ -250,7 +252,7 @@ def _pack(
 
 
 def _made_again(segment: Segment, places: Sequence[Any]) -> Late:
-    """The fields that steps of this library make again, each of one number of tensors in every call; or none."""
+    """The recomputed fields of steps of this library, which need the same number of tensors in every call; or none."""
     saves = segment.saves
     found = [i for i, place in enumerate(places) if place.__class__ is tuple and place[0] is not None]
     if found and (found[-1] >= len(saves.tensors) or any(type(t) is not int for i in found for t in places[i][1:])):
@@ -261,11 +263,11 @@ def _made_again(segment: Segment, places: Sequence[Any]) -> Late:
 
 
 def _saved_tensors(ctx: Any, packed: Late | _Packed) -> list[Any]:
-    """The saved tensors of a node; an error where a checkpointed forward ran another plan the second time."""
+    """The saved tensors of a node; raises if a checkpoint recomputed the forward with another plan."""
     if not isinstance(packed, _Packed) or packed.mark is None:
         return [*ctx.saved_tensors]
     tensors, cause = list[Any](), None
-    # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
+    # Reading them recomputes a checkpointed forward, which must run the plan of this node.
     try:
         tensors = [*ctx.saved_tensors]
     except CheckpointError as error:
@@ -278,9 +280,9 @@ def _saved_tensors(ctx: Any, packed: Late | _Packed) -> list[Any]:
 
 
 def _backward(ctx: Any, kept: _Kept, douts: Sequence[Any], tensors: list[Any]) -> tuple[Any, ...]:
-    """Run a backward for which only some gradients are needed, which adds to `main_grad`, or which is to be checked.
+    """Runs a backward with partial gradients, with `main_grad`, or with checks.
 
-    It empties the list of saved tensors, which a caller holds while code of Dynamo is installed.
+    It empties the list of saved tensors, which a caller keeps alive while code of Dynamo is installed.
     """
     segment, packed = kept[0], kept[4]
     needed = _needed(ctx, segment)
@@ -308,9 +310,9 @@ def _run_back(
     records: Any,
     given: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Run a backward, given the gradients, or the variables of one in which a fusion failed.
+    """Runs a backward for gradients, or with the variables of one in which a fusion failed.
 
-    Of the values, which another run of it could not read, each goes behind the step that is the last to read it.
+    Each value is freed after the step that reads it last, so that the backward cannot run a second time.
     """
     code = segment.codes.get(tuple(variant)) or _write_back(segment, variant, True)
     grads = code(segment, kept, values, buffers, records, *given)
@@ -321,11 +323,11 @@ def _run_back(
 
 
 MOST = 64
-"""So many ways in which gradients can be needed have code of their own; then all of it is written anew."""
+"""At most so many variants of a backward are kept; then the cache starts empty again."""
 
 
 def _write_back(segment: Segment, variant: BackwardVariant, checked: bool) -> Any:
-    """Write the code of a backward, with checks unless each of its steps was checked and all gradients are needed."""
+    """Generates the code of a backward, with checks until each step was checked with all gradients needed."""
     if len(segment.codes) >= MOST:
         segment.codes.clear()
     code = backward_code(segment, _failed_back, variant, checked)
@@ -346,15 +348,15 @@ def _failed_back(
     variables: dict[str, Any],
     variant: BackwardVariant,
 ) -> Any:
-    """Go on with the operations of the fusion that failed in a backward."""
-    if isinstance(at, tuple):  # an operation that runs in the place of a fusion
+    """Continues a backward with the operations of a failed fusion."""
+    if isinstance(at, tuple):  # an operation of a fusion that was replaced
         may_fall_back(segment, segment.backward[at[0]].unfused(backward=True)[at[1]], error)
         raise error
     step = segment.backward[at]
     record = None if segment.replays else lambda: joint_record(segment, variant, step)(kept, values)
     found = recovered(segment, at, error, record, buffers)
     reason, other = reason_of(error), segment.without(at, backward=True)
-    del error  # its traceback holds frames
+    del error  # its traceback references frames
     given = {name: g for name, g in variables.items() if name == "d" or (name[0] in "gp" and name[1:].isdigit())}
     variables.clear()
     later = variant._replace(start=at)
@@ -367,7 +369,7 @@ def _failed_back(
 
 
 def _go_on(variant: BackwardVariant, buffers: MainGrads | None, given: dict[str, Any], node: Any) -> Any:
-    """Run the rest of a backward whose forward ran once more."""
+    """Runs the rest of a backward after its forward was recomputed again."""
     segment, packed = node.kept[0], node.kept[4]
     variant = variant._replace(late=None if isinstance(packed, _Packed) else packed)
     values = _values(packed, _saved_tensors(node, packed))
@@ -376,7 +378,7 @@ def _go_on(variant: BackwardVariant, buffers: MainGrads | None, given: dict[str,
 
 
 def _is_usual(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> bool:
-    """Whether every gradient is needed, and none is added to a buffer of its parameter's own or comes in a batch."""
+    """Whether all gradients are needed, none goes to a `main_grad`, and none is batched."""
     if torch.compiler.is_dynamo_compiling():  # as compiled autograd does
         return False
     if not _asked_for_all() and (_needed(ctx, kept[0]) is not None or Batched.given(douts)):
@@ -410,11 +412,11 @@ def _will_run(fn: Any) -> bool:
 
 
 def _leave(ctx: Any, segment: Segment, values: list[Any], inputs: Sequence[Tensor]) -> tuple[Tensor | int, ...]:
-    """The results that a node returns, marked where they have no gradient.
+    """The results that a node returns, marked as non-differentiable where they have no gradient.
 
-    Other modules may change a tensor in place: before one, each tensor is returned once, then the place of the first.
-    Operations of this library change nothing: before one, each name has a tensor of its own, so that gradients are
-    summed in the same order wherever a sequence is cut.
+    The next module may mutate a tensor: then each tensor is returned once, and duplicates as the index of the first.
+    Operations of this library mutate nothing: before one, each name gets its own view, so that gradients are summed in
+    the same order wherever a sequence is cut.
     """
     found: list[Any] = []
     for name, value in zip(("", *segment.outputs), values, strict=True):
@@ -433,7 +435,7 @@ def _leave(ctx: Any, segment: Segment, values: list[Any], inputs: Sequence[Tenso
 
 
 def _own(value: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """A tensor that the caller may change in place, as autograd allows for no input and no view that a node returns."""
+    """A tensor that the caller may mutate: autograd forbids that for inputs and views that a node returns."""
     if not value.requires_grad and not value._is_view():
         return value
     base = value if value._base is None else value._base
@@ -443,25 +445,25 @@ def _own(value: Tensor, others: Sequence[Tensor]) -> Tensor:
     return value.detach()
 
 
-# `Function.apply` first looks for functorch wrappers among its arguments; the fuser has already ruled them out.
+# `Function.apply` first searches its arguments for functorch wrappers, which the fuser has already excluded.
 apply_node: Callable[..., Any] = super(torch.autograd.Function, Seqfuse).apply  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 """`apply_node(segment, seeds, x, *channels, *parameters)` runs a segment behind one node: y, or `(y, *outputs)`."""
 
 
 def run_plain(segment: Segment, seeds: Tensor | None, x: Tensor, *inputs: Tensor) -> Any:
-    """Run a segment in which no gradient is needed: y, or `(y, *outputs)`."""
+    """Runs a segment in which no gradient is needed: y, or `(y, *outputs)`."""
     if segment.code is not None:
         return segment.code(segment, seeds, x, *inputs)
     return _first(segment, (x,), lambda code: code(segment, seeds, x, *inputs))
 
 
 def taken(out: Sequence[Any]) -> Sequence[Tensor]:
-    """The results of a node; a number stands for the tensor at that place, which it would return twice."""
+    """The results of a node, with each index replaced by the tensor that it duplicates."""
     return [out[t] if isinstance(t, int) else t for t in out]
 
 
 def run_alone(segment: Segment, seeds: Tensor | None, x: Tensor, *channels: Tensor) -> tuple[Alone, Sequence[Tensor]]:
-    """Run a segment without autograd; what stands for its node, whose backward `back_alone` runs, y and the outputs."""
+    """Runs a segment without autograd. Returns a substitute for its node, for `back_alone`, and y with the outputs."""
     node = Alone()
     out: Any = (
         Seqfuse.forward(node, segment, seeds, x, *channels) if segment.live else run_plain(segment, seeds, x, *channels)
@@ -470,5 +472,5 @@ def run_alone(segment: Segment, seeds: Tensor | None, x: Tensor, *channels: Tens
 
 
 def back_alone(node: Alone, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of x, channels and parameters of a segment that ran alone."""
+    """The gradients of x, channels and parameters of a segment that ran without autograd."""
     return Seqfuse.backward(node, *douts)[2:]

@@ -1,4 +1,4 @@
-"""Plans ahead of a call: for an input that is not run, or for a machine that is not here."""
+"""Plans without a call: for an example input, or for another machine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ..settings import Fusing, fusing_now
 from .regions import OpList, Region
 
 HALF = Budget(part=0.5)
-"""A plan says what this choice would hold, beside those that have names."""
+"""A plan lists the memory of this choice beside that of the named ones."""
 
 
 def _parameters_of(module: nn.Module) -> Iterable[nn.Parameter]:
-    """As `parameters` gives them, which takes several times as long for a module without others inside."""
+    """Like `module.parameters()`, but several times faster for a module without submodules."""
     if len(module._modules):  # pyright: ignore[reportPrivateUsage]
         return module.parameters()
     return [p for p in module._parameters.values() if p is not None]  # pyright: ignore[reportPrivateUsage]
@@ -47,7 +47,7 @@ def preview(
     memory: Choice,
     weighing: Callable[[Stretch], Scales],
 ) -> Plan:
-    """The plan of a whole sequence, for an input or for an environment."""
+    """The plan of a whole sequence for an input or an environment."""
     if x is not None:
         if op_list.nodes:
             expect_tensor(op_list.nodes[0], x)
@@ -79,11 +79,11 @@ def preview(
             own = [getattr(owner, name) for owner, name in part.slots] if follows and not op_list.parametrized else []
             entered, beside = entering if follows else None, given
             if entered is not None and arriving is not None and part.start > 0:
-                entered, beside = arriving.x, arriving.channels  # those on meta do not fit parameters that are not
+                entered, beside = arriving.x, arriving.channels  # meta tensors do not fit parameters on other devices
             beside = {c: beside[c] for c in part.channels if c in beside}
             borders = borders_of(op_list.nodes, part.positions, entered, beside, own, here)
             width = _entering_width(op_list.nodes[part.start : part.stop])
-            if x is None and width is not None:  # what stands for an input where none is given
+            if x is None and width is not None:  # a substitute for an input that is not given
                 entering = torch.empty(here.tokens, *width, dtype=here.dtype, device="meta")
             about = op_list.nodes, part.positions, here, wants, shapes, borders, entering, given, places[0]
             why = None if arriving is None else arriving.unknown
@@ -133,9 +133,9 @@ def preview(
     tensors = [x, *channels.values(), *parameters]
     asked = [t.requires_grad for t in tensors]
 
-    def measured(plan: Plan, held: Any = root) -> Memory | str | None:  # the plan holds the model
+    def measured(plan: Plan, held: Any = root) -> Memory | str | None:  # the plan keeps the model alive
         if [t.requires_grad for t in tensors] != asked:
-            return None  # what is kept now is not what this plan says
+            return None  # the model has changed since this plan
         if len(places) > 1:
             return "the parameters are on several devices"
         for stretch in (stretch for _, stretch in stretches if stretch.fusing.off != Fusing.off):
@@ -154,7 +154,7 @@ def preview(
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
         every = {choice: planned(choice) for choice in dict.fromkeys((*MODES[:-1], HALF, MODES[-1], memory))}
         if memory != HALF and any(refusal.fusion == f"memory={HALF}" for refusal in every[HALF].refused):
-            del every[HALF]  # it does not fit: its plan is the one of "least"
+            del every[HALF]  # it cannot be met: its plan is that of "least"
         if len({(plan.forward, plan.backward, plan.recomputed) for plan in every.values()}) == 1:
             return ()
         found = list[MemoryChoice]()
@@ -174,7 +174,7 @@ def preview(
 
 
 def _entering_width(nodes: Sequence[Node]) -> tuple[int, ...] | None:
-    """The last dimensions of what enters, as the first operation with parameters says them; `None` if it does not."""
+    """The last dimensions of the input according to the first operation with parameters; `None` if they are unknown."""
     for node in nodes:
         operation: Any = node.operation
         last: Any = getattr(operation, "in_features", None) or getattr(operation, "normalized_shape", None)
@@ -186,9 +186,9 @@ def _entering_width(nodes: Sequence[Node]) -> tuple[int, ...] | None:
 
 
 def _fusing(region: Region) -> Fusing:
-    """What may be fused in a region: nothing where a call would run it by its references, for a parameter's class.
+    """The fusions allowed in a region: none if a parameter's class makes calls run the references.
 
-    Sharded parameters do not count: FSDP gathers them for a call.
+    Sharded parameters do not matter: FSDP gathers them for a call.
     """
     for owner, name in region.slots:
         kind: type[Any] = type(owner._parameters.get(name))  # pyright: ignore[reportPrivateUsage]
@@ -200,7 +200,7 @@ def _fusing(region: Region) -> Fusing:
 
 
 def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:
-    """Fusions of other authors that the plan does not name; in a library's set most match nowhere."""
+    """Third-party fusions that the plan does not mention; of this library's fusions most match nowhere."""
     others = [cls for cls in matcher.fusions if is_own(cls)]
     if others:
         named = {step.name for step in (*plan.forward, *plan.backward)} | {refusal.fusion for refusal in plan.refused}
@@ -208,9 +208,9 @@ def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:
 
 
 def choice_in(memory: Choice, op_list: OpList, region: Region, x: Tensor | None) -> Choice:
-    """The choice of memory for a region that x enters, from the one for the whole sequence.
+    """The choice of memory for a region with input x, derived from that of the whole sequence.
 
-    An embedding alone has nothing to choose: others share what its tokens leave.
+    An embedding alone has no choices: the other regions share the budget.
     """
     regions = [part for part in op_list.parts if isinstance(part, Region)]
     choosing = [part for part in regions if not _only_embeds(op_list.nodes, part)]
@@ -223,7 +223,7 @@ def choice_in(memory: Choice, op_list: OpList, region: Region, x: Tensor | None)
 
 
 def _only_embeds(nodes: Sequence[Node], region: Region) -> bool:
-    """Whether an operation that reads integers is all of a region."""
+    """Whether a region consists of one operation that reads integers."""
     operation: Any = nodes[region.start].operation
     return len(region.positions) == 1 and operation.y_dtype is not None
 
@@ -236,9 +236,9 @@ def _check_channels(
     channels: Mapping[str, Tensor],
     autocast: bool,
 ) -> None:
-    """Check the shapes of channels that the call passes against what enters the operations that read them.
+    """Check the shapes of a call's channels against the inputs of the operations that read them.
 
-    Under autocast dtypes are not checked: what enters an operation may have another than x.
+    Under autocast dtypes are not checked: the input of an operation may have another dtype than x.
     """
     given = {
         name: torch.empty(t.shape, dtype=x.dtype if autocast and t.is_floating_point() else t.dtype, device="meta")
@@ -252,5 +252,5 @@ def _check_channels(
                 walk_reference(nodes, run, entering, {**given}, None)
             except InputError as error:
                 raise clearer(nodes, run, error, entering) from None
-            except Exception:  # what needs numbers, or parameters that are elsewhere, says nothing of shapes
+            except Exception:  # data-dependent operations and parameters on other ranks have no known shapes
                 continue

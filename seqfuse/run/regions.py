@@ -1,4 +1,4 @@
-"""A sequence as it was read once, cut into regions, with their plans."""
+"""A flattened sequence, cut into regions, with their plans."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .shards import mark_shards
 
 KEPT_LOWERINGS = 512
 
-# By name, for a node in a compiler's graph, which can hold nothing but names.
+# By name: a node in a compiler's graph can only reference a fuser by name.
 fusers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def callers_level() -> int:
-    """The `stacklevel`, of a warning where this is called, that names the line which called the library or torch."""
+    """The `stacklevel` with which a warning points at the user's line that called the library or torch."""
     frame, level = sys._getframe(1), 1  # pyright: ignore[reportPrivateUsage]
     while frame.f_back is not None and (
         frame.f_globals.get("__name__", "").partition(".")[0] in ("seqfuse", "torch")
@@ -42,7 +42,7 @@ def callers_level() -> int:
 
 
 Call = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
-"""Runs a region: x, channels and seeds to the result; `None` where the state is another one."""
+"""Runs a region on x, channels and seeds; returns `None` if the state has changed."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -50,34 +50,34 @@ class CompiledRegion:
     """The plan of a region, lowered to segments."""
 
     plan: Plan
-    stretch: Stretch  # what it was planned for, without tensors
-    segments: list[tuple[Segment, list[int]]]  # with the indices of its parameters among the region's
+    stretch: Stretch  # the stretch that was planned, without tensors
+    segments: list[tuple[Segment, list[int]]]  # each with the indices of its parameters among the region's
     by_reference: bool = False
-    native: Sequence[TorchCall] = ()  # the calls of torch that it comes to
+    native: Sequence[TorchCall] = ()  # the equivalent calls of torch, if no fusion is used
 
 
 def with_entry(lowerings: dict[Any, Any], key: Any, lowering: Any) -> dict[Any, Any]:
-    """A copy with one more entry: readers hold no lock. A full one starts anew."""
+    """A copy with one more entry, since readers hold no lock. A full cache starts empty again."""
     return {**(lowerings if len(lowerings) < KEPT_LOWERINGS else {}), key: lowering}
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Region:
-    """Operations between barriers, with the plans made for them."""
+    """Operations between barriers, with their plans."""
 
     start: int
     stop: int
     slots: list[tuple[nn.Module, str]]
     channels: tuple[str, ...]
-    summed: list[tuple[int, Group]]  # of those slots, whose gradients are, and over which processes
+    summed: list[tuple[int, Group]]  # slots whose gradients are summed, and the group
     lowerings: dict[Any, CompiledRegion] = dataclasses.field(default_factory=lambda: dict[Any, CompiledRegion]())
-    # The same by the exact state of a call, with the function that checks that state and runs it.
+    # Plans by the exact state of a call, with the function that checks that state and runs the plan.
     states: dict[Any, tuple[CompiledRegion, Call | None]] = dataclasses.field(
         default_factory=lambda: dict[Any, tuple[CompiledRegion, Call | None]]()
     )
     latest: Call | None = None  # the function of the latest call
     lowering: CompiledRegion | None = None  # and what it runs
-    compared: bool = False  # with the plans of other processes
+    compared: bool = False  # whether its plan was compared with those of other processes
     rehearsed: set[Any] = dataclasses.field(default_factory=lambda: set[Any]())  # plans whose C kernels are compiled
 
     @property
@@ -87,7 +87,7 @@ class Region:
 
 
 class OpList:
-    """The sequence as it was read once: nodes, regions, channels, and the fingerprint by which a change is noticed."""
+    """The flattened sequence: nodes, regions, channels, and the fingerprint that detects changes."""
 
     def __init__(self, root: FusableOperation) -> None:
         modules: list[nn.Module] = []
@@ -96,7 +96,7 @@ class OpList:
         self.fingerprint = Fingerprint(modules, root)
         self.inputs, self.outputs = public_channels(self.nodes)
         self.random = number_seeds(self.nodes)
-        # Operations as they were configured for a forward, by position: their backward runs on these.
+        # Copies of operations as configured in a forward, by position: their backward runs on these.
         self.configured: dict[int, Any] = {}
         self.parametrized = any(parametrize.is_parametrized(m) for m in modules if len(m._modules))  # pyright: ignore[reportPrivateUsage]
         self.parts: list[Region | int] = []
@@ -108,12 +108,12 @@ class OpList:
             self.parts.append(self._region(start, stop) if self.nodes[start].fusable else start)
 
         lone = self.parts[0] if len(self.parts) == 1 else None
-        # The only region, where a call does nothing but run it: its guard finds the channels, and there are no seeds.
+        # The only region, if a call only has to run it: its guard reads the channels, and there are no seeds.
         special = self.random or self.parametrized
         self.whole = lone if isinstance(lone, Region) and not special else None
 
     def forget(self) -> None:
-        """Let go of every plan, to make it anew at the next call."""
+        """Drops all plans; the next call plans again."""
         for part in self.parts:
             if isinstance(part, Region):
                 part.lowerings, part.states, part.latest = {}, {}, None
@@ -145,7 +145,7 @@ def stretches(nodes: Sequence[Node]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def collecting_later() -> Generator[None]:
-    """Put garbage collection off: in a long sequence it would go through the many objects made here again and again."""
+    """Defers garbage collection, which would scan the many new objects of a long sequence repeatedly."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The container a user holds."""
+"""`Sequential`, the user's container."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[st
             if match is not None:
                 carried = iter(match.groups())
                 renamed = re.sub(r"\*", lambda _, c=carried: next(c), names[old]) + key[match.end() :]
-                renamed = renamed.removeprefix(".")  # what is left of a prefix that goes
+                renamed = renamed.removeprefix(".")  # the rest after a removed prefix
                 used.add(old)
                 break
         if renamed in new:
@@ -114,7 +114,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith(("seqfuse.nn.", "seqfuse.ops.")):
             checks_arguments(cls)
-        # Here, since compilers trace what a call does, and no signature.
+        # Computed here, since Dynamo cannot trace `inspect.signature`.
         _, *parameters = inspect.signature(cls.__init__).parameters.values()
         optional = all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters[1:])
         cls.is_made_of_modules = bool(parameters) and parameters[0].kind is parameters[0].VAR_POSITIONAL and optional
@@ -181,7 +181,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         fuser = self._fuser
         if fuser.owner() is not self:
             fuser = self._own()
-        if type(channels) is not dict:  # a tracer of torch.fx hands in one object for all of them
+        if type(channels) is not dict:  # a torch.fx tracer passes one proxy for all of them
             channels = {name: channels[name] for name in fuser.op_list().inputs}
         elif surplus:
             fuser.refuse_surplus(surplus, channels)
@@ -211,7 +211,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         return {**super().__getstate__(), "_fuser": self._own()}
 
     def _own(self) -> Fuser:
-        if self._fuser.owner() is not self:  # a shallow copy brought its original's along
+        if self._fuser.owner() is not self:  # a shallow copy still has the fuser of its original
             self.fusions = self.fusions
         return self._fuser
 
@@ -222,7 +222,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
     def __getitem__(self, idx: slice | int) -> Any:
         if not isinstance(idx, slice):
             return super().__getitem__(idx)
-        # The class itself, as in torch, where it is made from modules; what makes its modules from numbers cannot be.
+        # The class itself, as in torch, if its constructor takes modules; a class that builds its modules cannot be
+        # sliced.
         new = (type(self) if self.is_made_of_modules else Sequential)(OrderedDict(list(self._modules.items())[idx]))
         new.memory, new.fusions = self.memory, self.fusions
         if "recipe" in vars(self):
@@ -240,5 +241,5 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
 
 def install(model: Sequential, fuser: Fuser) -> None:
-    """Let another fuser run a model from now on; `fuser.root` is the model. A fusion set that is assigned ends it."""
+    """Makes another fuser run a model; `fuser.root` is the model. Assigning a fusion set undoes it."""
     model.__dict__["_fuser"] = fuser

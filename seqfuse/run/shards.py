@@ -1,4 +1,4 @@
-"""How tensors are sharded along a sequence, and whether the processes of a group agree on a plan."""
+"""Tracks how tensors are sharded along a sequence; checks that the processes of a group have the same plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..plan.plan import Plan
 
 
 def mark_shards(nodes: list[Node]) -> None:
-    """Give each node the rank and the group that follow from how tensors are sharded at its position.
+    """Sets the rank and the group of each node according to the sharding at its position.
 
     Raises:
-        PlanError: (SF201) for a module that runs eagerly on a shard, and needs to know that.
+        PlanError: (SF201) for an eager module that would give wrong results on a shard.
     """
     collectives = [_redistribution(node) for node in nodes]
     first = next((c for c in collectives if c is not None), None)
@@ -38,7 +38,7 @@ def mark_shards(nodes: list[Node]) -> None:
 
 
 def _redistribution(node: Node) -> Redistribution | None:
-    """The collective at a position; of a module that runs eagerly, its collectives as one."""
+    """The collective at a position; for an eager module the combination of its collectives."""
     operation = node.operation
     if isinstance(operation, UnfusedOperation) and (node.eager is None or operation.redistribution is not None):
         several = [operation.redistribution]
@@ -51,7 +51,7 @@ def _redistribution(node: Node) -> Redistribution | None:
 
 
 def _check_eager_on_shard(node: Node, position: int, sharding: Sharding) -> None:
-    """Check that a module without collectives, which runs eagerly on a shard, draws no mask and sums no gradient."""
+    """Check that an eager module without collectives, on a shard, has no dropout and needs no summed gradients."""
     where: dict[str, Any] = {"code": "SF201", "operation": node.name, "position": position}
     inside: list[Any] = [*node.operation.modules()]
     if any(isinstance(m, UnfusedOperation) and m.random for m in inside):
@@ -66,7 +66,7 @@ def _check_eager_on_shard(node: Node, position: int, sharding: Sharding) -> None
 def check_agreement(nodes: Sequence[Node], positions: range, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
     """Check that all processes of a region's collectives have the same plan and seeds: `SEQFUSE_DEBUG=1`.
 
-    Once, when the region first runs: a process may later go on without a fusion that failed there.
+    Done when the region first runs: later a process may have fallen back from a fusion that failed there.
     """
     if is_fake(x):
         return

@@ -1,7 +1,7 @@
-"""Segments tried on fake tensors: the C kernels that they call, what they keep, the most that is alive while they run,
-and what running them costs.
+"""Tries segments on fake tensors: the C kernels that they call, the bytes that they save, their peak and their cost.
 
-Steps are tried one by one. A segment follows from its steps as its generated code, of `code.py`, holds their tensors.
+Steps are tried one by one. The memory of a segment follows from its steps and from when its code, of `code.py`, frees
+their tensors.
 """
 
 from __future__ import annotations
@@ -28,31 +28,29 @@ _Border = tuple[Any, dict[str, Any]]
 
 
 class _Trial(NamedTuple):
-    """What is known of a segment. Storages at its borders have places: those that enter count up from 0, others that
-    leave down from -1.
-    """
+    """The facts of a segment. Storages at its borders are numbered: inputs up from 0, other results down from -1."""
 
     weight: Weight
     leaving: tuple[Alike, ...]
-    made: tuple[int, ...]  # the bytes of storages that leave and did not enter
+    made: tuple[int, ...]  # the bytes of the storages of results that are not inputs
     kernels: dict[str, None]
 
 
 _known: dict[Any, _Trial] = {}
-_SEEDS = 1 << 30  # their place
-KEPT = 512  # by names and sizes: no class or tensor of a model is held
+_SEEDS = 1 << 30  # the number of their storage
+KEPT = 512  # entries; their keys are names and sizes, so that no class or tensor of a model stays alive
 
 
 class Weighing:
     """Weighs segments of schedules of a stretch.
 
-    Raises `Unknown` for what does not run on fake tensors.
+    Raises `Unknown` for steps that do not run on fake tensors.
     """
 
     def __init__(self, stretch: Stretch) -> None:
         self._stretch = stretch
         self.kernels: dict[str, None] = {}  # the sources of C kernels of all segments so far
-        # A plan for a GPU that is made on a CPU asks for no C kernels.
+        # A plan for a GPU that is computed on a CPU needs no C kernels.
         self.tried = tried = Tried(stretch, collects=stretch.env.device == "cpu")
         self.sizes = tried.sizes  # bytes of each tensor at a border
         self._entering: dict[int, _Border] = {stretch.start: (tried.x, tried.channels)}
@@ -60,7 +58,7 @@ class Weighing:
     def __call__(
         self, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None = None
     ) -> Weight:
-        """The weight of these steps as one segment, which runs again but for the steps at the positions `again`."""
+        """The weight of these steps as one segment, recomputed except for the steps at the positions `again`."""
         start, stop = forward[0].start, forward[-1].stop
         segment, tried = _Segment(self._stretch, self.tried, range(start, stop)), self.tried
         x, channels = self._entering[start]
@@ -93,7 +91,7 @@ class Weighing:
             y, *made = [t._replace(storage=([*numbers, *fresh[::-1]])[t.storage]) for t in found.leaving]
             self._entering[stop] = y, {**channels, **dict(zip(segment.outputs, made, strict=True))}
         y, after = self._entering[stop]
-        # A border has one set of tensors, whichever schedule made them.
+        # A border has one set of tensors, whichever schedule computed them.
         border = storages(y, *[after[c] for c in segment.outputs])
         at = {_SEEDS: SEEDS, **dict(enumerate(numbers))}
         at = {**{t.storage: n for t, n in zip(found.leaving, border, strict=True)}, **at}
@@ -103,7 +101,7 @@ class Weighing:
     def _described(
         self, segment: _Segment, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None
     ) -> Any:
-        """What the weight of a segment depends on beside the tensors that enter it."""
+        """The cache key of a segment's weight, without its inputs."""
         start = forward[0].start
         channels = {c: i for i, c in enumerate(segment.inputs)}
         for step in forward:
@@ -123,20 +121,20 @@ class Weighing:
 
 
 class _Passed:
-    """What a forward pass of a segment leaves: results, records by position with the x of their step, kept results."""
+    """The outcome of a segment's forward: results, records by position with the x of their step, saved results."""
 
     def __init__(self) -> None:
         self.x: Any = None
         self.channels: dict[str, Any] = {}
         self.every: dict[int, Fields] = {}  # all fields of each record
-        self.entered: dict[int, Any] = {}  # what entered its step
-        self.fields: dict[int, Fields] = {}  # those that are saved
-        self.results: dict[int, Any] = {}  # of steps that do not run again
-        self.likes: dict[int, tuple[Any, dict[str, Any]]] = {}  # y and extra outputs, by the position behind
+        self.entered: dict[int, Any] = {}  # the input of its step
+        self.fields: dict[int, Fields] = {}  # the saved fields of each record
+        self.results: dict[int, Any] = {}  # of steps that are not recomputed
+        self.likes: dict[int, tuple[Any, dict[str, Any]]] = {}  # y and extra outputs, by the next position
 
 
 class _Segment:
-    """One segment: follows its tensors through both passes, as `forward_code` and `backward_code` write them."""
+    """Tracks the tensors of one segment through both passes, as in the code of `forward_code` and `backward_code`."""
 
     def __init__(self, stretch: Stretch, tried: Tried, span: range) -> None:
         self._stretch, self._tried, self._span = stretch, tried, span
@@ -144,17 +142,17 @@ class _Segment:
         self.inputs, self.outputs = public_channels(nodes, span.start, span.stop)
         self.frozen = {c for p in span if p < live for _, c in nodes[p].outputs}
         self._live = live < span.stop
-        self.first = tried.fresh(0)  # what the segment allocates has larger numbers
+        self.first = tried.fresh(0)  # storages that the segment allocates have larger numbers
         self.kernels: dict[str, None] = {}
         self._work = Savings()
         self._moments: list[tuple[frozenset[int], Sequence[tuple[int, int]]]] = []
-        self._constant: set[int] = set()  # storages that are alive all through, and counted elsewhere
+        self._constant: set[int] = set()  # storages that stay alive throughout and are counted elsewhere
         self._sums: dict[tuple[int, str], Any] = {}  # gradients of parameters
 
     def weighed(
         self, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None, entering: _Border
     ) -> tuple[Weight, list[Any]]:
-        """The weight of these steps, and the tensors that leave them."""
+        """The weight of these steps, and their results."""
         tried, x, channels = self._tried, *entering
         self._replays, keeps = again is not None, frozenset(again or ())
         passed = self._forward(forward, x, channels, keeps)
@@ -190,7 +188,7 @@ class _Segment:
         return Weight(own, frozenset(shared), frozenset(given), ahead, back, lasting, nanoseconds), results
 
     def _note(self, run: Attempt | None, *alive: Any) -> None:
-        """Count what a step allocates, or nothing more, where these tensors are alive."""
+        """Records a moment at which these tensors are alive, with the allocations of a step."""
         held = frozenset([n for n in storages(*alive) if n > self.first and n not in self._constant])
         self._moments.append((held, () if run is None else run.events))
         if run is not None:
@@ -198,14 +196,14 @@ class _Segment:
             self.kernels |= run.kernels
 
     def _most(self, without: frozenset[int] = frozenset()) -> int:
-        """The most bytes alive at once, but for these storages."""
+        """The peak of live bytes, without these storages."""
         sizes, most = self._tried.sizes, 0
         for held, events in self._moments:
             most = max(most, most_of(events, without, sum([sizes[n] for n in held if n not in without])))
         return most
 
     def _enter(self, step: Step, t: Any, dtype: torch.dtype | None, *alive: Any) -> Any:
-        """A tensor in the dtype and the layout that a step takes; both are alive while it is made."""
+        """Converts a tensor to the dtype and the layout that a step expects; during the copy both are alive."""
         taken = self._tried.entered(t, dtype, step.operation.layout)
         if taken is not t:
             self._work += Savings(1, t.bytes + taken.bytes)
@@ -222,7 +220,7 @@ class _Segment:
         stop: int | None = None,
         beside: Sequence[Any] = (),
     ) -> _Passed:
-        """The forward pass; one that runs again takes what was kept of the one `before`, and ends behind `stop`."""
+        """The forward pass; a recomputed one uses the saved results of the one `before` and ends after `stop`."""
         env, tried, found = self._stretch.env, self._tried, _Passed()
         channels, casts = {**channels}, list[Any]()
         stop = len(steps) if stop is None else stop
@@ -259,10 +257,10 @@ class _Segment:
         return found
 
     def _restore(self, step: Step, x: Any, before: _Passed, found: _Passed) -> None:
-        """The records of a step that does not run again."""
+        """The records of a step that is not recomputed."""
         for record in step.saves:
             fields, entered = before.every[record.position], before.entered[record.position]
-            if not step.record_of(record)[1]:  # of x, which has been made again
+            if not step.record_of(record)[1]:  # from x, which was recomputed
                 again = dict(zip(storages(entered), storages(x), strict=True))
                 kept = step.restored or ()
                 fields = {n: v if n in kept else _moved(v, again) for n, v in fields.items()}
@@ -270,7 +268,7 @@ class _Segment:
             found.fields[record.position] = {n: v for n, v in fields.items() if n in record.kept}
 
     def _backward(self, steps: Sequence[Step], passed: _Passed, douts: Mapping[str, Any]) -> frozenset[int]:
-        """The backward pass; the storages of the gradients of parameters."""
+        """The backward pass; returns the storages of parameter gradients."""
         self._late = any(_is_late(s, passed.fields) for s in steps)
         self._left, self._douts = dict(passed.fields), [*douts.values()]
         self._d, self._known = douts[""], douts[""] is not None
@@ -285,7 +283,7 @@ class _Segment:
     def _step_back(self, step: Step, passed: _Passed) -> None:
         came = [(keyword, channel, self._has.get(channel)) for keyword, channel in step.incoming]
         if not self._known and all(g is None for _, _, g in came):
-            return  # nothing arrives
+            return  # no gradient arrives
         tried, layout, alive = self._tried, step.operation.layout, self._alive()
         zeros = bool(came) and step.zeros and not isinstance(step.operation, BackwardFusion)
         if not self._known:
@@ -316,7 +314,7 @@ class _Segment:
             self._left.pop(record.position, None)
 
     def _passes(self, step: Step, records: list[Fields | None], incoming: Mapping[str, Any]) -> Any:
-        """Run its `bwd`, in two calls where that lets tensors go between them: dx, and its gradients."""
+        """Runs its `bwd`, in two calls if that frees tensors in between: dx, and its gradients."""
         needed = step.needed
         separable = step.operation.separable and step.recipe is None and "x" in needed and len(needed) > 1
         asked = [needed - _X, _X] if separable and (self._replays or self._late) else [None]
@@ -351,7 +349,7 @@ class _Segment:
 
 
 def _moved(value: Any, moved: Mapping[int, int]) -> Any:
-    """A value with other storages for these."""
+    """A value with its storages renumbered."""
     if isinstance(value, Alike):
         return value._replace(storage=moved.get(value.storage, value.storage))
     if isinstance(value, Recompute):
@@ -360,7 +358,7 @@ def _moved(value: Any, moved: Mapping[int, int]) -> Any:
 
 
 def _is_late(step: Step, fields: Mapping[int, Fields]) -> bool:
-    """Whether what a step reads is not saved as one tensor for each field."""
+    """Whether a step reads fields that are not saved as one tensor each."""
     for record in step.records:
         for name, value in fields.get(record.position, {}).items():
             if isinstance(value, Recompute) or (kind_of(record.cls, name) == "tuple" and type(value) is not tuple):
@@ -378,7 +376,7 @@ def _fit(tried: Tried, value: Any, layout: Any) -> Any:
 
 
 def weighing(stretch: Stretch) -> Weighing:
-    """What weighs segments of a stretch; raises `Unknown` for what cannot be made without data."""
+    """A `Weighing` of a stretch; raises `Unknown` if its inputs cannot be created without data."""
     try:
         return Weighing(stretch)
     except Exception as error:
@@ -386,9 +384,9 @@ def weighing(stretch: Stretch) -> Weighing:
 
 
 def calls_c(plan: Plan) -> bool:
-    """Whether a plan may call C kernels: fusions have them, and operations that draw random numbers.
+    """Whether a plan may call C kernels: fusions have them, and random operations.
 
-    One that exchanges tensors with other processes or writes a cache of keys and values is not run on fake ones.
+    `False` for plans with collectives or KV caches, which are not run on fake tensors.
     """
     if plan.env.kernels != "c":
         return False
@@ -402,12 +400,12 @@ def calls_c(plan: Plan) -> bool:
 
 
 def kernels_of(plan: Plan, stretch: Stretch) -> Mapping[str, None]:
-    """The sources of the C kernels that a plan of a stretch calls, so that all are compiled at once, before a call.
+    """The sources of the C kernels of a plan, so that all are compiled at once, before a call.
 
-    Those of a segment that does not run on fake tensors, and of what is behind it, are compiled when they are called.
+    Kernels of a segment that does not run on fake tensors, and of later ones, are compiled when they are called.
     """
     found: Mapping[str, None] = {}
-    with contextlib.suppress(Unknown):  # the call itself will say what it was that failed
+    with contextlib.suppress(Unknown):  # the call itself raises the error
         trials = weighing(stretch)
         found = trials.kernels
         bytes_held(trials, plan.segments, (plan.forward, plan.backward), dict(plan.recomputed))
