@@ -1,4 +1,4 @@
-"""For all autograd functions of this library: second derivatives, batches of gradients, whether a node will run."""
+"""Shared by all autograd functions of this library: second derivatives, batched gradients, whether a node will run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Once(torch.autograd.Function):
 
     @staticmethod
     def guard(ctx: Any, grads: Sequence[Any], read: Sequence[Any]) -> tuple[Any, ...]:
-        """Put every path from `grads` to what they depend on (tensors `read`, leaves of the node) behind the error.
+        """Makes differentiating `grads` an error, along every path to the tensors `read` or to leaves of the node.
 
-        Where no tensor is left that leads to one of the node's inputs, the error is raised at once.
+        Raises the error at once if no remaining tensor leads to an input of the node.
         """
         present = [g for g in grads if g is not None]
         links = [t for t in read if t is not None and t.requires_grad]
@@ -63,9 +63,9 @@ class Once(torch.autograd.Function):
 
 
 class Batched(torch.autograd.Function):
-    """Runs a backward pass once for each of a batch of incoming gradients, such as those of a vectorized Jacobian.
+    """Runs a backward pass once for each gradient of a batch, such as in a vectorized Jacobian.
 
-    Kernels take tensors alone, and passes that change a buffer of their own in place would see a batch as one tensor.
+    Kernels do not support batched tensors, and passes that update a buffer in place would see the batch as one tensor.
     """
 
     @staticmethod
@@ -75,13 +75,13 @@ class Batched(torch.autograd.Function):
 
     @staticmethod
     def run(backward: Callable[..., Sequence[Any]], douts: Sequence[Any]) -> Sequence[Any]:
-        """The gradients that `backward(*douts)` gives, in batches."""
+        """The batched gradients of `backward(*douts)`."""
         batch = next((d for d in douts if d is not None and _of_grads(d)), None)
         if batch is None and torch.is_grad_enabled():
             raise _twice()
         if batch is None:
             return Batched.apply(backward, *douts)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportReturnType]
-        # Tensors do not tell the level of their batch, which another thread may have entered.
+        # Tensors have no public batch level, and another thread may have entered it.
         level = next(n for n in range(1, 65) if not _of_grads(_remove(batch, n, 1, 0)))
         size = _remove(batch, level, 1, 0).shape[0]
         whole = [None if d is None else _remove(d, level, size, 0) for d in douts]
@@ -93,7 +93,7 @@ class Batched(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept, as it has no backward pass; torch's transforms take no function without this one."""
+        """Saves nothing, as there is no backward pass; torch's transforms require this method."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], backward: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -142,7 +142,7 @@ class _Stated(torch.autograd.Function):
     def backward(ctx: Any, *douts: Any) -> Any:
         read = *douts, *ctx.saved_tensors
         found = ctx.run_backward(*read, needs=ctx.needs_input_grad[3:])
-        if torch.is_grad_enabled():  # the codes have no derivatives, so others would be zeros
+        if torch.is_grad_enabled():  # 8-bit tensors have no derivatives, so second derivatives would be zeros
             found = [g if g is None else Once.apply(ctx.error, 1, g, *read)[0] for g in found]  # pyright: ignore
         return None, None, None, *found
 

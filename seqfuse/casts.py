@@ -1,4 +1,4 @@
-"""Dtypes of parameters, and their casts under autocast: what a GEMM takes, made once in a call."""
+"""Dtypes of parameters, and their casts under autocast, done once per call."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .env import any_autocast, autocast_of
 
 
 def held(owner: nn.Module, name: str) -> list[Any]:
-    """A parameter, if it is not `None`, or the tensors that a parametrization makes it from.
+    """A parameter, if it is not `None`, or the tensors from which a parametrization computes it.
 
-    Reading a parametrized one would make it, and some parametrizations step when they do.
+    Reading a parametrized attribute would compute it, and some parametrizations update their state then.
     """
     known: Any = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
     if known is None and parametrize.is_parametrized(owner, name):
@@ -27,7 +27,7 @@ def held(owner: nn.Module, name: str) -> list[Any]:
 
 
 def dtype_of(owner: nn.Module, name: str) -> Any:
-    """The dtype of a parameter, or of what it is made from, unless it may have another; `None` where there is none."""
+    """The dtype of a parameter, or of its originals if a parametrization keeps their dtype; otherwise `None`."""
     tensors, made = held(owner, name), name not in owner._parameters  # pyright: ignore[reportPrivateUsage]
     if made and parametrize.is_parametrized(owner, name) and getattr(owner.parametrizations, name).unsafe:
         tensors = [getattr(owner, name)]
@@ -44,11 +44,10 @@ _call = _Call()
 
 
 def lowered(t: Tensor, always: bool = False, parts: Sequence[Tensor] = ()) -> Tensor:
-    """A parameter in the dtype in which autocast hands it to a GEMM; itself outside of autocast, and in float64.
+    """A parameter in the dtype that autocast uses for GEMMs; itself outside autocast, and in float64.
 
-    Where nothing is kept for a backward it is left to torch, whose own cache lasts as long as the autocast region,
-    unless the GEMM is not torch's: then it is `always` cast. What is a view of several parameters is known by these
-    `parts`.
+    Without a backward, torch casts it and caches the cast for the autocast region; a GEMM that is not torch's passes
+    `always`. A view of several parameters is identified by these `parts`.
     """
     casts = _call.casts
     if casts is None and not always:
@@ -67,7 +66,7 @@ def lowered(t: Tensor, always: bool = False, parts: Sequence[Tensor] = ()) -> Te
 
 
 def autocasting(kind: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """The autocast of a type of device: on in this dtype, or off."""
+    """A context with autocast of a device type in this dtype, or disabled."""
     if (dtype is None and not any_autocast()) or not torch.amp.is_autocast_available(kind):  # as on meta
         return contextlib.nullcontext()
     return torch.autocast(kind, dtype or torch.get_autocast_dtype(kind), dtype is not None)
@@ -75,9 +74,10 @@ def autocasting(kind: str, dtype: torch.dtype | None) -> contextlib.AbstractCont
 
 @contextlib.contextmanager
 def cast_once(apart: bool = False) -> Generator[dict[tuple[int, ...], tuple[Any, Tensor]] | None]:
-    """A call that keeps tensors for a backward: within the block a parameter is cast once, and kept as it was cast.
+    """A block for a call that saves tensors: in it each parameter is cast once, and the cast is saved; yields the
+    casts.
 
-    What runs on fake tensors beside a call casts `apart`, if casts are kept in it. The block has the casts so far.
+    Runs on fake tensors within a call use `apart`, so that their casts are not mixed with real ones.
     """
     outer = _call.casts
     if apart != (outer is None):

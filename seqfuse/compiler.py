@@ -1,8 +1,8 @@
-"""The C compiler that makes kernels for a CPU: found and tried once, its results kept for the user.
+"""The C compiler for CPU kernels: found and tested once; compiled kernels are cached for the user.
 
 A kernel is C source that defines a function `k`. It may also define `python`, which returns a Python function that
-calls `k` in less time than `ctypes` does. What a compilation depends on is its key: source, compiler, version,
-flags and processor. The file ends with its own checksum: one that was cut short is compiled again and never loaded.
+calls `k` faster than `ctypes` can. The cache key consists of source, compiler, version, flags and processor. Each file
+ends with its checksum: a truncated file is never loaded but compiled again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .errors import CacheWarning
 from .settings import settings
 
 SECONDS = 120.0
-"""After so long a compilation is given up."""
+"""Time limit of a compilation."""
 
-# Errors and traps of floating point are not asked for; NaN, infinities and signed zeros are kept: never -ffast-math.
+# Floating-point traps and errno are off; NaN, infinities and signed zeros stay exact: never -ffast-math.
 _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
 _MACHO = (
     ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
-)  # Python's functions are found when it is loaded
+)  # Python's symbols are resolved at load time
 _PROBE = """
 int k(int n) {
   int sum = 0;
@@ -62,11 +62,11 @@ if hasattr(os, "register_at_fork"):  # a forked child would wait for a thread it
 
 
 class CompileError(RuntimeError):
-    """The C compiler failed, or what it made cannot be loaded."""
+    """The C compiler failed, or its result cannot be loaded."""
 
 
 class Compiler(NamedTuple):
-    """A C compiler that works here."""
+    """A working C compiler."""
 
     path: str
     version: str
@@ -76,17 +76,17 @@ class Compiler(NamedTuple):
 
 
 def compiler() -> Compiler | None:
-    """The C compiler of this machine (`CC`, else `cc`), or `None`: then `why_none` has the reason."""
+    """The C compiler of this machine (`CC`, else `cc`), or `None`: then `why_none` returns the reason."""
     return None if _failures else _found()[0]
 
 
 def why_none() -> str:
-    """Why no C kernel runs here; empty where they do."""
+    """Why C kernels cannot run here; empty if they can."""
     return _failures[0] if _failures else _found()[1]
 
 
 def give_up(error: CompileError) -> None:
-    """No C kernel is compiled in this process from now on: the compiler failed."""
+    """Disables C kernels in this process after the compiler failed."""
     if not _failures:
         _failures.append(str(error))
 
@@ -121,7 +121,7 @@ def _version(path: str, name: str) -> str:
 
 
 def _processor() -> str:
-    """Whatever a compiler asks of the processor for `-march=native`."""
+    """The properties of the processor that determine `-march=native`."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -131,7 +131,7 @@ def _processor() -> str:
 
 
 def function(source: str) -> Any:
-    """The function `k` of a C source, or what its `python` returns, compiled unless it was before.
+    """The function `k` of a C source, or the Python function for it; compiled unless it is cached.
 
     Raises:
         CompileError: if it cannot be compiled or loaded.
@@ -147,20 +147,20 @@ def function(source: str) -> Any:
 
 
 def ask(source: str) -> None:
-    """Note within `collecting` that a kernel is wanted."""
+    """Within `collecting`, record that a kernel will be called."""
     wanted = getattr(_local, "wanted", None)
     if wanted is not None:
         wanted[source] = None
 
 
 def is_collecting() -> bool:
-    """Whether this thread asks which kernels it will need."""
+    """Whether this thread is in a `collecting` block."""
     return getattr(_local, "wanted", None) is not None
 
 
 @contextlib.contextmanager
 def collecting() -> Generator[dict[str, None]]:
-    """Within the block kernels that are asked for in this thread are noted, in order, and not compiled."""
+    """A block in which kernels that this thread requests are recorded, in order, and not compiled."""
     before = getattr(_local, "wanted", None)
     _local.wanted = wanted = dict[str, None]()
     try:
@@ -170,7 +170,7 @@ def collecting() -> Generator[dict[str, None]]:
 
 
 def compile_all(sources: Iterable[str]) -> int:
-    """Compile and load kernels, as many at once as there are processors; returns how many had to be compiled.
+    """Compile and load kernels, one per processor at a time; returns the number of kernels that were not cached.
 
     Raises:
         CompileError: if one cannot be compiled or loaded.
@@ -206,7 +206,7 @@ def compile_all(sources: Iterable[str]) -> int:
 
 @functools.cache
 def folder() -> Path:
-    """The folder of compiled kernels: in the user's cache, or a temporary one where that cannot be used."""
+    """The folder of compiled kernels: in the user's cache, or a temporary one if that cannot be used."""
     try:
         kept = store.user_folder("c", create=True)
         assert kept is not None
@@ -228,7 +228,7 @@ def _file(source: str, by: Compiler) -> str:
 
 
 def _read(path: Path) -> Path | None:
-    """The file, if it is whole, the user's, and nobody else may write to it."""
+    """The path, if the file is complete, belongs to the user, and nobody else may write to it."""
     try:
         data = store.read(path)
         about = os.lstat(path)
@@ -258,7 +258,7 @@ def _load(source: str, by: Compiler) -> Any:
 
 
 class _Compilation:
-    """A compiler at work in a process of its own; what it makes takes its name in the cache when it is whole."""
+    """A running compiler process; its complete result is moved to its name in the cache."""
 
     def __init__(self, source: str, by: Compiler, place: Path) -> None:
         self._path, self._by = place / _file(source, by), by
@@ -275,14 +275,14 @@ class _Compilation:
             raise CompileError(f"{by.path} cannot be run here: {error}") from None
 
     def finish(self) -> None:
-        """Wait for it and keep what it made."""
+        """Wait for it and move its result to the cache."""
         try:
             _, said = self._process.communicate(timeout=SECONDS)
             if self._process.returncode:
                 lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
                 raise CompileError(f"{self._by.version} failed: {(lines or ['it says nothing'])[0].strip()}")
             data = self._made.read_bytes()
-            if not self._path.parent.is_dir():  # it was removed while this process ran
+            if not self._path.parent.is_dir():  # removed since this process started
                 folder.cache_clear()
                 self._path = folder() / self._path.name
             store.write(self._path, data + hashlib.sha256(data).digest())
@@ -294,15 +294,15 @@ class _Compilation:
             self.stop()
 
     def stop(self) -> None:
-        """End it, wherever it is."""
-        with self._process:  # which waits for it and closes what it wrote to
+        """Kill it if it still runs, and clean up."""
+        with self._process:  # waits for it and closes its pipes
             self._process.kill()
         self._work.cleanup()
 
 
 @functools.cache
 def _openmp() -> tuple[str, ...]:
-    """The OpenMP library of torch where its file has another name than the system's: kernels use torch's threads."""
+    """The OpenMP library bundled with torch if it is not the system's, so that kernels share torch's threads."""
     import torch
 
     bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*")) or sorted(

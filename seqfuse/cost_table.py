@@ -1,4 +1,4 @@
-"""Measured times of fusions: the table of one machine that plans read, and the file it is kept in."""
+"""Measured times of fusions: a table for each machine, read by plans and stored in a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOCK_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine that measurements hold for: a device, and versions of the software on it.
+    """The machine of measurements: a device, and the versions of its software.
 
     `seqfuse` is the version of this library with a hash of its kernels, operations and fusions.
     """
@@ -45,9 +45,9 @@ class Machine:
 
     @classmethod
     def of(cls, env: Env) -> Machine | None:
-        """The machine of an environment; `None` where that is not here, or its devices were never used."""
+        """The machine of an environment; `None` if it is another machine, or its devices were never used."""
         if env.device == "cuda" and not torch.cuda.is_initialized():
-            return None  # planning for an architecture by name starts no device
+            return None  # planning by architecture name must not initialize CUDA
         return _machine(env.device, env.arch, _compiled(env), torch.get_num_threads() if env.device == "cpu" else None)
 
     @property
@@ -61,7 +61,7 @@ class Machine:
 
 
 def _compiled(env: Env) -> str | None:
-    """What kernels are made with, so that another compiler has a table of its own."""
+    """The compiler of the kernels, so that each compiler has its own table."""
     if env.kernels != "c":
         return env.kernels
     from . import compiler
@@ -81,7 +81,7 @@ def _machine(kind: str, arch: str, kernels: str | None, threads: int | None) -> 
         here = [p for i, p in enumerate(properties) if Env.of(f"cuda:{i}").arch == arch]
         if not here:
             return None
-        # An Env names no index, so cards of one architecture that differ share a table of their own.
+        # An Env has no device index, so different cards of one architecture share a table.
         name = " + ".join(sorted({str(p.name) for p in here}))
         stated = _stated("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
         driver = f"{stated} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
@@ -116,10 +116,10 @@ def _sources() -> str:
 class Measurement:
     """Nanoseconds of one pass by a fusion and by the operations it replaces, or why it could not be measured.
 
-    `noise` is what the difference may be off by: one that is no larger says nothing.
+    `noise` is the uncertainty of the difference: smaller differences are ignored.
 
     Raises:
-        ValueError: for a time that is none, or both times and a failure.
+        ValueError: for an invalid time, or for both times and a failure.
     """
 
     fused: float = 0.0
@@ -140,7 +140,7 @@ class Measurement:
 
     @property
     def refusal(self) -> str | None:
-        """Why a plan does not use the fusion; `None` where it is faster by more than the noise."""
+        """Why a plan does not use the fusion; `None` if it is faster by more than the noise."""
         if self.failed:
             return f"it failed when it was measured: {self.failed[:300]}"
         if self.saving > self.noise:
@@ -154,7 +154,7 @@ _warned: set[Path | None] = set()
 
 
 def table(machine: Machine) -> Mapping[str, Measurement]:
-    """The measurements of a machine by their keys; the user's file is read when first asked for."""
+    """The measurements of a machine by key; the user's file is read at the first call."""
     known = _tables.get(machine)
     if known is None:
         path = user_file(machine, create=False) if settings().tune else None
@@ -163,16 +163,16 @@ def table(machine: Machine) -> Mapping[str, Measurement]:
 
 
 def keep_measured(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = False) -> None:
-    """Add measurements for plans to use, or let them take the place of all that were known."""
+    """Add measurements for plans, or replace all existing ones with them."""
     known = dict(found) if instead else {**table(machine), **found}
     if known != table(machine):
         _tables[machine] = known
-        config_version.measured = Version()  # sequences planned before are planned anew
+        config_version.measured = Version()  # existing plans become invalid
         config_version.bump()
 
 
 def user_file(machine: Machine, *, create: bool) -> Path | None:
-    """The file of a machine in the user's cache; `None`, with one warning, where that cannot be used."""
+    """The file of a machine in the user's cache; `None`, with one warning, if the cache cannot be used."""
     try:
         folder = store.user_folder("tune", create=create)
     except OSError as error:
@@ -182,11 +182,11 @@ def user_file(machine: Machine, *, create: bool) -> Path | None:
 
 
 def measured_in(path: Path, machine: Machine) -> dict[str, Measurement]:
-    """The measurements in a file, none where there is no file; nothing in it is code.
+    """The measurements in a file, empty if there is no file. The file contains data only, no code.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it holds something else, or was measured on another machine.
+        ValueError: if its content is invalid or from another machine.
     """
     data = store.read(path)
     if data is None:
@@ -205,7 +205,7 @@ def measured_in(path: Path, machine: Machine) -> dict[str, Measurement]:
 
 
 def load_own(path: Path, machine: Machine) -> dict[str, Measurement]:
-    """Likewise of a file in the user's cache: a corrupt one is removed, with a warning."""
+    """Like `measured_in`, for a file in the user's cache: a corrupt file is removed, with a warning."""
     try:
         try:
             return measured_in(path, machine)
@@ -218,16 +218,16 @@ def load_own(path: Path, machine: Machine) -> dict[str, Measurement]:
 
 
 def save(path: Path, machine: Machine, found: Mapping[str, Measurement]) -> None:
-    """Add measurements to a file, which is replaced whole; where that fails they stay in memory, with one warning."""
+    """Add measurements to a file, replaced atomically; if that fails they stay in memory, with one warning."""
     from filelock import FileLock
 
     try:
-        # A file of the user's with this name is unlikely: `poetry.lock` is none of `poetry`.
+        # A longer suffix than `.lock`, which could be the name of a user's file, such as `poetry.lock`.
         with FileLock(path.with_name(f"{path.name}.seqfuse.lock"), timeout=LOCK_SECONDS, mode=0o600):
             entries = {key: dataclasses.asdict(one) for key, one in {**measured_in(path, machine), **found}.items()}
             document = {"machine": dataclasses.asdict(machine), "entries": entries}
             store.write(path, json.dumps(document, indent=1, allow_nan=False).encode())
-    except (OSError, ValueError, NotImplementedError) as error:  # what is there is not written over
+    except (OSError, ValueError, NotImplementedError) as error:  # an existing file is not overwritten
         _warn(path, f"measurements are kept in memory only: {error}")
 
 

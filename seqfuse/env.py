@@ -1,4 +1,4 @@
-"""The environment a plan is made for, and the cost of work in it."""
+"""The environment of a plan, and the cost of work in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def constant_under_compile(function: _F) -> _F:
-    """Let a compiler call a function and take its result for a constant; torch's own decorator imports the compiler."""
+    """Makes Dynamo call a function and treat its result as a constant; torch's own decorator would import Dynamo."""
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
     return function
 
@@ -194,7 +194,7 @@ class Env:
         return self.autocast
 
     def multiplies_by_onednn(self, products: int) -> bool:
-        """Whether a GEMM of so many multiplications is oneDNN's, unless autograd calls it."""
+        """Whether a GEMM of so many multiplications runs in oneDNN; GEMMs called by autograd never do."""
         if self.device != "cpu" or self.dtype is not torch.float32 or products < ONEDNN_FLOAT32_WORTHWHILE:
             return False
         return ONEDNN_FLOAT32
@@ -210,7 +210,7 @@ class Env:
         return savings.launches * launch + savings.bytes / bandwidth + savings.flops / rate
 
     def said(self, tokens: int | None = None) -> str:
-        """The environment as text; `tokens` replaces the rounded number of tokens."""
+        """The environment as printed in plans; `tokens` replaces the rounded number of tokens."""
         text = f"{self.arch if self.arch == self.device else f'{self.device}:{self.arch}'} {short(self.dtype)}"
         text += f" autocast {short(self.autocast)}" if self.autocast else ""
         text += f", {self.recipe}" if self.recipe else ", low precision off" if self.recipe is False else ""
@@ -233,7 +233,7 @@ def _is_device(kind: str) -> bool:
 
 
 def short(dtype: torch.dtype | None) -> str:
-    """A dtype without the name of torch."""
+    """The name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -244,13 +244,13 @@ def rows_of(shape: Iterable[int]) -> int:
 
 
 def tokens_of(x: Tensor) -> int | None:
-    """Number of tokens: every element of integers, else every row; `None` where a compiler leaves it open."""
+    """Number of tokens: elements of an integer tensor, otherwise rows; `None` for a symbolic size of a compiler."""
     whole = not (x.is_floating_point() or x.is_complex())
     return _counted((*x.shape, 1) if whole else x.shape)
 
 
 def _counted(shape: Sequence[int]) -> int | None:
-    # Where a compiler leaves a size open, asking for it would fix it.
+    # Reading a symbolic size would specialize it.
     if any(type(n) is not int for n in shape):
         return None
     return rows_of(shape) if 0 not in shape else 0
@@ -262,16 +262,16 @@ def bucket(rows: int) -> int:
 
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
-"""Whether any device's autocast is on: one call, where asking for a device by name costs several."""
+"""Whether autocast is on for any device: one call instead of several by device name."""
 
 
-# Asked once: torch 2.11 does not trace the question.
+# Computed once: torch 2.11 cannot trace this call.
 _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps")))
 
 
 def autocast_of(kind: str) -> torch.dtype | None:
     """Dtype of the autocast region active for a device type, or `None`."""
-    asked = not torch.compiler.is_dynamo_compiling()  # which follows neither question
+    asked = not torch.compiler.is_dynamo_compiling()  # Dynamo can trace neither call
     if asked and not any_autocast():
         return None
     asked = asked and torch.amp.is_autocast_available(kind)
@@ -281,16 +281,16 @@ def autocast_of(kind: str) -> torch.dtype | None:
 
 
 def _without_instructions() -> frozenset[torch.dtype]:
-    """The dtypes for whose GEMMs this CPU has no instructions, by what oneDNN says of it."""
+    """The dtypes for whose GEMMs this CPU has no instructions, according to oneDNN."""
     try:
         has: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    except (AttributeError, RuntimeError):  # a torch without oneDNN has GEMMs of its own
+    except (AttributeError, RuntimeError):  # a torch without oneDNN uses its own GEMMs
         return frozenset()
     return frozenset() if has else frozenset({torch.bfloat16})
 
 
 def _mkl_on_amd() -> bool:
-    """Whether torch's float32 GEMMs are MKL's on an AMD processor, for which that has no AVX-512 kernels."""
+    """Whether torch's float32 GEMMs are MKL's on an AMD processor, for which MKL has no AVX-512 kernels."""
     if not torch.backends.mkl.is_available():
         return False
     try:
@@ -308,7 +308,7 @@ WIDENED = _without_instructions() if _BY_PROCESSOR else frozenset[torch.dtype]()
 _MKL_ON_AMD = _BY_PROCESSOR and _mkl_on_amd()
 
 GROUPS_IN_C = _MKL_ON_AMD and torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""Whether groups of few float32 rows are multiplied by C of this library: measured beside MKL where it has AVX2."""
+"""Whether C kernels of this library multiply small groups of float32 rows: faster than MKL with AVX2."""
 
 ONEDNN_FLOAT32 = (
     _MKL_ON_AMD
@@ -316,7 +316,7 @@ ONEDNN_FLOAT32 = (
     and torch.backends.mkldnn.is_available()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 )
-"""Whether float32 GEMMs on this CPU are oneDNN's from some size on: MKL takes twice as long."""
+"""Whether large float32 GEMMs on this CPU run in oneDNN, which is twice as fast as MKL."""
 
 
 @functools.cache
@@ -327,7 +327,7 @@ def _architecture(kind: str, index: int | None) -> str:
 
 
 def kernels_on(kind: str) -> Kernels | None:
-    """What kernels are made with on a device type of this machine."""
+    """The compiler of kernels for a device type of this machine."""
     if _triton_runs(kind):
         return "triton"
     return "c" if kind == "cpu" and not why_no_c() else None
@@ -348,7 +348,7 @@ def _has_triton() -> bool:
 
 
 def why_no_c() -> str:
-    """Why no C kernel runs on the CPU of this machine; empty where they do."""
+    """Why C kernels cannot run on the CPU of this machine; empty if they can."""
     if not _has_triton():
         return "Triton, whose device functions C kernels are made of, is not installed"
     return compiler.why_none()

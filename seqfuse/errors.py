@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# In the words of the driver, which a RuntimeError of Triton's launcher or of another extension repeats.
+# Messages of the driver, which RuntimeErrors of Triton's launcher and of other extensions contain.
 _LOST = re.compile(
     "illegal (memory access|instruction)|misaligned address|device-side assert|unspecified launch|launch timed out"
     "|uncorrectable ECC|hardware stack error|invalid program counter"
@@ -55,7 +55,7 @@ def _where(position: int | str | None, path: str | None) -> str:
 
 
 def hinted(hint: str | None) -> str:
-    """A hint as the last line of a message."""
+    """The hint as the last line of a message."""
     return f"\nHint: {hint}" if hint else ""
 
 
@@ -65,7 +65,7 @@ def one_line(error: BaseException) -> str:
 
 
 def step_note(name: str, position: int, path: str | None, what: str = "operation ") -> str:
-    """The note of a foreign error about the operation in which it was raised."""
+    """A note on an error of torch or of user code: the operation that raised it."""
     return f"in {what}{name} at {_where(position, path)}"
 
 
@@ -102,32 +102,32 @@ class CacheWarning(UserWarning):
 
 
 def device_is_lost(error: BaseException) -> bool:
-    """Whether a device reported what nothing can run after."""
+    """Whether an error is a sticky device error, after which nothing can run on the device."""
     return isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
     )
 
 
 def nearest(name: Any, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """Of the known names the one that is nearly the same: but for case and underscores, or by so much."""
+    """The known name that equals `name` except for case and underscores, or the most similar one above `alike`."""
     known = list(known)
     same = (one for one in known if one.replace("_", "").lower() == str(name).replace("_", "").lower())
     return next(same, None) or next(iter(difflib.get_close_matches(str(name), known, 1, alike)), None)
 
 
 def meant(name: Any, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """The hint for a name that is none of those that are known."""
+    """The hint for an unknown name: the similar known name, if there is one."""
     close = nearest(name, known, alike)
     return f"did you mean {close!r}?" if close else None
 
 
 def no_such_name(module: str, name: str, *places: tuple[str, Iterable[str]]) -> AttributeError:
-    """The error for a name that a module does not have, with the name that is meant, or where it is.
+    """The AttributeError for a missing name, with a hint at a similar name or at the module that has it.
 
     Args:
-        module: the module that was asked.
+        module: the module without the name.
         name: the name.
-        places: names by the module that has them, as `("sf.ops", ops.__all__)`; that of the module itself first.
+        places: modules and their names, as `("sf.ops", ops.__all__)`; the module itself first.
     """
     hint = None
     if not name.startswith("_"):
@@ -143,7 +143,7 @@ def no_such_name(module: str, name: str, *places: tuple[str, Iterable[str]]) -> 
 
 
 def author_line(subject: Any, needle: str = "") -> str:
-    """Quote the author's source line of `subject` that holds `needle`, as `file:line: text`, or say what is known."""
+    """The author's source line of `subject` that contains `needle`, as `file:line: text`, or the best known place."""
     target = getattr(subject, "__func__", subject)
     try:
         lines, first = inspect.getsourcelines(target)
@@ -159,6 +159,6 @@ def author_line(subject: Any, needle: str = "") -> str:
 
 
 def definition_error(subject: Any, message: str, needle: str = "", hint: str | None = None) -> PluginError:
-    """The error for a class that breaks its contract where it is defined, quoting the author's line."""
+    """The error for a class that violates its contract at its definition, quoting the author's line."""
     name = getattr(subject, "__qualname__", str(subject))
     return PluginError(f"{message}\n    {author_line(subject, needle)}", code="SF301", operation=name, hint=hint)

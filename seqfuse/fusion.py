@@ -1,4 +1,4 @@
-"""What a fusion is: a class whose fields are the pattern it replaces and whose base says which pass it replaces."""
+"""Fusions: classes whose fields are the replaced pattern and whose base determines the replaced pass."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MAX_VARIADIC = 8
 
 T = TypeVar("T")
 
-# What an author may have meant for what the engine asks.
+# Names of methods that the engine calls, to detect misspelled ones.
 _METHODS = "fwd", "bwd", "requires", "saves", "saved_at", "unfused"
 _MISSPELT = {"require": "requires", "save": "saves", "unfuse": "unfused"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A named place in a pattern: the types it takes, whether it may be empty, whether it takes several operations."""
+    """A named place in a pattern: its types, whether it is optional, and whether it matches several operations."""
 
     name: str
     types: tuple[type[UnfusedOperation], ...]
@@ -43,17 +43,17 @@ class Slot:
 
     @functools.cached_property
     def open_types(self) -> tuple[type, ...]:
-        """Those of which any final subclass fits; of the others the class itself alone."""
+        """The abstract types, of which any final subclass matches; other types match exactly."""
         return tuple(t for t in self.types if t.is_open)
 
     def __str__(self) -> str:
-        """The types, as a pattern spells them."""
+        """The types as written in a pattern."""
         named = " | ".join([t.__name__ for t in self.types] + ["None"] * self.optional)
         return f"tuple[{named}, ...]" if self.variadic else named
 
 
 def slot_of(cls: type, name: str, hint: Any) -> Slot:
-    """The slot that the type of a field declares."""
+    """The slot declared by the type of a field."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         if len(arguments) != 2 or arguments[1] is not Ellipsis:
@@ -122,7 +122,7 @@ class FusedOperation:
     reorders: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()
-    first_slots: ClassVar[tuple[Slot, ...]] = ()  # those that may take the first operation
+    first_slots: ClassVar[tuple[Slot, ...]] = ()  # the slots that can match the first operation
     reach: ClassVar[int] = 0
     forward_signature: ClassVar[Signature] = Signature()
     backward_signature: ClassVar[Signature] = Signature()
@@ -130,7 +130,7 @@ class FusedOperation:
     replaces_backward: ClassVar[bool] = False
     has_record: ClassVar[bool] = False
     is_contract: ClassVar[bool] = True
-    _decided: tuple[Any, dict[Any, Any]] = None, {}  # not one of the slots, by which two are compared
+    _decided: tuple[Any, dict[Any, Any]] = None, {}  # not compared: equality is that of the slots
 
     def __init_subclass__(cls, *, contract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -153,7 +153,7 @@ class FusedOperation:
         for slot in own:
             if slot.name.startswith("_") or hasattr(FusedOperation, slot.name):
                 raise definition_error(cls, f"{slot.name!r} cannot be the name of a slot", slot.name)
-        # As the fields of a dataclass: those of the bases first, and one declared again stays at its place.
+        # Like dataclass fields: those of the bases first; a redeclared one keeps its position.
         inherited = {slot.name: slot for base in reversed(cls.__mro__[1:]) for slot in vars(base).get("slots", ())}
         cls.slots = tuple({**inherited, **{slot.name: slot for slot in own}}.values())
         required = next((i for i, slot in enumerate(cls.slots) if not slot.optional), len(cls.slots))
@@ -207,7 +207,7 @@ class FusedOperation:
 
     @classmethod
     def _place(cls, name: str, needle: str, offers: Callable[[type[UnfusedOperation]], tuple[str, ...]]) -> None:
-        """Check that `name` is `slot_what`, and that an operation of the slot offers it."""
+        """Check that `name` is a slot, `_` and a name that an operation of the slot defines."""
         slots = [slot for slot in cls.slots if name.startswith(f"{slot.name}_")]
         if not slots:
             raise definition_error(cls, f"{name!r} does not begin with a slot's name", needle)
@@ -341,7 +341,7 @@ def _kind(cls: type[FusedOperation]) -> str:
 
 
 def records_of(fusion: FusedOperation, by_slot: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What stands in each slot, of variadic ones in a tuple, with its place: `"bias"`, `"acts.2"`."""
+    """The value of each slot with its place: `"bias"`, or `"acts.2"` for a tuple in a variadic slot."""
     for slot in fusion.slots:
         value = by_slot.get(slot.name)
         if slot.variadic and value is not None:
@@ -351,13 +351,13 @@ def records_of(fusion: FusedOperation, by_slot: Mapping[str, Any]) -> Iterator[t
 
 
 def unknown_slots(fusion: FusedOperation, unknown: Iterable[str]) -> str:
-    """The sentence for records that a fusion saved for slots that it does not have."""
+    """The message for records saved for slots that do not exist."""
     known = ", ".join(slot.name for slot in fusion.slots)
     return f"it saved records for unknown slots: {', '.join(map(repr, unknown))}; its slots are {known}"
 
 
 def wrong_record(place: str, operation: UnfusedOperation, own: Saved, found: Any) -> str:
-    """The sentence for what a fusion saved for a slot instead of the `Saved` of its operation."""
+    """The message for a slot's value that is not the `Saved` of its operation."""
     kind = type(operation).__name__
     if found is None:
         return f"slot {place!r} needs {kind}.Saved, it saved nothing"
@@ -366,10 +366,10 @@ def wrong_record(place: str, operation: UnfusedOperation, own: Saved, found: Any
 
 
 def checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
-    """A fusion set, if it is one: a fusion class or several.
+    """Validates a fusion set: a fusion class or several.
 
     Raises:
-        PluginError: naming what is not a fusion class, or lacks what a call needs.
+        PluginError: for an element that is not a fusion class, or that lacks a required method.
     """
     if isinstance(fusions, str):
         message = f"fusions takes fusion classes, such as sf.fusions.default, not the text {fusions!r}"

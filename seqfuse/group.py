@@ -1,4 +1,4 @@
-"""Groups of processes: their collectives, how tensors are sharded among them, and shards of parameters."""
+"""Process groups: their collectives, how tensors are sharded among them, and shards of parameters."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from torch import Tensor
 
 from .errors import InputError, StateError
 
-# Operators that compilers trace, too; they work out of place.
+# Functional collectives, which compilers can trace.
 _ops: Any = torch.ops._c10d_functional
 _divided = False
 
 
 def mark_divided() -> None:
-    """Say that a model of this process is divided over several, whose random numbers follow from their seeds."""
+    """Record that a model of this process is sharded; its random numbers then follow from seeds per process."""
     global _divided
     _divided = True
 
 
 def divided() -> bool:
-    """Whether a model of this process is divided over several: its parameters, its rows or its layers."""
+    """Whether a model of this process is sharded over processes: its parameters, rows or layers."""
     return _divided
 
 
 class Group:
-    """Processes that compute one thing together, and their collectives.
+    """A process group and its collectives.
 
     A collective that fails, because a process died, disagrees or is late, raises in every other process within the
-    timeout of the group, which `torch.distributed` sets. A copy of a module shares its group; a pickle keeps the
-    group's name and needs a group of that name where it is read.
+    timeout of the group in `torch.distributed`. Copies of a module share its group; a pickle stores the group's name
+    and needs a group of that name when it is loaded.
 
     Args:
         group: a process group, a `DeviceMesh` of one dimension, or `None` for this process alone.
 
     Attributes:
-        size: how many processes there are.
-        rank: which of them this is.
+        size: number of processes.
+        rank: index of this process.
 
     Raises:
-        InputError: (SF106) for anything else, or a group that this process is not in.
+        InputError: (SF106) for another argument, or a group without this process.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -80,11 +80,11 @@ class Group:
         return f"group {self.name if about == 'undefined' else about!r} of ranks {ranks}"
 
     def all_reduce(self, x: Tensor, what: str, by: Literal["sum", "max"] = "sum") -> Tensor:
-        """The sum of all processes' x, or the largest of each element."""
+        """The element-wise sum or maximum of all processes' x."""
         return self._run(what, lambda: _ops.all_reduce(x.contiguous(), by, self.name), x)
 
     def all_gather(self, x: Tensor, dim: int, what: str) -> Tensor:
-        """All processes' x one after another along `dim`."""
+        """All processes' x concatenated along `dim`."""
         parts = self._run(what, lambda: _ops.all_gather_into_tensor(x.contiguous(), self.size, self.name), x)
         if dim % x.ndim == 0 or self.size == 1:
             return parts
@@ -97,7 +97,7 @@ class Group:
         return self._run(what, lambda: _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name), x)
 
     def begin_all_reduce(self, x: Tensor, what: str) -> Callable[[], Tensor]:
-        """Start to sum all processes' x; what is returned waits for the sum."""
+        """Starts the sum of all processes' x; the returned function waits for it."""
         if self.size == 1 or not x.numel():
             return lambda: x
         y = self._checked(what, lambda: _ops.all_reduce(x.contiguous(), "sum", self.name))
@@ -118,14 +118,14 @@ class Group:
             raise self.failed(what, reason) from error
 
     def failed(self, what: str, reason: str) -> StateError:
-        """The error of a collective that did not come about."""
+        """The error of a failed collective."""
         message = f"the collective of {what} failed in {self}, of which this is process {self.rank}: {reason}"
         hint = "a process died, is late or runs something else; none can go on alone"
         return StateError(message, code="SF506", operation=what, hint=hint)
 
 
 def named(name: str) -> Group:
-    """The group whose name torch knows it by."""
+    """The group of this name in `torch.distributed`."""
     from torch.distributed import distributed_c10d
 
     try:
@@ -136,12 +136,13 @@ def named(name: str) -> Group:
 
 
 Sharding = Literal["replicated", "features", "sequence"]
-"""How tensors between two collectives are sharded, in DTensor's words: they are replicated; each process has a shard of
-the features (or heads), or a partial sum; or each has a sequence shard, which is some of the tokens."""
+"""How tensors between two collectives are sharded: replicated; each process has a shard of the features (or heads), or
+a partial sum; or each has a sequence shard, some of the tokens.
+"""
 
 
 class Redistribution(NamedTuple):
-    """A collective in a sequence: its processes, and how tensors are sharded among them before and after it."""
+    """A collective in a sequence: its group, and how tensors are sharded before and after it."""
 
     group: Group
     before: Sharding
@@ -150,13 +151,13 @@ class Redistribution(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParameterShard:
-    """How a parameter is sharded: each process of a group holds one of as many parts as there are processes.
+    """How a parameter is sharded: each process of a group has one shard.
 
     Args:
-        group: the processes.
-        dim: the dimension that is sharded.
-        parts: sizes along it that are divided one by one, as those of queries, keys and values; `group.size` divides
-            each.
+        group: the process group.
+        dim: the sharded dimension.
+        parts: sizes along it that are sharded separately, such as those of queries, keys and values; each is a multiple
+            of `group.size`.
     """
 
     group: Group
@@ -180,7 +181,7 @@ class ParameterShard:
         return tuple(shape)
 
     def whole(self, own: Tensor) -> Tensor:
-        """The whole tensor, gathered from the shards of all processes; each of them must call this."""
+        """The whole tensor, gathered from the shards of all processes; every process must call this."""
         gathered = self.group.all_gather(own, self.dim, "a parameter")
         sizes = [part // self.group.size for part in self.parts]
         shards = [_split(shard, sizes, self.dim) for shard in gathered.chunk(self.group.size, self.dim)]
@@ -188,10 +189,10 @@ class ParameterShard:
 
 
 def vocabulary_shard(operation: str, shards: Mapping[str, ParameterShard], rows: int, group: Group) -> ParameterShard:
-    """How an embedding weight of `rows` would be sharded by its rows.
+    """The shard of an embedding weight of `rows` along its rows.
 
     Raises:
-        InputError: (SF101) where the processes do not divide it, (SF106) where it is divided already.
+        InputError: (SF101) if `rows` is not a multiple of the group's size, (SF106) if the weight is already sharded.
     """
     if shards:
         raise InputError("it is divided among processes already", code="SF106", operation=operation)
@@ -221,15 +222,15 @@ class _WithBackward(torch.autograd.Function):
 
 
 def with_backward(run: Callable[[Tensor], Tensor], run_backward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return `run(x)`; autograd then calls `run_backward(dy)` for dx: a collective, and that of its gradient."""
+    """Returns `run(x)` with `dx = run_backward(dy)`: a collective and the collective of its gradient."""
     return cast(Tensor, _WithBackward.apply(run, run_backward, x))  # pyright: ignore[reportUnknownMemberType]
 
 
 def summed_gradient(group: Group, x: Tensor) -> Tensor:
-    """Return x; its gradient, of which each process computes a part, is summed over the processes."""
+    """Returns x; its gradient, a partial sum in each process, is summed over the group."""
     return with_backward(handed_on, lambda d: group.all_reduce(d, "a gradient"), x)
 
 
 def handed_on(x: Tensor) -> Tensor:
-    """Return x: nothing is exchanged in this pass."""
+    """Returns x: no collective in this pass."""
     return x

@@ -1,4 +1,4 @@
-"""Gradients that are added to a buffer of their own, `parameter.main_grad`, in place of `parameter.grad`."""
+"""Gradients that are accumulated in a buffer `parameter.main_grad` instead of `parameter.grad`."""
 
 from __future__ import annotations
 
@@ -19,34 +19,37 @@ class Accumulated:
 
 
 accumulated = Accumulated()
-"""Returned by a `bwd` instead of a gradient that it has already added to the buffer taken from `main_grads`."""
+"""Returned by a `bwd` instead of a gradient that it has already added to the buffer from `main_grads`."""
 
 
 class MainGrads:
-    """The buffers of one backward: by index of their parameters, and as the step that runs now gets them, by name.
+    """The buffers of one backward, by parameter index; for the current step by name.
 
-    A step takes a buffer with `pop`, so that it is known which ones it may have written to when it fails.
+    A step takes a buffer with `pop`, which records that it may have written to it if it fails.
     """
 
     __slots__ = ("_latest", "by_index")
 
     def __init__(self, by_index: dict[int, Tensor]) -> None:
         self.by_index = by_index
-        self._latest: tuple[frozenset[str], dict[str, Tensor]] = frozenset(), {}  # names, and what the step left of it
+        self._latest: tuple[frozenset[str], dict[str, Tensor]] = (
+            frozenset(),
+            {},
+        )  # offered names, and the buffers that the step did not take
 
     def offer(self, grads: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
-        """The buffers for a step whose gradients have these names and indices."""
+        """The buffers of a step whose gradients have these names and indices."""
         given = {name: self.by_index[i] for name, i in grads if i in self.by_index}
         self._latest = frozenset(given), given
         return given
 
     def taken(self) -> list[str]:
-        """The names of the buffers that the latest step to get any has taken."""
+        """The names of the buffers that the latest step took."""
         offered, left = self._latest
         return sorted(offered - left.keys())
 
     def settle(self, sums: list[Tensor | None]) -> None:
-        """Add what gradients are left to their buffers, and leave none of them to autograd."""
+        """Adds the remaining gradients to their buffers and removes them from those that autograd gets."""
         for i, buffer in self.by_index.items():
             if (g := sums[i]) is not None:
                 buffer.add_(g)
@@ -56,14 +59,14 @@ class MainGrads:
 def main_grads(
     nodes: Iterable[Any], executes: Callable[[Any], bool], where: Callable[[int], tuple[str, str, int | None]]
 ) -> MainGrads | None:
-    """The buffers of the leaves that these nodes accumulate into, `None` if there are none.
+    """The `main_grad` buffers of the leaves of these nodes, or `None`.
 
-    A leaf whose gradient `torch.autograd.grad` returns, or that has hooks to see it, gets it from torch: `executes`,
-    asked whether a node will run, raises `RuntimeError` for it. `where` tells parameter, operation and position by
-    index.
+    A leaf whose gradient `torch.autograd.grad` returns, or that has hooks, gets its gradient from torch: for it
+    `executes`, which tells whether a node will run, raises `RuntimeError`. `where` returns parameter, operation and
+    position of an index.
 
     Raises:
-        StateError: (SF507) for a `main_grad` that cannot be added to.
+        StateError: (SF507) for a `main_grad` that cannot hold the gradient.
     """
     found: dict[int, Tensor] = {}
     for i, node in enumerate(nodes):
