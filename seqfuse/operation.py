@@ -1,4 +1,4 @@
-"""What an operation is: parameters, the math as `reference`, a forward, a backward and the record between them."""
+"""Operations: parameters, the math as `reference`, a forward, a backward, and the `Saved` between them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ NOT_GIVEN: Any = ...
 
 
 def takes_input(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """State the signature of a `forward(x, **channels)`, by whose default x may be called `input`, and whose `surplus`
-    is refused.
+    """Sets the public signature of a `forward(x, **channels)`, which internally also accepts `input=` and rejects
+    `surplus` arguments.
     """
     signature = inspect.signature(forward)
     given = [p.replace(default=p.empty) for p in signature.parameters.values() if p.name != "surplus"]
@@ -39,24 +39,24 @@ def takes_input(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def named_input(channels: dict[str, Tensor]) -> Tensor:
-    """The input of a call that calls it `input`, as torch does."""
+    """The input of a call that passes it as `input=`, as in torch."""
     if "input" not in channels:
         raise TypeError("forward() missing 1 required positional argument: 'x'")
     return channels.pop("input")
 
 
 class Version:
-    """A unique token; two of them never compare equal. Compilers do not trace `object()`."""
+    """A unique token; two of them never compare equal. Dynamo cannot trace `object()`."""
 
 
 class ConfigVersion:
-    """A token that is replaced whenever an attribute of any operation is set: an unchanged one spares a comparison."""
+    """A token, replaced whenever an attribute of any operation is set: while it is unchanged, nothing is compared."""
 
-    def __init__(self) -> None:  # an instance, because torch 2.11 does not trace that a class is set
-        self.current, self.measured = Version(), Version()  # the latter whenever a measurement is added
+    def __init__(self) -> None:  # an instance: torch 2.11 cannot trace setting class attributes
+        self.current, self.measured = Version(), Version()  # `measured` is replaced when a measurement is added
 
     def bump(self) -> None:
-        """Say that an attribute was set, after it was."""
+        """Records that an attribute was set; called afterwards."""
         self.current = Version()
 
 
@@ -71,7 +71,7 @@ class FusableOperation(nn.Module):
     """
 
     barrier: str | None = None
-    # `vars` by a second name, under which torch 2.11 traces a loop over it.
+    # An alias of `vars` that lets torch 2.11 trace a loop over it.
     _attributes = property(vars)
 
     def __init__(self) -> None:
@@ -101,12 +101,12 @@ class FusableOperation(nn.Module):
         if x is NOT_GIVEN:
             x = named_input(channels)
         engine = self._engine[0] if self._engine else None
-        if engine is None or engine.root is not self:  # a shallow copy brings its original's along
-            from .run import fuser_of  # the engine, which is above
+        if engine is None or engine.root is not self:  # a shallow copy still has the engine of its original
+            from .run import fuser_of  # the engine, a layer above
 
             engine = fuser_of(self)
-            self._engine[:] = [engine]  # in place: the attribute is part of what a sequence is compared by
-        if type(channels) is not dict:  # a tracer of torch.fx hands in one object for all of them
+            self._engine[:] = [engine]  # in place: setting the attribute would count as a change
+        if type(channels) is not dict:  # a torch.fx tracer passes one proxy for all of them
             channels = {name: channels[name] for name in engine.op_list().inputs}
         elif surplus:
             engine.refuse_surplus(surplus, channels)
@@ -116,14 +116,14 @@ class FusableOperation(nn.Module):
         return {**self.__dict__, "_engine": []}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
-        # Other libraries put pickles here; nothing of ours is in them and nothing unpickles them.
+        # Other libraries store pickles here; they are ignored and never unpickled.
         if state_dict.pop(f"{prefix}_extra_state", None) is not None:
             warnings.warn(f"ignored {prefix}_extra_state, which another library saved", UserWarning, stacklevel=2)
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # pyright: ignore[reportUnknownMemberType]
 
 
 def configured(operation: FusableOperation) -> Any:
-    """A copy that keeps the configuration of now, whatever is set on the operation later; parameters stay shared."""
+    """A copy with the current configuration, unaffected by later changes; parameters are shared."""
     kept = object.__new__(type(operation))
     inside: dict[str, Any] = operation.__dict__["_modules"]
     copies = {n: configured(m) if isinstance(m, FusableOperation) else m for n, m in inside.items()}
@@ -219,7 +219,7 @@ class UnfusedOperation(FusableOperation):
     is_open: ClassVar[bool] = True
     extra_repr = show_arguments
     is_final: ClassVar[bool] = False
-    _saved: ClassVar[Callable[..., Any]]  # `Saved` with its fields by position
+    _saved: ClassVar[Callable[..., Any]]  # a constructor of `Saved` with positional fields
     forward_signature: ClassVar[Signature] = Signature()
     backward_signature: ClassVar[Signature] = Signature()
 
@@ -229,10 +229,10 @@ class UnfusedOperation(FusableOperation):
         if cls.__module__.startswith("seqfuse.ops."):
             checks_arguments(cls)
         own, bases = vars(cls), [base for base in cls.__mro__[1:] if issubclass(base, UnfusedOperation)]
-        cls.native = bool(own.get("native"))  # a subclass may have a forward of its own
+        cls.native = bool(own.get("native"))  # not inherited: a subclass may override the forward
         if "reference" in own and "autocast" not in own and any(base.is_final for base in bases):
             cls.autocast = None
-        if not any(base.is_final for base in bases):  # else an override of `forward`: it runs through that
+        if not any(base.is_final for base in bases):  # otherwise it overrides `forward`, which then runs
             check_pass_names(cls, contract=_METHODS)
         if cls.is_open:
             return

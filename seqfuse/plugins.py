@@ -1,6 +1,6 @@
-"""Plug-ins: fusions that other distributions offer through the entry-point group `seqfuse.fusions`.
+"""Plug-ins: fusions of other distributions in the entry-point group `seqfuse.fusions`.
 
-Listing them imports nothing; loading one returns its fusions as a value, to be passed to `Sequential(fusions=...)`.
+Listing plug-ins imports nothing; loading one returns its fusions, to be passed to `Sequential(fusions=...)`.
 """
 
 from __future__ import annotations
@@ -60,6 +60,6 @@ def _points() -> list[importlib.metadata.EntryPoint]:
 
 
 def _describe(point: importlib.metadata.EntryPoint) -> Plugin:
-    # A half-removed distribution has no metadata, and must not hide the others.
+    # A partly removed distribution has no metadata and must not hide the others.
     metadata: Any = getattr(point.dist, "metadata", None) or {}
     return Plugin(point.name, str(metadata.get("Name") or "?"), str(metadata.get("Version") or "?"), point.value)

@@ -1,4 +1,4 @@
-"""Element-wise operations: `Pointwise`, whose device functions every kernel takes, and `Gated`, made of one."""
+"""Element-wise operations: `Pointwise`, whose device functions all kernels accept, and `Gated`, built from one."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Gated(UnfusedOperation, open=True):
         dgate, _ = self.activation.bwd(dy * up, record)
         assert dgate is not None
         assert dup is not None
-        # With `out`, autocast leaves the dtypes alone: it refuses to join tensors of 16 bits that are not of its own.
+        # `out` avoids autocast, which cannot concatenate 16-bit tensors of another dtype than its own.
         dx = torch.empty_like(wide, memory_format=torch.contiguous_format)
         if self.packing == "interleaved":
             torch.stack((dgate, dup), -1, out=dx.view(*dgate.shape, 2))
@@ -214,7 +214,7 @@ class Gated(UnfusedOperation, open=True):
         return dx if wide is saved.x else dx.to(saved.x.dtype), {}
 
     def _widened(self, x: Tensor) -> Tensor:
-        """Cast x to float32 if it has 16 bits, unless autocast decides what dtype the activation gives."""
+        """Cast x to float32 if it has 16 bits, unless autocast determines the dtype of the activation."""
         decided = self.activation.autocast != "same" and autocast_of(x.device.type) is not None
         return x if decided else widened(x)
 
@@ -222,8 +222,8 @@ class Gated(UnfusedOperation, open=True):
         return "" if self.packing == "gate_up" else f"packing={self.packing!r}"
 
     def traffic(self, env: Env, backward: bool) -> Traffic:
-        # activation(gate) is a tensor of its own; backward makes it again, dy up, dgate and dup, and joins these two.
-        # In 16 bits x is cast to float32 before, the result back after, and what lies between is twice as large.
+        # activation(gate) is a separate tensor; backward recomputes it, computes dy up, dgate and dup, and concatenates
+        # the last two. In 16 bits x is cast to float32 and the result back, and intermediates are twice as large.
         if env.dtype in _16_BITS:
             return Traffic(7, 11, 18) if backward else Traffic(4, 5, 9)
         return Traffic(5, 6, 3) if backward else Traffic(2, 1, 3)

@@ -1,4 +1,4 @@
-"""Tensors in 8 bits that an operation hands to the next one, and what that one asks for."""
+"""8-bit tensors that one operation passes to the next, and the format that the reader requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from .recipes import Recipe, Role
 
 COLUMNS = 128
-"""Of tiles that kernels quantize: each has whole blocks."""
+"""Columns of a tile in kernels that quantize: whole blocks."""
 
 
 class Operand(NamedTuple):
-    """A quantized matrix: 8-bit numbers and the inverse of their scales, as `recipes.quantize` gives them."""
+    """A quantized matrix: 8-bit data and inverse scales, as returned by `recipes.quantize`."""
 
     data: Tensor
     inverse: Tensor
@@ -24,28 +24,28 @@ class Operand(NamedTuple):
 class Quantized(NamedTuple):
     """A tensor that exists only in 8 bits: the kernel that computed it quantized it for the `Linear` that reads it.
 
-    It stands between two steps of a segment, in the place of a tensor. It is no input or output of an autograd node.
+    It replaces a tensor between two steps of a segment and is never an input or output of an autograd node.
     """
 
     rows: Operand | None  # quantized along its rows
     columns: Operand | None  # and down its columns
     shape: torch.Size
-    dtype: torch.dtype  # that it was rounded to before it was quantized
+    dtype: torch.dtype  # to which it was rounded before quantization
     device: torch.device
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quantize:
-    """How the step behind, or in a backward pass the one before, takes its tensor: what `to` is of `fwd` and `bwd`.
+    """The format in which the next operation (for dy the previous one) reads a tensor; the argument `to` of a pass.
 
     Attributes:
-        at: the position of the operation that takes it.
-        operation: that operation.
+        at: the position of the reader.
+        operation: the reader.
         recipe: its recipe.
         role: `"x"` or `"dy"`.
         rows: whether it is read along its rows.
         columns: whether it is read down its columns.
-        record: whether its maximum is noted, under delayed scaling.
+        record: whether its maximum is recorded, under delayed scaling.
     """
 
     at: int
@@ -58,14 +58,14 @@ class Quantize:
 
     @property
     def block(self) -> int | None:
-        """How many numbers along a row share a scale; `None` for a scale that is given."""
+        """Number of elements along a row that share a scale; `None` for a precomputed scale."""
         return None if self.recipe.keeps_state else self.recipe.block(self.role, "rows")[1]
 
     def kept(self, x: Tensor) -> Any:
-        """The scale that is kept of it, and where its maximum is noted; `None` unless scaling is delayed."""
+        """Its stored scale and the place for its maximum; `None` unless scaling is delayed."""
         return self.operation.scale_for(self.role, x, self.recipe, self.record)
 
 
 def is_local(recipe: Recipe) -> bool:
-    """Whether a kernel that has a few rows and columns at hand can quantize them: no scale needs all others."""
+    """Whether a kernel can quantize a tile without the rest of the tensor."""
     return recipe.keeps_state or recipe.block("x", "rows")[1] in (32, 128)

@@ -1,4 +1,4 @@
-"""Recipes of low precision: which operands of GEMMs are quantized to 8 bits and how, and `quantize`, which does it."""
+"""Low-precision recipes: how the operands of GEMMs are quantized to 8 bits; and `quantize`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Direction = Literal["rows", "columns"]
 """The dimension that a GEMM sums over: along each row of a matrix, or down its columns."""
 
 MULTIPLE = 16
-"""Sizes of quantized GEMMs are multiples of it, on every device, so that a model has the same numbers on each."""
+"""Sizes of quantized GEMMs must be multiples of it, on every device, so that a model has equal results on each."""
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # The largest number of a format is 1.75 times this power of two.
@@ -225,7 +225,7 @@ class MXFP8(Recipe):
 
 
 def recipe_of(name: str, *values: Any) -> Recipe:
-    """The recipe that has these `constants`."""
+    """The recipe with these `constants`."""
     cls = _classes[name]
     names = [field.name for field in dataclasses.fields(cls)]
     return cls(**dict(zip(names, values, strict=True)))
@@ -302,7 +302,7 @@ def quantize(
         inverse = inverse.reshape(() if offsets is None else -1)
     if places is not None:
         scale = _spread(scale, places[0])
-    # Torch casts of different versions make 448, Inf or NaN of what is beyond the range.
+    # Beyond the range, casts of different torch versions return 448, Inf or NaN.
     codes = (blocks * scale.unsqueeze(1).unsqueeze(-1)).clamp(-largest, largest)
     codes = torch.where(blocks.isfinite(), codes, torch.nan)
     return _whole(codes, rows).to(dtype).reshape(x.shape), inverse
@@ -352,7 +352,7 @@ def _said(given: Any) -> str:
 
 
 def largest_of_groups(x: Tensor, offsets: Tensor) -> Tensor:
-    """Max |x| of the rows of each group, float32 [G]; 0 of none. x: [M, N]."""
+    """Max |x| of the rows of each group, float32 [G]; 0 for an empty group. x: [M, N]."""
     places = _places(offsets, len(x), None)
     assert places is not None
     most = x.detach().abs().amax(1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1)
@@ -360,9 +360,9 @@ def largest_of_groups(x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _places(offsets: Tensor | None, rows: int, high: int | None) -> tuple[Tensor, int] | None:
-    """Of each row which scale of those of all groups it has, and how many there are, which a row of no group has.
+    """For each row the index of its scale among those of all groups, and their number, the index of ungrouped rows.
 
-    `None` where rows have scales of their own, or all are of one group. `high` rows share a scale, or all of a group.
+    `None` if each row has its own scale, or there is one group. A scale is shared by `high` rows, or by a whole group.
     """
     if offsets is None or high == 1:
         return None
@@ -384,18 +384,18 @@ def _most(most: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def _spread(scale: Tensor, places: Tensor) -> Tensor:
-    """The scale of each row, [M, N] of [count, N]; 1 for a row of no group."""
+    """The scale of each row, [M, N] of [count, N]; 1 for ungrouped rows."""
     return F.pad(scale, (0, 0, 0, 1), value=1.0).index_select(0, places)
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """[*, N] in float32 as [M, N]."""
+    """Casts [*, N] to float32 and flattens it to [M, N]."""
     wide = x.to(torch.float32)
     return (wide if wide.dim() > 1 else wide[None]).flatten(0, -2)
 
 
 def _blocks(rows: Tensor, size: _Block) -> Tensor:
-    """A matrix as [blocks, rows of a block, blocks, columns of a block]; zeros fill the last ones."""
+    """A matrix as [blocks, rows of a block, blocks, columns of a block], padded with zeros."""
     (m, n), (high, wide) = rows.shape, size
     up, across = 1 if high is None else -(-m // high), 1 if wide is None else -(-n // wide)
     if not rows.numel():
@@ -406,7 +406,7 @@ def _blocks(rows: Tensor, size: _Block) -> Tensor:
 
 
 def _whole(blocks: Tensor, rows: Tensor) -> Tensor:
-    """The matrix of these blocks, of the shape of `rows`."""
+    """The inverse of `_blocks`: a matrix of the shape of `rows`."""
     m, n = rows.shape
     return blocks.flatten(2).flatten(0, 1).narrow(0, 0, m).narrow(1, 0, n) if rows.numel() else rows
 
@@ -417,16 +417,16 @@ def _scales(most: Tensor, largest: float, power_of_two: bool) -> Tensor:
 
 
 def _quotients(most: Tensor, largest: float, otherwise: Tensor | float, divisor: float = 1.0) -> Tensor:
-    """The largest number / most / divisor; `otherwise` where there are only zeros, or a number that is not finite."""
-    # A number divided by a tensor is the reciprocal times that number in torch: rounded twice.
+    """The quotient largest / most / divisor; `otherwise` where `most` is 0 or not finite."""
+    # In torch, a number divided by a tensor is the number times the reciprocal: rounded twice.
     scale = torch.full_like(most, largest) / most
     scale = scale if divisor == 1 else scale / divisor
-    scale = scale.clamp(max=_FLOAT32_MAX)  # of the smallest numbers it overflows
+    scale = scale.clamp(max=_FLOAT32_MAX)  # the division overflows for the smallest numbers
     return torch.where((most > 0) & most.isfinite(), scale, otherwise)
 
 
 def next_scale(recipe: Float8DelayedScaling, role: Role, history: Tensor, scale: Tensor) -> Tensor:
-    """The scale of the next step, of a history with the newest maximum first, and of the scale up to now."""
+    """The scale of the next step, from the history with the newest maximum first and the current scale."""
     most = history.amax(0) if recipe.algorithm == "max" else history[0]
     return _quotients(most, torch.finfo(recipe.dtype(role)).max, scale, 2.0**recipe.margin)
 
@@ -447,7 +447,7 @@ class Quantizing:
 
     recipe: Recipe | None = None  # of operations without their own
     enabled: bool = True
-    wide: bool = False  # whether float64 is quantized, too, as for results that others are compared with
+    wide: bool = False  # whether float64 is quantized as well, for reference results
 
     @property
     def default(self) -> Recipe | Literal[False] | None:
@@ -487,7 +487,7 @@ def low_precision(recipe: Recipe | None = None, *, enabled: bool = True) -> Gene
 
 @contextlib.contextmanager
 def within(recipe: Recipe | Any | None = ..., *, wide: bool = False) -> Generator[None]:
-    """Within the block operations without a recipe have this one, if it is given; `wide` quantizes float64, too."""
+    """A block in which operations without a recipe use this one, if it is given; `wide` also quantizes float64."""
     outer = current.get()
     default = outer.recipe if recipe is ... else recipe
     token = current.set(_quantizing_of(default, outer.enabled, wide or outer.wide))

@@ -1,4 +1,4 @@
-"""Saved context: frozen records of named fields."""
+"""Saved tensors: frozen records of named fields."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ class Recompute:
         self.fn, self.tensors = fn, tensors
 
     def __call__(self) -> Tensor:
-        if (
-            not torch.is_grad_enabled()
-        ):  # as in most backward passes: entering a context costs as much as a call of ATen
+        if not torch.is_grad_enabled():  # the usual case in backward: entering a context is as slow as an ATen call
             return self.fn(*self.tensors)
         with torch.no_grad():
             return self.fn(*self.tensors)
@@ -75,7 +73,7 @@ class Saved:
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
-    _always: ClassVar[tuple[str, ...]] = ()  # of x and y those that are always saved
+    _always: ClassVar[tuple[str, ...]] = ()  # which of x and y are always saved
     _plain: ClassVar[frozenset[str]] = frozenset()
     _tuples: ClassVar[frozenset[str]] = frozenset()
     _for: ClassVar[Mapping[str, frozenset[str]]] = {}
@@ -89,7 +87,7 @@ class Saved:
             if _holds_tensor(hints[name]) and not _is_known(hints[name]):
                 known = "Tensor, Tensor | None, tuple[Tensor, ...] or plain data"
                 raise definition_error(cls, f"field {name!r} must be {known}", name)
-        # Frozen by the base: a class that declares it gets two more generated functions, which every import pays for.
+        # Frozen by the base class: `frozen=True` would generate two more functions per class at import.
         dataclasses.dataclass(kw_only=True, eq=False, init=False, repr=False)(cls)
         declared = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         cls.fields = tuple(f.name for f in declared)
@@ -99,7 +97,7 @@ class Saved:
         cls._for = {f.name: f.metadata["for"] for f in declared if f.metadata.get("for")}
         cls.__init__ = _make_init(cls, {f.name: f.default for f in declared})
 
-    if not typing.TYPE_CHECKING:  # to a type checker `dataclass_transform` says it
+    if not typing.TYPE_CHECKING:  # type checkers see `dataclass_transform`
 
         def __setattr__(self, name: str, value: Any) -> None:
             raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -133,19 +131,19 @@ class Saved:
 
 
 def check_layout(cls: type, layout: Any) -> None:
-    """Raise for a class whose passes accept a layout that there is not."""
+    """Raise for a class with an unknown `layout`."""
     known = typing.get_args(Layout)
     if layout not in known:
         raise definition_error(cls, f"layout must be one of {', '.join(known)}, not {layout!r}", "layout")
 
 
 def always_saved(cls: type[Saved]) -> tuple[str, ...]:
-    """Which of x and y a `Saved` always holds."""
+    """Which of x and y a `Saved` always contains."""
     return cls._always  # pyright: ignore[reportPrivateUsage]
 
 
 def kind_of(cls: type[Saved], name: str) -> Literal["data", "tuple", "tensor"]:
-    """Whether a field holds plain data, may hold a tuple of tensors, or holds a tensor, or `None`."""
+    """Whether a field is plain data, possibly a tuple of tensors, or a tensor or `None`."""
     return "data" if name in cls._plain else "tuple" if name in cls._tuples else "tensor"  # pyright: ignore[reportPrivateUsage]
 
 
@@ -158,7 +156,7 @@ def _may_be_tuple(hint: Any) -> bool:
 
 
 def _is_known(hint: Any) -> bool:
-    """Whether a hint that holds a tensor is a tensor, perhaps `None`, or a tuple of such."""
+    """Whether a hint with a tensor is a tensor, an optional tensor, or a tuple of these."""
     if isinstance(hint, type) and issubclass(hint, Tensor):
         return True
     origin, parts = typing.get_origin(hint), [h for h in typing.get_args(hint) if h not in (type(None), Ellipsis)]
@@ -185,7 +183,7 @@ def class_hints(cls: type, frame: types.FrameType | None) -> dict[str, Any]:
 def _make_init(cls: type[Saved], defaults: Mapping[str, Any]) -> Any:
     given = {f: value for f, value in defaults.items() if value is not _MISSING}
     arguments = ", ".join(f"{identifier(f)}=_{f}" if f in given else identifier(f) for f in defaults)
-    # No field begins with an underscore, so that none hides another name.
+    # No field begins with an underscore, so fields cannot shadow these names.
     source = Source("__init__", f"_self{', *, ' + arguments if arguments else ''}")
     source.constants.update({f"_{f}": value for f, value in given.items()})
     source.constants.update(__Recompute=Recompute, __late=_set_late, __type=type)
@@ -201,9 +199,9 @@ def _make_init(cls: type[Saved], defaults: Mapping[str, Any]) -> Any:
 
 
 def maker(cls: type[S]) -> Callable[..., S]:
-    """A constructor that takes the fields by position, none of them a stand-in, at a third of the cost.
+    """A constructor with positional fields, without `Recompute`, in a third of the time.
 
-    The last ones may be left out if they have defaults.
+    Trailing fields with defaults may be omitted.
     """
     fields = [f"f{i}" for i in range(len(cls.fields))]
     given = {f.name: f.default for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
@@ -221,7 +219,7 @@ def _set_late(d: dict[str, Any], name: str, value: Recompute) -> None:
 
 
 def copied(record: S, kept: Sequence[str], change: Callable[[Tensor], Tensor] = lambda t: t) -> S:
-    """A copy that has these fields only, each of its tensors changed; what makes a tensor again stays that."""
+    """A copy with these fields only and `change` applied to each tensor; a `Recompute` stays lazy."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, tuple | list):

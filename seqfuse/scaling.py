@@ -1,4 +1,4 @@
-"""Scales and histories of maxima that operations keep as buffers under delayed scaling, and their update."""
+"""Delayed scaling: the scales and amax histories, buffers of operations, and their update."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .operation import FusableOperation
 from .quantized import Quantized
 from .recipes import MULTIPLE, Float8DelayedScaling, Recipe, Role, next_scale
 
-# Operations that took a maximum, by their `id`, in the order of their first forward pass: that of all processes.
+# Operations that recorded a maximum, by `id`, in the order of their first forward, which is equal in all processes.
 _recording: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 _hooked: list[Any] = []
 HISTORY = "amax_history"
-"""How the names of buffers end that have the last maxima of a tensor."""
+"""The suffix of the names of buffers with the last maxima of a tensor."""
 _get_mode: Callable[..., Any] = torch._C._get_dispatch_mode  # pyright: ignore
 _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore
 
 
 class KeptScale(NamedTuple):
-    """What an operation keeps of a tensor: its scale, and the newest entry of its history, [1], for its maximum.
+    """The stored scale of a tensor, and the newest entry of its history, [1], for its maximum.
 
-    Of groups with scales of their own [G] and [1, G].
+    For groups with separate scales [G] and [1, G].
     """
 
     scale: Tensor
@@ -37,14 +37,14 @@ class KeptScale(NamedTuple):
 
 
 class Scaled(nn.Module):
-    """Mixed into operations that quantize several tensors: buffers under delayed scaling, kept in float32.
+    """Mixin of operations that quantize tensors: their buffers under delayed scaling, in float32.
 
-    A `state_dict` has them, as plain tensors, where a delayed recipe was set, and no other keys otherwise.
+    A `state_dict` contains them, as plain tensors, only if a delayed recipe was set.
     """
 
     _delayed: Float8DelayedScaling | None = None
     runs_again = False
-    """Whether it is a copy for a forward that runs again, whose maxima were taken before."""
+    """Whether it is a copy for a recomputed forward, whose maxima were recorded before."""
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
@@ -57,13 +57,13 @@ class Scaled(nn.Module):
             self.keep_scales(value)
 
     def scaled(self) -> tuple[str, ...]:
-        """The names of the tensors that are quantized, each its role, or a role with a number behind it."""
+        """The names of its quantized tensors: a role, or a role with a number."""
         raise NotImplementedError
 
     def keep_scales(self, recipe: Float8DelayedScaling) -> None:
-        """Register the buffers of a recipe; those that are there stay, a history with its newest entries.
+        """Registers the buffers of a recipe; existing ones are kept, histories with their newest entries.
 
-        An operation with sizes that are not quantized has none.
+        An operation with sizes that cannot be quantized gets none.
         """
         if any(size % MULTIPLE or not size for gemm in cast(Any, self).gemms for size in gemm):
             return
@@ -80,7 +80,7 @@ class Scaled(nn.Module):
                 self._buffers[f"{name}_{HISTORY}"] = _resized(old, recipe.history)
 
     def scale_for(self, name: str, x: Tensor | Quantized, recipe: Recipe, record: bool) -> KeptScale | None:
-        """What is kept of a tensor under a delayed recipe, the history only if it is to be noted; else `None`."""
+        """The stored scale of a tensor under a delayed recipe, with `record` also the history; otherwise `None`."""
         if not isinstance(recipe, Float8DelayedScaling) or isinstance(x, Quantized):
             return None
         if type(x) not in (Tensor, nn.Parameter) or x.is_meta or _get_mode(_FAKE) is not None:  # without data
@@ -88,7 +88,7 @@ class Scaled(nn.Module):
         if not self.runs_again and (self._delayed != recipe or f"{name}_scale" not in self._buffers):
             self.keep_scales(recipe)
         recorded = record and self.training and bool(x.numel()) and not self.runs_again
-        if recorded and name == "x":  # in a forward pass: a backward pass runs on a copy
+        if recorded and name == "x":  # only in a forward: a backward runs on a copy
             _recording[id(self)] = self
             if not _hooked:
                 _hooked.append(register_optimizer_step_post_hook(_stepped))
@@ -99,7 +99,7 @@ class Scaled(nn.Module):
         return [f"{name}_{what}" for name in self.scaled() for what in (HISTORY, "scale")]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """As in torch; scales stay float32, and those that had no memory start anew."""
+        """As in torch; scales stay float32, and scales from the meta device are initialized."""
         kept = {name: t for name in self._names() if (t := self._buffers.get(name)) is not None}
         super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
         for name, t in kept.items():
@@ -128,7 +128,7 @@ class Scaled(nn.Module):
 
 
 def keep_scales(container: nn.Module, recipe: Float8DelayedScaling) -> None:
-    """Register the buffers of a container's recipe in its operations, but for those with a recipe of their own."""
+    """Registers the buffers of a container's recipe in its operations, except those with their own recipe."""
     for child in container.children():
         if "recipe" in vars(child):
             continue
@@ -139,7 +139,7 @@ def keep_scales(container: nn.Module, recipe: Float8DelayedScaling) -> None:
 
 
 def _resized(history: Tensor, length: int) -> Tensor:
-    """The newest entries, and zeros where there are no more."""
+    """The newest entries, padded with zeros."""
     new = history.new_zeros(length, *history.shape[1:])
     kept = min(length, len(history))
     new[:kept] = history[:kept]
@@ -190,7 +190,7 @@ def _update(operations: Iterable[Scaled], group: Any = None) -> None:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Update the scales of operations whose first parameter that is trained is this optimizer's."""
+    """Updates the scales of operations whose first trained parameter belongs to this optimizer."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     operations: list[Scaled] = []
     for operation in [*_recording.values()]:

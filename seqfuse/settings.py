@@ -1,4 +1,4 @@
-"""The settings read from `SEQFUSE_*` variables, and `sf.fusing`, which overrules them within a block."""
+"""The settings from `SEQFUSE_*` variables, and `sf.fusing`, which overrides them within a block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Settings:
 
     Args:
         fusing: `SEQFUSE_FUSING` (`0`, `1`): whether fusions are used.
-        on_error: `SEQFUSE_ON_ERROR` (`fallback`, `raise`): what a fusion that fails at run time does.
+        on_error: `SEQFUSE_ON_ERROR` (`fallback`, `raise`): whether a fusion that fails at run time falls back.
         tune: `SEQFUSE_TUNE` (`0`, `1`): whether measurements are read from and written to the user's cache.
         debug: `SEQFUSE_DEBUG` (`0`, `1`): whether processes of a group compare their plans before they run them.
         c_kernels: `SEQFUSE_C_KERNELS` (`0`, `1`): whether fusions run as compiled C on a CPU.
@@ -47,7 +47,7 @@ def settings() -> Settings:
 
 
 def parsed() -> tuple[Settings, list[str]]:
-    """The settings that `SEQFUSE_*` variables give now, and what is wrong about others."""
+    """The settings from the current `SEQFUSE_*` variables, and a message for each invalid one."""
     switch = {"0": False, "1": True}
     allowed: dict[str, dict[str, Any]] = {
         f"SEQFUSE_{name}": switch for name in ("FUSING", "TUNE", "DEBUG", "C_KERNELS")
@@ -72,18 +72,18 @@ Chosen = frozenset[str | type[Any]]  # fusions by name or class
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fusing:
-    """Which fusions may be used now, and what one that fails does; equal ones are the same object."""
+    """The currently allowed fusions, and the effect of a failure; equal instances are the same object."""
 
     enabled: bool
     on_error: OnError
-    only: tuple[Chosen, ...] = ()  # one set for each region that chooses
+    only: tuple[Chosen, ...] = ()  # one set for each `fusing` block with `only`
     exclude: Chosen = frozenset()
     unmeasured: bool = False
-    all_costs: bool = False  # whether each that is not refused is used, the longest first, whatever it costs
-    off: str = "fusing is off"  # the reason where it is not enabled
+    all_costs: bool = False  # whether every applicable fusion is used, longest first, whatever it costs
+    off: str = "fusing is off"  # the reason if it is not enabled
 
     def allows(self, fusion: type) -> str | None:
-        """`None` if this fusion may be used, else the reason it may not."""
+        """`None` if this fusion may be used, otherwise the reason why not."""
         if not self.enabled:
             return self.off
         if self.only and not all(_among(fusion, chosen) for chosen in self.only):
@@ -99,13 +99,13 @@ current_fusing: ContextVar[Fusing | None] = ContextVar("seqfuse_fusing", default
 
 
 def fusing_now() -> Fusing:
-    """The innermost `fusing` region, or what the settings say."""
+    """The innermost `fusing` block, or the settings."""
     return current_fusing.get() or default_fusing()
 
 
 @functools.cache
 def default_fusing() -> Fusing:
-    """The choice of the settings, outside of any `fusing` region."""
+    """The settings' choice, outside any `fusing` block."""
     return _fusing_of(settings().fusing, settings().on_error, (), Chosen(), False)
 
 
@@ -153,7 +153,7 @@ def fusing(
 
 @contextlib.contextmanager
 def at_all_costs() -> Generator[None]:
-    """Within the block, each fusion that is not refused is used, the longest first: cost does not decide."""
+    """A block in which every applicable fusion is used, longest first, whatever it costs."""
     outer = fusing_now()
     token = current_fusing.set(
         _fusing_of(outer.enabled, outer.on_error, outer.only, outer.exclude, outer.unmeasured, True)

@@ -1,4 +1,4 @@
-"""The keywords that an author's `fwd` and `bwd` name, and the arguments of device functions and of constructors."""
+"""The keyword arguments of an author's `fwd` and `bwd`, and the arguments of device functions and constructors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """Names that a function takes by keyword: those the engine gives everywhere, and the extra ones of its own."""
+    """The keyword arguments of a pass: those that the engine offers to every pass, and its extra inputs."""
 
     extras: tuple[str, ...] = ()
     needs: bool = False
@@ -35,7 +35,7 @@ class Signature:
     to: bool = False
     recipe: bool = False
     weights: bool = False
-    optional: frozenset[str] = frozenset()  # those of the extras that have a default
+    optional: frozenset[str] = frozenset()  # the extras with a default
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class Signature:
         fused: bool = False,
         named: str = "...",
     ) -> Signature:
-        """Read a signature; `allowed` bounds the extra names, `None` leaves them free; messages say `named`."""
+        """Reads a signature; extra names must be in `allowed`, unless that is `None`; `named` shows them in errors."""
         parameters = list(inspect.signature(inspect.unwrap(getattr(owner, function))).parameters.values())[1:]
         first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(first) != len(positional) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -72,15 +72,16 @@ class Signature:
 
 
 def check_pass_names(cls: type, others: Mapping[str, str] = MappingProxyType({}), contract: Sequence[str] = ()) -> None:
-    """Raise for a class that calls a pass as torch does, and states none under the name that the engine knows.
+    """Raise for a class with a pass named as in torch, such as `backward`, but without the name that the engine calls.
 
-    `others` are further names that are taken for known ones, and methods of a `contract` may be misspelt: the engine
-    would never call them.
+    `others` are further such names. Also detects misspelled methods of a `contract`, which the engine would never call.
 
     Raises:
         PluginError: (SF301) quoting the author's line.
     """
-    authors = [base for base in cls.__mro__ if base.__module__.rpartition(".")[0] != __package__]  # no contract of ours
+    authors = [
+        base for base in cls.__mro__ if base.__module__.rpartition(".")[0] != __package__
+    ]  # without our base classes
     for name, known in {"forward": "fwd", "backward": "bwd", **others}.items():
         if name in vars(cls) and not any(known in vars(base) for base in authors):
             what = "a pass is" if known in ("fwd", "bwd") else "what the engine asks is"
@@ -95,10 +96,10 @@ def check_pass_names(cls: type, others: Mapping[str, str] = MappingProxyType({})
 
 
 def check_device_functions(cls: type, takes_numbers: bool) -> None:
-    """Raise unless `value` and `derivative` of a class are both there or neither, and take what kernels pass.
+    """Raise unless a class has both `value` and `derivative` or neither, with the arguments that kernels pass.
 
-    What Triton made of a function has its `arg_names`; a property or descriptor is asked when a kernel is made.
-    Configuration numbers, if the class states them, come second.
+    Triton functions have `arg_names`; properties and descriptors are checked when a kernel is created. Configuration
+    numbers, if the class has them, are the second argument.
     """
     functions = {name: getattr(cls, name) for name in ("value", "derivative")}
     stated = [name for name, function in functions.items() if function is not None]
@@ -111,7 +112,7 @@ def check_device_functions(cls: type, takes_numbers: bool) -> None:
         if names is None and callable(function):
             raise definition_error(cls, f"{name} must be a triton.jit function", name)
         selects = name == "derivative" and bool(names) and names[0] == "dy"
-        # A flag at the end asks for the digits of 16 bits alone.
+        # A trailing flag selects the accuracy of 16 bits.
         count = 0 if names is None else len(names) - (names[-1:] == ["HALF"])
         if names is not None and count != 1 + takes_numbers + selects:
             first = "x" if name == "value" else "dy, t" if selects else "t"
@@ -122,9 +123,9 @@ def check_device_functions(cls: type, takes_numbers: bool) -> None:
 
 
 def checks_arguments(cls: _Class) -> _Class:
-    """Have a class refuse, where it is made, what would go wrong in silence: a wrong number, flag, word or name.
+    """Make a constructor reject arguments that would fail silently later: a wrong number, flag, word or name.
 
-    Numbers of other libraries become Python's own. Of everything else Python and torch say what is wrong.
+    Numbers of other libraries are converted to Python's. Other errors are left to Python and torch.
 
     Raises:
         InputError: (SF106) naming the class, the argument and what was expected.
@@ -136,12 +137,12 @@ def checks_arguments(cls: _Class) -> _Class:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         given = None
-        if not torch.compiler.is_dynamo_compiling():  # it traces no signature
+        if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace signatures
             signature, hints = _annotated(init)
             try:
                 given = signature.bind(self, *args, **kwargs)
             except TypeError:
-                init(self, *args, **kwargs)  # Python names what is missing or too much
+                init(self, *args, **kwargs)  # Python's error names missing and surplus arguments
                 raise
             given.arguments.update(check_arguments(type(self).__name__, hints, given.arguments))
             args, kwargs = given.args[1:], given.kwargs
@@ -157,7 +158,7 @@ def checks_arguments(cls: _Class) -> _Class:
 
 
 def _negative(operation: str, given: Mapping[str, Any]) -> InputError:
-    """The error for a size below 0, of which torch says only the shape that it would make."""
+    """The error for a negative size; torch's own error only names the resulting shape."""
     listed: dict[str, Any] = {k: v if isinstance(v, tuple | list) else (v,) for k, v in given.items()}
     below = [k for k, several in listed.items() if any(isinstance(v, int) and v < 0 for v in several)]
     said = ", ".join(f"{name}={given[name]!r}" for name in below) or "its arguments"
@@ -166,13 +167,13 @@ def _negative(operation: str, given: Mapping[str, Any]) -> InputError:
 
 @functools.cache
 def _annotated(init: Callable[..., None]) -> tuple[inspect.Signature, Mapping[str, Any]]:
-    """Not before the first is made, as annotations may name what is not imported before."""
+    """The signature and the annotations, resolved at the first call, when the modules they name are imported."""
     signature, hints = inspect.signature(init), typing.get_type_hints(init)
     listed = {name for name, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL}
     return signature, {name: tuple[hint, ...] if name in listed else hint for name, hint in hints.items()}
 
 
-# How one is called, what a value of any library that is one has, and how it becomes Python's own.
+# Its name in messages, the attribute by which values of any library are recognized, and the conversion to Python's.
 _KINDS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
     int: ("an integer", "__index__", operator.index),
     float: ("a number", "__float__", float),
@@ -182,10 +183,10 @@ _KINDS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
 
 
 def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Raise InputError (SF106) for the first number, flag, word or name that is not what its annotation says.
+    """Raise InputError (SF106) for the first number, flag, word or name that does not match its annotation.
 
     Returns:
-        The numbers and flags of other libraries as Python's own: neither compilers nor kernels take others.
+        Numbers and flags of other libraries converted to Python's, which compilers and kernels require.
     """
     taken: dict[str, Any] = {}
     for name, value in given.items():
@@ -195,7 +196,7 @@ def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str
             taken[name] = tuple(check_arguments(operation, one, {name: each}).get(name, each) for each in value)
             continue
         choices = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-        if value is None and bool in choices and type(None) not in choices:  # a flag, as torch takes it
+        if value is None and bool in choices and type(None) not in choices:  # `None` is a flag, as in torch
             taken[name] = False
             continue
         kind = next((one for one in choices if one in _KINDS and _is_one(value, one)), None)
@@ -224,7 +225,7 @@ def _is_one(value: object, kind: Any) -> bool:
 
 
 def arguments_kept(thing: object) -> dict[str, int | float | str]:
-    """The numbers and strings that an object was made with and keeps under the names of these arguments."""
+    """Constructor arguments that are numbers or strings and stored as attributes of the same name."""
     named = {name: vars(thing).get(name) for name in inspect.signature(type(thing)).parameters}
     return {name: value for name, value in named.items() if isinstance(value, int | float | str)}
 

@@ -1,4 +1,4 @@
-"""Files of data that are kept for a user: private, read with suspicion, replaced whole, never in the way."""
+"""Data files in the user's cache: private, checked when read, replaced atomically; failures are not fatal."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MOST_BYTES = 16 << 20
 
 
 def user_folder(name: str, *, create: bool) -> Path | None:
-    """The folder `name` in the user's cache of this library; `None` where it is not there and is not to be made.
+    """The folder `name` in the user's cache of this library; `None` if it does not exist and `create` is false.
 
     Raises:
-        OSError: if it cannot be made, others could have written to it, or nothing knows where it would be.
+        OSError: if it cannot be created, others could have written to it, or the user's cache is unknown.
     """
     try:
         import platformdirs
-    except ImportError as error:  # a copy of the sources, where nothing was installed
+    except ImportError as error:  # a copy of the sources without an installation
         raise OSError(str(error)) from None
 
     top = platformdirs.user_cache_path("seqfuse")
@@ -45,10 +45,10 @@ def user_folder(name: str, *, create: bool) -> Path | None:
 
 
 def read(path: Path) -> bytes | None:
-    """What a file holds; `None` where there is none.
+    """The content of a file; `None` if it does not exist.
 
     Raises:
-        OSError: if it cannot be read, is a symbolic link, or is no regular file.
+        OSError: if it cannot be read, is a symbolic link, or is not a regular file.
         ValueError: if it is too large.
     """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -69,12 +69,12 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a file, so that others see the old one or the new one, whole.
+    """Replaces a file atomically.
 
     Raises:
-        OSError: if it cannot be written; what was there stays.
+        OSError: if it cannot be written; the old file stays.
     """
-    descriptor, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)  # with a name that nobody has
+    descriptor, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)  # a unique name
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)

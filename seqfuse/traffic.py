@@ -1,4 +1,4 @@
-"""The estimated gain of a fusion: the traffic that its operations declare, less that of the fusion."""
+"""The estimated gain of a fusion: the declared traffic of its operations minus that of the fusion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .hardware import STEP
 from .operation import Traffic, UnfusedOperation
 
 FLOPS: dict[Any, Callable[..., int]] = {}
-"""FLOPs of operators of this library, of the shapes of their arguments; the modules that define them fill it."""
+"""FLOPs of this library's custom ops as functions of argument shapes; filled by the modules that define them."""
 
 _Kinds = tuple[type[UnfusedOperation], ...]
 _Features = tuple[tuple[int, int] | None, ...]
@@ -25,12 +25,12 @@ def gain(
     backward: bool,
     saved: tuple[int, ...],
 ) -> Savings:
-    """The gain where one kernel, or one for each GEMM, runs these operations, in the passes that are given.
+    """The gain if one kernel, or one for each GEMM, runs these operations in the given passes.
 
-    A tensor between them is not read or written, but for those that are saved, enter a GEMM or leave as an extra
-    output: these are written once, and read again where a GEMM or the backward pass takes them. Of a launch `STEP` is
-    the engine's step, one for each operation, also where it launches several kernels or none. Tensors are `saved` where
-    so many operations stand before them.
+    Tensors between the operations are not read or written, except those that are saved, read by a GEMM, or extra
+    outputs: these are written once, and read again by a GEMM or the backward pass. `STEP` of a launch is the engine's
+    step, one for each operation, even if it launches several kernels or none. A tensor is `saved` if the number of
+    operations before it is listed.
     """
     kinds, features = tuple(map(type, operations)), tuple([operation.features for operation in operations])
     fwd = _traffic(operations, env, False)
@@ -39,7 +39,7 @@ def gain(
 
 
 def unfused(operations: Sequence[UnfusedOperation], env: Env, positions: Iterable[int]) -> Savings:
-    """The work of the forward pass of operations at these positions of a sequence."""
+    """The work of the forward of operations at these positions of a sequence."""
     widths = _widths(tuple(map(type, operations)), tuple([operation.features for operation in operations]), env.width)
     found = _traffic(operations, env, False)
     launches, moved, flops = 0.0, 0.0, 0.0
@@ -55,7 +55,7 @@ def _traffic(operations: Sequence[UnfusedOperation], env: Env, backward: bool) -
     return tuple([operation.traffic(here, backward) for operation, here in zip(operations, around, strict=True)])
 
 
-@functools.lru_cache(4096)  # sequences repeat themselves
+@functools.lru_cache(4096)  # cached, since sequences repeat
 def _gain(
     kinds: _Kinds,
     features: _Features,
@@ -68,23 +68,23 @@ def _gain(
 ) -> Savings:
     widths, last = _widths(kinds, features, width), len(kinds)
     gemms = [i for i in range(last) if fwd[i].flops]
-    # A view is the tensor that it is made from.
+    # A view counts as its base.
     same = [0]
     for i in range(last):
         same.append(i + 1 if fwd[i].x or fwd[i].y else same[i])
     entering, kept = {same[i] for i in gemms}, {same[i] for i in saved}
     kernels = steps = moved = 0.0
-    if forward and any(t.launches for t in fwd):  # fused, tensors that are handed on are handed on, too
+    if forward and any(t.launches for t in fwd):  # pass-through tensors also pass through the fusion
         between = entering | kept | {same[i] for i in range(last) if kinds[i].outputs}
         own = [0, last, *(between - {0, same[-1]}), *(entering - {0})]
         kernels -= (len(gemms) or 1) + bool(gemms and same[gemms[0]])
         moved -= sum(widths[i] for i in own)
     if any(t.launches for t in bwd):
-        # Where dx is dy, both are one tensor.
+        # If dx is dy, both count as one tensor.
         d = [last] * (last + 1)
         for i in reversed(range(last)):
             d[i] = i if bwd[i].x else d[i + 1]
-        taken = [d[i + 1] for i in gemms]  # twice, by the GEMM of dx and by that of the weight's gradient
+        taken = [d[i + 1] for i in gemms]  # read twice, by the GEMMs of dx and of the weight's gradient
         made = {d[0], *taken, *(d[i] for i in range(last) if kinds[i].forward_signature.extras and not bwd[i].x)}
         own = [last, *(made - {last}), *(entering | kept), *taken, *(i for i in taken if i != last)]
         kernels -= (2 * len(gemms) or 1) + bool(gemms and taken[-1] != last)
@@ -96,7 +96,7 @@ def _gain(
 
 
 def entering(operations: Sequence[UnfusedOperation]) -> list[int]:
-    """The last dimension of what enters each operation, as those before or behind it state it; 0 where none does."""
+    """The last dimension of each operation's input, as declared by its neighbours; 0 if unknown."""
     found: list[int] = []
     width = 0
     for operation in operations:
@@ -114,17 +114,17 @@ def _leaving(operation: UnfusedOperation, width: int) -> int:
         return width // operation.narrows
     try:
         return operation.infer((1, 1, width))[-1]
-    except Exception:  # it asks more of a shape: then nothing is known
+    except Exception:  # it needs more of the shape: unknown
         return 0
 
 
 def _keeps(operation: UnfusedOperation) -> bool:
-    """Whether the last dimension of x is that of y, times what `narrows` says."""
+    """Whether the last dimension of x is that of y times `narrows`."""
     return type(operation).infer is UnfusedOperation.infer or operation.narrows > 1
 
 
 def _widths(kinds: _Kinds, features: _Features, first: int) -> list[int]:
-    """The last dimension of the tensors before, between and behind operations; 0 where none of them says it."""
+    """The last dimension of the tensors before, between and after operations; 0 if unknown."""
     known: list[int | None] = [first or None, *[None] * len(kinds)]
     for i, stated in enumerate(features):
         if stated is not None:
