@@ -27,7 +27,7 @@ def held(owner: nn.Module, name: str) -> list[Any]:
 
 
 def dtype_of(owner: nn.Module, name: str) -> Any:
-    """The dtype of a parameter, or of its originals if a parametrization keeps their dtype; otherwise `None`."""
+    """The dtype of a parameter, which an unsafe parametrization may change from that of its originals; or `None`."""
     tensors, made = held(owner, name), name not in owner._parameters  # pyright: ignore[reportPrivateUsage]
     if made and parametrize.is_parametrized(owner, name) and getattr(owner.parametrizations, name).unsafe:
         tensors = [getattr(owner, name)]

@@ -32,10 +32,7 @@ class MainGrads:
 
     def __init__(self, by_index: dict[int, Tensor]) -> None:
         self.by_index = by_index
-        self._latest: tuple[frozenset[str], dict[str, Tensor]] = (
-            frozenset(),
-            {},
-        )  # offered names, and the buffers that the step did not take
+        self._latest: tuple[frozenset[str], dict[str, Tensor]] = frozenset(), {}  # offered names, buffers not taken
 
     def offer(self, grads: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
         """The buffers of a step whose gradients have these names and indices."""
