@@ -1,7 +1,7 @@
-"""The fusions, by family: one class for one pattern and pass. `default` is what a `Sequential` uses.
+"""The fusions, by family: one class per pattern and pass. A `Sequential` uses `default`.
 
-To add one: write its class in the file of its family, import it here, and give it a line, with the reason, in `triton`,
-`aten` or `lean`. The plan is chosen by cost; the order of these tuples decides only between schedules of equal cost.
+To add a fusion, write its class in the file of its family, import it here, and list it, with the reason, in `triton`,
+`aten` or `lean`. Schedules are chosen by cost; the order of these tuples only breaks ties.
 """
 
 from ..fusion import FusedOperation
@@ -63,13 +63,13 @@ aten: tuple[type[FusedOperation], ...] = (
     LinearBiasAct,  # the activation in place, which saves a tensor; on a GPU bias and ReLU in the GEMM's epilogue
     LinearBiasAdd,  # the residual sum in place, which saves a tensor
     LinearBias,  # a GEMM that starts from the bias, instead of a GEMM and a pass over its output
-    ForwardLinearScaleAdd,  # factor and sum in the GEMM, instead of one or two passes behind it
+    ForwardLinearScaleAdd,  # factor and sum in the GEMM, instead of one or two passes after it
     ScaleAdd,  # one pass instead of two
-    AllReduceLinearBackward,  # the sum of dx over several processes is sent while dweight is computed
-    BackwardLinearAdd,  # the GEMM that computes dx adds to the gradient that arrives at the Fork before it
-    BackwardMergedLinearAdd,  # the same of several weights
+    AllReduceLinearBackward,  # the all-reduce of dx over processes is sent while dweight is computed
+    BackwardLinearAdd,  # the GEMM that computes dx also adds the gradient of the Fork's branch
+    BackwardMergedLinearAdd,  # the same with several weights
     BackwardLinearScale,  # the factor of a Scale in the GEMMs, instead of a pass over the gradient
-    LinearBiasBackward,  # the same kernels, one step of the engine instead of two
+    LinearBiasBackward,  # the same kernels, in one step of the engine instead of two
 )
 """Fusions of ATen calls, on any device, without Triton or a C compiler.
 
@@ -78,13 +78,13 @@ pass, or compute the gradients of an activation and the bias before it in one pa
 """
 
 triton: tuple[type[FusedOperation], ...] = (
-    LinearBiasPointwise,  # torch's GEMM with the bias in its epilogue, and an activation in one pass behind it
+    LinearBiasPointwise,  # torch's GEMM with the bias in its epilogue, then an activation in one pass
     BiasGated,  # a bias and a gated unit in one pass
-    BiasGatedScale,  # bias, gated unit and a factor for each token in one pass; saves x alone
+    BiasGatedScale,  # bias, gated unit and a factor per token in one pass; saves only x
     BiasDropoutAdd,  # bias, dropout and residual sum in one pass
-    GatherGroupedLinear,  # the first GEMM of experts reads tokens where they are, and they are not sorted
-    GatedGroupedLinearUnpermute,  # factors of experts before the second GEMM, whose output is then not saved
-    GatedGroupedLinearUnpermuteBoundary,  # the same with the residual sum and the norm behind the experts
+    GatherGroupedLinear,  # the first GEMM of experts gathers tokens by index; they are never sorted
+    GatedGroupedLinearUnpermute,  # factors of experts before the second GEMM, whose output is not saved
+    GatedGroupedLinearUnpermuteBoundary,  # the same with the residual sum and the norm after the experts
     BiasGatedBackward,  # gradients of a bias and a gated unit in one pass
     BiasDropoutAddBackward,  # gradients of bias, dropout and residual sum in one pass
     BlockBoundary,  # bias, dropout, residual sum and norm in one pass; stores no mask, writes the residual stream once
@@ -96,9 +96,9 @@ triton: tuple[type[FusedOperation], ...] = (
     NormForward,  # a norm with a gain of 1 + weight or in another dtype, for which ATen copies x to float32
     NormBackward,  # adds the gradient of the residual stream, and reads x once for dx and all sums over tokens
     PointwiseChain,  # two to nine activations, factors, biases and dropouts in one pass
-    PointwiseChainJoint,  # of activations side by side saves only the input of the first
+    PointwiseChainJoint,  # saves only the input of the first of several consecutive activations
     PointwiseChainBackward,  # their gradients in one pass
-    BiasQKNormRotaryAttention,  # the next with attention; a step of decoding writes its keys and values too
+    BiasQKNormRotaryAttention,  # all of this and attention; in decoding one kernel also writes the KV cache
     BiasQKNormRotary,  # bias, norm of heads and RoPE between the QKV GEMM and attention, in one pass
     BiasQKNorm,  # the same without RoPE
     BiasQKNormRotaryBackward,  # their gradients in one pass
@@ -107,12 +107,12 @@ triton: tuple[type[FusedOperation], ...] = (
 """Fusions with Triton kernels, many of which have C kernels for CPUs; not applied if neither can run."""
 
 lean: tuple[type[FusedOperation], ...] = (
-    ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; torch's own GEMMs
-    PermuteGroupedLinear,  # sorts tokens by expert again, of which it saves the tokens as they came
-    RecomputeGatedGroupedLinearUnpermute,  # makes a gated unit of experts and its factors again
-    RecomputeHeads,  # makes queries, keys and values again: a norm and a GEMM in the backward pass
-    RecomputeNorm,  # makes what the norm before a GEMM gave again
-    RecomputeActivation,  # makes what the activation before a GEMM gave again
+    ActivationLinearJoint,  # of an activation and a GEMM, saves the pre-activation; torch's own GEMMs
+    PermuteGroupedLinear,  # saves the tokens unsorted, and sorts them by expert again
+    RecomputeGatedGroupedLinearUnpermute,  # recomputes a gated unit of experts and its factors
+    RecomputeHeads,  # recomputes queries, keys and values: a norm and a GEMM in the backward pass
+    RecomputeNorm,  # recomputes the output of the norm before a GEMM
+    RecomputeActivation,  # recomputes the output of the activation before a GEMM
 )
 """Fusions that save less for backward and take longer; the last three call the `fwd` and `bwd` of the operations.
 
@@ -122,6 +122,6 @@ They are used if `memory=` saves memory, as in `Sequential(..., memory="lean")`.
 default: tuple[type[FusedOperation], ...] = (*triton, *aten, *lean)
 """The fusion set of a `Sequential` by default: `(*triton, *aten, *lean)`."""
 
-# Computed, so that a fusion is named once, in its tuple: a checker cannot read that.
+# Computed, so that each fusion is named once, in its tuple. Type checkers cannot evaluate this.
 _names = sorted(fusion.__name__ for fusion in default)
 __all__ = [*_names, "aten", "default", "lean", "triton"]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]

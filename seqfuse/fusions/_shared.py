@@ -1,4 +1,4 @@
-"""What fusions of several families ask of operations, and what they compute alike."""
+"""Requirements and computations that fusions of several families share."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def kernels_run(env: Env) -> Requirements:
-    """What every kernel asks of the environment, beside that it runs there."""
+    """Requirements of every kernel on the environment, in addition to its availability."""
     yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
 
 
 def kernels_read(name: str, of: torch.dtype | None, env: Env) -> Requirements:
-    """What C kernels ask of a parameter of a dtype; Triton kernels read any."""
+    """Requirements of C kernels on the dtype of a parameter; Triton kernels read any dtype."""
     if env.kernels == "c":
         yield of is None or of in _DTYPES, f"C kernels read no {name} in {str(of).removeprefix('torch.')}"
 
 
 def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
-    """What every kernel asks of an activation, or of a gated unit."""
+    """Requirements of every kernel on an activation, or a gated unit."""
     kind = type(act)
     own_making = f"{kind.__name__} keeps a record of its own making"
     if isinstance(act, Gated):
@@ -47,7 +47,7 @@ def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
         if act.up is not None:
             yield from act_fits(act.up, env)
         return
-    of = type(act)  # what its instances have is read when a kernel runs
+    of = type(act)  # the attributes of instances are read when a kernel runs
     yield of.value is not None and of.derivative is not None, f"{kind.__name__} has no device functions"
     yield not act.parameter_slots(), f"{kind.__name__} has parameters, which device functions do not see"
     yield kind.Saved.fields == (("x",) if act.reads == "input" else ("y",)), own_making
@@ -57,7 +57,7 @@ def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
 
 
 def bias_fits(bias: Bias | None, env: Env) -> Requirements:
-    """What every kernel asks of a bias: where x + bias has not the dtype of x torch promotes, but under autocast."""
+    """Requirements of every kernel on a bias: torch would promote x + bias of two dtypes, except under autocast."""
     fits = bias is None or env.autocast is not None or bias.dtype == env.dtype
     yield fits, "input and bias must have one dtype"
 
@@ -68,19 +68,19 @@ def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
 
 
 def gemm_fits(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
-    """What a GEMM with something in its epilogue, or an addend, asks of its operands."""
+    """Requirements of a GEMM with an epilogue, or with an addend, on its operands."""
     one = env.cast(dtype_of(linear, "weight")) == env.dtype and one_dtype(linear, bias, env)
     yield one, "input, weight and bias must have one dtype"
 
 
 def reads_input(act: Pointwise | Gated) -> Requirements:
-    """What fusions ask of an activation that they save the input of, in place of its output."""
+    """Requirements of fusions that save the input of an activation instead of its output."""
     holds = isinstance(act, Gated) or act.reads == "input"
     yield holds, f"{type(act).__name__} saves its output, which the GEMM after it does too"
 
 
 def sum_dtype(*summed: Tensor) -> torch.dtype:
-    """The dtype that torch promotes a sum to.
+    """The dtype to which torch promotes a sum.
 
     Raises:
         InputError: for float64, since kernels of a narrower input sum in float32; the operations then run unfused.
@@ -92,36 +92,36 @@ def sum_dtype(*summed: Tensor) -> torch.dtype:
 
 
 def device(act: Pointwise) -> Any:
-    """The activation as kernels take it; they keep what they were given, and should not keep the operation."""
+    """The activation as an argument of kernels, which cache it; without a reference to the operation."""
     return _activation()(act.value, act.derivative, act.reads, act.P)
 
 
 def unit_of(gated: Gated) -> tuple[Any, Any, str]:
-    """A gated unit as kernels take it: the activations of its two parts, and where these are."""
+    """A gated unit as an argument of kernels: the activations of its two parts, and the packing."""
     return device(gated.activation), None if gated.up is None else device(gated.up), gated.packing
 
 
 def numbers_of(act: Pointwise | Gated) -> tuple[Any, ...]:
-    """The configuration numbers that a kernel of it is compiled with."""
+    """The configuration numbers with which a kernel of the activation is compiled."""
     if isinstance(act, Gated):
         return act.activation.P, act.up and act.up.P, act.packing
     return act.P
 
 
 def functions_fit(parts: Sequence[Pointwise | Scale], env: Env) -> Requirements:
-    """What every kernel asks of activations and constant factors."""
+    """Requirements of every kernel on activations and constant factors."""
     for part in parts:
         if isinstance(part, Pointwise):
             yield from act_fits(part, env)
 
 
 def factors_of(parts: Sequence[Pointwise | Scale]) -> tuple[float, ...]:
-    """The constant factors as they are now, in order, for the backward pass."""
+    """The current constant factors, in order, to save for the backward pass."""
     return tuple(part.factor for part in parts if isinstance(part, Scale))
 
 
 def as_one_activation(parts: Sequence[Pointwise | Scale], factors: Sequence[float]) -> Any:
-    """f_n(... f_1(x)) as kernels take an activation, with these factors."""
+    """f_n(... f_1(x)) as one activation for kernels, with these factors."""
     from ..kernels import activations
 
     left = iter(factors)
@@ -130,7 +130,7 @@ def as_one_activation(parts: Sequence[Pointwise | Scale], factors: Sequence[floa
 
 
 def own_records(parts: Sequence[Pointwise | Scale], x: Tensor, factors: Sequence[float]) -> tuple[Saved, ...]:
-    """What the operations save, of what the first of them took, each step rounded as they round."""
+    """The `Saved` of each operation, from the input of the first; each step is rounded as by the operations."""
     records: list[Saved] = []
     left = iter(factors)
     for part in parts:
@@ -145,7 +145,7 @@ def own_records(parts: Sequence[Pointwise | Scale], x: Tensor, factors: Sequence
     return tuple(records)
 
 
-# Import statements would cost a call more than all else that it does in Python.
+# Import statements would cost a call more than the rest of its Python.
 @functools.cache
 def _in_c() -> Callable[[Any], str | None]:
     from ..kernels.c.trace import why_not
@@ -161,7 +161,7 @@ def _activation() -> Any:
 
 
 def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Tensor, Linear.Saved]]:
-    """Of x, x weight^T + bias and what the GEMM saves; where the parameters are kept is found once."""
+    """A function from x to x weight^T + bias and the `Saved` of the GEMM; looks up the owners of parameters once."""
     weights, biases = linear.__dict__["_parameters"], {"bias": None} if bias is None else bias.held()
 
     def run(x: Tensor) -> tuple[Tensor, Linear.Saved]:
@@ -176,24 +176,24 @@ def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Ten
 
 
 def plus_in_place(y: Tensor, add: Add, other: Tensor) -> Tensor:
-    """The residual sum y + other, written over y where that is possible."""
+    """The residual sum y + other, written over y where possible."""
     if y.shape == other.shape and y.dtype is other.dtype and may_overwrite():
         return y.add_(other)
     return add.fwd(y, other=other)[0]
 
 
 def output_bytes(linear: Linear | MergedLinear | GroupedLinear, env: Env) -> float:
-    """Bytes of the output."""
+    """The size of the output in bytes."""
     return float(env.tokens * linear.out_features * env.itemsize)
 
 
 def cost_in_place(linear: Linear, env: Env) -> Savings:
-    """What a pass over the output costs that ATen makes behind a GEMM in the same step, in place."""
+    """The cost of a pass over the output that ATen runs after a GEMM in the same step, in place."""
     return Savings(launches=1 - STEP, bytes=output_bytes(linear, env))
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """All leading dimensions as one."""
+    """View all leading dimensions as one."""
     return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
 
 

@@ -1,4 +1,4 @@
-"""Between two residual blocks: the end of one, the residual stream, and the norm that begins the next."""
+"""Block boundaries: the end of one residual block, the residual stream, and the norm that begins the next."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class BlockBoundaryBackward(BackwardFusion):
         yield from boundary_fits(self.bias, self.norm, self.dropout, env)
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
-        # Under blocks of 128, or in float32, neither a second sum along rows nor dropout fits in registers.
+        # With blocks of 128, or in float32, neither a second sum along rows nor dropout fits in registers.
         light = isinstance(self.norm, RMSNorm) and (self.dropout is None or not self.dropout.random)
         return is_worthwhile(to, env) and (light or (to.block != COLUMNS and env.autocast is None))
 
@@ -153,7 +153,7 @@ class BlockBoundaryBackward(BackwardFusion):
 
 
 _BEFORE = frozenset({"x", "bias.bias", "add.other"})
-"""The gradients of a boundary that are made of its norm's dx."""
+"""The gradients of a boundary that depend on its norm's dx."""
 
 
 class UnpermuteBoundary(ForwardFusion):
@@ -235,13 +235,13 @@ class UnpermuteBoundaryBackward(BackwardFusion):
 
 
 def pairs_of(rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Any:
-    """Rows of tokens and experts as kernels of norms take them."""
+    """The rows of tokens and experts as an argument of norm kernels."""
     top_k = rows.shape[-1]
     flat = rows.reshape(-1, top_k).contiguous()
     return _pairs()(flat, offsets, None if probs is None else probs.reshape(-1, top_k).contiguous())
 
 
-# An import statement would cost a call more than all else that it does in Python.
+# An import statement would cost a call more than the rest of its Python.
 @functools.cache
 def _pairs() -> Any:
     from ..kernels.permute import Pairs
@@ -257,7 +257,7 @@ def experts_bwd(
     dstream: Tensor | None,
     around: dict[str, Any],
 ) -> tuple[Tensor | None, Grads]:
-    """The gradients of a norm whose input sums rows of experts: that of these rows, and the others by name."""
+    """The gradients of a norm whose input sums rows of experts: of these rows, and of other tensors by name."""
     streams = "add.other" in needs
     if not (streams or around["dpairs"] or "dfactors" in around):
         _, grads = recorded_bwd(norm, dy, saved, needs, dx=False)
@@ -352,10 +352,10 @@ class BlockBoundaryActivation(JointFusion):
 def asked_around(
     bias: Bias | None, needs: frozenset[str], p: float | None, cast: bool, dtype: torch.dtype | None
 ) -> tuple[str | None, dict[str, str], dict[str, Any]]:
-    """The kernel's result that is the gradient of the branch, those that are others, and what it takes to make them.
+    """Which results of the kernel are gradients of the branch and of other slots, and the arguments to compute them.
 
-    The gradient of the branch is written beside that of the stream where the branch was dropped out, with p, or
-    `cast`; else it is the same.
+    The gradient of the branch is a separate result with dropout (p is not `None`), or if its dtype differs (`cast`);
+    otherwise it is the gradient of the stream.
     """
     branch, others, around = "x" in needs, dict[str, str](), dict[str, Any]()
     if p is not None:
@@ -372,14 +372,14 @@ def asked_around(
 def boundary_around(
     bias: Bias | None, dropout: Dropout | None, x: Tensor, other: Tensor, seed: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """What the norm's kernel takes for what is before the norm, in its order, and the seed if it is read.
+    """The norm kernel's arguments for the operations before the norm, in its order, and the seed if it is read.
 
-    `dtype` is that of y.
+    `dtype` is the dtype of y.
     """
     stream, around = sum_dtype(x, other), dict[str, Any]()
     if bias is not None:
         row = bias.read()
-        if row.dtype is not x.dtype and autocast_of(x.device.type) is None:  # under it the bias takes the dtype of x
+        if row.dtype is not x.dtype and autocast_of(x.device.type) is None:  # else the bias is cast to x's dtype
             stream = sum_dtype(x, other, row)
         around["pre_bias"] = row.contiguous()
     if dropout is None or not dropout.random:
@@ -390,7 +390,7 @@ def boundary_around(
 
 
 def boundary_fits(bias: Bias | None, norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:
-    """What the kernels ask of a boundary."""
+    """Requirements of the kernels on a boundary."""
     yield from norm_fits(norm, env)
     if bias is not None:
         yield from kernels_read("bias", bias.dtype, env)

@@ -1,4 +1,4 @@
-"""Point-wise operations in a row, each way in one pass over memory: any chain, and the end of a block."""
+"""Sequences of point-wise operations in one pass over memory, forward and backward: any chain, and a block's end."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 Part = Pointwise | Scale | Bias | Dropout
 Steps = Sequence[tuple[Any, ...]]
-"""Steps of `kernels.chains`: the name of each, and what it is made with."""
+"""Steps of `kernels.chains`: the name and the arguments of each."""
 
 
 class ChainOfParts:
-    """What fusions of a chain share: two to nine parts, and what the kernel asks of them."""
+    """Base of fusions of a chain of two to nine parts."""
 
     first: Part
     rest: tuple[Part, ...]
@@ -57,7 +57,7 @@ class ChainOfParts:
         return self.first, *self.rest
 
     def requires(self, env: Env) -> Requirements:
-        """What the kernel asks of the parts."""
+        """Requirements of the kernel on the parts."""
         yield from kernels_run(env)
         yield all(dtype is env.dtype for dtype in env.along), "an operation in it gives another dtype"
         for part in self.parts:
@@ -80,7 +80,7 @@ class PointwiseChain(ChainOfParts, ForwardFusion):
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
         last = _active(self.parts)[-1]
-        return not env.grad or not isinstance(last, Pointwise) or last.reads == "input"  # it saves y
+        return not env.grad or not isinstance(last, Pointwise) or last.reads == "input"  # which saves y
 
     def fwd(
         self, x: Tensor, *, seeds: tuple[Tensor | None, ...], needs: frozenset[str], to: Quantize | None = None
@@ -107,7 +107,7 @@ class PointwiseChainBackward(ChainOfParts, BackwardFusion):
     first: Part
     rest: tuple[Part, ...]
 
-    layout = "any"  # its kernel is handed copies of what does not fit
+    layout = "any"  # its host function copies tensors with other strides
 
     def bwd(
         self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str], to: Quantize | None = None
@@ -170,7 +170,7 @@ class PointwiseChainJoint(ChainOfParts, JointFusion):
         return forward_of([part for _, part in _joined(self.parts, numbers)], self.parts), numbers
 
     def _numbers(self) -> tuple[float, ...]:
-        """The factor of each part, or p of a dropout, as it is now; 0 of others."""
+        """The current factor of each part, or p of a dropout; 0 for other parts."""
         found = [p.factor if isinstance(p, Scale) else p.p if isinstance(p, Dropout) else 0.0 for p in self.parts]
         return tuple(found)
 
@@ -204,7 +204,7 @@ class PointwiseChainJoint(ChainOfParts, JointFusion):
 
 
 class Run(NamedTuple):
-    """Activations and constant factors as one function of its input; factors are those of the forward pass."""
+    """Consecutive activations and constant factors as one function; the factors are those of the forward pass."""
 
     parts: tuple[Pointwise | Scale, ...]
     factors: tuple[float, ...]
@@ -213,17 +213,17 @@ class Run(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A part of a chain as its gradient needs it."""
+    """A part of a chain, as its gradient needs it."""
 
     slot: str
     part: Part | Run
-    kept: str  # what it reads, as an expression of `kept`
-    number: float  # a factor, or p of a dropout, as it was in the forward pass
+    kept: str  # its saved tensor, as an expression of `kept`
+    number: float  # a factor, or p of a dropout, as in the forward pass
     drops: bool
 
 
 def _record(part: Part, kept: Any) -> context.Saved | None:
-    """What an activation saves, of what it keeps; the engine makes the others' in the forward pass."""
+    """The `Saved` of an activation; the engine creates those of other parts in the forward pass."""
     return part.record(kept, kept) if isinstance(part, Pointwise) else None
 
 
@@ -232,7 +232,7 @@ def _slots(rest: Sequence[Part]) -> list[str]:
 
 
 def _joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[tuple[int, Part | Run]]:
-    """The parts with their places, each run of functions in which two or more activations stand as one part."""
+    """The parts with their positions; each run of functions with two or more activations is joined into one part."""
     found: list[tuple[int, Part | Run]] = []
     for functions, group in itertools.groupby(enumerate(parts), lambda pair: isinstance(pair[1], Pointwise | Scale)):
         run = list(group)
@@ -246,22 +246,22 @@ def _joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[tuple[int, 
 
 
 ForwardPass = Callable[[Tensor, Sequence[Tensor | None]], tuple[Any, tuple[Tensor | None, ...]]]
-"""Of x and the seeds, the result y and what the parts keep, in one pass."""
+"""From x and the seeds to y and the saved tensors of the parts, in one pass."""
 BackwardPass = Callable[[Tensor, Sequence[Any]], tuple[Any, Grads]]
-"""Of dy and what the parts keep, dx and the gradients of biases, in one pass."""
+"""From dy and the saved tensors of the parts to dx and the gradients of biases, in one pass."""
 
 
 def forward_of(
     kept_of: Sequence[Part | Run], parts: Sequence[Part], keep: bool = True, to: Quantize | None = None
 ) -> ForwardPass:
-    """The pass of these parts as they are now; `kept_of` are the same or joined, each of which keeps what it does."""
+    """The forward pass of these parts as currently configured; `kept_of` are the parts, joined where they save less."""
     _, kept = _forward_steps(kept_of, keep)
 
     def made() -> Callable[..., tuple[Any, ...]]:
         chain = chain_of(_forward_steps(kept_of, keep)[0])
         return pointwise_maker()(chain) if to is None else quantized_chain(chain, to)
 
-    def kernel(*given: Tensor) -> tuple[Any, ...]:  # of activations whose numbers may change unannounced
+    def kernel(*given: Tensor) -> tuple[Any, ...]:  # for activations whose numbers may change at any time
         return made()(*given)
 
     source = Source("forward", "x, seeds")
@@ -277,10 +277,10 @@ def forward_of(
 
 
 def _forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list[str]]:
-    """Steps of the chain, and what each part keeps, as an expression of x and of what the kernel gives."""
+    """Steps of the chain, and each part's saved tensor, as an expression of x and of the kernel's results."""
     steps: list[tuple[Any, ...]] = []
     kept: list[str] = []
-    here: str | None = "x"  # what the chain holds, where that is a tensor
+    here: str | None = "x"  # the current value of the chain, if it is stored in a tensor
 
     def stored() -> str:
         steps.append(("store",))
@@ -303,7 +303,7 @@ def _forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list
 
 
 def backward_of(places: Sequence[Place], needs: frozenset[str], to: Quantize | None = None) -> BackwardPass:
-    """The pass of these parts: dx and the sums as far as they are needed, of what stands in the places of the kept."""
+    """The backward pass of these parts from their saved tensors: dx and the sums over tokens, as far as needed."""
     steps: list[tuple[Any, ...]] = []
     operands: list[str] = []
     summed: list[tuple[str, Bias]] = []
@@ -330,19 +330,19 @@ def backward_of(places: Sequence[Place], needs: frozenset[str], to: Quantize | N
 
 
 def _active(parts: Sequence[Part | Run]) -> list[Part | Run]:
-    """Without the dropouts that hand on what they get."""
+    """All parts but dropouts that return their input."""
     return [part for part in parts if not isinstance(part, Dropout) or _linear_step(part)]
 
 
 def _linear_step(part: Scale | Bias | Dropout) -> tuple[Any, ...] | None:
-    """The step of a part that is no activation, as it is now; none of a dropout that hands on what it gets."""
+    """The step of a part that is not an activation, as currently configured; `None` if a dropout returns its input."""
     if isinstance(part, Dropout):
         return _dropout_step(part, part.p, part.random)
     return ("scale", part.factor) if isinstance(part, Scale) else ("bias",)
 
 
 def _dropout_step(part: Dropout, p: float, random: bool) -> tuple[Any, ...] | None:
-    """A dropout, and its own gradient, as it is now or was."""
+    """The step of a dropout, which is also the step of its gradient, with the current or the saved configuration."""
     upscale = part.mode == "upscale_in_train"
     if random:
         return "dropout", p, upscale
@@ -354,7 +354,7 @@ def _function(part: Pointwise | Run) -> Any:
 
 
 def _numbers_in(part: Part, record: Any) -> tuple[float, ...]:
-    """What a gradient is compiled with: configuration, or from a part's own `Saved` a number and whether it drops."""
+    """The numbers with which a gradient is compiled: configuration, or the saved factor, or p and whether it drops."""
     if isinstance(part, Pointwise):
         return part.P
     if isinstance(part, Dropout):
@@ -370,7 +370,7 @@ _chains: dict[Any, Chain] = {}
 
 
 def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = ()) -> Callable[..., tuple[Any, ...]]:
-    """A function of x and the operands of a chain, whose last value it gives quantized."""
+    """A function of x and the operands of a chain whose last value is quantized."""
     from ..kernels.pointwise import pointwise_codes
 
     before, behind = chain.parts[0], chain.parts[-1]
@@ -388,15 +388,15 @@ def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = 
 
 
 @functools.cache
-def pointwise_maker():  # its type is that of what it returns
-    """`kernels.pointwise.pointwise_of`, which nothing imports before a kernel is to run."""
+def pointwise_maker():  # its return type is inferred
+    """`kernels.pointwise.pointwise_of`, imported only when a kernel is about to run."""
     from ..kernels.pointwise import pointwise_of
 
     return pointwise_of
 
 
 def chain_of(steps: Steps) -> Chain:
-    """The chain of steps, each once made; it keeps the functions in it."""
+    """The chain of these steps, created once; it keeps their functions alive."""
     key = tuple([(name, *map(_identity, of)) for name, *of in steps])
     found = _chains.get(key)
     if found is None:
@@ -407,7 +407,7 @@ def chain_of(steps: Steps) -> Chain:
 
 
 def _identity(of: Any) -> Any:
-    """What a step is made with; of functions their identity, whose hash is that of their source."""
+    """The key of a step's arguments; functions by identity, because they hash their source."""
     if isinstance(of, tuple):
         return tuple(map(_identity, of))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return id(of) if callable(of) else of
@@ -454,7 +454,7 @@ class LinearBiasPointwise(ForwardFusion):
 
 
 def _recorder(act: Pointwise) -> Callable[[Tensor, Tensor], Saved]:
-    """`act.record`, without its keywords where it is the one that activations share."""
+    """`act.record`, without keyword arguments if it is the default one."""
     if type(act).record is not Pointwise.record:
         return act.record
     save = maker(act.Saved)
@@ -486,7 +486,7 @@ class BiasDropoutAdd(ForwardFusion):
         if self.add is not None:
             assert add_other is not None
             if add_other.shape != x.shape:
-                self.add.fwd(x, other=add_other)  # raises, saying what does not fit
+                self.add.fwd(x, other=add_other)  # raises, and reports the shapes
             operands.append(add_other)
             dtype = sum_dtype(x, add_other)
         upscale = drop.mode == "upscale_in_train"
@@ -519,7 +519,7 @@ class BiasDropoutAddBackward(BackwardFusion):
     ) -> tuple[Tensor | None, Tensor | None]:
         bias, upscale = self.bias, self.dropout.mode == "upscale_in_train"
         if saved.seed is None:
-            # By itself this sum is no better made by another kernel than torch's.
+            # For this sum alone our kernel is not faster than torch.
             summed = as_rows(dy).sum(0, dtype=bias.dtype) if sums and bias is not None else None
             return dy if branch else None, summed
         if not (branch or sums):
@@ -540,6 +540,6 @@ def _dropout_fits(bias: Bias | None, dropout: Dropout, env: Env) -> Requirements
 def _dropout_kernel(
     bias: bool, p: float, upscale: bool, add: bool, sums: bool = False, **of: Any
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The chain of these steps; what else it is made of is for the kernel."""
+    """The kernel of the chain of these steps; other arguments are those of `pointwise_of`."""
     steps: Steps = [*[("bias",)] * bias, ("dropout", p, upscale), *[("add",)] * add, *[("column_sum",)] * sums]
     return pointwise_maker()(chain_of(steps), **of)

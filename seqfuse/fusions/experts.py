@@ -1,4 +1,4 @@
-"""Fusions of experts: tokens in the order of experts are gathered again; factors are applied before the second GEMM."""
+"""Fusions of experts: tokens are gathered by expert, or again for backward; factors before the second GEMM."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PermuteGroupedLinear(ForwardFusion):
     layout = "any"
 
     def saves(self, env: Env) -> Savings:
-        """One step of the engine, minus one more gather in the backward pass."""
+        """One step of the engine, minus another gather in the backward pass."""
         gather = float(env.tokens * self.permute.top_k * self.linear.in_features * env.itemsize)
         return Savings(launches=STEP - 1 - RECOMPUTING, bytes=-2 * gather)
 
@@ -142,7 +142,7 @@ class GatherGroupedLinear(JointFusion):
         return {"permute": Permute.Saved(rows=saved.rows, offsets=saved.offsets), "linear": record}
 
 
-# An import statement would cost a call more than all else that it does in Python.
+# An import statement would cost a call more than the rest of its Python.
 @functools.cache
 def _grouped() -> Any:
     from ..kernels import grouped
@@ -154,7 +154,7 @@ _OF_X, _OF_WEIGHT = frozenset({"x"}), frozenset({"weight"})
 
 
 class _FactorsBeforeGEMM(JointFusion):
-    """What both fusions share that multiply the input of the second GEMM of experts by their factors."""
+    """Base of fusions that multiply the input of the experts' second GEMM by the experts' factors."""
 
     gated: Gated
     linear: GroupedLinear
@@ -173,9 +173,9 @@ class _FactorsBeforeGEMM(JointFusion):
         yield all(dtype is env.dtype for dtype in env.along[:-1]), "an operation in it gives another dtype"
 
     def saves(self, env: Env) -> Savings:
-        """The gated unit's passes, and a read of the GEMM's output; two small passes put factors in order.
+        """The gated unit's passes, and a read of the GEMM's output; two small passes sort the factors.
 
-        On a CPU these are about ten calls, and the gradient of factors computes the unit once more.
+        On a CPU these are about ten calls, and the gradient of the factors recomputes the unit.
         """
         read = float(env.tokens * self.linear.out_features * env.itemsize)
         unit = gain((self.gated,), env, forward=True, backward=True, saved=(0,))
@@ -184,11 +184,11 @@ class _FactorsBeforeGEMM(JointFusion):
         return unit + Savings(launches=4 * STEP - 2, bytes=read)
 
     def _made(self, env: Env) -> float:
-        """Bytes of what the unit returns."""
+        """The size of the unit's output in bytes."""
         return float(env.tokens * self.linear.in_features * env.itemsize)
 
     def _scaled(self, x: Tensor, scales: Tensor) -> Tensor:
-        """What the gated unit makes of x, times a factor for each row."""
+        """The gated unit's output, times a factor per row."""
         kernel = self.decided(numbers_of(self.gated), gated_kernel, self.gated, ("gated", "token_scale"))
         (scaled,) = kernel(x, scales.reshape(x.shape[:-1]))
         assert scaled is not None
@@ -197,7 +197,7 @@ class _FactorsBeforeGEMM(JointFusion):
     def _outputs(
         self, x: Tensor, ends: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor, /
     ) -> tuple[Tensor, dict[str, Any]]:
-        """What the experts make of their tokens, times factors, and what is saved."""
+        """The experts' outputs, including factors, and the tensors to save."""
         self.unpermute.check(x, rows, probs)
         scales = by_row(probs, rows)
         y, record = self.linear.run(self._scaled(x, scales), ends)
@@ -207,7 +207,7 @@ class _FactorsBeforeGEMM(JointFusion):
     def _gradients(
         self, dy: Tensor, saved: Any, needs: frozenset[str], main_grads: dict[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None]]:
-        """Of the gradient of the outputs of experts, [*, top_k, H]."""
+        """The gradients, from the gradient of the experts' outputs, [*, top_k, H]."""
         before, dots, wanted = "x" in needs, "unpermute.probs" in needs, "linear.weight" in needs
         record = functools.partial(GroupedLinear.Saved, weight=saved.weight, offsets=saved.offsets)
         grads: dict[str, Tensor | Accumulated | None] = {}
@@ -228,7 +228,7 @@ class _FactorsBeforeGEMM(JointFusion):
             if dots:
                 assert made[0] is not None
                 grads["unpermute.probs"] = by_pair(made[0], saved.rows, saved.offsets)
-        if wanted:  # last: what fails before it may fall back
+        if wanted:  # last: after an error before it, a fallback may still run
             scaled = self._scaled(saved.x, saved.scales).to(saved.weight.dtype) if scaled is None else scaled
             buffer = main_grads.pop("linear.weight", None)
             of_buffer = {} if buffer is None else {"weight": buffer}
@@ -237,7 +237,7 @@ class _FactorsBeforeGEMM(JointFusion):
         return dx, grads
 
     def unfused(self, saved: Any) -> dict[str, Any]:
-        """What the operations themselves would have saved."""
+        """The `Saved` of each operation, for the unfused backward pass."""
         h, of_gated = self.gated.fwd(saved.x)
         y, of_linear = self.linear.run(h, saved.offsets)
         probs = by_pair(saved.scales, saved.rows)

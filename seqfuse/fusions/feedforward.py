@@ -1,4 +1,4 @@
-"""A fusion that saves less for the backward pass and takes longer: of an activation and a GEMM the pre-activation."""
+"""A fusion that saves less for backward and takes longer: of an activation and a GEMM it saves the pre-activation."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ActivationLinearJoint(JointFusion):
 
     kernels = ("triton", "c")
     saves_memory = True
-    layout = "any"  # its kernels are handed copies of what does not fit
+    layout = "any"  # its host functions copy tensors with other strides
 
     class Saved(context.Saved):
         x: Tensor  # [*, F], [*, 2 F] for a gated unit
@@ -76,7 +76,7 @@ class ActivationLinearJoint(JointFusion):
 
     def saves(self, env: Env) -> Savings:
         h = float(env.tokens * self.linear.in_features * env.itemsize)
-        # dh is written and read, and h written. One step that calls as many kernels as two is not shorter than these.
+        # dh is written and read, and h written. One step with the kernels of two takes as long as two steps.
         found = super().saves(env) - Savings(launches=1 + STEP, bytes=3 * h)
         if self.out_bias is not None:
             found = found - Savings(launches=1 - STEP, bytes=output_bytes(self.linear, env))
@@ -99,7 +99,7 @@ class ActivationLinearJoint(JointFusion):
         grads: dict[str, Tensor | Accumulated | None] = {}
         if "add.other" in needs:
             grads["add.other"] = dy
-        # The operations hand on a gradient in their own dtype where the residual has another.
+        # If the residual has another dtype, the operations propagate a gradient in their own dtype.
         x, bias = saved.x, saved.bias
         d = dy if dy.dtype is x.dtype else dy.to(x.dtype)
         if self.out_bias is not None and "out_bias.bias" in needs:
@@ -128,7 +128,7 @@ class ActivationLinearJoint(JointFusion):
     def unfused(self, saved: Saved) -> dict[str, context.Saved]:
         """The `Saved` of each operation, for the unfused backward pass."""
         h, act = self.act.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
-        kept: Any = vars(saved).get  # what no gradient reads was dropped
+        kept: Any = vars(saved).get  # fields that no gradient reads were dropped
         return {"act": act, "linear": Linear.Saved(x=h, weight=kept("weight"))}
 
     @property
@@ -153,11 +153,11 @@ class ActivationLinearJoint(JointFusion):
 
 
 PART = 1024
-"""Rows of which a CPU makes dh, h and dx at a time: they stay in its caches, and none of them is ever whole but dx."""
+"""Rows per part on a CPU: dh, h and the rows of dx stay in its caches, and dh and h are never allocated as a whole."""
 
 
 def _worth_parts(d: Tensor) -> bool:
-    """Whether the backward pass runs part by part. Sums of 16-bit parts would be rounded once for each."""
+    """Whether the backward pass runs in parts; not in 16 bits, where the sum of each part would be rounded."""
     rows = d.numel() // max(1, d.shape[-1])
     return d.is_cpu and d.dtype.itemsize >= 4 and not torch.compiler.is_compiling() and rows >= 2 * PART
 
@@ -165,7 +165,7 @@ def _worth_parts(d: Tensor) -> bool:
 def _in_parts(
     kernel: Callable[..., Any], d: Tensor, weight: Tensor, row: tuple[Tensor, ...], x: Tensor
 ) -> tuple[Tensor, ...]:
-    """dx, dweight and the sums over all rows of dx, made of some rows after the other. d: [M, N], x, dx: [M, F]."""
+    """dx, dweight and the sums of dx over all rows, computed part by part. d: [M, N], x, dx: [M, F]."""
     dx, sums = torch.empty_like(x, memory_format=torch.contiguous_format), ()
     for at in range(0, len(x), PART):
         own, part = d[at : at + PART], x[at : at + PART]

@@ -1,4 +1,4 @@
-"""Gated units, each way in one pass over memory: with the bias before them, and a factor for each token behind."""
+"""Gated units in one pass over memory, forward and backward: with the bias before, and a factor per token after."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BiasGated(ForwardFusion):
         return _gated_fits(self.bias, self.gated, env)
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
-        # Behind a bias a tile of 128 x 128 does not fit in registers.
+        # After a bias, a tile of 128 x 128 does not fit in registers.
         return self.gated.packing != "interleaved" and (self.bias is None or to.block != COLUMNS)
 
     def fwd(self, x: Tensor, *, to: Quantize | None = None) -> tuple[Tensor | Quantized, dict[str, Any]]:
@@ -65,7 +65,7 @@ class BiasGatedBackward(BackwardFusion):
         return _gated_fits(self.bias, self.gated, env)
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
-        # Of the gradients of gate and up, which lie side by side, each has whole tiles.
+        # The gradients of gate and up are adjacent; each must consist of whole tiles.
         width = to.operation.features[1]
         return self.gated.packing != "interleaved" and width % (2 * COLUMNS) == 0
 
@@ -149,7 +149,7 @@ def gated_kernel(
     dtypes: Sequence[torch.dtype] = (),
     to: Quantize | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """The chain of these steps of a gated unit; `dtypes` are of what they give, by default that of x."""
+    """The kernel of the chain of these steps of a gated unit; `dtypes` of extra results, by default that of x."""
     of = unit_of(gated)
     chain = chain_of(
         [(s, *of) if "gated" in s else (s, True) if s == "shift" else (s,) for s in steps]  # a packed bias

@@ -1,4 +1,4 @@
-"""Between the GEMM that makes [q; k; v] and attention: bias, norm of heads and RoPE, each way in one pass."""
+"""Between the GEMM of [q; k; v] and attention: bias, QK-norm and RoPE, in one pass forward and backward."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ._shared import bias_fits, kernels_read, kernels_run
 if TYPE_CHECKING:
     from ..kernels.rope import Roped, Rotation
 
-# `kernels._heads.MAX_HEAD`, which cannot be asked where Triton is not installed.
+# `kernels._heads.MAX_HEAD`, which cannot be imported where Triton is not installed.
 _MAX_HEAD = 1024
 
 
 class BeforeAttention:
-    """What fusions of a bias, a norm of heads and RoPE share; each of them may be absent."""
+    """Base of fusions of a bias, a norm of heads and RoPE, each of them optional."""
 
     bias: Any
     norm: Any = None
@@ -42,7 +42,7 @@ class BeforeAttention:
         return of.heads, of.kv_heads
 
     def requires(self, env: Env) -> Requirements:
-        """What the kernel asks of bias, norm and RoPE."""
+        """Requirements of the kernel on bias, norm and RoPE."""
         norm, rotary = self.norm, self.rotary
         yield from kernels_run(env)
         yield from bias_fits(self.bias, env)
@@ -59,7 +59,7 @@ class BeforeAttention:
         yield width is None or width <= widest, f"its kernel is for heads of at most {_MAX_HEAD:,}"
 
     def rotation(self, x: Tensor) -> Rotation | None:
-        """RoPE as the kernel takes it, for heads of a packed x."""
+        """RoPE as an argument of the kernel, for heads of a packed x."""
         from ..kernels.rope import Rotation
 
         if self.rotary is None:
@@ -68,7 +68,7 @@ class BeforeAttention:
         return Rotation(self.rotary.style, self.rotary.rotary_dim or size, self.rotary.base)
 
     def given(self) -> dict[str, Any]:
-        """What the kernels take of bias and norm."""
+        """The kernels' arguments for bias and norm."""
         given: dict[str, Any] = {"bias": None if self.bias is None else self.bias.read().contiguous()}
         if self.norm is not None:
             given |= {"norm_eps": self.norm.eps, "zero_centered": self.norm.zero_centered}
@@ -76,7 +76,7 @@ class BeforeAttention:
         return given
 
     def run(self, x: Tensor, angles: dict[str, Any], store: bool) -> Roped:
-        """The kernel's forward pass; positions of a cache that is being fed are those of its rows."""
+        """The kernel's forward pass; if a KV cache is active, its rows define the positions."""
         from ..kernels.rope import rope_fwd
 
         cache = current()
@@ -85,7 +85,7 @@ class BeforeAttention:
         return rope_fwd(x, *self.heads, self.rotation(x), store=store, **angles, **self.given())
 
     def forward(self, x: Tensor, angles: dict[str, Any], needs: frozenset[str]) -> Any:
-        """Return y, and what the operations save where something is needed."""
+        """Return y, and the `Saved` of the operations if a gradient is needed."""
         norm, saved = self.norm, dict[str, Any]()
         out = self.run(x, angles, bool(needs) and self.bias is not None and norm is not None)
         if not needs:
@@ -101,7 +101,7 @@ class BeforeAttention:
     def backward(
         self, dy: Tensor, kept: QKNorm.Saved | None, angles: dict[str, Any], needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
-        """The gradients, of dy and what the norm saved."""
+        """The gradients, from dy and the `Saved` of the norm."""
         from ..kernels.rope import rope_bwd
 
         around: dict[str, Any] = {"dbias": self.bias.dtype} if "bias.bias" in needs else {}
@@ -165,7 +165,7 @@ class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
         size = to.operation.features[1] // (self.heads[0] + 2 * self.heads[1])
-        # Triton 3.6.0 ends the process where it compiles the sums of biases of smaller heads for sm_100 or sm_120.
+        # Triton 3.6.0 crashes when it compiles the sums of biases of smaller heads for sm_100 or sm_120.
         sizes = (128,) if self.bias is not None and capability(env.arch) >= 100 else (32, 64, 128)
         fits = self.norm is None and size in sizes and self.rotary.rotary_dim in (None, size)
         return fits and (self.bias is None or self.rotary.style == "half")
@@ -244,10 +244,10 @@ class BiasQKNormRotaryAttention(BeforeAttention, InferenceFusion):
 def _angles(
     positions: Tensor | None, cos: Tensor | None, sin: Tensor | None, needs: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """What the kernels make the angles of, or the angles.
+    """The kernels' arguments for the angles: positions, or cosines and sines.
 
     Raises:
-        InputError: where gradients of cos or sin are needed, which the operation makes; it then runs unfused.
+        InputError: if gradients of cos or sin are needed, which only the operation computes; it then runs unfused.
     """
     if needs & {"rotary.cos", "rotary.sin"}:
         raise InputError("the kernel makes no gradients of cos and sin", code="SF101", operation="RotaryEmbedding")
@@ -255,6 +255,6 @@ def _angles(
 
 
 def _gains(q_weight: Tensor | None, k_weight: Tensor | None) -> dict[str, Tensor | None]:
-    """The norm's weights as the kernel takes them."""
+    """The norm's weights as arguments of the kernel."""
     pairs = (("q_weight", q_weight), ("k_weight", k_weight))
     return {name: None if weight is None else weight.contiguous() for name, weight in pairs}

@@ -1,4 +1,4 @@
-"""Fusions made of calls of ATen, for any device: a GEMM with what stands before and behind it."""
+"""Fusions of ATen calls, for any device: a GEMM with the operations before and after it."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class LinearBiasAct(ForwardFusion):
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         weight, bias, act = self.linear.weight_for(x), self.bias, self.act
         if bias is not None and isinstance(act, ReLU) and _epilogue_keeps_nan(x.device.type, x.dtype):
-            # Autocast of a GPU does not reach this call.
+            # Autocast on a GPU does not apply to this call.
             y = _epilogue(x, lowered(weight, always=True), lowered(bias.read(), always=True), "relu")
         else:
             y = linear(x, weight, None if bias is None else bias.read())
@@ -133,12 +133,12 @@ class LinearBiasGeLU(InferenceFusion):
 
 
 def _epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu", "gelu"]) -> Tensor:
-    """act(x weight^T + bias) as one call of ATen; GeLU is by tanh on a GPU and exact on a CPU."""
+    """act(x weight^T + bias) in one ATen call; GeLU is the tanh approximation on a GPU and exact on a CPU."""
     cast_to = autocast_of(x.device.type)
-    if cast_to is not None and any(t.dtype is not cast_to for t in (x, weight, bias)):  # autocast does not reach it
+    if cast_to is not None and any(t.dtype is not cast_to for t in (x, weight, bias)):  # autocast does not apply to it
         y = linear(x, weight, bias)
         return torch.relu_(y) if act == "relu" else F.gelu(y, approximate="tanh" if x.is_cuda else "none")
-    if x.device.type == "cpu":  # where the call does these two, after views
+    if x.device.type == "cpu":  # ATen would call these two as well, after views
         y = linear(x, weight, bias)
         return _gelu_(y) if act == "gelu" else torch.relu_(y) if may_overwrite() else torch.relu(y)
     y = torch._addmm_activation(bias, as_rows(x), weight.t(), use_gelu=act == "gelu")  # pyright: ignore
@@ -147,13 +147,13 @@ def _epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu", "gel
 
 @constant_under_compile
 def _epilogue_keeps_nan(kind: str, dtype: torch.dtype) -> bool:
-    """Whether the GEMM with ReLU in its epilogue keeps NaN; a GPU is tried once, one that is not here trusted."""
+    """Whether the GEMM with ReLU in its epilogue propagates NaN; tested once per GPU, assumed if no GPU is present."""
     return kind != "cuda" or not torch.cuda.is_available() or _tried_with_nan(kind, dtype)
 
 
 @functools.cache
 def _tried_with_nan(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a small GEMM and one of whole tiles give NaN for NaN."""
+    """Whether a small GEMM and a GEMM of whole tiles return NaN for NaN."""
     kept = True
     with _disable_current_modes():
         for size in (16, 512):
@@ -187,7 +187,7 @@ class LinearBiasActOneDNN(InferenceFusion):
         yield not exact, "the tail of the exact GeLU depends on the rounding of the GEMM"
         yield env.dtype == dtype and one_dtype(linear, self.bias, env), "input, weight and bias must have one dtype"
         yield _mkldnn._is_mkldnn_bf16_supported(), "this CPU has no bfloat16 GEMMs"
-        # `rows` is rounded up to a power of two: more than half of them are there.
+        # `rows` is rounded up to a power of two, so there are more than half as many.
         work = (env.rows or 0) // 2 * linear.in_features * linear.out_features
         yield work >= ONEDNN_WORTHWHILE, "too small: making the oneDNN primitive may cost more than it saves"
 
@@ -242,7 +242,7 @@ class ForwardLinearScaleAdd(ForwardFusion):
         yield env.leaving is env.dtype, "the GEMM and what is added to it must have one dtype"
 
     def saves(self, env: Env) -> Savings:
-        # ATen copies `other`, on a GPU by a kernel of its own.
+        # ATen copies `other`, on a GPU by a separate kernel.
         copied = Savings(launches=0 if env.device == "cpu" else 1 - STEP, bytes=2 * output_bytes(self.linear, env))
         return super().saves(env) - copied
 
@@ -298,7 +298,7 @@ class AllReduceLinearBackward(BackwardFusion):
         yield env.autocast is None, "under autocast the sum is of x's dtype, not of the GEMM's"
 
     def saves(self, env: Env) -> Savings:
-        """The shorter of the overlapping steps; the network is assumed to be as fast as memory."""
+        """The shorter of the overlapping steps, assuming a network as fast as memory."""
         rows, linear, size = float(env.rows or 1), self.linear, self.enter.group.size
         product = Savings(flops=2 * rows * linear.in_features * linear.out_features)
         sent = Savings(bytes=2 * (size - 1) / size * rows * linear.in_features * env.itemsize)
@@ -355,7 +355,7 @@ class BackwardLinearAdd(BackwardFusion):
         dx = dgrad(dy, linear.weight, d_fork_out) if "x" in needs else None
         if "bias.bias" in needs:
             grads["bias.bias"] = as_rows(dy).sum(0)
-        if "linear.weight" in needs:  # last: what fails before it may fall back
+        if "linear.weight" in needs:  # last: after an error before it, a fallback may still run
             grads["linear.weight"] = weight_grad(dy, linear.x, main_grads.pop("linear.weight", None))
         return dx, grads
 
@@ -448,7 +448,7 @@ class BackwardLinearScale(BackwardFusion):
         if "bias.bias" in needs:
             wide = torch.float32 if dy.dtype.itemsize < 4 else dy.dtype
             grads["bias.bias"] = (as_rows(dy).sum(0, dtype=wide) * behind).to(dy.dtype)
-        if weight in needs:  # last: what fails before it may fall back
+        if weight in needs:  # last: after an error before it, a fallback may still run
             grads[weight] = weight_grad(dy, linear.x, main_grads.pop(weight, None), behind)
         return dx, grads
 
@@ -486,7 +486,7 @@ class LinearBiasBackward(BackwardFusion):
             dx = dx if flat else dx.view(*dy.shape[:-1], dx.shape[1])
         if "bias.bias" in needs:
             grads["bias.bias"] = torch.sum(rows, 0)
-        if "linear.weight" in needs:  # last: what fails before it may fall back
+        if "linear.weight" in needs:  # last: after an error before it, a fallback may still run
             x = linear.x if flat else as_rows(linear.x)
             buffer = main_grads.pop("linear.weight", None) if main_grads else None
             grads["linear.weight"] = mm(rows.mT, x) if buffer is None else weight_grad(rows, x, buffer)
@@ -494,16 +494,16 @@ class LinearBiasBackward(BackwardFusion):
 
 
 def _addend_fits(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
-    """What a GEMM with a factor or an addend asks of its operands."""
+    """Requirements of a GEMM with a factor or an addend on its operands."""
     yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
     yield from gemm_fits(linear, bias, env)
 
 
 def _fits_factor(factor: float) -> bool:
-    """Whether a GEMM may take a factor: one times 0 does not read its operands, and loses their NaN and Inf."""
+    """Whether a GEMM may apply the factor: with a factor of 0 it does not read its operands, and loses NaN and Inf."""
     return factor != 0 and math.isfinite(factor)
 
 
 def _bias_joins(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
-    """What a GEMM that starts from a bias asks of it."""
+    """Requirements of a GEMM that includes a bias on that bias."""
     yield one_dtype(linear, bias, env), "weight and bias must have one dtype"

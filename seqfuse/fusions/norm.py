@@ -1,4 +1,4 @@
-"""Norms: by themselves, with activations behind them, and what fusions around a norm share."""
+"""Norms: alone, with activations after them, and functions that all fusions with a norm share."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class NormForward(ForwardFusion):
     def saves(self, env: Env) -> Savings:
         if (env.kernels == "c" and isinstance(self.norm, RMSNorm)) or not _is_faster(self.norm, env):
             return super().saves(env)
-        # One pass over memory as well, and 0.1 to 0.5 of the time of reading x less on AVX2, in either dtype; on an
-        # H200 as much or more, by the length of rows.
+        # One pass over memory as well; it saves 0.1 to 0.5 of the time of reading x with AVX2, in either dtype, and as
+        # much or more on an H200, depending on the length of rows.
         return super().saves(env) + Savings(bytes=0.2 * env.tokens * self.norm.normalized_shape[-1] * env.itemsize)
 
     def can_quantize(self, to: Quantize, env: Env) -> bool:
@@ -91,7 +91,7 @@ class NormBackward(BackwardFusion):
 
     kernels = ("triton", "c")
     any_dy = True
-    layout = "any"  # its kernel is handed copies of what does not fit
+    layout = "any"  # its host function copies tensors with other strides
 
     def requires(self, env: Env) -> Requirements:
         return norm_fits(self.norm, env)
@@ -107,10 +107,10 @@ class NormBackward(BackwardFusion):
 
 
 def _is_faster(norm: LayerNorm | RMSNorm, env: Env) -> bool:
-    """Whether the forward takes less time than ATen's although both make one pass."""
+    """Whether the forward pass is faster than ATen's, although both are one pass."""
     columns = norm.normalized_shape[-1]
     if env.kernels == "triton":
-        # A LayerNorm of long rows waits for lanes that have no column, of which ATen's kernel has none.
+        # For a LayerNorm of long rows, lanes without a column cost time; ATen's kernel has no such lanes.
         filled = isinstance(norm, RMSNorm) or columns <= 4096 or 4 * columns > 3 << (columns - 1).bit_length()
         return env.dtype.itemsize <= 4 and filled
     if env.kernels != "c":
@@ -186,7 +186,7 @@ def norm_records(
     bias: Tensor | None,
     factors: Sequence[float],
 ) -> dict[str, Any]:
-    """The records of slots `norm` and `acts`, where the former's result was not kept."""
+    """The `Saved` of slots `norm` and `acts`, where the norm's output was not saved."""
     record = _record(x, mean, rstd, weight)
     z = _normalized(x, rstd, norm.zero_centered, mean, weight, bias)
     return {"norm": record, "acts": own_records(acts, z, factors)}
@@ -200,7 +200,7 @@ def _normalized(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """The norm's result from its statistics, in their dtype, rounded to that of x."""
+    """The norm's output from its statistics, computed in their dtype and rounded to the dtype of x."""
     stats = rstd.dtype
     z = x.to(stats) if mean is None else x.to(stats) - mean.unsqueeze(-1)
     z = z * rstd.unsqueeze(-1)
@@ -211,7 +211,7 @@ def _normalized(
 
 
 def norm_fits(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
-    """What the kernels ask of a norm and its input."""
+    """Requirements of the kernels on a norm and its input."""
     yield from kernels_run(env)
     yield len(norm.normalized_shape) == 1, "its kernel normalizes over one dimension"
     width = norm.normalized_shape[-1]
@@ -226,16 +226,16 @@ def bias_of_norm(norm: LayerNorm | RMSNorm) -> Tensor | None:
 
 
 def eps_of(norm: LayerNorm | RMSNorm, x: Tensor) -> float:
-    """What is added to the variance or mean square of x."""
+    """The number added to the variance or mean square of x."""
     return torch.finfo(stats_dtype(x)).eps if norm.eps is None else norm.eps
 
 
 def gives_own(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
-    """What fusions ask of a norm whose result they make again from x."""
+    """Requirements of fusions that recompute the norm's output from x."""
     yield norm.y_dtype_in(env) is env.dtype, "under autocast the norm gives float32, and x is not"
 
 
-# An import statement would cost a call more than all else that it does in Python.
+# An import statement would cost a call more than the rest of its Python.
 @functools.cache
 def _kernels():
     from ..kernels import norm
@@ -244,7 +244,7 @@ def _kernels():
 
 
 def run_norm(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, NormRecord]:
-    """The norm with what stands around it, and the norm's own record; `around` is for the kernel."""
+    """Run the norm with the operations `around` it (arguments of the kernel); also returns the norm's `Saved`."""
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
     gain, bias = _in_one_piece(weight), _in_one_piece(bias_of_norm(norm))
     out = _kernels().norm_fwd(x, gain, bias, eps_of(norm, x), **kind, **around)
@@ -259,15 +259,15 @@ def run_decided(
     around: Callable[[], dict[str, Any]],
     *others: Tensor,
 ) -> tuple[Normed, NormRecord]:
-    """As `run_norm`, where all but tensors is decided once.
+    """`run_norm`, with all decisions that do not depend on tensors cached.
 
     Args:
-        fusion: what the norm is part of.
+        fusion: the fusion that contains the norm.
         norm: the norm.
-        x: its input, or what the prologue starts from.
-        key: all that `around()` depends on, beside the dtype of x and what is configured.
-        around: gives what stands around the norm.
-        others: the tensors in that, in the order of the kernel's parameters.
+        x: its input, or the input of the prologue.
+        key: all that `around()` depends on, in addition to the dtype of x and the configuration.
+        around: returns the kernel's arguments for the operations around the norm.
+        others: the tensors among these arguments, in the order of the kernel's parameters.
     """
     weight, bias = parameter(norm, "weight"), parameter(norm, "bias")
     rows = [t.contiguous() for t in (weight, bias) if t is not None]
@@ -294,7 +294,7 @@ def _forward_of(
 def norm_to(
     norm: LayerNorm | RMSNorm, x: Tensor, to: Quantize | None, **around: Any
 ) -> tuple[Tensor | Quantized, Tensor | None, NormRecord]:
-    """As `run_norm`: the result, quantized where it is to be, what was normalized if that is not x, and the record."""
+    """`run_norm` with a result that may be quantized: y, the norm's input if it is not x, and the `Saved`."""
     if to is None or not x.numel():
         out, record = run_norm(norm, x, **around)
         return out.y, out.stream, record
@@ -312,10 +312,10 @@ def _record(x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None)
 
 
 def is_worthwhile(to: Quantize, env: Env) -> bool:
-    """Whether a norm's kernel is to quantize what it gives.
+    """Whether the norm's kernel should quantize its result.
 
-    Blocks of 128 rows, each of at most four programs, are as many as a GPU has processors from 4,096 tokens on. Fewer
-    are refused; no GPU has timed that. Under blocks of 128 rows tensors of float32 do not fit in registers.
+    Blocks of 128 rows, each of at most four programs, fill a GPU from 4,096 tokens on. Smaller inputs are not quantized
+    here; this was not measured. With blocks of 128 rows, float32 tensors do not fit in registers.
     """
     few = env.device != "cpu" and env.tokens < 4096
     return not few and (env.autocast is None or to.block != COLUMNS)
@@ -332,7 +332,7 @@ def run_norm_bwd(
     needs: frozenset[str],
     **around: Any,
 ) -> tuple[NormGradients, dict[str, Tensor | None]]:
-    """What the kernel gives, and of that what is wanted of the slot `norm`, by name."""
+    """The kernel's results, and the needed gradients of the slot `norm` among them, by name."""
     sums, gain, start = _sums_of(norm, needs), _in_one_piece(weight), _in_one_piece(bias)
     out = _kernels().norm_bwd(dy, x, mean, rstd, gain, start, zero_centered=norm.zero_centered, **sums, **around)
     return out, {f"norm.{name[1:]}": getattr(out, name) for name in sums}
@@ -341,7 +341,7 @@ def run_norm_bwd(
 def norm_bwd_to(
     norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord, to: As, needs: frozenset[str], **around: Any
 ) -> tuple[NormCodes, dict[str, Tensor | None]]:
-    """As `recorded_bwd` where what is before the norm gets a gradient, which is quantized."""
+    """`recorded_bwd` with a quantized gradient of the operations before the norm."""
     mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
     sums, gain = _sums_of(norm, needs), _in_one_piece(saved.weight)
     given = dy, saved.x, mean, saved.rstd, gain, to
@@ -350,7 +350,7 @@ def norm_bwd_to(
 
 
 def _sums_of(norm: LayerNorm | RMSNorm, needs: frozenset[str]) -> dict[str, Any]:
-    """The gradients of parameters that are needed, with their dtypes, as kernels name them."""
+    """The kernel's arguments for the needed gradients of parameters: their dtypes."""
     owners = {name: parameter(norm, name) for name in ("weight", "bias") if f"norm.{name}" in needs}
     return {f"d{name}": owner.dtype for name, owner in owners.items() if owner is not None}
 
@@ -358,9 +358,9 @@ def _sums_of(norm: LayerNorm | RMSNorm, needs: frozenset[str]) -> dict[str, Any]
 def recorded_bwd(
     norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord, needs: frozenset[str], *, dx: bool, **around: Any
 ) -> tuple[NormGradients | None, dict[str, Tensor | None]]:
-    """As `norm_bwd`, from the norm's own record; `dx` is whether anything before the norm needs a gradient.
+    """`run_norm_bwd` from the norm's `Saved`; `dx` is whether any operation before the norm needs a gradient.
 
-    Where that is not so and the weight wants none either, the record is empty, and the sum of dy is the operation's.
+    If neither that nor the weight's gradient is needed, `Saved` is empty, and the operation computes the bias gradient.
     """
     if not dx and "norm.weight" not in needs:
         bias: Any = norm.bwd(dy, saved, needs=frozenset({"bias"}))[1]["bias"]  # pyright: ignore[reportArgumentType]
@@ -381,20 +381,20 @@ def gradients_of(
     others: Mapping[str, str] = MappingProxyType({}),
     **around: Any,
 ) -> Callable[..., tuple[Tensor | None, dict[str, Tensor | None]]]:
-    """`recorded_bwd` of tensors alone, `gradients(dy, record, weight, dstream, seed)`: the gradient of x, and others.
+    """`recorded_bwd` as a function `gradients(dy, saved, weight, dstream, seed)` of tensors: dx, and others by name.
 
-    The last three are there or not as it is said here; the weight is read where dx is needed.
+    The flags define which of the last three tensors are given; the weight is only read for dx.
 
     Args:
-        norm: whose gradients are asked.
-        needs: their names, as of the slot `norm`.
-        weighted: whether there is a weight.
-        added: whether there is a gradient of the stream.
-        dropped: whether there is a seed.
-        dx: whether anything before the norm needs a gradient; what `needs` says of x by default.
-        branch: the result that is the gradient of x.
-        others: the results that are gradients of other slots, by their names.
-        around: for the kernel.
+        norm: the norm.
+        needs: the names of needed gradients, as of the slot `norm`.
+        weighted: whether `weight` is given.
+        added: whether `dstream`, the gradient of the residual stream, is given.
+        dropped: whether `seed` is given.
+        dx: whether any operation before the norm needs a gradient; by default whether `needs` contains x.
+        branch: the kernel's result that is the gradient of x.
+        others: the kernel's results that are gradients of other slots, by their names.
+        around: further arguments of the kernel.
     """
     owners = {name: parameter(norm, name) for name in ("weight", "bias") if f"norm.{name}" in needs}
     rest = {"zero_centered": norm.zero_centered, "dx": "x" in needs if dx is None else dx, **around}

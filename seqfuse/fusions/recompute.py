@@ -1,4 +1,4 @@
-"""Forward fusions that save less: what is cheap to make is made again in the backward pass."""
+"""Forward fusions that save less: the backward pass recomputes tensors that are cheap to compute."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from ._shared import one_dtype, output_bytes
 
 
 class _Stage(NamedTuple):
-    """An operation as it was configured, and what it is given: the names of its parameters, and those of other inputs.
+    """An operation with its configuration, and the names of its parameters and other inputs.
 
-    A Linear has its Bias. `from_rstd` says that an RMSNorm is also given its rstd.
+    A Linear includes its Bias. With `from_rstd`, an RMSNorm also reads its rstd.
     """
 
     operation: UnfusedOperation
@@ -53,10 +53,10 @@ class _Stage(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """One operation of a fusion, with all that follows from its configuration and from which inputs a call has.
+    """One operation of a fusion, with all that its configuration and the inputs present in a call decide.
 
-    `made` makes its result again, and `cast` the cast before it: if the parts of a MergedLinear were made by several
-    GEMMs, and if by one. `is_last` says that no operation follows, which could save its result.
+    `made` recomputes its result, and `cast` the cast before it. Each is a pair: for a MergedLinear that ran as several
+    GEMMs, and for one that ran as one. If `is_last`, no operation follows that could save the result.
     """
 
     slot: str
@@ -74,7 +74,7 @@ class _Again(NamedTuple):
 
 
 class _Recomputed(ForwardFusion, contract=True):
-    """Runs its operations one by one; what one of them makes for the next is not saved, but made again from x."""
+    """Runs its operations one by one; intermediate results are not saved, but recomputed from x."""
 
     saves_memory = True
     casts = True
@@ -90,7 +90,7 @@ class _Recomputed(ForwardFusion, contract=True):
             yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
-        """A GEMM that starts from the bias, less what makes the tensors again that are not saved, each from x."""
+        """A GEMM that includes the bias, minus the recomputation of each tensor that is not saved, from x."""
         operations = self.operations()
         last = max(i for i, operation in enumerate(operations) if not isinstance(operation, Bias))
         found = Savings() if self.bias is None else Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
@@ -103,11 +103,11 @@ class _Recomputed(ForwardFusion, contract=True):
     def _run(
         self, x: Tensor, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str], **extras: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        """What the operations make of x; `extras` are their other inputs, by slot and name."""
+        """Run the operations on x; `extras` are their other inputs, by slot and name."""
         given: list[Any] = []
         saved: dict[str, Any] = {}
         outputs: dict[str, Tensor] = {}
-        made: dict[int, context.Recompute] = {}  # by the id of what it makes, which is held until the end
+        made: dict[int, context.Recompute] = {}  # by the id of the result, which `held` keeps alive
         held, whole = [x], False
         present = *map(type, seeds), *map(type, extras.values())
         for part in self.decided((present, env.along, needs), self._parts, seeds, extras, env, needs):
@@ -192,7 +192,7 @@ class _Recomputed(ForwardFusion, contract=True):
         extras: Mapping[str, Tensor | None],
         needs: frozenset[str],
     ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
-        """The names of its parameters and of its other inputs, and the keywords that are the same in each call."""
+        """The names of its parameters and of its other inputs, and the keyword arguments that are constant."""
         if isinstance(operation, Linear):
             return ("weight",) if bias is None else ("weight", "bias"), (), {}
         if isinstance(operation, MergedLinear):
@@ -207,7 +207,7 @@ class _Recomputed(ForwardFusion, contract=True):
         return tuple(names), (*inputs, *seeded), asked
 
     def _needed(self, slot: str, needs: frozenset[str]) -> frozenset[str]:
-        """The needed gradients of the operation in a slot, by its own names."""
+        """The needed gradients of the operation in a slot, by the operation's names."""
         own = {name.removeprefix(f"{slot}.") for name in needs if name.startswith(f"{slot}.")}
         before = itertools.takewhile(slot.__ne__, (name for name, _ in self.named_operations()))
         live = "x" in needs or any(name.startswith(f"{earlier}.") for earlier in before for name in needs)
@@ -337,7 +337,7 @@ class RecomputeHeads(_Recomputed):
 
 
 def _make_again(record: Any, made: dict[int, context.Recompute]) -> None:
-    """Let a record that nobody else has save what makes a tensor again, instead of the tensor."""
+    """Replace tensors in a new record by their `Recompute`, so that they are not saved."""
     fields: dict[str, Any] = record.__dict__
     for name, value in [*fields.items()]:
         if id(value) in made:
@@ -346,9 +346,9 @@ def _make_again(record: Any, made: dict[int, context.Recompute]) -> None:
 
 
 def _replayed(stages: tuple[_Stage | torch.dtype, ...], whole: bool, x: Tensor, *given: Tensor) -> Tensor:
-    """What the last of these operations makes of x, with the parameters and other inputs that each had.
+    """The output of the last of these operations, from x and the parameters and other inputs of each.
 
-    `whole` says that one GEMM made the parts of a MergedLinear.
+    With `whole`, a MergedLinear ran as one GEMM.
     """
     at = 0
     for stage in stages:
@@ -375,18 +375,18 @@ def _replayed(stages: tuple[_Stage | torch.dtype, ...], whole: bool, x: Tensor, 
 
 
 def _merged(operation: MergedLinear, x: Tensor, tensors: Mapping[str, Tensor], whole: bool) -> Tensor:
-    """Its y again, by one GEMM if it was one, since a GEMM for each part may round otherwise."""
+    """Recompute y by one GEMM if it was one, since a GEMM per part may round differently."""
     parts = range(len(operation.parts))
     weights = tuple([tensors[f"weight_{i}"] for i in parts])
     biases = tuple([tensors.get(f"bias_{i}") for i in parts])
-    if whole and one_gemm(weights, biases) is None:  # hooks of saved tensors moved them apart
+    if whole and one_gemm(weights, biases) is None:  # hooks for saved tensors copied them
         given = [bias for bias in biases if bias is not None]
         return linear(x, torch.cat(weights), torch.cat(given) if given else None)
     return operation.gemm(x, weights, biases)
 
 
 def _with_parameters(operation: UnfusedOperation, tensors: Mapping[str, Tensor | None]) -> Any:
-    """An operation of the same configuration, with these parameters."""
+    """A copy of an operation with these parameters."""
     copy: Any = object.__new__(type(operation))
     copy.__dict__.update(operation.__dict__, _parameters={**operation._parameters, **tensors})  # pyright: ignore[reportPrivateUsage]
     return copy
