@@ -1,10 +1,10 @@
-"""Triton kernels: tensors and numbers in, tensors out; they know nothing of operations.
+"""Triton kernels: functions of tensors and numbers, which do not depend on operations.
 
-Nothing here imports Triton until a kernel is asked for, so the package imports without it. A kernel's module imports
-Triton at its top: `from . import pointwise` inside a function, or `importlib`, is how the rest of seqfuse gets at it.
+No module here imports Triton before a kernel is needed, so the package imports without it. A kernel's module imports
+Triton at its top; the rest of seqfuse imports it inside a function (`from . import pointwise`), or by `importlib`.
 
-A module holds host functions, which are operators; their kernels stand there or in `_NAME_kernel.py`.
-`tools/launches.py` has calls of these functions for every configuration that is compiled for GPUs that are not here.
+A module holds host functions, which are custom ops; their kernels are in the same module or in `_NAME_kernel.py`.
+`tools/launches.py` calls these functions in every configuration that is compiled for GPUs that are not present.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 @functools.cache
 def triton_installed() -> bool:
-    """Whether Triton can be imported; it is not imported to find out."""
+    """Whether Triton can be imported, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -27,5 +27,5 @@ _mode: Any = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 
 
 def recording() -> bool:
-    """Whether a compiler records what runs."""
+    """Whether a compiler is recording calls."""
     return _mode(_keys.PROXY) is not None or _mode(_keys.FUNCTIONAL) is not None

@@ -1,6 +1,6 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
-# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""The kernels of attention, and how much each works on at a time."""
+# Device functions are in Triton's language, which has no types; pyright does not evaluate constexpr branches.
+"""The kernels of attention, and their tile sizes."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def _range(
     block, own, others, window, ends, sequences, steps,
     BEFORE: tl.constexpr, AFTER: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each of a block of rows (keys) the first key (row) that it sees, and the first one that it does not.
+    """For each of a block of rows (keys), the first key (row) that it sees, and the end of its range.
 
-    BEFORE: nothing before itself is seen; AFTER: nothing after.
+    BEFORE: it sees nothing before its own position; AFTER: nothing after it.
     """
-    # Those beyond the last one see what the last one sees, so that they set no limit.
+    # Rows beyond the last one get the range of the last one, so that they do not limit the block.
     place = tl.minimum(tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK), own - 1).to(tl.int32)
     first = tl.zeros_like(place)
     last = first + others
@@ -66,7 +66,7 @@ def _range(
         first = tl.maximum(first, place - window + 1)
         last = tl.minimum(last, place + window)
     if ends is not None:
-        # How many ends are not beyond each: a binary search.
+        # The number of ends at or before each row, by binary search.
         low = tl.zeros_like(place)
         high = low + sequences
         for _ in range(steps):
@@ -82,7 +82,7 @@ def _range(
 
 @triton.jit
 def _split(first, last, BLOCK: tl.constexpr):
-    """Blocks `begin..end` that any sees, and `full..rest` among them that all see."""
+    """The range `begin..end` of blocks that any row sees, and within it the range `full..rest` that all rows see."""
     begin = tl.min(first, 0) // BLOCK
     end = tl.maximum(tl.cdiv(tl.max(last, 0), BLOCK), begin)
     return begin, end, tl.cdiv(tl.max(first, 0), BLOCK), tl.min(last, 0) // BLOCK
@@ -94,9 +94,9 @@ def _scores(
     rest,
     SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Scores as exponents of e or 2, [OWN, OTHER], -inf where not seen; tanh(score / softcap) where they are bent.
+    """Scores as exponents of e or 2, [OWN, OTHER], -inf where hidden; with a soft-cap also tanh(score / softcap).
 
-    A mask is added to exponents of e alone.
+    A mask is only added to exponents of e.
     """
     scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
     bent = scores
@@ -123,21 +123,21 @@ def _keep(
     seed, head, row_block, key_block, rows, keys, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Which weights are kept, [BLOCK_M, BLOCK_N]: elements of one mask over contiguous [B, H, S, S]."""
+    """Which weights dropout keeps, [BLOCK_M, BLOCK_N]: elements of one mask over contiguous [B, H, S, S]."""
     row = head * rows + tl.cast(row_block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     return keep_mask(seed, row, tl.cast(key_block, tl.int64) * BLOCK_N, keys, P[0], BLOCK_N, GROUPED)
 
 
 @triton.jit
 def _weights(scores, sums, ADDED: tl.constexpr, HALF: tl.constexpr):
-    """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents.
+    """Recompute weights from the log-sum-exp, as natural exponents: near it their difference loses no digits.
 
-    Where a mask is added, they add up to one only once they are divided by their sum: beside a large number that all
-    keys of a row have, the log-sum-exp has no digit left for the logarithm of that.
+    With an additive mask, weights add up to one only after division by their sum: if all keys of a row have one large
+    mask, the log-sum-exp has no digits left for the logarithm of the sum.
     """
     t = scores - sums
     if ADDED:
-        # A score that another order of summation made may be above the greatest.
+        # Summed in another order, a score may exceed the greatest one.
         t = tl.where(t > 0.0, 0.0, t)  # a NaN stays, which tl.minimum would lose
     return exponential(t, HALF)
 
@@ -151,11 +151,11 @@ def _attention_fwd_kernel(
     GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head."""
+    """A block of rows of one head per program."""
     HALF: tl.constexpr = is_half(q.dtype.element_ty)  # pyright: ignore[reportAssignmentType]
     blocks = tl.cdiv(rows, BLOCK_M)
     pid = tl.program_id(0)
-    # Late rows see most where nothing after them is seen: the longest programs start first.
+    # With a causal mask, late rows see the most keys, and the longest programs start first.
     block = blocks - 1 - pid % blocks
     batch = (pid // blocks // heads).to(tl.int64)
     member = (pid // blocks % heads).to(tl.int64)
@@ -170,7 +170,7 @@ def _attention_fwd_kernel(
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
+    # From 0, because Triton's address analysis cannot use a loaded lower bound in the loop.
     for i in tl.range(0, end - begin):
         at = begin + i
         key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
@@ -179,7 +179,7 @@ def _attention_fwd_kernel(
             SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
         larger = tl.maximum(most, tl.max(scores, 1))
-        # A row that has seen nothing yet has weights of zero rather than NaN.
+        # A row that has seen no key yet has weights of zero, not NaN.
         origin = tl.where(larger == float("-inf"), 0.0, larger)
         weights = power(scores - origin[:, None], BASE_2, HALF)
         shrink = power(most - origin, BASE_2, HALF)
@@ -199,7 +199,7 @@ def _attention_fwd_kernel(
         sums = (most + tl.log2(total)) * _LN_2
     else:
         sums = most + tl.log(total)
-    # Of an infinite score, so that backward it spoils no more than the key that it is of.
+    # Infinite for an infinite score, so that the backward pass makes only the weight of its key NaN.
     sums = tl.where(most == float("inf"), most, sums)
     tl.store(lse + head * rows + place, tl.where(blind, 0.0, sums), mask=place < rows)
 
@@ -214,9 +214,9 @@ def _attention_dq_kernel(
     GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head: dq, and delta = dy . y, which the gradients of keys read.
+    """A block of rows of one head: dq, and delta = dy . y, which the kernel of dk and dv reads.
 
-    Where a mask is added, they read too what makes the weights add up to one.
+    With an additive mask that kernel also reads the factors with which the weights add up to one.
     """
     HALF: tl.constexpr = is_half(q.dtype.element_ty)  # pyright: ignore[reportAssignmentType]
     blocks = tl.cdiv(rows, BLOCK_M)
@@ -241,7 +241,7 @@ def _attention_dq_kernel(
     begin, end, full, rest = _split(first, last, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
+    # From 0, because Triton's address analysis cannot use a loaded lower bound in the loop.
     for i in tl.range(0, end - begin):
         at = begin + i
         key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
@@ -277,7 +277,7 @@ def _attention_dkv_kernel(
     GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys of one key head: what all heads that share it add, one after the other."""
+    """A block of keys of one key head: sums the gradients from all query heads that share it, one after the other."""
     HALF: tl.constexpr = is_half(q.dtype.element_ty)  # pyright: ignore[reportAssignmentType]
     blocks = tl.cdiv(keys, BLOCK_N)
     kv_heads = heads // GROUP
@@ -296,7 +296,7 @@ def _attention_dkv_kernel(
         head = batch * heads + member
         own_k = sum_k
         own_v = sum_v
-        # A sum for each head, where there are registers: one chain over the rows of four has errors twice as large.
+        # A sum per head, if registers suffice: one sum over the rows of four heads has errors twice as large.
         if not HALF and GROUP > 1 and BLOCK_D > 64:
             own_k = tl.zeros_like(sum_k)
             own_v = tl.zeros_like(sum_v)
@@ -341,7 +341,7 @@ def _attention_dkv_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class ScoreTile:
-    """Rows and keys at a time, warps, stages of the pipeline."""
+    """Rows and keys per tile, warps, and pipeline stages."""
 
     m: int
     n: int
@@ -350,8 +350,8 @@ class ScoreTile:
 
 
 _Row = tuple[tuple[int, int, int, int], ...]
-# Tiles by kernel and width of a head: of scores as they are, bent or packed, dropped, with a mask. None spills on
-# NVIDIA; on sm_90 `wgmma` takes those of 64 rows (keys, for dkv) and more.
+# Tiles by kernel and head width: for plain scores, soft-cap or packed sequences, dropout, and a mask. None spills on
+# NVIDIA; on sm_90, tiles of at least 64 rows (keys, for dkv) use `wgmma`.
 _HOPPER: dict[str, dict[int, _Row]] = {
     "fwd": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
@@ -424,10 +424,10 @@ _TILES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL, "gfx942": _AMD}
 
 
 def score_tile(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> ScoreTile:
-    """What a kernel works on at a time: `"fwd"`, `"dq"` or `"dkv"`; `load` as in the tables."""
+    """The tile of a kernel, `"fwd"`, `"dq"` or `"dkv"`; `load` is the column of the tables."""
     width = max(64, next_power_of_2(size))
     if dtype is torch.float32:
-        # Its products are made of multiplications in registers. Gradients of keys spill by the common tiles.
+        # Matmuls in float32 are FMAs in registers. Gradients of keys spill with the common tiles.
         of = family(arch) if kernel == "dkv" else ""
         if width == 64 and load < 2:
             return ScoreTile(32, 32, 4 if of == "sm_90" and load == 0 else 8, 1)

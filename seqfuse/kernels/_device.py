@@ -1,12 +1,12 @@
 # pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
-# Device functions are Triton's language, which has no types.
-"""Device functions that several kernels call, and the kernel that sums what programs of others have summed.
+# Device functions are in Triton's language, which has no types.
+"""Device functions that several kernels call, and the kernel that adds partial sums of other kernels' programs.
 
-Dropout: the mask is a function of a seed and a position, made again wherever it is needed. Element i of the contiguous
-order takes word i & 3 of Philox4x32-10 at counter i >> 2 under the seed as key, and is kept iff that word is at least
+Dropout: the mask is a function of a seed and a position, recomputed in each kernel. Element i of the contiguous
+order reads word i & 3 of Philox4x32-10 at counter i >> 2 with the seed as key, and is kept iff that word is at least
 floor(p 2^32). Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (SC'11).
 
-Sums over rows: partial sums by the programs of whichever kernel has the rows, and one launch after it.
+Sums over rows: each program of a kernel writes partial sums, and one launch after it adds them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .activations import tanh
 
 _HALF_LN_2 = tl.constexpr(math.log(2) / 2)
 _BLOCK_N = 64
-# The interpreter reduces by any other function than its own element by element.
+# The interpreter runs reductions with other functions than its built-in ones element by element.
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 def threshold_and_scale(p: float, upscale: bool = True) -> tuple[int, float, bool]:
-    """What `dropped` takes as `P`: the least word kept, the factor of what is kept, and whether nothing is."""
+    """The argument `P` of `drop_tile`: the least word kept, the factor of kept elements, and whether none is kept."""
     if not 0 <= p <= 1:
         raise ValueError(f"p must be between 0 and 1, got {p}")
     if p == 1:
-        return 0, 0.0, True  # no word reaches 2^32, which does not fit in one either
+        return 0, 0.0, True  # the threshold would be 2^32, which does not fit in a word
     return math.floor(p * 2**32), 1 / (1 - p) if upscale else 1.0, False
 
 
@@ -60,7 +60,7 @@ def keep_mask(seed, rows, col, width, THRESHOLD: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def drop_tile(value, seed, rows, col, width, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr):
-    """A tile after dropout, `P` from `threshold_and_scale`."""
+    """A tile after dropout, with `P` from `threshold_and_scale`."""
     if P[2]:
         return value * 0.0
     return mask_tile(value, keep_mask(seed, rows, col, width, P[0], BLOCK_N, GROUPED), P)
@@ -68,9 +68,9 @@ def drop_tile(value, seed, rows, col, width, P: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def mask_tile(value, keep, P: tl.constexpr):
-    """A product with 0 or the scale, as torch's: it keeps the sign of what is dropped, and NaN and Inf become NaN.
+    """Multiply by 0 or the scale, as torch does: dropped elements keep their sign, and NaN and Inf become NaN.
 
-    The products come before the choice: a sum after it is then no fused multiply-add, whose bits are others.
+    Both multiplications come before the selection, so that a following sum is not fused with one, which changes bits.
     """
     if P[2]:
         return value * 0.0
@@ -81,9 +81,9 @@ def mask_tile(value, keep, P: tl.constexpr):
 def rstd_of(squares, count, EPS: tl.constexpr):
     """1 / sqrt(squares / count + eps), in float32 to 2 units in the last place.
 
-    As they are compiled, quotients are off by 2 units and roots by 1: the statistic would be by 4, the same for all of
-    a row, which the error bound of float32 takes for a wrong divisor. So what is approximated is corrected by what it
-    is short of, without the calls that rounded quotients and roots make, around which registers are spilled.
+    Compiled quotients are off by up to 2 units and roots by 1. The statistic would be off by 4, in the same way for a
+    whole row, which the error bound of float32 rejects as a wrong divisor. So approximations are corrected by their
+    residual, without the calls of exactly rounded division and square root, around which registers are spilled.
     """
     if squares.dtype == tl.float64:
         rstd = 1.0 / tl.sqrt(squares / count + EPS)
@@ -103,7 +103,7 @@ def _both(a, b, c, d):
 
 @triton.jit
 def two_sums(a, b):
-    """The sums of two tiles along their rows, in one reduction: warps wait for one another once."""
+    """The sums of two tiles along their rows, in one reduction, so that warps synchronize once."""
     if _INTERPRETED:
         return tl.sum(a, 1), tl.sum(b, 1)
     else:
@@ -112,14 +112,14 @@ def two_sums(a, b):
 
 @triton.jit
 def _corrected(value, short):
-    return value + tl.where(short == short, short, 0.0)  # where the value is 0 or infinite, it is NaN
+    return value + tl.where(short == short, short, 0.0)  # `short` is NaN where the value is 0 or infinite
 
 
 @triton.jit
 def bend(twice, FULL: tl.constexpr):
-    """tanh(x) of 2 x log2(e), to all digits of float32 if FULL and else to those of 1.
+    """tanh(x), given 2 x log2(e): to all digits of float32 if FULL, otherwise to an absolute error of 6e-8.
 
-    The latter moves scores by 6e-8 of the soft-cap, which 16 bits show from caps of some ten thousand on.
+    Scores are then off by 6e-8 of the soft-cap, which is visible in 16 bits from soft-caps of some ten thousand on.
     """
     if FULL:
         return tanh(twice * _HALF_LN_2)
@@ -131,7 +131,7 @@ def bend(twice, FULL: tl.constexpr):
 def _column_sums_kernel(
     partials, outs, R, N, stride, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Sums of a block of columns, stored where they belong: output i has PARTS[i] N columns, one after the other."""
+    """Sums of a block of columns, stored in their outputs: output i has PARTS[i] N columns, one after the other."""
     N = tl.cast(N, tl.int64)
     block = tl.program_id(0).to(tl.int64)
     first = N * 0
@@ -164,8 +164,8 @@ def column_sums(partials: Tensor, columns: int, *outs: Tensor) -> None:
 
     Args:
         partials: [R, N] float32 or float64, any row stride.
-        columns: what the lengths of the results are multiples of.
-        outs: written with the first columns of N, the next ones and so on.
+        columns: a common divisor of the lengths of the outputs.
+        outs: the outputs; the first one gets the first columns of N, the second one the next columns, and so on.
     """
     rows = partials.shape[0]
     launch(

@@ -1,4 +1,4 @@
-"""The shapes that kernels of heads and RoPE take, and their angles: for Triton and for C."""
+"""Checks of shapes, and angles, for the Triton and C kernels of heads and RoPE."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Rotation(NamedTuple):
 def head_sizes(
     x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None = None
 ) -> tuple[int, int]:
-    """Sizes of a head, and of its part that has RoPE."""
+    """The size of a head, and of its part with RoPE."""
     parts = heads + 2 * kv_heads
     if x.ndim < 1 + (rotation is not None) or not x.shape[-1] or x.shape[-1] % parts:
         raise ValueError(f"x must be [*, S, {parts} D], got shape {tuple(x.shape)}")
@@ -74,7 +74,7 @@ def check_scales(k: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> N
 
 
 def check_normed(dy: Tensor, x: Tensor | None, rstd: Tensor | None) -> None:
-    """Check what the forward of a norm of heads kept, for the gradient `dy` of its output."""
+    """Check the tensors that the forward pass of a norm of heads saved, for the gradient `dy` of its output."""
     if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):
         raise ValueError("x and rstd are those of the norm's forward, and x has the shape of dy")
 
@@ -82,7 +82,7 @@ def check_normed(dy: Tensor, x: Tensor | None, rstd: Tensor | None) -> None:
 def rows_of_angles(
     x: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> torch.Size:
-    """The rows that angles are of, those of x or of one of its sequences; raises `ValueError` where they do not fit."""
+    """The leading shape of the angles, that of x or of one of its sequences; raises `ValueError` if they do not fit."""
     lead = x.shape[:-1]
     if rotation is None:
         return torch.Size()
@@ -101,7 +101,7 @@ def rows_of_angles(
 
 
 def spread(t: Tensor, rows: torch.Size, width: int | None = None) -> Tensor:
-    """Positions, or cosines or sines of some `width`, in one piece for these rows."""
+    """Positions, or cosines or sines of some `width`, expanded to these rows and contiguous."""
     shape = rows if width is None else (*rows, width)
     return t.reshape(t.shape[-len(shape) :]).expand(shape).contiguous()
 
@@ -110,18 +110,18 @@ _known: dict[tuple[float, int, torch.device], Tensor] = {}
 
 
 def frequencies_of(rotation: Rotation | None, device: torch.device) -> Tensor | None:
-    """The angle of one position, of each pair, float32 [dim / 2]; made once per device."""
+    """The angle per position of each pair, float32 [dim / 2]; cached per device."""
     if rotation is None:
         return None
     key = (rotation.base, rotation.dim, device)
     found = _known.get(key)
     if found is None:
-        # That they are made once is no part of a call that is recorded, to be done again, or whose cost is counted.
+        # Creating this cached tensor is not part of a call that is recorded, replayed or counted.
         with contextlib.nullcontext() if is_faking() and device.type != "cpu" else _disable_current_modes():
             powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
             found = (rotation.base**powers).float()
         on_gpu = device.type == "cuda"
-        # A graph under capture owns what it makes, and a tensor that is none has no memory.
+        # A graph under capture owns the memory of its tensors, and fake tensors have none: neither is cached.
         if type(found) is Tensor and not (on_gpu and torch.cuda.is_current_stream_capturing()):
             if on_gpu:  # the next call may be on another stream, which does not wait for this one
                 torch.cuda.current_stream(device).synchronize()

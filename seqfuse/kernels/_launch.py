@@ -1,16 +1,16 @@
 # pyright: basic
-# Triton has no type stubs and the objects handled here are its internals.
-"""Launching a kernel: straight to the compiled function after the first time, interpreted where there is no GPU.
+# Triton has no type stubs, and the objects used here are its internals.
+"""Launching a kernel: by its compiled function after the first launch, or in Triton's interpreter without a GPU.
 
-`kernel[grid](...)` binds, specializes and hashes its arguments at each call, 13-17 us for twenty of them. Here a key of
-what a compiled kernel depends on is enough: dtypes, 16-byte alignment, the class of each integer, constexprs, device.
-The first launch of a key is Triton's own and returns the compiled kernel; later ones call its `run`.
+`kernel[grid](...)` binds, specializes and hashes its arguments in each call: 13-17 us for twenty of them. Here a key
+of all that a compiled kernel depends on suffices: dtypes, 16-byte alignment, the class of each integer, constexprs,
+device. The first launch of a key is Triton's own and returns the compiled kernel; later ones call its `run`.
 
-A host function checks shapes, chooses a tile, makes compile-time arguments and counts programs: 20-40 us of Python, and
-always the same for the same shapes, strides, dtypes and flags. A `Recording` of such a call has the tensors it makes
-and each launch with its arguments, of which a tensor's address is all that changes, and writes a function of a few
-lines that does it again: it makes these tensors, and hands addresses and numbers to the function of Triton's launcher
-that calls the driver. Nothing is written of a call that does anything else with its tensors, such as a copy.
+A host function checks shapes, chooses a tile, and computes compile-time arguments and the number of programs: 20-40 us
+of Python, with the same result for equal shapes, strides, dtypes and flags. A `Recording` of such a call holds the
+tensors that it allocates and its launches with their arguments, in which only the addresses of tensors change. It
+generates a function of a few lines that replays the call: it allocates the tensors, and passes addresses and numbers to
+the function in Triton's launcher that calls the driver. Calls that do anything else, such as a copy, are not replayed.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ from ..hardware import architecture_of
 from . import recording
 
 INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether the kernels of this library are interpreted in this process: Triton asks when a kernel is decorated."""
+"""Whether this library's kernels are interpreted in this process; Triton decides it when a kernel is decorated."""
 
 MAX_GRID = 2**31 - 1
 
-# On AMD Triton addresses what is in 2 GiB of memory with 32 bits, and compiles for that.
+# On AMD, Triton addresses tensors of up to 2 GiB with 32 bits, and compiles separate kernels for them.
 _SMALL = 2**31 - 1 if torch.version.hip else None
 
 GPU_TYPES = frozenset({"cuda"})
-"""Device types whose tensors compiled kernels take; the test kit's stand-in for a driver adds another."""
+"""Device types on which compiled kernels run; the test kit's replacement of a driver adds another."""
 
 
 def in_c(tensor: Tensor) -> bool:
-    """Whether the kernels that take a tensor are compiled C: on a CPU, unless kernels are interpreted."""
+    """Whether the kernels for a tensor are compiled C: on a CPU, unless kernels are interpreted."""
     return tensor.is_cpu and not INTERPRETED and "cpu" not in GPU_TYPES
 
 
 MISS = object()
-"""Given by a call that was recorded where it must be decided again."""
+"""Returned by the replay of a call if the call has to run in full."""
 OTHER = object()
-"""The same where it has a single number, such as a seed, that was aligned and is not, or the other way round."""
+"""Returned by a replay if the alignment of a one-element tensor, such as a seed, differs; another replay may fit."""
 _STREAM = object()
-"""Stands for the stream while a launch is recorded."""
+"""Placeholder for the stream in a recorded launch."""
 
 _guards: Any = cast(Any, torch._C)._dynamo.guards
 _compiled: dict[Any, Any] = {}
-# The interpreter patches triton.language while a kernel runs: one at a time.
+# The interpreter patches triton.language while a kernel runs, so it runs one kernel at a time.
 _interpreting = threading.RLock()
 _local = threading.local()
 
 
 class _Keyed(tuple[Any, ...]):
-    """A tuple of device functions for Triton's cache on disk, which takes the names of what is in a plain tuple.
+    """A tuple of device functions with a key of their sources; for a plain tuple, Triton's disk cache reads only names.
 
-    A function that was changed would be run as it was.
+    With names only, a changed function would run in its old version.
     """
 
     @property
@@ -83,7 +83,7 @@ def _source_key(value: Any) -> str:
 
 
 def keyed(value: Any) -> Any:
-    """A constexpr as Triton's cache on disk can tell it from every other."""
+    """A constexpr with a key by which Triton's disk cache distinguishes it."""
     return _Keyed(value) if type(value) is tuple else value
 
 
@@ -91,22 +91,22 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 traced: Any = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes watch, such as one that counts FLOPs or records a graph: with any, operators are called."""
+"""The number of active dispatch modes, such as a FLOP counter or a graph recorder; with any, custom ops are called."""
 
 
 def is_faking() -> bool:
-    """Whether tensors have no memory here: shapes are wanted, and a kernel would write to address 0."""
+    """Whether tensors are fake: only shapes are needed, and a kernel would write to address 0."""
     return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 def stops() -> bool:
-    """Whether a host function stops where its results are made: it is the fake of an operator."""
+    """Whether a host function stops after allocating its results, as the fake impl of a custom op."""
     return is_faking() or getattr(_local, "stops", False)
 
 
 @contextlib.contextmanager
 def stopping() -> Iterator[None]:
-    """A block in which host functions stop, also for tensors that are on `"meta"`."""
+    """A context in which host functions stop after allocating their results, also for tensors on `"meta"`."""
     _local.stops = True
     try:
         yield
@@ -127,10 +127,10 @@ def launch(
 
     `args` are the kernel's leading parameters in order (tensors, numbers, `None`, tuples of these); `constexprs` are
     the rest, in the order of the kernel's parameters. Nothing is launched for an empty grid or on fake tensors.
-    Whatever compiling or launching raises comes out as it is, that of an interpreted kernel included.
+    Errors of compilation, of the launch or of an interpreted kernel are raised unchanged.
 
     Args:
-        kernel: a `triton.jit` function whose constexpr parameters stand last.
+        kernel: a `triton.jit` function whose constexpr parameters come last.
         grid: number of programs; grids are one-dimensional.
         args: positional arguments.
         constexprs: compile-time arguments by name.
@@ -140,7 +140,7 @@ def launch(
 
     Raises:
         ValueError: for a grid beyond 2^31 - 1, tensors on two devices, or a CPU tensor without the interpreter.
-        RuntimeError: where what runs is being recorded: the launch would be lost; for the first launch of a kernel
+        RuntimeError: while a compiler records calls, because the launch would be lost; for the first launch of a kernel
             while a CUDA graph is captured.
     """
     if traced() and recording():
@@ -173,7 +173,7 @@ def _run(
     device: int,
     arguments: tuple[Any, ...],
 ) -> None:
-    # `id` rather than the function itself, whose hash is that of its source; the entry keeps it alive.
+    # `id` instead of the function, whose hash is the hash of its source; the entry keeps the function alive.
     values = tuple(constexprs.values())
     key = (id(kernel), device, arguments, _identity(values), num_warps, num_stages, *options.items())
     entry = _compiled.get(key)
@@ -187,7 +187,7 @@ def _run(
         named = {name: keyed(value) for name, value in constexprs.items()}
         compiled = kernel[(grid,)](*args, **named, num_warps=num_warps, num_stages=num_stages, **options)
         if entry is None and _direct() and compiled is not None:
-            # Everything whose `id` is in the key stays alive with the entry.
+            # The entry keeps alive everything whose `id` is in the key.
             entry = _compiled[key] = (compiled, compiled.function, compiled.packed_metadata, values, kernel)
     else:
         compiled, function, metadata = entry[:3]
@@ -199,14 +199,14 @@ def _run(
 
 
 def watch(recording: Any) -> Any:
-    """Tell an object of this thread's launches from now on, or `None`; returns the one before."""
+    """Set the recording of this thread's launches, or `None`; returns the previous one."""
     before = getattr(_local, "recording", None)
     _local.recording = recording
     return before
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
-    """Device of the first tensor, and all of the arguments that a compiled kernel depends on."""
+    """The device of the first tensor, and all properties of the arguments that a compiled kernel depends on."""
     device: int | None = None
     key: list[Any] = []
     for arg in args:
@@ -221,7 +221,7 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
         elif isinstance(arg, bool):
             key.append(bool)
         elif isinstance(arg, int):
-            # One becomes a constant, multiples of 16 are known as such, and the width is that of the number.
+            # Triton specializes on 1, on multiples of 16, and on the width of the number.
             key.append(1 if arg == 1 else (arg & 15 == 0, -(2**31) <= arg < 2**31, arg < 2**63))
         elif isinstance(arg, float):
             key.append(float)
@@ -233,7 +233,7 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
 
 
 def _identity(value: Any) -> Any:
-    """A constexpr as a key: functions by identity, numbers by value and type, since 1, 1.0 and True are equal."""
+    """A constexpr as a key: functions by identity, numbers by value and type, because 1, 1.0 and True are equal."""
     if isinstance(value, tuple):
         return tuple([_identity(v) for v in value])
     if value is None or isinstance(value, str):
@@ -244,7 +244,7 @@ def _identity(value: Any) -> Any:
 
 
 def hooked() -> bool:
-    """Whether a profiler listens: chains of hooks, or functions that took their places."""
+    """Whether a profiler is attached: by hooks in Triton's chains, or by functions that replaced the chains."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     if enter is _ENTER and leave is _LEAVE:
         return bool(enter.calls or leave.calls)
@@ -257,7 +257,7 @@ _LEAVE: Any = knobs.runtime.launch_exit_hook
 
 @functools.cache
 def _direct() -> bool:
-    """Whether `CompiledKernel.run` takes what is passed here: probed once, else each launch is Triton's own."""
+    """Whether `CompiledKernel.run` has the expected parameters, checked once; otherwise Triton launches each time."""
     import inspect
 
     from triton.compiler import CompiledKernel
@@ -268,7 +268,7 @@ def _direct() -> bool:
 
 
 def one_device(name: str, tensors: Sequence[Tensor]) -> None:
-    """Raise `ValueError` unless all tensors that a kernel is given are on one device."""
+    """Raise `ValueError` unless all tensors of a kernel call are on one device."""
     devices = {str(t.device) for t in tensors}
     if len(devices) > 1:
         raise ValueError(f"{name}: expected all tensors on one device, got {' and '.join(sorted(devices))}")
@@ -307,7 +307,7 @@ def architecture(device: torch.device) -> str:
 
 
 def family(architecture: str) -> str:
-    """The architecture whose tiles one such as `"sm_89"` or `"gfx950"` has."""
+    """The architecture whose tiles are used for one such as `"sm_89"` or `"gfx950"`."""
     if architecture.startswith("gfx"):
         return "gfx942"
     major = architecture.removeprefix("sm_")[:-1]
@@ -315,14 +315,14 @@ def family(architecture: str) -> str:
 
 
 def register_limit(registers: int | None, arch: str) -> dict[str, int]:
-    """The option of a launch whose threads may have so many registers; there is none on AMD.
+    """The launch option that limits registers per thread; there is none on AMD.
 
-    Without one the compiler may spill to make room for more programs on a processor than there are.
+    Without a limit, the compiler may spill to make room for more programs per processor than there are.
     """
     return {"maxnreg": registers} if registers is not None and arch.startswith("sm_") else {}
 
 
-# Few enough for tests to be quick, and more than one.
+# More than one, and few enough for quick tests.
 INTERPRETER_PROCESSORS = 2
 
 
@@ -340,7 +340,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def programs_of(tiles: int, most: int) -> tuple[int, int]:
-    """How many programs, at most so many, have how many tiles each; none is without one."""
+    """The number of programs, at most `most`, and of tiles per program; every program has at least one tile."""
     steps = cdiv(tiles, max(1, min(tiles, most)))
     return cdiv(tiles, steps), steps
 
@@ -351,7 +351,7 @@ def next_power_of_2(n: int) -> int:
 
 
 class Recording(TorchDispatchMode):
-    """What a host function does with tensors."""
+    """Records the allocations and launches of a host function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,21 +368,21 @@ class Recording(TorchDispatchMode):
         return result
 
     def again(self, given: list[Tensor], result: Any) -> Callable[..., Any] | None:
-        """What does the call again, if anything can: a launch that found no entry is Triton's own each time.
+        """A function that replays the call, or `None`: without an entry, each launch is Triton's own.
 
         Args:
-            given: its tensors.
+            given: the call's tensors.
             result: a tensor, `None`, or a tuple or list of them.
         """
         return _written(self, given, result) if self.sound and all(launch[0] for launch in self.launches) else None
 
 
 class _Unknown(Exception):
-    """A result that was neither given nor made."""
+    """A result that is not an argument, and that the call did not allocate."""
 
 
 class _Writer:
-    """Writes into `source` what makes tensors and hands them on."""
+    """Writes statements that allocate and return tensors into `source`."""
 
     def __init__(self, source: Source, given: list[Tensor], made: list[Tensor]) -> None:
         self._source = source
@@ -393,11 +393,11 @@ class _Writer:
         self._fresh: dict[int, str] = {}
 
     def constant(self, value: Any) -> str:
-        """The name of an object."""
+        """The name of an object in the generated code."""
         return "None" if value is None else self._source.put(value)
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> str:
-        """Make a tensor; its name."""
+        """Allocate a tensor; returns its name."""
         name = f"new{next(self._names)}"
         sizes = tuple(shape)
         strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
@@ -405,7 +405,7 @@ class _Writer:
         return name
 
     def results(self, leaves: Sequence[Any]) -> list[str]:
-        """Names of what is returned, of which what was made has the shape it is returned in."""
+        """Allocate all tensors, with the shapes of the results; returns the names of the results."""
         shapes: dict[int, Sequence[int]] = {}
         names: list[str] = []
         for leaf in leaves:
@@ -432,11 +432,11 @@ class _Writer:
             if begin <= at < begin + whole.numel() * whole.element_size():
                 name = f"at_{self._fresh[begin]}"
                 return name if at == begin else f"{name} + {at - begin}"
-        self._source.put(tensor)  # it was there before, such as a table of frequencies, and has to stay
+        self._source.put(tensor)  # allocated before the call, such as a table of frequencies, and must stay alive
         return self._source.put(at)
 
     def expression(self, value: Any) -> str | None:
-        """What changes from call to call, in the names of the function; `None` for what does not."""
+        """The expression of a value that changes from call to call; `None` for a constant."""
         if isinstance(value, Tensor):
             return self._address(value)
         if value is _STREAM:
@@ -446,7 +446,7 @@ class _Writer:
         return None
 
     def tuple(self, values: tuple[Any, ...]) -> str | None:
-        """A tuple of which something changes; what follows the last of that is one constant."""
+        """The expression of a tuple in which values change; all values after the last of these are one constant."""
         texts = [self.expression(value) for value in values]
         last = max((i for i, text in enumerate(texts) if text is not None), default=-1)
         if last < 0:
@@ -457,7 +457,7 @@ class _Writer:
 
 
 def _written(recording: Recording, given: list[Tensor], result: Any) -> Callable[..., Any] | None:
-    """A function of the given tensors that makes what was made and launches what was launched."""
+    """A generated function of the given tensors that repeats the recorded allocations and launches."""
     empty = getattr(_guards, f"_empty_strided_{given[0].device.type}", None)
     if empty is None:
         return None
@@ -501,9 +501,9 @@ def _written(recording: Recording, given: list[Tensor], result: Any) -> Callable
 
 
 def _handed(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The function that Triton's launcher calls and what it passes, found by a launcher whose function keeps that.
+    """The function that Triton's launcher calls, with its arguments, found by a launcher whose function records them.
 
-    Where there is none, the launcher and what it takes.
+    If there is no such function, the launcher and its arguments.
     """
     compiled, function, metadata, values = entry[:4]
     launcher = compiled.run

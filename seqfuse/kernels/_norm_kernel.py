@@ -1,9 +1,9 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false, reportAssignmentType=false
 # pyright: reportArgumentType=false, reportOptionalOperand=false
-# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""The kernels of both norms: forward, backward, and sums over rows for rows too wide for the backward one.
+# Device functions are in Triton's language, which has no types; pyright does not evaluate constexpr branches.
+"""The kernels of both norms: forward, backward, and sums over rows for rows too wide for the backward kernel.
 
-Kernels that quantize what they give have a block of rows for each program, whose columns they read in chunks.
+In kernels that quantize their result, each program has a block of rows, and reads their columns in chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _prologue(
     P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
     pairs=None, offsets=None, factors=None, last=0, TOP_K: tl.constexpr = 1,
 ):  # fmt: skip
-    """What is normalized, of one chunk of columns, and where it is; with `pairs` x has rows of experts to be summed."""
+    """A chunk of columns of the norm's input, its mask and columns; with `pairs`, sums rows of experts in x."""
     cols = col + tl.arange(0, BLOCK_N)
     columns = cols < N
     mask = (rows < M)[:, None] & columns[None, :]
@@ -39,7 +39,7 @@ def _prologue(
     if residual is not None:
         z += tl.load(residual + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     if stream is not None:
-        # The backward pass reads the stream as it is stored, so the statistics are those of the stored one.
+        # The backward pass reads the stored stream, so the statistics are computed from it as well.
         z = z.to(stream.dtype.element_ty).to(COMPUTE)
     return tl.where(mask, z, 0.0), mask, cols, columns
 
@@ -50,8 +50,8 @@ def _moments(z, mask, count, CENTERED: tl.constexpr):
     if CENTERED:
         mean = tl.sum(z, 1) / count
         d = tl.where(mask, z - mean[:, None], 0.0)
-        # What rounding left in the mean is taken out again: of a constant row it is all there is. Where numbers are
-        # further from the mean than that is from 0, it is less than what their differences are rounded by.
+        # Removes the rounding error of the mean: in a constant row it is all there is. If numbers are further from the
+        # mean than the mean is from 0, it is less than the rounding error of their differences.
         rest, squares = two_sums(d, d * d)
         rest = rest / count
         left = rest * rest * count
@@ -103,7 +103,7 @@ def _gain(weight, cols, columns, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.conste
 def _normalized(
     z, mean, rstd, weight, beta, stream, at, cols, columns, mask, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """The norm's result; what is normalized is written, where it is a stream."""
+    """The norm's output; also writes the norm's input if it is a stream."""
     if stream is not None:
         tl.store(stream + at, z.to(stream.dtype.element_ty), mask=mask)
     out = (z - mean[:, None]) * rstd[:, None]
@@ -176,9 +176,9 @@ def _norm_codes_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, KIND: tl.constexpr, SCALING: tl.constexpr,
     EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a program and `own` chunks of their columns: the result exists in 8 bits alone, of numbers of `KIND`.
+    """A program's rows and `own` chunks of their columns: the result, rounded to `KIND`, is only written in 8 bits.
 
-    Each program of the same rows makes their statistics.
+    Each program with the same rows computes their statistics.
     """
     N = tl.cast(N, tl.int64)
     pid = tl.program_id(0).to(tl.int64)
@@ -213,9 +213,9 @@ def _gradients(
     CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
     OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Of columns from `col` on: the gradient of what the activation took, the normalized row, the gradient of that.
+    """For columns from `col` on: the gradient of the activation's input, the normalized row, and its gradient.
 
-    And the columns, and which elements there are.
+    Also returns the columns and the mask.
     """
     cols = col + tl.arange(0, BLOCK_N)
     columns = cols < N
@@ -245,7 +245,7 @@ def _gradients(
 
 @triton.jit
 def _sums(a, b, CENTERED: tl.constexpr):
-    """The sums along rows; of the second tile only LayerNorm has one."""
+    """The sums along rows; only LayerNorm needs the second one."""
     if CENTERED:
         return two_sums(a, b)
     else:
@@ -279,7 +279,7 @@ def _spread(
     g, xhat, by_xhat, plain, rstd, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
     CENTERED: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the normalized row and of what dropout took; returns the latter."""
+    """Write the gradients of the norm's input and of dropout's input; returns the latter."""
     out = g - xhat * by_xhat[:, None]
     if CENTERED:
         out -= plain[:, None]
@@ -302,9 +302,9 @@ def _spread_to_pairs(
     out, pairs, offsets, factors, source, dpairs, dots, rows, cols, mask, source_stride, last, M, N,
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the rows that were gathered, `out` times their factors.
+    """Write the gradient of the gathered rows, `out` times their factors.
 
-    Returns `dots` with the sums over these columns of it times each row of `source`.
+    Returns `dots` plus the sums over these columns of `out` times each row of `source`.
     """
     end = tl.load(offsets + last)
     for j in tl.static_range(TOP_K):
@@ -332,10 +332,10 @@ def _norm_bwd_kernel(
     DWEIGHT: tl.constexpr, DBETA: tl.constexpr, DBIAS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one program, one after the other: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream."""
+    """A program's rows, block by block: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream."""
     N = tl.cast(N, tl.int64)
     pid = tl.program_id(0).to(tl.int64)
-    # Sums over rows are kept of each chunk, which takes a loop that is written out.
+    # Sums over rows are kept per chunk, which requires an unrolled loop.
     KEPT: tl.constexpr = CHUNKS if DWEIGHT or DBETA or DBIAS else 1
     zeros = (tl.zeros((BLOCK_M, BLOCK_N), COMPUTE),) * KEPT
     dweight, dbeta, dbias = zeros, zeros, zeros
@@ -361,7 +361,7 @@ def _norm_bwd_kernel(
             plain /= N.to(COMPUTE)
             weights, betas, biases = (), (), ()
             for chunk in tl.static_range(CHUNKS):
-                if CHUNKS > 1:  # what was read a moment ago is in the cache, and would not fit in registers
+                if CHUNKS > 1:  # read again from the cache, because it would not fit in registers
                     d, xhat, g, cols, mask = _gradients(
                         dy, x, m, r, weight, beta, rows, N * 0 + chunk * BLOCK_N, M, N, dy_stride, x_stride,
                         CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, BLOCK_N, COMPUTE,
@@ -427,7 +427,7 @@ def _norm_codes_bwd_kernel(
     KIND: tl.constexpr, SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """As `_norm_codes_kernel`: the gradient of the branch in 8 bits, that of the stream as it is, sums of these rows.
+    """As `_norm_codes_kernel`: the branch's gradient in 8 bits, the stream's unquantized, and sums of these rows.
 
     partials: [blocks of rows, sums, N].
     """
@@ -481,7 +481,7 @@ def _norm_sums_kernel(
     OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, DWEIGHT: tl.constexpr, DBETA: tl.constexpr, DBIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The sums over rows alone, a block of columns per program: for rows too wide to keep them while making dx."""
+    """Only the sums over rows, a block of columns per program: for rows too wide to keep sums while computing dx."""
     N = tl.cast(N, tl.int64)
     across = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0).to(tl.int64)

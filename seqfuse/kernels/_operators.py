@@ -1,11 +1,11 @@
 # pyright: basic
-# torch gives what it registers no types.
-"""Host functions of kernels as operators, `torch.ops.seqfuse.*`: one decorator, and the signature says the rest.
+# `torch.library` has no type annotations.
+"""Host functions of kernels as custom ops, `torch.ops.seqfuse.*`: one decorator reads the schema from the signature.
 
-A host function checks its arguments, makes its results, then decides and launches. In eager PyTorch it is called
-straight away, and done again for like tensors. Where a compiler, an export or a counter of FLOPs watches,
-its operator is called, whose schema is the signature and whose fake is the function itself, up to where its results are
-made (`_launch.stops`). So it is called on a CPU, too, where a function of `kernels.c` decides what writes the results.
+A host function checks its arguments, allocates its results, then chooses tiles and launches. Eager PyTorch calls it
+directly, and later calls with like tensors are replayed. While a compiler, an export or a FLOP counter records calls,
+the custom op is called: its schema is the signature, and its fake impl is the host function, which stops after it has
+allocated its results (`_launch.stops`). On a CPU it stops there, too, and a function of `kernels.c` writes the results.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MOST = 1024
-"""Keys of calls that are kept; with one more, all of them are forgotten."""
+"""Keys of calls in the cache; one more key clears it."""
 
 MOST_ALIKE = 16
-"""Of these with one key, which differ in tensors."""
+"""Calls with one key in the cache, which differ in their tensors."""
 
 MAX_COLUMNS = 65536
-"""The widest row that can be normalized."""
+"""The widest row that the norms support."""
 
 _guards: Any = typing.cast(Any, torch._C)._dynamo.guards
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
 _entries: dict[Any, tuple[Any, list[tuple[Callable[..., bool], Callable[..., Any], Any]]]] = {}
-"""What picks the tensors that there are of a call's, `None` for all, and calls that were decided.
+"""By key: a function that picks the tensors of a call that are not `None` (`None` if all are), and cached calls.
 
-Of each, whether tensors are like its own, what does it for them (gives `MISS` where it must be decided each time), and
-what has to stay alive, since the key has its `id`.
+A cached call is a check whether tensors are like its own, its replay (which returns `MISS` if there is none), and the
+objects whose `id` is in the key, which must stay alive.
 """
 
 _epoch: Any = object()
-"""Another one after everything was forgotten."""
+"""Replaced whenever the cache is cleared."""
 
 _library = torch.library.Library("seqfuse", "FRAGMENT")
 _registered: set[str] = set()
@@ -58,12 +58,12 @@ _TYPES = {Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str"
 
 
 class Text(NamedTuple):
-    """How an operator is passed values of a type that torch does not know.
+    """How a custom op is passed values of a type that torch does not support.
 
     Args:
-        encode: gives a text.
-        decode: gives the value again.
-        key: what a decision depends on, in generated code, of the value `{0}`.
+        encode: returns a string.
+        decode: returns the value.
+        key: code of the value's part in the key of a call, for a value `{0}`.
     """
 
     encode: Callable[[Any], str]
@@ -72,14 +72,14 @@ class Text(NamedTuple):
 
 
 TEXTS: dict[Any, Text] = {}
-"""By type; the modules that define these types fill it."""
+"""By type; filled by the modules that define these types."""
 
-# In a list dtypes would reach a function in Python as numbers.
+# In a list, dtypes would reach a Python function as numbers.
 _DTYPES = Text(lambda of: str(of).removeprefix("torch."), lambda name: getattr(torch, name))
 
 
 class _Parameter:
-    """A parameter of a host function as arguments of its operator: one, or one for each field of a named tuple."""
+    """A parameter of a host function as arguments of its custom op: one, or one per field of a named tuple."""
 
     def __init__(self, name: str, hint: Any, default: Any = inspect.Parameter.empty, written: str = "") -> None:
         options = _options(hint)
@@ -99,24 +99,24 @@ class _Parameter:
         if not self.type:
             fields: Any = self.of
             hints, defaults = typing.get_type_hints(fields), fields._field_defaults
-            for i, field in enumerate(fields._fields):  # without the first one there is no such tuple
+            for i, field in enumerate(fields._fields):  # `None` for the first field means no tuple
                 optional = i == 0 or hints[field] is Tensor
                 self.absent.append(None if optional else defaults.get(field, 0))
                 given = default if default is inspect.Parameter.empty else self.absent[-1]
                 self.fields.append(_Parameter(field, hints[field] | None if optional else hints[field], given))
 
     def arguments(self) -> Iterator[_Parameter]:
-        """What the operator has for it."""
+        """The custom op's arguments for it."""
         if self.type:
             yield self
         yield from self.fields
 
     def schema(self) -> str:
-        """Of an argument."""
+        """An argument in the schema."""
         return f"{self.type} {self.name}" + ("" if self.default is inspect.Parameter.empty else f"={self.default!r}")
 
     def encoded(self, value: Any) -> Iterator[Any]:
-        """What the operator is passed."""
+        """The values of the custom op's arguments."""
         if self.fields:
             yield from self.absent if value is None else value
         elif self.type:
@@ -125,7 +125,7 @@ class _Parameter:
             yield [*value] if self.several and value is not None else value
 
     def decoded(self, given: Mapping[str, Any]) -> Any:
-        """The value, from what the operator was passed."""
+        """The value, from the custom op's arguments."""
         if self.fields:
             values = [field.decoded(given) for field in self.fields]
             return None if values[0] is None else self.of(*values)
@@ -135,7 +135,7 @@ class _Parameter:
         return tuple(map(self.text.decode, value)) if self.several else self.text.decode(value)
 
     def tensors(self) -> Iterator[str]:
-        """Expressions of the tensors in it."""
+        """Expressions of its tensors."""
         if self.of is Tensor:
             yield f"*({self.name} or ())" if self.several else self.name
         for field in self.fields:
@@ -143,7 +143,7 @@ class _Parameter:
                 yield f"None if {self.name} is None else {self.name}.{field.name}"
 
     def key(self) -> Iterator[str]:
-        """Expressions of all else that a decision depends on."""
+        """Expressions of everything else that decisions depend on."""
         if self.fields:
             others = [f"{self.name}.{field.name}, " for field in self.fields if field.of is not Tensor]
             yield f"None if {self.name} is None else ({''.join(others)})"
@@ -153,14 +153,14 @@ class _Parameter:
 
 
 def _options(hint: Any) -> list[Any]:
-    """A type, and `None` behind it where that may take its place."""
+    """The types of a union, with `None` last, or the only type."""
     if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return [hint]
     return sorted(typing.get_args(hint), key=lambda option: option is types.NoneType)
 
 
 class Operator:
-    """A host function with its operator; the arguments are those of `operator`."""
+    """A host function with its custom op; the arguments are those of `operator`."""
 
     def __init__(
         self,
@@ -196,11 +196,11 @@ class Operator:
         return self.call(self.host, args)
 
     def alive(self, args: Sequence[Any]) -> list[Any]:
-        """Of the values what a key may have the `id` of."""
+        """The values whose `id` may be in a key."""
         return [value for p, value in zip(self._parameters, args, strict=True) if p.text]
 
     def decided_in_c(self, args: Sequence[Any], made: Any) -> Any:
-        """How C makes results like these; `None` where nothing is to be made or written."""
+        """How C computes results like these; `None` if nothing is to be computed or written."""
         assert self.in_c is not None
         results = [
             None if t is None else (tuple(t.shape), t.dtype) for t in ((made,) if isinstance(made, Tensor) else made)
@@ -209,7 +209,7 @@ class Operator:
         return self.in_c(types.SimpleNamespace(**named), results) if any(results) or self.written else None
 
     def recorded(self, *args: Any) -> Any:
-        """Call the operator: a mode watches."""
+        """Call the custom op, because a mode records calls."""
         given = [one for p, value in zip(self._parameters, args, strict=True) for one in p.encoded(value)]
         named = {a.name: value for a, value in zip(self._arguments[self._first :], given[self._first :], strict=True)}
         made = getattr(torch.ops.seqfuse, self.name)(*given[: self._first], **named)
@@ -223,7 +223,7 @@ class Operator:
         return self.result._make(made) if hasattr(self.result, "_make") else tuple(made) if self._any_number else made
 
     def register(self, entry: Callable[..., Any], flops: Callable[..., int] | None) -> None:
-        """Register what is `entry` in eager PyTorch."""
+        """Register the custom op; eager PyTorch runs `entry`."""
         if self.name in _registered:
             return
         _registered.add(self.name)
@@ -236,7 +236,7 @@ class Operator:
             f"seqfuse::{self.name}", _launch.stopping()(self._decoding(self.host)), lib=_library
         )
         if flops is not None:
-            # Raw: called with the tensors of the call and its result, `out_val`.
+            # With `get_raw`, it is called with the call's tensors and its result, `out_val`.
             flop_counter.register_flop_formula(getattr(torch.ops.seqfuse, self.name), get_raw=True)(flops)
 
     def _decoding(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -248,7 +248,7 @@ class Operator:
         return run
 
     def entry(self) -> Any:
-        """The function that stands for the host function."""
+        """The function that replaces the host function."""
         source = self._source(self.host.__name__)
         source.constants |= {"modes": _launch.traced, "replayed": replayed}
         args = ", ".join(p.name for p in self._parameters)
@@ -258,7 +258,7 @@ class Operator:
 
     @functools.cached_property
     def split(self) -> Callable[..., tuple[Any, tuple[Tensor | None, ...]]]:
-        """A function of the same parameters that gives a decision's key and the tensors it is for."""
+        """A function of the same parameters that returns a call's key and tensors."""
         source = self._source("split")
         source.add(*self._key(), "return key, tensors")
         return source.define()
@@ -283,7 +283,7 @@ class Operator:
 
 
 def _returned(hint: Any) -> str:
-    """The results of a schema: a tensor that is not there is `None`, and left out where there may be any number."""
+    """The results in a schema; an absent tensor is `None`, and is left out where there may be any number."""
     if hint in (Tensor, types.NoneType):
         return "Tensor" if hint is Tensor else "()"
     members = getattr(hint, "_fields", typing.get_args(hint))
@@ -299,13 +299,13 @@ def _never_like(*tensors: Tensor) -> bool:
 
 
 def replayed(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
-    """The result of an operator's call, as it was decided for like tensors.
+    """The result of a custom op's call, replayed if a call with like tensors is cached.
 
     Args:
-        operator: what is called.
-        key: all that a decision depends on but strides, dtypes and devices.
-        tensors: those in `args`; the first one is not `None`.
-        args: of the host function.
+        operator: the custom op.
+        key: all that decisions depend on, except strides, dtypes and devices.
+        tensors: the tensors in `args`; the first one is not `None`.
+        args: the arguments of the host function.
     """
     found = _entries.get(key)
     if found is not None:
@@ -322,11 +322,11 @@ def replayed(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
 
 
 def _bound(whole: Callable[..., Any], split: Callable[..., tuple[Any, tuple[Any, ...]]]) -> Callable[..., Any]:
-    """A function of tensors that does what `whole` does, and looks nothing up for tensors like the last ones.
+    """A function of tensors that calls `whole`, or for tensors like the last ones replays without reading the cache.
 
     Args:
-        whole: calls an operator's function, perhaps with copies of what does not fit.
-        split: gives the key and the tensors of that call.
+        whole: calls an operator's function, perhaps with copies of tensors in other layouts.
+        split: returns the key and the tensors of that call.
     """
     latest: tuple[Any, Callable[..., bool], Callable[..., Any]] = (None, _never_like, _never)
 
@@ -334,7 +334,7 @@ def _bound(whole: Callable[..., Any], split: Callable[..., tuple[Any, tuple[Any,
         nonlocal latest
         if _dispatch_modes():
             return whole(*given)
-        epoch, check, again = latest  # at once: threads share it
+        epoch, check, again = latest  # in one read, because threads share it
         if epoch is _epoch and check(*given):
             result = again(*given)
             if result is not MISS and result is not OTHER:
@@ -350,7 +350,7 @@ def _bound(whole: Callable[..., Any], split: Callable[..., tuple[Any, tuple[Any,
 
 
 def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], args: tuple[Any, ...]) -> Any:
-    """Decide a call and do it; keep how, or that it cannot be done again."""
+    """Run a call, and cache its replay, or that it has none."""
     given = [t for t in tensors if t is not None]
     if operator.in_c is not None and _launch.in_c(given[0]):
         _launch.one_device(operator.name, given)
@@ -363,10 +363,10 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
         check, run = decided.entry(given, None if operator.result is Tensor else kind)
         _keep(key, tensors, check, run, operator.alive(args))
         return run(*given)
-    if any(t.is_neg() for t in given):  # views whose memory has the other sign
+    if any(t.is_neg() for t in given):  # lazily negated views
         return operator.make([*map(_of_own_sign, args)])
-    # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
-    # Seeds of several dropouts lie side by side: of two one is not aligned.
+    # A replay cannot distinguish tensors at one address; a tensor without elements has no address. Seeds of several
+    # dropouts are adjacent, and every second one is unaligned.
     addresses = () if _launch.INTERPRETED or _function_modes() else {t.data_ptr() for t in given}
     if len(addresses) < len(given) or 0 in addresses or any(t.data_ptr() & 15 for t in given if t.numel() > 1):
         return operator.make(args)
@@ -382,7 +382,7 @@ def _decided(operator: Operator, key: Any, tensors: tuple[Tensor | None, ...], a
 
 
 def _of_own_sign(value: Any) -> Any:
-    """A tensor, or several, whose memory holds its numbers; any other value as it is."""
+    """Resolve the lazy negation of a tensor, or of several; return any other value unchanged."""
     if isinstance(value, Tensor):
         return value.resolve_neg()
     if not isinstance(value, tuple | list):
@@ -394,7 +394,7 @@ def _keep(key: Any, tensors: tuple[Tensor | None, ...], check: Any, again: Any, 
     if len(_entries) >= MOST:
         _entries.clear()
     there = [i for i, t in enumerate(tensors) if t is not None]
-    # A slice, where the first is the only one: what takes one index gives no tuple.
+    # A slice for a single tensor at the front, because `itemgetter` with one index returns no tuple.
     pick = itemgetter(*there if len(there) > 1 else [slice(1)]) if len(there) < len(tensors) else None
     _, alike = _entries.setdefault(key, (pick, []))
     if len(alike) >= MOST_ALIKE:
@@ -403,7 +403,7 @@ def _keep(key: Any, tensors: tuple[Tensor | None, ...], check: Any, again: Any, 
 
 
 def forget() -> None:
-    """Let go of everything that was recorded."""
+    """Clear the cache of recorded calls."""
     global _epoch
     _epoch = object()
     _entries.clear()
@@ -417,16 +417,16 @@ def operator(
     in_c: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a host function an operator; its first parameter is a tensor.
+    """Make a host function a custom op; its first parameter is a tensor.
 
     Args:
-        name: the operator's.
-        written: parameters whose tensors it writes.
-        out: a parameter of tensors that the results are written to; the operator has none, and the host function gets
-            `None`, for which it makes them.
-        in_c: decides a call for tensors on a CPU: gives a `c.call.Decided` for the arguments, as attributes, and the
-            shape and dtype of each result, `None` for one that is not there.
-        flops: gives the FLOPs that torch's `FlopCounterMode` counts, as it counts those of ATen's operators.
+        name: name of the custom op.
+        written: parameters whose tensors are written.
+        out: a parameter with tensors for the results. The custom op does not have it, and passes `None` to the host
+            function, which then allocates the results.
+        in_c: decides a call for tensors on a CPU: returns a `c.call.Decided` for the arguments, as attributes, and the
+            shape and dtype of each result, `None` for an absent result.
+        flops: returns the FLOPs for torch's `FlopCounterMode`, counted as for ATen's operators.
     """
 
     def decorate(host: Callable[P, R]) -> Callable[P, R]:
@@ -442,12 +442,12 @@ def operator(
 def bound(
     function: Callable[..., R], arguments: Callable[..., dict[str, Any]], entry: Callable[..., R] | None = None
 ) -> Callable[..., R]:
-    """A host function of its tensors alone: for tensors like the last ones nothing is looked up.
+    """A host function of its tensors only, which for tensors like the previous ones does not read the cache.
 
     Args:
-        function: what `operator` made.
-        arguments: gives the arguments for tensors; those on a GPU are copied where they are not contiguous.
-        entry: what calls the function, with the same arguments.
+        function: the result of `operator`.
+        arguments: returns the arguments for tensors; GPU tensors that are not contiguous are copied first.
+        entry: a function that calls `function`, with the same arguments.
     """
     operator: Operator = function.operator  # pyright: ignore[reportFunctionMemberAccess]
     called = entry or function
@@ -469,7 +469,7 @@ def inner_contiguous(name: str, tensor: Tensor) -> Tensor:
 
 
 def norm_columns(x: Tensor, **rows: Tensor | None) -> int:
-    """The columns of x, if they can be normalized with these parameters; raises `ValueError` else."""
+    """The columns of x; raises `ValueError` if rows of that size or these parameters cannot be used in a norm."""
     N = x.shape[-1] if x.ndim else 0
     if not x.ndim:
         raise ValueError("a norm needs at least one dimension")
@@ -484,7 +484,7 @@ def norm_columns(x: Tensor, **rows: Tensor | None) -> int:
 
 
 def viewed_as_rows(name: str, tensor: Tensor, columns: int) -> Tensor:
-    """The tensor as [M, columns] without a copy; raises `ValueError` where its leading dimensions need one."""
+    """The tensor as [M, columns] without a copy; raises `ValueError` if its leading dimensions require one."""
     if tensor.ndim == 2:
         return inner_contiguous(name, tensor)
     if tensor.numel() == 0:

@@ -1,10 +1,10 @@
 # pyright: basic, reportGeneralTypeIssues=false
 # ruff: noqa: RUF005
-# Device functions are Triton's language: it has no types, and tuples in it are joined by +.
-"""The kernels of chains: a tile of rows and columns in registers walks the steps.
+# Device functions are in Triton's language: it has no types, and + joins tuples.
+"""The kernels of chains: a tile of rows and columns passes through all steps in registers.
 
-What a step stores or sums over rows leaves on the way. A packed [gate; up] input is two tiles that become one, its
-gradient one that becomes two.
+Steps may also store the tile, or sum it over rows. A packed [gate; up] input is two tiles, which become one; in its
+gradient one tile becomes two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .activations import apply, entry, gradient, is_half
 
 @triton.jit
 def _placed(rows, col, M, width, BLOCK_N: tl.constexpr):
-    """Where a tile is: its rows, columns and mask, and those of two parts whose columns lie in turn."""
+    """The position of a tile: rows, columns and mask; and columns and mask of two interleaved parts."""
     cols = col + tl.arange(0, BLOCK_N)
     pairs = 2 * col + tl.arange(0, 2 * BLOCK_N)
     inside = (rows < M)[:, None]
@@ -29,7 +29,7 @@ def _placed(rows, col, M, width, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _loaded(pointer, at, stride, TILES: tl.constexpr, COMPUTE: tl.constexpr, IN_TURN: tl.constexpr):
-    """A tile of each of the equal parts that a row consists of."""
+    """A tile of each of the equal parts of a row."""
     rows, cols, mask, pairs, pair_mask, width = at
     if IN_TURN and TILES == 2:
         both = tl.load(pointer + rows[:, None] * stride + pairs[None, :], mask=pair_mask, other=0.0).to(COMPUTE)
@@ -73,7 +73,7 @@ def _dact(tiles, saved, DERIVATIVE: tl.constexpr, P: tl.constexpr, HALF: tl.cons
 
 @triton.jit
 def _gate_and_up(tiles, j: tl.constexpr, SWAPPED: tl.constexpr):
-    """Tile j of the gate and of what it is multiplied by."""
+    """Tile j of the gate and of up."""
     if SWAPPED:
         return tiles[j + len(tiles) // 2], tiles[j]
     else:
@@ -95,7 +95,7 @@ def _dgated(tiles, saved, FNS: tl.constexpr, P: tl.constexpr, SWAPPED: tl.conste
     for j in tl.static_range(len(tiles)):
         gate, up = _gate_and_up(saved, j, SWAPPED)
         activated, shifted = apply(FNS[0], gate, entry(P, 0), HALF), apply(FNS[1], up, entry(P, 1), HALF)
-        if FNS[3]:  # its derivative reads its output
+        if FNS[3]:  # the derivative reads the output
             gate = activated
         if FNS[5]:
             up = shifted
@@ -124,7 +124,7 @@ def _bias(tiles, bias, at, COMPUTE: tl.constexpr, IN_TURN: tl.constexpr):
 
 @triton.jit
 def _shifted(pointer, bias, at, stride, TILES: tl.constexpr, COMPUTE: tl.constexpr, IN_TURN: tl.constexpr):
-    """What was saved before a bias was added, with the bias."""
+    """An operand that was saved before a bias was added, plus that bias."""
     tiles = _loaded(pointer, at, stride, TILES, COMPUTE, IN_TURN)
     if bias is not None:
         tiles = _bias(tiles, bias, at, COMPUTE, IN_TURN)
@@ -133,13 +133,13 @@ def _shifted(pointer, bias, at, stride, TILES: tl.constexpr, COMPUTE: tl.constex
 
 @triton.jit
 def _dotted(pointer, tiles, others, at, BLOCK_N: tl.constexpr):
-    """Store the part of a sum over columns that this tile has: [*, tiles across]."""
+    """Store this tile's part of a sum over columns: [*, tiles across]."""
     rows, cols, mask, _, _, width = at
     total = tl.zeros((rows.shape[0],), tiles[0].dtype)
     for j in tl.static_range(len(tiles)):
         total += tl.sum(tl.where(mask, tiles[j] * others[j], 0.0), 1)
     first = tl.min(cols, 0)
-    # A row whose first column is within the tile is one that there is.
+    # Only rows with a column inside the matrix exist.
     tl.store(
         pointer + rows * tl.cdiv(width, BLOCK_N) + first // BLOCK_N,
         total.to(pointer.dtype.element_ty),
@@ -202,8 +202,8 @@ def _walk(
     IN_TURN: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):
-    """One tile through all steps; returns the last value, and what the sums over rows get from it."""
-    # Where both ends have 16 bits: what is stored or summed on the way was made of numbers of 16 bits.
+    """One tile through all steps; returns the last value, and its terms of the sums over rows."""
+    # If both ends have 16 bits, all values stored or summed in between are computed from 16-bit values.
     HALF: tl.constexpr = is_half(x.dtype.element_ty) and (y is None or is_half(y.dtype.element_ty))  # pyright: ignore[reportAssignmentType]
     at = _placed(rows, col, M, width, BLOCK_N)
     tiles = _loaded(x, at, x_stride, TILES, COMPUTE, IN_TURN)
@@ -214,7 +214,7 @@ def _walk(
         if KINDS[s] == "act":
             tiles = _act(tiles, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == "dact":
-            if operands[s] is not None:  # else what the step before has read
+            if operands[s] is not None:  # else the operand that the step before has read
                 saved = _shifted(operands[s], shift, at, strides[s], len(tiles), COMPUTE, IN_TURN)
             tiles = _dact(tiles, saved, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == "gated":
@@ -252,7 +252,7 @@ def _walk(
         elif KINDS[s] == "shift":
             shift = operands[s]
         elif KINDS[s] == "sum":
-            # Rows beyond the last hold what a step made of zeros.
+            # Beyond the last row, steps have computed values from zeros.
             summed = summed + _masked(tiles, at[2])
     if y is not None:
         _stored(y, tiles, at, IN_TURN)
@@ -330,7 +330,7 @@ def _chain_codes_kernel(
     PARTS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """A tile per program, of which each part of the result is rounded and quantized: one has registers at a time."""
+    """A tile per program; each part of the result is computed and quantized by itself, to use fewer registers."""
     width = tl.cast(width, tl.int64)
     across = tl.cdiv(width, BLOCK_N)
     pid = tl.program_id(0).to(tl.int64)
@@ -385,7 +385,7 @@ def _chain_sums_kernel(
     down = pid // across
     col = (pid % across) * BLOCK_N
     first = down * steps * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Summed element by element; one reduction over the tile's rows at the end.
+    # Summed element by element, with one reduction over the tile's rows at the end.
     sums = _zeros(SUMS, BLOCK_M, BLOCK_N, COMPUTE)
     for step in tl.range(0, steps, num_stages=STAGES):
         rows = first + tl.cast(step, tl.int64) * BLOCK_M

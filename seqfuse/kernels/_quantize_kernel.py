@@ -1,10 +1,10 @@
 # pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportUnboundVariable=false
-# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""The kernels of quantization to 8 bits: the largest numbers, then scales and codes, of rows and columns in one pass.
+# Device functions are in Triton's language, which has no types; pyright does not evaluate constexpr branches.
+"""The kernels of quantization to 8 bits: maxima, then scales and codes, of rows and columns in one pass.
 
-Each number is that of `recipes.quantize`, bit for bit. So scales are made by `tl.div_rn`, since `/` is off by up to two
-units in the last place, and maxima are compared as integers, whose order is that of float32 from 0 on, with NaN above
-all: they depend on no order. What lies beyond the range is clamped and what is not finite becomes NaN before the cast.
+Results equal those of `recipes.quantize`, bit for bit. So scales use `tl.div_rn`, because `/` is off by up to two units
+in the last place. Maxima are compared as integers, which are ordered like float32 from 0 on, with NaN above all, so the
+order of programs does not matter. Before the cast, values beyond the range are clamped, and non-finite ones become NaN.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _INFINITE = tl.constexpr(0x7F800000)
 
 @triton.jit
 def magnitude(x):
-    """The bits of |x|, int32, of float32."""
+    """The bits of |x|, int32, of a float32 x."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scales_of(most, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Scale and inverse scale of numbers of which `most` is the magnitude of the largest."""
+    """Scale and inverse scale of numbers whose largest magnitude is `most`."""
     value = most.to(tl.float32, bitcast=True)
     scale = tl.minimum(tl.div_rn(tl.zeros_like(value) + 1.75 * 2.0**EXPONENT, value), _FLOAT32_MAX)
     scale = tl.where((most > 0) & (most < _INFINITE), scale, 1.0)
@@ -41,8 +41,8 @@ def inverse_of(scale):
 
 @triton.jit
 def scales_of_mx(most, EXPONENT: tl.constexpr):
-    """Scale 2^-e and e as E8M0, the smallest for which nothing overflows."""
-    above = ((most & 0x7FFFFF) > 0x600000).to(tl.int32)  # beyond 1.75 times its own power of two
+    """The scale 2^-e, and e as E8M0: the smallest e without overflow."""
+    above = ((most & 0x7FFFFF) > 0x600000).to(tl.int32)  # above 1.75 times its power of two
     stored = tl.minimum(tl.maximum((most >> 23) - EXPONENT + above, 0), 254)
     stored = tl.where(most < _INFINITE, stored, 127)
     return ((254 - stored) << 23).to(tl.float32, bitcast=True), stored.to(tl.uint8)
@@ -50,11 +50,11 @@ def scales_of_mx(most, EXPONENT: tl.constexpr):
 
 @triton.jit
 def codes_of(x, scale, EXPONENT: tl.constexpr, ROUNDED: tl.constexpr, KIND: tl.constexpr):
-    """X * scale in 8 bits, of float32; ROUNDED where the cast is exact of nothing but the numbers of `KIND`."""
+    """Return x * scale in 8 bits, from float32; ROUNDED if the cast is exact only for values of `KIND`."""
     LARGEST: tl.constexpr = 1.75 * 2.0**EXPONENT
     scaled = tl.minimum(tl.maximum(x * scale, -LARGEST), LARGEST)
     if ROUNDED:
-        # To the nearest multiple of the unit of its power of two, which is the last bit of a float32 of 2^23 units.
+        # To the nearest multiple of the unit of its power of two, by adding a float32 whose last bit is that unit.
         MANTISSA: tl.constexpr = 3 if EXPONENT == 8 else 2
         SMALLEST: tl.constexpr = -6 if EXPONENT == 8 else -14
         bits = magnitude(scaled)
@@ -68,7 +68,7 @@ def codes_of(x, scale, EXPONENT: tl.constexpr, ROUNDED: tl.constexpr, KIND: tl.c
 
 @triton.jit
 def _tile(x, program, stride, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A program's tile, as it is, 0 outside; its first row and column."""
+    """A program's tile, 0 outside the matrix, and its first row and column."""
     N = tl.cast(N, tl.int64)
     program = program.to(tl.int64)
     across = tl.cdiv(N, BLOCK_N)
@@ -87,7 +87,7 @@ def _zero_kernel(out, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _largest_kernel(x, whole, by_row, by_column, stride, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Magnitudes of the largest numbers: of all, of each row and of each column, as far as they are asked for."""
+    """The largest magnitudes of the whole matrix, of each row and of each column, each only if requested."""
     tile, row, col = _tile(x, tl.program_id(0), stride, M, N, BLOCK_M, BLOCK_N)
     bits = magnitude(tile.to(tl.float32))
     if whole is not None:
@@ -108,8 +108,8 @@ def _quantize_kernel(
 ):  # fmt: skip
     """Codes and inverse scales of a tile, along its rows and, transposed, down its columns.
 
-    SCALING: "given", whose maximum goes to `largest` where that is asked for; "tensor" and "row", by maxima that are
-    there; "1x128" and "1x32", of which a tile has whole blocks; "128x128", of which it is one.
+    SCALING: "given", with the maximum written to `largest`, if any; "tensor" and "row", from maxima computed before;
+    "1x128" and "1x32", with whole blocks in a tile; "128x128", with one block per tile.
     """
     tile, row, col = _tile(x, tl.program_id(0), stride, M, N, BLOCK_M, BLOCK_N)
     one = scale
@@ -128,7 +128,7 @@ def _quantize_kernel(
 def _scale_of_block(
     tile, rows, columns, row, col, M, N, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, SIZE: tl.constexpr
 ):
-    """The scale of a tile that is a block; its inverse is written, of columns transposed."""
+    """The scale of a tile that is one block; writes the inverse, for columns transposed."""
     bits = magnitude(tile.to(tl.float32))
     scale, inverse = scales_of(tl.max(tl.max(bits, 1), 0), EXPONENT, POWER_OF_TWO)
     if rows is not None:
@@ -140,7 +140,7 @@ def _scale_of_block(
 
 @triton.jit
 def _write_scale(out, inverse, i, j, across):
-    """One of a row of inverse scales; behind its last one zeros, up to a multiple of 4."""
+    """Write an inverse scale; after the last one of a row also zeros, up to a multiple of 4."""
     at = tl.arange(0, 4)
     there = (at == 0) | ((j == across - 1) & (j + at < (across + 3) // 4 * 4))
     tl.store(out + i * ((across + 3) // 4 * 4) + j + at, tl.where(at == 0, inverse, 0.0), mask=there)
@@ -152,11 +152,11 @@ def _quantize_several_kernel(
     SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`_quantize_kernel` of several matrices, "128x128" or "1x32". `firsts` are the programs at which each begins."""
+    """`_quantize_kernel` for several matrices, "128x128" or "1x32"; matrix j begins at program `firsts[j]`."""
     pid = tl.program_id(0)
     x, first, stride, M, N = xs[0], firsts[0], strides[0], heights[0], widths[0]
     along, along_inverse, down, down_inverse = rows[0], rows_inverses[0], columns[0], columns_inverses[0]
-    for j in tl.static_range(1, len(xs)):  # the tile's code is there once
+    for j in tl.static_range(1, len(xs)):  # only selects, so that the tile's code is compiled once
         if pid >= firsts[j]:
             x, first, stride, M, N = xs[j], firsts[j], strides[j], heights[j], widths[j]
             along, along_inverse = rows[j], rows_inverses[j]
@@ -180,8 +180,8 @@ def quantize_tile(
 ):  # fmt: skip
     """Write codes and inverse scales of a tile, which is 0 outside the matrix.
 
-    `one` is the scale, or where it is "given", unless each row or block has its own. The maximum goes to `largest`,
-    where it is asked for. The largest number of the format is 1.75 times 2^EXPONENT.
+    `one` is the scale, or its address if "given", unless each row or block has its own. The maximum is written to
+    `largest`, if any. The largest number of the format is 1.75 times 2^EXPONENT.
     """
     if largest is not None:
         bits = magnitude(tile.to(tl.float32))
@@ -195,7 +195,7 @@ def quantize_tile(
             SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if columns is not None:
-        # Transposed before the cast: of 8-bit tiles `tl.trans` is wrong on some GPUs.
+        # Transposed before the cast, because `tl.trans` of 8-bit tiles is wrong on some GPUs.
         _write(
             tl.trans(tile), one, by_column, columns, columns_inverse, col, row, N, M,
             SCALING, EXPONENT, POWER_OF_TWO, ROUNDED, BLOCK_N, BLOCK_M,
@@ -208,9 +208,9 @@ def _write(
     SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile that is quantized along its rows. out: [M, N]; inverses: [M], or of blocks [ceil(N / block), M].
+    """Write a tile that is quantized along its rows. out: [M, N]; inverses: [M], for blocks [ceil(N / block), M].
 
-    Rows of `out` begin at multiples of 16 bytes, with zeros between them, so that stores are wide for every N.
+    Rows of `out` begin at multiples of 16 bytes, with zeros between them, so stores are wide for every N.
     """
     kind = out.dtype.element_ty
     M, N = tl.cast(M, tl.int64), tl.cast(N, tl.int64)

@@ -1,6 +1,6 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
-# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""The kernels of packed heads: bias, norm and RoPE in both directions, and of a new token into a cache."""
+# Device functions are in Triton's language, which has no types; pyright does not evaluate constexpr branches.
+"""The kernels of packed heads: bias, norm and RoPE, forward and backward, and for a new token into a KV cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ._quantize_kernel import magnitude, quantize_tile
 
 @triton.jit
 def _sine_cosine(angle):
-    """Of float32 angles of any size: reduced to a quarter turn in float64, then polynomials of Cephes' `sinf`.
+    """Sine and cosine of float32 angles: reduced to a quarter turn in float64, then polynomials of Cephes' `sinf`.
 
-    libdevice has a path for large angles through local memory, of which every thread would get some.
+    libdevice reduces large angles in local memory, which would be allocated for every thread.
     """
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * 0.6366197723675814 + 0.5)
@@ -35,7 +35,7 @@ def _turn(frequencies, positions, rows, M, period, ROTARY: tl.constexpr, BLOCK_R
     """Sine and cosine of each row and pair, [BLOCK_M, 1, BLOCK_R]."""
     pairs = tl.arange(0, BLOCK_R)
     frequency = tl.load(frequencies + pairs, mask=pairs < ROTARY // 2, other=0.0)
-    # A 64-bit remainder is a call of many instructions; the host refuses more rows than 32 bits count.
+    # A 64-bit remainder takes many instructions; the host function rejects more rows than 32 bits can count.
     position = rows.to(tl.int32) % period
     if positions is not None:
         position = tl.load(positions + position, mask=rows < M, other=0)
@@ -48,7 +48,7 @@ def _angles(
     frequencies, positions, cos, sin, rows, M, period,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BY_PAIR: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Sines of the first and second members of each row's pairs, then cosines, [BLOCK_M, 1, BLOCK_R]: made or given."""
+    """Sines of the first and second elements of each row's pairs, then cosines, [BLOCK_M, 1, BLOCK_R]."""
     if cos is None:
         sine, cosine = _turn(frequencies, positions, rows, M, period, ROTARY, BLOCK_R)
         return sine, sine, cosine, cosine
@@ -70,7 +70,7 @@ def _angles(
 
 @triton.jit
 def _load_pair(at, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr):
-    """First and second members of the pairs of heads that begin `at`, float32 [*, *, BLOCK_R] each."""
+    """First and second elements of the pairs of heads that begin at `at`, float32 [*, *, BLOCK_R] each."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * BLOCK_R)[None, None, :]
         both = tl.load(at + cols, mask=mask & (cols < ROTARY), other=0.0).to(tl.float32)
@@ -114,7 +114,7 @@ def _pair_gain(
     q_weight, k_weight, heads, Q, KNOWN,
     ZERO_CENTERED: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The gain of pairs of each head: that of queries, of keys, and 0 for values."""
+    """The gain of the pairs of each head: of queries, of keys, and 0 for values."""
     none = heads * 0
     q1, q2 = _load_pair(q_weight + none, heads < Q, ROTARY, INTERLEAVED, BLOCK_R)
     k1, k2 = _load_pair(k_weight + none, (heads >= Q) & (heads < KNOWN), ROTARY, INTERLEAVED, BLOCK_R)
@@ -160,7 +160,7 @@ def _rope_fwd_kernel(
             one += b1
             two += b2
         if stored is not None:
-            # The backward pass reads the sum as it is stored, so the statistics are those of the stored one.
+            # The backward pass reads the stored sum, so the statistics are computed from it as well.
             one = one.to(stored.dtype.element_ty).to(tl.float32)
             two = two.to(stored.dtype.element_ty).to(tl.float32)
             _store_pair(stored + target, one, two, mask, ROTARY, INTERLEAVED, BLOCK_R)
@@ -208,7 +208,7 @@ def _rope_bwd_kernel(
     INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BY_PAIR: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one program, one tile after the other, for the same heads: sums over rows stay in registers.
+    """A program's rows, tile by tile, for the same heads: sums over rows stay in registers.
 
     biases: [programs, (Q + 2 K) D], gains: [Q + K, programs, D], float32.
     """
@@ -310,7 +310,7 @@ def _rope_codes_bwd_kernel(
     KIND: tl.constexpr, SCALING: tl.constexpr, EXPONENT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of heads of all of whose elements RoPE is undone, and no norm: their gradient in 8 bits.
+    """A tile of heads with RoPE on all their elements, and without a norm: their gradient in 8 bits.
 
     biases: [blocks of rows, (Q + 2 K) D] float32.
     """
@@ -350,7 +350,7 @@ def _rope_write_kernel(
     INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One head of a sequence's new token: a query is written apart, key and value into the cache, where they fit."""
+    """One head of a sequence's new token: a query is written to `q`, key and value into the cache, if they fit."""
     parts = Q + K + K
     pid = tl.program_id(0)
     head = (pid % parts).to(tl.int64)
@@ -383,7 +383,7 @@ def _rope_write_kernel(
                 g1, g2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ZERO_CENTERED, ROTARY, INTERLEAVED, BLOCK_R)
                 one *= tl.where(known, g1, 1.0)
                 two *= tl.where(known, g2, 1.0)
-        # The place of the new token is its position, and rows are those of the batch.
+        # The new token's position is its index in the cache, and the rows are those of the batch.
         sine, cosine = _turn(frequencies, lengths, batch + tl.arange(0, 1), B, B, ROTARY, BLOCK_R)
         one, two = tl.where(known, one * cosine - two * sine, one), tl.where(known, two * cosine + one * sine, two)
     if ROTARY < D and NORM:
@@ -393,7 +393,7 @@ def _rope_write_kernel(
             rest *= tl.where(known, gain, 1.0)
     fits = (heads >= 0) & (length >= 0) & (length < rows)
     if k_scale is not None:
-        most = tl.zeros((1, 1), tl.int32)  # of bits, of which a NaN is the largest
+        most = tl.zeros((1, 1), tl.int32)  # of bits, in which a NaN is largest
         if ROTARY > 0:
             most = tl.maximum(most, tl.max(tl.maximum(magnitude(one), magnitude(two)), 2))
         if ROTARY < D:
@@ -430,6 +430,6 @@ def _rope_write_kernel(
 
 @triton.jit
 def _rounded(t):
-    """To the nearest whole number within an int8, a half away from zero; what stores it cuts off what is left."""
+    """Round to the nearest whole number in int8, half away from zero; the cast to int8 then truncates."""
     t = tl.minimum(tl.maximum(t, -127.0), 127.0)
     return tl.where(t < 0.0, t - 0.5, t + 0.5)

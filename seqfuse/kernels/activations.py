@@ -1,12 +1,12 @@
 # pyright: basic, reportGeneralTypeIssues=false
-# Device functions are Triton's language, which has no types.
-"""Activations as device functions: a value and a derivative each, in the dtype they are given (float32 in kernels).
+# Device functions are in Triton's language, which has no types.
+"""Activations as device functions: a value and a derivative each, in the dtype of their input (float32 in kernels).
 
-`value(x)` takes the input; `derivative(t)` takes what `reads` says, `"input"` or `"output"`, and is a factor that dy is
-multiplied by. One that selects, as ReLU's does, is `derivative(dy, t)` and gives dx itself: where it is off, dx is 0
-even if dy is Inf or NaN, which times 0 is NaN. With configuration numbers there is a `P` behind these, a tuple fixed at
-compile time. One that can be had for less where its result is rounded to 16 bits has a constexpr `HALF` at the end. NaN
-comes out where torch gives NaN.
+`value(x)` reads the input; `derivative(t)` reads the input or the output, as `reads` defines, and returns a factor of
+dy. A derivative that selects, as ReLU's, is `derivative(dy, t)` and returns dx: where it is off, dx is 0 even if dy is
+Inf or NaN, whose product with 0 is NaN. With configuration numbers the next parameter is `P`, a tuple fixed at compile
+time. A function that is cheaper if its result is rounded to 16 bits has a constexpr `HALF` at the end. NaN is returned
+where torch returns NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Activation(NamedTuple):
-    """Two device functions and what they need: any object with these attributes serves."""
+    """Two device functions and their configuration; any object with these attributes can be used."""
 
     value: Any
     derivative: Any
@@ -33,7 +33,7 @@ class Activation(NamedTuple):
 
 
 def activation_name(activation: Any) -> str:
-    """What tables and errors call it: the function's name, the class's where it is stated there, and the numbers."""
+    """The name in tables and errors: of the function, or of the class that defines it, with the numbers."""
     if parts := _composed_of(activation):
         return "+".join(map(activation_name, parts))
     function = getattr(activation.value, "fn", activation.value)
@@ -74,7 +74,7 @@ def _length(numbers):
 
 @triton.constexpr_function
 def entry(constants, *at):
-    """`constants[i][j]` of tuples in tuples, which Triton's own subscript makes no constants of."""
+    """`constants[i][j]` of nested tuples, as a constexpr, which Triton's own subscript does not return."""
     for i in at:
         constants = constants[i]
     return constants
@@ -82,7 +82,7 @@ def entry(constants, *at):
 
 @triton.jit
 def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
-    """A device function of x, with `P` where it takes that; out of a tuple of tuples, `entry(PS, i)`."""
+    """A device function of x, with `P` if it has that parameter; from a tuple of tuples, `entry(PS, i)`."""
     if _has_half(FUNCTION):
         if _arguments(FUNCTION) == 1:
             return FUNCTION(x, HALF)
@@ -96,7 +96,7 @@ def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr, HALF: tl.constexpr = False
 
 @triton.jit
 def gradient(DERIVATIVE: tl.constexpr, dy, t, P: tl.constexpr, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
-    """What a derivative makes of dy: the product, or what the function itself gives of both."""
+    """Apply a derivative to dy: multiply by it, or call a derivative that returns dx."""
     if not _selects(DERIVATIVE):
         return dy * apply(DERIVATIVE, t, P, HALF)
     elif _has_half(DERIVATIVE):
@@ -109,9 +109,9 @@ def gradient(DERIVATIVE: tl.constexpr, dy, t, P: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def exponential(x, HALF: tl.constexpr):
-    """exp(x); where it is not to be rounded to 16 bits, to about a unit in the last place of float32.
+    """exp(x), to about a unit in the last place of float32, unless it is rounded to 16 bits.
 
-    Of a negative x on an H100 `tl.exp` is off by 0.11 |x| - 0.42 units in the mean, which the sum of many shows.
+    For negative x on an H100, `tl.exp` is off by 0.11 |x| - 0.42 units on average, which is visible in sums of many.
     """
     if HALF or _INTERPRETED:
         return tl.exp(x)
@@ -188,13 +188,13 @@ def sigmoid_derivative(y):
 def tanh(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """Hyperbolic tangent: y = tanh(x).
 
-    Below 0.625, where 1 - exp(-2 x) would cancel, the rational function of Cephes (tanh.c).
+    Below 0.625, where 1 - exp(-2 x) would cancel, it is the rational function of Cephes (tanh.c).
     """
     z = x * x
     p = (z * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
     q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
     near = x + x * z * (p / q)
-    # exp of a negative number does not overflow, and what is taken from 1 is small, so that 1 - y keeps its digits.
+    # exp of a negative number does not overflow, and the number subtracted from 1 is small, so 1 - y keeps its digits.
     e = exponential(-2.0 * tl.abs(x), HALF)
     size = 1.0 - 2.0 * e / (1.0 + e)
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -size, size))
@@ -236,7 +236,7 @@ def quickgelu_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[repo
 def _normal_tail(x):
     """Phi(-|x|) = exp(-x^2 / 2) p(t), t = 1 / (1 + 0.31 |x|), and exp(-x^2 / 2).
 
-    p is the polynomial of least relative error, 4.7e-6, up to 14 standard deviations. Of every finite number of 16 bits
+    p is the polynomial of least relative error, 4.7e-6, up to 14 standard deviations. For every finite 16-bit number
     GeLU is then off by at most 0.021 of a rounding to float16 and 0.003 of one to bfloat16. A reciprocal square root is
     one instruction, a quotient eight.
     """
