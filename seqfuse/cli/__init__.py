@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 FOUND, UNABLE, NOT_RUN, INTERRUPTED, CLOSED = 1, 2, 3, 130, 141
-_PACKAGES = ("cyclopts", "rich")  # the second one for help alone
+_PACKAGES = ("cyclopts", "rich")  # rich only for help
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("seqfuse: interrupted", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
-            # What reads the output went away, as `head` does; Python would complain when it closes the stream.
+            # The reader of the output, such as `head`, closed it; Python would report that when it closes the stream.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return CLOSED
         except SystemExit as error:
             if not isinstance(error.__context__, BrokenPipeError):
                 raise
-            return CLOSED  # rich, which prints help, ends in this way
+            return CLOSED  # rich, which prints help, exits in this way
 
 
 def _run(given: list[str]) -> int:

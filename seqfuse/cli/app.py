@@ -1,4 +1,4 @@
-"""The verbs of the command, as cyclopts reads them: each signature is what may be written."""
+"""The subcommands, as cyclopts reads them: the signatures define their arguments."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _BOTH = (torch.float32, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """A check: what of, how it failed if it did, what it left out, and why it could not run if it could not."""
+    """The result of one check: its failure, if any; cases it skipped; and the reason if it could not run."""
 
     check: str
     failure: str | None = None
@@ -65,7 +65,7 @@ def check(
 
 
 def _checked(name: str, given: str | None, on: On, seed: int) -> Iterator[CheckResult]:
-    """Make the checks that fit what is named, one after the other."""
+    """Yield the results of the checks that apply to the target."""
     torch.default_generator.manual_seed(0)
     here, seed = inputs.device_here(on.device), inputs.parse_seed(seed)
     dtypes = _BOTH if on.dtype is None else (inputs.parse_floating(on.dtype),)
@@ -140,12 +140,12 @@ def _model(
     seed: int,
     dtypes: Sequence[torch.dtype],
 ) -> Iterator[CheckResult]:
-    """The operations of a model that are not this library's, then all of it, fused and unfused."""
+    """Check the operations of a model that are not this library's, then compare the whole model fused and unfused."""
     foreign: dict[type, tuple[UnfusedOperation, Spec]] = {}
 
     def note(step: Any, run: Callable[..., Any], /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         operation: UnfusedOperation = step.operation
-        if type(x) is Tensor and not type(operation).__module__.startswith("seqfuse."):  # fake tensors are others
+        if type(x) is Tensor and not type(operation).__module__.startswith("seqfuse."):  # not fake tensors
             foreign.setdefault(type(operation), (operation, Spec(tuple(x.shape), x.dtype)))
         return run(x, *args, **kwargs)
 

@@ -22,17 +22,17 @@ from .output import tell, tell_json
 from .target import Unable, container, said
 
 DRAWS = 3
-"""Draws of inputs, in more than half of which a tensor has to differ: correct kernels alarm once in 150."""
+"""A tensor must differ in most draws of inputs: correct kernels fail in 1 of 150."""
 
 TensorAt = tuple[int, str]
-"""A position, and which of its tensors: `"y"`, `"dx"`, or the gradient of a parameter, such as `"0.weight.grad"`."""
+"""A position and one of its tensors: `"y"`, `"dx"`, or the gradient of a parameter, such as `"0.weight.grad"`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A tensor that all runs have: whose it is, and the checks that failed there, if any.
+    """A compared tensor, its operation, and the failed checks, if any.
 
-    `step` is the fusion that made it, `saver` the forward fusion whose saved tensors an unfused backward made it of.
+    `step` is the fusion that computed it, `saver` the forward fusion whose saved tensors an unfused backward read.
     """
 
     at: int
@@ -51,7 +51,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The tensors that were compared, in the order in which they are computed."""
+    """The compared tensors, in the order in which they are computed."""
 
     first: str
     second: str
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def difference(self) -> Seen | None:
-        """The first place at which the runs differ."""
+        """The first tensor in which the runs differ."""
         return next((seen for seen in self.places if seen.failures), None)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Comparison:
         return "\n".join([*lines, f"  {agreed} places before it agree; {len(self.places)} were compared"])
 
     def data(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The comparison as plain data."""
         places = [
             {
                 "pass": "forward" if seen.tensor == "y" else "backward",
@@ -90,7 +90,7 @@ class Comparison:
 
 
 class Recorder:
-    """The `on_step` of a fuser: keeps what each step returns, whose it is, and which fusion returned it."""
+    """The `on_step` of a fuser: records the first result of each step, its operations, and its fusion."""
 
     def __init__(self) -> None:
         self.values: dict[TensorAt, Tensor] = {}
@@ -101,7 +101,7 @@ class Recorder:
     def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         out: Any = run(*args, **kwargs)
         first = cast(Any, out[0] if isinstance(out, tuple) else out)
-        if type(first) is not Tensor:  # no gradient of x, or a fake tensor, on which nothing is computed
+        if type(first) is not Tensor:  # no gradient of x, or a fake tensor, which has no values
             return out  # pyright: ignore[reportUnknownVariableType]
         back = pass_name(step, run) == "bwd"
         for at, node in zip(step.covers, step.nodes, strict=True):
@@ -116,7 +116,7 @@ class Recorder:
 
 @dataclasses.dataclass(frozen=True)
 class ModelRun:
-    """How a model is run: fused or not; `wide`, all in float64 from the same numbers."""
+    """A way to run a model: fused or not; if `wide`, in float64 from the same values."""
 
     device: torch.device
     autocast: str | None = None
@@ -124,7 +124,7 @@ class ModelRun:
     wide: bool = False
 
     def __call__(self, root: Sequential, x: Spec, channels: Mapping[str, Spec], seed: int, grad: bool) -> Recorder:
-        """Run a copy of a model and its backward on inputs of its dtype, and keep all that its steps return."""
+        """Run a copy of a model and its backward on inputs of its dtype, and record the results of its steps."""
         low = _dtype(root, x)
         model: Sequential = copied_module(root).to(self.device)
         model = model.double() if self.wide else model
@@ -143,7 +143,7 @@ class ModelRun:
             with fusing(None if self.fused else False):
                 out: Any = fuser(**given)
             outputs: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else out
-            # Every run gets the same gradients: numbers that bfloat16 has.
+            # Every run gets the same gradients, in values that bfloat16 can represent.
             random = [torch.Generator().manual_seed(seed + 100 + i) for i in range(len(outputs))]
             dys = [torch.randn(y.shape, generator=g).bfloat16().to(y) for y, g in zip(outputs, random, strict=True)]
             pairs = [pair for pair in zip(outputs, dys, strict=True) if pair[0].requires_grad]
@@ -156,7 +156,7 @@ class ModelRun:
 
 
 def _dtype(model: Sequential, x: Spec) -> torch.dtype:
-    """The dtype of a model's parameters; of the input, where it has none."""
+    """The dtype of a model's parameters; the input's, if it has none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
 
 
@@ -170,10 +170,10 @@ def compare_runs(
     autocast: str | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Compare a fused and an unfused run of a model within tolerance, given one in float64, at all that steps return.
+    """Compare a fused and an unfused run of a model within tolerance of one in float64, at the results of all steps.
 
     Raises:
-        Unable: if it cannot be run.
+        Unable: if the model cannot be run.
     """
     where = f"{str(_dtype(model, x)).removeprefix('torch.')} {device}" + (f" autocast {autocast}" if autocast else "")
     if any(t.is_floating_point() and not t.isfinite().all() for t in (*model.parameters(), *model.buffers())):
@@ -208,13 +208,13 @@ def compare_runs(
 
 
 def _turn(place: TensorAt) -> tuple[bool, int, bool, str]:
-    """Orders places as they come to be."""
+    """Sort key: the order in which tensors are computed."""
     at, tensor = place
     return tensor != "y", at if tensor == "y" else -at, tensor != "dx", tensor
 
 
 def _failures(name: str, fused: Tensor, plain: Tensor, exact: Tensor, autocast: bool) -> tuple[str, ...]:
-    if autocast and name in ("y", "dx"):  # a fusion casts where the step behind it would
+    if autocast and name in ("y", "dx"):  # a fusion may cast earlier than the operations
         narrow = min(fused.dtype, plain.dtype, key=lambda dtype: dtype.itemsize)
         fused, plain = fused.to(narrow), plain.to(narrow)
     try:

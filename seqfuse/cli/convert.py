@@ -20,7 +20,7 @@ from .output import colored, ending_of, write_text
 from .target import Unable, named_part, said
 
 FRONT = "front"
-"""`plan --memory front` shows the peak and the time of budgets of a Sequential, rather than a plan."""
+"""`plan --memory front` shows the peak and time of each budget of a Sequential, instead of a plan."""
 
 
 def convert_model(
@@ -58,10 +58,10 @@ def show_conversion(
     ending: str,
     to: Path | None,
 ) -> None:
-    """Convert a model, call it once on random numbers, and write the report.
+    """Convert a model, call it once on random inputs, and write the report.
 
     Raises:
-        Unable: if the call fails, for `FRONT`, or if a picture is asked for of several plans.
+        Unable: if the call fails, for `FRONT`, or if a picture of several plans is requested.
     """
     if memory == FRONT:
         needs = "--memory front needs a Sequential and seqfuse plan"
@@ -94,7 +94,7 @@ def show_conversion(
 
 
 def _plans(conversion: Conversion, elsewhere: str | None, on: Under, grad: bool) -> list[Plan]:
-    """The plan of each chain, here or for a machine that is not here."""
+    """The plan of each chain, for this machine or for another."""
     chains = [region for graph in conversion.graphs for region in graph.regions]
     if elsewhere is None:
         return [plan for chain in chains if (plan := chain.plan) is not None]

@@ -34,7 +34,7 @@ _EXAMPLES = 8
 
 @dataclasses.dataclass
 class Examination:
-    """What was found; `warnings` are sentences about what should not be so."""
+    """The results; `warnings` are sentences about problems."""
 
     versions: dict[str, str | None]
     devices: list[dict[str, Any]]
@@ -62,7 +62,7 @@ def doctor(
 
 
 def examine() -> Examination:
-    """Look at everything; no plug-in is imported, and nothing is written but what the C compiler is tried with."""
+    """Examine everything without importing plug-ins; writes nothing except the C compiler's test file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         known = dataclasses.asdict(settings.__wrapped__())
@@ -114,7 +114,7 @@ def _devices() -> Iterator[dict[str, Any]]:
 
 
 def _kernels(env: Env) -> str:
-    """How kernels run on a device, or why they do not."""
+    """How kernels run on a device, or why they do not run."""
     if env.kernels == "triton":
         return "Triton, interpreted, which is slow" if env.device == "cpu" else "Triton"
     found = compiler.compiler() if env.kernels == "c" else None
@@ -139,7 +139,7 @@ def _caches(report: Examination) -> None:
 
 
 def _fusions(device: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Which fusions of this library are not refused on examples of what they replace; the others by their reason."""
+    """The fusions of this library that apply to examples of their operations; the others by reason."""
     can: list[str] = []
     cannot: dict[str, list[str]] = {}
     for fusion in dict.fromkeys((*fusions.default, *fusions.lean)):
@@ -152,7 +152,7 @@ def _fusions(device: str) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def _refused(fusion: type[FusedOperation], device: str) -> str | None:
-    """Why a fusion cannot run on a device in any of its dtypes; `None` where it can."""
+    """Why a fusion cannot run on a device in any of its dtypes; `None` if it can."""
     if fusion.kernels and Env.of(device).kernels not in fusion.kernels:
         return (why_no_c() if device == "cpu" and "c" in fusion.kernels else "") or "needs a Triton device"
     grad = not issubclass(fusion, InferenceFusion)
@@ -170,7 +170,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
                     if plan.fused != (0, 0) or any(r.superseded for r in plan.refused):
                         return None
                     reasons += [r.reason for r in plan.refused]
-            except InputError:  # it takes what no example draws: that is not for want of anything here
+            except InputError:  # no example fits; that does not depend on this machine
                 return None
             except Exception as error:
                 reasons.append(f"no example could be planned: {type(error).__name__}: {error}")
@@ -178,7 +178,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
 
 
 def show_report(report: Examination, verbose: bool) -> None:
-    """Print a report for a reader; the fusions by name if it is to be long."""
+    """Print a report as text; if `verbose`, with the names of fusions."""
     tell("versions", "bold")
     for name, version in report.versions.items():
         tell(f"  {name:<14} {version or 'none'}")

@@ -1,4 +1,4 @@
-"""What a model runs on, as it is written on a command line: inputs, dtypes, devices."""
+"""Inputs, dtypes and devices, as written on the command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 @dataclasses.dataclass(kw_only=True)
 class On:
-    """What a model is, and what it runs on."""
+    """Options for a model and its inputs."""
 
     device: Annotated[
         str | None,
@@ -59,7 +59,7 @@ class On:
     ] = False
 
     def spec(self, text: str) -> Spec:
-        """The input, in the dtype that is named where it says none."""
+        """The input; without a dtype in the text, in the dtype of the options."""
         return parse_spec(text, self.dtype)
 
     def channels(self) -> dict[str, Spec]:
@@ -69,12 +69,12 @@ class On:
 
 @dataclasses.dataclass(kw_only=True)
 class Under(On):
-    """The same, perhaps under autocast."""
+    """The same options, and autocast."""
 
     autocast: Annotated[str | None, Parameter(help="Run under torch.autocast with this dtype.")] = None
 
     def build(self, name: str, given: Spec | None) -> nn.Module:
-        """The model that is named: in the named dtype, else in that of a floating input, but under autocast."""
+        """The named model, in the dtype of the options, else of a floating-point input, except under autocast."""
         model = load_target(name).build()
         if self.dtype is not None:
             named = parse_floating(self.dtype)
@@ -86,12 +86,12 @@ class Under(On):
         return model.eval() if self.evaluate else model
 
     def drawn(self, model: nn.Module, given: Spec, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-        """The input of a model and its extra inputs."""
+        """Random input and extra inputs of a model."""
         x = given.draw(device, 0, vocabulary(model))
         return x, {name: one.draw(device, 1) for name, one in self.channels().items()}
 
     def surroundings(self, device: str, grad: bool) -> contextlib.AbstractContextManager[None]:
-        """A block under autocast and with or without gradients, as asked."""
+        """A block with the autocast of the options, and with or without gradients."""
         return surroundings(device, self.autocast, grad)
 
 
@@ -106,10 +106,10 @@ class Spec:
         return f"{'x'.join(map(str, self.shape))}:{_DTYPES[self.dtype][0]}"
 
     def draw(self, device: torch.device | str, seed: int, below: int = 2) -> Tensor:
-        """Random numbers from a seed: normal ones, or whole ones from 0 on that are `below` a limit.
+        """Random values from a seed: normal, or for integers from 0 to `below` - 1.
 
         Raises:
-            Unable: if there is no memory for them.
+            Unable: if there is not enough memory.
         """
         generator = torch.Generator().manual_seed(seed)
         try:
@@ -121,7 +121,7 @@ class Spec:
 
 
 def parse_spec(text: str, default: str | None = None) -> Spec:
-    """A tensor written as `8x1024:bf16`; where it says no dtype, the default if there is one, else float32.
+    """A tensor written as `8x1024:bf16`; without a dtype, in the default if there is one, else float32.
 
     Raises:
         Unable: for text of another form.
@@ -136,7 +136,7 @@ def parse_spec(text: str, default: str | None = None) -> Spec:
 
 
 def parse_channel(text: str, default: str | None = None) -> tuple[str, Spec]:
-    """An extra input written as `residual=8x1024:bf16`, its dtype as that of an input."""
+    """An extra input written as `residual=8x1024:bf16`, with the same defaults as an input."""
     name, equals, rest = text.partition("=")
     if not equals or not name.isidentifier():
         raise Unable(f"{text!r} is not a channel: write its name and the tensor, such as residual=8x1024:bf16")
@@ -144,10 +144,10 @@ def parse_channel(text: str, default: str | None = None) -> tuple[str, Spec]:
 
 
 def parse_seed(number: int) -> int:
-    """A seed that generators take, and those that are counted from it.
+    """A seed that generators accept, also after small additions.
 
     Raises:
-        Unable: if it is none.
+        Unable: if it is out of range.
     """
     if not -MOST <= number < MOST:
         raise Unable("a seed is a whole number from -2^63 to 2^63 - 1")
@@ -163,7 +163,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def parse_floating(name: str) -> torch.dtype:
-    """A dtype of parameters, or of autocast."""
+    """A floating-point dtype, for parameters or autocast."""
     found = parse_dtype(name)
     if not found.is_floating_point:
         raise Unable(f"parameters and autocast take a floating dtype, not {name}")
@@ -171,20 +171,20 @@ def parse_floating(name: str) -> torch.dtype:
 
 
 def is_elsewhere(device: str) -> bool:
-    """Whether a device is named by its architecture, so that it need not be here."""
+    """Whether a device is named by its architecture, so that this machine need not have it."""
     arch = device.partition(":")[2]
     return device.lower() in CARDS or (bool(arch) and not arch.isdigit())
 
 
 def device_here(name: str | None) -> torch.device:
-    """A device of this machine: the one that is named, else the first GPU, else the CPU.
+    """A device of this machine: the named one, by default the first GPU, or the CPU.
 
     Raises:
-        Unable: if it is not here.
+        Unable: if this machine does not have it.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    Env.of(name)  # raises for what is no device
+    Env.of(name)  # raises for an unknown device
     if is_elsewhere(name):
         raise Unable(f"{name} names an architecture, and this command runs on a device: cpu, cuda, cuda:0")
     found = torch.device(name)
@@ -196,14 +196,14 @@ def device_here(name: str | None) -> torch.device:
 
 
 def vocabulary(model: nn.Module) -> int:
-    """How many indices every embedding of a model has; two where there is none."""
+    """The size of the smallest embedding of a model, so that indices fit all; 2 if there is none."""
     sizes = (getattr(module, "num_embeddings", None) for module in model.modules())
     return min((size for size in sizes if isinstance(size, int)), default=2)
 
 
 @contextlib.contextmanager
 def surroundings(kind: str, autocast: str | None, grad: bool) -> Generator[None]:
-    """A block under autocast and with or without gradients, as asked."""
+    """A block with or without autocast and gradients."""
     low = contextlib.nullcontext() if autocast is None else torch.autocast(kind, parse_floating(autocast))
     with torch.set_grad_enabled(grad), low:
         yield

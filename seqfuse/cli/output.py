@@ -1,4 +1,4 @@
-"""What commands print: lines for readers, with colors on a terminal only, and JSON for machines."""
+"""Output of commands: text, with colors only on a terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .target import Unable
 
 
 def tell(text: str = "", style: str = "") -> None:
-    """Print lines; a style, `"bold"` or `"yellow"`, counts on a terminal only."""
+    """Print lines; a style, `"bold"` or `"yellow"`, has an effect only on a terminal."""
     code = {"bold": 1, "yellow": 33}.get(style)
     colored = code is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     text = "\n".join(map(printable, text.split("\n")))
@@ -22,7 +22,7 @@ def tell(text: str = "", style: str = "") -> None:
 
 
 def tell_json(data: Any) -> None:
-    """Print one document."""
+    """Print data as one JSON document."""
     print(json.dumps(data, indent=2))
 
 
@@ -30,10 +30,10 @@ ENDINGS = (".svg", ".json", ".txt")
 
 
 def ending_of(as_json: bool, output: Path | None) -> str:
-    """The form in which a plan is written: JSON if asked, else as the file's ending says, else text.
+    """The format of a plan: JSON if requested, else by the file's suffix, else text.
 
     Raises:
-        Unable: for an ending that says none.
+        Unable: for an unknown suffix.
     """
     ending = ".json" if as_json else ".txt" if output is None else output.suffix or ".txt"
     if ending not in ENDINGS:
@@ -64,10 +64,10 @@ def _painted(cell: str, color: int) -> str:
 
 
 def write_text(text: str, file: Path | None) -> None:
-    """Write to a file, or to the output where there is none.
+    """Write to a file, or to standard output if `file` is None.
 
     Raises:
-        Unable: if it cannot be written.
+        Unable: if the file cannot be written.
     """
     if file is None:
         print(text, end="" if text.endswith("\n") else "\n")

@@ -19,7 +19,7 @@ from .target import Unable, container, holds_sequence, named_part
 
 
 def front(plan: Plan) -> str:
-    """The choices of a plan as a curve."""
+    """The memory choices of a plan as a curve."""
     return curve(plan.as_dict()["choices"])
 
 

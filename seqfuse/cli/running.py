@@ -1,4 +1,4 @@
-"""`seqfuse tune` and `seqfuse cache warm`: a model that is run here."""
+"""`seqfuse tune` and `seqfuse cache warm`, which run a model on this machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def warm(target: Named, /, *, input: InputText, on: Annotated[Under | None, Para
     chosen = cast(Any, named_part(model, target, on.part))
     x, extra = on.drawn(model, spec, here)
     before = _kernels()
-    # One step with random numbers.
+    # One step on random inputs.
     with on.surroundings("cpu", grad):
         out: Any = chosen(x.requires_grad_(grad and x.is_floating_point()), **extra)
         several: list[Any] = [*out] if isinstance(out, tuple) else [out, *getattr(out, "__dict__", {}).values()]

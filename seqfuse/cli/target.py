@@ -1,4 +1,4 @@
-"""What a command works on: an object named `MODULE:NAME`, and the module that it is or makes."""
+"""The target of a command: an object named `MODULE:NAME`, and the module that it is or returns."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..errors import hinted, meant
 
 
 class Unable(Exception):
-    """The command cannot do what it was asked; its message is one sentence that says why."""
+    """The command failed; the message is one sentence with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """An object that was named, as `attribute` of a module."""
+    """A named object, `attribute` of a module."""
 
     name: str
     attribute: str
@@ -36,17 +36,17 @@ class Target:
 
     @property
     def members(self) -> list[Target]:
-        """Each of the classes in a tuple of them, as an entry point names it; else itself alone."""
+        """The classes in a tuple of classes, as in an entry point; for any other object, only itself."""
         classes: tuple[Any, ...] = self.value if issubclass(type(self.value), tuple) else ()
         if not classes or not all(isinstance(one, type) for one in classes):
             return [self]
         return [Target(f"{one.__module__}:{one.__qualname__}", one.__qualname__, one) for one in classes]
 
     def build(self) -> nn.Module:
-        """The module that it is, or that it makes when it is called without arguments.
+        """The module that the object is, or that it returns when called without arguments.
 
         Raises:
-            Unable: if it is no module and makes none.
+            Unable: if neither is a module.
         """
         made = self.value
         if not isinstance(made, nn.Module):
@@ -64,10 +64,10 @@ class Target:
 
 
 def load_target(name: str) -> Target:
-    """Import what `package.module:NAME` or `path/to/file.py:NAME` names; dots may follow in NAME.
+    """Import the object named `package.module:NAME` or `path/to/file.py:NAME`; NAME may contain dots.
 
     Raises:
-        Unable: if there is no such thing, or its import raises.
+        Unable: if there is no such object, or importing it raises.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -110,10 +110,10 @@ def said(error: BaseException) -> str:
 
 
 def named_part(model: nn.Module, name: str, part: str | None) -> nn.Module:
-    """The module at `part` of a model, or the model where no part is named.
+    """The module at path `part` of a model; the model itself if `part` is None.
 
     Raises:
-        Unable: if there is none.
+        Unable: if there is no such module.
     """
     try:
         return model if part is None else cast(Any, model).get_submodule(part)
@@ -122,16 +122,16 @@ def named_part(model: nn.Module, name: str, part: str | None) -> nn.Module:
 
 
 def holds_sequence(model: nn.Module) -> bool:
-    """Whether a model is, or holds, a `Sequential` or an operation that can be planned without being called."""
+    """Whether a model is or contains a `Sequential`, or is an operation, so that it can be planned without a call."""
     modules: Iterator[nn.Module] = cast(Any, model).modules()
     return isinstance(model, FusableOperation) or any(isinstance(module, Sequential) for module in modules)
 
 
 def container(model: nn.Module, name: str, part: str | None) -> Sequential:
-    """The `Sequential` of a model: itself, its only one, or the one at `part`.
+    """The `Sequential` of a model: the model itself, its only one, or the one at `part`.
 
     Raises:
-        Unable: if there is none, or it is not clear which.
+        Unable: if there is none, or several.
     """
     model = named_part(model, name, part)
     if isinstance(model, Sequential):

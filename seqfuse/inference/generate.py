@@ -1,4 +1,4 @@
-"""Tokens made one by one, where asked for by a CUDA graph that is replayed for each."""
+"""Generates tokens one at a time, optionally with a CUDA graph that is replayed for each."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _read(model: nn.Module, cache: KVCache | None, tokens: Tensor, counts: Tenso
 
 
 def _appended(tokens: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
-    """Tokens with one more behind each sequence's last; what was padding is overwritten."""
+    """Tokens with a new one after the last of each sequence, overwriting padding."""
     wide = torch.cat((tokens, new.unsqueeze(1)), 1)
     return wide.scatter(1, lengths.unsqueeze(1), new.unsqueeze(1))
 
@@ -142,7 +142,7 @@ def _draw(
     probabilities = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ranked, order = probabilities.sort(-1, descending=True)
-        beyond = ranked.cumsum(-1) - ranked >= top_p  # the likeliest always stays
+        beyond = ranked.cumsum(-1) - ranked >= top_p  # the most likely token always stays
         probabilities = probabilities.masked_fill(beyond.gather(-1, order.argsort(-1)), 0)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
@@ -167,7 +167,7 @@ def _check(tokens: Tensor, temperature: float, top_k: int | None, top_p: float |
 
 
 def _padding(model: nn.Module) -> int | None:
-    """The token that pads, where the model says so."""
+    """The model's padding token, if known."""
     if hasattr(model, "pad_token_id"):
         return cast(Any, model).pad_token_id
     known = {part.padding_idx for part in model.modules() if isinstance(part, Embedding)}
@@ -186,16 +186,16 @@ def _check_padding(tokens: Tensor, lengths: Tensor | None, padding: int | None) 
         raise ValueError(f"{message}: pad on the right, and give the lengths of the prompts")
 
 
-# Before a capture all is compiled, planned and allocated that is made once.
+# Calls before a capture, in which everything is compiled, planned and allocated.
 _WARM = 3
 
 
 class GraphedStep:
-    """Logits of each sequence's next row, [B, V], by a graph that is captured once and replayed.
+    """The logits of each sequence's next token, [B, V], computed by a graph that is captured once and replayed.
 
     Args:
         model: tokens [B, 1] to logits [B, 1, V].
-        cache: what it has read; it is left as it is.
+        cache: the cache of preceding tokens; capturing does not change it.
 
     Raises:
         ValueError: for a cache that is not on a GPU.
@@ -205,7 +205,7 @@ class GraphedStep:
         if not _on_gpu(cache.lengths):
             raise ValueError(f"a CUDA graph needs a cache on a GPU, got one on {cache.lengths.device}")
         self._cache = cache
-        with torch.cuda.device(cache.lengths.device):  # of streams and of a capture the current device is meant
+        with torch.cuda.device(cache.lengths.device):  # streams and captures use the current device
             self._capture(model, cache)
 
     def _capture(self, model: nn.Module, cache: KVCache) -> None:
@@ -213,7 +213,7 @@ class GraphedStep:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         for _ in range(_WARM):
-            with torch.cuda.stream(aside), cache.rehearsal():  # on which the lengths are put back, too
+            with torch.cuda.stream(aside), cache.rehearsal():  # the lengths are restored on this stream, too
                 cache.feed(model, self._tokens)
         torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()

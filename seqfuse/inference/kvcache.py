@@ -1,4 +1,4 @@
-"""KVCache: keys and values of what a model has read."""
+"""KVCache: keys and values of the tokens that a model has read."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class KVCache:
         with _lasting():
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._layers: list[CachedAttention] = []
-        self._most = 0  # no sequence is longer: what the host knows without asking the device
-        self._alike = True  # whether all are of that length
+        self._most = 0  # upper bound of the lengths, on the host
+        self._alike = True  # whether all sequences have this length
         self._turn = 0
         self._counts: Tensor | None = None
-        self._ends: Tensor | None = None  # lengths with the new token, made once for all attentions of a call
-        self._fixed = False  # whether shapes may not change from call to call, as in a graph
+        self._ends: Tensor | None = None  # lengths including the new token, computed once for all attentions of a call
+        self._fixed = False  # whether shapes must be the same in each call, as in a graph
 
     def feed(self, model: nn.Module, x: Tensor, counts: Tensor | None = None, **channels: Tensor) -> Any:
         """Run the model on the next tokens of each sequence, without gradients.
@@ -120,7 +120,7 @@ class KVCache:
         """Raise (SF505) if this many tokens do not fit, before they are fed or a graph is replayed."""
         if self._most + rows <= self.max_length:
             return
-        if not self._fixed:  # the host's bound may be too high: ask once
+        if not self._fixed:  # the host's bound may be too high: synchronize once
             self._most = int(self.lengths.max())
         taken = rows if counts is None or self._fixed else int((self.lengths + counts).max()) - self._most
         if self._most + taken > self.max_length:
@@ -166,31 +166,31 @@ class KVCache:
         _check(attention)
         _, k, _ = attention.heads_of(x)
         one = x.ndim == 3 and x.shape[1] == 1 and self._counts is None
-        # Of int8 the kernel takes float32 queries of narrow heads alone.
+        # With int8, the kernel supports float32 queries only for narrow heads.
         fits = not self.int8 or x.dtype is not torch.float32 or k.shape[-1] <= 128
         if not one or not fits or not decoding_kernels_run(x, k.shape[-1]):
             return None
         from ..kernels.decode import decode_attention
 
         turn, layer = self._turn, self._next(k)
-        # Rounded up, so that the next step is a replay of this one; the kernels know the lengths.
+        # Rounded up, so that the next step can replay this one; the kernels read the lengths.
         total = self.max_length if self._fixed else min(bucket(self._most + 1), self.max_length)
         kept = {"k": layer.keys, "v": layer.values, "k_scale": layer.key_scales, "v_scale": layer.value_scales}
         named = {name: None if t is None else t[:, :, :total] for name, t in kept.items()}
         caches: dict[str, Any] = {n: t.squeeze(-1) if t is not None and "scale" in n else t for n, t in named.items()}
         if self._ends is None:
-            self._ends = self.lengths + 1  # of a full one the kernel reads what there is
+            self._ends = self.lengths + 1  # for a full sequence the kernel reads only existing tokens
         limits: dict[str, Any] = {"window": attention.window, "softcap": attention.softcap}
         try:
             q = write(x.squeeze(1), lengths=self.lengths, **caches)
             y = decode_attention(q, lengths=self._ends, scale=attention.scale_of(x), **caches, **limits)
         except Exception:
-            self._turn = turn  # what takes the place of a fusion that failed writes the same rows again
+            self._turn = turn  # after a failed fusion, the unfused operations write the same tokens again
             raise
         return y.flatten(1).unsqueeze(1)
 
     def _next(self, k: Tensor) -> CachedAttention:
-        """The cache of the attention whose turn it is, for keys like k."""
+        """The cache of the next attention in the order of the model, for keys like k."""
         if self._turn == len(self._layers):
             self._layers.append(CachedAttention.empty(k, self.max_length, int8=self.int8))
         self._layers[self._turn].check(k)
@@ -198,7 +198,7 @@ class KVCache:
         return self._layers[self._turn - 1]
 
     def _seen(self, positions: Tensor, total: int, window: int | None) -> Tensor | None:
-        """Which of the keys each row sees, [B, 1, S, total]; `None` for all."""
+        """Mask of the keys that each token attends to, [B, 1, S, total]; `None` for all."""
         if positions.shape[1] == 1 and self._alike and not self._fixed and (window is None or total <= window):
             return None
         key, row = torch.arange(total, device=positions.device), positions.unsqueeze(-1)
@@ -209,7 +209,7 @@ class KVCache:
         return (seen if taken is None else seen & taken.unsqueeze(-1)).unsqueeze(1)
 
     def _taken(self, positions: Tensor) -> Tensor | None:
-        """Which rows each sequence takes, [B, S]; `None` for all."""
+        """Which tokens of each sequence are valid, [B, S]; `None` for all."""
         if self._counts is None:
             return None
         return torch.arange(positions.shape[1], device=positions.device) < self._counts.unsqueeze(1)
@@ -240,7 +240,7 @@ class KVCache:
             self._most = min(self._most, lengths)
         self.lengths.copy_(torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device)).clamp_(0))
         self._alike = self._alike and isinstance(lengths, int)
-        # What is hidden has a weight of zero, and zero times a NaN that an earlier sequence left is none.
+        # Hidden values have weight zero, but zero times a NaN left by an earlier sequence is NaN.
         gone = torch.arange(self.max_length, device=self.lengths.device) >= self.lengths.unsqueeze(1)
         for layer in self._layers:
             for t in layer.tensors():
@@ -277,7 +277,7 @@ def _check_counts(counts: Tensor, batch: int, rows: int) -> None:
         got = f"{counts.dtype} {tuple(counts.shape)}"
         raise InputError(f"expects integer counts [{batch}], got {got}", code="SF101")
     wrong = ((counts < 0) | (counts > rows)).any()
-    if counts.is_cuda:  # without waiting for it
+    if counts.is_cuda:  # without synchronization
         torch._assert_async(~wrong)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif wrong:
         raise InputError(f"expects counts of 0 to {rows}, got {numbers_in(counts)}", code="SF101")
@@ -289,7 +289,7 @@ def _check(attention: Attention) -> None:
 
 
 def _write_row(attention: Attention, row: Tensor, **caches: Any) -> Tensor:
-    """Keys and values of rows [B, C] into the cache as they are; their queries [B, H, D]."""
+    """Write the keys and values of tokens [B, C] into the cache unchanged; returns their queries [B, H, D]."""
     from ..kernels.decode import cache_write
 
     q, k, v = (t.squeeze(-2) for t in attention.heads_of(row.unsqueeze(1)))
@@ -298,13 +298,13 @@ def _write_row(attention: Attention, row: Tensor, **caches: Any) -> Tensor:
 
 
 def _lasting() -> contextlib.AbstractContextManager[None]:
-    """Within the block, tensors are made that may be written in place later, in whatever mode they are made."""
+    """A block in which new tensors can be written in place later, also under inference mode."""
     return torch.inference_mode(False)
 
 
 @dataclasses.dataclass(slots=True)
 class CachedAttention:
-    """Keys and values of one attention, [B, Hkv, max, D]; int8 ones with a scale each, [B, Hkv, max, 1]."""
+    """Keys and values of one attention, [B, Hkv, max, D]; int8 ones with a scale per vector, [B, Hkv, max, 1]."""
 
     keys: Tensor
     values: Tensor
@@ -313,7 +313,7 @@ class CachedAttention:
 
     @classmethod
     def empty(cls, k: Tensor, length: int, *, int8: bool) -> CachedAttention:
-        """Room for so many keys like k [B, Hkv, S, D]."""
+        """An empty cache for `length` keys like k [B, Hkv, S, D]."""
         shape = (*k.shape[:2], length, k.shape[3])
         with _lasting():
             if not int8:
@@ -322,16 +322,16 @@ class CachedAttention:
             return cls(whole, whole.clone(), scales, scales.clone())
 
     def tensors(self) -> list[Tensor]:
-        """Everything in it."""
+        """All its tensors."""
         return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
 
     def expand(self, batch: int) -> CachedAttention:
-        """So many copies of the one sequence."""
+        """A cache of `batch` copies of its single sequence."""
         with _lasting():
             return CachedAttention(*[t.expand(batch, -1, -1, -1).clone() for t in self.tensors()])
 
     def check(self, k: Tensor) -> None:
-        """Refuse keys that are not like those kept (SF505)."""
+        """Raise (SF505) for keys of another shape or dtype than the cached ones."""
         kept = self.keys.shape[1], self.keys.shape[3], k.dtype if self.key_scales is not None else self.keys.dtype
         got = k.shape[1], k.shape[3], k.dtype
         if got != kept:
@@ -339,9 +339,9 @@ class CachedAttention:
             raise StateError(f"the cache holds {wanted}, got {said}", code="SF505", hint="feed one model alone")
 
     def write(self, k: Tensor, v: Tensor, positions: Tensor, taken: Tensor | None) -> None:
-        """Keep rows k, v [B, Hkv, S, D] at their positions [B, S]: all, or those of `taken` [B, S].
+        """Store tokens k, v [B, Hkv, S, D] at their positions [B, S]: all, or those in `taken` [B, S].
 
-        Of what is not taken the position is that of the last row that is, or of one that is kept.
+        The position of an invalid token is that of the last valid one, or of a cached one.
         """
         sequence = torch.arange(k.shape[0], device=k.device).unsqueeze(1)
         for whole, scales, new in ((self.keys, self.key_scales, k), (self.values, self.value_scales, v)):
@@ -349,7 +349,7 @@ class CachedAttention:
             if scales is not None:
                 scale = rows.abs().amax(-1, keepdim=True).float() / 127
                 rows = (rows.float() / scale.clamp(min=1e-30)).clamp_(-127, 127)
-                rows = (rows + 0.5 * rows.sign()).to(torch.int8)  # a half away from zero, as the kernels round it
+                rows = (rows + 0.5 * rows.sign()).to(torch.int8)  # half away from zero, as the kernels round
                 _put(scales, sequence, positions, scale, taken)
             _put(whole, sequence, positions, rows, taken)
 
@@ -363,10 +363,10 @@ class CachedAttention:
 
 
 def _put(whole: Tensor, sequence: Tensor, positions: Tensor, rows: Tensor, taken: Tensor | None) -> None:
-    """Write rows [B, S, Hkv, *] at their positions of [B, Hkv, max, *]; those that are not taken change nothing."""
+    """Write tokens [B, S, Hkv, *] at their positions of [B, Hkv, max, *]; invalid tokens change nothing."""
     places = whole.transpose(1, 2)
     if taken is not None:
-        # Several rows go to one place, in no certain order: to it all of them bring the same.
+        # Several tokens may have the same position, in undefined order: all of them write the same value.
         last = (taken.sum(1, keepdim=True) - 1).clamp_(min=0)
         source = torch.arange(rows.shape[1], device=rows.device).expand_as(taken).minimum(last)
         rows = torch.where(taken[:, :1, None, None], rows[sequence, source], places[sequence, positions])
@@ -374,9 +374,9 @@ def _put(whole: Tensor, sequence: Tensor, positions: Tensor, rows: Tensor, taken
 
 
 def _attention_met(model: Any, met: int, *, first: bool) -> str:
-    """How much attention met the cache where compiled graphs left some out; empty where none did.
+    """How much attention used the cache, if compiled graphs bypassed it somewhere; else empty.
 
-    Later calls are held to the number of the first one, so the model is looked through at that one alone.
+    Later calls are compared with the number of the first call, so only the first call walks over the model.
     """
     if not isinstance(model, nn.Module) or (met and not first):
         return ""
@@ -387,6 +387,6 @@ def _attention_met(model: Any, met: int, *, first: bool) -> str:
 
 
 def _compiled(part: nn.Module) -> bool:
-    """Whether it is what `torch.compile` gave, or its `compile` was called."""
+    """Whether a module was returned by `torch.compile`, or its `compile` was called."""
     compiled: object = getattr(part, "_compiled_call_impl", None)
     return compiled is not None or hasattr(part, "_orig_mod")

@@ -1,1 +1,1 @@
-"""Models of other libraries as seqfuse models. Nothing else in the package imports it."""
+"""Converts models of other libraries to seqfuse models. Nothing else in the package imports it."""

@@ -1,4 +1,4 @@
-"""Whether a module is as its class makes it: converters read its settings, and know nothing of what was done to it."""
+"""Checks that a module is unmodified: converters read its configuration, and would miss any other change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 _HOMES = ("torch", "transformers")
 _TREE = ("_parameters", "_buffers", "_modules")
-# The second one stays when the hook that set it is removed.
+# The last one remains after the hook that set it is removed.
 _INSIDE = {*_TREE, "training", "_is_full_backward_hook"}
 _SHOWN = 4
 _NONE: Any = object()
@@ -20,19 +20,19 @@ _NONE: Any = object()
 def check_unaltered(
     given: nn.Module, fresh: nn.Module, *, buffers: Mapping[str, Tensor] | None = None, aside: Collection[str] = ()
 ) -> None:
-    """Refuse a module that computes something else than its settings say.
+    """Raise if a module does not compute what its configuration defines.
 
-    It is compared, module by module, with one that was made anew from the same settings: class, `forward`, hooks, mode,
-    attributes, names and shapes of parameters, which are plain and of one dtype and device, and buffers.
+    It is compared, module by module, with a new one of the same configuration: class, `forward`, hooks, mode,
+    attributes, names and shapes of parameters, which must be plain and of one dtype and device, and buffers.
 
     Args:
         given: the module.
-        fresh: the one made anew; its parameters may be on meta.
-        buffers: what each buffer has to hold.
-        aside: attributes on which no result depends.
+        fresh: the new module; its parameters may be on meta.
+        buffers: expected values of each buffer.
+        aside: attributes that do not affect results.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: with the differences.
     """
     first, held, outside = next(given.parameters(), None), buffers or {}, {*_INSIDE, *aside}
 
@@ -80,7 +80,7 @@ def _attributes(given: nn.Module, fresh: nn.Module, outside: set[str]) -> Iterat
 
 
 def _parameter(given: Any, fresh: Any, first: Tensor) -> str:
-    """How a parameter differs; empty where it does not."""
+    """How a parameter differs; empty if it does not."""
     if fresh is None or given is None:
         return "is a parameter that was added" if fresh is None else "is not a parameter any more"
     if type(given) is not nn.Parameter:
@@ -107,7 +107,7 @@ def _close(given: Tensor, wanted: Tensor) -> bool:
 
 
 def _both(given: nn.Module, fresh: nn.Module, tree: str) -> Iterator[tuple[str, Any, Any]]:
-    """Names of parameters, buffers or modules, and what either module has under them."""
+    """Names of parameters, buffers or modules, each with the values in both modules."""
     mine, its = vars(fresh)[tree], vars(given)[tree]
     for name in dict.fromkeys((*its, *mine)):
         a, b = its.get(name), mine.get(name)
@@ -120,7 +120,7 @@ def _same(a: Any, b: Any) -> bool:
         a, b = ((p.func, p.args, p.keywords) for p in cast("tuple[functools.partial[Any], ...]", (a, b)))
     try:
         return a is b or (torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b))
-    except Exception:  # what cannot be compared is not known to be the same
+    except Exception:  # values that cannot be compared count as different
         return False
 
 

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and the decoders that are like it of Hugging Face as one `Sequential`."""
+"""Converts GPT-2, Llama and similar decoders of Hugging Face to a `Sequential`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIKE_LLAMA = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2")
 _GELUS: dict[str, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
-# What loading, training and saving leave behind, and the choice of a kernel for attention.
+# Attributes set by loading, training and saving, and the choice of an attention kernel.
 _ASIDE = (
     "_attn_implementation", "_auto_class", "_is_hf_initialized", "_use_kernels", "_weight_conversions",
     "generation_config", "is_parallelizable", "kernel_config", "loss_type", "model_parallel", "model_tags",
@@ -71,19 +71,19 @@ def from_huggingface(model: nn.Module) -> Sequential:
 
 
 def _fresh(kind: type[Any], config: Any) -> nn.Module:
-    """A model as its class makes it of a configuration, without numbers."""
+    """A model as its class builds it from a configuration, on meta."""
     own = copy.deepcopy(config)
-    own._attn_implementation = "eager"  # which runs anywhere
+    own._attn_implementation = "eager"  # available everywhere
     with torch.device("meta"):
         fresh: nn.Module = kind(own)
     for module in fresh.modules():
         if "config" in vars(module):
-            vars(module)["config"] = config  # what every module of the model has to read
+            vars(module)["config"] = config  # the given configuration, for the comparison of attributes
     return fresh
 
 
 def _check_functions(kind: type[Any], config: Any) -> None:
-    """Refuse attention or a rotation that somebody has put in the place of those of transformers."""
+    """Raise if transformers' attention or rotary embedding was replaced."""
     home: Any = sys.modules[kind.__module__]
     attention = home.ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, home.eager_attention_forward)
     for function in (attention, getattr(home, "apply_rotary_pos_emb", None)):
@@ -93,7 +93,7 @@ def _check_functions(kind: type[Any], config: Any) -> None:
 
 
 def _check_parameters(model: nn.Module, fresh: nn.Module) -> None:
-    """Refuse weights that are tied otherwise than the configuration says, or have hooks, which copies would lose."""
+    """Raise for weights tied differently than configured, or with hooks, which copies would lose."""
     wanted = _ties(fresh)
     for name, tied in _ties(model).items():
         if tied != wanted[name]:
@@ -105,13 +105,13 @@ def _check_parameters(model: nn.Module, fresh: nn.Module) -> None:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """The first name of each parameter."""
+    """The first name of each parameter, by all its names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _freeze(mine: nn.Module, its: nn.Module, convert: Any) -> None:
-    """Let a parameter need a gradient where those that it was made of do."""
+    """Freeze the parameters that are copies of frozen ones."""
 
     def wanting(which: bool) -> dict[str, Tensor]:
         given = its.named_parameters(remove_duplicate=False)

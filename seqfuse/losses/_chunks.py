@@ -1,4 +1,4 @@
-"""The walk over the rows of a loss: a chunk of logits at a time, their gradient in place; and its autograd nodes."""
+"""Computes a loss and its gradients chunk by chunk, gradients in the memory of the logits; and its autograd nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class How(NamedTuple):
-    """What is asked for, by whom."""
+    """The validated settings of a loss, with the name of the operation for error messages."""
 
     operation: str
     ignore_index: int
@@ -42,7 +42,7 @@ class How(NamedTuple):
     group: Group
 
     def checked(self) -> How:
-        """These, if they can be asked for."""
+        """The settings, converted to their types; raises if one is invalid."""
         changed = check_arguments(self.operation, _HINTS, self._asdict())
         if changed:
             return self._replace(**changed).checked()
@@ -57,7 +57,7 @@ class How(NamedTuple):
         return self
 
     def refuse(self, message: str, code: str) -> None:
-        """Raise the error of the one who asked."""
+        """Raise an `InputError` in the name of the operation."""
         raise InputError(message, code=code, operation=self.operation)
 
 
@@ -65,7 +65,7 @@ _HINTS = typing.get_type_hints(How)
 
 
 def check_inputs(how: How, x: Any, weight: Any, targets: Any, bias: Any) -> torch.dtype:
-    """Check what was given; the dtype of the GEMMs."""
+    """Check the arguments; returns the dtype of the GEMMs."""
     named: dict[str, Any] = {"x": x, "weight": weight, "targets": targets}
     named |= {} if bias is None else {"bias": bias}
     for name, t in named.items():
@@ -95,9 +95,9 @@ def check_inputs(how: How, x: Any, weight: Any, targets: Any, bias: Any) -> torc
 
 
 def check_targets(how: How, targets: Tensor, classes: int) -> None:
-    """Check that every target is a class, or `ignore_index`."""
+    """Check that every target is a class or `ignore_index`."""
     wrong = (targets != how.ignore_index) & ((targets < 0) | (targets >= classes))
-    if targets.is_cuda:  # without waiting for it
+    if targets.is_cuda:  # without synchronization
         torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif wrong.any():
         first = int(targets[wrong][0].item())
@@ -109,33 +109,33 @@ _CHUNK_BYTES = 64 * 2**20
 
 
 class Made(NamedTuple):
-    """What one walk over the rows made; `None` for what was not asked for."""
+    """Results of one pass over the tokens; `None` for those that were not needed."""
 
-    rows: Tensor | None  # [T], the loss of each
-    softmax: Tensor | None  # [2, T], the largest logit of each row, and the sum of exponentials relative to it
-    dx: Tensor | None  # [T, E], in the dtype of the GEMMs, in units of `unit`
-    dweight: Tensor | None  # [V, E], as it was summed
-    dbias: Tensor | None  # [V], as it was summed
-    unit: Tensor | None = None  # [T], what each row of dx is to be multiplied by; `None` where it is one
+    rows: Tensor | None  # [T], losses
+    softmax: Tensor | None  # [2, T], the largest logit of each token, and the sum of exponentials relative to it
+    dx: Tensor | None  # [T, E], in the dtype of the GEMMs, divided by `unit`
+    dweight: Tensor | None  # [V, E], in the dtype of the sum
+    dbias: Tensor | None  # [V], in the dtype of the sum
+    unit: Tensor | None = None  # [T], factors that restore the rows of dx; `None` if all are one
 
 
 def flat(x: Tensor) -> Tensor:
-    """Rows of x, [T, E]."""
+    """The tensor x as [T, E]."""
     return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(math.prod(x.shape[:-1]), 0)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of all that is no GEMM: float32, or float64 for float64."""
+    """The dtype of everything except GEMMs: float32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def counted_rows(how: How, targets: Tensor) -> Tensor | None:
-    """What "mean" divides by."""
+    """The divisor of "mean": the number of tokens not ignored."""
     return (targets != how.ignore_index).sum() if how.reduction == "mean" else None
 
 
 def reduced(how: How, rows: Any, count: Tensor | None) -> Tensor:
-    """The loss of all rows as it was asked for."""
+    """The losses [T] reduced as configured."""
     if how.reduction == "none":
         return rows
     return rows.sum() if count is None else rows.sum() / count
@@ -152,11 +152,11 @@ def walk(
     scale: Tensor | None = None,
     softmax: Tensor | None = None,
 ) -> Made:
-    """Walk over the rows of x [T, E], a chunk of logits at a time.
+    """Compute losses and gradients over x [T, E], one chunk of logits at a time.
 
-    Losses are made unless `softmax` is given, and the gradients `wanted` of x, weight and bias, where each row's loss
-    has the gradient `scale`, or one. Where it is one, a loss scale for float16 is not known yet: each chunk of logits
-    has a power of two of its own instead, which `unit` undoes.
+    Losses are computed unless `softmax` is given. Gradients of x, weight and bias are computed if `wanted`, with
+    `scale` as the gradient of each token's loss, by default one. In that case float16's loss scale is not known yet, so
+    each chunk of logits is divided by its own power of two, which `unit` restores.
     """
     (T, E), V, wide = x.shape, weight.shape[0], wide_dtype(product)
     made = Made(
@@ -193,12 +193,12 @@ def walk(
             if made.dbias is not None:
                 total = d.sum(0, dtype=wide)
                 made.dbias.add_(total if unit is None else total.mul_(unit))
-            del d  # before the next logits are made
+            del d  # frees its memory before the next logits
     return made
 
 
 def _has_kernel(how: How, device: torch.device, product: torch.dtype, logits: int) -> bool:
-    """Whether a kernel takes chunks of so many logits in all."""
+    """Whether a kernel can run chunks with this many logits in all."""
     fusing = fusing_now()
     if not fusing.enabled or how.group.size > 1:
         return False
@@ -209,15 +209,15 @@ def _has_kernel(how: How, device: torch.device, product: torch.dtype, logits: in
 
 
 def _unit(how: How, loss: Any, weight: Any) -> Tensor:
-    """A power of two, by which the gradient of a chunk's logits is divided to be far from both ends of float16.
+    """A power of two that brings the gradient of a chunk's logits, divided by it, far from both ends of float16.
 
-    With r = max(1 - p of a target, label smoothing) + 2 z_loss |lse|, which follow from the largest loss, no element is
-    beyond r, and the elements of a row add up to less than 3 r, so that none of dx is beyond 3 r max |weight|.
+    With r = max(1 - p of a target, label smoothing) + 2 z_loss |lse|, computed from the largest loss, no element
+    exceeds r, and the elements of a row sum to less than 3 r, so that no element of dx exceeds 3 r max |weight|.
     """
     smoothing = how.label_smoothing
-    # A loss that is NaN spoils its own row.
+    # A NaN loss affects only its own row.
     largest = loss.nan_to_num(0.0).amax()
-    # No difference from 1 is less than the digits of a sum of exponentials.
+    # The sum of exponentials is not precise enough for a smaller difference from 1.
     reach = largest.div(smoothing - 1).expm1().neg().clamp(max(smoothing, 2**-20), 1.0) if smoothing < 1 else 1.0
     reach = reach + 2 * (how.z_loss * largest).sqrt()
     bound = 3 * reach * weight.nan_to_num(1.0).clamp(1.0, 2.0**16)
@@ -268,7 +268,7 @@ def _in_kernel(
 def _in_torch(
     how: How, logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None, gradient: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Loss, softmax and gradient of a chunk, in place of its logits where their dtype is wide enough."""
+    """Loss, softmax and gradient of a chunk, in the memory of its logits if their dtype is wide enough."""
     z = logits.to(wide_dtype(logits.dtype))
     bent = None
     if how.softcap is not None:
@@ -306,14 +306,14 @@ def _in_torch(
         by_softmax = g / total
         picked = z.gather(1, at).squeeze(1) * by_softmax
         spread = how.label_smoothing / classes
-        # One number, so that no digits are lost where it is all but the softmax itself.
+        # As one number, so that no digits cancel if only the softmax itself remains.
         at_target = picked - g * (1 - how.label_smoothing + spread)
         if how.z_loss:
             of_lse = 2 * how.z_loss * (top + total.log())
-            # Where the softmax is near one, the loss's own part would drown the other's digits.
+            # Separately, since near a softmax of one the loss's own part would lose the other's digits.
             at_target = at_target + picked * of_lse
             by_softmax = by_softmax * (1 + of_lse)
-        # Multiplied, not chosen: as in torch, a row that does not count hands on its NaN.
+        # Multiplied, not selected: as in torch, an ignored row propagates its NaN.
         z.mul_(by_softmax.unsqueeze(1))
         if how.label_smoothing:
             z.sub_((g * spread).unsqueeze(1))
@@ -326,21 +326,21 @@ def _in_torch(
 
 
 def own_targets(how: How, targets: Tensor, counted: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Which targets are among this process's classes, and their places among them, [T, 1]."""
+    """Which targets are among this process's classes, and their indices among them, [T, 1]."""
     own = targets - how.group.rank * classes if how.group.size > 1 else targets
     mine = counted & (own >= 0) & (own < classes) if how.group.size > 1 else counted
     return mine, own.where(mine, 0).unsqueeze(1)
 
 
 def _plainly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Without autocast: everything is cast by hand."""
+    """A block without autocast: all casts are explicit."""
     if autocast_of(device.type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 class LinearCrossEntropyNode(torch.autograd.Function):
-    """The reduced loss; its gradients are made with it."""
+    """The reduced loss; the forward pass also computes its gradients."""
 
     @staticmethod
     def forward(
@@ -357,10 +357,10 @@ class LinearCrossEntropyNode(torch.autograd.Function):
     def backward(ctx: Any, *douts: Any) -> Any:
         *grads, count, unit = ctx.saved_tensors
         with torch.no_grad():
-            # Where no row counts every gradient is zero, as in torch.
+            # If all tokens are ignored, every gradient is zero, as in torch.
             scale = douts[0] if count is None else (douts[0] / count).where(count > 0, 0)
             scales = scale if unit is None else scale * unit.unsqueeze(1), scale, scale
-            # Out of place, for the next backward.
+            # Not in place, so that backward can run again.
             scaled = [
                 None if t is None else t.to(wide_dtype(t.dtype)) * of for t, of in zip(grads, scales, strict=True)
             ]
@@ -369,7 +369,7 @@ class LinearCrossEntropyNode(torch.autograd.Function):
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):
-    """The loss of each row; the backward pass makes the logits again."""
+    """The loss of each token; the backward pass recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -396,9 +396,9 @@ class LinearCrossEntropyRows(torch.autograd.Function):
 
 
 def _delivered(ctx: Any, grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
-    """Gradients of x, weight and bias, rounded to their dtypes once; those with a `main_grad` are added to it as is."""
+    """Gradients of x, weight and bias, rounded once; if a parameter has a `main_grad`, added to it unrounded."""
     dx, *sums = grads
-    nodes = [fn for fn, _ in ctx.next_functions[2:]]  # those before are of targets and x
+    nodes = [fn for fn, _ in ctx.next_functions[2:]]  # the first two are of targets and x
     buffers = main_grads(nodes, executes, lambda i: (("weight", "bias")[i], ctx.how.operation, None))
     if buffers is not None:
         buffers.settle(sums)

@@ -215,7 +215,7 @@ def _run(how: How, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | No
 
 
 def _reference(how: How, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by plain operations, differentiable any number of times; it holds all logits."""
+    """The same loss by torch operations, differentiable any number of times; holds all logits."""
     z = F.linear(flat(x), weight, bias)
     z = z.to(wide_dtype(z.dtype))
     if how.softcap is not None:
@@ -233,7 +233,7 @@ def _reference(how: How, x: Tensor, weight: Tensor, targets: Tensor, bias: Tenso
 
 
 def _across(how: How, z: Tensor, targets: Tensor) -> Tensor:
-    """The loss of each row where each process has logits of its own classes."""
+    """The loss of each token if each process has the logits of its own classes."""
 
     def total(t: Tensor) -> Tensor:
         return with_backward(lambda part: how.group.all_reduce(part, how.operation), handed_on, t)

@@ -13,7 +13,7 @@ from .. import ops
 from ..operation import UnfusedOperation
 from ..run import Sequential
 
-# The operation for a module of torch, and the settings that both are made of.
+# The operation for a torch module, and the attributes that are its arguments.
 _OPERATIONS: dict[type[nn.Module], tuple[Callable[..., UnfusedOperation], tuple[str, ...]]] = {
     nn.Linear: (ops.Linear, ("in_features", "out_features", "bias")),
     nn.LayerNorm: (ops.LayerNorm, ("normalized_shape", "eps", "elementwise_affine", "bias")),
@@ -76,7 +76,7 @@ def _converted(path: str, module: nn.Module) -> Any:
 
 
 def _alterations(module: nn.Module) -> Iterator[str]:
-    """What an operation or a `Sequential` in the place of a module would not do."""
+    """Changes to a module that an operation or an `sf.Sequential` would not reproduce."""
     state: dict[str, Any] = vars(module)
     yield from (f"hooks ({name})" for name, value in state.items() if name.endswith("hooks") and value)
     if "forward" in state or type(module).forward.__module__ != type(module).__module__:

@@ -1,4 +1,4 @@
-"""The ways in which queries, keys and values share a weight."""
+"""Layouts of a weight that queries, keys and values share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MultiHeadAttention, FeedForward, and the layers and stacks that are made of both."""
+"""MultiHeadAttention, FeedForward, and layers and stacks of both."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ class TransformerStack(Sequential):
 def _side_by_side(
     features: int, sizes: tuple[int, ...], bias: bool, merged: bool, group: Any, sequence_dim: int | None, made: Any
 ) -> UnfusedOperation:
-    """The GEMM that makes several features side by side, with a weight for each or one of all of them."""
+    """The GEMM that computes several outputs side by side, with separate weights or one packed weight."""
     if merged and group is not None:
         raise InputError("a MergedLinear is not divided among processes", code="SF106", operation="MergedLinear")
     if merged and len(sizes) > 1:
@@ -281,13 +281,13 @@ def _side_by_side(
 
 
 def _last(features: int, dim: int, bias: bool, group: Any, sequence_dim: int | None, made: Any) -> ops.Linear:
-    """The GEMM with which a region of several processes ends."""
+    """The GEMM that ends a tensor-parallel region."""
     divided: dict[str, Any] = {"parallel": "row", "group": group, "sequence_dim": sequence_dim}
     return ops.Linear(features, dim, bias, **made, **(divided if group is not None else {}))
 
 
 def own_heads(heads: int, kv_heads: int, group: Group) -> tuple[int, int]:
-    """How many of the heads each process has."""
+    """The number of heads in each process."""
     for name, count in (("heads", heads), ("kv_heads", kv_heads)):
         if count % group.size:
             hint = "a key head is not held twice" if name == "kv_heads" and not heads % group.size else None
@@ -299,7 +299,7 @@ def own_heads(heads: int, kv_heads: int, group: Group) -> tuple[int, int]:
 def _norm_on_rows(
     norm: Callable[..., UnfusedOperation], dim: int, group: Any, sequence_dim: int | None, made: dict[str, Any]
 ) -> UnfusedOperation:
-    """A norm between regions: where each process has its shard of the tokens, its gradients are summed."""
+    """A norm between tensor-parallel regions: with a sequence shard, gradients are summed over the group."""
     made_norm = norm(dim, **made)
     if group is not None and sequence_dim is not None:
         made_norm.sum_over = Group(group)

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do together: every rank calls these."""
+"""Collectives over the ranks of a pipeline; every rank must call them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
     if isinstance(given, Tensor) and given.is_meta is not here:
         told[placement.me] = 1 + zlib.crc32(repr((tuple(given.shape), given.dtype)).encode())
     try:
-        # Told first: if one rank alone raised, the others would wait for it.
+        # Compared first: if only one rank raised, the others would wait for it.
         dist.all_reduce(told, group=placement.group)  # pyright: ignore[reportUnknownMemberType]
         kinds = dict(zip(placement.ranks, cast("list[int]", told.tolist()), strict=True))  # pyright: ignore[reportUnknownMemberType]
         source = placement.rank(placement.stages - 1)
@@ -44,7 +44,7 @@ def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
             whose = f"rank{'s' * (len(wrong) > 1)} {' and '.join(map(str, wrong))}"
             message = "takes a tensor of the last stage: real there, on meta in its shape and dtype on every other rank"
             raise InputError(f"{message}; that of {whose} is not", code="SF105", operation="everywhere")
-        # Contiguous on every rank: what is sent is the memory, in its order.
+        # Contiguous on every rank, since a broadcast copies memory regardless of strides.
         value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if here else fuser.device)
         if here:
             value.copy_(tensor.detach())
@@ -100,7 +100,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot clip")
     sharded = [hasattr(p, "full_tensor") for p in own]
-    for kind in set(sharded):  # torch scales either DTensors or plain tensors
+    for kind in set(sharded):  # torch does not scale DTensors and plain tensors in one call
         torch.nn.utils.clip_grads_with_norm_(
             [p for p, s in zip(own, sharded, strict=True) if s is kind], max_norm, total
         )
@@ -121,7 +121,7 @@ _norm: Callable[..., Any] = torch.linalg.vector_norm  # pyright: ignore[reportUn
 
 
 def staged(model: Sequential) -> StagedFuser:
-    """The fuser of a model in stages."""
+    """The `StagedFuser` of a pipelined model."""
     fuser = getattr(model, "_fuser", None)
     if not isinstance(fuser, StagedFuser):
         raise InputError("takes a model that pipeline() has cut", code="SF106")

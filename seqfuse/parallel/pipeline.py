@@ -1,4 +1,4 @@
-"""A model in stages on many ranks: run by one script on all of them, or by the schedules of torch."""
+"""Pipeline parallel: a model in stages, run by the same script on every rank, or by torch's schedules."""
 
 from __future__ import annotations
 
@@ -115,12 +115,12 @@ def stages(model: Sequential, x: Tensor, microbatches: int = 1, **channels: Tens
 
 
 class StageModule(nn.Module):
-    """One stage as a module of its own: what enters it to what leaves it, the chain's tensor first, then channels.
+    """One stage as a module: maps the tensors that enter it to those that leave it, first the main one, then channels.
 
     Args:
-        fuser: that of the model.
-        stage: which one.
-        operations: those in it.
+        fuser: the model's fuser.
+        stage: index of the stage.
+        operations: the operations of the stage.
     """
 
     def __init__(self, fuser: StagedFuser, stage: int, operations: list[nn.Module]) -> None:
@@ -130,7 +130,7 @@ class StageModule(nn.Module):
         self.stage = stage
 
     def forward(self, *tensors: Tensor, **channels: Tensor) -> Any:
-        """The tensor that leaves, or a tuple where channels do, too."""
+        """The stage's output, or a tuple if channels leave it, too."""
         out = self.run(self.stage, [*tensors], channels)
         return out[0] if len(out) == 1 else tuple(out)
 
@@ -159,7 +159,7 @@ def _insert(container: nn.Module, before: str, key: str, module: nn.Module) -> N
 
 
 def _others(nodes: Sequence[Node], cuts: Sequence[int], placement: Placement) -> list[nn.Module]:
-    """The modules of the stages of other ranks."""
+    """The modules in stages of other ranks."""
     stage_of: dict[int, int] = {}
     modules: dict[nn.Module, None] = {}
     for position, node in enumerate(nodes):
@@ -177,7 +177,7 @@ def _others(nodes: Sequence[Node], cuts: Sequence[int], placement: Placement) ->
 
 
 def _clip(model: Sequential, elsewhere: Sequence[nn.Module]) -> None:
-    """Put what is not this rank's own on `meta`, and leave it out of state dictionaries."""
+    """Move tensors of other ranks' stages to `meta`, and exclude them from state dictionaries."""
     absent: set[int] = set()
     for owner in elsewhere:
         for tensors in (owner._parameters, owner._buffers):  # pyright: ignore[reportPrivateUsage]
@@ -216,10 +216,10 @@ def _own_state_only(model: nn.Module, absent: frozenset[str]) -> None:
 
 
 def _begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) -> dict[str, int]:
-    """The names of the modules at which the second stage and those after it begin, and their positions.
+    """Names and positions of the modules at which the second and later stages begin.
 
     Raises:
-        PlanError: (SF202) for a name at which none can begin, or names that are not in the order of the sequence.
+        PlanError: (SF202) for a name at which no stage can begin, or names out of order.
     """
     places = _places(root, nodes)
     if isinstance(stages, int):
@@ -239,7 +239,7 @@ def _begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str])
 
 
 def _places(root: nn.Module, nodes: Sequence[Node]) -> dict[str, int]:
-    """The names of the modules a stage can begin at, and the positions they begin at; the outermost comes first."""
+    """Names and positions of the modules at which a stage can begin; an outer module comes before those inside it."""
     first: dict[str, int] = {}
     for position, node in enumerate(nodes):
         parts = node.path.split(".")
@@ -256,7 +256,7 @@ def _places(root: nn.Module, nodes: Sequence[Node]) -> dict[str, int]:
 
 
 def _balanced(nodes: Sequence[Node], places: dict[str, int], stages: int) -> dict[str, int]:
-    """Begin stages where a single tensor crosses, so that the most parameters in one of them are as few as can be."""
+    """Begin stages where only one tensor crosses, minimizing the number of parameters in the largest stage."""
     names: dict[int, str] = {}
     for name, position in places.items():
         if position and not nodes[position].crossing:
@@ -271,7 +271,7 @@ def _balanced(nodes: Sequence[Node], places: dict[str, int], stages: int) -> dic
     ends = [0]
     for total in weight:
         ends.append(ends[-1] + total)
-    # best[n]: for n parts the heaviest of the stages so far at its lightest, and where those stages begin.
+    # best[n]: with the first n parts, the smallest possible size of the largest stage, and where its stages begin.
     best = {n: (ends[n], list[int]()) for n in range(1, len(at))}
     for stage in range(2, stages + 1):
         best = {

@@ -1,4 +1,4 @@
-"""A tensor whose numbers are on another rank."""
+"""A tensor whose values are on another rank."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _WRITES = frozenset(("__setitem__", "__set__"))
 
 
 class Elsewhere(Tensor):
-    """A `meta` tensor that stands for one on another rank: shape, dtype and `requires_grad` are right, numbers absent.
+    """A `meta` tensor that represents a tensor on another rank: it has its shape, dtype and `requires_grad`, no values.
 
-    What is computed from it is one, too, whatever real tensors take part, so that a loss and its `backward` are written
-    once for every rank.
+    Results computed from it are also `Elsewhere`, even together with real tensors, so that every rank can run the same
+    loss and `backward`.
 
     Attributes:
-        place: the place of the numbers, in words.
+        place: the stage and rank of the values, for messages.
 
     Raises:
-        StateError: (SF508) where its numbers are asked for.
+        StateError: (SF508) if its values are read.
     """
 
     place: str
 
     @staticmethod
     def of(tensor: Tensor, where: str) -> Elsewhere:
-        """Shape, dtype and `requires_grad` of a tensor; no gradient comes back to it, which it is an error to want."""
+        """A tensor of this shape, dtype and `requires_grad`; a gradient through it to a real tensor is an error."""
         meta: Any = tensor if tensor.is_meta else _down(tensor, where)
         out: Any = meta.as_subclass(Elsewhere)
         out.place = where
@@ -53,7 +53,7 @@ class Elsewhere(Tensor):
         name: str = getattr(func, "__name__", "")
         if name in _READS or (name == "__format__" and args[1]):
             raise _absent(where, name)
-        # Torch hands on the arguments of both backward functions by name.
+        # torch passes the arguments of both backward functions by name.
         if func is torch.autograd.grad or (func in _BACKWARD and named.get("inputs") is not None):
             message = "gradients of some tensors alone would not reach the stages before them"
             raise StateError(message, code="SF508", hint="call backward() on every rank, and read .grad")
@@ -86,7 +86,7 @@ class Elsewhere(Tensor):
 
 
 def blank(tensor: Tensor, requires_grad: bool = False) -> Tensor:
-    """A plain `meta` tensor of this shape and dtype, without a graph."""
+    """A plain `meta` tensor of this shape and dtype, not in a graph."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=requires_grad)
 
 
@@ -107,7 +107,7 @@ def _absent(where: str, name: str) -> StateError:
 
 
 class _Down(torch.autograd.Function):
-    """The shape of a real tensor among those of another rank."""
+    """A real tensor of this rank as a `meta` tensor, in an expression with tensors of another rank."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, where: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The fuser of a sequence in stages."""
+"""The fuser of a pipelined sequence."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Stage:
     """The part of a sequence between two boundaries.
 
     Attributes:
-        index: which it is.
+        index: number of the stage.
         parts: its regions and barriers.
-        boundary: what it begins with; the first one begins with nothing.
-        enters: the channels that come in beside the chain's tensor; `leaves` those that go out.
-        clipped: what regions were found to give, by what they got: what stands for it, and where gradients go.
+        boundary: the boundary that it begins with; None for the first stage.
+        enters: the channels that enter it in addition to the main tensor; `leaves`: those that leave it.
+        clipped: cached results of regions on other ranks by inputs: outputs on meta, and the inputs they depend on.
     """
 
     index: int
@@ -45,12 +45,12 @@ class Stage:
 
     @property
     def positions(self) -> list[int]:
-        """Those of its operations."""
+        """Positions of its operations."""
         return [at for p in self.parts for at in (range(p.start, p.stop) if isinstance(p, Region) else (p,))]
 
 
 class _CallState(NamedTuple):
-    """The sequence, and what a call has for all of its stages: public channels and seeds."""
+    """State of one call for all stages: op sequence, public channels and seeds."""
 
     op_list: OpList
     channels: dict[str, Tensor]
@@ -58,13 +58,13 @@ class _CallState(NamedTuple):
 
 
 class StagedFuser(Fuser):
-    """Runs a sequence in stages: this rank's own as ever, those of others on shapes alone."""
+    """Runs a sequence in stages: the stages of this rank as usual, those of other ranks only on shapes."""
 
     def __init__(self, root: Sequential, fusions: Any, placement: Placement) -> None:
         super().__init__(root, fusions, owned=True, memory=root.memory)
-        mark_divided()  # a rank that ran no stage has drawn nothing
+        mark_divided()  # dropout of ranks that run no stage draws no numbers
         self.placement = placement
-        self.device: torch.device | None = None  # of the latest input
+        self.device: torch.device | None = None  # of the last input
         self._cuts: WeakKeyDictionary[OpList, tuple[Stage, ...]] = WeakKeyDictionary()
         self.forget_draws()
 
@@ -73,19 +73,19 @@ class StagedFuser(Fuser):
         return {**super().__getstate__(), **kept, "_cuts": WeakKeyDictionary(), "_drawn": {}, "_ran": {}}
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
-        """Run the sequence; every rank gets the same input."""
+        """Run the sequence; the input must be the same on every rank."""
         if torch.compiler.is_compiling() or transformed() or x.__class__ not in (Tensor, nn.Parameter) or x.is_meta:
             got = f"{type(x).__name__} on {x.device}" if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"a model in stages takes plain tensors, neither compiled nor transformed, got {got}"
             raise InputError(message, code="SF105", hint="the input of the first stage is the same on every rank")
-        if current() is not None:  # before a rank waits for one that raises
+        if current() is not None:  # raised before other ranks wait for this one
             message = "a model in stages cannot be fed by a cache of keys: attention of other ranks would not fill it"
             raise StateError(message, code="SF505", hint="feed a model that is whole on its rank")
         self.device = x.device
         return super().__call__(x, **channels)
 
     def stages(self, op_list: OpList) -> tuple[Stage, ...]:
-        """The sequence as it was cut."""
+        """The stages of an op sequence."""
         if op_list not in self._cuts:
             nodes = op_list.nodes
             begin = [p for p in op_list.parts if isinstance(p, int) and isinstance(nodes[p].operation, Boundary)]
@@ -103,14 +103,14 @@ class StagedFuser(Fuser):
         return self._cuts[op_list]
 
     def operations(self, index: int) -> list[nn.Module]:
-        """The operations of a stage, each once."""
+        """The operations of a stage, without duplicates."""
         op_list = self.op_list()
         return [*dict.fromkeys(op_list.nodes[at].operation for at in self.stages(op_list)[index].positions)]
 
     def _run_parts(
         self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
     ) -> Tensor:
-        given, tensors = _CallState(op_list, channels.copy(), seeds), [x]  # the chain's tensor first, then channels
+        given, tensors = _CallState(op_list, channels.copy(), seeds), [x]  # the main tensor first, then channels
         tells = self.placement.tells or any_autocast()
         stages = self.stages(op_list)
         for stage in stages:
@@ -144,7 +144,7 @@ class StagedFuser(Fuser):
         return [x, *[channels[c] for c in stage.leaves]]
 
     def _others(self, given: _CallState, stage: Stage, tensors: list[Tensor], told: list[Any] | None) -> list[Tensor]:
-        """What stands for what leaves a stage of another rank."""
+        """The tensors that represent the outputs of a stage of another rank."""
         where = self.placement.where(stage.index)
         entries = [t if isinstance(t, Elsewhere) else _leaf(t, where) for t in tensors]
         if told is not None:
@@ -170,7 +170,7 @@ class StagedFuser(Fuser):
         return [x, *[channels[c] for c in stage.leaves]]
 
     def _clip(self, given: _CallState, stage: Stage, region: Region, x: Tensor) -> Tensor:
-        """What stands for what a region gives; found once, for a region runs operations of this library alone."""
+        """The tensors that represent the outputs of a region; cached, since it runs only operations of this library."""
         nodes, got = given.op_list.nodes, [x, *[given.channels[c] for c in region.channels]]
         parameters: list[Tensor] = [getattr(owner, name) for owner, name in region.slots]
         state = [(tuple(t.shape), t.dtype, t.requires_grad) for t in (*got, *parameters)]
@@ -197,7 +197,7 @@ class StagedFuser(Fuser):
         return x
 
     def infer(self, x: Tensor, channels: dict[str, Tensor]) -> list[list[Tensor]]:
-        """What stands for what enters the first stage, and for what leaves each."""
+        """Tensors that represent the input of the first stage, and the outputs of each stage."""
         op_list = self.op_list()
         check_channels(op_list.nodes, op_list.inputs, channels)
         given = _CallState(op_list, channels, torch.zeros(op_list.random, dtype=torch.int64, device="meta"))
@@ -207,18 +207,18 @@ class StagedFuser(Fuser):
         return found
 
     def run_stage(self, index: int, tensors: list[Tensor], given: dict[str, Tensor]) -> list[Tensor]:
-        """Run one of this rank's stages by itself on one of several micro-batches."""
+        """Run one of this rank's stages on one micro-batch."""
         op_list = self.op_list()
         seeds = self._draw(index, op_list, tensors[0])
         with parametrize.cached() if op_list.parametrized else contextlib.nullcontext():
             return self._own(_CallState(op_list, given, seeds), self.stages(op_list)[index], tensors)
 
     def forget_draws(self) -> None:
-        """Begin anew with micro-batches: each stage's n-th call reads the n-th draw."""
+        """Restart the count of micro-batches: the n-th call of each stage uses the n-th draw of seeds."""
         self._drawn, self._ran = dict[int, Tensor | None](), dict[int, int]()
 
     def _draw(self, index: int, op_list: OpList, x: Tensor) -> Tensor | None:
-        """The seeds of the micro-batch that a stage now runs: one vector for all stages, as in one process."""
+        """The seeds of a stage's current micro-batch: one vector for all stages, as in one process."""
         batch = self._ran.get(index, 0)
         self._ran[index] = batch + 1
         if batch not in self._drawn:
@@ -229,12 +229,12 @@ class StagedFuser(Fuser):
 
 
 def _leaf(tensor: Tensor, where: str) -> Tensor:
-    """What stands for a tensor at the beginning of a stage of another rank."""
+    """The tensor that represents an input of another rank's stage."""
     return Elsewhere.of(blank(tensor), where).requires_grad_(tensor.requires_grad)
 
 
 def _walk(given: _CallState, positions: range, x: Tensor) -> Tensor:
-    """Run references and modules on what stands for their inputs."""
+    """Run references and modules on tensors that represent their inputs."""
     for at in positions:
         try:
             x = walk_reference(given.op_list.nodes, range(at, at + 1), x, given.channels, given.seeds)

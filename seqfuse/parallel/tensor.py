@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel: an existing model, divided in place."""
+"""Tensor and sequence parallel: shards an existing model in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_TORCH = (
 
 
 class _Division(NamedTuple):
-    """What is to be done to one module, after everything was checked."""
+    """The sharding of one module, applied after everything is checked."""
 
     path: str
     module: nn.Module
@@ -94,7 +94,7 @@ def _check_arguments(model: Any, plan: Any, sequence_dim: Any) -> None:
 
 
 def _acts(model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None) -> list[_Division]:
-    """What the plan says to do, module by module."""
+    """The shardings that the plan requests, in its order."""
     named = dict(_named(model))
     acts: dict[str, _Division] = {}
     for pattern, style in plan.items():
@@ -135,7 +135,7 @@ def _linear(
 
 
 def _region(container: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Division]:
-    """A GEMM, operations that can run on a shard of its features, and a GEMM."""
+    """Shard a container of a GEMM, operations that can run on a shard of its features, and a GEMM."""
     found: list[tuple[str, nn.Module]] = []
     for name, m in _named(container):
         apart = not isinstance(m, FusableOperation) and not [*m.children()]
@@ -183,7 +183,7 @@ def _with_heads(operation: Any, own: tuple[int, int], group: Group) -> Callable[
 
 
 def _halves(model: nn.Module, linear: ops.Linear) -> tuple[int, int] | None:
-    """Both halves of what a gated unit reads, if one follows."""
+    """Sizes of the two halves of a gated unit's input, if a gated unit follows; else None."""
     listed = next((found for found in _sequences(model) if linear in found), [linear])
     after = listed[listed.index(linear) + 1 :]
     follows = next((m for m in after if not isinstance(m, (ops.Bias, *_ELEMENT_WISE))), None)
@@ -196,7 +196,7 @@ def _halves(model: nn.Module, linear: ops.Linear) -> tuple[int, int] | None:
 
 
 def _sequences(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The operations of each sequence in a module, of those that run through their own call, too."""
+    """The operations of each sequence in a module, including modules that run through their own call."""
     nodes = inside_of(module) if isinstance(module, FusableOperation) else []
     yield [node.operation for node in nodes]
     for inner in [node.operation for node in nodes if not node.fusable] if nodes else module.children():
@@ -204,7 +204,7 @@ def _sequences(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _check_ties(model: nn.Module, acts: Sequence[_Division]) -> None:
-    """Check that all who use a parameter that is divided divide it alike."""
+    """Check that every module that uses a sharded parameter shards it in the same way."""
     shards = {(id(act.module), name): shard for act in acts for name, shard in act.shards.items()}
     uses: dict[int, list[tuple[str, ParameterShard | None]]] = {}
     for path, module in _named(model):
@@ -218,7 +218,7 @@ def _check_ties(model: nn.Module, acts: Sequence[_Division]) -> None:
 
 
 def _on_rows(model: nn.Module, acts: Sequence[_Division]) -> list[UnfusedOperation]:
-    """The operations with parameters that see a sequence shard; warns of other modules with parameters."""
+    """The operations with parameters whose input is a sequence shard; warns about other modules with parameters."""
     known = {id(act.module) for act in acts}
     found: list[UnfusedOperation] = []
     for path, module in _named(model):
@@ -240,7 +240,7 @@ def _on_rows(model: nn.Module, acts: Sequence[_Division]) -> list[UnfusedOperati
 
 
 def _placed(error: InputError, model: nn.Module, module: nn.Module, path: str) -> InputError:
-    """The error with the place of the module in the sequence, and its name."""
+    """The error, completed with the module's name and its position in the sequence."""
     if isinstance(model, FusableOperation):
         among = {id(m) for m in module.modules()}
         places = [(i, node.name) for i, node in enumerate(flatten(model)) if id(node.operation) in among]

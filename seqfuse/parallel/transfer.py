@@ -1,4 +1,4 @@
-"""What passes between the stages of a pipeline: tensors on, their gradients back."""
+"""Transfers between pipeline stages: activations forward, gradients back."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DIMENSIONS = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Which rank has which stage: those of a group take turns.
+    """The assignment of stages to ranks, in turn.
 
     Attributes:
         group: the process group.
-        name: what errors call it.
+        name: its name in errors.
         ranks: its global ranks.
-        me: which of them this process is.
-        stages: how many there are.
-        tells: whether shapes are sent rather than inferred.
+        me: this process's index among them.
+        stages: number of stages.
+        tells: whether shapes are sent instead of inferred.
     """
 
     group: Any
@@ -40,22 +40,22 @@ class Placement:
     tells: bool
 
     def rank(self, stage: int) -> int:
-        """The global rank that has a stage."""
+        """The global rank of a stage."""
         return self.ranks[stage % len(self.ranks)]
 
     def own(self, stage: int) -> bool:
-        """Whether a stage is here."""
+        """Whether a stage is on this rank."""
         return stage % len(self.ranks) == self.me
 
     def where(self, stage: int) -> str:
-        """A stage's place in words."""
+        """A stage and its rank, for messages."""
         return f"in stage {stage} on rank {self.rank(stage)}"
 
     def __deepcopy__(self, memo: Any) -> Placement:
         return self
 
     def tell(self, stage: int, tensors: Sequence[Tensor] | None, count: int, device: torch.device) -> list[Any]:
-        """Shape, dtype, requires_grad and whether gradients pass the stage, of what leaves it: told by its rank."""
+        """Shape, dtype, `requires_grad`, and whether gradients pass the stage, of a stage's outputs, from its rank."""
         table = torch.zeros((count, 4 + _DIMENSIONS), dtype=torch.int64)
         if tensors is not None:
             for row, tensor in zip(table, tensors, strict=True):
@@ -73,7 +73,7 @@ class Placement:
         return [(r[4 : 4 + r[3]], _DTYPES[r[0]], bool(r[1]), bool(r[2])) for r in rows]
 
     def failed(self, doing: str, error: Exception) -> StateError:
-        """The error for a transfer that did not happen."""
+        """The error for a failed transfer."""
         hint = "a rank that failed, or does something else, lets the others wait for as long as its group's timeout"
         why = (str(error).splitlines() or [repr(error)])[0]
         message = f"{doing} in group {self.name!r} failed: {why}"
@@ -81,16 +81,16 @@ class Placement:
 
 
 class Boundary(FusableOperation):
-    """Where a stage begins: y = x, received from the rank of the stage before; dx = dy, received from this stage's.
+    """Begins a stage: y = x, received from the previous stage's rank; dx = dy, received from this stage's rank.
 
-    The channels that cross it go the same way. A sequence with boundaries runs as a whole, on every rank.
+    Channels that cross it are sent in the same way. A sequence with boundaries must run as a whole, on every rank.
 
     Args:
         stage: the stage that begins here.
-        placement: where the stages are.
+        placement: the assignment of stages to ranks.
 
     Raises:
-        PlanError: (SF202) when it is called by itself.
+        PlanError: (SF202) if it is called by itself.
     """
 
     def __init__(self, stage: int, placement: Placement) -> None:
@@ -111,29 +111,29 @@ class Boundary(FusableOperation):
         return f"stage={self.stage}, {self.barrier}"
 
     def enter(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Receive what these stand for; its gradient goes back the same way."""
+        """Receive the tensors that these represent; gradients are sent back."""
         return [*_enter(self, device, *tensors)]
 
     def leave(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send these; what stands for them brings their gradients back."""
+        """Send these tensors; returns tensors that represent them, whose backward receives the gradients."""
         where = self.placement.where(self.stage)
         return [Elsewhere.of(t, where) for t in _leave(self, *tensors)]
 
     def send(self, tensors: Sequence[Tensor], back: bool) -> None:
-        """Send to the stage that begins here, or back to the one before it."""
+        """Send to the stage that begins here, or back to the previous one."""
         stage = self.stage - back
         kept = [t.detach().contiguous() for t in tensors]
         self._wait([dist.P2POp(dist.isend, t, *self._peer(stage)) for t in kept if t.numel()], f"sending to {stage}")
 
     def receive(self, likes: Sequence[Tensor], device: torch.device, back: bool) -> list[Tensor]:
-        """Receive from the stage before the one that begins here, or back from that one."""
+        """Receive from the previous stage, or back from the stage that begins here."""
         stage = self.stage - (not back)
         out = [torch.empty(like.shape, dtype=like.dtype, device=device) for like in likes]
         self._wait([dist.P2POp(dist.irecv, t, *self._peer(stage)) for t in out if t.numel()], f"receiving from {stage}")
         return out
 
     def send_gradients(self, pairs: Sequence[tuple[Tensor | None, Tensor]], device: torch.device) -> None:
-        """Send back gradients, each with what it is of; of several it is said first which are there."""
+        """Send gradients back, each with the tensor it belongs to; if several, first which of them exist."""
         there = [gradient is not None for gradient, _ in pairs]
         if not any(there):
             pairs = [(torch.zeros(like.shape, dtype=like.dtype, device=device), like) for _, like in pairs]
@@ -143,7 +143,7 @@ class Boundary(FusableOperation):
         self.send([gradient for gradient, _ in pairs if gradient is not None], back=True)
 
     def receive_gradients(self, likes: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
-        """Receive the gradients of what these stand for; `None` where there is none."""
+        """Receive the gradients of tensors that these represent; `None` for missing ones."""
         there: list[int] = [1] * len(likes)
         if len(likes) > 1:
             (said,) = self.receive([torch.empty(len(likes), dtype=torch.uint8, device="meta")], device, back=True)
@@ -167,7 +167,7 @@ class Boundary(FusableOperation):
 
 
 def differentiable(tensors: Sequence[Tensor]) -> list[bool]:
-    """Which of the tensors that leave a stage carry gradients: all that can, if one does, so that ranks agree."""
+    """Which outputs of a stage carry gradients: if one does, all floating-point ones, so that ranks agree."""
     live = any(t.requires_grad for t in tensors)
     return [live and (t.is_floating_point() or t.is_complex()) for t in tensors]
 
@@ -209,7 +209,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Through(torch.autograd.Function):
-    """A stage of another rank, as one node: it is reached where its rank's is."""
+    """A stage of another rank as one autograd node, whose backward runs when that rank's does."""
 
     @staticmethod
     def forward(ctx: Any, wanted: Sequence[bool], *tensors: Tensor) -> Any:
@@ -227,7 +227,7 @@ class _Through(torch.autograd.Function):
 
 
 class _Together(torch.autograd.Function):
-    """What leaves the last stage, as one node: a loss of any of it reaches what entered."""
+    """The outputs of the last stage as one autograd node: a loss of any output reaches all inputs."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Any:
@@ -241,9 +241,9 @@ class _Together(torch.autograd.Function):
 
 
 def through(entries: Sequence[Tensor], outs: Sequence[Tensor], passes: bool, where: str) -> list[Tensor]:
-    """What leaves a stage of another rank; if gradients pass the stage, with a path from all of it to all that entered.
+    """The outputs of another rank's stage; if gradients pass it, in a graph that connects every output to every input.
 
-    Its rank gives back all gradients of what entered, or none.
+    That rank, too, returns the gradients of all inputs or of none.
     """
     wanted = differentiable(outs)
     plain: list[Tensor] = [t.detach() for t in outs]
@@ -255,7 +255,7 @@ def through(entries: Sequence[Tensor], outs: Sequence[Tensor], passes: bool, whe
 
 
 def together(outs: Sequence[Tensor]) -> list[Tensor]:
-    """What leaves the last stage on its own rank, as it looks to the others."""
+    """The outputs of the last stage on its own rank, connected as they are on other ranks."""
     wanted = differentiable(outs)
     if sum(wanted) < 2:
         return [*outs]
@@ -264,14 +264,14 @@ def together(outs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def stand_in(like: Tensor, wants: bool, sources: Sequence[Tensor]) -> Tensor:
-    """A new tensor that stands for one like this; if it has a gradient, with a path to its sources."""
+    """A new tensor that represents one like this; if it has a gradient, connected to its sources."""
     if wants and sources:
         return _link([True], like, *sources)[0]
     return torch.empty_like(like, requires_grad=wants)
 
 
 def nodes(tensor: Tensor) -> Iterator[Any]:
-    """The nodes of the graph behind a tensor."""
+    """The nodes of a tensor's autograd graph."""
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -282,7 +282,7 @@ def nodes(tensor: Tensor) -> Iterator[Any]:
 
 
 def sources(tensor: Tensor, leaves: Sequence[Tensor]) -> list[int]:
-    """Which of the leaves have a path from a tensor."""
+    """The indices of the leaves that a tensor depends on."""
     found = {id(tensor), *(id(getattr(node, "variable", None)) for node in nodes(tensor))}
     return [i for i, leaf in enumerate(leaves) if id(leaf) in found]
 

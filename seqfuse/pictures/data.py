@@ -100,8 +100,8 @@ class MemoryData(TypedDict):
 
 
 class ChoiceData(TypedDict):
-    """A choice of memory: bytes kept for backward, the most held at once, estimated microseconds beyond the fastest,
-    and whether it was made.
+    """A choice of memory: bytes saved for backward, peak bytes, estimated microseconds beyond the fastest, and whether
+    it is used.
     """
 
     memory: str
@@ -112,7 +112,7 @@ class ChoiceData(TypedDict):
 
 
 class RecomputedData(TypedDict):
-    """A segment that runs again in the backward pass, but for the steps at these positions."""
+    """A segment that runs again in the backward pass, except for the steps at these positions."""
 
     start: int
     stop: int

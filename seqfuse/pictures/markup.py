@@ -1,4 +1,4 @@
-"""Elements as text: whatever is not markup already is escaped."""
+"""SVG elements as text; any text that is not `Markup` is escaped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """Text that is already markup, and is not escaped."""
 
     __slots__ = ()
 
 
 def tag(name: str, *inside: str, **attributes: str | float) -> Markup:
-    """An element; `class_` and the like lose their underscore, others turn it into a hyphen."""
+    """An element; `class_` and the like lose their trailing underscore, other underscores become hyphens."""
     parts = [f"<{name}"]
     for key, value in attributes.items():
         text = number(value) if isinstance(value, float) else str(value)
@@ -28,27 +28,27 @@ def tag(name: str, *inside: str, **attributes: str | float) -> Markup:
 
 
 def escaped(text: str) -> str:
-    """Markup as it is; of anything else, characters that mean something become references."""
+    """Markup unchanged; other text with special characters escaped."""
     return text if isinstance(text, Markup) else html.escape(printable(text))
 
 
 def number(value: float) -> str:
-    """To a hundredth."""
+    """A number with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def printable(text: str) -> str:
-    """The text with a question mark for each character that is not printed: XML forbids some of them."""
+    """The text with a question mark for each unprintable character, since XML forbids some of them."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def width(text: str, size: float, wide: float = 0.57) -> float:
-    """About how long a line of text is, in the unit of its size; `wide` is that of a common character."""
+    """The approximate length of a line of text, in the unit of `size`; `wide` is the width of a typical character."""
     return size * sum(1.0 if unicodedata.east_asian_width(c) in "WF" else wide for c in text)
 
 
 def wrapped(text: str, room: float, *letters: float) -> Iterator[str]:
-    """A sentence in lines that there is room for, by words."""
+    """A sentence in lines of at most `room`, broken between words."""
     line = ""
     for word in text.split():
         longer = f"{line} {word}".strip()
@@ -60,7 +60,7 @@ def wrapped(text: str, room: float, *letters: float) -> Iterator[str]:
 
 
 def cut(text: str, room: float, size: float, wide: float = 0.57) -> str:
-    """The text, or as much of its beginning as there is room for."""
+    """The text, or as much of its beginning as fits."""
     if width(text, size, wide) <= room:
         return text
     while text and width(text + "…", size, wide) > room:
@@ -69,7 +69,7 @@ def cut(text: str, room: float, size: float, wide: float = 0.57) -> str:
 
 
 def cut_before(text: str, room: float, size: float, wide: float = 0.57) -> str:
-    """The text, or as many of its last words as there is room for, or the beginning of the last."""
+    """The text, or as many of its last words as fit, or the beginning of the last word."""
     if width(text, size, wide) <= room:
         return text
     ends = [text[found.end() :] for found in re.finditer(r"[._]", text)] or [text]

@@ -1,4 +1,4 @@
-"""A plan laid out as a score: columns in lines, one under the other; blocks that repeat themselves stand once."""
+"""Lays out a plan as lines of columns, one under the other; repeated blocks appear once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from .data import Kind, OperationData, PlanData, StepData
 
 LONG = 40
-"""Columns up to which nothing is folded."""
+"""Up to this number of columns, nothing is folded."""
 
 ANY = -1
-"""A segment of which it is not said where it ends."""
+"""A segment that is drawn without its ends."""
 
 _LONGEST_BLOCK = 200
 _LEAST_FOLDED = 8
@@ -20,7 +20,7 @@ _LEAST_FOLDED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A step of a schedule, seen from one of its columns: how far into it that stands."""
+    """A step of a schedule, seen from one of its columns, at `offset` in it."""
 
     name: str
     kind: Kind
@@ -31,33 +31,33 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One position: who runs it in each pass, what it saves, why it runs eagerly, what was refused here."""
+    """One position: its step in each pass, saved fields, the reason to run eagerly, and the fusions not applied."""
 
     operation: OperationData
     forward: Mark | None
     backward: Mark | None
     segment: int | None
-    opens: bool  # begins a segment
+    opens: bool  # first column of a segment
     closes: bool
     eager: str | None
     refused: tuple[tuple[str, str], ...]
 
     @property
     def border(self) -> bool:
-        """Whether no step of either schedule goes on from the column before."""
+        """Whether no step of either schedule continues from the previous column."""
         return not any(mark is not None and mark.offset for mark in (self.forward, self.backward))
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Columns in a row that stand for `times` copies of themselves, one behind the other."""
+    """Consecutive columns, drawn once for `times` repetitions."""
 
     columns: tuple[Column, ...]
     times: int = 1
 
     @property
     def last(self) -> int:
-        """The last position it stands for."""
+        """The last position that the block represents."""
         return self.columns[0].operation["at"] + self.times * len(self.columns) - 1
 
 
@@ -93,15 +93,15 @@ def _marks(steps: Sequence[StepData]) -> dict[int, Mark]:
 
 
 def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable]) -> list[Block]:
-    """Blocks of a long sequence: one that repeats itself stands once, with the number of repetitions.
+    """The blocks of a long sequence: repeated columns become one block with a number of repetitions.
 
-    A block begins where no step goes on from the column before; of the blocks that begin at a position the one that
-    saves most columns is taken. Columns are equal if `shown` is, and if segments begin at the same of them. Segments
-    do not count, and are left out of the blocks, where they would hide that blocks repeat.
+    A block begins where no step continues from the previous column; of the possible blocks at a position, the one that
+    saves most columns is used. Columns are equal if `shown` is equal and segments begin at the same ones. If that
+    hides too many repetitions, segments are ignored and not drawn.
 
     Args:
-        columns: of a plan.
-        shown: what is shown of a column apart from its position and its segment.
+        columns: the columns of a plan.
+        shown: what is drawn of a column apart from its position and its segment.
     """
     exact = _folded(columns, [(shown(column), column.opens) for column in columns])
     loose = _folded(columns, [shown(column) for column in columns])
@@ -135,7 +135,7 @@ def _folded(columns: Sequence[Column], shown: Sequence[Hashable]) -> list[Block]
 
 
 def _begins_later(columns: Sequence[Column], looks: Sequence[int], at: int, length: int, times: int) -> bool:
-    """Whether the same block, begun where a container does and not inside one, repeats itself as often."""
+    """Whether the same block repeats as often from a later column that begins a container, which this one does not."""
     paths = [column.operation["path"].split(".") for column in columns[max(at - 1, 0) : at + 2 * length]]
     here, there = paths[min(at, 1)], paths[min(at, 1) + length]
     depth = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0) + 1
@@ -146,7 +146,7 @@ def _begins_later(columns: Sequence[Column], looks: Sequence[int], at: int, leng
 
 
 def _repeats(columns: Sequence[Column], looks: Sequence[int], at: int) -> tuple[int, int]:
-    """The length of the best block that begins here, and how often it stands there."""
+    """Length and number of repetitions of the best block that begins here."""
     best, saved = (1, 1), _LEAST_FOLDED - 1
     if not columns[at].border:
         return best
@@ -163,7 +163,7 @@ def _repeats(columns: Sequence[Column], looks: Sequence[int], at: int) -> tuple[
 
 
 def lines_of(block: Block, most: int) -> list[tuple[Column, ...]]:
-    """Lines of a block, of `most` columns at most: cut between segments or else between steps, where that can be."""
+    """Lines of a block, at most `most` columns each, broken between segments or else between steps if possible."""
     lines: list[tuple[Column, ...]] = []
     rest = block.columns
     while len(rest) > most:

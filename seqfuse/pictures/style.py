@@ -1,11 +1,11 @@
-"""Colors and sizes: one palette for light and dark, which color-blind readers can tell apart."""
+"""Colors and sizes: one palette for light and dark, distinguishable by color-blind readers."""
 
 from __future__ import annotations
 
 from .data import Kind
 
 SIGNS: dict[Kind, str] = {"forward": "→", "backward": "←", "joint": "⇄", "inference": "○"}
-"""What stands before a fusion's name, so that its kind is not told by color alone."""
+"""Signs in front of fusions' names, so that color is not the only mark of their kind."""
 
 NAMES: dict[Kind, str] = {
     "forward": "forward fusion",
@@ -16,8 +16,8 @@ NAMES: dict[Kind, str] = {
     "eager": "runs eagerly",
 }
 
-# Ground, band of a segment, card, ink, faint ink, lines; then ground, edge and ink of each kind of fusion. The
-# edges are of the palette of Okabe and Ito.
+# Background, band of a segment, card, text, faint text, lines; then background, edge and text of each kind of
+# fusion. The edges are from the palette of Okabe and Ito.
 _LIGHT = {
     "ground": "#ffffff", "band": "#f3f5f8", "card": "#ffffff", "ink": "#1b1f24", "faint": "#59636e", "line": "#c9d1d9",
     "forward": "#d9eaf7", "forward-edge": "#0072b2", "forward-ink": "#00395a",
@@ -33,7 +33,7 @@ _DARK = {
     "inference": "#4a2640", "inference-edge": "#e39bc3", "inference-ink": "#fbe5f1",
 }  # fmt: skip
 
-# Notebooks, editors and documentation say which theme they show; else the reader's system does.
+# Notebooks, editors and documentation declare their theme; otherwise the system's setting applies.
 _SAID_DARK = ('[data-theme="dark"]', '[data-jp-theme-light="false"]', ".vscode-dark")
 _SAID_LIGHT = ('[data-theme="light"]', '[data-jp-theme-light="true"]', ".vscode-light")
 

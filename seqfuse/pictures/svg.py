@@ -1,4 +1,4 @@
-"""The picture: operations in the middle, the forward schedule above, the backward one below, saved tensors between."""
+"""Draws a plan: operations in the middle, forward schedule above, backward schedule below, saved tensors between."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .style import COLORS, NAMES, SHAPES, SIGNS
 from .text import counted, sized
 
 MOST = 10
-"""Columns in a line, at most."""
+"""Maximum number of columns in a line."""
 
 _GUTTER, _MARGIN, _GAP, _BETWEEN = 70.0, 20.0, 6.0, 14.0
 _STEP, _BAR, _LINE, _RECORD, _SPACE = 34.0, 8.0, 14.0, 22.0, 9.0
 _HEAD, _PAD, _APART, _TIMES = 22.0, 8.0, 22.0, 20.0
 _NARROWEST, _WIDEST, _LEAST = 88.0, 128.0, 640.0
 FULL = 904
-"""How wide a picture is, at most, if nothing else is said."""
-_NAME, _LABEL, _BOLD = 12.0, 11.0, 0.66  # sizes of letters, and how wide a bold one is
+"""Default maximum width of a picture."""
+_NAME, _LABEL, _BOLD = 12.0, 11.0, 0.66  # font sizes, and the width of a bold character
 
 
 def svg(plan: PlanData, most: int = FULL) -> Markup:
@@ -30,7 +30,7 @@ def svg(plan: PlanData, most: int = FULL) -> Markup:
 
 
 def headline(plan: PlanData) -> tuple[str, ...]:
-    """What the plan gains: steps instead of operations, and bytes saved for backward instead of those unfused."""
+    """The gains of the plan: steps against operations, and bytes saved for backward against unfused."""
     steps = [counted(len(plan["forward"]), "step") + (" forward" if plan["backward"] else "")]
     steps += [f"{len(plan['backward'])} backward"] if plan["backward"] else []
     lines = [f"{counted(len(plan['operations']), 'operation')} in {' and '.join(steps)}"]
@@ -46,7 +46,7 @@ def headline(plan: PlanData) -> tuple[str, ...]:
 
 
 def looks(column: Column) -> Hashable:
-    """What is drawn of a column, apart from its position and its segment."""
+    """Everything drawn of a column, apart from its position and its segment."""
     operation = column.operation
     saved = operation["name"], tuple(operation["saves"]), tuple(operation["needs"]), column.segment is None
     return saved, column.forward, column.backward, column.eager, column.refused
@@ -143,7 +143,7 @@ class _Picture:
                 yield from self._steps(line, places, rows, pass_)
 
     def _way(self, places: Sequence[float], y: float, pass_: str) -> Markup:
-        """A line behind the steps of a pass with a head where it leads: forward to the right, backward to the left."""
+        """A line behind the steps of a pass with an arrow to the right for forward, to the left for backward."""
         left, right = places[0] - 10, places[-1] + self._column - _GAP + 10
         head, turn = (right, -1) if pass_ == "forward" else (left, 1)
         line = f"M{number(left)} {number(y)}H{number(right)}"
@@ -237,7 +237,7 @@ class _Picture:
     def _record(
         self, x: float, rows: dict[str, float], size: float, fields: Sequence[str], kind: Kind
     ) -> Iterator[Markup]:
-        """What is saved, on the way from the forward pass to the backward pass."""
+        """Saved fields, drawn between the forward and the backward schedule."""
         y, middle = rows["saved"], x + size / 2
         yield tag(
             "path",
@@ -278,18 +278,18 @@ def _signed(mark: Mark) -> str:
 
 
 def _halves(name: str) -> list[tuple[str, str]]:
-    """A name in two lines, at each place where a word of it begins."""
+    """A name in two lines, for each place at which a word of it begins."""
     return [(name[: m.start()], name[m.start() :]) for m in re.finditer(r"(?<=[a-z0-9])(?=[A-Z])", name)]
 
 
 def _least(name: str, size: float) -> float:
-    """How wide a name is, in two lines where that is narrower."""
+    """The smallest width of a name, in one or two lines."""
     wide = [max(width(a, size, _BOLD), width(b, size, _BOLD)) for a, b in _halves(name)]
     return min([width(name, size, _BOLD), *wide])
 
 
 def _split(name: str, room: float, size: float) -> list[str]:
-    """A name in one line where there is room, in two where there is not, cut where even they have none."""
+    """A name in one line if it fits, else in two, each cut if necessary."""
     if width(name, size, _BOLD) <= room or not (halves := _halves(name)):
         return [cut(name, room, size, _BOLD)]
     best = min(halves, key=lambda two: max(width(part, size, _BOLD) for part in two))
@@ -297,7 +297,7 @@ def _split(name: str, room: float, size: float) -> list[str]:
 
 
 def _listed(fields: Sequence[str], room: float) -> str:
-    """As many fields as there is room for, and how many more there are."""
+    """As many fields as fit, and the number of the others."""
     for count in range(len(fields), 0, -1):
         more = f" +{len(fields) - count}" if count < len(fields) else ""
         text = ", ".join(fields[:count]) + more

@@ -14,9 +14,9 @@ from .score import Mark, fold, plan_columns
 WIDTH = 80
 NARROWEST = 60
 LABEL = 30
-"""Columns for an operation, at most; half of them where names of fusions need room."""
+"""Maximum width of an operation's column; half of it if names of fusions need the space."""
 FEW = 3
-"""Fusions that are named, or have a line of their own, where there are more."""
+"""Up to how many fusions are named, or have separate lines."""
 
 
 def summary(plan: PlanData) -> list[str]:
@@ -38,7 +38,7 @@ def _memory(memory: MemoryData, partly: bool) -> str:
 
 
 def choices_table(choices: Sequence[ChoiceData], used: str) -> list[str]:
-    """A line for each choice of memory: bytes saved, the peak, and the estimated extra time, in common units."""
+    """A line for each memory choice: bytes saved, peak, and estimated extra time, in common units."""
     rows = [("memory=", "saved", "peak", "time (est.)")] * bool(choices)
     saves, peaks = (max((choice[held] for choice in choices), default=0) for held in ("saved", "peak"))
     for choice in choices:
@@ -52,7 +52,7 @@ def choices_table(choices: Sequence[ChoiceData], used: str) -> list[str]:
 
 
 def curve(choices: Sequence[ChoiceData], width: int | None = None) -> str:
-    """The front: a line for each choice of memory, its peak, and a mark as far to the right as it takes longer."""
+    """The front as a chart: a line for each memory choice, its peak, and a mark whose offset is the extra time."""
     ordered = sorted(choices, key=lambda choice: (-choice["peak"], choice["microseconds"]))
     if not ordered:
         return "there is nothing to choose: no gradient is needed, all plans are one, or their bytes are not known"
@@ -68,7 +68,7 @@ def curve(choices: Sequence[ChoiceData], width: int | None = None) -> str:
 
 
 def _recomputed(plan: PlanData) -> Iterator[str]:
-    """The segments that run again, and what of them does not."""
+    """A line with the segments that run again in the backward pass, and the steps in them that do not."""
     names = [operation["name"] for operation in plan["operations"]]
     said: list[str] = []
     for one in plan["recomputed"]:
@@ -125,20 +125,20 @@ def render(plan: PlanData, width: int | None = None) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal that is printed to; 80 where it is none."""
+    """Width of the terminal that output goes to; 80 if it is not a terminal."""
     if sys.stdout is None or not sys.stdout.isatty():  # pyright: ignore[reportUnnecessaryComparison]
         return WIDTH
     return max(shutil.get_terminal_size((WIDTH, 24)).columns, NARROWEST)
 
 
 def _widths(rows: Sequence[tuple[str, str, str]], total: int) -> tuple[int, int, int]:
-    """Of the three columns: what each needs where there is room, else names of operations are cut first."""
+    """Widths of the three columns: what each needs if they fit, else names of operations are cut first."""
     label, ahead, back = (max(_width(row[i]) for row in rows) for i in range(3))
     label = min(label, LABEL)
     if label + ahead + back > total:
         label = min(label, max(total - ahead - back, LABEL // 2))
     rest = total - label
-    if ahead + back > rest:  # the wider one gives way
+    if ahead + back > rest:  # the wider one is cut
         ahead, back = min(ahead, max(rest - back, rest // 2)), min(back, max(rest - ahead, rest - rest // 2))
     return label, ahead, back
 
@@ -158,7 +158,7 @@ def _marked(mark: Mark | None) -> str:
 
 
 def _casts(casts: Sequence[CastData]) -> list[str]:
-    """A line for each dtype that is cast to: what, and where."""
+    """A line for each target dtype: the tensors that are cast, and where."""
     found: dict[str, dict[str, list[int]]] = {}
     for cast in casts:
         found.setdefault(cast["dtype"], {}).setdefault(cast["name"], []).append(cast["at"])
@@ -167,7 +167,7 @@ def _casts(casts: Sequence[CastData]) -> list[str]:
 
 
 def _quantizations(quantizations: Sequence[QuantizationData]) -> list[str]:
-    """A line for each format and scaling: which operands, and where, and the fused steps that quantize on the way."""
+    """A line for each format and scaling: the operands and positions, and the fused steps that quantize them."""
     found: dict[str, dict[str, list[str]]] = {}
     for one in quantizations:
         inside = f" (in {one['inside']})" if one["inside"] else ""
@@ -178,7 +178,7 @@ def _quantizations(quantizations: Sequence[QuantizationData]) -> list[str]:
 
 
 def _refusals(refused: Sequence[RefusalData]) -> Iterator[str]:
-    """A line for each reason, one for many fusions that were superseded; what could not be otherwise is no news."""
+    """A line for each reason, and one for all superseded fusions if there are many; expected reasons are not shown."""
     reasons: dict[str, dict[str, list[int]]] = {}
     superseded: dict[str, list[int]] = {}
     for refusal in refused:
@@ -202,7 +202,7 @@ def _refusals(refused: Sequence[RefusalData]) -> Iterator[str]:
 
 
 def _few(fusions: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]) -> str:
-    """Names and places; of many fusions the places of the user's own, and the first names of the others."""
+    """Names and positions; of many fusions, positions of the user's fusions, and the first names of the others."""
     if len(fusions) <= FEW:
         return _named(fusions)
     others = [name for name in fusions if name not in mine]
@@ -278,7 +278,7 @@ def _number(value: float) -> str:
 
 
 def sized(n: int, like: int | None = None) -> str:
-    """Bytes, in MiB from a tenth of one on, in the unit that fits `like` where several stand in a column."""
+    """Bytes: in MiB from 0.1 MiB on, in GiB from 10 GiB on; if `like` is given, in its unit."""
     like = n if like is None else like
     if like < 2**10:
         return f"{n} B"
@@ -289,7 +289,7 @@ def sized(n: int, like: int | None = None) -> str:
 
 
 def bytes_against(n: int, **others: int) -> str:
-    """A number of bytes, and what multiple it is of others, which are named, all in one unit."""
+    """Bytes, and the ratio to each of the named numbers of bytes, all in one unit."""
     most = max(n, *others.values())
     than = (
         f", {n / other:.2f}x {name.replace('_', ' ')} ({sized(other, most)})" for name, other in others.items() if other
@@ -298,5 +298,5 @@ def bytes_against(n: int, **others: int) -> str:
 
 
 def extra_time(microseconds: float) -> str:
-    """A difference in time: milliseconds from a tenth of one on."""
+    """A time difference: in milliseconds from 0.1 ms on."""
     return f"{microseconds / 1000:+,.1f} ms" if abs(microseconds) >= 100 else f"{microseconds:+,.0f} us"

@@ -1,4 +1,4 @@
-"""What `check_op` and `check_fusion` are given by mistake: one sentence that says what was expected."""
+"""Checks of the arguments of `check_op` and `check_fusion`: each error names what was expected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __tracebackhide__ = True  # pytest shows the test and the message
 
 
 def check_kit_arguments(kit: str, x: object, ops: Iterable[object], dtypes: object) -> None:
-    """Refuse an x that is no floating-point tensor, operations that are no modules, dtypes that nothing can be run in.
+    """Raise if x is not a floating-point tensor, an operation is not a module, or `dtypes` are not floating dtypes.
 
     Raises:
         TypeError: for x and operations.
@@ -40,7 +40,7 @@ def check_kit_arguments(kit: str, x: object, ops: Iterable[object], dtypes: obje
 
 
 def check_fusion_arguments(fusion: object, env: object) -> None:
-    """Refuse what is no fusion class, and an environment that is none; raises TypeError."""
+    """Raise TypeError if `fusion` is not a fusion class, or `env` is neither None nor an `Env`."""
     if not _derives(fusion, FusedOperation):
         hint = ""
         if isinstance(fusion, FusedOperation):

@@ -1,4 +1,4 @@
-"""One list of operations run on one set of inputs: by fusions, unfused, and by its references in float64."""
+"""Runs one op sequence on the same inputs fused, unfused, and with the references in float64."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .structure import Tree, Untouched, assert_bitwise_equal, copied_module
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
 OnPass = Callable[..., Any]
-"""As of a `Fuser`: called in place of each pass of a step, with the step and the pass."""
+"""The `on_step` of a `Fuser`: called instead of each pass of a step, with the step and the pass."""
 
 HUGE, _MOST_SUBSETS = "huge", 32
-_ROWS = 33  # enough for the bias part of the rule, and no power of two
+_ROWS = 33  # enough for the bias part of the error bound; not a power of two
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a sequence is run on: small enough to read in a failure message."""
+    """The input that a sequence runs on, in few enough words for a failure message."""
 
     shape: Shape
     dtype: torch.dtype = torch.float32
@@ -55,14 +55,14 @@ class Case:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """A block in which torch's generators start from a seed, and after which they are as they were before it.
+    """A block in which torch's generators start from a seed; afterwards their state is restored.
 
-    In it the seeds that operations get decide their masks on every device.
+    Inside it, dropout masks follow from the operations' seeds on every device.
     """
-    seed += 0x5EED_0000  # which no pass that seeds them itself takes: it would leave them as they were
+    seed += 0x5EED_0000  # a pass that seeds generators itself uses other seeds: the same one would leave them unchanged
     on_cuda = device.type == "cuda"
     with cast(Any, torch.random).fork_rng([device] if on_cuda else []):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback, for devices not yet started
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback per uninitialized device
         if on_cuda:
             cast(Any, torch.cuda).manual_seed(seed)
         before, _attention.seeds_decide = _attention.seeds_decide, True
@@ -73,12 +73,12 @@ def seeded(seed: int, device: torch.device) -> Generator[None]:
 
 
 class Bench:
-    """Runs a sequence by a fuser that uses each fusion that is not refused: cost does not decide what is tested.
+    """Runs a sequence with a fuser that applies every fusion whose requirements hold, regardless of cost.
 
     Args:
         root: the sequence.
         fusions: the fusion set.
-        on_step: as of a `Fuser`; each operation runs as a step of a plan, a view, too.
+        on_step: as in `Fuser`. With it, each operation runs as a step of a plan, views included.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Bench:
 
 @functools.lru_cache(8)
 def _numbers(regime: str, shape: Shape, seed: int, dtype: torch.dtype) -> Tensor:
-    """Those that the fused run, the unfused one and the references of a case start from; nobody writes to them."""
+    """Cached values that the fused, unfused and reference runs of a case share; they are never written to."""
     return in_regime(regime, shape, seed, dtype=dtype)
 
 
@@ -119,14 +119,14 @@ def _run(step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run was given and what it gave; gradients by name: `d_x`, `d_<channel>`, `<parameter>.grad`."""
+    """Inputs and results of a run; gradients by name: `d_x`, `d_<channel>`, `<parameter>.grad`."""
 
     inputs: dict[str, Tensor]
     parameters: dict[str, Tensor]
     incoming: dict[str, Tensor]
     outputs: dict[str, Tensor]
     grads: dict[str, Tensor | None]
-    random: Tensor  # state of the generator afterwards
+    random: Tensor  # state of the generator after the run
 
     @property
     def tree(self) -> dict[str, Tree]:
@@ -134,16 +134,16 @@ class Outcome:
 
 
 class Specimen:
-    """A sequence of operations as it is tested: copies that belong to the kit, at any dtype.
+    """A sequence of operations under test: copies that the test kit owns, in any dtype.
 
-    Parameters that are constant, as fresh norms and biases are, get random values: equal numbers hide what is permuted,
-    dropped or multiplied by one.
+    Constant parameters, as in fresh norms and biases, get random values: with equal values, a permutation, a missing
+    addition or a multiplication by one would not show.
 
     Args:
-        operations: the sequence; they stay as they are.
-        x: gives the shape and device of the input, and its values for the regime `"given"`.
-        channels: tensors for public extra inputs; one left out is drawn, in the shape of the tensor it meets.
-        seed: of every number that is drawn.
+        operations: the sequence; not modified.
+        x: its shape and device are those of the input, its values those of the regime `"given"`.
+        channels: tensors for public extra inputs; others are random, in the shape of the tensor they are combined with.
+        seed: of all random values.
     """
 
     def __init__(self, operations: Sequence[nn.Module], x: Tensor, channels: Mapping[str, Tensor], seed: int) -> None:
@@ -161,7 +161,7 @@ class Specimen:
                 p.add_(0.5 * seeded_randn(tuple(p.shape), self.seed + i, dtype=p.dtype).to(p.device))
 
     def at(self, dtype: torch.dtype, *, wide: bool = False) -> Sequential:
-        """A copy of the sequence with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
+        """A copy of the sequence with parameters in `dtype`; if `wide`, in float64, after rounding to `dtype`."""
         return copied_module(self.root).to(dtype).to(torch.float64 if wide else dtype)
 
     def bench(
@@ -180,12 +180,12 @@ class Specimen:
         bench = self._benches.get((case.dtype, wide)) if seed == self.seed else None
         if bench is None:
             bench = self.bench(case.dtype, wide=wide)
-            if seed == self.seed and next(self.root.buffers(), None) is None:  # nothing in it changes
+            if seed == self.seed and next(self.root.buffers(), None) is None:  # the references change no state
                 self._benches[case.dtype, wide] = bench
         return self.run(bench, case, seed, reference=True, wide=wide)
 
     def named(self, nodes: Sequence[Any]) -> dict[str, Tensor]:
-        """Parameters of a copy by name, under the places of their operations."""
+        """Parameters of a copy by name, prefixed with the place of their operation in the sequence."""
         found: dict[str, Tensor] = {}
         for at, node in enumerate(nodes):
             for name, (owner, attribute) in node.slots.items():
@@ -197,17 +197,17 @@ class Specimen:
         return found
 
     def names(self) -> tuple[str, ...]:
-        """Everything a gradient can be wanted of: `x`, channels, parameters."""
+        """Everything that can have a gradient: `x`, channels, parameters."""
         given = [name for name in self.inputs if not self._is_whole(name)]
         return ("x", *given, *self.named(self.nodes))
 
     def _is_whole(self, name: str) -> bool:
-        """Whether a channel was given integers, such as ends of groups: none are drawn, and they have no gradient."""
+        """Whether a channel holds integers, such as ends of groups; integers are not drawn and have no gradient."""
         like = self.channels.get(name)
         return like is not None and not (like.is_floating_point() or like.is_complex())
 
     def shape_at(self, shape: Shape) -> list[Shape]:
-        """Shape of what enters each operation, and of what leaves the last; raises `ValueError` where one refuses."""
+        """Shapes of the input of each operation and of the last output; raises `ValueError` if an operation does."""
         shapes = [shape]
         for node in self.nodes:
             assert isinstance(node.operation, UnfusedOperation)
@@ -215,7 +215,7 @@ class Specimen:
         return shapes
 
     def shapes(self) -> list[Shape]:
-        """Shapes to test, the main one first: that of `x`, more and odd numbers of rows, 1-D, none at all."""
+        """Shapes to test, the main one first: that of `x`, other and odd numbers of rows, 1-D, no rows."""
         given = tuple(self.x.shape)
         last = given[-1:]
         main = given if torch.Size(given[:-1]).numel() >= _ROWS else (_ROWS, *last)
@@ -223,7 +223,7 @@ class Specimen:
         return [shape for shape in dict.fromkeys(wanted) if self.accepts(shape)] or [given]
 
     def accepts(self, shape: Shape) -> bool:
-        """Whether the references take a shape; what they raise that is no plain refusal is kept in `refused`."""
+        """Whether the references accept a shape; exceptions other than ValueError are noted in `refused`."""
         try:
             self.references(Case(shape, torch.float64, grad=False), 0)
         except ValueError:
@@ -234,7 +234,7 @@ class Specimen:
         return True
 
     def inputs_for(self, case: Case, seed: int) -> dict[str, Tensor]:
-        """Tensor x and the channels by name, in memory of their own."""
+        """Tensor x and the channels by name, each in newly allocated memory."""
         inputs = {"x": self._draw(case, case.shape, self.x, seed, 0)}
         shapes = None
         for i, name in enumerate(self.inputs):
@@ -260,7 +260,7 @@ class Specimen:
             regime = {"given": "normal", HUGE: "extremes"}.get(case.regime, case.regime)
             values = _numbers(regime, shape, seed + at, case.dtype).to(self.x.device)
         if case.regime == HUGE:
-            # Room for a short sum: at the very end of the range the order of summation decides what overflows.
+            # Room for a short sum: near the largest number, the order of summation decides whether a sum overflows.
             values = values * (2.0**-6 if torch.finfo(case.dtype).max < 1e5 else 2.0**-12)
         return laid_out(values, case.layout)
 
@@ -268,10 +268,10 @@ class Specimen:
         """Run a bench and its backward from random gradients.
 
         Args:
-            bench: around a copy of the sequence, made by `at`.
-            case: what to run it on.
-            seed: of inputs and gradients; the same one gives the same numbers in every run, and another than the
-                specimen's own other parameters as well.
+            bench: of a copy of the sequence, returned by `at`.
+            case: shape, dtype, layouts and regimes of the inputs.
+            seed: of inputs and gradients; runs with the same seed use the same values. A seed other than the specimen's
+                also varies the parameters.
             reference: run the references under plain autograd, not the engine.
             wide: widen the inputs, rounded to the case's dtype, to float64.
         """
@@ -284,7 +284,7 @@ class Specimen:
         for p in parameters.values() if seed != self.seed else ():
             p.data.copy_(varied(p.data.to(case.dtype), seed))
         watch = Untouched({**inputs, **parameters})
-        # What results are compared with is quantized as they are, from numbers that float32 holds.
+        # Expected results are quantized in the same way, from values that float32 can represent.
         quantized = within(wide=reference and wide)
         with seeded(self.seed + seed, self.x.device), torch.set_grad_enabled(case.grad), watch, quantized:
             out: Any = (bench.references if reference else bench)(**inputs)
@@ -302,14 +302,14 @@ class Specimen:
     def _incoming(self, case: Case, y: Tensor, seed: int) -> Tensor:
         regime = "one_nan" if case.dy_regime == "one_nan" else "normal"
         values = _numbers(regime, tuple(y.shape), seed, case.dtype).to(y.device)
-        # Gradients are linear in dy: what errs by more in large ones has a bound of its own.
+        # Gradients are linear in dy: an error that grows faster than dy exceeds the bound.
         large = 2.0**8 if torch.finfo(case.dtype).max < 1e5 else 2.0**24
         values = values * {"large": large, "infinite": torch.inf}.get(case.dy_regime, 1)
         return laid_out(values, case.dy_layout).to(y.dtype)
 
 
 def uncounted(plan: Plan, saved: bool = True) -> list[str]:
-    """Which bytes a plan cannot count, and why; what is saved for backward only if that is the question."""
+    """Which bytes a plan cannot count, and why: saved bytes only if `saved`, else the peak."""
     if plan.memory is None:
         return [f"what it saves for backward: {plan.memory_unknown}"] if saved and plan.memory_unknown else []
     return [f"its peak in a plan: {plan.memory.peak_unknown}"] if plan.memory.peak_unknown else []
@@ -318,7 +318,7 @@ def uncounted(plan: Plan, saved: bool = True) -> list[str]:
 def _gradients(
     outputs: Mapping[str, Tensor], incoming: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, twice: bool
 ) -> dict[str, Tensor | None]:
-    """Gradients by name; `twice` of two backward passes through one graph, which have to agree bit for bit."""
+    """Gradients by name; with `twice`, from two backward passes through one graph, which must be equal bit for bit."""
     pairs = [(y, incoming[f"d{name}"]) for name, y in outputs.items() if y.requires_grad]
     if not pairs or not wanted:
         return {}
@@ -339,7 +339,7 @@ def _gradients(
 
 
 def subsets(names: Sequence[str]) -> list[frozenset[str]]:
-    """Every subset of names; where there are many, none, each alone, all but one, and all."""
+    """Every subset of names; if there are many, the empty set, single names, all but one, and all."""
     if 2 ** len(names) <= _MOST_SUBSETS:
         return [frozenset(some) for n in range(len(names) + 1) for some in combinations(names, n)]
     everything = frozenset(names)
@@ -347,21 +347,21 @@ def subsets(names: Sequence[str]) -> list[frozenset[str]]:
 
 
 def few_rows(shapes: Sequence[Shape]) -> Shape:
-    """The shape with seven rows, or the one with fewest that has any."""
+    """The shape with seven rows if there is one, else the smallest non-empty shape."""
     filled = [shape for shape in shapes if torch.Size(shape).numel()] or list(shapes)
     return next((shape for shape in filled if shape[:-1] == (7,)), min(filled, key=lambda s: torch.Size(s).numel()))
 
 
 def cases(shapes: Sequence[Shape], dtype: torch.dtype) -> Iterator[Case]:
-    """Regimes, values as given, edges, shapes and layouts; `shapes` with the main one first."""
+    """Cases of regimes, given values, edge cases, shapes and layouts; the first of `shapes` is the main one."""
     main, few = shapes[0], few_rows(shapes)
     yield from (Case(main, dtype, regime) for regime in REGIMES)
     yield from (Case(shape, dtype, "given") for shape in shapes)
     yield from (Case(few, dtype, regime) for regime in ("zeros", "one_nan", "one_inf", HUGE))
     yield from (Case(few, dtype, dy_regime=regime) for regime in ("one_nan", "large"))
-    # Rows that repeat round alike: too few are left for the rule to take each for a draw of its own.
+    # Repeated rows round alike: too few distinct rows remain, and the error bound assumes independent ones.
     at = {layout: few if layout in ("expanded", "scalar") else main for layout in LAYOUTS[1:]}
-    # One number for x is a variance of nothing but rounding, which no two orders of summation agree on.
+    # If x is a single repeated number, its variance is only rounding error, which depends on the order of summation.
     yield from (Case(shape, dtype, layout=layout) for layout, shape in at.items() if layout != "scalar")
     yield from (Case(shape, dtype, dy_layout=layout) for layout, shape in at.items())
     yield Case(main, dtype, grad=False)

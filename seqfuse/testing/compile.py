@@ -1,7 +1,7 @@
-"""`compile_kernel`: whether a kernel of an author compiles for GPUs that are not here.
+"""`compile_kernel`: whether an author's kernel compiles for GPUs that this machine does not have.
 
-The interpreter runs what Triton cannot compile. A process in which kernels are interpreted cannot compile them, and
-some failures of the compiler end the process: a launch is sent to a child process, which imports the kernel again.
+The interpreter also runs code that Triton cannot compile. A process that interprets kernels cannot compile them, and
+some compiler failures kill the process: so a child process imports the kernel's module again and compiles the launch.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ TRITON_DTYPES = {
     "float8_e5m2": "fp8e5",
     "bool": "u1",
 }
-"""Triton's name of a torch dtype, by the latter's name without `torch.`."""
+"""Triton's name of a torch dtype, by torch's name without `torch.`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One configuration that a kernel is compiled in.
+    """One configuration of a kernel to compile.
 
     Args:
         name: readable in a table: `"bias,gelu bf16 4x1024"`.
         kernel: the `triton.jit` function.
         signature: type of every argument that is not a constexpr, in the order of the kernel's parameters.
         constexprs: value of every constexpr argument. Arguments that are `None` belong here, too.
-        divisible: arguments whose pointer or number is a multiple of 16; for a tuple argument, of all its members.
+        divisible: arguments whose address or value is a multiple of 16; for a tuple argument, those of all its members.
         num_warps: as in a launch.
         num_stages: as in a launch.
-        has_dot: whether it multiplies matrices, so that `wgmma` must appear on sm_90.
+        has_dot: whether the kernel multiplies matrices, so that `wgmma` must appear in its code for sm_90.
         options: further compiler options, such as `maxnreg`.
     """
 
@@ -75,7 +75,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a kernel was compiled to for one architecture.
+    """The result of compiling a kernel for one architecture.
 
     Args:
         module: the module that defines the kernel.
@@ -123,7 +123,7 @@ def compile_kernel(
             does not have.
     """
     if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == __name__:
-        return ()  # the script is imported there
+        return ()  # the child process imports the script that called it
     targets = (targets,) if isinstance(targets, str) else targets
     for target in targets:
         if not re.fullmatch(r"sm_\d+|gfx\w+", target):
@@ -173,9 +173,9 @@ def _sent(launch: Path, target: str) -> Compiled:
 
 
 def in_child(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a process that compiles kernels and finds what this one does.
+    """Run a module in a child process that compiles kernels, with this process's import path.
 
-    It keeps none of the kernels unless `TRITON_CACHE_DIR` is set.
+    Its kernel cache is temporary unless `TRITON_CACHE_DIR` is set.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONSAFEPATH"] = "1"
@@ -188,18 +188,18 @@ def in_child(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def ended(done: subprocess.CompletedProcess[str]) -> str:
-    """How a child process ended before its time."""
+    """The message for a child process that failed: its exit code and the last line that it printed."""
     tail = done.stderr.strip().splitlines()[-1:] or [""]
     return f"the compiler ended with {done.returncode}: {tail[0]}"
 
 
 def is_kernel(kernel: Any) -> bool:
-    """Whether it is a `triton.jit` function, compiled or interpreted."""
+    """Whether an object is a `triton.jit` function, compiled or interpreted."""
     return inspect.isfunction(getattr(kernel, "fn", None)) and hasattr(kernel, "arg_names")
 
 
 class _Pickler(pickle.Pickler):
-    """Kernels and device functions, also where they are constexprs, by the names they have in their modules."""
+    """Pickles kernels and device functions, also as constexprs, by their names in their modules."""
 
     def persistent_id(self, obj: Any) -> tuple[str, str, str] | None:
         if not is_kernel(obj):
@@ -237,7 +237,7 @@ def _imported(name: str, file: str) -> ModuleType:
 
 
 def type_of(value: Any) -> Type:
-    """The type that Triton gives an argument of a launch."""
+    """Triton's type of an argument of a launch."""
     if value is None:
         return "none"
     if isinstance(value, tuple):
@@ -260,7 +260,7 @@ def _named(tensor: Tensor) -> str:
 
 
 def is_divisible(value: Any) -> bool:
-    """Whether a number is divisible by 16, as the address of a tensor is taken to be; of a tuple, all that it holds."""
+    """Whether a number, or each member of a tuple, is divisible by 16; addresses of tensors are assumed to be."""
     if isinstance(value, tuple):
         held = [member for member in cast("tuple[Any, ...]", value) if member is not None]
         return bool(held) and all(map(is_divisible, held))
@@ -268,7 +268,7 @@ def is_divisible(value: Any) -> bool:
 
 
 def built(variant: Variant, target: str) -> Any:
-    """What Triton compiles a configuration to; not in a process in which kernels are interpreted."""
+    """The kernel that Triton compiles for a configuration; fails in a process that interprets kernels."""
     triton: Any = importlib.import_module("triton")
     GPUTarget: Any = importlib.import_module("triton.backends.compiler").GPUTarget
     signature: dict[str, Any] = {}
@@ -301,7 +301,7 @@ def _spelled(kind: Type, path: tuple[int, ...], constants: dict[tuple[int, ...],
 
 
 def _numbers(kind: Type, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Where the pointers and integers of an argument are."""
+    """The paths of the pointers and integers in an argument."""
     if isinstance(kind, tuple):
         for i, inner in enumerate(kind):
             yield from _numbers(inner, (*path, i))
@@ -310,7 +310,7 @@ def _numbers(kind: Type, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def resources(kernel: Any, target: str) -> dict[str, int]:
-    """The numbers of a `Compiled`, of what `built` gives."""
+    """Registers, spills and shared memory of a kernel that `built` returned."""
     found = _nvidia(kernel.asm["cubin"]) if target.startswith("sm_") else _amd(kernel.asm["amdgcn"])
     return {"shared": kernel.metadata.shared, **found}
 
@@ -337,7 +337,7 @@ def _amd(text: str) -> dict[str, int]:
 
 
 def why(error: BaseException) -> str:
-    """The innermost cause, which is in a function that the kernel calls where the fault is there, in one line."""
+    """The innermost cause in one line; for an error in a device function, that is the error in the function."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = getattr(error, "error_message", None) or str(error)
@@ -345,7 +345,7 @@ def why(error: BaseException) -> str:
 
 
 def _main(launch: str, target: str, result: str) -> None:
-    """Compile a launch that was sent, in the child process."""
+    """Compile a pickled launch, in the child process."""
     with Path(launch).open("rb") as file:
         variant = Variant(**_Unpickler(file).load())
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What `check_op` asks of a `Pointwise` beyond its passes: that it is one, and that its other statements agree."""
+"""Further checks of `check_op` for a `Pointwise`: it is element-wise, and its device functions match its passes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .structure import index_of
 
 
 class DeviceFunctions(JointFusion):
-    """One activation by its device functions, as every kernel uses them: y = value(x), dx = dy derivative(t)."""
+    """A joint fusion of one activation by its device functions, as in kernels: y = value(x), dx = dy derivative(t)."""
 
     kernels = ("triton", "c")
 
     act: Pointwise
 
     class Saved(Record):
-        t: Tensor  # [*, H], x or y as the activation reads
+        t: Tensor  # [*, H], x or y, according to the activation's `reads`
 
     def requires(self, env: Env) -> Requirements:
         yield from act_fits(self.act, env)
@@ -65,7 +65,7 @@ def _calling(function: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def _of_its_functions(note: str, digits: str) -> Generator[None]:
-    """Failures of `DeviceFunctions` as those of the function that the author wrote."""
+    """Failures of `DeviceFunctions` are reported as failures of the function that the author wrote."""
     try:
         yield
     except KernelError as error:
@@ -77,7 +77,7 @@ def _of_its_functions(note: str, digits: str) -> Generator[None]:
 
 
 def activations(specimen: Specimen) -> Iterator[Pointwise]:
-    """The element-wise operations of a sequence, and those inside its gated units."""
+    """The element-wise operations of a sequence, including those inside gated units."""
     for node in specimen.nodes:
         of = node.operation
         for found in (of.activation, of.up) if isinstance(of, Gated) else (of,):
@@ -86,7 +86,7 @@ def activations(specimen: Specimen) -> Iterator[Pointwise]:
 
 
 def compare_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequence[torch.dtype]) -> str | None:
-    """Compare `value` and `derivative` in a kernel with the passes of the operation; or the reason that nothing was.
+    """Compare `value` and `derivative` in a kernel with the passes of the operation; returns the reason if it did not.
 
     Raises AssertionError naming the case, and y or d_x.
     """
@@ -101,7 +101,7 @@ def compare_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Seque
         return unchecked + (why_no_c() if x.is_cpu else "no Triton device here")
     specimen = Specimen([act], x, {}, seed)
     shapes = specimen.shapes()[:1]
-    # Device functions are of float32: kernels of float64 are left to the operations.
+    # Device functions compute in float32, so float64 is not compared.
     with fusing(unmeasured=True):  # small tensors, too
         for dtype in [dtype for dtype in dtypes if dtype.itemsize <= 4] or [torch.float32]:
             probe = Probe(DeviceFunctions, specimen, dtype)
@@ -110,32 +110,32 @@ def compare_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Seque
                 raise AssertionError(f"value and derivative: {refused}")
             for case in (*cases(shapes, dtype), Case(shapes[0], dtype, dy_regime="infinite")):
                 if not case.grad or (case.layout, case.dy_layout) != ("contiguous", "contiguous"):
-                    continue  # what a kernel does with memory is not the activation's
+                    continue  # strides are the kernel's concern, not the activation's
                 with saying(f"value and derivative, {case}"), _of_its_functions(met(case), near(case)), as_on_a_gpu():
                     judge_case(functools.partial(probe.measure, case), case, seed)
     return None
 
 
 def assert_elementwise(act: Pointwise, specimen: Specimen) -> None:
-    """A `reference` gives one number for each, and no number depends on another one than its own.
+    """Each element of `reference`'s output depends only on the same element of its input.
 
     Raises AssertionError naming two elements.
     """
     name = type(act).__name__
     x = specimen.inputs_for(Case(specimen.shapes()[0], torch.float64), specimen.seed)["x"]
     if act.random or not x.numel():
-        return  # other numbers are drawn at every call
+        return  # random operations differ from call to call
     act = copy.deepcopy(act).double()
     with torch.no_grad():
         y = act.reference(x)
         if y.shape != x.shape:
             raise AssertionError(f"{name} is no Pointwise: its reference gives {tuple(y.shape)} for {tuple(x.shape)}")
-        # Two places, so that one of them moves whatever the reference permutes, and values beyond all others.
+        # Two places, since a permutation moves at least one of them; and values larger in magnitude than all others.
         for at in {x.numel() // 3, 2 * x.numel() // 3}:
             for value in (64.0, -64.0):
                 changed = x.clone()
                 changed.view(-1)[at] = value
-                # A vectorized function may take another path for all numbers of a register where one is large.
+                # A vectorized function may compute a whole register by another path if one of its numbers is large.
                 same = torch.isclose(act.reference(changed), y, rtol=1e-9, atol=1e-12, equal_nan=True).flatten()
                 same[at] = True
                 if not bool(same.all()):
@@ -144,7 +144,7 @@ def assert_elementwise(act: Pointwise, specimen: Specimen) -> None:
 
 
 def check_derivative_reference(act: Pointwise, device: torch.device) -> None:
-    """`derivative_reference`, where it is stated, against autograd; raises AssertionError."""
+    """Compare `derivative_reference`, if defined, with autograd; raises AssertionError."""
     if type(act).derivative_reference is Pointwise.derivative_reference:
         return
     t = torch.linspace(-6, 6, 1201, dtype=torch.float64, device=device).requires_grad_()

@@ -156,7 +156,7 @@ def _check(
 
 
 def _interpreted(why: object, x: Tensor) -> str:
-    """What to do where a Triton device is needed and there is none."""
+    """The hint if a Triton device is needed and there is none."""
     hint = "; TRITON_INTERPRET=1, set before the start, runs Triton kernels on a CPU, slowly"
     return hint if x.device.type == "cpu" and "needs a Triton device" in str(why) else ""
 
@@ -168,9 +168,9 @@ def _otherwise(
     dtypes: Sequence[torch.dtype] | None,
     channels: Mapping[str, Tensor],
 ) -> tuple[int, list[str]]:
-    """Check other configurations than those of `example`, and its own at another width.
+    """Check configurations other than those of `example`, and `example` at another width.
 
-    Gives the number of cases, and the classes that have no other configuration.
+    Returns the number of cases, and the classes that have no other configuration.
     """
     count = 0
     misses = f"{fusion.__name__} misses a configuration: read it, or exclude it in `requires`: "

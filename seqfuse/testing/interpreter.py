@@ -1,20 +1,20 @@
-"""Triton's interpreter with bfloat16 and float8 as a GPU has them.
+"""Triton's interpreter, corrected to compute bfloat16 and float8 as a GPU does.
 
-As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
-makes NaN of float8 overflow, gives the NaN for `tl.maximum` of a number and a NaN, sums a column one number after the
-other, rounds a product of matrices as the machine's BLAS does, otherwise where the factors change places, lets a kernel
-write anywhere, and patches `triton.language` again at every launch and call of a device function. Inside `corrected()`
-both formats go through float32 and come back rounded to nearest even, float8 saturating, `tl.maximum`, `tl.minimum` and
-`tl.clamp` give the number unless they are told to propagate a NaN, columns are summed in pairs, products are made in
-float64 and rounded before they are added, `interpreter_bounds` refuses an access outside the tensors of a launch, and a
-number that is a global of its module, and sets lanes that a GPU leaves undefined. The patch is made once a block.
+Unpatched, it computes bfloat16 and float8 on their bit patterns, truncates float32 to bfloat16, turns float8 overflow
+into NaN, returns NaN from `tl.maximum` of a number and a NaN, sums a column sequentially, rounds matrix products as the
+machine's BLAS does, which differs if the factors are exchanged, lets a kernel write anywhere, and patches
+`triton.language` at every launch and call of a device function. Inside `corrected()` both formats are computed in
+float32 and rounded to nearest even, float8 saturates, `tl.maximum`, `tl.minimum` and `tl.clamp` return the number
+unless they are to propagate NaNs, columns are summed pairwise, matrix products are computed in float64 and rounded
+before they are added. `interpreter_bounds` refuses accesses outside the tensors of a launch and global numbers, and
+fills lanes that are undefined on a GPU. `triton.language` is patched once per block.
 
-It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
-is replaced; an unknown one is refused.
+It replaces private parts of Triton 3.6 to 3.9. Before anything is replaced, each part is looked up and its
+parameters are compared with the known ones; an unknown part raises RuntimeError.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
-# The parts replaced have no types.
+# The replaced parts have no types.
 from __future__ import annotations
 
 import importlib.util
@@ -30,7 +30,7 @@ import torch
 from . import interpreter_bounds
 from .interpreter_bounds import ACCESSES, NARROW, noting_undefined_lanes
 
-# What is replaced, and the arguments it must have after self.
+# The replaced methods, and the parameters that each must have after self.
 _METHODS = {
     "cast_impl": ("src", "dst_type"),
     "create_fp_to_fp": ("src", "dst_type", "rounding_mode"),
@@ -48,21 +48,21 @@ _METHODS = {
 _REDUCTIONS = {"sum": ("input",), "min_max": ("input", "val_reduce_op", "idx_reduce_op")}
 _LAUNCH = {"_init_args_hst": ("args_dev", "kwargs")}
 
-_ABSENT: Any = object()  # the value that an attribute has which a class or module only inherits
+_ABSENT: Any = object()  # for attributes that a class or module only inherits
 _blocks: list[Any] = []
 
 
 @contextmanager
 def corrected(faster: Any = None) -> Generator[None]:
-    """A block in which interpreted kernels compute, and round to, bfloat16 and float8 as a GPU does.
+    """A block in which interpreted kernels compute and round bfloat16 and float8 as a GPU does.
 
     Args:
-        faster: a module that gives the same numbers in less time: `replacements(interpreter)` yields further parts of
-            Triton to replace as owner, name and value; `methods(interpreter)` names of methods of `tl.tensor`, and what
-            makes each of Triton's.
+        faster: a module that computes the same numbers faster: `replacements(interpreter)` yields further parts of
+            Triton to replace as owner, name and value; `methods(interpreter)` yields names of methods of `tl.tensor`,
+            each with a function from Triton's method to the faster one.
 
     Raises:
-        RuntimeError: for a version of Triton whose interpreter has other parts than the known ones.
+        RuntimeError: if the interpreter of this version of Triton differs from the known ones.
     """
     from triton.runtime import interpreter
 
@@ -82,7 +82,7 @@ def corrected(faster: Any = None) -> Generator[None]:
         language.restore()
         for owner, name, value in reversed(replaced):
             if value is _ABSENT and name == "__new__":
-                # A class whose `__new__` was set stays one that has its own, and object's then refuses arguments.
+                # Once `__new__` was set, a class counts as defining it, and object's `__new__` then refuses arguments.
                 owner.__new__ = lambda cls, *_, **__: object.__new__(cls)
             elif value is _ABSENT:
                 delattr(owner, name)
@@ -93,9 +93,9 @@ def corrected(faster: Any = None) -> Generator[None]:
 
 @contextmanager
 def as_on_a_gpu() -> Generator[None]:
-    """A block that is `corrected()` where kernels are interpreted in this process, unless such a block is open.
+    """A block that is `corrected()` if this process interprets kernels and no such block is open.
 
-    What numpy reports and a GPU does not, such as an overflow, is not reported.
+    numpy's warnings of overflow and the like, which a GPU does not give, are off.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         yield
@@ -114,7 +114,7 @@ def _probe(interpreter: Any) -> None:
     for owner, wanted in (("InterpreterBuilder", accesses), ("ReduceOps", _REDUCTIONS), ("GridExecutor", _LAUNCH)):
         for name, arguments in wanted.items():
             function = getattr(getattr(interpreter, owner, None), name, None)
-            # Of an access the first arguments count: versions differ in those of caches.
+            # Of memory accesses only the first parameters are compared: versions differ in those for caches.
             last = len(arguments) + 1 if name in ACCESSES else None
             if function is None or tuple(inspect.signature(function).parameters)[1:last] != arguments:
                 unknown.append(f"{owner}.{name}")
@@ -139,7 +139,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         return getattr(dtype, "name", "") in NARROW
 
     def decoded(data: Any, dtype: Any) -> Any:
-        """Float32 of a bit pattern; whatever is not one, such as a mask, stays."""
+        """Float32 values of bit patterns; other data, such as masks, unchanged."""
         if not narrow(dtype) or data.dtype not in (np.uint16, np.uint8):
             return data
         if dtype == tl.bfloat16:
@@ -147,7 +147,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         return torch.from_numpy(np.ascontiguousarray(data)).view(NARROW[dtype.name]).float().numpy().reshape(data.shape)
 
     def encoded(values: Any, dtype: Any) -> Any:
-        """The bit pattern nearest to each value, ties to even; float8 ends at its largest finite number."""
+        """The bit pattern nearest to each value, ties to even; float8 saturates."""
         values = np.asarray(values, dtype=np.float32)
         if dtype == tl.bfloat16:
             bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
@@ -159,7 +159,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
 
     def handle_of(values: Any, dtype: Any) -> Any:
         if values.dtype == np.bool_:
-            return TensorHandle(values, tl.int1)  # of a comparison
+            return TensorHandle(values, tl.int1)  # from a comparison
         return TensorHandle(encoded(values, dtype), dtype)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
@@ -181,8 +181,8 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if not narrow(scalar(lhs)):
             result = plain["binary_op"](self, lhs, rhs, op)
-            # A comparison says bool: one number of another dtype is spread as that dtype, which Triton 3.9 refuses as
-            # a mask.
+            # The result of a comparison must be bool: if one number is expanded in another dtype, Triton 3.9 refuses
+            # it as a mask.
             return handle_of(result.data, tl.int1) if result.data.dtype == np.bool_ else result
         return handle_of(op(decoded(lhs.data, scalar(lhs)), decoded(rhs.data, scalar(rhs))), scalar(lhs))
 
@@ -200,12 +200,12 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         return unary_op(self, arg, lambda data: (1 / np.sqrt(data)).astype(data.dtype))
 
     def create_erf(self: Any, arg: Any) -> Any:
-        # Through float64, as math.erf is, for all elements at once.
+        # In float64, as by math.erf, but for all elements at once.
         return unary_op(
             self, arg, lambda data: torch.erf(torch.from_numpy(np.array(data, np.float64))).numpy().astype(data.dtype)
         )
 
-    # As a GPU computes them by default: of a number and a NaN they are the number. numpy's maximum is the NaN.
+    # As a GPU does by default: the maximum of a number and a NaN is the number. numpy's maximum is the NaN.
     def create_maxnumf(self: Any, lhs: Any, rhs: Any) -> Any:
         return binary_op(self, lhs, rhs, np.fmax)
 
@@ -238,7 +238,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     def total(self: Any, input: Any) -> Any:
         values = decoded(input.handle.data, input.dtype)
         axis = self.axis
-        # Only along the last axis does numpy add in pairs.
+        # numpy sums pairwise only along the last axis.
         if axis is not None and axis < values.ndim - 1 and np.issubdtype(values.dtype, np.floating):
             while (n := values.shape[axis]) > 1:
                 first, second = np.split(values, [n - n // 2], axis=axis)
@@ -271,16 +271,16 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 class _LanguagePatch:
-    """`triton.language` as the interpreter needs it, patched at the first launch of a block and restored at its end."""
+    """Patches `triton.language` at the first launch of a block, and restores it at the end of the block."""
 
-    _changes: ClassVar[list[tuple[Any, str, Any]]] = []  # of Triton's patch, which makes the same ones each time
+    _changes: ClassVar[list[tuple[Any, str, Any]]] = []  # those of Triton's patch, the same each time
 
     def __init__(self, interpreter: Any, faster: Any) -> None:
         self._interpreter, self._patch, self._scope = interpreter, interpreter._patch_lang, None
         self._faster = faster
 
     def patch(self, fn: Any) -> Any:
-        """Stands for `_patch_lang`, which a launch and each call of a device function calls, and then `restore`."""
+        """Replaces `_patch_lang`, which each launch and each call of a device function calls, followed by `restore`."""
         if self._scope is None:
             import triton.language as tl
 
@@ -304,7 +304,7 @@ class _LanguagePatch:
 
 
 class _Open:
-    """The patch of a block, which stays until the block ends."""
+    """The handle of a patch that stays until the block ends: `restore` does nothing."""
 
     def restore(self) -> None:
         pass

@@ -1,13 +1,13 @@
-"""What an interpreted kernel may not do: load or store outside the tensors it is given, read a global number, or use
-what is undefined on a GPU.
+"""Makes errors that a GPU would not report visible in interpreted kernels: loads and stores outside the launch's
+tensors, global numbers, and undefined lanes.
 
-The first two are errors before memory is written, as a compiled kernel cannot do the one and may not do the other. A
-lane that is masked off, with no `other=`, is 0 in Triton's interpreter and anything on a GPU: here it is NaN or near an
-end of the range of its dtype, which spoils each result that uses it, and none that is stored under the same mask.
+Out-of-bounds accesses and globals raise before memory is written: the former corrupt memory on a GPU, the latter do not
+compile. A lane that is masked off, without `other=`, is 0 in Triton's interpreter and undefined on a GPU: here it is
+NaN or near an end of its dtype's range, which spoils each result that uses it, but none stored under the same mask.
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
-# The parts replaced have no types.
+# The replaced parts have no types.
 from __future__ import annotations
 
 import dis
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What each access to memory goes through, and the arguments it begins with after self: the others differ by version.
+# The builder's methods for memory accesses, with their first parameters after self: the others differ by version.
 ACCESSES = {
     "create_masked_load": ("ptrs", "mask", "other"),
     "create_masked_store": ("ptrs", "value", "mask"),
@@ -37,14 +37,14 @@ NARROW = {
     "fp8e4b8": torch.float8_e4m3fnuz,
     "fp8e5b16": torch.float8_e5m2fnuz,
 }
-"""Dtypes that the interpreter has as bit patterns, by Triton's names."""
+"""Dtypes that the interpreter stores as bit patterns, by Triton's names."""
 
 _unset: dict[tuple[str, str], None] = {}
 
 
 @contextmanager
 def noting_undefined_lanes() -> Generator[None]:
-    """A block whose AssertionErrors have a note that names the loads which left lanes undefined."""
+    """A block whose AssertionErrors get a note that names the loads with undefined lanes."""
     _unset.clear()
     try:
         yield
@@ -64,7 +64,7 @@ class OutOfBounds(AssertionError):
 
 
 def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The parts of Triton to replace: owner, name, and what stands in its place."""
+    """The parts of Triton to replace: owner, name, replacement."""
     import numpy as np
 
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
@@ -76,7 +76,7 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         nonlocal kernel, draws
         refuse_globals(self.fn)
         on_host = arguments(self, args, named)
-        kernel, draws = self.fn.__name__, np.random.default_rng(0)  # each launch alike
+        kernel, draws = self.fn.__name__, np.random.default_rng(0)  # the same values in each launch
         memory.clear()
         for name, argument in (*zip(self.arg_names, on_host[0], strict=False), *on_host[1].items()):
             for place, tensor in tensors_of(name, argument):
@@ -90,13 +90,13 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     def check(verb: str, at: Any, size: int) -> None:
         if not at.size or not memory or inside(int(at.min()), int(at.max()) + size):
             return
-        for first in at.flatten().tolist():  # in the memory of several arguments, or of none
+        for first in at.flatten().tolist():  # across the memory of several arguments, or outside all of them
             if not inside(first, first + size):
                 off, name = min((max(start - first, first + size - end), name) for start, end, name in memory)
                 raise OutOfBounds(f"{kernel} {verb} {off} bytes outside the memory of {name}")
 
     def undefined(handle: Any, on: Any) -> Any:
-        """What a load gives where its mask is off: a maximum hides a NaN, a comparison a number of one sign."""
+        """Values of masked-off lanes: NaN and both signs, since a maximum hides a NaN, a comparison one sign."""
         kind = handle.get_element_ty()
         numbers = interpreter._get_np_dtype(kind)
         if kind.name in NARROW:
@@ -117,15 +117,15 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         pointer = 1 if parameters[0] == "rmwOp" else 0
         mask = parameters.index("mask") if "mask" in parameters else None
 
-        @functools.wraps(method)  # who watches it asks for its arguments
+        @functools.wraps(method)  # wrappers elsewhere inspect its parameters
         def access(self: Any, *args: Any, **kwargs: Any) -> Any:
             handle = args[pointer]
             on = None if mask is None else args[mask]
-            if on is not None and not hasattr(on, "all"):  # of a descriptor it is an array already
+            if on is not None and not hasattr(on, "all"):  # from a descriptor it is already an array
                 on = on.data
             at = handle.data if on is None or on.all() else handle.data[on]
             check(verb, at, max(1, handle.get_element_ty().primitive_bitwidth // 8))
-            # Of a single lane the interpreter takes `other=0` for none.
+            # For a single lane the interpreter replaces `other=0` by None.
             if verb == "loads" and at is not handle.data and args[2] is None and handle.data.size > 1:
                 args = (*args[:2], undefined(handle, on), *args[3:])
             return method(self, *args, **kwargs)
@@ -133,7 +133,7 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         return access
 
     def create_int_to_ptr(self: Any, *args: Any) -> Any:
-        memory.clear()  # addresses from a table: what they may point to is not known
+        memory.clear()  # addresses from a table: their bounds are unknown
         return to_pointer(self, *args)
 
     yield executor, "_init_args_hst", init_args
@@ -143,7 +143,7 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an argument of a launch, by name: those of a tuple as `operands.1`, of a descriptor its base."""
+    """The tensors of an argument of a launch, by name: members of a tuple as `operands.1`, of a descriptor its base."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, tuple):
@@ -157,9 +157,9 @@ _seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refuse_globals(function: Any) -> None:
-    """Raise NameError for a number or text that a kernel, or a function it calls, reads as a global of its module.
+    """Raise NameError if a kernel, or a function that it calls, reads a number or text as a global of its module.
 
-    The compiler takes those alone that are `tl.constexpr`.
+    The compiler accepts only globals of type `tl.constexpr`.
     """
     import triton.language as tl
 

@@ -1,4 +1,4 @@
-"""Judging outcomes: the rule with its redraws in float32, memory of their own, and errors that say where."""
+"""Judges results: the error bound with redraws in float32, storages of results, and located errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PASSES = "seqfuse.ops", "seqfuse.fusions", "seqfuse.kernels"
 
 
 def assert_own_memory(fused: Outcome, unfused: Outcome) -> None:
-    """Results are in memory of their own, but where an operation itself hands a tensor on.
+    """Results own their memory, except where an operation itself returns its input.
 
     Raises AssertionError naming both tensors.
     """
@@ -49,7 +49,7 @@ def assert_own_memory(fused: Outcome, unfused: Outcome) -> None:
 
 @contextlib.contextmanager
 def saying(what: str) -> Generator[None]:
-    """Errors of the block become AssertionErrors that begin with `what`; a `PluginError` is clear and gets a note."""
+    """Errors in the block are raised as AssertionErrors that begin with `what`; a `PluginError` only gets a note."""
     _tell(what)
     try:
         yield
@@ -57,28 +57,28 @@ def saying(what: str) -> Generator[None]:
         error.add_note(f"in {what}")
         raise
     except AssertionError as error:
-        # The kit's own failures say all there is to say; of others it matters where they were raised.
+        # The kit's own failures are complete; for other errors it matters where they were raised.
         raise AssertionError(f"{what}: {error}") from (error.__cause__ if _of_the_kit(error) else error)
     except Exception as error:
         found = error.__cause__
         if isinstance(error, KernelError) and isinstance(found, AssertionError) and _of_the_kit(found):
-            raise AssertionError(f"{what}: {found}") from None  # not a pass that failed, but one that was caught
+            raise AssertionError(f"{what}: {found}") from None  # raised by a check of a pass, not by the pass
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
     finally:
         _tell("")
 
 
 def _tell(what: str) -> None:
-    """Show on a terminal what is being checked, in a line that goes away."""
+    """Show on a terminal what is being checked, in a line that is overwritten."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{what[:79]}")
         sys.stderr.flush()
 
 
 def without_frames(error: E) -> E:
-    """An error whose traceback, and those of its causes, have frames of an author's files alone.
+    """An error whose traceback, and those of its causes, contain only frames of the author's files.
 
-    The message says what failed, and on what; these frames say where.
+    The message names the failure and the case; these frames locate it.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -94,7 +94,7 @@ def without_frames(error: E) -> E:
 
 
 def _is_inside(frame: types.FrameType) -> bool:
-    """Whether a frame is of the engine, of the kit or of torch, not of an operation, a fusion or a kernel."""
+    """Whether a frame belongs to the engine, the test kit or torch, not to an operation, a fusion or a kernel."""
     module = str(frame.f_globals.get("__name__"))
     within = _ENGINE.match(module) is not None and not module.startswith(_PASSES)
     return within or frame.f_code.co_filename.startswith("<")
@@ -116,7 +116,7 @@ _NEAR = {
 
 
 def near(case: Case) -> str:
-    """The line that says which digits a case makes cancel; empty where it makes none."""
+    """A hint on the cancellation that a case provokes; empty if it provokes none."""
     text = _NEAR.get(case.regime, "")
     return f"\n  ({text})" if text else ""
 
@@ -136,15 +136,15 @@ _DY_MET = {
 
 
 def met(case: Case) -> str:
-    """The line that says which NaN or Inf a case brings, and what to do about it; empty where it brings none."""
+    """A hint on the NaN or Inf in a case, and how to handle it; empty if there is none."""
     text = _DY_MET.get(case.dy_regime) or _MET.get(case.regime, "")
     return f"\n  ({text})" if text else ""
 
 
 def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree, note: str = "") -> None:
-    """No element is lost to Inf or NaN that the operations and float64 keep finite; the other way round is allowed.
+    """No element that the operations and float64 keep finite becomes Inf or NaN; the reverse is allowed.
 
-    Raises AssertionError naming tensor and index, with `note` behind it.
+    Raises AssertionError naming tensor and index, followed by `note`.
     """
     f, u, r = (dict(named_tensors(tree)) for tree in (fused, unfused, reference))
     for name, mine in f.items():
@@ -162,30 +162,30 @@ Measure = Callable[[int], tuple[Tree, Tree, Tree]]
 Others = Callable[[int], Sequence[Tree]]
 _ANY = (torch.float32,)
 LOW = torch.bfloat16, torch.float16
-_ROUNDED = 8  # times the bound; an error of rounding at each of some steps is less
+_ROUNDED = 8  # times the bound; rounding at each of a few steps errs by less
 _FEW, _MANY, _HALF_TOO = 64, 2**24, (torch.float32, torch.bfloat16, torch.float16)
 
 
 def judge(measure: Measure, seed: int, note: str = "", others: Others | None = None) -> None:
-    """Apply the error bound to (fused, unfused, reference), to more than one draw where it may alarm by chance.
+    """Apply the error bound to (fused, unfused, reference), to several draws where it may fail by chance.
 
-    Correct kernels do so in about 1 float32 case of 150, under an offset or a heavy tail, where one rounding is shared
-    by a whole row. In 16 bits they do where a tensor has few elements, since the error of an unfused one is then no
-    estimate: 1 case in 10 of the gradient of a bias of 4 behind a saturated sigmoid; and in one element of a weight's
-    gradient of 50 million, where a row and a column of large factors cross. A fault alarms under every seed.
-    So, where the only failures are parts other than structure in float32, or in 16 bits in tensors of at most 64
-    elements, or of the element part in those of 2^24 or more, two more seeds are drawn, and it is an error if the same
-    tensor fails again in either of them; where that, too, is one of few elements, if it fails in as many draws, judged
-    as one tensor, as make 128 elements.
+    For correct kernels it fails in about 1 float32 case of 150, under an offset or a heavy tail, where a whole row
+    shares one rounding. In 16 bits it fails if a tensor has few elements, since the error of so few is a poor estimate:
+    1 case in 10 of the gradient of a bias of 4 after a saturated sigmoid; and in one element of a weight gradient of 50
+    million, where a row and a column of large factors cross. A defect fails under every seed.
+    So, if the only failures are parts other than structure in float32, or in 16 bits in tensors of at most 64 elements,
+    or the element part in those of 2^24 or more, two more seeds are drawn, and the same tensor failing again in either
+    of them is an error; if that tensor has few elements, only if it also fails in as many draws, judged as one tensor,
+    as have 128 elements together.
 
-    On a GPU a GEMM of float32 is summed in the order that the vendor's library chose for it, with a bias in another
-    than without, and errors differ by a factor of three. There the unfused side may be summed in either of two.
+    On a GPU the order in which a float32 GEMM is summed is the vendor library's choice, which depends on whether there
+    is a bias, and errors differ by a factor of three. There the unfused GEMM may use either of the two orders.
 
     Args:
         measure: the three results for a seed.
         seed: the first one.
-        note: stands behind what is raised where a NaN or an Inf differs.
-        others: further unfused results for a seed, as of `assert_fused_close`; called where the bound alarms.
+        note: appended to an error about NaN or Inf.
+        others: further unfused results for a seed, as in `assert_fused_close`; called only if the bound fails.
 
     Raises FusedMismatch.
     """
@@ -208,7 +208,7 @@ def judge(measure: Measure, seed: int, note: str = "", others: Others | None = N
 
 
 def _judged(measure: Measure, seed: int, others: Others | None) -> tuple[tuple[Tree, Tree, Tree], FusedMismatch | None]:
-    """What was measured, and what is wrong with it, by the further unfused results as well where there are any."""
+    """The three results for a seed, and their mismatch, if any; `others`, if given, widen the bound."""
     sides = measure(seed)
     found = mismatch_of(*sides)
     if found is not None and others is not None:
@@ -217,7 +217,7 @@ def _judged(measure: Measure, seed: int, others: Others | None) -> tuple[tuple[T
 
 
 def _advised(mismatch: FusedMismatch) -> FusedMismatch:
-    """The same, with what helps where 16 bits alone are off, by so little that rounding at each step may be why."""
+    """The mismatch, with a hint if only 16-bit tensors fail, by so little that rounding at each step can explain it."""
     failures = mismatch.report.failures
     if any(c.part == "structure" or c.dtype not in LOW or c.measured > _ROUNDED * c.bound for c in failures):
         return mismatch
@@ -229,7 +229,7 @@ def _on_gpu(tree: Tree) -> bool:
 
 
 def _in_another_order(measure: Measure, seed: int, sides: tuple[Tree, Tree, Tree]) -> bool:
-    """Whether the fused side is right beside an unfused one whose GEMMs are the other of cuBLAS's two libraries."""
+    """Whether the fused results are within the bound if the unfused GEMMs use the other of cuBLAS's two libraries."""
     choose: Any = torch.backends.cuda.preferred_blas_library
     before = str(choose()).rpartition(".")[2].lower()
     choose("cublas" if before.endswith("lt") else "cublaslt")
@@ -240,9 +240,9 @@ def _in_another_order(measure: Measure, seed: int, sides: tuple[Tree, Tree, Tree
 
 
 def judge_case(measure: Measure, case: Case, seed: int) -> None:
-    """Apply the error bound to a case; of huge numbers and gradients, that none is lost.
+    """Apply the error bound to a case; for huge numbers and gradients, only check that none becomes Inf or NaN.
 
-    Raises FusedMismatch, or AssertionError naming a number that was lost.
+    Raises FusedMismatch, or AssertionError naming the element.
     """
     if case.regime == HUGE or case.dy_regime == "infinite":
         assert_stays_finite(*measure(seed), met(case))
@@ -251,7 +251,7 @@ def judge_case(measure: Measure, case: Case, seed: int) -> None:
 
 
 def mismatch_of(fused: Tree, unfused: Tree, reference: Tree, others: Sequence[Tree] = ()) -> FusedMismatch | None:
-    """What is wrong by the error bound, if anything is."""
+    """The mismatch by the error bound, or None."""
     try:
         assert_fused_close(fused, unfused, reference, others=others)
     except FusedMismatch as mismatch:
@@ -266,16 +266,16 @@ def _by_chance(mismatch: FusedMismatch) -> set[str]:
 
 
 def _may_be_chance(check: Check) -> bool:
-    """Whether chance may alarm in 16 bits as well: an error of few elements is no estimate, and the largest of many
-    millions is beyond what an element is likely to have.
+    """Whether 16-bit results may fail by chance, too: the error of few elements is a poor estimate, and the largest of
+    millions exceeds what is likely for one element.
     """
     return check.elements <= _FEW or (check.part == "element" and check.elements >= _MANY)
 
 
 def _judge_joined(measure: Measure, seed: int, first: tuple[Tree, Tree, Tree], elements: dict[str, int]) -> None:
-    """Judge several draws as one tensor, with fewer where the answer is clear.
+    """Judge several draws as one tensor; fewer draws if the result is clear.
 
-    A quarter of them, or half, are enough where each part is below 3/4 of its bound, or one is above 3/2 of it.
+    A quarter or half of them are enough if each part is below 3/4 of its bound, or one is above 3/2 of it.
     """
     count = -(-2 * _FEW // min(elements.values()))
     draws = [first]
@@ -296,7 +296,7 @@ def _judge_joined(measure: Measure, seed: int, first: tuple[Tree, Tree, Tree], e
 
 
 def _by_draw(mismatch: FusedMismatch) -> FusedMismatch:
-    """The same, where the first index of a place is that of a draw."""
+    """The mismatch, where the first index of a place is the number of the draw."""
 
     def told(check: Check) -> Check:
         kind, opened, index = check.where.partition("(")
@@ -316,9 +316,9 @@ def _named(tree: Tree, name: str) -> Tensor:
 
 
 def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) -> None:
-    """A backward gives the gradients of `needs` and no others, unless one costs nothing.
+    """A backward returns the gradients in `needs` and no others, unless another costs nothing.
 
-    It does where it is an incoming gradient, or a wanted one, handed on. Raises AssertionError naming the gradient.
+    It costs nothing if it is an incoming gradient or a needed one. Raises AssertionError naming the gradient.
     """
     dx, grads = back.out
     found: dict[str, Tensor | None] = {"x": dx, **{name: grads.get(name) for name in names}}
@@ -333,9 +333,9 @@ def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) 
 
 
 def assert_saves_parameters(saved: Saved, parameters: Mapping[str, tuple[nn.Module, str]], *, views: bool) -> None:
-    """A parameter is saved as itself, or as a view of it where `views` says so.
+    """A parameter is saved as itself, or, if `views`, as a view of it.
 
-    A copy would not be seen to change between the passes, and is memory beside it. Raises AssertionError naming the
+    A copy would not follow changes between the passes, and takes additional memory. Raises AssertionError naming the
     field and the parameter.
     """
     for field, value in leaves("", saved):
@@ -354,14 +354,14 @@ def assert_saves_parameters(saved: Saved, parameters: Mapping[str, tuple[nn.Modu
 
 
 def assert_dtypes(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
-    """Outputs have the dtypes of those of the reference; raises AssertionError naming one and both dtypes."""
+    """Outputs have the same dtypes as the reference's; raises AssertionError naming the output and both dtypes."""
     for name, y in found.items():
         if y.dtype is not reference[name].dtype:
             raise AssertionError(f"{name} is {y.dtype}, and {reference[name].dtype} from the reference")
 
 
 def assert_saves_no_copies(ahead: Pass) -> None:
-    """What a forward was given and gave is saved as itself: a copy, in a wider dtype too, is memory beside it.
+    """Inputs and outputs of a forward are saved as themselves: a copy, also in a wider dtype, takes additional memory.
 
     Raises AssertionError naming the field and the tensor.
     """
@@ -377,15 +377,15 @@ def assert_saves_no_copies(ahead: Pass) -> None:
 
 
 def assert_reads_records(back: Pass, parameters: Mapping[str, tuple[nn.Module, str]]) -> None:
-    """A backward has parameters from its record: an optimizer may have changed the module's, and nobody would notice.
+    """A backward reads parameters from the saved tensors: the module's may have changed, by an optimizer for example.
 
-    It is run again with NaN for each. Raises AssertionError naming the parameter.
+    Runs the backward again with NaN in each of the module's parameters. Raises AssertionError naming the parameter.
     """
     kind: Any = type(back.owner)
     for name, (module, attribute) in parameters.items():
         held: dict[str, Any] = vars(module)["_parameters"]
         own = held.get(attribute)
-        if own is None:  # parametrized: made anew when it is read
+        if own is None:  # parametrized: recomputed at each access
             continue
         held[attribute] = nn.Parameter(torch.full_like(own, torch.nan), requires_grad=own.requires_grad)
         try:
@@ -400,9 +400,9 @@ def assert_reads_records(back: Pass, parameters: Mapping[str, tuple[nn.Module, s
 
 
 def assert_fakes_alike(run: Pass) -> None:
-    """A pass gives on fake tensors what it gave on real ones: as many tensors, of the same shapes and dtypes.
+    """On fake tensors a pass returns as many tensors as on real ones, of the same shapes and dtypes.
 
-    A pass that cannot run on fake tensors is left out: its plan says that it does not know what is kept.
+    A pass that cannot run on fake tensors is skipped: its plan reports saved bytes as unknown.
 
     Raises AssertionError naming the pass, the tensor and both shapes.
     """

@@ -1,11 +1,11 @@
-"""The rule that decides whether a fused result equals the unfused one.
+"""The error bound that decides whether a fused result equals the unfused one.
 
-Both are measured against the unfused operations run in float64 on the same representable inputs. With fused `f`,
-unfused `u` and reference `r`: `e_f = f - r`, `e_u = u - r`, `phi = eps |r| + tiny`. The rule asks whether the fused
-error is one that the unfused computation could have made, so it needs no tolerance from the caller: what is hard for
-the one is hard for the other.
+Both are compared with the unfused operations run in float64 on the same representable inputs. With fused `f`,
+unfused `u` and reference `r`: `e_f = f - r`, `e_u = u - r`, `phi = eps |r| + tiny`. The bound accepts an error that
+the unfused computation could have made, so it needs no tolerance from the caller: inputs that are hard for one are
+hard for both.
 
-Every figure below was chosen by seeding bugs and correct variants; `tests/testing` keeps them killed and silent.
+The constants were chosen with seeded bugs and correct variants: in `tests/testing` every bug fails, no variant does.
 """
 
 import operator
@@ -22,15 +22,15 @@ __tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)  # py
 PARTS = ("structure", "max", "rms", "tile", "element", "bias")
 """The parts of the error bound, in the order of the checks."""
 
-# The mean of few, or few independent, elements says nothing about a bias.
+# The mean of few, or of few independent, elements is a poor estimate of a bias.
 _BIAS_ROWS, _BIAS_ELEMENTS = 16, 256
-# Rows and columns from which the errors of one tell how large those of its elements are.
+# Number of rows and columns from which the median error of a row or column estimates the errors of its elements.
 _LOCAL = 256
-_MEDIAN_OF_NORMAL = 0.6745  # of |e|, in deviations
-# The reference has no more digits than a float64 result: both are off by the conditioning of the sums, so the floor is
-# the scale of the whole tensor and 2**12 units, still far below any fault that is not rounding.
+_MEDIAN_OF_NORMAL = 0.6745  # the median of |e| in standard deviations
+# The float64 reference is no more accurate than a float64 result: both have errors from ill-conditioned sums. So the
+# floor is 2**12 eps of the scale of the whole tensor, still far below any defect that is not rounding.
 _FLOAT64_UNITS = 2.0**12
-# Half an ulp of float32, by which one rounding may change a constant, in units of phi.
+# Half an ulp of float32 in units of phi: the most by which rounding once changes a constant.
 _ROUNDED_CONSTANT = 0.25
 
 
@@ -57,7 +57,7 @@ class Check:
 
     @property
     def may_be_a_constant(self) -> bool:
-        """Whether it is a bias in float32 that a single rounded constant may cause."""
+        """Whether it is a float32 bias small enough to come from one rounded constant."""
         small = self.measured <= self.bound + _ROUNDED_CONSTANT
         return self.part == "bias" and self.dtype is torch.float32 and small
 
@@ -89,7 +89,7 @@ class Report:
 
     @property
     def told(self) -> tuple[Check, ...]:
-        """One failure of each tensor, the first in the order of `PARTS`; a fault usually fails the later parts also."""
+        """The first failure of each tensor, in the order of `PARTS`: a defect usually fails the later parts, too."""
         found: dict[str, Check] = {}
         for check in self.failures:
             found.setdefault(check.tensor, check)
@@ -222,21 +222,21 @@ def _compare(
 
 
 def _rms(values: Tensor, count: Tensor, dim: int | None = None) -> Tensor:
-    # Scaled by the largest element: squares of the extremes of float64 overflow.
+    # Scaled by the largest element: squares of values near float64's limits overflow.
     scale = values.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
     squares = (values / scale).square()
     return (squares.sum() if dim is None else squares.sum(dim)).div(count.clamp_min(1)).sqrt() * scale
 
 
 def _median(values: Tensor, dim: int) -> Tensor:
-    # On a GPU `median` is refused where algorithms have to be deterministic.
+    # On a GPU `median` raises in deterministic mode.
     if values.device.type == "cpu":
         return values.median(dim, keepdim=True).values
     return values.sort(dim).values.narrow(dim, (values.shape[dim] - 1) // 2, 1)
 
 
 class Sample:
-    """Errors of one tensor as [rows, columns] in float64; where one of the three is not finite, 0 and not counted."""
+    """Errors of one tensor as [rows, columns] in float64; 0 and not counted where any of the three is not finite."""
 
     def __init__(self, name: str, f: Tensor, u: Tensor, r: Tensor, others: Sequence[Tensor] = ()) -> None:
         self.name, self.shape = name, tuple(f.shape)
@@ -269,10 +269,11 @@ class Sample:
         return Check(self.name, part, measured.item(), bound.item(), where, what, self.raw[0].dtype, self.f.numel())
 
     def non_finite(self) -> Check:
-        """Masks: what `u` has; or, where `u` is not finite, what `r` has, or finite and close to it.
+        """NaN and Inf must be where `u` has them; where `u` is not finite, `f` may also equal `r`, or be finite and
+        close.
 
-        Fused may keep more range, and swallows no NaN that `u` has. Where `u` swallows one itself, as torch's attention
-        for CPUs does in its log-sum-exp, `f` has to be `u` to the bit: there is nothing to compare it with.
+        Fused may have a larger range, but must not lose a NaN of `u`. If `u` itself loses a NaN, as torch's CPU
+        attention does in its log-sum-exp, `f` must equal `u` bit for bit, since no other expected value exists.
         """
         f, u = self.f, self.u
         if int(self.count.item()) == f.numel():
@@ -301,10 +302,10 @@ class Sample:
         yield self._check("rms", _rms(self.e_f, self.count), bound, self._where(worst), "rms(e_f)")
 
     def tiles(self) -> Iterator[Check]:
-        """Rows along the last dimension and columns across it; a tile of one element is the element part's."""
+        """Rows along the last dimension and columns across it; single elements are left to the element part."""
         rows, columns = self.counted.shape
         for kind, dim, length in (("row", 1, columns), ("column", 0, rows)):
-            if length == 1 or (kind == "row" and rows == 1):  # of a single row the rms part asks for more
+            if length == 1 or (kind == "row" and rows == 1):  # for a single row the rms part is stricter
                 continue
             n = self.counted.sum(dim)
             u = _rms(self.e_u, n, dim)
@@ -322,17 +323,17 @@ class Sample:
         yield self._check("element", size.flatten()[worst], bound.flatten()[worst], self._where(worst), "|e_f|")
 
     def _local(self) -> Tensor:
-        """What the error of an element is compared with: that of all, or more where its row and column have more."""
+        """The scale of an element's error: the rms of all errors, or more if those of its row and column are larger."""
         if min(self.counted.shape) < _LOCAL:
             return self.rms_u
-        # Of medians, which no single error moves: where an outlier's row crosses another's column nothing is excused.
+        # From medians, which one error does not move: the rows and columns of outliers do not loosen the bound.
         size = self.e_u.abs()
         row, column = (_median(size, dim) for dim in (1, 0))
         product = row * column / (size.median() * _MEDIAN_OF_NORMAL)
         return torch.maximum(self.rms_u, product.nan_to_num(0.0, 0.0, 0.0))
 
     def bias(self) -> Iterator[Check]:
-        """A rounding error has no direction: neither up and down, nor toward and away from zero."""
+        """Rounding errors have no direction: neither up or down, nor toward or away from zero."""
         rows = (self.counted.sum(1) > 0).sum()
         if rows.item() < _BIAS_ROWS or self.count.item() < _BIAS_ELEMENTS:
             return
@@ -340,8 +341,8 @@ class Sample:
         for kind, weight in (("e_f/phi", torch.ones_like(self.r)), ("sign(r) e_f/phi", self.r.nan_to_num(0.0).sign())):
             z_f, z_u = weight * self.e_f / phi, weight * self.e_u / phi
             mean_f, mean_u = z_f.sum() / self.count, z_u.sum() / self.count
-            # Elements of one row share its statistics, so rows are the independent draws; but where rows are equal, as
-            # of an expanded tensor, columns are, and their sums vary by far more than their elements do.
+            # Elements of a row share its statistics, so rows are the independent samples; but if rows are equal, as in
+            # an expanded tensor, columns are, and the sums of columns vary far more than their elements do.
             off = torch.where(self.counted, z_f - mean_f, 0.0)
             spread = off.sum(1)
             by_row, by_column, single = (t.square().sum() for t in (spread, off.sum(0), off))

@@ -1,4 +1,4 @@
-"""Watching passes: what a `fwd` or `bwd` is given and returns, and what it may not change on the way."""
+"""Observes passes: the arguments and results of each `fwd` and `bwd`, and whether it changes global state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _backend(module: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any],
 def _products() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch does not say where `fp32_precision` was set
+    except RuntimeError:  # torch raises if `fp32_precision` was set in another way
         return None
 
 
@@ -40,7 +40,7 @@ def _autocast(device: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return functools.partial(torch.is_autocast_enabled, device), functools.partial(torch.set_autocast_enabled, device)
 
 
-# What a process has once, each with the way to read it and to put it back.
+# Process-wide settings, each with its getter and setter.
 _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "grad mode": (torch.is_grad_enabled, lambda on: torch._C._set_grad_enabled(on)),  # pyright: ignore[reportPrivateUsage]
@@ -72,7 +72,7 @@ class GlobalState:
     def changes(self) -> list[str]:
         """One sentence per change; empty if nothing changed."""
         found: list[str] = []
-        now = {what: read() for what, (read, _) in _PROCESS.items()}  # some follow others that are put back
+        now = {what: read() for what, (read, _) in _PROCESS.items()}  # some change when others are restored
         for what, (_, write) in _PROCESS.items():
             before, after = self._process[what], now[what]
             if before != after:
@@ -101,15 +101,15 @@ def _generators() -> dict[str, tuple[Tensor, Callable[[Tensor], None]]]:
 
 
 def _attributes(thing: object) -> dict[str, Any]:
-    """Attributes by name; the dictionaries of a module (parameters, buffers, hooks) are looked into."""
+    """Attributes by name; the entries of a module's dictionaries (parameters, buffers, hooks) are listed separately."""
     found: dict[str, Any] = {}
     of_a_module = isinstance(thing, nn.Module)
     for name, value in vars(thing).items():
-        # The callable that an operation makes at its first call, and what `FusedOperation.decided` keeps.
+        # Caches: the callable of an operation's first call, and the results of `FusedOperation.decided`.
         if name in ("_engine", "_decided"):
             continue
         if of_a_module and isinstance(value, dict):
-            if value:  # ten tables of hooks are empty
+            if value:  # ten dictionaries of hooks are empty
                 found.update({f"{name}[{key!r}]": inner for key, inner in value.items()})  # pyright: ignore[reportUnknownVariableType]
         else:
             found[name] = value
@@ -156,7 +156,7 @@ class Observer:
                 setattr(owner, name, functools.partial(self._watch, owner, name, fn, watched))
 
     def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a pass of a step of a plan, watched."""
+        """Run and observe one pass of a plan's step."""
         owner = step.operation
         slots = [owner for node in step.nodes for owner, _ in node.slots.values()]
         modules = [node.operation for node in step.nodes] if step.fused else slots
@@ -165,7 +165,7 @@ class Observer:
         return out
 
     def passes(self, name: str, at: int | None = None) -> list[Pass]:
-        """Calls of one kind in order, of every position or of one."""
+        """Calls of `fwd` or of `bwd` in order, at all positions or at one."""
         return [p for p in self.seen if p.name == name and at in (None, p.at)]
 
     def _watch(
@@ -194,7 +194,7 @@ class Observer:
 
 
 def pass_name(step: Any, run: Callable[..., Any]) -> str:
-    """Which pass of a step this is: `"fwd"` or `"bwd"`."""
+    """The name of a step's pass: `"fwd"` or `"bwd"`."""
     return "bwd" if run == getattr(step.operation, "bwd", None) else "fwd"
 
 
@@ -216,7 +216,7 @@ def results(name: str, out: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def leaves(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an argument or of what was saved, by name: `saved.x`, `saved.acts[1]`, `saved.act.x` by slot."""
+    """The tensors in an argument or in saved tensors, by name: `saved.x`, `saved.acts[1]`, `saved.act.x` by slot."""
     if isinstance(value, Tensor):
         yield key, value
     elif isinstance(value, Saved):

@@ -139,7 +139,7 @@ def _check(
         full = _check_subsets(specimen, small)
         once, bench, _ = _observed(specimen, small)
         assert_bitwise_equal(once.tree, full.tree)
-        # The first call checks what each pass returns, the next does without.
+        # The first call checks what each pass returns; the second skips these checks.
         assert_bitwise_equal(specimen.run(bench, small, seed).tree, full.tree)
         _check_copies(op, specimen, small, full)
     with saying(f"{name}, in float64"):
@@ -191,7 +191,7 @@ def _observed(
 
 
 def _check_mixed(specimen: Specimen, case: Case) -> None:
-    """Outputs have the dtypes of the reference where x is narrower than the parameters, if both take that."""
+    """Outputs have the reference's dtypes also if x is narrower than the parameters, unless either refuses that."""
     try:
         wanted = specimen.run(specimen.bench(torch.float32), case, specimen.seed, reference=True)
     except Exception:
@@ -252,7 +252,7 @@ def _rounded(observer: Observer) -> list[str]:
 
 
 def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
-    """Every subset of needed gradients, against the run in which all are."""
+    """Compare every subset of needed gradients with the run in which all are needed."""
     names = specimen.names()
     full, _, _ = _observed(specimen, case)
     saved: dict[int, set[str]] = {}
@@ -293,7 +293,7 @@ def _fields(record: Saved) -> set[str]:
 
 
 def _fields_read(back: Pass) -> set[str]:
-    """Fields without which a backward does not run again, found by leaving out one at a time."""
+    """Fields that a backward needs, found by running it again without each field in turn."""
     record: Saved = back.args[1]
     present = tuple(name for name in record.fields if name in vars(record))
     found: set[str] = set()
@@ -320,12 +320,12 @@ def _check_gradients_numerically(specimen: Specimen, shape: Shape) -> None:
 
     if any(t.numel() for t in tensors):
         leaves = tuple(t.requires_grad_() for t in tensors)
-        # Differences err by 1e-9 in float64.
+        # In float64, finite differences err by about 1e-9.
         torch.autograd.gradcheck(call, leaves, atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
 def _importable(kind: type) -> bool:
-    """Whether a pickle finds a class by its name: not one of a function, or one that was defined again since."""
+    """Whether pickle finds a class by its name: not a class in a function, nor one that was redefined since."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -333,7 +333,7 @@ def _importable(kind: type) -> bool:
 
 
 def _check_copies(op: UnfusedOperation, specimen: Specimen, case: Case, full: Outcome) -> None:
-    """Copies, pickles and checkpoints of the operation are the operation."""
+    """Copies, pickles and restored checkpoints of the operation compute the same results."""
     root: nn.Module = specimen.at(case.dtype)[0]
     extra = root.state_dict().keys() ^ {name for name, _ in (*root.named_parameters(), *root.named_buffers())}
     if extra:

@@ -1,4 +1,4 @@
-"""Lists of operations that a fusion's pattern matches, made from the examples of its slots' classes."""
+"""Op sequences that match a fusion's pattern, from the examples of its slots' classes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ..operation import UnfusedOperation
 from ..signature import arguments_kept
 from .tensors import seeded_randn
 
-_MORE_COLUMNS = 5  # RoPE on query, key and value heads of an even size takes a multiple of six
-_VARIADIC = (2, 1, 3)  # the first is that of the sequence in which no slot is varied
+_MORE_COLUMNS = 5  # RoPE on query, key and value heads of even size needs a width that is a multiple of six
+_VARIADIC = (2, 1, 3)  # the first is the count in the sequence in which no slot is varied
 Kinds = tuple[type[UnfusedOperation], ...]
 Pick = Callable[[int, type[UnfusedOperation], Tensor], UnfusedOperation]
 
 
 def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
-    """Lists for a fusion, each with its input: one with every slot filled, then variants that differ in one slot.
+    """Op sequences for a fusion, each with its input: one with every slot filled, then variants of one slot each.
 
-    Those of `configured_otherwise` are not among them.
+    The sequences of `configured_otherwise` are not included.
 
-    A slot of an open type or a union takes each of the classes known to match; an optional one is also left empty; a
-    variadic one takes two, one and three operations. Each operation is its class's `example(x)`, x threaded through
-    the shapes that `infer` gives. Where they do not fit together, as an odd width and a gated unit, x gets up to five
-    more columns. Channels that the fusion's signatures name (`fork_out`, `add_other`) are public under these names, the
-    others pair within the sequence.
+    A slot of an open type or a union is filled with each class known to match; an optional one is also left empty; a
+    variadic one has two, one and three operations. Each operation is its class's `example(x)`, for an x of the shape
+    that `infer` of the previous one returns. If shapes do not fit, such as an odd width and a gated unit, x gets up to
+    five more columns. Channels in the fusion's signatures (`fork_out`, `add_other`) are public under these names; other
+    channels are paired within the sequence.
 
-    Raises AssertionError where the first list cannot be made; a variant that cannot is left out.
+    Raises AssertionError if the first sequence cannot be built; variants that cannot be built are skipped.
     """
     choices = [list(_choices(slot)) for slot in fusion.slots]
     base = [choice[0] for choice in choices]
@@ -55,7 +55,7 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[lis
 def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
     """The sequence with every slot filled, with each of the other `examples(x)` of a slot's class in turn.
 
-    A fusion may refuse one; one that does not fit in with the other operations is left out.
+    A fusion may refuse a configuration; a configuration that does not fit the other operations is skipped.
     """
     base = [next(_choices(slot)) for slot in fusion.slots]
     counts = [1] * len(base)
@@ -75,7 +75,7 @@ def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tu
 
 
 def at_another_width(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
-    """The sequence with every slot filled, for an x whose width is no power of two; nothing where that of x is none."""
+    """The sequence with every slot filled, for an x whose width is not a power of two; empty if that of x is not."""
     other = other_width(x)
     if other is not None:
         with contextlib.suppress(ValueError):
@@ -83,18 +83,18 @@ def at_another_width(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[
 
 
 def other_examples(kind: type[UnfusedOperation], x: Tensor) -> Iterator[tuple[str, UnfusedOperation, Tensor]]:
-    """Each of the other `examples(x)` of a class, and its `example` of another width: what it is, itself, its input."""
+    """Each of the other `examples(x)` of a class, and its `example` of another width: description, operation, input."""
     wider = other_width(x)
     for of, like in (("examples", x), *([] if wider is None else [("example", wider)])):
         try:
             made = kind.examples(like)[1:] if of == "examples" else (kind.example(like),)
-        except (TypeError, ValueError, NotImplementedError):  # it has none, or none for this input
+        except (TypeError, ValueError, NotImplementedError):  # no example, or none for this input
             continue
         yield from ((f"{one} of its `{of}`", one.to(like.device), like) for one in made)
 
 
 def other_width(x: Tensor) -> Tensor | None:
-    """An input half as wide again as `x`, where the width of `x` is a power of two, which needs no mask of columns."""
+    """An input 1.5 times as wide as `x`, if the width of `x` is a power of two, for which kernels mask no columns."""
     width = x.shape[-1] if x.dim() and x.is_floating_point() else 0
     if width < 2 or width & (width - 1):
         return None
@@ -102,7 +102,7 @@ def other_width(x: Tensor) -> Tensor | None:
 
 
 def configured_once(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[str, str]]:
-    """Classes of a fusion's slots, but this library's, whose `examples` makes one configuration, and which."""
+    """Classes of a fusion's slots, except this library's, whose `examples` has one configuration, and its arguments."""
     operations, _ = next(example_lists(fusion, x))
     for kind, operation in {type(operation): operation for operation in operations}.items():
         sizes = {size for t in (*operation.parameters(), *operation.buffers()) for size in t.shape}
@@ -127,7 +127,7 @@ def _choices(slot: Slot) -> Iterator[Kinds]:
 
 
 def known_finals(wanted: type[UnfusedOperation]) -> list[type[UnfusedOperation]]:
-    """The final subclasses of an open class: this library's, by name, or where it has none whatever is defined."""
+    """The final subclasses of an open class by name: this library's, or, if it has none, all that are defined."""
     found: dict[type[UnfusedOperation], None] = {}
     left = [wanted]
     while left:
@@ -144,7 +144,7 @@ def _first(at: int, kind: type[UnfusedOperation], like: Tensor) -> UnfusedOperat
 
 
 def _numbered(slot: int, n: int, at: int, kind: type[UnfusedOperation], like: Tensor) -> UnfusedOperation:
-    """In one slot the examples numbered n, or the last ones there are; in the others the first."""
+    """In one slot the n-th example, or the last if there are fewer; in the others the first."""
     examples = kind.examples(like)
     return examples[min(n, len(examples) - 1)] if at == slot else examples[0]
 
@@ -178,8 +178,8 @@ def _thread(fusion: type[FusedOperation], choice: Sequence[Kinds], x: Tensor, pi
 def _routed(
     fusion: type[FusedOperation], place: str, operation: UnfusedOperation, open_forks: list[str]
 ) -> UnfusedOperation:
-    """An operation with channels, made anew: public where the fusion names them, else paired in the sequence."""
-    if not operation.channels:  # it has none, or those that it may have are not given
+    """A new operation with its channels: public if the fusion names them, else paired within the sequence."""
+    if not operation.channels:  # it has none, or its optional ones were not given
         return operation
     inputs, outputs = operation.forward_signature.extras, operation.outputs
     named: str | None = None
@@ -196,13 +196,13 @@ def _routed(
     kind: type = type(operation)
     try:
         inspect.signature(kind).bind(named)
-    except TypeError:  # it takes more than a channel, and keeps the names that its example has
+    except TypeError:  # it has other required arguments, so it keeps its example's channel names
         return operation
     return kind(named)
 
 
 def _bare(operation: UnfusedOperation) -> UnfusedOperation:
-    """Without what it would expand to besides itself: `Linear` without its bias, since a slot takes the product."""
+    """The operation without parameters of others that it expands to: `Linear` without its bias, in a GEMM's slot."""
     for member in operation.expand()[1:]:
         if isinstance(member, UnfusedOperation):
             for owner, name in member.parameter_slots().values():

@@ -1,4 +1,4 @@
-"""Red zones: tensors cut out of a poisoned buffer, so that reading or writing past an end shows."""
+"""Red zones: tensors inside a poisoned buffer, so that reads and writes out of bounds are detected."""
 
 import math
 import warnings
@@ -26,7 +26,7 @@ class Guarded:
         count = math.prod(shape)
         self._buffer = torch.full((margin + count + margin,), fill, dtype=dtype, device=device)
         self._margin, self._fill = margin, fill
-        # `data`, since autograd has rules of its own for a view that leaves a Function.
+        # `data`, since autograd restricts views that leave a Function.
         self.tensor = self._buffer[margin : margin + count].view(shape).data
 
     def check(self, name: str = "tensor") -> None:
@@ -84,7 +84,7 @@ def red_zones(*, margin: int = MARGIN) -> Generator[None]:
 
 @contextmanager
 def unwritten_is_nan() -> Generator[None]:
-    """Context manager: new memory of floats is NaN until it is written, also inside ATen operations."""
+    """Context manager: new floating-point memory is NaN until it is written, also inside ATen operations."""
     memory: Any = torch.utils.deterministic
     before, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
     mode = torch.get_deterministic_debug_mode()
@@ -98,7 +98,7 @@ def unwritten_is_nan() -> Generator[None]:
 
 
 def assert_written(name: str, once: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, Tensor]]) -> None:
-    """Results of a pass are not NaN only because the memory that it did not write is.
+    """Results of a pass do not depend on memory that it did not write.
 
     Raises AssertionError naming the pass, the tensor and the first such element.
     """
@@ -145,7 +145,7 @@ class _Allocations(TorchFunctionMode):
             return None
         like: Tensor = args[0]
         if func is torch.empty_like and not like.is_contiguous():
-            return None  # keeps the strides of its model
+            return None  # it keeps the strides of `like`
         shape = tuple(like.shape) if func is torch.empty_like else _shape(args[1:], kwargs)
         return shape, kwargs.get("dtype") or like.dtype, kwargs.get("device") or like.device, grad
 

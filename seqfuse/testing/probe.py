@@ -1,4 +1,4 @@
-"""One fusion on one list of operations: where it is used, and how it compares with them."""
+"""One fusion on one op sequence: where it is used, and how its results compare with those of the operations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NotRun(AssertionError):
 
 
 class Probe:
-    """One fusion on one list in one dtype, and everything it is put through."""
+    """One fusion on one sequence in one dtype, with all its checks."""
 
     def __init__(self, fusion: type[FusedOperation], specimen: Specimen, dtype: torch.dtype) -> None:
         self.fusion, self.specimen, self.dtype, self.seed = fusion, specimen, dtype, specimen.seed
@@ -65,11 +65,11 @@ class Probe:
         self.start = 0
 
     def bench(self, on_step: OnPass | None = None) -> Bench:
-        """The sequence with the fusion, on a fresh copy."""
+        """A bench of a new copy of the sequence with the fusion."""
         return self.specimen.bench(self.dtype, (self.fusion,), on_step)
 
     def find(self, plan: Plan) -> Step:
-        """The step of a plan that is this fusion; raises AssertionError with the reasons where there is none."""
+        """The step of a plan that is this fusion; raises AssertionError with the reasons if there is none."""
         steps = plan.backward if issubclass(self.fusion, BackwardFusion) else plan.forward
         used = [step for step in steps if type(step.operation) is self.fusion]
         if len(used) == 1:
@@ -84,7 +84,7 @@ class Probe:
         raise (AssertionError if mistaken else NotRun)(f"it is not used: {why}")
 
     def place(self) -> AssertionError | None:
-        """Find where the fusion stands, and name the parameters by its slots; or the reason that it is not applied."""
+        """Find the fusion in the plan and name parameters by its slots; returns the error if the fusion is not used."""
         grad = not issubclass(self.fusion, InferenceFusion)
         self.plan = plan = self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad))
         try:
@@ -101,7 +101,7 @@ class Probe:
         return None
 
     def uncounted(self) -> list[str]:
-        """Which bytes the plan of `place` cannot count, and why."""
+        """Which bytes the plan found by `place` cannot count, and why."""
         return uncounted(self.plan, saved=not issubclass(self.fusion, BackwardFusion))
 
     def _plan(self, case: Case) -> Plan:
@@ -113,7 +113,7 @@ class Probe:
             return self.bench().plan(**given)
 
     def _refused(self, case: Case) -> str | None:
-        """Why the fusion is not used in a case, as one that asks for more rows; nobody can ask for none."""
+        """Why the fusion is not used in a case, such as too few rows; None with frozen parameters or no rows."""
         if case.frozen or not torch.Size(case.shape).numel():
             return None
         key = case.shape, case.layout, case.dy_layout, case.grad
@@ -126,9 +126,9 @@ class Probe:
         return self._plans[key]
 
     def check(self, where: str, *, whole: bool) -> tuple[int, list[str]]:
-        """Run every case, or few where the sequence is a variant of one that had them all.
+        """Run every case, or only a few for a variant of a sequence that ran all.
 
-        Gives the number of cases, and which were left out because the fusion is refused there.
+        Returns the number of cases, and which were skipped because the fusion is not applied there.
         """
         inference = issubclass(self.fusion, InferenceFusion)
         shapes = self.specimen.shapes()
@@ -146,7 +146,7 @@ class Probe:
         with saying(f"{where}: {self.combination}, {few}"):
             self._fused(few, self.seed, twice=True, fresh=True)
             once, observer, bench = self._fused(few, self.seed, fresh=True)
-            # The first call checks what each pass returns, the next does without.
+            # The first call checks what each pass returns; the second skips these checks.
             with fusing(on_error="raise"), saying("called again with the same inputs"):
                 assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, once.tree)
         skipped: list[str] = []
@@ -182,14 +182,14 @@ class Probe:
             observer = Observer(twice)
             return self.bench(of_the_fusion), observer
 
-        # Only the first run of a bench checks what passes return, and a pass may return something else by the layout.
+        # Only a bench's first run checks what passes return, which may depend on the layout.
         how = f"fused, {case.layout}, {case.dy_layout}"
         bench, observer = made() if fresh else self._observed(how, seed, made)
         with fusing(on_error="raise"):
             return self.specimen.run(bench, case, seed), observer, bench
 
     def _own(self, case: Case, seed: int, *, wide: bool = False) -> tuple[Outcome, list[Saved]]:
-        """Unfused, with the records of the operations in the order of the sequence."""
+        """The unfused outcome, and the operations' saved tensors in the order of the sequence."""
 
         def made() -> tuple[Bench, Observer]:
             observer = Observer()
@@ -199,9 +199,9 @@ class Probe:
         return self.specimen.run(bench, case, seed, wide=wide), [ahead.out[-1] for ahead in observer.passes("fwd")]
 
     def _observed(self, how: str, seed: int, made: Callable[[], tuple[Bench, Observer]]) -> tuple[Bench, Observer]:
-        """A bench and its observer, which has seen nothing: those of the last case, planned for its shape already.
+        """A bench and its observer, cleared: reused from earlier cases, so that a known shape is planned only once.
 
-        Other seeds change the parameters of a copy, and a call may change its buffers.
+        They are not reused with another seed, which changes the parameters, or with buffers, which a call may change.
         """
         if seed != self.seed or next(self.specimen.root.buffers(), None) is not None:
             return made()
@@ -211,14 +211,14 @@ class Probe:
         return self._benches[how]
 
     def measure(self, case: Case, seed: int) -> tuple[Tree, Tree, Tree]:
-        """A case fused, unfused and by the references in float64; raises AssertionError for what is not of numbers."""
+        """A case fused, unfused and in float64; raises AssertionError for failures other than numeric ones."""
         fused, observer, bench = self._fused(case, seed)
         unfused, own = self._own(case, seed)
         assert_own_memory(fused, unfused)
         if not torch.equal(fused.random, unfused.random):
             raise AssertionError("torch's random generator is left in another state than by the operations")
         self._check_passes(case, observer, bench)
-        # What was saved wrongly spoils gradients: it is told first.
+        # Wrong saved tensors cause wrong gradients, so they are reported first.
         f, u, r = dict[str, Tensor | None](), dict[str, Tensor | None](), dict[str, Tensor | None]()
         infinite = case.regime == "one_inf"
         for ahead in observer.passes("fwd"):
@@ -236,14 +236,14 @@ class Probe:
             trees = [{name: t if t is None else _spoiled(t) for name, t in tree.items()} for tree in trees]
         f, u, r = f | trees[0], u | trees[1], r | trees[2]
         if infinite and self.fusion.reorders:
-            # The statistic of a norm is 0 for a row with Inf, and NaN for one with NaN.
+            # A norm's statistic is 0 for a row with Inf, and NaN for a row with NaN.
             for name, mine in f.items():
                 if mine is not None and mine.is_floating_point():
                     u[name], r[name] = (_spoiled_where(mine.isnan(), tree[name]) for tree in (u, r))
         return f, u, r
 
     def _saved(self, ahead: Pass, fused: Outcome, unfused: Outcome) -> tuple[Any, dict[int, Tensor]]:
-        """Records to compare with the operations' own, and the parameters that have to be in them."""
+        """Saved tensors to compare with the operations', and the parameters that must be among them."""
         if issubclass(self.fusion, ForwardFusion):
             if ahead.kwargs.get("needs") == frozenset():  # it saves nothing
                 return None, {}
@@ -256,7 +256,7 @@ class Probe:
             return unfuse(ahead.out[-1]), {}
 
     def _check_passes(self, case: Case, observer: Observer, bench: Bench) -> None:
-        """The fusion ran where nothing can refuse it; its backward gave what was wanted."""
+        """The fusion ran in every case that it cannot refuse; its backward returned exactly the needed gradients."""
         plain = not case.frozen and torch.Size(case.shape).numel()
         for name, runs in (("fwd", self.fusion.replaces_forward), ("bwd", self.fusion.replaces_backward and case.grad)):
             if plain and runs and not observer.passes(name):
@@ -266,7 +266,7 @@ class Probe:
             if "needs" in back.kwargs:
                 places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
                 inside = nodes[self.start : self.start + len(places)]
-                own = {channel for node in inside for _, channel in node.outputs}  # whose gradients it owes to nobody
+                own = {channel for node in inside for _, channel in node.outputs}  # inner channels: no gradients in bwd
                 each = [
                     (*node.slots, *(name for name, channel in node.inputs if channel not in own)) for node in inside
                 ]
@@ -280,11 +280,11 @@ class Probe:
             parameters = {f"{place}.{n}": slot for place, node in inside for n, slot in node.slots.items()}
             if run.name == "bwd":
                 assert_reads_records(run, parameters)
-            elif isinstance(run.owner, JointFusion):  # the fields of others are compared with the operations' own
+            elif isinstance(run.owner, JointFusion):  # other fusions' fields are compared with the operations'
                 assert_saves_parameters(run.out[-1], parameters, views=True)
 
     def _changed(self, case: Case, called: bool) -> Tree:
-        """What comes of parameters that changed, where they were read before and where not: nothing may be left."""
+        """Results after the parameters changed, with or without a call before; both must be equal."""
         bench = self.bench()
         if called:
             self.specimen.run(bench, case, self.seed)
@@ -329,19 +329,19 @@ class Probe:
 
 
 def _spoiled(saved: Tensor) -> Tensor:
-    """NaN where a tensor is infinite: which of both a sum with an Inf gives, such as a mean, its order decides."""
+    """The tensor with NaN for Inf: the order of a sum that has Infs, such as a mean, decides between Inf and NaN."""
     return saved.masked_fill(saved.isinf(), torch.nan) if saved.is_floating_point() else saved
 
 
 def _spoiled_where(spoiled: Tensor, t: Tensor | None) -> Tensor | None:
-    """A tensor with NaN for the zeros that are where something is `spoiled`."""
+    """A tensor with NaN instead of 0 in the elements that are `spoiled`."""
     if t is None or t.shape != spoiled.shape:
         return t
     return torch.where(spoiled & (t == 0), torch.nan, t)
 
 
 class SavedField(NamedTuple):
-    """A tensor of one field: as the fusion saved it, as the operation does, as it does in float64."""
+    """A tensor of one saved field: from the fusion, from the operation, and from the operation in float64."""
 
     name: str
     fused: Tensor
@@ -356,14 +356,14 @@ def saved_fields(
     exact: Mapping[str, Saved],
     parameters: Mapping[int, Tensor],
 ) -> Iterator[SavedField]:
-    """The tensors to compare; what needs no numbers is compared here.
+    """Yields the saved tensors to compare numerically, and compares everything else.
 
     Args:
-        fusion: whose records they are.
+        fusion: the fusion that saved them.
         saved: by slot, as its `fwd` or `unfused` returned them.
         own: by place, as the operations saved them.
-        exact: by place, as they saved them in float64.
-        parameters: by `id` of a parameter that an operation saved, the one that the fusion had to save.
+        exact: by place, as the operations saved them in float64.
+        parameters: by `id` of a parameter that an operation saved, the parameter that the fusion must save.
 
     Raises:
         AssertionError: naming slot and field, for a record that is missing, surplus or of another class, plain data
@@ -373,7 +373,7 @@ def saved_fields(
     for place, mine in own.items():
         record = found.pop(place, None)
         if record is None and operations[place].own_record(None) is not None:
-            continue  # the engine makes it
+            continue  # the engine creates it
         if record is None or type(record) is not type(mine):
             raise AssertionError(wrong_record(place, operations[place], mine, record))
         for field in mine.fields:
@@ -401,9 +401,9 @@ def _tensors(name: str, f: Any, u: Any, r: Any) -> Iterator[SavedField]:
 
 
 def stored(record: Saved, field: str) -> Any:
-    """What a record holds in a field, a `Recompute` evaluated without being replaced by its value.
+    """The value of a saved field; a `Recompute` is evaluated but stays in the record.
 
-    Raises AssertionError where evaluating it twice gives other bits, or its function is not module-level.
+    Raises AssertionError if evaluating it twice returns different bits, or its function is not module-level.
     """
     late: Mapping[str, Recompute] = vars(record).get("_late", {})
     if field not in late or field in vars(record):

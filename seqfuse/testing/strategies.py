@@ -1,4 +1,4 @@
-"""Hypothesis strategies for tensors; the one module of the kit that needs hypothesis."""
+"""Hypothesis strategies for tensors; the only module of the test kit that needs hypothesis."""
 
 from collections.abc import Sequence
 
@@ -27,9 +27,9 @@ def shapes(
     leading: tuple[int, int] = (0, 4),
     empty: bool = False,
 ) -> Shape:
-    """Shapes of `leading` (least, most) leading dimensions over `columns`; `empty` also draws sizes of 0.
+    """Shapes of `leading` (least, most) leading dimensions before one of `columns`; `empty` also draws sizes of 0.
 
-    Zero to four leading dimensions, a few thousand elements at most: sizes are halved from the left until they fit.
+    Sizes are halved from the left until a shape has at most a few thousand elements.
     """
     zero = (0,) if empty else ()
     least, most = leading
@@ -63,7 +63,7 @@ def specs(
     layout: st.SearchStrategy[str] | None = None,
     regime: st.SearchStrategy[str] | None = None,
 ) -> st.SearchStrategy[TensorSpec]:
-    """Descriptions of tensors; prefer these to `tensors` where a failure should print in one line."""
+    """Descriptions of tensors; use these instead of `tensors` for failure messages of one line."""
     return st.builds(
         TensorSpec,
         shape=shapes() if shape is None else shape,

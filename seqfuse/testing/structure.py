@@ -1,4 +1,4 @@
-"""What must hold before numbers are compared: names, storages, bits, and tensors nobody may write."""
+"""Checks before numbers are compared: names, storages, bits, and tensors that must not be written."""
 
 import copy
 from collections import OrderedDict
@@ -13,7 +13,7 @@ Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"] | None
 
 
 def copied_module(module: Any) -> Any:
-    """A deep copy. Each module has ten empty dictionaries of hooks, half of what a copy takes: those are not walked."""
+    """A deep copy that does not walk the ten empty hook dictionaries of each module, half of a copy's time."""
     attributes: list[dict[str, Any]] = [vars(inner) for inner in module.modules()]
     held = [value for of_one in attributes for value in of_one.values()]
     empty: dict[int, Any] = {
@@ -41,12 +41,12 @@ def named_tensors(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor | No
 
 def bits(x: Tensor) -> Tensor:
     """A copy of the logical elements as bytes, uint8 [numel * element size]: NaN equals itself, -0 differs from 0."""
-    # Where it has one element, a tensor of any stride counts as contiguous.
+    # A tensor with one element counts as contiguous whatever its stride is.
     return x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The same to be read at once: not a copy where the memory of x is contiguous."""
+    """The bytes for immediate reading: a view instead of a copy if x is contiguous."""
     plain = x.is_contiguous() and x.numel() > 1 and not (x.is_conj() or x.is_neg())
     return x.detach().reshape(-1).view(torch.uint8) if plain else bits(x)
 

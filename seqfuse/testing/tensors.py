@@ -1,4 +1,4 @@
-"""Inputs that find faults: value regimes, exact numbers, and memory layouts, each determined by a seed."""
+"""Inputs that reveal defects: value regimes, exact numbers and memory layouts, each determined by a seed."""
 
 import math
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def seeded_randn(shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32
     mean = 0.5 * _normal(columns, draw)
     deviation = torch.exp(0.3 * _normal(columns, draw))
     found = mean + deviation * _normal(shape, draw)
-    if dtype.is_complex:  # of real numbers nothing shows that a conjugate is missing
+    if dtype.is_complex:  # real numbers do not reveal a missing conjugate
         found = torch.complex(found, _normal(shape, draw))
     return found.to(dtype)
 
@@ -127,7 +127,7 @@ def _filled(count: int, like: Tensor) -> Tensor:
     return torch.full((count,), fill, dtype=like.dtype, device=like.device)
 
 
-# Each gives a view of the shape, to be filled; the gaps hold NaN, so that a kernel that ignores strides reads them.
+# Each returns an unfilled view of the shape; gaps hold NaN, so that a kernel that ignores strides reads NaN.
 _FILLABLE: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": _contiguous,
     "strided": _strided,
@@ -143,12 +143,12 @@ LAYOUTS = (*_FILLABLE, *_BROADCAST)
 
 
 def varied(values: Tensor, seed: int) -> Tensor:
-    """Values that no seed decides, changed by a few percent: a second draw of the same would round as the first did."""
+    """Given values, changed by a few percent: a second draw with the same values would round like the first."""
     return values * (1 + 0.02 * seeded_randn(tuple(values.shape), seed, dtype=values.dtype).to(values.device))
 
 
 def redrawn(x: Tensor, seed: int) -> Tensor:
-    """`varied` numbers in the same layout, gaps and repetitions included; for seed 0, or of integers, x itself."""
+    """`varied` values in the same layout, with gaps and repetitions; x itself for seed 0 or integers."""
     if not seed or not x.is_floating_point():
         return x
     memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach().untyped_storage())

@@ -114,7 +114,7 @@ def _checked(x: Any, modes: Any, budget: Any, file: Any) -> tuple[str, ...]:
 
 @dataclasses.dataclass(eq=False)
 class _Job:
-    """A candidate that is timed once, wherever it stands."""
+    """A candidate, timed once for all the places where it matches."""
 
     key: str
     machine: Machine
@@ -122,7 +122,7 @@ class _Job:
     candidate: Candidate
     places: list[tuple[CalledRegion, Candidate]]
     note: str = ""
-    unkept: Measurement | None = None  # the last one, if it does not tell whether the fusion is faster
+    unkept: Measurement | None = None  # the last measurement, if too noisy to decide
 
     @property
     def estimated(self) -> float:
@@ -144,7 +144,7 @@ class _Search:
         self._measured = 0
 
     def look(self, model: nn.Module, x: Tensor, channels: dict[str, Tensor], modes: Sequence[str]) -> None:
-        """Find the candidates."""
+        """Find the candidates in each mode."""
         for mode in modes:
             sites, ended = Shadow(model, mode).sites(x, channels)
             if ended is not None:
@@ -171,7 +171,7 @@ class _Search:
                 self._jobs.setdefault((machine, key), new).places.append((stretch, candidate))
 
     def measure(self) -> None:
-        """Time those that are not known yet, the most promising first, until the budget has run out."""
+        """Time the candidates without a measurement, the most promising first, until the budget runs out."""
         begun = time.perf_counter()
         files = {machine: self._file(machine) for machine in self._machines()}
         todo = [job for job in self._jobs.values() if job.key not in cost_table.table(job.machine)]
@@ -221,7 +221,7 @@ class _Search:
         return list(dict.fromkeys(job.machine for job in self._jobs.values()))
 
     def _file(self, machine: Machine) -> Path | None:
-        """Where a machine's measurements are kept; what other processes have put there is known from now on."""
+        """The file of a machine's measurements, after loading those that other processes stored there."""
         path = self._path
         if path is None:
             path = cost_table.user_file(machine, create=True) if settings().tune else None
@@ -240,7 +240,7 @@ class _Search:
         return path
 
     def share(self) -> None:
-        """Make what the first rank knows what all ranks know."""
+        """Send the first rank's measurements to all ranks."""
         if not self._ranks.several:
             return
         if self._ranks.first:
@@ -252,7 +252,7 @@ class _Search:
                 cost_table.keep_measured(machine, told[_tag(machine)], instead=True)
 
     def report(self) -> TuneReport:
-        """What is known now."""
+        """The report from all measurements so far."""
         steps: dict[int, set[tuple[str, range]]] = {}
         for site in {id(s.site): s.site for job in self._jobs.values() for s, _ in job.places}.values():
             plan = site.plan()

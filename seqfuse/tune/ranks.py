@@ -1,4 +1,4 @@
-"""One rank measures, all ranks plan by what it found."""
+"""One rank measures, and all ranks plan with its measurements."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..errors import StateError
 
 
 class Ranks:
-    """The ranks of a group, the first of which measures; without a group, this process alone.
+    """The ranks of a group, the first of which measures; without a group, only this process.
 
     Args:
-        group: a process group; the default one, if there is one, where it is `None`.
-        device: of the tensors that are sent, where the backend sends nothing else.
+        group: a process group; `None` for the default group, if there is one.
+        device: device of the tensors that are sent, if the backend needs one.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -27,19 +27,19 @@ class Ranks:
             self._device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
     def beat(self) -> None:
-        """Tell the other ranks that this one still measures, before they give it up."""
+        """Tell the other ranks that this one still measures, so that they do not time out."""
         self.send(None)
 
     def send(self, found: Any) -> None:
-        """Send what was found, or the error that ended the search, from the first rank to the others."""
+        """Send measurements, or the error that ended the search, from the first rank to the others."""
         if self.several and self.first:
             self._broadcast(found)
 
     def receive(self) -> Any:
-        """What the first rank sends.
+        """Receive from the first rank.
 
         Raises:
-            StateError: (SF504) if it failed.
+            StateError: (SF504) if the first rank failed.
         """
         while (found := self._broadcast(None)) is None:
             pass

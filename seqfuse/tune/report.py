@@ -1,4 +1,4 @@
-"""What tuning found."""
+"""The result of tuning: its table and text."""
 
 from __future__ import annotations
 

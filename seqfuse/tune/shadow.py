@@ -1,4 +1,4 @@
-"""A copy of a model on fake tensors, which shows what would run: its regions, and candidates, ready to be timed."""
+"""A copy of a model on fake tensors, which finds the regions that a call runs and their candidates, ready to time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclasses.dataclass(eq=False)
 class Site:
-    """A container as it was called: its list, and the fake tensors that entered each position and left the last."""
+    """One call of a container: its op sequence, and the fake tensors before each position and after the last."""
 
     path: str
     mode: str
@@ -51,18 +51,18 @@ class Site:
     entering: list[tuple[Tensor, dict[str, Tensor]]]
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Where its fake tensors can be used, in its mode."""
+        """A block in which the site's fake tensors can be used, in its mode."""
         return self.shadow.tracing()
 
     def plan(self) -> Plan:
-        """Its plan for such a call, with what is known now."""
+        """The plan for this call, from the current measurements."""
         x, channels = self.entering[0]
         given: dict[str, Any] = {name: channels[name] for name in self.op_list.inputs}
         with self.tracing():
             return self.fuser.plan(x, **given)
 
     def run(self, x: Tensor, **channels: Tensor) -> Any:
-        """Run the references, and note what enters them."""
+        """Run the references and record the tensors before and after each operation."""
         nodes = self.op_list.nodes
         check_channels(nodes, self.op_list.inputs, channels)
         seeds = draw(nodes, x)
@@ -77,7 +77,7 @@ class Site:
 
 
 class _Watch:
-    """Stands for the fuser of a container: notes each call as a site."""
+    """Replaces the fuser of a container and records each call as a site."""
 
     def __init__(self, fuser: Fuser, about: tuple[str, str, Shadow], sites: list[Site]) -> None:
         self.fuser, self.owner, self._about, self._sites = fuser, fuser.owner, about, sites
@@ -88,15 +88,15 @@ class _Watch:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a hook, so that what has hooks has them here, too."""
+    """Replaces a hook, so that modules with hooks also have them in the copy."""
 
 
 class Shadow:
-    """A model in one mode, on fake tensors.
+    """A copy of a model in one mode, on fake tensors.
 
     Args:
-        model: what is copied; its parameters, buffers and hooks are not.
-        mode: `"train"`, or `"eval"`, where no gradients are recorded.
+        model: the model; its parameters, buffers and hooks are replaced in the copy.
+        mode: `"train"`, or `"eval"` for no gradients.
 
     Raises:
         InputError: (SF106) if the model cannot be copied.
@@ -106,7 +106,7 @@ class Shadow:
         self.mode = mode
         self._originals: dict[
             int, tuple[Tensor, Tensor]
-        ] = {}  # a fake tensor, held since its id is its key, and its own
+        ] = {}  # by id of a fake tensor: the fake tensor, which keeps the id valid, and the original
         memo: dict[int, Any] = {}
         try:
             with faking() as self._fakes:
@@ -120,7 +120,7 @@ class Shadow:
         self.model.train(mode == "train")
 
     def _stand_in(self, model: nn.Module, memo: dict[int, Any]) -> None:
-        """Say what stands for tensors and hooks in the copy."""
+        """Fill the memo of the copy with fake tensors for tensors and empty functions for hooks."""
         for module in model.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):  # pyright: ignore[reportPrivateUsage]
                 if tensor is not None and id(tensor) not in memo:
@@ -131,7 +131,7 @@ class Shadow:
                 memo[id(hooks)] = OrderedDict[Any, Any]((key, _nothing) for key in hooks)
 
     def sites(self, x: Tensor, channels: dict[str, Tensor]) -> tuple[list[Site], str | None]:
-        """The containers that a call runs, in the order in which they run, and what ended it early."""
+        """The containers that a call of the model runs, in order, and the error that ended the call, if any."""
         sites: list[Site] = []
         for path, module in cast(Iterable[tuple[str, nn.Module]], self.model.named_modules()):
             if isinstance(module, Sequential):
@@ -141,14 +141,14 @@ class Shadow:
             try:
                 self.model(self._fake(x), **{name: self._fake(value) for name, value in channels.items()})
             except SeqfuseError:
-                raise  # the call itself would
+                raise  # the model's own call would raise it, too
             except Exception as error:
                 return sites, f"{type(error).__name__}: {error}"
         return sites, None
 
     @contextlib.contextmanager
     def tracing(self) -> Generator[None]:
-        """Where fake tensors of this copy can be used, in its mode."""
+        """A block in which fake tensors of this copy can be used, in its mode."""
         with faking(self._fakes), torch.set_grad_enabled(self.mode == "train"):
             yield
 
@@ -156,12 +156,12 @@ class Shadow:
         return self._fakes.from_tensor(x.detach()).requires_grad_(x.requires_grad)
 
     def original(self, fake: Tensor) -> Tensor | None:
-        """The tensor of the model that a parameter or buffer of the copy stands for."""
+        """The model's tensor that a fake parameter or buffer of the copy represents."""
         return self._originals.get(id(fake), (fake, None))[1]
 
     @contextlib.contextmanager
     def real(self, owners: Iterable[nn.Module]) -> Generator[None]:
-        """Within the block, parameters and buffers of these modules are copies of the model's."""
+        """Within the block, parameters and buffers of these modules are copies of the model's tensors."""
         changed: list[tuple[dict[str, Any], str, Tensor]] = []
         made: dict[int, Tensor] = {}
         try:
@@ -187,7 +187,7 @@ class Shadow:
 
 @dataclasses.dataclass(eq=False)
 class CalledRegion:
-    """A region of a container as it was called, and its candidates."""
+    """A region of a container in one call, and its candidates."""
 
     site: Site
     region: Region
@@ -197,12 +197,12 @@ class CalledRegion:
 
     @property
     def known(self) -> Known:
-        """What is known of candidates by measurement, now."""
+        """The current measurements of its candidates."""
         return Known(self.entered)
 
 
 def called_regions(site: Site) -> Generator[CalledRegion | str]:
-    """The regions of a container that ran, or why one cannot be measured."""
+    """The regions of a container that ran; for a region that cannot be measured, the reason."""
     op_list = site.op_list
     for part in op_list.parts:
         if not isinstance(part, Region) or len(site.entering) <= part.stop:
@@ -235,7 +235,7 @@ def _stretch(
 
 
 def passes(stretch: CalledRegion, candidate: Candidate) -> Passes:
-    """The pass or passes that a candidate replaces, by itself and by its operations, on scratch tensors."""
+    """Functions that run the passes of a candidate, fused and unfused, on scratch tensors."""
     site, (a, b) = stretch.site, (candidate.start, candidate.stop)
     live = stretch.entered.wants.live_from < b
     x, channels = site.entering[a]
@@ -271,7 +271,7 @@ def passes(stretch: CalledRegion, candidate: Candidate) -> Passes:
 
 
 def _segment(stretch: CalledRegion, a: int, b: int, candidate: Candidate, ahead: bool, back: bool) -> Segment:
-    """A segment of a candidate's positions alone, covered by it in the passes that are asked for."""
+    """A segment of only the candidate's positions, fused by it in the passes selected by `ahead` and `back`."""
     own = stretch.entered.step(a, b, candidate.fusion)
     forward = (own,) if ahead else own.unfused()
     backward = (own,) if back else own.unfused(backward=True)[::-1]
@@ -282,7 +282,7 @@ def _segment(stretch: CalledRegion, a: int, b: int, candidate: Candidate, ahead:
 
 @contextlib.contextmanager
 def real_parameters(stretch: CalledRegion, candidate: Candidate) -> Generator[None]:
-    """Within the block, the parameters that a candidate reads are copies of the model's, rather than fake."""
+    """Within the block, the parameters that a candidate reads are copies of the model's, instead of fake tensors."""
     inside = stretch.site.op_list.nodes[candidate.start : candidate.stop]
     owners = [m for node in inside for m in node.operation.modules()]
     owners += [owner for node in inside for owner, _ in node.slots.values()]
@@ -291,7 +291,7 @@ def real_parameters(stretch: CalledRegion, candidate: Candidate) -> Generator[No
 
 
 def why_not_now(x: Tensor) -> str | None:
-    """Why nothing can be measured in a call like this one."""
+    """Why nothing can be measured now, or None."""
     if torch.compiler.is_compiling() or transformed():
         return "the call is being traced or transformed"
     if x.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""How long a candidate takes, and the operations that it replaces, on scratch tensors of the shapes they would see."""
+"""Times a candidate, and the operations that it replaces, on scratch tensors of the shapes in the model."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from ..cost_table import Measurement
 from ..errors import KernelError, device_is_lost
 
 LIMIT = 30.0
-"""Seconds that timing one candidate may take."""
+"""Seconds to time one candidate, at most."""
 
 COMPILING = 120.0
-"""Seconds that its first call may take, in which its kernels are compiled and loaded."""
+"""Seconds for a candidate's first call, which compiles and loads its kernels, at most."""
 
 ROUNDS, SECONDS = (3, 100), 0.2
 TRIES = 3
-"""How often a candidate is measured at most; the n-th time takes n * n * `SECONDS`."""
+"""How often a candidate is measured at most; the n-th measurement takes n * n * `SECONDS`."""
 SIGMAS = 3
-"""Standard errors of the median difference that a candidate has to be faster by."""
+"""By how many standard errors of the median difference a candidate must be faster."""
 TIE = 0.05
-"""Noise, relative to the unfused time, within which two equal times are known to be equal."""
+"""Noise, as a fraction of the unfused time, up to which a tie counts as a result."""
 FAR, STEADY = 100, 0.1
-"""How many times as long as estimated a pass may take, unless its noise is below this part of its time."""
+"""A pass may take up to `FAR` times its estimated time, or more if its noise is below `STEADY` of its time."""
 
 _TOO_LONG = "it took longer than"
-FLUSHED_BYTES = 256 << 20  # more than any second-level cache there is
+FLUSHED_BYTES = 256 << 20  # more than any second-level cache
 SLEEPS = 400_000, 100_000_000
-"""Cycles that a device sleeps at first, and at most, while the host launches."""
+"""Cycles that the device sleeps while the host launches, initially and at most."""
 
 
 class Unmeasurable(Exception):
-    """What is replaced cannot run, so that nothing can be said of the candidate."""
+    """The unfused operations cannot run, so there is nothing to compare the candidate with."""
 
 
 def clock(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """What times one call on this device, in nanoseconds."""
+    """A function that times one call on this device, in nanoseconds."""
     return _on_cuda(device) if device.type == "cuda" else _on_cpu
 
 
@@ -53,8 +53,8 @@ def _on_cpu(run: Callable[[], Any]) -> float:
 
 
 def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    """Time between two events on the device, which sleeps until all is launched: the host's time is left out."""
-    # In a model, what a step reads has been pushed out of the cache by other steps.
+    """Time between two events on the device, which sleeps until everything is launched: excludes CPU overhead."""
+    # In a model, other steps evict a step's inputs from the cache.
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
     cuda: Any = torch.cuda
     cycles = SLEEPS[0]
@@ -81,11 +81,11 @@ Passes = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def time_passes(make: Callable[[], Passes], device: torch.device, seconds: float | None = None) -> Measurement:
-    """Medians of the two passes of `make()`, by turns, so that what else the machine does meets both, and the noise.
+    """Medians of the two passes of `make()`, run alternately so that other load affects both, and their noise.
 
-    Each runs once before, so that nothing is compiled while times are taken. Samples are taken for so many `seconds`,
-    by default `SECONDS`. A fused pass that fails is a measurement, too. All of it happens in a thread of its own, which
-    is left behind when compiling takes longer than `COMPILING`, or timing longer than `LIMIT`.
+    Each runs once before, so that no compilation is timed. Samples are taken for `seconds`, by default `SECONDS`. If
+    the fused pass fails, that is the measurement. Everything runs in a separate thread, which is abandoned if compiling
+    takes longer than `COMPILING`, or timing longer than `LIMIT`.
 
     Raises:
         Unmeasurable: if the unfused pass itself fails.
@@ -96,9 +96,9 @@ def time_passes(make: Callable[[], Passes], device: torch.device, seconds: float
     there = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def work() -> None:
-        torch.set_num_threads(threads)  # libraries beneath torch start each thread with their own number
+        torch.set_num_threads(threads)  # libraries under torch have a default number of threads in each new thread
         with autocast, torch.no_grad(), there:
-            torch.set_autocast_cache_enabled(False)  # casts made here are of scratch tensors; the thread's own setting
+            torch.set_autocast_cache_enabled(False)  # the casts here are of scratch tensors; the setting is per thread
             try:
                 done.append(_time_passes(make, device, compiled.set, SECONDS if seconds is None else seconds))
             except BaseException as error:
@@ -126,10 +126,10 @@ def time_passes(make: Callable[[], Passes], device: torch.device, seconds: float
 
 
 def _autocast_here(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """The caller's autocast region, for another thread."""
+    """The caller's autocast context, to enter in another thread."""
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
-    return torch.autocast(kind)  # to the dtype that is set here
+    return torch.autocast(kind)  # the current dtype
 
 
 def _time_passes(
@@ -152,11 +152,11 @@ def _time_passes(
     while len(times[0]) < ROUNDS[0] or (len(times[0]) < ROUNDS[1] and time.perf_counter() - begun < seconds):
         times[0].append(timed(fused))
         times[1].append(timed(unfused))
-    import statistics  # brings fractions and decimals along, which importing seqfuse does without
+    import statistics  # imports fractions and decimal, which importing seqfuse avoids
 
     differences = [unfused - fused for fused, unfused in zip(*times, strict=True)]
     middle = statistics.median(differences)
-    # Of many, those that something else held up must not count; of a few, the median deviation may be 0 by chance.
+    # With many samples, interrupted ones must not count; with few, the median deviation may be 0 by chance.
     many = len(differences) >= 16
     spread = 1.4826 * statistics.median(abs(d - middle) for d in differences) if many else statistics.stdev(differences)
     noise = SIGMAS * 1.2533 * spread / len(differences) ** 0.5
@@ -164,11 +164,11 @@ def _time_passes(
 
 
 def doubt(found: Measurement, estimated: float) -> str | None:
-    """Why a measurement does not tell whether the fusion is faster, as on a busy machine; `None` where it does.
+    """Why a measurement does not decide whether the fusion is faster, as on a busy machine; `None` if it does.
 
     Args:
         found: the measurement.
-        estimated: nanoseconds that the unfused pass is estimated to take.
+        estimated: estimated nanoseconds of the unfused pass.
     """
     slower = max(found.fused, found.unfused)
     far = slower > FAR * estimated
@@ -180,8 +180,8 @@ def doubt(found: Measurement, estimated: float) -> str | None:
 
 
 def is_passing(measurement: Measurement) -> bool:
-    """Whether it failed for want of memory or time, which says nothing about the next process."""
-    return any(reason in measurement.failed for reason in ("MemoryError", _TOO_LONG))  # torch's is an OutOfMemoryError
+    """Whether it failed for lack of memory or time, so that it may succeed in another process."""
+    return any(reason in measurement.failed for reason in ("MemoryError", _TOO_LONG))  # torch: OutOfMemoryError
 
 
 def _said(error: BaseException) -> str:
@@ -191,7 +191,7 @@ def _said(error: BaseException) -> str:
 
 
 def scratch_like(like: Tensor, generator: torch.Generator) -> Tensor:
-    """A random tensor of the shape, dtype and device of another, from a generator of its own."""
+    """A random tensor with the shape, dtype and device of another, without reading torch's generators."""
     if not (like.is_floating_point() or like.is_complex()):
         return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
     return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
