@@ -70,7 +70,7 @@ def convert(
             between equal layers; (SF108) if a strict recipe does not fit a Linear of the model, or the device has no
             kernels for it.
     """
-    from .capture import start  # here, because what it needs of torch takes long to import
+    from .capture import start  # imported here, since its torch modules take long to import
 
     return start(model, regions, filter_fn, fusions=fusions, memory=memory, then=then, recipe=recipe, exclude=exclude)
 

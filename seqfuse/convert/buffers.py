@@ -1,4 +1,4 @@
-"""Causal masks that are buffers of a model: known by their values, which are checked again in each call."""
+"""Causal masks in buffers of a model: recognized by their values, which are checked again in each call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CHANGED = "a mask that was causal when they were captured has changed"
 
 
 class Triangle(NamedTuple):
-    """The number on and below the diagonal of a mask, and the one above."""
+    """The numbers on and below the diagonal of a mask, and above it."""
 
     seen: float
     unseen: float
 
 
 class _Known(NamedTuple):
-    """What a tensor was when it was looked at; a change in place gives it another version."""
+    """A tensor's version and address when it was examined, and the result; in-place changes increase the version."""
 
     version: int
     address: int
@@ -38,7 +38,7 @@ _known: Any = WeakIdKeyDictionary()
 
 
 def triangle_of(t: Any) -> Triangle | None:
-    """Which triangle a tensor [1, ..., N, N] is; its values are read once, as long as it is not changed in place."""
+    """The triangle of a tensor [1, ..., N, N], if it is one; cached until the tensor is modified in place."""
     square = type(t) is Tensor and t.ndim > 1 and 1 < t.shape[-1] == t.shape[-2] and t.shape[-1] ** 2 == t.numel()
     if not square or t.is_meta or t.requires_grad or t.is_inference():
         return None
@@ -49,14 +49,14 @@ def triangle_of(t: Any) -> Triangle | None:
 
 
 def _read(m: Tensor) -> Triangle | None:
-    with _disable_current_modes():  # a counter of calls, say, around the model
+    with _disable_current_modes():  # for example a counter of calls, around the model
         seen, unseen = m[-1, 0], m[0, -1]
         above = torch.ones(m.shape, dtype=torch.bool, device=m.device).triu(1)
         return Triangle(seen.item(), unseen.item()) if torch.equal(m, torch.where(above, unseen, seen)) else None
 
 
 class Buffers:
-    """The triangles among the tensors of modules that a captured graph, before it is rewritten, has as inputs."""
+    """The triangles among a captured graph's inputs from modules, before it is rewritten."""
 
     def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
         self._nodes: list[tuple[int, Node, Triangle]] = []
@@ -67,7 +67,7 @@ class Buffers:
         self._before = _copied(gm) if self._nodes else gm
 
     def checked(self, run: Callable[..., Any], missed: Counter[str]) -> Callable[..., Any]:
-        """What runs a rewritten graph, or the graph as it was while a buffer is not what it was then."""
+        """A function that runs the rewritten graph, or the captured one while a buffer has other values."""
         if not self._nodes:
             return run
         wanted, before = [(i, found) for i, _, found in self._nodes], self._before
@@ -82,14 +82,14 @@ class Buffers:
 
 
 def _is_of_module(node: Node) -> bool:
-    """Whether Dynamo read an input of a graph from a module, as buffers are; others are data of a call."""
+    """Whether Dynamo read an input of a graph from a module, as for buffers; other inputs are data of a call."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     kind: Any = getattr(source, "guard_source", None)
     return "NN_MODULE" in getattr(kind() if callable(kind) else kind, "name", "")
 
 
 def _copied(gm: GraphModule) -> GraphModule:
-    """A graph as it is, with copies of the bodies of its checkpoints, that runs without a compiler."""
+    """A copy of a graph and of the bodies of its checkpoints, which runs without a compiler."""
     made = GraphModule(gm, copy.deepcopy(gm.graph))
     made.meta = dict(gm.meta)
     for name, body in gm.named_children():

@@ -1,4 +1,4 @@
-"""The calls of a converted model: how many there were, in which a graph was captured, and what no graph has."""
+"""Statistics on the calls of a converted model: their number, captured graphs, and modules in no graph."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .graph import PATH, example, is_fixed, owner
 
 _breaks: list[Any] = torch._dynamo.utils.graph_break_reasons  # pyright: ignore
 _MOST = 4
-"""Tensors of a call that are described, at most."""
+"""Maximum number of tensors in the description of a call."""
 
 
 class Break(NamedTuple):
-    """Where Dynamo ended a graph or left the code as it is, by file, line and function, outermost first, and why."""
+    """Where Dynamo ended a graph or skipped code, as file, line and function, outermost first, and the reason."""
 
     stack: tuple[tuple[str, int, str], ...]
     reason: str
 
     @property
     def place(self) -> str:
-        """The line of code."""
+        """The file, line and function of the break."""
         if not self.stack:
             return "a place that Dynamo does not say"
         file, line, function = self.stack[-1]
@@ -39,39 +39,39 @@ class Break(NamedTuple):
 
 def _break_of(found: Any) -> Break:
     reason = str(found.reason).partition("\n")[0].rstrip(".:")
-    if reason.startswith("generic_jump"):  # as Dynamo calls it where it can go on behind it
+    if reason.startswith("generic_jump"):  # Dynamo's word for a branch after which it can continue
         reason = "Data-dependent branching"
     return Break(tuple((frame.filename, frame.lineno or 0, frame.name) for frame in found.user_stack), reason)
 
 
 @dataclasses.dataclass
 class Captured:
-    """The call that a graph was captured in, and those that it served."""
+    """The call that a graph was captured in, and statistics of its later calls."""
 
-    # Training or eval, without gradients or under autocast, and the shapes of the tensors given; a size that the
-    # graph takes as it comes is `any`.
+    # Training or eval, without gradients or under autocast, and shapes of the tensors; a dynamic size of the graph
+    # is `any`.
     call: str
-    after: Break | None = None  # the graph break behind which it begins, if it begins behind one
-    until: Break | None = None  # the graph break that ends it, if one does
-    calls: int = 0  # how often it ran
-    last: int = 0  # which call of the model was the last that it ran in
-    # The called modules that it ran in, by id: several with `regions="layers"`.
+    after: Break | None = None  # the graph break that it begins after, if any
+    until: Break | None = None  # the graph break that ends it, if any
+    calls: int = 0  # number of runs
+    last: int = 0  # number of the model's last call in which it ran
+    # Ids of the called modules in which it ran: several with `regions="layers"`.
     modules: set[int] = dataclasses.field(default_factory=set[int])
 
 
 @dataclasses.dataclass
 class CapturedModules:
-    """What a graph has calls or parameters of."""
+    """The modules whose calls or parameters a graph contains."""
 
     captured: Captured  # the call that it was captured in
-    place: weakref.ref[nn.Module]  # the module that was called, which a graph does not keep alive
-    paths: set[str]  # the modules in that, and in layers like theirs which the graph serves as well
-    given: dict[int, str]  # the modules of the parameters that it is given, by their place among its inputs
-    # The first parameter, by its id, of each layer that it served.
+    place: weakref.ref[nn.Module]  # the called module; a graph does not keep it alive
+    paths: set[str]  # paths of its modules, and of those in equal layers that the graph also serves
+    given: dict[int, str]  # paths of the parameters' modules, by index among its inputs
+    # The id of the first parameter of each layer that it served.
     first: set[int] = dataclasses.field(default_factory=set[int])
 
     def serves(self, inputs: Sequence[Any]) -> None:
-        """Note that the graph runs, maybe with the parameters of a layer that is like the one it was captured of."""
+        """Record a run of the graph, possibly with the parameters of another, equal layer."""
         at, called = next(iter(self.given), None), self.place()
         if at is None or called is None or id(inputs[at]) in self.first:
             return
@@ -86,7 +86,7 @@ class CapturedModules:
 
 
 def _by_id(place: nn.Module) -> dict[int, str]:
-    """The paths of modules and of those of their parameters, by ids."""
+    """Paths of modules by id; of parameters, the path of their module."""
     paths: dict[int, str] = {}
     for path, module in named_modules(place):
         paths |= {id(module): path, **{id(p): path for p in module.parameters(recurse=False)}}
@@ -94,27 +94,27 @@ def _by_id(place: nn.Module) -> dict[int, str]:
 
 
 class ModelCall:
-    """A call of a converted module that is going on."""
+    """A call of a converted module in progress."""
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.module, self._args, self._kwargs = module, args, kwargs
         self._before, self._captured = len(_breaks), False
         self.ran = False  # whether a graph ran in it
-        self.failures: list[Exception] = []  # what Dynamo raised where it captured in it
+        self.failures: list[Exception] = []  # exceptions of Dynamo's captures in it
 
     def breaks(self) -> list[Break]:
-        """The graph breaks since it began."""
+        """The graph breaks since the call began."""
         return [] if len(_breaks) == self._before else list(map(_break_of, self._reasons()))
 
     def _reasons(self) -> list[Any]:
         return _breaks[self._before :]
 
     def captures(self, gm: GraphModule, inputs: Sequence[Any]) -> Captured:
-        """Of a graph that Dynamo captured in it just now."""
+        """Describe a graph that Dynamo has just captured in this call."""
         own: Any = getattr(gm, "compile_subgraph_reason", None)
         before = [_break_of(reason) for reason in self._reasons() if reason is not own]
         until = _break_of(own) if own and own.graph_break else None
-        # Where code that is called broke, that of its caller did at the same line, and the callee begins anew.
+        # If called code broke, its caller broke at the same line, and the callee's graph begins anew.
         after = before[-1] if before and self._captured else None
         if after is not None and until is not None and after.stack[-1:] == until.stack[-1:]:
             after = None
@@ -146,18 +146,18 @@ class Calls:
 
     def __init__(self, missed: Counter[str]) -> None:
         self.count = 0
-        self.missed = missed  # how many of them ran as before the conversion, by the reason
-        self.breaks: dict[Break, int] = {}  # the graph breaks that they met, and in which of them each was met first
-        self.failed: Counter[Any] = Counter()  # how many of a kind Dynamo failed to capture, although they run
+        self.missed = missed  # number of calls that ran unconverted, by reason
+        self.breaks: dict[Break, int] = {}  # graph breaks, with the number of the call in which each occurred first
+        self.failed: Counter[Any] = Counter()  # number of failed captures by kind of call, for calls that run eagerly
         self._seen: list[CapturedModules] = []
 
     def meet(self, call: ModelCall) -> None:
-        """Note the graph breaks of the call that ends."""
+        """Record the graph breaks of a call that ends."""
         for one in call.breaks():
             self.breaks.setdefault(one, self.count)
 
     def see(self, captured: Captured, place: nn.Module, gm: GraphModule, inputs: Iterable[Any]) -> CapturedModules:
-        """Note which modules of what is called a graph has calls or parameters of."""
+        """Record the modules in a called module whose calls or parameters a graph contains."""
         paths = _by_id(place)
         bodies = [body for body in gm.modules() if isinstance(body, GraphModule)]
         called = {key for body in bodies for node in body.graph.nodes for key in _modules_of(node)}
@@ -168,7 +168,7 @@ class Calls:
         return seen
 
     def skipped(self, model: nn.Module, places: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str]]:
-        """Modules without submodules that no graph has, by path, as Dynamo left the code of one around them."""
+        """Modules without submodules in no graph, by path, since Dynamo skipped the code of a module around them."""
         paths = paths_of(model)
         found: dict[str, tuple[str, nn.Module, str]] = {}
         for place in places if self.breaks else ():
@@ -179,7 +179,7 @@ class Calls:
                 if not around or any(True for _ in module.children()):
                     continue
                 where = max(around, key=len)
-                since = self.breaks[left[where]]  # a graph that ran before that may have it, if a hook was set since
+                since = self.breaks[left[where]]  # an earlier graph may contain it, if a hook was set since
                 if not any(path in seen.paths and seen.captured.last >= since for seen in self._seen):
                     code = f"{type(inner[where]).__name__} at {left[where].place}"
                     reason = f"in no graph, as Dynamo left the code of {code}: {left[where].reason}"
@@ -187,7 +187,7 @@ class Calls:
         return list(found.values())
 
     def _left_at(self, module: nn.Module) -> Break | None:
-        """The graph break in the forward of a module, or in what that calls."""
+        """The graph break in the forward of a module, or in code that it calls."""
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is None:
             return None
@@ -197,7 +197,7 @@ class Calls:
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules in a model, and itself, with their paths."""
+    """A model's modules, including itself, with their paths."""
     return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
 
 
@@ -207,9 +207,9 @@ def paths_of(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def name_owners(model: nn.Module, place: nn.Module, gm: GraphModule) -> None:
-    """Note on each node the path, in the model, of the module that it was called in.
+    """Record on each node the path, in the model, of the module that called it.
 
-    Dynamo notes paths from the module whose code the graph is of: behind a graph break that may be a submodule.
+    Dynamo records paths relative to the module whose code is captured, which may be a submodule after a graph break.
     """
     paths = {id(module): path for path, module in named_modules(model)}
     nodes = [node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes]
@@ -225,6 +225,6 @@ def name_owners(model: nn.Module, place: nn.Module, gm: GraphModule) -> None:
 
 
 def _modules_of(node: Node) -> Iterator[int]:
-    """The ids of the modules that a node was called in; further calls of one are counted behind an `@`."""
+    """The ids of the modules around a node's call; keys of repeated calls have a suffix after `@`."""
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     return (int(name) for key in stack if (name := key.partition("@")[0]).isdigit())

@@ -1,4 +1,4 @@
-"""Capturing a model: the entry points, what is called instead of the model, and the way back."""
+"""Captures a model: entry points, the replaced call of the model, and the undoing of a conversion."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from .rewrite import RewriteOptions, rewrite
 _frames = itertools.count()
 _tracing: Callable[[], Any] = torch._C._get_tracing_state  # pyright: ignore
 _OPTIONS = ("regions", "then", "fusions", "filter_fn", "memory", "recipe", "exclude")
-"""The options of `convert`, which a conversion has no attributes for."""
+"""The options of `convert`, which are not attributes of a conversion."""
 _TRIES = 3
-"""How often a kind of call is captured that Dynamo fails to capture, although it runs."""
+"""How often Dynamo tries to capture a kind of call that runs eagerly but cannot be captured."""
 
 
 def backend(
@@ -84,7 +84,7 @@ def start(
     filter_fn: Callable[[nn.Module, str], bool] | None,
     **options: Any,
 ) -> Conversion:
-    """`convert`, whose arguments these are."""
+    """Implements `convert`, with the same arguments."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _wrong(f"expects a torch.nn.Module, got {type(model).__name__}")
     if regions not in ("model", "layers"):
@@ -95,7 +95,7 @@ def start(
             return True
         try:
             module = model.get_submodule(path)
-        except AttributeError:  # a module that is not the model's own
+        except AttributeError:  # a module outside the model
             return True
         return filter_fn(module, path)
 
@@ -118,7 +118,7 @@ def start(
 
 
 def find(model: nn.Module) -> Conversion:
-    """`conversion`, whose argument this is."""
+    """Implements `conversion`, with the same argument."""
     inside = list(_conversions_in(model))
     own = next((found for path, found in inside if not path or found.model is model), None)
     if own is not None:
@@ -168,7 +168,7 @@ def _backend(
 
 
 def _check_recipe_fits(model: nn.Module, options: RewriteOptions) -> None:
-    """Raise where a strict recipe cannot quantize a Linear that is not excluded, or a device has no kernels for it."""
+    """Raise if a strict recipe cannot quantize a Linear that is not excluded, or a device has no kernels for it."""
     recipe = options.recipe
     for path, module in named_modules(model) if recipe is not None else ():
         weight = getattr(module, "weight", None)
@@ -184,7 +184,7 @@ def _check_recipe_fits(model: nn.Module, options: RewriteOptions) -> None:
 
 
 def _warn_of_unknown(model: nn.Module, options: RewriteOptions) -> None:
-    """Warn of a name in `exclude` that no module has; those of the default are of no model in particular."""
+    """Warn about names in `exclude` that no module has, except the default names."""
     paths = [path for path, _ in named_modules(model)] if options.recipe is not None else []
     for name in options.exclude if paths else ():
         if name not in UNQUANTIZED and not any(excluded((name,), path) for path in paths):
@@ -194,7 +194,7 @@ def _warn_of_unknown(model: nn.Module, options: RewriteOptions) -> None:
 
 
 def _check_excluded_alike(model: nn.Module, places: Sequence[nn.Module], options: RewriteOptions) -> None:
-    """Raise where `exclude` names other parts of one layer than of another that is alike: both share a graph."""
+    """Raise if `exclude` matches different parts of equal layers, since these share a graph."""
     if options.recipe is None or len(places) == 1:
         return
     paths, known = paths_of(model), dict[str, tuple[str, set[str]]]()
@@ -207,7 +207,7 @@ def _check_excluded_alike(model: nn.Module, places: Sequence[nn.Module], options
 
 
 def _check_filter(filter_fn: Any) -> None:
-    """Refuse what cannot be called with a module and a path: it is called in the middle of a capture."""
+    """Raise if `filter_fn` cannot be called with a module and a path, since it is called in the middle of a capture."""
     hint = "such as filter_fn=lambda module, path: not path.startswith('lm_head')"
     if not callable(filter_fn):
         raise _wrong(f"filter_fn must be a function of a module and its path, got {filter_fn!r}", hint)
@@ -240,14 +240,14 @@ def _check_not_replicated(model: nn.Module) -> None:
 
 
 def _conversions_in(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
-    """The conversions that modules of a model are called by, and the paths of these modules."""
+    """The paths of converted modules in a model, with their conversions."""
     for path, module in named_modules(model):
         if (found := _conversion_of(module)) is not None:
             yield path, found
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of modules that are called and have modules of their own."""
+    """The members with submodules of the outermost lists of modules; instead of nested lists, their members."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -258,8 +258,8 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _called(container: nn.Module) -> Iterator[nn.Module]:
-    """The children that have modules of their own; of a list or a dict, which nobody can call, those in it."""
-    for child in container.children():  # which leaves out None
+    """The children with submodules; instead of a list or dict, which cannot be called, its members."""
+    for child in container.children():  # leaves out None
         if _is_never_called(child):
             yield from _called(child)
         elif any(True for _ in child.children()):
@@ -275,29 +275,29 @@ class ChainBackend:
     """A backend of `torch.compile` that runs the chains of each captured graph through plans."""
 
     def __init__(self, options: RewriteOptions, then: Literal["inductor"] | None = None) -> None:
-        self.options, self.then = options, then  # what runs the rest of a graph: `None`, as it ran before, or Inductor
+        self.options, self.then = options, then  # backend of all other calls: `None` for eager, or Inductor
         self.graphs: list[GraphReport] = []
-        self.missed: Counter[str] = Counter()  # how many calls of graphs ran as they were captured, by the reason
+        self.missed: Counter[str] = Counter()  # number of calls of graphs that ran as captured, by reason
         self._numbers = itertools.count()
 
     def __call__(
         self, gm: GraphModule, example_inputs: Sequence[Any], captured: Captured | None = None
     ) -> Callable[..., Any]:
-        """Rewrite a graph, of a call if that is known; the callable that runs it."""
+        """Rewrite a graph, captured in the given call if known; returns the function that runs it."""
         buffers = Buffers(gm, example_inputs)
         before, most = dynamo.captured_before(), dynamo.config.recompile_limit
         about: dict[str, Any] = {"limit": most if before + 1 >= most else None, "again": before > 0}
         for report in rewrite(gm, self.options, f"graph {next(self._numbers)}"):
             self.graphs.append(dataclasses.replace(report, captured=captured, **about))
         if self.then is None:
-            # By itself Dynamo's module compiles its code in its first call, and prints it where that raises.
+            # Otherwise Dynamo's module would compile its code in the first call, and print it if that raises.
             _LazyGraphModule.force_recompile(gm)
             return buffers.checked(gm.forward, self.missed)
         return buffers.checked(compiled_rest(gm), self.missed)
 
 
 _OWN = Sequential, UnfusedOperation
-"""Classes of this library, which have plans."""
+"""Classes of this library with their own plans."""
 _ENDED = "runs unconverted since model.compile(): torch.compile(model) keeps the conversion"
 _TAKEN_IN = (
     "was compiled unconverted, in a graph that must not break: calls by code under fullgraph=True or by a compiled "
@@ -319,12 +319,12 @@ class Conversion:
         self.model, self._backend = model, backend
         self._places, self._calls, self._taken_in = places, Calls(backend.missed), False
 
-        reference = weakref.ref(self)  # Dynamo keeps every backend that was called, and would keep the model with it
+        reference = weakref.ref(self)  # Dynamo keeps each called backend alive, and would keep the model
 
-        # No `partial`, which torch would print, with the model in it.
+        # Not a `partial`, whose repr in torch's logs would contain the model.
         def capture(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             conversion = reference()
-            assert conversion is not None  # the call that is captured holds it
+            assert conversion is not None  # the captured call holds a reference
             return conversion._capture(gm, inputs)
 
         compiled = dynamo.not_warning(torch.compile(_frame_of(self._calls), backend=capture))  # pyright: ignore
@@ -353,7 +353,7 @@ class Conversion:
         """Revert the conversion; no effect the second time."""
         for place, before in self._before:
             place._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]
-            if before is None:  # as it was: the class says so
+            if before is None:  # restores the attribute of the class
                 del place._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
         self._before = []
         for module, config in self._experts:
@@ -362,7 +362,7 @@ class Conversion:
         self._experts = []
 
     def take_in(self) -> None:
-        """Note, and warn once, that a compiler captures the model unconverted, in a graph that must not break."""
+        """Record, and warn once, that a compiler captures the model unconverted, in a graph that must not break."""
         if not self._taken_in:
             warnings.warn(f"{type(self.model).__name__} {_TAKEN_IN}", UserWarning, stacklevel=2)
         self._taken_in = True
@@ -380,7 +380,7 @@ class Conversion:
         )
 
     def _around(self) -> list[tuple[str, nn.Module, str]]:
-        """Modules without submodules outside the layers, by path; a graph of a layer has none of them."""
+        """Modules without submodules outside the layers, by path; captured graphs cannot contain them."""
         apart = {module for place in self._places for module in place.modules()}
         apart.update(m for module in self.model.modules() if isinstance(module, _OWN) for m in module.modules())
         reason = 'outside the layers of regions="layers"'
@@ -388,11 +388,11 @@ class Conversion:
         return [found for found in around if self.graphs and not any(True for _ in found[1].children())]
 
     def _capture(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Read when Dynamo makes the guards of this graph, right after this. The first overlooks hooks that are set
-        # later; the second, where it is the default (torch 2.11), another class and another requires_grad.
+        # Dynamo reads these when it creates this graph's guards, directly after this. The first default misses hooks
+        # that are set later; the second, where it is the default (torch 2.11), changes of class and of requires_grad.
         dynamo.set_until_the_call_ends("skip_nnmodule_hook_guards", False)
         dynamo.set_until_the_call_ends("use_recursive_dict_tags_for_guards", False)
-        dynamo.set_until_the_call_ends("record_runtime_overhead", False)  # for a profiler, at two calls in each call
+        dynamo.set_until_the_call_ends("record_runtime_overhead", False)  # for profilers; costs two calls in each call
         dynamo.follow_captures()
         calls, call = self._calls, dynamo.current_call()
         assert call is not None  # that is captured
@@ -440,7 +440,7 @@ class Conversion:
 
 
 def _own(model: nn.Module, places: Iterable[nn.Module]) -> list[str]:
-    """The outermost operations and sequences of this library in what is captured, each by class and path."""
+    """Class and path of the outermost operations and sequences of this library in the captured modules."""
     captured = {module for place in places for module in place.modules()}
     found: dict[str, str] = {}
     for path, module in named_modules(model):
@@ -450,19 +450,20 @@ def _own(model: nn.Module, places: Iterable[nn.Module]) -> list[str]:
 
 
 def _call_impl(module: nn.Module) -> Callable[..., Any] | None:
-    """What a call of a module runs in place of its class's own, if anything."""
+    """The function that replaces the class's implementation of a call, if any."""
     return module._compiled_call_impl  # pyright: ignore
 
 
 def _frame_of(calls: Calls) -> Callable[..., Any]:
-    """What Dynamo captures: a frame of ours, because it skips those of torch.nn.
+    """The frame that Dynamo captures; not one of torch.nn, since Dynamo skips those.
 
-    With the module as an argument layers share a graph. The code object and its name are its own: Dynamo keeps graphs
-    by code object, up to a limit, and by file, line and name which sizes differed, which it then takes for symbols.
+    Since the module is an argument, layers share a graph. Each conversion has its own code object and name: Dynamo
+    stores graphs by code object, up to a limit, and by file, line and name the sizes that differed, which it then makes
+    symbolic.
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # Dynamo, which takes that for a constant, lets the frame run as it is
+        if not torch.compiler.is_compiling():  # a constant for Dynamo: only an uncaptured frame gets here
             calls.missed["Dynamo captured nothing for them"] += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore
 
@@ -471,14 +472,14 @@ def _frame_of(calls: Calls) -> Callable[..., Any]:
 
 
 def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Within the capture of a larger model or a trace; Dynamo refuses to run while FX traces, as `make_fx` does.
+    # During the capture of a larger model or a trace; Dynamo refuses to run under FX tracing, as by `make_fx`.
     traced = torch.compiler.is_compiling() or _tracing() is not None
     if traced or is_fx_symbolic_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return module._call_impl(*args, **kwargs)  # pyright: ignore
     if callable(dynamo.compiler_around()):
         return _alone(calls, compiled, module, *args, **kwargs)
     calls.count += 1
-    # Under a transform Dynamo would give up a frame for good. No guard of it sees hooks that are set for all modules.
+    # Under a transform Dynamo would skip the frame for good. Its guards do not see global module hooks.
     transformed = peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]
     if transformed or _has_any_global_hook():
         calls.missed["a transform of torch.func was active" if transformed else "hooks of all modules were set"] += 1
@@ -503,7 +504,7 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
         failed = {dynamo.first_of(error, handled) for error in call.failures}
         calls.missed.update(f"{where}Dynamo failed to capture them: {first}" for first in failed)
         dynamo.set_back()
-    result: Any = module._call_impl(*args, **kwargs)  # pyright: ignore  # which raises what it raised before
+    result: Any = module._call_impl(*args, **kwargs)  # pyright: ignore  # raises the model's own error
     calls.failed[_kind(module, args, kwargs)] += 1
     return result  # pyright: ignore
 
@@ -516,13 +517,13 @@ _alone = dynamo.runs_alone(_guarded, _conversion_of)
 
 
 def _kind(module: nn.Module, args: Sequence[Any], kwargs: Iterable[str]) -> tuple[Any, ...]:
-    """What calls have in common that Dynamo captures alike, for the most part."""
+    """The common key of calls that Dynamo most likely captures in the same way."""
     return (id(module), module.training, torch.is_grad_enabled(), len(args), *kwargs)
 
 
 def compiled_rest(gm: GraphModule) -> Callable[..., Any]:
-    """A graph whose stretches between regions are compiled by Inductor, each at its first call."""
-    from torch.fx.passes.split_module import split_module  # which takes long to import
+    """A graph whose parts between regions are compiled by Inductor, each at its first call."""
+    from torch.fx.passes.split_module import split_module  # slow to import
 
     part, of = 0, dict[Node, int]()
     before: bool | None = None

@@ -1,4 +1,4 @@
-"""Chains: which raised operations run as one `Sequential`, and in which order."""
+"""Chains: selects the raised operations that run as one `Sequential`, and their order."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class RaisedChain:
     members: list[Raised]
     state: State
     begun: bool = False
-    """Whether it has to begin with its first operation: all others read what that makes."""
+    """Whether it must begin with its first operation, since all others depend on it."""
 
     @property
     def inputs(self) -> list[Node]:
-        """The nodes outside of it whose values it reads."""
+        """The nodes outside the chain that it reads."""
         made = {r.out for r in self.members}
         return list(dict.fromkeys(n for r in self.members for n in r.inputs if n not in made))
 
@@ -33,18 +33,18 @@ class RaisedChain:
 def chains_of(
     graph: Graph, operations: Sequence[Raised], apart: Container[Raised] = (), strict: bool = False
 ) -> list[RaisedChain]:
-    """Cover the operations of a graph with chains: as large as they can be while each can run as one call.
+    """Partition the operations of a graph into chains, as large as possible while each can run as one call.
 
-    A chain is convex: no value that it reads is made, outside of it, of a value that it makes. Its operations run under
-    one autocast and gradient mode, and between two changes in place. A gradient may come back to all of them or to
-    none: parameters that it does not reach have none, not zeros. What leaves the graph is not read by the chain that
-    makes it: its own gradient would lack what comes back through that chain.
+    A chain is convex: it reads no value that is computed outside of it from its own results. Its operations run under
+    one autocast and gradient mode, and between two in-place changes. A gradient reaches either all of them or none:
+    where none reaches a parameter, its gradient is None, not zeros. A result of the graph is not read by the chain that
+    computes it: its gradient would lack the part that comes back through that chain.
 
     Args:
-        graph: as it was captured.
-        operations: what was raised.
+        graph: the captured graph.
+        operations: the raised operations.
         apart: operations that begin a chain.
-        strict: whether a change in place of any tensor counts, not only of those that operations touch.
+        strict: whether in-place changes of all tensors count, not only of those that operations read or compute.
     """
     touched = None if strict else {n for r in operations for n in (*r.inputs, *r.took)}
     state = states(graph.nodes, {r.out for r in operations}, touched)
@@ -69,7 +69,7 @@ def chains_of(
                 continue
             producer.members += chain.members
             chain = producer
-            made.update((r.out, chain) for r in chain.members)  # at once: another input may be of a chain merged before
+            made.update((r.out, chain) for r in chain.members)  # before the next input, which may be of a merged chain
         for r in chain.members:
             made[r.out] = chain
             if isinstance(r.out, Inner):
@@ -81,7 +81,7 @@ def chains_of(
 
 
 def _in_order(operations: Sequence[Raised], place: Mapping[Node, int]) -> Iterable[list[Raised]]:
-    """Operations in the order of the graph, those that were raised together in one list."""
+    """Operations in the order of the graph, in lists of those that were raised together."""
     groups: list[list[Raised]] = []
     for r in operations:
         if groups and isinstance(r.x, Inner):
@@ -92,7 +92,7 @@ def _in_order(operations: Sequence[Raised], place: Mapping[Node, int]) -> Iterab
 
 
 def _depends(chain: RaisedChain, on: RaisedChain, made: Mapping[Value, RaisedChain], place: Mapping[Node, int]) -> bool:
-    """Whether a chain reads, by way of a node or a third chain, what another makes."""
+    """Whether a chain depends on another's results through a node or a third chain."""
     views = [view.node for r in on.members if isinstance(r.out, Inner) for view in r.out.views]
     first = min(place[node] for node in (*(r.node for r in on.members), *views))
     seen: set[Node | RaisedChain] = set()
@@ -112,7 +112,7 @@ def _depends(chain: RaisedChain, on: RaisedChain, made: Mapping[Value, RaisedCha
 
 
 def needed(graph: Graph, chains: Sequence[RaisedChain]) -> tuple[set[Value], set[Node]]:
-    """The values that are read outside of their chain, and the nodes that chains stand for and nobody reads."""
+    """The values that are read outside of their chain, and the unread nodes that chains replace."""
     made: dict[Value, Value] = {r.out: r.out for chain in chains for r in chain.members}
     made |= {view.node: inner for inner in list(made) if isinstance(inner, Inner) for view in inner.views}
     absorbed = {t for chain in chains for r in chain.members for t in r.took}
@@ -133,17 +133,17 @@ def needed(graph: Graph, chains: Sequence[RaisedChain]) -> tuple[set[Value], set
 class Order:
     """A chain as a sequence of operations."""
 
-    operations: list[FusableOperation]  # with the `Fork`s and `Take`s that lead values to their readers
-    x: Node  # the node whose value enters the sequence
-    channels: dict[str, Node]  # the nodes that enter as channels, by name
-    outputs: list[Value]  # the values that it returns, y first
-    members: list[Raised]  # the raised operations, in the order in which they run
-    # Operations that have to begin chains, as one goes on from a value of another shape than was made last.
+    operations: list[FusableOperation]  # with the `Fork`s and `Take`s that route values to their readers
+    x: Node  # the node of the sequence's input
+    channels: dict[str, Node]  # the nodes of its channels, by name
+    outputs: list[Value]  # the returned values, y first
+    members: list[Raised]  # the raised operations, in execution order
+    # Operations that must begin chains, since their input has another shape than the last result.
     apart: list[Raised]
 
 
 def order_of(chain: RaisedChain, outside: set[Value]) -> Order:
-    """Put the operations of a chain in an order in which most of them read what the one before made."""
+    """Order a chain's operations so that most of them read the result of the previous one."""
     left, members = list(chain.members), list[Raised]()
     inside, current = {r.out for r in left}, None
     ready: set[Value] = set()
@@ -162,7 +162,7 @@ def order_of(chain: RaisedChain, outside: set[Value]) -> Order:
 
 
 def _commuted(r: Raised) -> Raised | None:
-    """A sum or product that goes on from its other operand, if that is one whose operands may change places."""
+    """A sum or product with its operands exchanged, if that is possible."""
     if not isinstance(r.operation, ops.Add | ops.Multiply) or not isinstance(r.x, Node):
         return None
     (other,), x = r.channels.values(), r.x
@@ -191,7 +191,7 @@ def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> O
                 joins = branch is not members[0] and current in r.channels.values()  # such as a gate for each token
                 order.apart.append(branch if joins else r)
                 return order
-            unread = not _is_read_later(current, later)  # by nobody here: the channel that it became is an output
+            unread = not _is_read_later(current, later)  # not read here: its channel is an output
             if unread and current not in outside:
                 order.apart.append(r)
                 return order
@@ -213,5 +213,5 @@ def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> O
 
 
 def _is_read_later(value: Value, later: Sequence[Raised]) -> bool:
-    """Whether an operation reads a value, but for the next one as its x."""
+    """Whether an operation reads a value, except the next one as its x."""
     return any(value in r.channels.values() for r in later) or any(r.x is value for r in later[1:])

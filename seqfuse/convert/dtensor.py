@@ -1,4 +1,4 @@
-"""DTensors in captured graphs, as the tensor parallel styles of torch make them: local tensors and collectives."""
+"""Rewrites DTensors in captured graphs, as from torch's tensor parallel styles: local tensors and collectives."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ COLLECTIVES: dict[str, Any] = {
 
 
 def collective(name: str, group: str, *dim: int) -> Collective:
-    """The operation that a call of one of the functions below stands for.
+    """The operation for a call of one of the functions below.
 
-    A captured graph has the gradients of parameters summed and draws its random numbers as the model does, so the
-    operation says nothing about how the tensors around it are sharded.
+    A captured graph already sums gradients of parameters and draws random numbers as the model does, so the operation
+    is marked as if the tensors around it were replicated.
     """
     made: Collective = COLLECTIVES[name](named(group), *dim)
     made.redistribution = Redistribution(made.group, "replicated", "replicated")
@@ -44,7 +44,7 @@ def collective(name: str, group: str, *dim: int) -> Collective:
 
 
 def _calling(name: str) -> Callable[..., Tensor]:
-    """A call of x, a group by name and, where shards are of one, a dimension."""
+    """A function of x, the name of a group, and, for sharded results or inputs, the dimension."""
 
     def call(x: Tensor, group: str, *dim: int) -> Tensor:
         return collective(name, group, *dim).reference(x)
@@ -57,19 +57,19 @@ copy_to_tensor_parallel, all_reduce, all_gather, reduce_scatter = map(_calling, 
 
 
 def part_of_sum(bias: Tensor, size: int) -> Tensor:
-    """The part of a bias that each of several processes adds before a sum; its gradient is that of the bias."""
+    """The part of a bias that each of `size` processes adds before a sum; its gradient is the whole bias's."""
     return with_backward(lambda b: b / size, lambda d: d, bias)
 
 
 def shard_with_part(x: Any) -> Tensor:
-    """The shard of a replicated parameter, whose gradient is the sum of those of all processes, when it is read."""
+    """The shard of a replicated parameter; its gradient is summed over processes when it is read."""
     from torch.distributed.tensor import Partial
 
     return x.to_local(grad_placements=[Partial()])
 
 
 class _Layout(NamedTuple):
-    """How a DTensor is sharded over a mesh of one dimension: its group by name and size, and its placement."""
+    """The layout of a DTensor on a one-dimensional mesh: name and size of the group, and the placement."""
 
     group: str
     size: int
@@ -77,29 +77,29 @@ class _Layout(NamedTuple):
 
 
 class _AsDTensor(nn.Module):
-    """Makes the DTensor that a call, which stays as it was, reads."""
+    """Wraps a shard in a DTensor, for a call that was not rewritten."""
 
     def __init__(self, like: Any) -> None:
         super().__init__()
         self._mesh, self._placements = like.device_mesh, like.placements
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a DTensor of the process's shard."""
+        """Return the DTensor of this process's shard."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(x, self._mesh, self._placements, run_check=False)  # pyright: ignore
 
 
 def localize(gm: GraphModule, allowed: Callable[[Node], bool]) -> None:
-    """Write calls of DTensors as calls of the process's shards, with the collectives that torch runs between them.
+    """Replace calls on DTensors by calls on this process's shards, and by the collectives that torch runs between them.
 
-    A value that is replicated has a gradient that is replicated. What computes a part of it, as a `Linear` that is
-    sharded along its output features does, reads it by way of `copy_to_tensor_parallel`, which sums the parts. A call
-    that this does not know stays, and reads DTensors.
+    A replicated value has a replicated gradient. A call that computes only a part of this gradient, such as a `Linear`
+    sharded along its output features, reads the value through `copy_to_tensor_parallel`, which sums the parts. Other
+    calls are kept and read DTensors.
     """
     sharded = [value for node in gm.graph.nodes if is_dtensor(value := value_of(node))]
     for placement in (placement for value in sharded for placement in value.placements):
-        # Of an embedding whose rows are sharded: torch keeps it until the result is summed, maybe in a later graph.
+        # From an embedding with sharded rows: torch keeps it until the result is summed, maybe in a later graph.
         mask: Any = getattr(placement, "mask_buffer", None)
         if mask is not None and is_fake(mask.data):
             mask.data, mask.refcount = None, 0
@@ -111,15 +111,15 @@ class _Localized:
     def __init__(self, gm: GraphModule, allowed: Callable[[Node], bool]) -> None:
         self.gm, self.allowed = gm, allowed
         self.modes = states(gm.graph.nodes)
-        self.local: dict[Node, Node] = {}  # the shards of DTensors whose calls are written anew
-        self.read: dict[Node, Node] = {}  # the shards of others
+        self.local: dict[Node, Node] = {}  # the shards of rewritten DTensors
+        self.read: dict[Node, Node] = {}  # the shards of other DTensors
         self.copied: dict[tuple[Node, str], Node] = {}
-        self.gathered: set[Node] = set()  # whose gradients are summed and sharded again
+        self.gathered: set[Node] = set()  # those whose gradients are summed and sharded again
         self.wrapped: dict[Node, Node] = {}
         self.write: Any = None
 
     def run(self) -> None:
-        """Write the calls of the graph."""
+        """Rewrite the calls of the graph."""
         gone: list[Node] = []
         for node in list(self.gm.graph.nodes):
             if node.op in ("placeholder", "get_attr"):
@@ -131,7 +131,7 @@ class _Localized:
                 try:
                     with torch.set_grad_enabled(self.modes[node].grad is not False):
                         found = self._shard(node)
-                except Exception:  # a form that nobody thought of
+                except Exception:  # an unexpected form
                     found = None
             if found is None or not _is_shard(found, node):
                 write.undo()
@@ -150,7 +150,7 @@ class _Localized:
                 self.gm.graph.erase_node(node)
 
     def _wrap(self, node: Node) -> None:
-        """Let a call that stays read DTensors that are made of shards."""
+        """Replace the inputs of a kept call by DTensors made from shards."""
         for given in node.all_input_nodes:
             if given not in self.local:
                 continue
@@ -164,7 +164,7 @@ class _Localized:
             node.replace_input_with(given, self.wrapped[given])
 
     def _shard(self, node: Node) -> Node | None:
-        """The shard of a call's result, or what a call makes of a shard."""
+        """The shard of a call's result, or the result of a call that reads a shard; None for unknown calls."""
         name, args, kwargs = _call(node)
         layout = _layout(node)
         if name == "from_local" and layout is not None and layout.placement != _PARTIAL:
@@ -210,7 +210,7 @@ class _Localized:
         return self.write.call(all_gather, x, to.group, layout.placement)
 
     def _reads_a_part(self, user: Node, node: Node) -> bool:
-        """Whether a call gives back a part of the gradient of a replicated tensor."""
+        """Whether a call returns only a part of the gradient of a replicated tensor."""
         if name_of(user) == "linear":
             x, weight = argument(user, 0, "input"), argument(user, 1, "weight")
             layout = _layout(weight)
@@ -241,7 +241,7 @@ class _Localized:
         return self._alike(node, layout) if placements[0] != last else None
 
     def _alike(self, node: Node, layout: _Layout) -> Node | None:
-        """A call whose result is sharded as what it reads, along a dimension that it does not compute over."""
+        """A call whose result is sharded like its inputs, along a dimension that it does not reduce."""
         if spelled(node) not in _ALONG_TOKENS or layout.placement == _PARTIAL:
             return None
         at, ndim = layout.placement, value_of(node).ndim
@@ -273,7 +273,7 @@ class _Localized:
         return found
 
     def _summed(self, node: Node, layout: _Layout) -> Node:
-        """A replicated tensor for a call that gives back a part of its gradient."""
+        """A replicated tensor, for a call that returns only a part of its gradient."""
         if (x := self._of(node)) is None or node in self.gathered or not value_of(x).requires_grad:
             return cast("Node", x)
         if (key := (x, layout.group)) not in self.copied:
@@ -287,13 +287,13 @@ _EACH = {
     "add", "sub", "mul", "truediv", "neg", "pow", "square", "rsqrt", "gelu", "silu", "relu", "tanh", "sigmoid", "to",
     "float", "type_as",
 }  # fmt: skip
-"""Calls that compute each element by itself."""
+"""Element-wise calls."""
 _ALONG_TOKENS = {*_EACH, "linear", "layer_norm", "rms_norm", "mean"}
-"""Calls that compute each token by itself."""
+"""Calls that compute each token independently."""
 
 
 def _layout(node: Any) -> _Layout | None:
-    """How the DTensor that a node makes is sharded, if that is in equal parts over a mesh of one dimension."""
+    """The layout of a node's DTensor, if it is sharded evenly or not at all over a one-dimensional mesh."""
     value = value_of(node)
     if not is_dtensor(value) or value.device_mesh.ndim != 1:
         return None
@@ -311,7 +311,7 @@ def _layout(node: Any) -> _Layout | None:
 
 
 def _call(node: Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """The name of a call of DTensor, and what it is given but for the tensor; torch 2.11 has that in a closure."""
+    """The name of a DTensor call, and its arguments except the tensor; torch 2.11 stores these in a closure."""
     name = name_of(node)
     if name.startswith("prim") and inspect.isfunction(node.target):
         held = inspect.getclosurevars(node.target).nonlocals
@@ -326,7 +326,7 @@ def _is_usual(node: Node) -> bool:
 
 
 def _is_shard(made: Node, node: Node) -> bool:
-    """Whether what was written is the process's shard of what a call makes."""
+    """Whether the rewritten node is this process's shard of the original result."""
     got, wanted = value_of(made), value_of(node)
     local = wanted.to_local() if is_dtensor(wanted) else wanted
     if not isinstance(got, Tensor) or not isinstance(local, Tensor):

@@ -1,4 +1,4 @@
-"""What is changed in Dynamo while it captures a converted model, and what it says where it fails to."""
+"""Changes to Dynamo while it captures a converted model, and handling of its failures."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ _local = threading.local()
 _CAPTURING, _FAKES = "torch._dynamo.convert_frame", "torch._subclasses.fake_tensor"
 _METRICS = "torch._dynamo.metrics_context"
 _TOLD = ("torch", __name__.partition(".")[0])
-"""Packages whose code is always told the truth."""
+"""Packages for which `is_compiling` and the like keep their true answer."""
 
 
 def current_call() -> ModelCall | None:
-    """The call of a converted model that goes on in this thread, if one does."""
+    """The current call of a converted model in this thread, if any."""
     return vars(_local).get("call")
 
 
 def begin(call: ModelCall | None) -> None:
-    """Let this be the call that goes on in this thread."""
+    """Set the current call of this thread."""
     _local.call = call
 
 
 def set_until_the_call_ends(name: str, value: object) -> None:
-    """Set an option of Dynamo until `set_back`."""
+    """Set a Dynamo option until `set_back`."""
     vars(_local).setdefault("set", {}).setdefault(name, getattr(config, name))
     setattr(config, name, value)
 
 
 def set_back() -> None:
-    """Give the options of Dynamo that were set in a call the values that they had."""
+    """Restore the Dynamo options that were set in a call."""
     for name, value in vars(_local).pop("set", {}).items():
         setattr(config, name, value)
 
 
 def follow_captures() -> None:
-    """Be told when Dynamo begins to capture, as a reset of Dynamo forgets who is."""
+    """Register for the start of captures; registered again if a reset of Dynamo removed it."""
     if _capture_begins not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_capture_begins)
 
 
 def _capture_begins(_: object) -> None:
-    """A call of which a part ran cannot run again from its beginning, where Dynamo fails in a later part of it.
+    """After a part of a call has run, a failure of Dynamo in a later part cannot be handled by running the call again.
 
-    So Dynamo lets that part of the code run as it is.
+    So Dynamo runs that part of the code eagerly instead of raising.
     """
     call = current_call()
     if call is not None and call.ran:
@@ -62,20 +62,20 @@ def _capture_begins(_: object) -> None:
 
 
 def captured_before() -> int:
-    """How often Dynamo captured the code before that it captures now."""
+    """How often Dynamo has captured the code that it captures now."""
     now = CompileContext.current_compile_id()
     return (now and now.frame_compile_id) or 0
 
 
 def runs_alone(call: Callable[..., Any], conversion_of: Callable[[nn.Module], Any]) -> Callable[..., Any]:
-    """Let a call of a converted module run by itself where a compiler captures the code around it.
+    """Make calls of a converted module run by themselves if a compiler captures the code around them.
 
     Args:
-        call: what such modules are called by; Dynamo does not capture it.
-        conversion_of: the conversion of a module, `None` of one that has none.
+        call: the function that calls such modules; Dynamo does not capture it.
+        conversion_of: the conversion of a module, or `None`.
 
     Returns:
-        `call`, which runs without the compiler around it.
+        `call`, run outside the surrounding compiler.
     """
     torch._dynamo.eval_frame.skip_code(call.__code__)  # pyright: ignore
     kind = cast("Any", torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable)  # pyright: ignore
@@ -95,11 +95,11 @@ def runs_alone(call: Callable[..., Any], conversion_of: Callable[[nn.Module], An
 
 
 compiler_around: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore
-"""What captures the frames that are called now: a function, or no function if nothing does."""
+"""Returns the compiler that captures frames called now: a function, or something else if there is none."""
 
 
 def is_of_capture(error: BaseException) -> bool:
-    """Whether an error was raised while Dynamo captured, and not by what runs."""
+    """Whether an error was raised while Dynamo captured, not by the code that runs."""
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore
         return True
     frames = traceback.walk_tb(error.__traceback__)
@@ -107,7 +107,7 @@ def is_of_capture(error: BaseException) -> bool:
 
 
 def first_of(error: BaseException, handled: BaseException | None) -> str:
-    """The first line of the error that led to another, but for one that was being handled before the call."""
+    """The first line of the error that caused another, except errors that were already handled before the call."""
     while (cause := error.__cause__ or error.__context__) not in (None, handled):
         error = cause
     line = str(error).strip().partition("\n")[0]
@@ -115,7 +115,7 @@ def first_of(error: BaseException, handled: BaseException | None) -> str:
 
 
 def mark_growing(cache: Any) -> None:
-    """Spare the graph of a first decoding step: the keys and values of Hugging Face's dynamic caches grow in each."""
+    """Mark the growing dimension of Hugging Face's dynamic caches, which saves a graph for the first decoding step."""
     for layer in getattr(cache, "layers", ()):
         for t in (getattr(layer, "keys", None), getattr(layer, "values", None)):
             if isinstance(t, torch.Tensor) and t.ndim == 4 and not getattr(layer, "is_compileable", True):
@@ -123,13 +123,13 @@ def mark_growing(cache: Any) -> None:
 
 
 def not_warning(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave `logger.warning_once` and its like, of Hugging Face, out of what Dynamo captures: it ends a graph there.
+    """Ignore `logger.warning_once` and the like, of Hugging Face, while Dynamo captures: each would end a graph.
 
-    Other calls of a logger end it, so that they log.
+    Other logging calls still end a graph, so that they log.
     """
     once = {getattr(logging.Logger, name) for name in ("warning_once", "info_once") if hasattr(logging.Logger, name)}
     ignored: set[Any] = config.ignore_logger_methods
-    if type(ignored) is not set:  # a tuple, say, that somebody put there
+    if type(ignored) is not set:  # for example a tuple set by the user
         return compiled
     added = once - ignored
 
@@ -144,12 +144,11 @@ def not_warning(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answer_as_eager() -> None:
-    """Let the model's own code that asks whether it is compiled be told that it is not, in what Dynamo captures.
+    """While Dynamo captures, answer "no" if the model's own code checks whether it is compiled.
 
-    So its branches are those that it takes without the conversion; some models save more where they are compiled.
-    Torch, this library, and code that the model shares with others, such as that for masks of Hugging Face, are told
-    the truth: many of their branches are there because Dynamo cannot follow the other one. Nothing is exported, whoever
-    asks.
+    So it takes the same branches as without the conversion; some models save more when compiled. Torch, this library,
+    and code shared between models, such as Hugging Face's for masks, get the true answer, since many of their branches
+    exist because Dynamo cannot capture the other one. `is_exporting` is false for all code.
     """
     variables = cast("Any", torch._dynamo.variables.torch)  # pyright: ignore
     handlers = cast("dict[Any, Any]", variables.TorchInGraphFunctionVariable._get_handlers())
@@ -167,7 +166,7 @@ def _answer_as_eager() -> None:
 
 
 def _asks_itself(tracing: Any, model: nn.Module) -> bool:
-    """Whether code of a model's modules asks something, by itself or by a function of another file that it calls."""
+    """Whether code of a model's modules makes the check, directly or through a function of another file."""
     kinds = {type(module) for module in model.modules()}
     own = {name for kind in kinds for name in (kind.__module__, getattr(kind.forward, "__module__", ""))}
     own = {name for name in own if name.partition(".")[0] not in _TOLD}
@@ -184,7 +183,7 @@ def _module_of(tracing: Any) -> str:
 
 
 def _name_nothing_for_logs() -> None:
-    """Spare a capture what Dynamo prepares for a log that is off: it tokenizes each file that it traces for one."""
+    """Skip work of Dynamo for a log that is off: it would tokenize each traced file."""
     tracing: Any = torch._dynamo.symbolic_convert  # pyright: ignore
     named: Callable[[str, int], str | None] | None = getattr(tracing, "get_funcname", None)
     logged: Callable[[str], bool] = torch._logging._internal.log_state.is_artifact_enabled  # pyright: ignore
@@ -199,14 +198,14 @@ def _name_nothing_for_logs() -> None:
 
 
 def _is_logged(record: logging.LogRecord) -> bool:
-    """Whether torch logs why a call was not captured: of a converted model the report has it, so its call is told."""
+    """Whether a log record is kept; failures to capture a converted model are recorded in its call and reported."""
     call = current_call()
     if call is None:
         return True
     if record.name == _CAPTURING and record.exc_info is not None and record.levelno == logging.WARNING:
         call.failures += [error for error in record.exc_info[1:2] if isinstance(error, Exception)]
         return False
-    if record.name == _METRICS:  # torch 2.11 cannot sort the functions that it is to ignore
+    if record.name == _METRICS:  # torch 2.11 fails to sort the functions to ignore
         return False
     return record.name != _FAKES or not str(record.msg).startswith("failed while attempting to run meta")
 

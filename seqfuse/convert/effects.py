@@ -1,4 +1,4 @@
-"""Effects in a captured graph: switches of modes, changes of tensors in place, and an order of nodes for both."""
+"""Side effects in a captured graph: mode switches, in-place changes, and an order of nodes that respects both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _IN_PLACE = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
     "irshift", "setitem",
 }  # fmt: skip
-# Of Python; they change nothing, though they are called as methods are that do.
+# Python operators without side effects, although their names look like in-place methods.
 _OPERATORS: tuple[Any, ...] = (operator.and_, operator.or_, operator.not_, operator.is_)  # pyright: ignore
 _MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
-# Those of functorch, of inference mode, of hooks of saved tensors, of attention's kernels, of generators.
+# Modes of functorch and inference, hooks of saved tensors, attention kernels, random generators.
 _SWITCH = re.compile(r"_?(enter|exit|set|push|pop|manual_seed)(_|$)|.*(_nesting|_hooks_(en|dis)able|sdpa_kernel)")
 
 
@@ -30,12 +30,12 @@ def _name(node: Node) -> str:
 
 
 def is_state(node: Node) -> bool:
-    """Whether a node switches autocast or gradient mode and may therefore not be passed by others."""
+    """Whether a node switches autocast or gradient mode, so that other nodes must not be moved across it."""
     return node.op == "call_function" and _name(node) in _MODES
 
 
 def in_place(node: Node) -> bool:
-    """Whether a node may change a tensor that exists, or a mode other than autocast and gradient mode."""
+    """Whether a node may modify an existing tensor, or a mode other than autocast and gradient mode."""
     if node.op not in ("call_function", "call_method"):
         return False
     target: Any = node.target
@@ -56,20 +56,20 @@ def in_place(node: Node) -> bool:
 
 
 def _picks_kernels(node: Node) -> bool:
-    """Whether a call says which of torch's kernels attention may run: what runs in its place has kernels of its own."""
+    """Whether a call selects torch's attention kernels, which does not concern this library's kernels."""
     return _name(node).endswith("sdpa_kernel")
 
 
 def _memory(node: Any) -> object:
-    """What tells the memory of a tensor from that of others, as fake tensors have it; `None` where it is not known."""
+    """The identity of a tensor's storage, from its fake tensor; `None` if unknown."""
     while spelled(node) == "dropout" and (source := is_same(node)) is not None:
-        node = source  # which a fake tensor does not say
+        node = source  # without dropout the result is the input, which fake tensors do not show
     e = example(node)
     return None if e is None else e.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _targets(node: Node) -> Sequence[Any]:
-    """What a call in place may change: its first argument, or `out`; of an operator all that it is given."""
+    """The tensors that an in-place call may modify: its first argument or `out`; for an ATen overload, all inputs."""
     if isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
         return node.all_input_nodes
     given: Any = node.kwargs.get("out") or (node.args[0] if node.args else None)
@@ -77,7 +77,7 @@ def _targets(node: Node) -> Sequence[Any]:
 
 
 def _changed(node: Node) -> set[object]:
-    """The memory that a node changes; `None` among it where that is not known."""
+    """The storages that a node modifies; `None` for an unknown one."""
     return set(map(_memory, _targets(node)))
 
 
@@ -86,14 +86,14 @@ def _meet(memory: set[object], changed: set[object]) -> bool:
 
 
 def are_changed(nodes: Sequence[Node]) -> bool:
-    """Whether the graphs of nodes, or graphs that these call, change in place what any of the nodes makes."""
+    """Whether the nodes' graphs, or graphs that these call, modify any of the nodes' results in place."""
     memory = set(map(_memory, nodes))
     modules = {part for node in nodes if (gm := node.graph.owning_module) is not None for part in gm.modules()}
     graphs = {node.graph for node in nodes} | {part.graph for part in modules if isinstance(part, GraphModule)}
     return any(_meet(memory, _changed(node)) for graph in graphs for node in graph.nodes if in_place(node))
 
 
-# Calls whose results are tensors of their own, wherever what they read lies in memory.
+# Calls that always return new tensors, whatever the layout of their inputs.
 _FRESH = {
     "linear", "matmul", "bmm", "baddbmm", "addmm", "einsum", "scaled_dot_product_attention", "conv1d", "conv2d", "add",
     "sub", "mul", "truediv", "neg", "pow", "sqrt", "rsqrt", "exp", "log", "where", "masked_fill", "gelu", "relu",
@@ -103,9 +103,9 @@ _FRESH = {
 
 
 def views_are_changed(node: Node) -> bool:
-    """Whether what a node makes, or what may be a view of it, is changed in place.
+    """Whether a node's result, or a possible view of it, is modified in place.
 
-    What is a view, and what a copy, depends on how the node's result lies in memory.
+    Whether a call returns a view or a copy depends on the layout of its input.
     """
     stack, seen = [node], {node}
     while stack:
@@ -121,7 +121,7 @@ def views_are_changed(node: Node) -> bool:
 
 
 def leave(nodes: Sequence[Node]) -> bool:
-    """Whether a graph returns what one of the nodes makes, or a view of that."""
+    """Whether a graph returns the result of any of the nodes, or a view of it."""
     memory = set(map(_memory, nodes))
     given = nodes[0].graph.find_nodes(op="output")[0].all_input_nodes
     return None in memory or not memory.isdisjoint(_memory(node) for node in given)
@@ -129,7 +129,7 @@ def leave(nodes: Sequence[Node]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Under which autocast and gradient mode a node runs, and how many tensors were changed in place before it."""
+    """The autocast and gradient mode of a node, and the number of in-place changes before it."""
 
     autocast: tuple[Node, ...] = ()
     grad: Any = None
@@ -140,9 +140,9 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
     """The state of each node.
 
     Args:
-        nodes: of a graph, in order.
-        functional: calls that will no longer change anything in place.
-        touched: if given, changes of memory that holds the values of none of these nodes do not count.
+        nodes: the nodes of a graph, in order.
+        functional: calls that will no longer modify anything in place.
+        touched: if given, in-place changes count only in storages of these nodes' results.
     """
     state = State(grad=torch.is_grad_enabled())
     memory = None if touched is None else set(map(_memory, touched))
@@ -163,9 +163,9 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
 
 
 def returned(graph: Graph) -> set[Node]:
-    """Values with a gradient that leave a graph, where somebody may ask for that gradient.
+    """Results with a gradient that a graph returns, so that the gradient may be requested.
 
-    It is complete only if no call that makes such a value also reads it.
+    Complete only if no call that computes such a result also reads it.
     """
     found: set[Node] = set()
     for node in graph.find_nodes(op="output")[0].all_input_nodes:
@@ -175,25 +175,25 @@ def returned(graph: Graph) -> set[Node]:
 
 
 class Effects:
-    """Tells which nodes of a graph may run as one call, in the place of the last of them."""
+    """Decides which nodes of a graph can run as one call, at the position of the last one."""
 
     def __init__(self, graph: Graph) -> None:
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self._states = states(graph.nodes)
-        self.returned = returned(graph)  # values whose gradient somebody may ask for
-        self.unread: set[object] = set()  # calls whose values reach nobody; what only they read has no gradient
+        self.returned = returned(graph)  # results whose gradient may be requested
+        self.unread: set[object] = set()  # calls whose results are unused: values that only they read have no gradient
         for node in reversed(graph.nodes):
             pure = node.op in ("call_function", "call_method") and not in_place(node) and not is_state(node)
             if pure and all(user in self.unread for user in node.users):
                 self.unread.add(node)
-        # Calls that a gradient may come back to; others need none, or are read through `detach` alone. Where none are
-        # recorded, it makes no difference: all are of one kind.
+        # Calls that a gradient may reach; other calls need none, or are read only through `detach`. Without gradient
+        # mode the distinction does not matter: all calls count as reached.
         self.reached = {node for node, state in self._states.items() if state.grad is False} | self._leads_out(graph)
         changing = (node for node in graph.nodes if in_place(node) and not _picks_kernels(node))
         self._changes = [(self._place[node], node, _changed(node)) for node in changing]
 
     def _leads_out(self, graph: Graph) -> set[object]:
-        """Nodes that need gradients and lead to what leaves the graph, or to a change of what does."""
+        """Nodes that need gradients and lead to a result of the graph, or to an in-place change of one."""
         found: set[object] = set()
         memory = {_memory(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
         for node in reversed(graph.nodes):
@@ -204,11 +204,11 @@ class Effects:
         return found
 
     def stays(self, node: Node) -> bool:
-        """Whether nothing changes what a node makes in place."""
+        """Whether nothing modifies a node's result in place."""
         return not any(_meet({_memory(node)}, changed) for _, _, changed in self._changes)
 
     def allow(self, nodes: Iterable[Node]) -> bool:
-        """Whether nodes run in one mode, and what they read and make is not changed between them."""
+        """Whether nodes run in one mode, and no in-place change between them touches their inputs or results."""
         taken = {node for node in nodes if node.op not in ("placeholder", "get_attr")}
         states = [self._states[node] for node in taken]
         computing = {self._states[node].autocast for node in taken if is_same(node) is None}
@@ -219,28 +219,28 @@ class Effects:
         places = [self._place[node] for node in taken]
         for i, node, changed in self._changes:
             if min(places) < i < max(places) and node not in taken:
-                before = [t for t in taken if self._place[t] < i]  # what comes later runs behind the change as well
+                before = [t for t in taken if self._place[t] < i]  # later nodes run after the change in any case
                 if _meet({_memory(t) for node in before for t in (node, *node.all_input_nodes)}, changed):
                     return False
         return True
 
 
 class CannotOrder(Exception):
-    """No order of the nodes keeps modes and changes in place where they were."""
+    """No order of the nodes respects modes and in-place changes."""
 
 
 def sort(graph: Graph, state: Mapping[Node, State], dead: Container[Node]) -> None:
-    """Move every node behind those whose values it reads, otherwise keeping the order.
+    """Move every node after the nodes that it reads, otherwise keeping the order.
 
-    Nodes that are `dead` will not run, and so change nothing in place.
+    Nodes that are `dead` will not run, so their in-place changes do not count.
 
-    Nodes are moved, not copied, because Dynamo and Inductor keep notes on them.
+    Nodes are moved instead of copied because Dynamo and Inductor hold references to them.
 
     Raises:
-        CannotOrder: if that is impossible; the graph is as it was.
+        CannotOrder: if there is no such order; the graph is then unchanged.
     """
     nodes = list(graph.nodes)
-    last = nodes[0].prev  # the root of the list
+    last = nodes[0].prev  # the root of the linked list
     for node in _sorted(nodes, state, dead):
         last.append(node)
         last = node
@@ -272,13 +272,13 @@ def _sorted(nodes: Sequence[Node], state: Mapping[Node, State], dead: Container[
 
 
 def _units(nodes: Sequence[Node], state: Mapping[Node, State], dead: Container[Node]) -> list[list[Node]]:
-    """Nodes one by one, those under another mode than the first as one unit, sorted in itself."""
+    """Units that move together: single nodes in the first node's mode; nodes in another mode, sorted, as one unit."""
     base = _mode(state[nodes[0]])
     units: list[list[Node]] = []
     for own, group in itertools.groupby(nodes, lambda node: _mode(state[node]) == base):
         first, *others = group
         if own:
-            if units and is_state(first):  # which ends the other mode
+            if units and is_state(first):  # it ends the other mode
                 units[-1].append(first)
             else:
                 units.append([first])

@@ -1,7 +1,7 @@
-"""Experts of Hugging Face: modules with one interface, which get an implementation whose call a graph has as one node.
+"""Experts of Hugging Face: replaces the implementation of their modules by one whose call is a single node of a graph.
 
-The implementation is set on a copy of a module's configuration, so that a model that shares the configuration keeps its
-own, and the module keeps its class, parameters and forward.
+The implementation is set in a copy of the module's configuration, so that models that share the configuration are not
+affected, and the module keeps its class, parameters and forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INTERFACE = "transformers.integrations.moe"
 _REPLACED = (None, "eager", "grouped_mm", "batched_mm")
 
 Unit = tuple[str, tuple[float | str, ...], str]
-"""An activation or a gated unit: its class in `ops`, what it is made with, and where gate and up are."""
+"""An activation or gated unit: its class in `ops`, the arguments of the class, and the order of gate and up."""
 
 _GATES = (("SwiGLU", ()), ("GEGLU", ()), ("GEGLU", ("tanh",)), ("ReGLU", ()), ("GLU", ()), ("QGEGLU", ()))
 _UNITS: tuple[Unit, ...] = tuple(
@@ -40,13 +40,13 @@ ACTIVATIONS: tuple[Unit, ...] = (
 
 
 def made(unit: Unit) -> UnfusedOperation:
-    """The operation that stands for an activation or a gated unit."""
+    """The operation for an activation or a gated unit."""
     name, numbers, packing = unit
     return getattr(ops, name)(*numbers, **{"packing": packing} if packing else {})
 
 
 class Mixture(NamedTuple):
-    """Tokens, the experts that they chose and their factors, and the parameters of all experts.
+    """Tokens, their chosen experts and factors, and the parameters of all experts.
 
     x: [T, H], experts, probs: [T, top_k], up: [experts, N, H], down: [experts, H, F], biases: [experts, N] and
     [experts, H].
@@ -63,11 +63,11 @@ class Mixture(NamedTuple):
 
 
 def mixture(*given: Any) -> Tensor:
-    """The outputs of the experts of a `Mixture`, times factors and summed: one node of a graph that Dynamo captures."""
+    """The outputs of a `Mixture`'s experts, times factors and summed: one node of a graph that Dynamo captures."""
     m = Mixture(*given)
-    if isinstance(m.x, FunctionalTensor):  # a compiler records what is to run, as Inductor does
+    if isinstance(m.x, FunctionalTensor):  # another compiler, such as Inductor, traces it
         return _by_expert(m)
-    if is_fake(m.x):  # while it is captured, and where launches and saved tensors of eager torch are counted
+    if is_fake(m.x):  # capturing, or counting launches and saved tensors of eager torch
         return _before(m)
     model = _operations(m.up.shape, m.down.shape, m.experts.shape[-1], m.up_bias is not None, m.unit, m.x.dtype)
     parts = [t for t in (m.up, m.up_bias, m.down, m.down_bias) if t is not None]
@@ -76,7 +76,7 @@ def mixture(*given: Any) -> Tensor:
 
 
 def _before(m: Mixture) -> Tensor:
-    """The calls by which Hugging Face does it with grouped GEMMs; each grouped GEMM is one GEMM, of one weight."""
+    """Hugging Face's calls with grouped GEMMs, where each grouped GEMM is one GEMM with one of the weights."""
     order = m.experts.reshape(-1).sort().indices
     token, group = order // m.experts.shape[-1], m.experts.reshape(-1).index_select(0, order)
     torch.cumsum(torch.histc(group.float(), m.up.shape[0]), 0, dtype=torch.int32)
@@ -90,7 +90,7 @@ def _before(m: Mixture) -> Tensor:
 
 
 def _by_expert(m: Mixture) -> Tensor:
-    """Each expert for all tokens, times zero where a token did not choose it: no shape depends on the choice."""
+    """Each expert for all tokens, times zero for tokens that did not choose it: shapes do not depend on the choice."""
     y = m.x.new_zeros(())
     for e in range(m.up.shape[0]):
         h = made(m.unit).reference(F.linear(m.x, m.up[e], None if m.up_bias is None else m.up_bias[e]))
@@ -104,7 +104,7 @@ def operations(
 ) -> Sequential:
     """Permute, GroupedLinear, activation, GroupedLinear and Unpermute with parameters on `meta`.
 
-    `names` are of the channels experts, probs, offsets and rows, where they are others; probs may be none.
+    `names` overrides the names of the channels experts, probs, offsets and rows; probs may be None.
     """
     count, meta = up[0], torch.device("meta")
     experts, probs, offsets, rows = (names.get(name, name) for name in ("experts", "probs", "offsets", "rows"))
@@ -118,11 +118,11 @@ def operations(
     )
 
 
-_operations = functools.lru_cache(64)(operations)  # for calls; a graph lends tensors to operations of its own
+_operations = functools.lru_cache(64)(operations)  # for calls; a graph assigns tensors to its own operations
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The implementation: the module's parameters, as they are now, in the layout of `GroupedLinear`."""
+    """The implementation: passes the module's current parameters to `mixture` in the layout of `GroupedLinear`."""
     up, down = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
     if self.is_transposed:
         up, down = up.transpose(-2, -1), down.transpose(-2, -1)
@@ -136,12 +136,12 @@ torch.compiler.allow_in_graph(mixture)  # pyright: ignore[reportUnknownMemberTyp
 
 
 def _interface() -> Any:
-    """The table of implementations of Hugging Face, if a model of it can be here."""
+    """Hugging Face's table of implementations, if it is imported."""
     return getattr(sys.modules.get(_INTERFACE), "ALL_EXPERTS_FUNCTIONS", None)
 
 
 def take_over(model: nn.Module) -> tuple[list[tuple[nn.Module, Any]], dict[str, str]]:
-    """Give modules of experts the implementation: these with their configurations, and why others keep theirs."""
+    """Replace the implementation of experts; returns them with their old configurations, and reasons of the others."""
     interface = _interface()
     changed: list[tuple[nn.Module, Any]] = []
     kept: dict[str, str] = {}
@@ -163,7 +163,7 @@ def take_over(model: nn.Module) -> tuple[list[tuple[nn.Module, Any]], dict[str, 
 
 
 def _unit_of(module: Any) -> Unit | str:
-    """What stands between the two GEMMs of experts, by its values, or why the module keeps its implementation."""
+    """The unit between the two GEMMs of experts, identified by its values, or why the module is not changed."""
     used = getattr(module.config, "_experts_implementation", None)
     if used not in _REPLACED:
         return f"its experts have the implementation {used!r}"
@@ -184,7 +184,7 @@ def _unit_of(module: Any) -> Unit | str:
 def unit_like(
     apply: Callable[[Tensor], Tensor], units: Iterable[Unit] = _UNITS, shape: Sequence[int] = (16, 32)
 ) -> Unit | None:
-    """The unit that gives the values of a function, found by trying it."""
+    """The unit that computes the same values as a function, on random input."""
     drawn = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
     drawn[0] *= 100
     with torch.no_grad(), torch.device("cpu"):

@@ -1,4 +1,4 @@
-"""What torch launches and saves for what a chain stands for, and how many kernels for what is left of a graph."""
+"""Counts eager torch's launches and saved bytes for the calls of a chain, and launches of the other calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .graph import argument, example, fake, is_fixed, is_plain, is_same, name_of
 
 
 def launching(nodes: Iterable[Node]) -> dict[str, Counter[str]]:
-    """The calls of a graph that launch something, by module and name: all but views and changes of modes."""
+    """The calls of a graph that launch a kernel, by module and name: all except views and changes of modes."""
     found: dict[str, Counter[str]] = {}
     for node in filter(_launches, nodes):
         found.setdefault(owner(node), Counter())[name_of(node)] += 1
@@ -33,12 +33,12 @@ def _launches(node: Node) -> bool:
     if node.op not in ("call_function", "call_method") or is_same(node) is not None or spelled(node) in _VIEWS:
         return False
     if spelled(node) == "getitem" and node.args[0].op == "call_module":  # pyright: ignore
-        return False  # one of several results of a region
+        return False  # an element of a region's results
     made = set(_memories(node))
     return bool(made) and (in_place(node) or made.isdisjoint(m for n in node.all_input_nodes for m in _memories(n)))
 
 
-# Of what a region returns, whose memory is not known.
+# Also of a region's results, whose storage is unknown.
 _VIEWS = {"transpose", "unflatten", "detach", "t", "to_local"}
 
 
@@ -50,8 +50,8 @@ def _memories(node: Node) -> Iterator[int]:
 
 
 class Unconverted(NamedTuple):
-    """What torch does for a chain: kernels of both passes, and bytes saved, counted as a plan's are: storages once,
-    parameters left out.
+    """The cost of a chain's calls in eager torch: kernels of both passes, and saved bytes, counted as for plans: each
+    storage once, without parameters.
     """
 
     forward: int
@@ -60,7 +60,7 @@ class Unconverted(NamedTuple):
 
 
 def _arguments(node: Node, operation: Any) -> tuple[Any, Any]:
-    """Those of a call; none that is a mask where attention was proved to need none: a capture alone may make it."""
+    """The arguments of a call, without a mask that attention provably does not need: only a capture may create it."""
     called = spelled(node) == "scaled_dot_product_attention" and isinstance(operation, ops.Attention)
     if not called or operation.mask is not None or operation.window is not None:
         return node.args, node.kwargs
@@ -70,7 +70,7 @@ def _arguments(node: Node, operation: Any) -> tuple[Any, Any]:
 
 
 class Before:
-    """What a chain, whose nodes are still in their graph, stands for, as it was captured."""
+    """The captured calls of a chain, recorded while its nodes are still in the graph."""
 
     def __init__(self, chain: RaisedChain, order: Order, nodes: Iterable[Node], parameters: Iterable[Node]) -> None:
         self._parameters = tuple(parameters)
@@ -89,7 +89,7 @@ class Before:
         self._calls.reverse()
 
     def eager(self, autocast: torch.dtype | None, gradients: bool, backward: bool) -> Unconverted:
-        """What torch launches and saves, counted on tensors without data; without `backward`, no launches of it."""
+        """Launches and saved bytes of eager torch, counted on fake tensors; no backward launches unless `backward`."""
         with FakeTensorMode(), contextlib.ExitStack() as stack, torch.set_grad_enabled(gradients):
             device = example(self._outputs[0])
             if autocast is not None and device is not None:
@@ -113,7 +113,7 @@ class Before:
 
 
 class _Made(dict[Node, Any]):
-    """Values of nodes under a `FakeTensorMode`, as large as those captured."""
+    """Values of nodes on fake tensors, in the sizes of the captured call."""
 
     def __missing__(self, node: Node) -> Any:
         given = value_of(node)
@@ -121,14 +121,14 @@ class _Made(dict[Node, Any]):
         return self[node]
 
     def run(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
-        """Make a call as torch does."""
+        """Run a call on the values of its arguments."""
         args, kwargs = map_arg((args, kwargs), self.__getitem__)
         call = getattr(args[0], target) if op == "call_method" else target
         self[node] = call(*(args[1:] if op == "call_method" else args), **kwargs)
 
 
 def are_saved(node: Node) -> bool:
-    """Whether a call that reads what a node makes, or a view of it, saves that for its backward pass."""
+    """Whether a call that reads a node's result, or a view of it, saves it for backward."""
     own = set(_memories(node))
     for user in node.users:
         if not own.isdisjoint(_memories(user)):
@@ -139,7 +139,7 @@ def are_saved(node: Node) -> bool:
         try:
             with FakeTensorMode(), torch.enable_grad(), saved_tensors_hooks(held.add, itself):
                 made.run(user, user.op, user.target, user.args, user.kwargs)
-        except Exception:  # a call that does not run without data
+        except Exception:  # a call that needs real data
             return True
         if held.has(made[node]):
             return True
@@ -147,7 +147,7 @@ def are_saved(node: Node) -> bool:
 
 
 class _Held:
-    """Storages that a graph saves, which stay alive so that none takes the place of another."""
+    """The storages that a graph saves, kept alive so that their addresses are not reused."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -158,23 +158,23 @@ class _Held:
         return t
 
     def has(self, t: Tensor) -> bool:
-        """Whether the storage of a tensor is among them."""
+        """Whether the storage of a tensor is saved."""
         return t.untyped_storage()._cdata in self._storages  # pyright: ignore[reportPrivateUsage]
 
     def bytes(self, entered: Iterable[Tensor], parameters: Iterable[Tensor]) -> int:
-        """The bytes of all but the parameters; of what entered, perhaps as a part of a larger tensor, its own alone."""
+        """Saved bytes without parameters; an input that is part of a larger tensor counts with its own size."""
         left = {t.untyped_storage()._cdata: 0 for t in parameters}  # pyright: ignore[reportPrivateUsage]
         own = {t.untyped_storage()._cdata: t.nbytes for t in entered} | left  # pyright: ignore[reportPrivateUsage]
         return sum(min(s.nbytes(), own.get(place, s.nbytes())) for place, s in self._storages.items())
 
 
 def itself(t: Tensor) -> Tensor:
-    """Return what it is given, as a hook of saved tensors."""
+    """Return the tensor unchanged; the unpack hook of saved tensors."""
     return t
 
 
 class Launches(TorchDispatchMode):
-    """Counts calls of ATen and of this library's kernels that are no views and fill what they make."""
+    """Counts calls of ATen and of this library's kernels, except views and uninitialized allocations."""
 
     count = 0
 

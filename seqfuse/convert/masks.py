@@ -1,7 +1,7 @@
-"""Masks of attention, causal or a sliding window: proved for all sizes from what a graph makes of positions alone.
+"""Recognizes causal and sliding-window attention masks, for all sizes, if a graph computes them only from positions.
 
 Each element of such a tensor is known as a function of its indices: an integer that grows in steps, or one of two
-numbers, by the signs of such integers.
+numbers, depending on the signs of such integers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from .graph import alike, argument, back, example, fixed, numbers, same_shape, s
 from .writer import written_behind
 
 OUTER = "outer"
-"""What an input of a graph that another graph calls has as a name of the node that it is there."""
+"""Key in a node's `meta`, for an input of a graph that another graph calls: the node that is passed there."""
 
 TRIANGLE = "seqfuse_triangle"
-"""Where the node of a buffer notes the number on and below its diagonal, and the one above, if it is a triangle."""
+"""Key in a buffer node's `meta`, if it is a triangle: the numbers on and below its diagonal, and above it."""
 
 
 def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: bool, window: bool) -> Any:
-    """What attention reads of a mask: nothing, where options say the same, which are added to `how`.
+    """The mask that attention needs; `None` if options, which are added to `how`, have the same effect.
 
     Args:
-        mask: what the scores are masked by, or `None`.
+        mask: the mask of the scores, or `None`.
         how: the options.
         qkv: queries, keys and values.
-        by_hand: whether weights are made by `softmax`, which gives NaN for rows of nothing but -inf.
-        window: whether there is an option for a sliding window.
+        by_hand: whether `softmax` computes the weights, which returns NaN for rows that are all -inf.
+        window: whether attention has an option for a sliding window.
     """
     rows, keys = example(qkv[0]), example(qkv[1])
     if rows is None or keys is None or mask is None:
@@ -42,7 +42,7 @@ def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: 
     found = limits_of(mask, rows.shape[-2], keys.shape[-2])
     if found is not None:
         how["causal"] = found.causal or how.get("causal", False)
-        # Torch's kernel for a CPU has no window; what runs in its place takes longer than that kernel with a mask.
+        # Torch's CPU kernel has no window; without it attention takes longer than the kernel with a mask.
         slow = rows.device.type == "cpu" and not how["dropout"] and how.get("softcap") is None
         if found.window is not None and (not window or (slow and found.window < numbers(rows.shape)[-2])):
             found = found._replace(exact=False)
@@ -54,7 +54,7 @@ def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: 
 
 
 def scores_of(filled: Any, how: dict[str, Any]) -> Node | None:
-    """The scores that a call fills where rows do not see, if options say the same, which are added to `how`."""
+    """The scores in which a call fills hidden elements, if options, which are added to `how`, have the same effect."""
     e, name = example(filled), spelled(filled)
     scores = next((n for n in filled.all_input_nodes if alike(n, filled)), None) if name in FILLING else None
     if e is None or scores is None:
@@ -70,12 +70,12 @@ FILLING = ("masked_fill", "where")
 
 
 def nan_in_rows_of_nothing(mask: Tensor) -> Tensor:
-    """A mask whose rows of nothing but -inf are NaN: what softmax makes of them, where attention gives zeros."""
+    """A mask with NaN in rows that are all -inf, as softmax returns for them; attention would return zeros."""
     return mask.masked_fill((mask == -torch.inf).all(-1, keepdim=True), torch.nan)
 
 
 class Limits(NamedTuple):
-    """Which keys row i sees: none behind i if `causal`, fewer than `window` on each side; all of these if `exact`."""
+    """The keys that row i attends to: none after i if `causal`, fewer than `window` on each side; these if `exact`."""
 
     causal: bool
     window: int | None
@@ -83,10 +83,10 @@ class Limits(NamedTuple):
 
 
 def limits_of(mask: Any, rows: Any, keys: Any, scores: Node | None = None) -> Limits | None:
-    """What is proved of a mask, or of scores that are masked, for so many rows and keys; `None` if that is nothing."""
+    """The limits of a mask, or of masked scores, that are proved for these numbers of rows and keys, or `None`."""
     e, values = example(mask), KnownValues()
     if scores is not None:
-        values.found[scores] = constant(0, torch.float64)  # what is added to them
+        values.found[scores] = constant(0, torch.float64)  # stands in for the scores, to which the mask is added
     made = None if e is None or (e.requires_grad and scores is None) else values.choice(mask)
     if e is None or made is None:
         return None
@@ -95,7 +95,7 @@ def limits_of(mask: Any, rows: Any, keys: Any, scores: Node | None = None) -> Li
     found = next((c for c in made.spellings if c.yes == seen and (c.no <= unseen or not c.where)), None)
     if found is None:
         return None
-    reach: dict[int, int] = {}  # how many keys a row sees before it (1) and behind it (-1)
+    reach: dict[int, int] = {}  # number of keys that a row sees before (1) and after it (-1)
     for limit in found.where:
         start = fixed(limit.start)
         if limit.is_natural(e.shape):
@@ -115,13 +115,13 @@ def limits_of(mask: Any, rows: Any, keys: Any, scores: Node | None = None) -> Li
 
 
 class KnownValues:
-    """What is known of the values of nodes."""
+    """The known values of nodes."""
 
     def __init__(self) -> None:
-        self.found: dict[Node, KnownValue] = {}  # that of each node that was looked at
+        self.found: dict[Node, KnownValue] = {}  # by node, for each node that was analyzed
 
     def of(self, given: Any) -> KnownValue:
-        """What is known of a node, or of a number that a call is given."""
+        """The known value of a node, or of a number in the arguments of a call."""
         if isinstance(given, Node):
             given = given.meta.get(OUTER, given)
         number = _number(given)
@@ -135,7 +135,7 @@ class KnownValues:
             elif e is not None and is_known(given):
                 try:
                     found = _RULES[_name(given)](self, given, e)
-                except Exception:  # a spelling that nobody thought of
+                except Exception:  # an unexpected form
                     found = None
                 if isinstance(found, Selection):
                     yes, no = found.yes.to(e.dtype), found.no.to(e.dtype)
@@ -146,14 +146,14 @@ class KnownValues:
         return self.found.get(given)
 
     def index(self, given: Any) -> Index | None:
-        """A value that is an integer."""
+        """A known value as an integer."""
         found = self.of(given)
         if isinstance(found, Selection):
             return Index(int(found.yes), {}) if found.is_fixed and not found.yes.is_floating_point() else None
         return found
 
     def choice(self, given: Any) -> Selection | None:
-        """A value that is one of two numbers, or one number."""
+        """A known value as one of two numbers, or as one number."""
         found = self.of(given)
         if isinstance(found, Index):
             start = None if found.steps else fixed(found.start)
@@ -162,7 +162,7 @@ class KnownValues:
 
 
 def is_known(node: Node) -> bool:
-    """Whether something may be known of what a node makes; such a call need not run if nobody reads it."""
+    """Whether the value of a node may be known; such a call is removed if nothing reads it."""
     return _name(node) in _RULES and not in_place(node)
 
 
@@ -208,7 +208,7 @@ def _compared(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
 
 
 def _pointwise(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
-    """A function of numbers and of one choice: that of each number that it may be."""
+    """A function of numbers and of one selection, applied to both of its numbers."""
     parts = [values.choice(a) if isinstance(a, Node) else a for a in node.args]
     choices = [p for p in parts if isinstance(p, Selection)]
     made = [p for p in choices if not p.is_fixed] or choices[:1]
@@ -220,7 +220,7 @@ def _pointwise(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
 
 
 def _both(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
-    """Both of two masks; of one that is not known, at most the other."""
+    """The conjunction of two masks; if one is unknown, at most the other."""
     a, b = map(values.choice, node.args)
     no = constant(False, torch.bool)
     if e.dtype is not torch.bool:
@@ -238,7 +238,7 @@ def _either(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
 
 def _where(values: KnownValues, node: Node, e: Tensor, order: tuple[int, ...]) -> KnownValue:
     given = [values.choice(node.args[i]) for i in order]
-    if spelled(node) == "where" and node.op == "call_method":  # of x: x.where(c, y)
+    if spelled(node) == "where" and node.op == "call_method":  # x.where(c, y)
         given[:2] = given[1::-1]
     return chosen(*given)
 
@@ -255,7 +255,7 @@ def _cumsum(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
 
 
 def _diff(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
-    """Differences along a dimension that are one number, the first of them as well."""
+    """Differences along a dimension that are all the same number, including the first."""
     x, dim, first = values.index(node.args[0]), argument(node, 2, "dim", -1), argument(node, 3, "prepend")
     if x is None or argument(node, 1, "n", 1) != 1 or argument(node, 4, "append") is not None:
         return None
@@ -275,7 +275,7 @@ def _cast(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
 
 
 def _viewed(values: KnownValues, node: Node, e: Tensor) -> KnownValue:
-    """A view that adds or takes away dimensions of size 1, and no others."""
+    """A view that only adds or removes dimensions of size 1."""
     source = example(node.args[0])
     if source is None or source.dtype is not e.dtype:
         return None
@@ -327,24 +327,24 @@ _RULES: dict[str, Callable[[KnownValues, Node, Tensor], KnownValue]] = {
 
 
 class Index(NamedTuple):
-    """Integers: `start`, and `steps[d]` times the index in dimension d, which is counted from the last one, -1."""
+    """Integers: `start`, plus `steps[d]` times the index in dimension d; dimensions count from the last, -1."""
 
     start: Any
     steps: dict[int, int]
 
     def plus(self, other: Index, factor: int = 1) -> Index:
-        """The sum, the other times a factor."""
+        """The sum, with the other times a factor."""
         steps = {d: self.steps.get(d, 0) + factor * other.steps.get(d, 0) for d in {*self.steps, *other.steps}}
         return Index(self.start + factor * other.start, {d: step for d, step in steps.items() if step})
 
     def is_natural(self, shape: Any) -> bool:
-        """Whether none is negative in a tensor of this shape."""
+        """Whether all elements are non-negative in a tensor of this shape."""
         least = self.start + sum(step * (shape[d] - 1) for d, step in self.steps.items() if step < 0)
         return statically_known_true(least >= 0)
 
 
 class Selection(NamedTuple):
-    """The number `no` where one of `where` is negative; elsewhere `yes` or, if not `exact`, one of both."""
+    """The number `no` where any of `where` is negative; elsewhere `yes` or, if not `exact`, either."""
 
     where: tuple[Index, ...]
     yes: Tensor
@@ -353,12 +353,12 @@ class Selection(NamedTuple):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it is `yes` everywhere."""
+        """Whether all elements are `yes`."""
         return not self.where and self.exact
 
     @property
     def spellings(self) -> list[Selection]:
-        """The same in other words: `yes` where one is negative."""
+        """Equivalent selections: with a single condition, also the one with the condition negated."""
         if len(self.where) != 1 or not self.exact:
             return [self]
         return [self, Selection((Index(-1, {}).plus(self.where[0], -1),), self.no, self.yes)]
@@ -368,18 +368,18 @@ KnownValue = Index | Selection | None
 
 
 def constant(number: float, dtype: torch.dtype) -> Selection:
-    """One number everywhere."""
+    """The same number everywhere."""
     value = torch.full((), number, dtype=dtype, device="cpu")
     return Selection((), value, value)
 
 
 def where_natural(x: Index) -> Selection:
-    """True where an index is not negative."""
+    """True where an index is non-negative."""
     return Selection((x,), constant(True, torch.bool).yes, constant(False, torch.bool).yes)
 
 
 def mapped(found: KnownValue, way: Callable[[Index], Index | None]) -> KnownValue:
-    """A value with other indices."""
+    """A value with transformed indices."""
     if not isinstance(found, Selection):
         return None if found is None else way(found)
     where = [way(limit) for limit in found.where]
@@ -387,18 +387,18 @@ def mapped(found: KnownValue, way: Callable[[Index], Index | None]) -> KnownValu
 
 
 def in_shape(x: Index, shape: Any) -> Index:
-    """The same in a tensor of this shape: what goes along a dimension of size 1 stays where it begins."""
+    """The index in a tensor of this shape: constant along dimensions of size 1."""
     return Index(x.start, {d: step for d, step in x.steps.items() if fixed(shape[d]) != 1})
 
 
 def placed(x: Index, place: dict[int, int]) -> Index | None:
-    """The same along other dimensions."""
+    """The index with its dimensions renumbered."""
     known = x.steps.keys() <= place.keys()
     return Index(x.start, {place[d]: step for d, step in x.steps.items()}) if known else None
 
 
 def chosen(c: Selection | None, x: Selection | None, y: Selection | None) -> Selection | None:
-    """`torch.where` where one of both is one number, or the number that the other is where it is not chosen."""
+    """`torch.where` if one side is a single number, or if the other side has that number where it is not selected."""
     for condition in () if c is None else c.spellings:
         inside, outside = (x, y) if condition.yes else (y, x)
         if condition.is_fixed or inside is None:
@@ -411,7 +411,7 @@ def chosen(c: Selection | None, x: Selection | None, y: Selection | None) -> Sel
 
 
 def looked_up(x: Index, places: list[KnownValue], shape: Any) -> Index | None:
-    """Element by element, at the places that other indices say."""
+    """Advanced indexing: the index, looked up elementwise at other indices."""
     found = Index(x.start, {})
     for d, step in x.steps.items():
         place = places[d]
@@ -422,12 +422,12 @@ def looked_up(x: Index, places: list[KnownValue], shape: Any) -> Index | None:
 
 
 def sliced(x: Index, index: list[Any], dims: int) -> Index | None:
-    """The part that basic indices say, one for each of so many dimensions and `None` for each new one."""
+    """Basic indexing: one index for each of `dims` dimensions, and `None` for each new one."""
     start, d = x.start, -dims
     steps: list[int] = []
     for i in index:
         step = 0 if i is None else x.steps.get(d, 0)
-        begin: Any = getattr(i, "start", i) or 0  # of a slice, or the index itself
+        begin: Any = getattr(i, "start", i) or 0  # the start of a slice, or the index itself
         if step and not (isinstance(begin, int) and begin >= 0 and getattr(i, "step", 1) in (None, 1)):
             return None
         start += step * begin if step else 0

@@ -1,4 +1,4 @@
-"""Normal forms: calls of a captured graph that say one thing in several ways, written in the way that matchers know."""
+"""Normal forms: rewrites equivalent calls of a captured graph to the form that matchers recognize."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .raising import CHEAP
 from .writer import Writer
 
 Rule = Callable[[Node, Writer], Node | None]
-"""Writes a call anew: the node whose value is that of the call, or `None` for a form that is left as it is."""
+"""Rewrites a call: returns the node that computes its value, or `None` for a form that it does not rewrite."""
 
 
 def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
-    """Write the calls of a graph anew that have a normal form; a call that comes out differently stays."""
+    """Rewrite the calls of a graph that have a normal form; a call is kept if the rewritten one is not equivalent."""
     modes = states(graph.nodes)
     for node in list(graph.nodes):
         rule = _RULES.get(spelled(node) or "")
@@ -33,7 +33,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
         try:
             with torch.set_grad_enabled(wanted is not None and wanted.requires_grad):
                 found = None if wanted is None else rule(node, write)
-        except Exception:  # a form that nobody thought of
+        except Exception:  # a form that the rule does not expect
             found = None
         made = example(found)
         if found is None or made is None or wanted is None or not _is_like(made, wanted):
@@ -51,7 +51,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
 
 
 def replace(node: Node, found: Node) -> None:
-    """Let a node stand for another, and the examples of views of it be views of its own example."""
+    """Replace a node by another, and recompute the example values of its views as views of the new example."""
     node.replace_all_uses_with(found)
     _view_anew(found)
 
@@ -64,7 +64,7 @@ def _view_anew(node: Node) -> None:
         mode: Any = next((m for e in values if (m := getattr(e, "fake_mode", None))), contextlib.nullcontext())
         held = cast("Sequence[Any]", old if isinstance(old, list | tuple) else [old])
         needs = any(t.requires_grad for t in held if isinstance(t, torch.Tensor))
-        # Of a view that cannot be made so it is not known what it is a view of.
+        # If a view cannot be recomputed, its example stays a view of the old one.
         with contextlib.suppress(Exception), mode, torch.set_grad_enabled(needs):
             user.meta["example_value"] = called(user, value_of)
         _view_anew(user)
@@ -76,15 +76,15 @@ def _is_like(made: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Node, State]) -> None:
-    """Let equal calls that only compute be one: models make angles and masks for queries, and again for keys."""
+    """Merge equal calls without side effects: models compute angles and masks for queries, and again for keys."""
     made: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if spelled(node) not in PURE - {"clone"} or in_place(node) or not allowed(node):
             continue
-        state = modes.get(node)  # of calls that were written here it is not known
+        state = modes.get(node)  # not known for calls written by a rule
         mode = (state.autocast, state.grad) if state is not None else node
         first = made.setdefault((repr((node.op, node.target, node.args, node.kwargs)), mode), node)
-        # Two results of a model stay two tensors: a caller may change one of them.
+        # Two results of a model remain two tensors, since a caller may modify one of them.
         if first is not node and not are_changed([first, node]) and not leave([first, node]):
             replace(node, first)
             graph.erase_node(node)
@@ -96,11 +96,11 @@ PURE = CHEAP | {
     "squeeze", "cos", "sin", "conj", "neg", "cat", "stack", "repeat_interleave", "mul", "add", "sub", "truediv", "pow",
     "clone", "detach", "mean",
 }  # fmt: skip
-"""Calls that only compute: equal ones may be one, and they need not run if nobody reads them."""
+"""Calls without side effects: equal ones can be merged, and unread ones removed."""
 
 
 def _einsum(node: Node, write: Writer) -> Node | None:
-    """A contraction of two tensors as a GEMM, and a permutation of one as that."""
+    """A contraction of two tensors as a GEMM; of one tensor, if it only permutes, as a permutation."""
     equation, *given = node.args
     operands = cast("Sequence[Any]", given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given)
     shapes = [e.shape for t in operands if (e := example(t)) is not None]
@@ -122,13 +122,13 @@ def _einsum(node: Node, write: Writer) -> Node | None:
     first, second = shapes if x is operands[0] else shapes[::-1]
     size, others = dict(zip(a, first, strict=True)), dict(zip(b, second, strict=True))
     if not same_shape([size[letter] for letter in summed], [others[letter] for letter in summed]):
-        return None  # einsum repeats a size of 1
+        return None  # einsum would broadcast a size of 1
     size |= others
     if not batch:
         return _with_matrix(write, (x, a, left), (y, b, right), summed, size, made)
     if not left or not right or len(summed) != 1:
         return None
-    # Of several letters of one operand all but the last are batches that the other one is repeated for.
+    # Of several letters of one operand, all but the last are batch dimensions, which the other operand broadcasts.
     whole = [letter for letter in made if letter in (*batch, *left[:-1], *right[:-1])]
     rows, columns, (k,) = left[-1], right[-1], summed
     product = _bmm_of(write, _aligned(write, x, a, [*whole, rows, k]), _aligned(write, y, b, [*whole, k, columns]))
@@ -136,7 +136,7 @@ def _einsum(node: Node, write: Writer) -> Node | None:
 
 
 def _terms(equation: str, dims: list[int]) -> tuple[list[str], str]:
-    """The letters of operands and of the result, dots by capitals of no other use that are counted from the last."""
+    """The letters of the operands and of the result, with unused capital letters for dots, aligned at the last one."""
     given, _, made = equation.partition("->")
     terms, dots = given.split(","), ""
     free = "".join(letter for letter in string.ascii_uppercase if letter not in equation)
@@ -149,7 +149,7 @@ def _terms(equation: str, dims: list[int]) -> tuple[list[str], str]:
 
 
 def _aligned(write: Writer, t: Node, letters: str, wanted: list[str]) -> Node:
-    """A tensor with its dimensions in this order, and one of size 1 for each that it has not."""
+    """A tensor with its dimensions in the wanted order, and a dimension of size 1 for each missing letter."""
     own = [letter for letter in wanted if letter in letters]
     t = _permuted(write, t, [letters.index(letter) for letter in own])
     for place, letter in enumerate(wanted):
@@ -162,7 +162,7 @@ def _with_matrix(
     write: Writer, one: tuple[Node, str, list[str]], other: tuple[Node, str, list[str]], summed: list[str], size: Any,
     made: str,
 ) -> Node | None:  # fmt: skip
-    """A GEMM with a matrix, [*, K] and [N, K]."""
+    """A GEMM of [*, K] with a matrix [N, K]."""
     (x, a, left), (w, b, right) = one, other
     if not right or not left or not is_fixed(*(size[letter] for letter in right)):
         return None
@@ -190,7 +190,7 @@ def _permuted(write: Writer, t: Node, order: list[int]) -> Node:
 
 
 def _is_parameter(node: Any) -> bool:
-    """Whether a node is a parameter, or a view of one."""
+    """Whether a node is a parameter or a view of one."""
     while isinstance(node, Node) and spelled(node) in _VIEWS and node.args:
         node = node.args[0]
     e = example(node)
@@ -201,7 +201,7 @@ _VIEWS = {"view", "reshape", "transpose", "permute", "t", "flatten", "unflatten"
 
 
 def _multi_head_attention(node: Node, write: Writer) -> Node | None:
-    """`F.multi_head_attention_forward` as `Linear`s and attention; its weights leave it nowhere."""
+    """`F.multi_head_attention_forward` as `Linear`s and attention, if its attention weights are not used."""
     bound = inspect.signature(torch.nn.functional.multi_head_attention_forward).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -253,7 +253,7 @@ def _multi_head_attention(node: Node, write: Writer) -> Node | None:
 
 
 def _as_floats(write: Writer, mask: Node, like: Node) -> Node:
-    """A mask that is added to scores, of one that is `True` where nothing is seen."""
+    """A boolean mask, `True` for hidden keys, as a mask that is added to scores; other masks unchanged."""
     e, q = example(mask), example(like)
     if e is None or q is None or e.dtype is not torch.bool:
         return mask
@@ -261,7 +261,7 @@ def _as_floats(write: Writer, mask: Node, like: Node) -> Node:
 
 
 def _added(write: Writer, mask: Node | None, q: Node, heads: int) -> Node | None:
-    """A mask [S, T] or [B * H, S, T] in the dimensions of scores."""
+    """A mask [S, T] or [B * H, S, T] with the dimensions of scores."""
     if mask is None:
         return None
     e, mask = example(mask), _as_floats(write, mask, q)
@@ -272,7 +272,7 @@ def _added(write: Writer, mask: Node | None, q: Node, heads: int) -> Node | None
 
 
 def _baddbmm(node: Node, write: Writer) -> Node | None:
-    """A bias times beta, plus a @ b times alpha."""
+    """The sum of beta times the bias and alpha times a @ b."""
     bias, a, b = (argument(node, i, name) for i, name in enumerate(("input", "batch1", "batch2")))
     alpha, beta = (node.kwargs.get(name, 1) for name in ("alpha", "beta"))
     product: Any = _bmm_of(write, a, b)
@@ -288,7 +288,7 @@ def _baddbmm(node: Node, write: Writer) -> Node | None:
 
 
 def _addmm(node: Node, write: Writer) -> Node | None:
-    """A GEMM plus a vector, as `Conv1D` of Hugging Face has it, as `F.linear` of what its rows are a view of."""
+    """A GEMM plus a vector, as in Hugging Face's `Conv1D`, as `F.linear` of the tensor that its rows are a view of."""
     bias, flat, right = (argument(node, i, name) for i, name in enumerate(("input", "mat1", "mat2")))
     weight, b = _turned(right), example(bias)
     if weight is None or b is None or b.ndim != 1 or any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
@@ -302,7 +302,7 @@ def _addmm(node: Node, write: Writer) -> Node | None:
 
 
 def _turned(right: Any) -> Any:
-    """The weight [out, in] whose transpose the right operand of a GEMM is, or a matrix [in, out] as it is."""
+    """The weight [out, in] of which the right operand of a GEMM is the transpose, else the operand, if a matrix."""
     e = example(right)
     if e is None or e.ndim != 2:
         return None
@@ -310,7 +310,7 @@ def _turned(right: Any) -> Any:
 
 
 def _of_merged(node: Node, write: Writer) -> Node | None:
-    """A call for each element, or a softmax over the last dimension, before heads are merged and not behind that."""
+    """An element-wise call, or a softmax over the last dimension, moved from after to before the merging of heads."""
     merged: Any = node.args[0]
     whole, others = _merged(merged), _others(node)
     if whole is None or (spelled(node) == "softmax" and argument(node, 1, "dim") != -1):
@@ -331,20 +331,20 @@ def _of_merged(node: Node, write: Writer) -> Node | None:
 
 
 def _type_as(node: Node, write: Writer) -> Node | None:
-    """A cast to the dtype that a tensor has: the tensor."""
+    """A cast to the dtype that a tensor already has, as the tensor."""
     same = is_same(node)
     return same if same is not None and not _is_returned(node) else _of_merged(node, write)
 
 
 def _is_of_gemm(node: Any) -> bool:
-    """Whether a tensor is a GEMM of activations, but for calls for each element."""
+    """Whether a tensor is the result of an activation GEMM, possibly with element-wise calls after it."""
     while spelled(node) in ("add", "mul", "truediv", "to", "float"):
         node = node.args[0]
     return spelled(node) == "matmul"
 
 
 def _merged(t: Any) -> Node | None:
-    """[B, H, S, D] that a tensor is a view of, its first two dimensions made one."""
+    """The tensor [B, H, S, D] that a tensor is a view of, with the first two dimensions merged."""
     whole = t.args[0] if spelled(t) in ("view", "reshape", "flatten") and t.args else None
     before, after = example(whole), example(t)
     if before is None or after is None or before.ndim != 4 or after.ndim != 3:
@@ -357,7 +357,7 @@ def _bmm(node: Node, write: Writer) -> Node | None:
 
 
 def _matmul(node: Node, write: Writer) -> Node | None:
-    """A GEMM with a parameter as `F.linear`, and one of merged heads as that of heads."""
+    """A GEMM with a parameter as `F.linear`; a GEMM of merged heads as a GEMM of heads."""
     a, b = node.args
     weight = _turned(b)
     if weight is not None and weight.op in ("placeholder", "get_attr"):
@@ -366,7 +366,7 @@ def _matmul(node: Node, write: Writer) -> Node | None:
 
 
 def _bmm_of(write: Writer, a: Any, b: Any) -> Node:
-    """A product of batches, of heads [B, H] where one operand was merged of them."""
+    """A batched GEMM; with heads [B, H] as separate dimensions if an operand was merged from them."""
     first, second = _unmerged(write, a), _unmerged(write, b)
     known = first if first is not None else second
     if known is None or not is_fixed(heads := value_of(known).shape[1]):
@@ -376,7 +376,7 @@ def _bmm_of(write: Writer, a: Any, b: Any) -> Node:
 
 
 def _unmerged(write: Writer, t: Any) -> Node | None:
-    """[B, H, S, D] of [B * H, S, D], also where that is transposed, or times a number."""
+    """The tensor [B, H, S, D] of [B * H, S, D], also if it is transposed or multiplied by a number."""
     turned = swapped(t) == (1, 2)
     numbers = spelled(t) in ("mul", "truediv") and all((e := example(n)) is not None and not e.ndim for n in _others(t))
     if turned or numbers:
@@ -392,7 +392,7 @@ def _others(call: Node) -> list[Node]:
 
 
 def _linear(node: Node, write: Writer) -> Node | None:
-    """A `Linear` of [B, S, D] in four dimensions, one of them of size 1: that of [B, S, D], as a norm before it is."""
+    """A `Linear` of [B, S, D] with an additional dimension of size 1: the same without it, as for a norm before it."""
     x: Any = argument(node, 0, "input")
     source = x.args[0] if spelled(x) in ("view", "reshape", "unsqueeze") and x.args else None
     before, after = example(source), example(x)
@@ -404,7 +404,7 @@ def _linear(node: Node, write: Writer) -> Node | None:
 
 
 def _activation(node: Node, write: Writer) -> Node | None:
-    """An activation in place of what a GEMM has just made, and what nobody else reads."""
+    """An in-place activation of a GEMM's result as an out-of-place one, if nothing else reads the result."""
     x: Any = argument(node, 0, "input")
     fresh = spelled(x) in ("linear", "matmul", "addmm") and list(x.users) == [node]
     if not argument(node, 1, "inplace", False) or not fresh:
@@ -413,7 +413,7 @@ def _activation(node: Node, write: Writer) -> Node | None:
 
 
 def _view(node: Node, write: Writer) -> Node | None:
-    """A view of a view, or what is transposed twice, that is as what it began with."""
+    """A view of a view, or a transpose of a transpose, that has the layout of the first tensor, as that tensor."""
     source: Any = node.args[0]
     while spelled(source) in ("view", "reshape", "flatten", "unflatten", "transpose") and isinstance(source, Node):
         source = source.args[0]
@@ -423,18 +423,18 @@ def _view(node: Node, write: Writer) -> Node | None:
 
 
 def _elements(node: Any) -> tuple[Any, ...]:
-    """Where the elements of a tensor are in memory."""
+    """A tensor's storage, offset, shape and strides."""
     e = example(node)
     return () if e is None else (e.untyped_storage()._cdata, e.storage_offset(), *e.shape, *e.stride())  # pyright: ignore
 
 
 def _getitem(node: Node, write: Writer) -> Node | None:
-    """Tokens that are taken of a norm's result, such as that of the class: the norm is of these alone.
+    """Tokens selected from a norm's result, such as the class token: normalizes only these tokens.
 
-    A copy of what is taken by a list of one number, as Falcon takes the head of keys: the same by a slice.
+    A selection by a list of one number, as Falcon selects the head of keys: the same with a slice and a copy.
     """
     norm, index = cast("Any", node.args)
-    if spelled(norm) == _MULTI_HEAD:  # a pair
+    if spelled(norm) == _MULTI_HEAD:  # a tuple of output and weights
         alone = index == 0 and not any(user.users for user in norm.users if user is not node)
         return _multi_head_attention(norm, write) if alone else None
     e, parts = example(norm), cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
@@ -458,7 +458,7 @@ def _getitem(node: Node, write: Writer) -> Node | None:
 
 
 def _cat(node: Node, write: Writer) -> Node | None:
-    """What is joined with empty tensors alone, such as the part of a head that is not rotated where all of it is."""
+    """A concatenation with only empty tensors, such as the unrotated part of a head if all of it is rotated."""
     alone = is_same(node)
     if alone is None or _is_returned(node) or are_changed([alone, node]):
         return None
@@ -469,7 +469,7 @@ def _cat(node: Node, write: Writer) -> Node | None:
 
 
 def _takes(index: Any) -> bool:
-    """Whether an index is a number, or a stretch whose ends are numbers."""
+    """Whether an index is a number, or a slice with numbers."""
     if isinstance(index, slice):
         stretch = cast("slice[Any, Any, Any]", index)
         return all(type(n) is int or n is None for n in (stretch.start, stretch.stop, stretch.step))
@@ -477,7 +477,7 @@ def _takes(index: Any) -> bool:
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether a graph returns a node, which then stays a tensor of its own: a caller may tell it from another."""
+    """Whether a graph returns a node, which then must remain a separate tensor: a caller may compare identities."""
     return any(user.op == "output" for user in node.users)
 
 

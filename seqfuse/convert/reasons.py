@@ -1,4 +1,4 @@
-"""Why a call of a graph is left as it is: its form, what stands around it, or what was asked for."""
+"""Reasons why a call of a graph is not converted: its form, the calls around it, or the caller's filter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _KINDS = {
 }  # fmt: skip
 _HEAVY = {call: kind for kind, calls in _KINDS.items() for call in calls}
 _NORMS = ("norm", "linalg_vector_norm", "std")
-"""Calls that are norms, as roots are, where a matcher has a reason why they are not raised."""
+"""Calls that count as norms, like roots, only if a matcher has given a reason against raising them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Left:
 
 
 def left_in(graph: Graph, reasons: Mapping[Node, str], allowed: Callable[[Node], bool]) -> tuple[Left, ...]:
-    """The calls of a graph that are worth a line, with the reason that was found, or that is in their form."""
+    """The unconverted calls of a graph that a report lists, with the recorded reason or that of their form."""
     return tuple(
         Left(name_of(n), kind, owner(n), reasons.get(n) or (_form(n, kind) if allowed(n) else NOT_ALLOWED))
         for n in graph.nodes
@@ -71,19 +71,19 @@ def left_in(graph: Graph, reasons: Mapping[Node, str], allowed: Callable[[Node],
 
 
 def _kind(node: Node, explained: bool) -> str | None:
-    """What a call that is left is in the words of a report; roots and softmax are only where there is a reason."""
+    """The kind of an unconverted call in a report, or None; roots and softmax have one only with a recorded reason."""
     name = name_of(node) if node.op in ("call_function", "call_method") else ""
     if explained and name == "softmax":
         return "attention"
     if spelled(node) == "einsum" and not _contracts(node):
         return None
-    if name == "normalize" and argument(node, 1, "p", 2.0) != 2:  # shares of a sum
+    if name == "normalize" and argument(node, 1, "p", 2.0) != 2:  # a division by a sum
         return None
     return "norm" if explained and (name in _NORMS or is_root(node)) else _HEAVY.get(name)
 
 
 def _contracts(einsum: Node) -> bool:
-    """Whether an einsum sums over an index of several tensors; without that it is a product of elements or a view."""
+    """Whether an einsum sums over an index that tensors share; else it is an element-wise product or a view."""
     equation: Any = einsum.args[0]
     if not isinstance(equation, str):
         return True
@@ -95,9 +95,9 @@ def _contracts(einsum: Node) -> bool:
 
 
 def kind_of_module(module: nn.Module) -> str | None:
-    """What a module without submodules is in the words of a report, as `Left.kind`."""
+    """The kind of a module without submodules, as in `Left.kind`."""
     name, where = type(module).__name__, type(module).__module__
-    if isinstance(module, nn.Linear | nn.Bilinear) or name == "Conv1D":  # which a GEMM is called by Hugging Face
+    if isinstance(module, nn.Linear | nn.Bilinear) or name == "Conv1D":  # Hugging Face's GEMM
         return "GEMM"
     if isinstance(module, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
         return "convolution"
@@ -129,13 +129,13 @@ _FORMS = {
         ("gelu", "silu", "relu", "tanh", "sigmoid"), "it changes its input in place, or its input is not floating point"
     ),
 }
-"""Which form a call has that operations stand for otherwise."""
+"""By call, the condition of its conversion that it does not meet."""
 
 
 def alone(
     chain: RaisedChain, operations: Sequence[Raised], reasons: Mapping[Node, str], allowed: Callable[[Node], bool]
 ) -> str:
-    """Why a chain of one operation, or without a parameter, is not worth a call: the calls around it, by name."""
+    """Why a chain of one operation, or without parameters, is not converted: the names of the calls around it."""
     makers = {node: r for r in operations for node in (*r.took, r.out)}
     readers: dict[Value, Raised] = {node: r for r in reversed(operations) for node in r.took}
     inside, own = set(chain.members), {owner(r.node) for r in chain.members}
@@ -150,7 +150,7 @@ def alone(
             return None
         if r is None and not allowed(node):
             return placed(name_of(node), node, NOT_ALLOWED)
-        if r is None:  # in a word where it has a line of its own
+        if r is None:  # shorter if a separate line explains it
             reason = reasons.get(node, "not recognized")
             why = "left" if _kind(node, node in reasons) is not None else reason
             return placed(name_of(node), node, ALONE if why.startswith(ALONE) else why)
@@ -173,7 +173,7 @@ def alone(
 ALONE = "no operation beside it to fuse it with"
 
 _MOST = 2
-"""Neighbours on one side that are named, at most."""
+"""Maximum number of neighbors that are named on one side."""
 
 
 def _listed(verb: str, said: Iterable[str | None]) -> list[str]:
@@ -183,13 +183,13 @@ def _listed(verb: str, said: Iterable[str | None]) -> list[str]:
 
 
 def _view(node: Node) -> list[str]:
-    """The name of a view or cast, but for those that change nothing and the places of the parts of a split."""
+    """The name of a view or cast; empty if it changes nothing or selects a part of a split."""
     part = spelled(node) == "getitem" and isinstance(node.args[1], int)
     return [] if part or is_same(node) is not None else [name_of(node)]
 
 
 def _maker(node: Node) -> tuple[Node, list[str]]:
-    """What made a value before views and casts, and the names of these."""
+    """The call that computes a value, before views and casts, and their names."""
     between = list[str]()
     while is_cheap(node) and node.args and isinstance(node.args[0], Node):
         between[:0] = _view(node)
@@ -198,7 +198,7 @@ def _maker(node: Node) -> tuple[Node, list[str]]:
 
 
 def _readers(node: Node, between: Sequence[str] = ()) -> Iterator[tuple[Node, Sequence[str]]]:
-    """What reads a value behind views and casts, and the names of these."""
+    """The calls that read a value after views and casts, and the names of these."""
     for user in node.users:
         if is_cheap(user):
             yield from _readers(user, [*between, *_view(user)])

@@ -1,4 +1,4 @@
-"""Regions: a chain of a captured graph as a call, with a `Sequential` whose parameters are given in each call."""
+"""Regions: a chain of a captured graph as one call of a `Sequential`, with parameters passed in each call."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .raising import Raised
 class CapturedRegion(nn.Module):
     """Runs a chain: `region(x, *channels, *parameters)` returns the values that are read outside of it.
 
-    The parameters are given because Dynamo's graph has them as inputs: its guards hold for them already, one graph
-    serves layers that are alike, and what stands for a parameter may be computed (a cast, a merged adapter, what FSDP2
-    gathered). They are let go after the call.
+    Parameters are arguments because Dynamo's graph has them as inputs: its guards then cover them, equal layers share
+    one graph, and a parameter may be a computed tensor (a cast, a merged adapter, gathered by FSDP2). The region does
+    not keep them after the call.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class CapturedRegion(nn.Module):
         self.dtypes: list[torch.dtype] = []
         e = example(order.x)
         self.device = "cpu" if e is None else e.device.type
-        # In a tuple, so that it is no submodule: its parameters are on `meta`.
+        # In a tuple, so that it is not a submodule: its parameters are on `meta`.
         self._model = (Sequential(*order.operations, recipe=recipe),)
         self.recipe = recipe
         for r in order.members if recipe is not None else ():
@@ -66,8 +66,8 @@ class CapturedRegion(nn.Module):
         self._distributed = dist.is_available() and dist.is_initialized()
         self._multiplies = isinstance(order.members[0].operation, ops.Linear | ops.MergedLinear)
         self._lock = self._fuser.lock = threading.RLock()
-        self._ran: tuple[Plan, Plan] | None = None  # the plan of the last call, and the same with its bytes
-        self._counted: tuple[Plan | None, dict[str, Any]] = None, {}  # that plan, and what was counted for it
+        self._ran: tuple[Plan, Plan] | None = None  # the plan of the last call, and the same plan with its bytes
+        self._counted: tuple[Plan | None, dict[str, Any]] = None, {}  # that plan, and the counts for it, by name
         self.given: list[Node] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         for r in order.members:
@@ -80,14 +80,14 @@ class CapturedRegion(nn.Module):
 
     @property
     def model(self) -> Sequential:
-        """The sequence that it runs."""
+        """The sequence of the chain's operations."""
         return self._model[0]
 
     @property
     def plan(self) -> Plan | None:
-        """How the chain ran last; its bytes are of tensors as large as those captured.
+        """The plan of the last call; bytes are for tensors of the sizes at capture.
 
-        `None` before its first call, and while hooks of all modules make it run eagerly.
+        `None` before the first call, and while global module hooks make it run eagerly.
         """
         region, *_ = self._fuser.op_list().parts
         if not isinstance(region, Region) or region.lowering is None:
@@ -108,7 +108,7 @@ class CapturedRegion(nn.Module):
 
     @property
     def quantized(self) -> dict[str, str | None]:
-        """The modules whose GEMMs have a recipe, by path, each with the reason where it is not quantized."""
+        """The paths of modules whose GEMMs have a recipe; each with the reason if it is not quantized, else None."""
         plan = self.plan
         if plan is None or self.recipe is None:
             return {}
@@ -126,22 +126,22 @@ class CapturedRegion(nn.Module):
 
     @property
     def hooked(self) -> bool:
-        """Whether its operations run eagerly one by one, as they do while there are hooks of all modules."""
+        """Whether its operations run eagerly one by one, as with global module hooks."""
         return not any(isinstance(part, Region) for part in self._fuser.op_list().parts)
 
     def plan_for(
         self, device: str, *, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, grad: bool = True
     ) -> Plan:
-        """The plan for a machine that need not be here, with the chain's own inputs: as large as those captured.
+        """The plan for another machine, with the chain's own inputs in the sizes at capture.
 
         Args:
-            device: as `Env.of` takes it, such as `"cuda:sm_90"`.
-            dtype: of the model: inputs and parameters in the dtype of the first input are taken to be in this one.
+            device: as in `Env.of`, such as `"cuda:sm_90"`.
+            dtype: dtype of the model: replaces the dtype of the first input in all inputs and parameters.
             autocast: the dtype of an autocast region around the model.
-            grad: whether gradients are recorded.
+            grad: whether gradients are needed.
 
         Raises:
-            InputError: (SF106) for a device or a dtype that is none, or a CUDA device that is not here.
+            InputError: (SF106) for an invalid device or dtype, or a CUDA device that this machine does not have.
         """
         x = example(self.order.x)
         assert x is not None
@@ -149,12 +149,12 @@ class CapturedRegion(nn.Module):
         return self._planned(Env.of(device, dtype=dtype or x.dtype, autocast=autocast, grad=grad, rows=rows))
 
     def _planned(self, env: Env) -> Plan:
-        """The plan for an environment with the bytes of each choice, for tensors without data like those captured."""
+        """The plan for an environment, with the bytes of each choice, on tensors without data of the captured sizes."""
         x = example(self.order.x)
 
         def like(t: Tensor) -> Tensor:
             dtype = env.dtype if x is not None and t.dtype is x.dtype else t.dtype
-            asked = t.requires_grad  # `empty_like` would copy what repeats
+            asked = t.requires_grad  # not `empty_like`, which would expand repeated elements
             return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device, requires_grad=asked)
 
         given = [like(fake(node, "meta")) for node in (self.order.x, *self.order.channels.values())]
@@ -163,7 +163,7 @@ class CapturedRegion(nn.Module):
             parameters = [like(t) for t in self.stand_ins(self.given)]
 
         def lent(find: Callable[..., Any] | None) -> Callable[..., Any] | None:
-            """The same function, called while the operations have parameters."""
+            """The function, wrapped so that the operations have parameters while it runs."""
 
             def found(*args: Any, **kwargs: Any) -> Any:
                 assert find is not None
@@ -180,22 +180,22 @@ class CapturedRegion(nn.Module):
         return dataclasses.replace(plan, measure=lent(plan.measure), compare=lent(plan.compare))
 
     def stand_ins(self, values: Iterable[Node]) -> list[Tensor]:
-        """Tensors like these, fake under a `FakeTensorMode`; of each node one."""
+        """A fake tensor for each node, under a `FakeTensorMode`; the same one for the same node."""
         return list(map(functools.cache(fake), values))
 
     @property
     def eager(self) -> Unconverted | None:
-        """What torch would launch and save in the chain's place, where that can be counted."""
+        """Launches and saved bytes of the chain in eager torch, if they can be counted."""
         return self._once("eager", lambda: self._count_eager(backward=True))
 
     @property
     def saved_by_eager(self) -> int | None:
-        """The bytes that torch would save in the chain's place, where they can be counted."""
+        """Bytes that the chain saves in eager torch, if they can be counted."""
         counted = self._once("saved", lambda: self._count_eager(backward=False))
         return None if counted is None else counted.saved
 
     def _once(self, name: str, count: Callable[[], Any]) -> Any:
-        """What is counted for the plan of the last call, on tensors without data: a report asks for it each time."""
+        """A count for the plan of the last call on tensors without data, cached, since each report requests it."""
         if self._counted[0] is not self.plan:
             self._counted = self.plan, {}
         counts = self._counted[1]
@@ -209,12 +209,12 @@ class CapturedRegion(nn.Module):
         try:
             autocast, grad = (None, True) if plan is None else (plan.env.autocast, plan.env.grad)
             return self.before.eager(autocast, grad, backward)
-        except Exception:  # a call that does not run without data
+        except Exception:  # a call that needs real data
             return None
 
     @property
     def launched(self) -> tuple[int, int] | None:
-        """The kernels that the plan of the last call launches forward and backward, where that can be counted."""
+        """The kernel launches of the last call's plan, forward and backward, if they can be counted."""
         return self._once("launched", self._count_launched)
 
     def _count_launched(self) -> tuple[int, int] | None:
@@ -238,7 +238,7 @@ class CapturedRegion(nn.Module):
                 with Launches() as backward:
                     if outputs:
                         torch.autograd.grad(outputs, inputs, [*map(torch.empty_like, outputs)], allow_unused=True)
-        except Exception:  # a fusion that does not run without data
+        except Exception:  # a fusion that needs real data
             return None
         return forward.count, backward.count
 
@@ -250,7 +250,7 @@ class CapturedRegion(nn.Module):
             x, tensors = _arrived(x), tuple(map(_arrived, tensors))
         if self._multiplies and not x.is_contiguous():
             x = _as_rows(x)
-        with self._lock:  # threads that call one model would lend to one operation
+        with self._lock:  # parameters are assigned to shared operations, which two threads must not do at once
             return self._run(x, tensors)
 
     def _run(self, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
@@ -273,35 +273,35 @@ class CapturedRegion(nn.Module):
             parameters[name] = placeholder
 
     def _tell_module(self, error: SeqfuseError) -> None:
-        """Name the module of the model that the operation of an error stands for."""
+        """Set the path of the model's module in an error of its operation."""
         nodes = self._fuser.op_list().nodes
         if isinstance(error.position, int) and error.position < len(nodes):
             operation = self.order.operations[int(nodes[error.position].path.partition(".")[0])]
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")
             if module:
-                error.path = module  # that within the chain is of operations that the user did not make
+                error.path = module  # the path within the chain refers to operations that the user did not create
 
 
 def with_gemms(operation: Any) -> bool:
-    """Whether an operation has GEMMs that a recipe quantizes."""
+    """Whether an operation has GEMMs that a recipe can quantize."""
     return bool(getattr(operation, "gemms", ()))
 
 
 def gemms_of(raised: Raised) -> tuple[str, ...]:
-    """The paths of the modules whose GEMMs an operation stands for."""
+    """The paths of the modules whose GEMMs an operation replaces."""
     nodes = [node for node in raised.took if spelled(node) in ("linear", "matmul")] or [raised.node]
-    if isinstance(raised.operation, ops.GroupedLinear):  # the router before it was taken with it
+    if isinstance(raised.operation, ops.GroupedLinear):  # which also replaces the router before it
         nodes = [raised.node]
     return tuple(sorted({owner(node) for node in nodes}))
 
 
 def excluded(names: Iterable[str], path: str) -> bool:
-    """Whether a path is among these names, or has one of them between two dots."""
+    """Whether a path contains one of these names as a whole component or sequence of components."""
     return any(f".{name}." in f".{path}." for name in names)
 
 
 def _arrived(x: Any) -> Tensor:
-    """A tensor; what a DTensor makes of a collective may still be on its way, of a class that has no plan."""
+    """A plain tensor; DTensor's collectives return a tensor subclass that may still be in transit and has no plan."""
 
     def wait(t: Any) -> Tensor:
         return t.trigger_wait()
@@ -310,9 +310,9 @@ def _arrived(x: Any) -> Tensor:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """The same numbers as rows of a matrix, which a GEMM reads: torch saves a copy, not all that x is a part of."""
+    """The same values as rows for a GEMM: torch saves a copy then, not the larger tensor that x is a view of."""
     try:
         x.view(-1, x.shape[-1])
-    except (RuntimeError, ValueError):  # the latter of a fake tensor
+    except (RuntimeError, ValueError):  # ValueError: a fake tensor
         return x.contiguous()
     return x

@@ -1,4 +1,4 @@
-"""What a conversion did: chains, operations, steps each way, and what was left as it was, with the reason."""
+"""The report of a conversion: chains, operations, steps in both passes, and unconverted calls with reasons."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class GraphReport:
 
 
 def _outside(outside: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """The calls outside the chains, modules with the same calls together."""
+    """The line on calls outside the chains, grouped by modules with the same calls."""
     alike: dict[str, list[str]] = {}
     for path, calls in outside.items():
         alike.setdefault(_named(calls), []).append(path or "the model")
@@ -110,7 +110,7 @@ def _named(calls: Mapping[str, int]) -> str:
 
 
 def _left(lefts: Sequence[Left], indent: str = "  ") -> list[str]:
-    """A line for each reason and name of a call; the numbers of layers make no difference."""
+    """A line for each reason and name of a call, whatever the layer numbers are."""
     alike: dict[tuple[str, str, str], list[Left]] = {}
     for left in lefts:
         alike.setdefault((left.kind, left.call, _of_any_layer(left.reason)), []).append(left)
@@ -122,18 +122,18 @@ def _left(lefts: Sequence[Left], indent: str = "  ") -> list[str]:
 
 
 def _of_any_layer(reason: str) -> str:
-    """A reason with stars for the numbers of layers in paths."""
+    """A reason with stars instead of layer numbers in paths."""
     return re.sub(r"(?<= in )[\w.]+", lambda path: re.sub(r"\b\d+\b", "*", path[0]), reason)
 
 
 def _few(paths: Sequence[str]) -> str:
-    """The first paths, each once, and how many more there are."""
+    """The first paths, without duplicates, and the number of the others."""
     known = list(dict.fromkeys(paths))
     return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if known[3:] else "")
 
 
 _MOST = 8
-"""Names of calls outside the chains, and kinds of their modules, that are printed, at most."""
+"""Maximum number of printed names of calls outside the chains, and of kinds of their modules."""
 
 _LIMIT = (
     "calls that fit none of them run as before. Raise torch._dynamo.config.recompile_limit before the first call, or "
@@ -182,11 +182,11 @@ def _chain(graph: GraphReport, region: CapturedRegion, launches: bool, times: in
 
 
 def _choices(regions: Sequence[CapturedRegion], layers: int) -> list[str]:
-    """What the chains of so many equal layers would save and hold with each choice of memory, where choices differ."""
+    """The table of memory choices, summed over chains and equal layers; empty if there is no choice."""
     sums: list[ChoiceData] = []
     plans = [plan for region in regions if (plan := region.plan) is not None and plan.env.grad]
     for name in dict.fromkeys(choice.memory for plan in plans for choice in plan.choices):
-        # A budget that does not fit a chain is left out of its choices. Without choices each is the plan that it has.
+        # A budget that does not fit a chain is not among its choices. A chain without choices has only its plan.
         named = [{c.memory: c for c in plan.choices} for plan in plans]
         found = [of.get(name, of.get("least")) for of in named]
         kept = peak = 0
@@ -200,13 +200,13 @@ def _choices(regions: Sequence[CapturedRegion], layers: int) -> list[str]:
 
 
 def _held(plan: Plan) -> tuple[int, int]:
-    """The bytes that a plan saves, and the most that it holds, as far as they are known."""
+    """The bytes that a plan saves, and its peak, as far as known; else zero."""
     memory = plan.memory
     return (0, 0) if memory is None else (memory.saved, memory.peak or memory.saved)
 
 
 def _quantized(regions: Sequence[CapturedRegion]) -> list[str]:
-    """Which modules are quantized, and which are not, by the reason."""
+    """Lines with the quantized modules, and with the others by reason."""
     by_reason: dict[str, list[str]] = {}
     for region in regions:
         for path, reason in region.quantized.items():
@@ -219,7 +219,7 @@ def _quantized(regions: Sequence[CapturedRegion]) -> list[str]:
 
 
 def _folded(names: Sequence[str]) -> str:
-    """Names in a row; several that repeat themselves at once stand there one time, with the number of times."""
+    """Names in a row, with consecutive repetitions of a block written once, with their number."""
     text, at = list[str](), 0
     while at < len(names):
         length, times = max(((n, _times(names, at, n)) for n in range(1, len(names) - at + 1)), key=_saved)
@@ -232,11 +232,11 @@ def _folded(names: Sequence[str]) -> str:
 
 
 _LEAST = 4
-"""Names that folding has to save."""
+"""Number of names that folding must save."""
 
 
 def _times(names: Sequence[str], at: int, length: int) -> int:
-    """How often a block of names stands there in a row."""
+    """How often a block of names repeats in a row."""
     block, times = names[at : at + length], 1
     while names[at + times * length : at + (times + 1) * length] == block:
         times += 1
@@ -255,9 +255,9 @@ def text_of(
     undone: bool,
     launches: bool,
 ) -> str:
-    """The reports of all graphs, those that are alike once, what no graph has, and the calls that none served.
+    """The report on all graphs, equal ones once, on calls in no graph, and on calls that no graph served.
 
-    Where one module is called, and not each of several `layers`, a graph says if later calls did not use it.
+    If one module is called, instead of each of several `layers`, a graph's report says if later calls did not use it.
     """
     alike: dict[str, list[GraphReport]] = {}
     for graph in graphs:

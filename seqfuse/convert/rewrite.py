@@ -1,4 +1,4 @@
-"""Rewriting a captured graph: chains become calls of regions, everything else stays as it was."""
+"""Rewrites a captured graph: chains become calls of regions, all other calls are kept."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ from .report import GraphReport
 
 @dataclasses.dataclass(frozen=True)
 class RewriteOptions:
-    """How graphs are rewritten."""
+    """Options of rewriting graphs."""
 
-    fusions: Fusions | None = None  # the fusion set of the regions; the default one if `None`
-    # Says by the path of a module whether its calls may be converted.
+    fusions: Fusions | None = None  # the regions' fusion set; `None` for the default
+    # Whether calls of the module at a path may be converted.
     allowed: Callable[[str], bool] = lambda path: True
     memory: Choice = "balanced"  # what chains save for the backward pass
     recipe: Recipe | None = None  # how operands of GEMMs are quantized
     exclude: tuple[str, ...] = ()  # names of modules that are not quantized
 
     def quantizes(self, raised: Raised) -> bool:
-        """Whether the recipe is for an operation."""
+        """Whether the recipe applies to an operation."""
         has_gemms = self.recipe is not None and with_gemms(raised.operation)
         return has_gemms and not any(excluded(self.exclude, p) for p in gemms_of(raised))
 
@@ -71,9 +71,9 @@ class RewriteOptions:
 def rewrite(
     gm: GraphModule, options: RewriteOptions, name: str = "graph", checkpointed: bool = False
 ) -> list[GraphReport]:
-    """Replace the chains of a graph, and those of the bodies of its checkpoints, by regions; a report of each.
+    """Replace the chains of a graph, and of the bodies of its checkpoints, by regions; returns a report of each graph.
 
-    `checkpointed` says whether the graph is the body of a checkpoint, or of a call within one.
+    `checkpointed`: whether the graph is the body of a checkpoint, or is called within one.
     """
     _hand_over(gm)
     bodies = [(child, body) for child, body in gm.named_children() if isinstance(body, GraphModule)]
@@ -119,7 +119,7 @@ def rewrite(
 
 
 def _body(gm: GraphModule, child: str, body: GraphModule) -> tuple[str, bool]:
-    """What a body of a graph is and where, for reports, and whether it is of a checkpoint."""
+    """A description of a graph's body with its place, for reports, and whether it is the body of a checkpoint."""
     reads = gm.graph.find_nodes(op="get_attr", target=child)
     call = next((call for node in reads for call in node.users), None)
     if call is None:
@@ -134,9 +134,9 @@ def _body(gm: GraphModule, child: str, body: GraphModule) -> tuple[str, bool]:
 
 
 def _erase_unread(graph: Graph, took: set[Node]) -> None:
-    """Take calls which nobody reads any more out of a graph: those that make masks or angles, or that chains stand for.
+    """Remove unread calls from a graph: those that chains replace, and those that compute masks or angles.
 
-    Of these one may have been read for its shape alone, by `zeros_like`.
+    One of them may be read by `zeros_like`, only for its shape.
     """
     for node in reversed(list(graph.nodes)):
         stood_for = (not in_place(node) and (node in took or spelled(node) in PURE)) or spelled(node) == "zeros_like"
@@ -152,7 +152,7 @@ def _regions(
     allowed: Callable[[Node], bool],
     strict: bool,
 ) -> tuple[list[tuple[RaisedChain, CapturedRegion]], set[Node]]:
-    """The chains that can run as one call, and the nodes that need not run then."""
+    """The chains that can run as one call, and the nodes that then need not run."""
     apart: set[Raised] = set()
     lone: list[RaisedChain] = []
     while True:
@@ -191,14 +191,14 @@ def _regions(
 
 
 NORMALIZED = 1 << 17
-"""From so many elements up `F.normalize` is a chain by itself: on a CPU it was faster there, and slower of 1 << 13."""
+"""From this number of elements on `F.normalize` is a chain by itself: faster on a CPU; at 1 << 13 it was slower."""
 
 
 def _is_worth_a_call(node: Node) -> bool:
-    """Whether a chain of what a call stands for alone saves or computes less than torch.
+    """Whether a chain of only this call saves or computes less than torch.
 
-    Attention by hand saves its weights, and `F.normalize` is five calls. Of a small tensor the node of a chain takes
-    longer than these, and of one that is not contiguous a chain would save a copy.
+    Unfused attention saves its weights, and `F.normalize` is five calls. For a small tensor the overhead of a chain
+    exceeds these, and for a non-contiguous one a chain would save a copy.
     """
     if spelled(node) != "normalize":
         return spelled(node) == "softmax"
@@ -207,10 +207,10 @@ def _is_worth_a_call(node: Node) -> bool:
 
 
 def _replace(gm: GraphModule, regions: list[tuple[RaisedChain, CapturedRegion]], dead: set[Node]) -> None:
-    """Call the regions in place of the nodes that they stand for.
+    """Replace nodes by calls of their regions.
 
     Raises:
-        CannotOrder: if no order of the nodes does that; the graph is as it was.
+        CannotOrder: if no order of the nodes allows it; the graph is then unchanged.
     """
     graph = gm.graph
     state = states(graph.nodes, {r.out for c, _ in regions for r in c.members})
@@ -244,10 +244,10 @@ def _replace(gm: GraphModule, regions: list[tuple[RaisedChain, CapturedRegion]],
 
 
 def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
-    """Why a region cannot stand for its chain: what it returns has other shapes or dtypes.
+    """Why a region cannot replace its chain: its results would have other shapes or dtypes.
 
-    Under autocast a norm may give its result in the dtype that the next GEMM reads, where a model that writes it by
-    hand gives float32: what is read outside is cast then. Hooks of the caller's for saved tensors see none of this.
+    Under autocast a norm may return the dtype that the next GEMM reads, where the model's handwritten norm returns
+    float32: results that are read outside are cast then. The caller's saved-tensor hooks do not see this run.
     """
     modes = [node.args for node in chain.state.autocast]
     lowered = bool(modes) or autocast_of(region.device) is not None
@@ -263,7 +263,7 @@ def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
         region.dtypes = [result.dtype for result in results]
         for node, result in zip(order.outputs, results, strict=True):
             e = example(node)
-            if e is None:  # a value that no node holds
+            if e is None:  # a value that is in no node of the graph
                 continue
             cast = lowered and result.is_floating_point() and e.is_floating_point()
             if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, numbers(e.shape)):
@@ -275,7 +275,7 @@ def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
 
 
 def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tuple[list[Node], dict[Node, Node]]:
-    """Put a call of a region into a graph, behind a node: the nodes that were added, and which stand for which."""
+    """Insert a region's call after a node; returns the added nodes, and the new node for each replaced one."""
     order = region.order
     with graph.inserting_after(after):
         call = graph.call_module(name, ())
@@ -292,7 +292,7 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
         e = example(node)
         if e is not None and e.dtype is not dtype:
             holder = then("call_method", "to", holder, e.dtype)
-        if e is not None and needs and not e.requires_grad:  # one of several results that needs no gradient
+        if e is not None and needs and not e.requires_grad:  # a result that needs no gradient among others that do
             holder = then("call_method", "detach", holder)
         holder.meta = dict(node.meta)
         holders[node] = holder
@@ -313,14 +313,14 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
 
 
 def _hand_over(gm: GraphModule) -> None:
-    """Let the bodies of a graph know the nodes of it that they are called with."""
+    """Record on the inputs of a graph's bodies the nodes that are passed to them."""
     for body, call in _called_once(gm):
         for inner, outer in zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True):
             inner.meta[OUTER] = outer
 
 
 def run_bodies(gm: GraphModule) -> None:
-    """Leave out what bodies do not read any more, and let their calls run without a compiler."""
+    """Remove unread inputs of bodies, and make calls of bodies run without a compiler."""
     for body, call in _called_once(gm):
         inside = body.graph.find_nodes(op="placeholder")
         call.args = (call.args[0], *(o for i, o in zip(inside, call.args[1:], strict=True) if i.users))
@@ -344,8 +344,8 @@ def _called_once(gm: GraphModule) -> list[tuple[GraphModule, Node]]:
 
 
 def checkpointed_body(body: GraphModule, *args: Any, **how: Any) -> Any:
-    """Run a body as a checkpoint; reports have this name."""
-    # What Dynamo puts into a graph leaves it to a compiler to draw dropout's numbers again in a second run.
+    """Run a body as a checkpoint; reports show this name."""
+    # Dynamo's call relies on a compiler to repeat dropout's random numbers in the second run.
     how |= {"use_reentrant": False}
     if "_checkpoint_context_fn" in body.meta:
         how["context_fn"] = body.meta["_checkpoint_context_fn"]

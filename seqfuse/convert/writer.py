@@ -1,4 +1,4 @@
-"""Writing calls into a captured graph."""
+"""Inserts calls into a captured graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .graph import NAMED, WRITTEN, example, spelled, value_of
 
 
 def written_behind(node: Node, function: Callable[..., Any], *args: Any) -> Node:
-    """A call of a function upon a node, right behind it, one for all that read it."""
+    """A call of a function on a node, inserted directly after it; all its readers share one."""
     found = next((user for user in node.users if user.target is function and user.args == (node, *args)), None)
     if found is None:
         with node.graph.inserting_after(node):
@@ -25,28 +25,28 @@ def written_behind(node: Node, function: Callable[..., Any], *args: Any) -> Node
 
 
 class Writer:
-    """Writes calls before a node, in its module and modes, which nodes switched, each with its example."""
+    """Inserts calls before a node, with its module and modes, and computes their example values."""
 
     def __init__(self, node: Node, modes: Sequence[Node] = ()) -> None:
         self.node, self.added = node, list[Node]()
         self._modes = [mode.args for mode in modes]
 
     def __call__(self, name: str, *args: Any, **kwargs: Any) -> Node:
-        """A method of a tensor, or one of the functions below."""
+        """Insert a tensor method, or one of the functions below."""
         if name in _FUNCTIONS:
             return self._write("call_function", _FUNCTIONS[name], args, kwargs)
         return self._write("call_method", name, args, kwargs)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """A function."""
+        """Insert a function call."""
         return self._write("call_function", function, args, kwargs)
 
     def like(self, call: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """The same function or method, of other arguments."""
+        """Insert the same function or method with other arguments."""
         return self._write(call.op, call.target, args, kwargs)
 
     def again(self, x: Node, call: Node | None = None) -> Node:
-        """The same call, or another with its module, of another tensor."""
+        """Insert the node's call, or another call with that call's module, on another tensor."""
         call = call or self.node
         named = {name: value for name, value in call.kwargs.items() if name != "input"}
         made = self._write(call.op, call.target, (x, *call.args[1:]), named)
@@ -72,12 +72,12 @@ class Writer:
         return made
 
     def keep(self) -> None:
-        """Let the calls stand in the graph like those of a model."""
+        """Keep the calls in the graph like the model's own."""
         for made in self.added:
             made.meta.pop(WRITTEN, None)
 
     def undo(self) -> None:
-        """Take the calls out again."""
+        """Remove the calls."""
         for made in reversed(self.added):
             self.node.graph.erase_node(made)
 
