@@ -1,6 +1,6 @@
-"""Everything that can be measured without a GPU, one after the other, each in a process of its own.
+"""Runs every benchmark that needs no GPU, one after the other, each in a separate process.
 
-Each part writes its JSON into `results/`; then the tables of README.md and docs/ are drawn anew.
+Each part writes JSON into `results/`; then the tables of README.md and docs/ are drawn again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = {
 
 def run(script: str, *arguments: str) -> bool:
     begun = time.perf_counter()
-    # What a user has measured on this machine must not decide what is compared.
+    # Measurements that a user has stored on this machine must not affect the comparison.
     environment = {**os.environ, "SEQFUSE_TUNE": "0", "PYTHONPATH": str(HERE.parent)}
     status = subprocess.run([sys.executable, HERE / script, *arguments], env=environment, check=False).returncode
     print(f"{script}: exit status {status}, {time.perf_counter() - begun:.0f} s\n", flush=True)

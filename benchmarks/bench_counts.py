@@ -1,15 +1,15 @@
-"""Bytes saved for backward and kernel launches, counted on tensors without data, in bfloat16, planned for an H100.
+"""Counts saved bytes and kernel launches on tensors without data, in bfloat16, planned for an H100.
 
-`memory` is a feed-forward block of each model of the GPU rows: ours by plan, eager torch's by a run on fake tensors.
-`layers` is one layer of six known models, of Hugging Face's in eager torch and as it is planned. Nothing was measured
-where it is planned. Writes `results/memory.json` and `results/layer_counts.json`, of which pictures are drawn, too.
+`memory` is a feed-forward block of each model of the GPU rows: seqfuse by plan, eager torch by a run on fake tensors.
+`layers` is one layer of six known models: Hugging Face's in eager torch, and the plan of seqfuse's. Plans are not
+measured. Writes `results/memory.json` and `results/layer_counts.json`, from which pictures are drawn, too.
 """
 
 from __future__ import annotations
 
 import os
 
-# What needs Triton is planned, and nothing is launched; GEMMs are counted as those of torch.
+# Triton kernels are planned but not launched; GEMMs count as torch's.
 os.environ |= {"SEQFUSE_TUNE": "0", "TRITON_INTERPRET": "1", "SEQFUSE_CPU_GEMMS": "torch"}
 
 import contextlib
@@ -41,7 +41,7 @@ CHOICES = {"fast": "seqfuse", "balanced": "seqfuse balanced", "lean": "seqfuse l
 
 
 def memory_row(model: sizes.Model, tokens: int = TOKENS) -> dict[str, Any]:
-    """A block with dropout: bytes, and what keeping less costs as a part of the GEMMs."""
+    """A block with dropout: saved bytes, and the cost of saving less as a fraction of the GEMMs."""
     spec, there = spec_of(model, DROPOUT), sf.Env.of("cuda:sm_90", dtype=DTYPE, rows=tokens)
     made = plain.fused("feedforward", spec, 1, dtype=DTYPE, device="meta")
     x = torch.empty(tokens, model.H, dtype=DTYPE, device="meta", requires_grad=True)
@@ -53,7 +53,7 @@ def memory_row(model: sizes.Model, tokens: int = TOKENS) -> dict[str, Any]:
 
 
 def saved_by_torch(spec: plain.Spec, tokens: int) -> int:
-    """What torch keeps on a GPU: of RMSNorm x and a number for each row, of dropout a byte for each element."""
+    """Bytes saved by torch on a GPU: for RMSNorm x and a number per row, for dropout a byte per element."""
     functions = plain.Functions(rms_norm=lambda x, weight, eps: RMSNormOfAGPU.apply(x, weight))
     dropout = mock.patch.object(F, "dropout", lambda x, p, training: torch.native_dropout(x, p, training)[0])
     with FakeTensorMode(), dropout:
@@ -70,7 +70,7 @@ class RMSNormOfAGPU(torch.autograd.Function):
 
 
 class Model(NamedTuple):
-    """A model of Hugging Face by the name of its modeling file, and its layer; its input; the function of `models`."""
+    """A Hugging Face model: name of its modeling file, layer and configuration; its input; its function in `models`."""
 
     title: str
     make: str
@@ -78,7 +78,7 @@ class Model(NamedTuple):
     layer: str
     config: dict[str, Any]
     x: tuple[int, int, int]
-    head: int | None = None  # elements of a head that RoPE turns
+    head: int | None = None  # elements of a head that RoPE rotates
 
 
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -95,13 +95,13 @@ MODELS = (
 
 
 def eager(model: Model) -> dict[str, Any]:
-    """Of a layer of Hugging Face: the module of each launch, and the bytes that torch saves for backward."""
+    """For a layer of Hugging Face in eager torch: the module of each launch, and the bytes saved for backward."""
     home = importlib.import_module(f"transformers.models.{model.family}.modeling_{model.family}")
     known = {"gemma3": "gemma3_text"}.get(model.family, model.family)
     config = importlib.import_module("transformers").AutoConfig.for_model(known, **model.config)
     config._attn_implementation = "sdpa"
     stack = [""]
-    begun: dict[int, str] = {}  # by the number that autograd gives a node, the module that made it
+    begun: dict[int, str] = {}  # by autograd's number of a node, the module that created it
 
     def ahead() -> str:
         begun[torch._C._autograd._get_sequence_nr() - 1] = stack[-1]
@@ -115,7 +115,7 @@ def eager(model: Model) -> dict[str, Any]:
         within.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(DTYPE)
         layer = getattr(home, model.layer)(config, **({} if model.family in ("bert", "vit") else {"layer_idx": 0}))
-        layer.eval()  # without dropout
+        layer.eval()  # turns dropout off
         for path, module in layer.named_modules():
             module.register_forward_pre_hook(lambda *_, path=path: stack.append(path))
             module.register_forward_hook(lambda *_: stack.__delitem__(-1))
@@ -135,7 +135,7 @@ def eager(model: Model) -> dict[str, Any]:
 
 
 def planned(model: Model) -> dict[str, Any]:
-    """Of a layer by its plan: where the step of each launch begins, the steps, the bytes of each choice of memory."""
+    """For a planned layer: where the step of each launch begins, the steps, and the bytes of each memory choice."""
     made = getattr(models, model.make)(1)
     layer = (made[0] if isinstance(made[0], sf.Sequential) else made).to(DTYPE)
     there = sf.Env.of("cuda:sm_90", dtype=DTYPE, rows=model.x[0] * model.x[1])
@@ -145,7 +145,7 @@ def planned(model: Model) -> dict[str, Any]:
     saved = {known[choice.memory]: choice.saved for choice in plan.choices if choice.memory in known}
     saved = saved or {"save": plan.memory.saved}
     layer = layer.to_empty(device="cpu")
-    for module in layer.modules():  # weights of their own, as those of a checkpoint are
+    for module in layer.modules():  # separate weights, as loaded from a checkpoint
         for name, parameter in [*module.named_parameters(recurse=False)]:
             setattr(module, name, nn.Parameter(torch.empty_like(parameter)))
     current: list[int | None] = [None]
@@ -158,11 +158,11 @@ def planned(model: Model) -> dict[str, Any]:
 
     with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]), contextlib.ExitStack() as within:
         names = {step.name for step in (*plan.forward, *plan.backward)}
-        # What only a CPU gains by.
+        # Fusions that are faster only on a CPU.
         unused = [type(s.operation) for s in (*here().forward, *here().backward) if s.name not in names]
         within.enter_context(sf.fusing(exclude=tuple(unused)))
         assert steps(here(), "name", "covers") == steps(plan, "name", "covers")
-        # The kernel of torch on a GPU is one launch, with a sliding window too.
+        # Torch's attention kernel on a GPU is one launch, also with a sliding window.
         within.enter_context(mock.patch.object(_attention.Scores, "kernel", return_value="cpu"))
         _tell(within, plan.forward, "fwd", current)
         _tell(within, plan.backward[::-1], "bwd", current)
@@ -174,7 +174,7 @@ def planned(model: Model) -> dict[str, Any]:
 
 
 def _tell(stack: contextlib.ExitStack, steps: Sequence[Any], name: str, current: list[int | None]) -> None:
-    """Let the passes of these steps, in the order in which they run, say in `current` where their step begins."""
+    """Patch the passes of these steps, in execution order, to set `current` to where their step begins."""
     starts: dict[type, list[int]] = {}
     for step in steps:
         starts.setdefault(type(step.operation), []).append(step.start)
@@ -182,7 +182,7 @@ def _tell(stack: contextlib.ExitStack, steps: Sequence[Any], name: str, current:
         function: Any = getattr(kind, name)
 
         def run(*args: Any, function: Any = function, left: list[int] = left, **kwargs: Any) -> Any:
-            if current[0] is not None or not left:  # a fusion may call an operation
+            if current[0] is not None or not left:  # inside a fusion, which may call operations
                 return function(*args, **kwargs)
             current[0] = left.pop(0)
             try:

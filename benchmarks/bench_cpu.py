@@ -1,7 +1,7 @@
-"""CPU time of training steps beside eager torch, and bytes that layers of converted models save.
+"""Compares CPU times of training steps with eager torch, and counts bytes that layers of converted models save.
 
-A row makes a step for each of its sides, with the same weights and inputs, all in one process. Writes `cpu.json`,
-`cpu_experts.json` and `convert.json` of `results/`, each where all rows of it were measured.
+A row runs a step for each of its sides, with the same weights and inputs, in one process. Writes `cpu.json`,
+`cpu_experts.json` and `convert.json` in `results/`, each only if all its rows were measured.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "default": sf.convert,
     "fast": functools.partial(sf.convert, memory="fast"),
     "lean": functools.partial(sf.convert, memory="lean"),
-    "Dynamo alone": lambda model: model.compile(backend="eager"),  # which runs eager's calls
+    "Dynamo alone": lambda model: model.compile(backend="eager"),  # runs the same calls as eager
 }
 CONVERTED = {"Llama": "LlamaModel", "GPT-2": "GPT2Model", "BERT": "BertModel"}
 
 
 class Row(NamedTuple):
-    """What is compared with `eager`: of each side's name, `make` gives its step."""
+    """A comparison with `eager`: for the name of each side, `make` returns its step."""
 
     name: str
     make: Callable[[str], Call]
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def language_model(name: str, width: int, tokens: int, dropout: float = 0.0, attention: float | None = None) -> Row:
-    """A model of Hugging Face with its loss, converted; with dropout of attention eager takes another kernel."""
+    """A Hugging Face model with its loss, converted; with attention dropout, eager torch uses another kernel."""
     vocabulary, dropouts = 4 * width if width > 64 else 32, (dropout, dropout, attention or 0.0)
     kind = {"GPT-2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[name]
 
@@ -65,13 +65,13 @@ def language_model(name: str, width: int, tokens: int, dropout: float = 0.0, att
 
 
 def _told(dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> str:
-    """What a name says of them."""
+    """The suffix of a row's name for dropout and dtype."""
     typed = "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
     return (f", dropout {dropout}" if dropout else "") + typed
 
 
 def sequential(operations: int) -> Row:
-    """A `Sequential` of small operations at 4 x 16 beside `torch.nn.Sequential`."""
+    """A `Sequential` of small operations at 4 x 16 against `torch.nn.Sequential`."""
 
     def make(side: str) -> Call:
         mine, theirs, x, g = pair(operations)
@@ -81,8 +81,8 @@ def sequential(operations: int) -> Row:
 
 
 def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
-    """A transformer layer made of operations beside the same in torch, eager and compiled by Inductor."""
-    without_onednn = "default, GEMMs of MKL"  # what fusions and attention gain by themselves
+    """A transformer layer built of operations, against the same layer in torch, eager and compiled by Inductor."""
+    without_onednn = "default, GEMMs of MKL"  # the gain of fusions and attention without that of oneDNN
 
     def make(side: str) -> Call:
         model = (plain.build if side in ("eager", "torch.compile") else plain.fused)("layer", spec)
@@ -100,7 +100,7 @@ def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.f
 
 
 def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
-    """The router and the 8 experts of a layer of Mixtral, beside what Hugging Face takes by default, grouped GEMMs."""
+    """Router and 8 experts of a layer of Mixtral, against Hugging Face's default, grouped GEMMs."""
 
     loop = "loop over experts"
 
@@ -114,7 +114,7 @@ def experts(width: int, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
 
 
 def converted(name: str, shape: tuple[int, int], width: int) -> Row:
-    """Two layers of a model of Hugging Face without a loss, where little but Python and dispatch costs anything."""
+    """Two layers of a Hugging Face model without a loss, so small that Python and dispatch dominate."""
 
     def make(side: str) -> Call:
         tokens, model = torch.arange(shape[0] * shape[1]).reshape(shape) % 32, headless(name, 2, width)
@@ -129,7 +129,7 @@ def headless(name: str, layers: int, width: int = 64) -> nn.Module:
 
 
 def layer_bytes(name: str, memory: Any) -> int:
-    """What one layer more saves for backward, of a model as it is (`None`) or converted."""
+    """Bytes that one additional layer saves for backward, of an unconverted model (`None`) or a converted one."""
     tokens, totals = torch.arange(256).reshape(2, 128) % 32, list[int]()
     for layers in (1, 2):
         torch._dynamo.reset()
@@ -185,7 +185,7 @@ def main() -> None:
 
 
 def measured(row: Row, rounds: int) -> dict[str, Any]:
-    """Measure a row, print it, and return what is written of it."""
+    """Measure a row, print it, and return its data for the file."""
     sides = row.times(rounds)
     for of in sides.values():
         of["microseconds"] = of.pop("seconds") * 1e6
@@ -196,7 +196,7 @@ def measured(row: Row, rounds: int) -> dict[str, Any]:
 
 
 def bytes_of(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is written of converted models: bytes that a layer saves, and what a step takes."""
+    """The rows of converted models: bytes that a layer saves, and times of a step."""
     rows: list[dict[str, Any]] = []
     for name in CONVERTED:
         steps = [row["sides"]["fast"] for key, row in found.items() if key.startswith(f"converted {name},")]

@@ -1,8 +1,8 @@
-"""Every row that needs a GPU, beside eager torch, `torch.compile`, Liger-Kernel and quack where they can be imported.
+"""Measures every row that needs a GPU, against eager torch, `torch.compile`, and Liger-Kernel and quack if installed.
 
-Each row is checked by the numeric rule before it is timed; one that does not agree reports no speed. The most important
-rows come first. Results are written after every row, to `results/` or the folder that `OUT` names. Rows run in a child
-process: one that ends it is marked, and the rest goes on in a new one. Needs torch and Triton alone.
+Each row is checked by the error bound before it is timed; a row that fails reports no speed. The most important rows
+run first. Results are written after every row, to `results/` or the folder in `OUT`. Rows run in a child process: a
+row that kills it is marked, and the others continue in a new one. Needs only torch and Triton.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Whatever a user has measured on this machine must not decide what is compared, and a fusion that fails must not be
-# timed as what takes its place.
+# Stored measurements of a user on this machine must not affect the comparison, and the fallback of a failed fusion
+# must not be timed in its place.
 if __name__ == "__main__":
     os.environ |= {"SEQFUSE_TUNE": "0", "SEQFUSE_ON_ERROR": "raise"}
     os.environ |= {"TRITON_INTERPRET": "1"} if "--tiny" in sys.argv and "--on-gpu" not in sys.argv else {}
@@ -34,10 +34,10 @@ from record import RESULTS, about
 
 from seqfuse.testing.interpreter import corrected
 
-_CACHES = 3  # the inputs of one sample are as much as this many second-level caches
+_CACHES = 3  # the inputs of one sample are as large as this many second-level caches
 _MOST_SETS = 64
 MOST_CHILDREN = 12
-ENDED = 3  # exit status of a child that has lost its device
+ENDED = 3  # exit status of a child that lost its device
 
 
 def main() -> int:
@@ -73,7 +73,7 @@ def interpreted(arguments: argparse.Namespace) -> bool:
 
 
 def supervise(arguments: argparse.Namespace, out: Path) -> int:
-    """Run children until everything is measured or the time is over."""
+    """Run children until everything is measured or the time is up."""
     if not arguments.resume:
         out.unlink(missing_ok=True)
     elif not out.exists() and (RESULTS / out.name).exists():
@@ -84,7 +84,7 @@ def supervise(arguments: argparse.Namespace, out: Path) -> int:
     for _ in range(MOST_CHILDREN):
         status, why = watch.watched(command, until, lambda: Book(out).overdue(arguments.most))
         if time.time() >= until:
-            Book(out).state(running=None)  # a row that is cut off is not to blame
+            Book(out).state(running=None)  # a row that is cut off is not marked as failed
             break
         key = Book(out).bury(why or "its process ended too early")
         if status == 0 or (key is None and status != ENDED):
@@ -99,7 +99,7 @@ def supervise(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def chosen(arguments: argparse.Namespace) -> list[Case]:
-    """The rows that were asked for, without the contenders that are left out."""
+    """The rows and contenders selected by the arguments."""
     of = sizes.tiny(getattr(torch, arguments.dtype)) if arguments.tiny else sizes.real()
     of = dataclasses.replace(of, device=sizes.FIRST_GPU) if arguments.on_gpu else of
     found = [case for case in rows.cases(of) if re.search(arguments.only, case.key)]
@@ -108,13 +108,13 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
 
 
 def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
-    """Measure, in this process, what the file has not yet."""
+    """Measure, in this process, the rows that the file does not have yet."""
     cases, book = chosen(arguments), Book(out)
     book.state(about=about(), peers=peers.versions(), planned=[case.key for case in cases])
     bench = _bench(arguments, book)
     with corrected() if interpreted(arguments) else contextlib.nullcontext():
         while cases and (begun := time.time()) < until:
-            case = cases.pop(0)  # and let go below: each holds models, of which a GPU has no room for those of all
+            case = cases.pop(0)  # and deleted below: each holds models, and a GPU has no room for all of them
             if case.key in book.rows:
                 continue
             book.begin(case.key)
@@ -133,7 +133,7 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
 
 @dataclasses.dataclass
 class Bench:
-    """What rows are measured with."""
+    """The clocks and limits that rows are measured with."""
 
     device: torch.device
     ceilings: clock.Ceilings
@@ -143,7 +143,7 @@ class Bench:
     seconds: float = 0.2
 
     def row(self, case: Case, *, checks_only: bool = False) -> dict[str, Any]:
-        """The row as it is written down; `status` is `ok`, `red` or `failed`, and only `ok` has times.
+        """The row's data for the file; `status` is `ok`, `red` or `failed`, and only `ok` has times.
 
         Raises:
             torch.AcceleratorError: if the device is lost.
@@ -188,14 +188,14 @@ class Bench:
         return row | {"floor": floor, "fraction": fraction, "sets": len(sets)}
 
     def _sets(self, case: Case, inputs: Inputs) -> list[Inputs]:
-        """So many sets of inputs that none is in the cache when its turn comes."""
+        """Enough sets of inputs that none is in the cache when it is used."""
         size = sum(t.nbytes for t in inputs.values())
         count = min(_MOST_SETS, max(2, math.ceil(_CACHES * self.cache_bytes / max(1, size))))
         return [inputs, *(case.make(case.rows, seed) for seed in range(2, count + 1))]
 
     def _memory(self, contender: Contender, inputs: Inputs) -> dict[str, int | None]:
         call = contender.prepare(inputs)
-        call()  # whatever is made once
+        call()  # one-time allocations
         found: dict[str, int | None] = {"kept": counted(call, contender.own()), "peak": None}
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -222,20 +222,20 @@ def _bench(arguments: argparse.Namespace, book: Book) -> Bench:
 
 
 def _tidy() -> bool:
-    """Free what the last row held, compiled graphs among it; `False` where the device was lost."""
+    """Free the last row's memory, including compiled graphs; `False` if the device was lost."""
     try:
         torch._dynamo.reset()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-    except RuntimeError:  # after an illegal access nothing in this process can run on it
+    except RuntimeError:  # after an illegal access this process cannot use the device
         return False
     return True
 
 
 def _line(key: str, row: dict[str, Any]) -> str:
-    """A row for the eye."""
+    """A row as text."""
     if row["status"] != "ok":
         return f"{row['status']:>7}  {key}  {row.get('why', '')[:160]}"
     times = ", ".join(f"{name} {t['median']:.1f}" for name, t in row["times"].items())

@@ -1,6 +1,6 @@
-"""What the engine costs on the host: instructions against `nn.Sequential`, planning, plan-cache hits.
+"""Measures the engine's CPU overhead: instructions against `nn.Sequential`, planning, plan-cache hits.
 
-Instructions are counted with callgrind, which repeats from run to run where times do not. Needs valgrind.
+Instructions are counted with callgrind, since counts repeat between runs and times do not. Needs valgrind.
 Writes `results/planning.json` and `results/host.json`.
 """
 
@@ -40,7 +40,7 @@ for _ in range(20):
 
 
 class PlainResidual(nn.Sequential):
-    """What a user of torch writes for a residual branch."""
+    """A residual branch as written by users of torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
@@ -53,7 +53,7 @@ def model(operations: int, room: Any, sequence: Any, residual: Any, gelu: Any) -
 
 
 def pair(operations: int) -> tuple[sf.Sequential, nn.Sequential, Tensor, Tensor]:
-    """Both models with the same weights, an input and an incoming gradient; checked against each other."""
+    """Both models with the same weights, an input and an incoming gradient; their results are compared."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     mine = model(operations, ops, sf.Sequential, ops.Residual, ops.GeLU)
@@ -72,12 +72,12 @@ def pair(operations: int) -> tuple[sf.Sequential, nn.Sequential, Tensor, Tensor]
 
 
 def host_cost(number: int = 50) -> list[dict[str, Any]]:
-    """Instructions of one call, after a warm-up, Python's own included."""
+    """Instructions of one call after a warm-up, including Python's."""
     folder, rows = str(Path(__file__).resolve().parent), list[dict[str, Any]]()
-    # The counter starts `python`: it must be this one.
+    # The counter starts `python`, which must be this interpreter.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for operations in (1, 6, 24):
-        pair(operations)  # a red check reports no cost
+        pair(operations)  # raises if the results differ, so no cost is reported
         for what, statement in STATEMENTS.items():
             setup = SETUP.format(folder=folder, operations=operations)
             timers = (Timer(statement.format(m=m), setup=setup) for m in ("mine", "theirs"))
@@ -90,7 +90,7 @@ def host_cost(number: int = 50) -> list[dict[str, Any]]:
 
 
 def planning() -> list[dict[str, Any]]:
-    """Time to read and plan a list, and to look a plan up again."""
+    """Time to read and plan a sequence, and of a plan-cache hit."""
     rows: list[dict[str, Any]] = []
     x = torch.randn(4, H)
     for count in (10, 100, 1000, 10_000):

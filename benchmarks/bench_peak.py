@@ -1,9 +1,10 @@
-"""Training steps as they are, converted, checkpointed and compiled: peak memory, bytes saved, and CPU time.
+"""Measures training steps, eager, converted, checkpointed and compiled: peak memory, bytes saved, and CPU time.
 
-`peak` is a step of a small Llama of Hugging Face with AdamW, `front` one without, also of a GPT with dropout, at many
-budgets of memory. Memory is the resident set of a process for each side, before a step that comes after some others and
-at its peak. Time is measured in one process, where sides take turns, and for each side of torch.compile in its own,
-beside eager. A side that does not run here is left out. Writes `results/peak.json` and `results/front.json`.
+`peak` is a step of a small Hugging Face Llama with AdamW; `front` one without, also of a GPT with dropout, with many
+memory budgets. Memory is the resident set of a process per side, before a step that follows some others, and at its
+peak. Times are measured in one process, with alternating sides; each side of torch.compile is measured in a separate
+process, together with eager. Sides that do not run here are skipped. Writes `results/peak.json` and
+`results/front.json`.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ import seqfuse as sf
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 4, 256, 32, 1024
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3)
-COMPILED = "compile 0.5", "compile 0.2", "compile 0"  # by its activation_memory_budget
+COMPILED = "compile 0.5", "compile 0.2", "compile 0"  # with this activation_memory_budget
 ATEN = torch.ops.aten
 DEAR: list[Any] = [ATEN.mm.default, ATEN.addmm.default, ATEN._scaled_dot_product_flash_attention_for_cpu.default]
-SELECTIVE = functools.partial(create_selective_checkpoint_contexts, DEAR)  # which saves these results
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, DEAR)  # saves the results of these operations
 
 
 class Study(NamedTuple):
-    """Sides of some models, on sequences of 1,024 tokens."""
+    """The sides and models of one study, on sequences of 1,024 tokens."""
 
     models: tuple[str, ...]
     sides: tuple[str, ...]
@@ -62,7 +63,7 @@ STUDIES = {
 
 
 def built(model: str) -> tuple[Any, Callable[..., Any]]:
-    """A Llama of Hugging Face, or a GPT of pre-norm blocks with dropout 0.1, and what checkpoints its layers."""
+    """A Hugging Face Llama, or a GPT of pre-norm blocks with dropout 0.1, and a function to checkpoint its layers."""
     if model == "Llama":
         llama: Any = plain.hugging("LlamaModel", WIDTH, LAYERS, 2048)
         return llama, lambda **how: llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
@@ -72,7 +73,7 @@ def built(model: str) -> tuple[Any, Callable[..., Any]]:
 
 
 def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, Call]:
-    """A model of one side, and a step of its training, of which it has made two."""
+    """A model of one side and its training step, after two warm-up steps."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -97,7 +98,7 @@ def training(model: str, side: str, rows: int, adamw: bool) -> tuple[nn.Module, 
             optimizer.step()
         made.zero_grad()
 
-    for _ in range(2):  # the first captures, compiles, and makes what the optimizer keeps
+    for _ in range(2):  # the first captures, compiles, and creates the optimizer's state
         step()
     return made, step
 
@@ -110,17 +111,17 @@ def bytes_of(model: nn.Module, step: Call) -> dict[str, int]:
         return int(kilobytes) * 1024
 
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
-    before = resident("VmRSS")  # now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")  # current
     step()
-    peak, parameters = resident("VmHWM"), list(model.parameters())  # at most
+    peak, parameters = resident("VmHWM"), list(model.parameters())  # peak
     saved = counted(step, parameters)
     return {"before": before, "peak": peak, "parameters": sum(p.nbytes for p in parameters), "saved": saved}
 
 
 def alone(*arguments: Any) -> Any:
-    """What `child` measures with these arguments in a process of its own; `None` where it fails."""
-    # Freed tensors go back to the system at once where memory is measured, so that what is resident is what is in use.
+    """The measurements of `child` with these arguments in a separate process; `None` if it fails."""
+    # For memory, freed tensors are returned to the system at once, so that resident memory is memory in use.
     returned = {"MALLOC_MMAP_THRESHOLD_": "65536"} if arguments[0] is None else {}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SEQFUSE_TUNE": "0", **returned}
     command = [sys.executable, __file__, "--child", json.dumps(arguments)]
@@ -129,7 +130,7 @@ def alone(*arguments: Any) -> Any:
 
 
 def child(rounds: int | None, model: str, rows: int, adamw: bool, *sides: str) -> Any:
-    """Times of these sides in so many rounds; without rounds the bytes of the only one."""
+    """Times of these sides in this many rounds; without rounds, the bytes of the only side."""
     made = {side: training(model, side, rows, adamw) for side in sides}
     if rounds is None:
         return bytes_of(*made[sides[0]])
@@ -141,7 +142,7 @@ def measured(study: Study, model: str, rounds: int) -> list[dict[str, Any]]:
     common = model, study.rows, study.adamw
     memory = {side: found for side in study.sides if (found := alone(None, *common, side))}
     times = alone(rounds, *common, *(side for side in memory if not side.startswith("compile")))
-    for side in memory.keys() - times.keys():  # another budget would not compile the same code again
+    for side in memory.keys() - times.keys():  # another budget would not recompile the same code
         times |= {side: alone(rounds, *common, "eager", side)[side]}
     for side, found in memory.items():
         added = (found["peak"] - found["before"]) / (memory["eager"]["peak"] - memory["eager"]["before"])

@@ -1,4 +1,4 @@
-"""Losses after training a small model under each recipe by `examples/low_precision.py`, into `results/trained.json`."""
+"""Trains a small model with each recipe by `examples/low_precision.py`; writes losses to `results/trained.json`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What a rented GPU settles, as three lists of commands with time limits: each call takes at most five minutes.
+"""Measures everything that needs a GPU in three calls of at most five minutes, as lists of commands with time limits.
 
     python benchmarks/first_hour.py 1     # tests/gpu: every row and dtype against the reference, models, recipes
-    python benchmarks/first_hour.py 2     # rows beside the peers, what the kernels of a layer take
+    python benchmarks/first_hour.py 2     # rows against the peers, kernel times of a layer
     python benchmarks/first_hour.py 3     # low precision, tuning, tests of kernels, compute-sanitizer
 
-A command that fails or is killed when its time is over costs nothing but its own results. All results and logs, and
-`summary.json`, which says how each command ended, are in the folder that `OUT` names. `--rehearse` runs the same
-commands here, tiny and interpreted, but for those that need a GPU.
+A command that fails or runs out of time loses only its own results. All results and logs, and `summary.json` with the
+outcome of each command, are in the folder in `OUT`. `--rehearse` runs the same commands here, tiny and interpreted,
+except those that need a GPU.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from record import RESULTS, ROOT, about
 
 HERE = Path(__file__).resolve().parent
 SECONDS = {"1": 200, "2": 290, "3": 240}
-WORKERS = 8  # processes of tests that share the GPU, of which each takes up to 8 GiB of its memory
-MARGIN = 15  # seconds that a command which knows its time has left at its end
-# What is left out compiles for GPUs that are not here, is about the interpreter, or runs kernels that are wrong, one of
-# which might end a worker's use of the device.
+WORKERS = 8  # test processes that share the GPU; each takes up to 8 GiB of its memory
+MARGIN = 15  # seconds that a command with its own time limit keeps in reserve
+# Excluded: tests that compile for other GPUs, tests of the interpreter, and wrong kernels, which might end a worker's
+# use of the device.
 NEED_A_GPU = "not (compiles or without_spills or mutant or test_compiled or test_interpreter or test_traffic)"
 SANITIZED = ("norm backward", "dact", "cross-entropy", "decode")
 Command = Sequence[object]
 
 
 class Stage(NamedTuple):
-    """Commands that settle one thing."""
+    """A group of commands with a common time limit."""
 
     name: str
     seconds: float  # for all of them
-    commands: Sequence[Command]  # `{left}` is how many seconds a command has
+    commands: Sequence[Command]  # `{left}` is replaced by the remaining seconds
 
     def run(self, until: float, out: Path, variables: Mapping[str, str]) -> list[str]:
-        """How each command ended, and the last line that it printed."""
+        """The outcome of each command, and the last line that it printed."""
         until = min(until, time.time() + self.seconds)
 
         def one(i: int, command: Command) -> str:
@@ -65,19 +65,19 @@ def python(script: str, *arguments: object) -> list[object]:
 
 
 def stages(call: str, out: Path) -> list[Stage]:
-    """The commands of a call."""
+    """The stages of a call."""
     rows = python("bench_gpu.py", "--budget", "{left}")
     if call == "1":
         return [Stage("tests/gpu", 200, [tests("tests/gpu")])]
     if call == "2":
         return [
-            # `torch.compile` takes ten seconds for each row, so blocks alone are beside it.
+            # `torch.compile` takes ten seconds for each row, so it is compared only for blocks.
             Stage("blocks", 130, [[*rows, "--only", "^(MLP|attention) block|^layer"]]),
             Stage("bench", 100, [[*rows, "--resume", "--without", "^compile"]]),
             Stage("profile", 60, [python("layers_gpu.py", "profile")]),
         ]
     recipes = [*rows, "--only", "^recipes", "--out", out / "gpu_low_precision.json"]
-    # A tensor that lies in a larger block of torch's could be left without being noticed.
+    # Otherwise torch's caching allocator would hide accesses beyond a tensor, in the same larger block.
     memcheck = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", "memcheck"]
     memcheck += ["--error-exitcode", 7, *rows, "--tiny", "--on-gpu", "--check", "--dtype", "bfloat16"]
     memcheck += ["--out", out / "sanitizer.json", "--child", "9e9", "--only"]
@@ -90,7 +90,7 @@ def stages(call: str, out: Path) -> list[Stage]:
 
 
 def rehearsed(stage: Stage) -> Stage:
-    """What of a stage can run here: rows are tiny and interpreted, and tests are collected."""
+    """The part of a stage that can run here: tiny interpreted rows, and collection of tests."""
     ours = [command for command in stage.commands if command[0] == sys.executable]
     how = ["--collect-only"] if stage.name.startswith("tests") else ["--tiny"]
     commands = [[part for part in command if part != "--on-gpu"] + how for command in ours]
@@ -98,14 +98,14 @@ def rehearsed(stage: Stage) -> Stage:
 
 
 def tests(*where: str) -> Command:
-    """Tests, in an order that is drawn, so that a run that is cut off has some of each, and says what failed."""
+    """A pytest command in random order, so that an interrupted run has some tests of each kind; reports failures."""
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-rfE", "-W", "ignore", "--shuffle", "1"]
     command += ["-n", WORKERS, "--dist", "worksteal", "--timeout", "120", "--timeout-method", "thread"]
     return [*command, "-p", "no:cacheprovider", "-p", "gpu.watch", *where]
 
 
 def environment(rehearsal: bool, out: Path) -> dict[str, str]:
-    """Of every process: kernels that came packed are found, and peers may be in a folder of their own."""
+    """The environment of every process: with packed kernels, and with peers in `PYTHONPATH`."""
     paths = (str(ROOT), str(HERE), os.environ.get("PYTHONPATH", ""))
     given = {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OUT": str(out), "SEQFUSE_TUNE": "0",
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def perform(chosen: Sequence[Stage], until: float, out: Path, variables: Mapping[str, str]) -> dict[str, Any]:
-    """Run stages one after the other, whatever came of those before, and write how each ended."""
+    """Run stages one after the other, also after failures, and write the outcome of each."""
     out.mkdir(parents=True, exist_ok=True)
     done: dict[str, Any] = {}
     for stage in chosen:

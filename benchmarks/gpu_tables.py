@@ -1,4 +1,4 @@
-"""Tables of what a GPU measured."""
+"""Tables of GPU results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OF_LAYERS = ("eager", "compile", "liger")
 STEPS = ("MLP block forward + backward", "attention block forward + backward", "layer forward + backward")
 CONVERTED = "converted: forward + backward"
 EQUAL = 1.005
-ELSEWHERE = ("memory", "converted", "recipes")  # groups of other tables than that of all rows
+ELSEWHERE = ("memory", "converted", "recipes")  # groups with their own tables
 
 
 @drawn("gpu")
 def gpu() -> Lines:
-    """All rows that a GPU measured, by group; then those that were wrong, and those there was no time for."""
+    """All GPU rows by group; then the wrong ones, and those that were not run for lack of time."""
     found = read("gpu")
     if found is None:
         return ["Not run yet: no GPU was at hand."]
@@ -60,9 +60,9 @@ def gpu() -> Lines:
 
 
 def _group(rows: list[Results]) -> Lines:
-    """Blocks of a group: their times relative to peers, how near they are to the roofline, and what they save."""
+    """Blocks of a group: times relative to peers, fractions of the roofline, and saved bytes."""
     cells: list[list[Any]] = []
-    # By name, with numbers in their order.
+    # By name, with numbers in numeric order.
     for row in sorted(rows, key=lambda row: re.sub(r"\d+", lambda number: number[0].zfill(9), row["name"])):
         kept = {of: counted["kept"] for of, counted in row.get("memory", {}).items() if counted["kept"]}
         saved = kept["seqfuse"] / kept["eager"] if {"seqfuse", "eager"} <= kept.keys() else None
@@ -71,19 +71,19 @@ def _group(rows: list[Results]) -> Lines:
         cells.append([starred(row, row["name"]), *numbers, saved, _as_called(row, "seqfuse lean", "seqfuse")])
     peers = (f"/ {name}" for name in PEERS_OF_ROWS.values())
     head = ["", "GPU time, µs", *peers, "of roofline", "saved / torch eager", "`lean` / `fast`"]
-    # Without the columns that have no number.
+    # Without columns that have no number.
     there = [i for i in range(len(head)) if any(row[i] is not None for row in cells)]
     return table([head[i] for i in there], [[row[i] for i in there] for row in cells])
 
 
 def _as_called(row: dict[str, Any], side: str, than: str) -> str | None:
-    """The ratio on the device, and in brackets that of the calls."""
+    """The ratio of device times, and in brackets that of the calls."""
     ratios = [relative(row[times], side, than) for times in ("times", "as_called")]
     return None if None in ratios else "{:.2f} ({:.2f})".format(*ratios)
 
 
 def _kernel(group: str, rows: list[Results]) -> list[Any]:
-    """The rows of a kernel in one line: the range of each number, and the slowest row by name."""
+    """The rows of a kernel in one line: the range of each number, and the name of the slowest row."""
     other = sum("commit" in row for row in rows)
     count = f"{len(rows)}, {other}*" if 0 < other < len(rows) else f"{len(rows)}{'*' * (other > 0)}"
     cells = [group, count, span(row["fraction"]["seqfuse"] for row in rows)]
@@ -98,7 +98,7 @@ def _kernel(group: str, rows: list[Results]) -> list[Any]:
 
 @drawn("gpu_profile", "gpu_profile")
 def profile(found: Results) -> Lines:
-    """What the kernels of a layer take, in eager torch and here, and what would be left of eager's time."""
+    """Kernel times of a layer, in eager torch and here, and the fraction of eager's time that must remain."""
     kinds = ("GEMMs", "attention", "other")
     times = {(row["model"], row["of"]): [row[kind] for kind in kinds] for row in found["profile"]}
     cells: list[list[Any]] = []
@@ -122,7 +122,7 @@ EXPERTS = {
 
 @drawn("gpu_experts", "gpu")
 def experts(found: Results) -> Lines:
-    """Milliseconds of the experts of a mixture by each implementation, on the device and as called."""
+    """Milliseconds of a mixture's experts for each implementation, on the device and as called."""
     lines: Lines = [where(found)]
     for row in _of(found, "experts"):
         shape, clocks = row["shape"], (row["times"], row["as_called"])
@@ -139,7 +139,7 @@ def experts(found: Results) -> Lines:
 
 @drawn("slower_gpu", "gpu")
 def slower_gpu(found: Results) -> Lines:
-    """By group of rows and peer: how many lose, and the worst."""
+    """The number of slower rows, and the slowest, by group of rows and peer."""
     ratios: dict[tuple[str, str], dict[str, float]] = {}
     for row in found["rows"].values():
         times = row.get("as_called") or row.get("times") or {}
@@ -160,7 +160,7 @@ def slower_gpu(found: Results) -> Lines:
 
 @drawn("gpu_tune", "gpu_tune")
 def tuned(found: Results) -> Lines:
-    """What `sf.tune` measured on a GPU, by fusion."""
+    """Measurements of `sf.tune` on a GPU, by fusion."""
     rows: dict[str, list[float]] = {}
     for row in found["tune"]:
         rows.setdefault(row["fusion"], []).append(row["fused_us"] / row["unfused_us"])
@@ -173,7 +173,7 @@ def tuned(found: Results) -> Lines:
 
 @drawn("steps", "gpu")
 def steps(found: Results) -> Lines:
-    """Blocks and layers of some models: time as it is called, with what the host takes, and on the device alone."""
+    """Blocks and layers of some models: time as called, with CPU overhead, and on the device only."""
     rows = [(row["group"].partition(" forward")[0], row) for row in measured(found, *STEPS)]
     converted = [("model of Hugging Face", row) for row in measured(found, CONVERTED)]
     rows = sorted(rows, key=lambda entry: (entry[0], _step(entry[1])[0])) + converted
@@ -184,7 +184,7 @@ def steps(found: Results) -> Lines:
 
 @drawn("layer_steps", "gpu")
 def layer_steps(found: Results) -> Lines:
-    """What README.md shows of `steps`: whole layers of the last run, as they are called."""
+    """The part of `steps` in README.md: whole layers of the last run, as called."""
     head = ("forward + backward of a layer of", *(f"time / {PEERS[name]}" for name in OF_LAYERS))
     layers, converted = (
         sorted((_step(row) for row in measured(found, group) if "commit" not in row), key=lambda cells: cells[0])

@@ -1,8 +1,8 @@
-"""Every kernel at every configuration it may be launched with, compiled for GPUs that need not be here.
+"""Compiles every kernel in every configuration that may be launched, for GPUs that this machine need not have.
 
-Ends with the line that says how many spill, do not fit in shared memory, or multiply matrices on sm_90 without its own
-instruction. The exit status is not zero if any does on NVIDIA, or if anything does not compile. `--record` keeps what
-was found in `results/kernels.json`, in the place of what is there of the same modules and targets.
+The last line has the numbers of configurations that spill, exceed shared memory, or multiply matrices on sm_90 without
+`wgmma`. The exit status is nonzero if there are any on NVIDIA, or if a configuration does not compile. `--record`
+writes the results to `results/kernels.json`, where they replace those of the same modules and targets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def line(one: Compiled) -> str:
 
 
 def counts(of: list[Compiled]) -> dict[str, int]:
-    """How many of some configurations are not as they should be."""
+    """The numbers of configurations with each defect."""
     return {
         "failed": sum(one.error is not None for one in of), "spilled": sum(one.spills > 0 for one in of),
         "over_shared": sum(one.over_shared for one in of), "without_wgmma": sum(one.dot_without_wgmma for one in of),
@@ -35,7 +35,7 @@ def counts(of: list[Compiled]) -> dict[str, int]:
 
 
 def record(results: list[Compiled], commit: str) -> Path:
-    """Put a line for each module and target in the place of the recorded one, with the commit it is of."""
+    """Replace the recorded row of each module and target, with the current commit."""
     path = RESULTS / "kernels.json"
     old = json.loads(path.read_text())["kernels"] if path.exists() else []
     kept = {(row["module"], row["target"]): row for row in old}
@@ -51,7 +51,7 @@ def record(results: list[Compiled], commit: str) -> Path:
 
 
 def summary(results: list[Compiled]) -> tuple[str, bool]:
-    """What is said of all configurations, and whether each of them is as it should be."""
+    """The summary line, and whether no configuration has a defect."""
     nvidia = counts([one for one in results if one.target.startswith("sm_")])
     said = "{spilled} spilled, {over_shared} over shared memory, {without_wgmma} dots without wgmma on sm_90"
     good = not any(nvidia.values()) and not counts(results)["failed"]

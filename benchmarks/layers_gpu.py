@@ -1,10 +1,10 @@
-"""Layers on this GPU: what `sf.tune` finds for them, and what their kernels take, ours beside eager torch's.
+"""Measures layers on this GPU: results of `sf.tune`, and kernel times, against eager torch's.
 
-    python benchmarks/layers_gpu.py tune       # every candidate's time, and that of what it replaces: gpu_tune.json
-    python benchmarks/layers_gpu.py profile    # what GEMMs, attention and all else take: gpu_profile.json
+    python benchmarks/layers_gpu.py tune       # times of every candidate and its unfused operations: gpu_tune.json
+    python benchmarks/layers_gpu.py profile    # times of GEMMs, attention and all other kernels: gpu_profile.json
 
-Files are in `results/`, or the folder that `OUT` names. `tune` writes after each layer, and `--resume` goes on behind
-those that it has. `profile` is of the main models.
+Files are in `results/`, or the folder in `OUT`. `tune` writes after each layer, and `--resume` continues after the
+layers in the file. `profile` measures the main models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["SEQFUSE_TUNE"] = "0"  # this run's own measurements alone
+os.environ["SEQFUSE_TUNE"] = "0"  # only this run's measurements
 if __name__ == "__main__" and "--tiny" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -33,13 +33,13 @@ import seqfuse as sf
 
 OUT = Path(os.environ.get("OUT") or RESULTS)
 MOST = 90.0  # seconds to tune one layer
-# Of what the profiler lists, what is no kernel; and whose kernels these are.
+# Events of the profiler that are not kernels; and the kinds of kernels by name.
 NO_KERNEL = r"aten::|autograd|cuda|cu[A-Z]|Seqfuse|Activity|Lazy|Command|torch|.*Backward0?$"
 KINDS = {"GEMMs": "nvjet|gemm|splitK", "attention": "sdpa|flash|fmha|attention|dot_do_o|convert_dq"}
 
 
 def tuned(of: sizes.Sizes, options: argparse.Namespace, rows: list[Any]) -> Iterator[list[dict[str, Any]]]:
-    """Rows of each layer that there is time for, the main models first, but for those that there are."""
+    """Rows of each layer that is not in the file, while there is time, the main models first."""
     there, until = {(row["model"], row["tokens"]) for row in rows}, time.time() + options.budget
     models = sorted(of.models, key=lambda model: model.name not in sizes.MAIN)
     for tokens, model in ((tokens, model) for tokens in of.tokens[:2] for model in models):
@@ -49,7 +49,7 @@ def tuned(of: sizes.Sizes, options: argparse.Namespace, rows: list[Any]) -> Iter
             report = sf.tune(layer, x, budget=min(left, MOST), progress=False)
             print(f"{model.name}, {tokens} tokens\n{report}\n", flush=True)
             with torch.no_grad():
-                layer(x)  # whatever was chosen runs
+                layer(x)  # checks that the chosen fusions run
             yield [{"model": model.name, "tokens": tokens, **dataclasses.asdict(row)} for row in report.rows]
 
 

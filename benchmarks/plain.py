@@ -1,4 +1,4 @@
-"""Transformer blocks as a user of torch writes them and with our keys, and models of Hugging Face, by sizes alone."""
+"""Transformer blocks as written by users of torch and as built of operations, and Hugging Face models, by size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One layer: sizes, and which of the two common blocks it has."""
+    """The sizes of a layer, and its kind."""
 
     H: int  # width
     F: int  # width of the feed-forward block
@@ -24,7 +24,7 @@ class Spec:
     kv_heads: int
     head_dim: int
     llama: bool  # RMSNorm, SwiGLU, rotary positions and no biases; else LayerNorm, GeLU and biases
-    dropout: float = 0.0  # of what a block adds
+    dropout: float = 0.0  # of the output of each block
 
     @property
     def packed(self) -> int:
@@ -33,7 +33,7 @@ class Spec:
 
 
 class Functions(NamedTuple):
-    """What may be replaced by somebody's kernels."""
+    """Functions that peers replace by their kernels."""
 
     rms_norm: Callable[..., Tensor] = lambda x, w, eps: F.rms_norm(x, w.shape, w, eps)
     layer_norm: Callable[..., Tensor] = lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps)
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Sequential):
-    """Layers and a last norm; `checkpoint` makes each layer run again in the backward pass."""
+    """Layers and a final norm; after `checkpoint`, each layer runs again in the backward pass."""
 
     run: Callable[..., Tensor] = staticmethod(lambda layer, x: layer(x))
 
@@ -112,7 +112,7 @@ class Stack(nn.Sequential):
 
 
 def angles(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position and pair, [S, D / 2], made anew as Hugging Face's layers do per forward."""
+    """Cosine and sine of each position and pair, [S, D / 2], computed in each forward as in Hugging Face's layers."""
     compute = torch.promote_types(like.dtype, torch.float32)
     powers = torch.arange(0, size, 2, device=like.device, dtype=torch.float64) / -size
     a = torch.outer(torch.arange(length, device=like.device, dtype=compute), (10000.0**powers).to(compute))
@@ -120,13 +120,13 @@ def angles(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [*, S, D] turned by halves, in the dtype of the angles."""
+    """RoPE of x [*, S, D] by halves, in the dtype of the angles."""
     first, second = x.to(cos.dtype).chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
 def build(what: str, spec: Spec, functions: Functions | None = None, layers: int = 1, **made: Any) -> nn.Module:
-    """A model: "feedforward", "attention", "layer" or "stack" (layers and a last norm)."""
+    """A model: "feedforward", "attention", "layer" or "stack" (layers and a final norm)."""
     own = functions or Functions()
 
     def block(part: str) -> Block:
@@ -143,7 +143,7 @@ def build(what: str, spec: Spec, functions: Functions | None = None, layers: int
 
 
 def fused(what: str, spec: Spec, layers: int = 1, **made: Any) -> Any:
-    """The same made of operations, with the same keys."""
+    """The same model built of operations, with the same keys."""
     import seqfuse as sf
     from seqfuse import ops
 
@@ -164,7 +164,7 @@ def fused(what: str, spec: Spec, layers: int = 1, **made: Any) -> Any:
 
 
 USUAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
-# The names of width, layers, heads, width inside and positions, and of dropouts.
+# The names of width, layers, heads, hidden width and positions in configurations, and of dropouts.
 NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
 FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Llama": (NAMES, ("attention_dropout",)),
@@ -177,7 +177,7 @@ def hugging(
     name: str, width: int, layers: int, positions: int, heads: int = 4, hidden: int | None = None, vocabulary: int = 32,
     dropouts: Sequence[float] = (0.0, 0.0, 0.0), **more: Any,
 ) -> nn.Module:  # fmt: skip
-    """A model of Hugging Face by the name of its class; `more` is of its configuration."""
+    """A Hugging Face model by the name of its class; `more`: other configuration values."""
     import transformers
 
     family = next(family for family in FAMILIES if name.startswith(family))
@@ -191,7 +191,7 @@ def hugging(
 
 
 def mixtral(width: int, hidden: int, used: str, count: int = 8, top_k: int = 2) -> Any:
-    """The router and the experts of a layer of Mixtral, by one of the implementations of experts."""
+    """Router and experts of a layer of Mixtral, with one of the implementations of experts."""
     from transformers.models.mixtral import modeling_mixtral
 
     config = modeling_mixtral.MixtralConfig(

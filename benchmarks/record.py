@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its rows: commit, machine, versions."""
+"""Writes results with their origin: commit, machine, versions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-# A benchmark runs from a copy of the tree, where nothing needs to be installed.
+# A benchmark may run from a copy of the tree, without installation.
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
 def about() -> dict[str, Any]:
-    """Commit, which `BENCH_COMMIT` may state; whether the tree was changed since; device and versions."""
+    """Commit, overridden by `BENCH_COMMIT`; whether the tree has changes; device and versions."""
 
     def git(*arguments: str) -> str:
         with contextlib.suppress(OSError):
@@ -39,7 +39,7 @@ def about() -> dict[str, Any]:
         "changed": stated is None and bool(git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if cuda else _cpu(),
-        "capability": torch.backends.cpu.get_cpu_capability(),  # of the CPU: what its instructions allow
+        "capability": torch.backends.cpu.get_cpu_capability(),  # instruction set of the CPU
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         **({"triton": triton} if triton else {}),
@@ -47,7 +47,7 @@ def about() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Its version, if it is installed."""
+    """A package's version, if it is installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -61,7 +61,7 @@ def _cpu() -> str:
 
 
 def lines(data: dict[str, Any]) -> str:
-    """JSON of results, with a line for each row."""
+    """Results as JSON, with a line for each row."""
 
     def of(value: Any) -> str:
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -75,9 +75,9 @@ def lines(data: dict[str, Any]) -> str:
 
 
 def write(name: str, rows: dict[str, Any], by_capability: bool = False) -> Path:
-    """Write `results/<name>.json`, say so, and return its path; by capability AVX-512 has a file of its own."""
+    """Write `results/<name>.json`, print its name, return its path; `by_capability`: a separate file for AVX-512."""
     if by_capability and torch.backends.cpu.get_cpu_capability() == "AVX512":
-        name += "_avx512"  # where float32 GEMMs are other ones
+        name += "_avx512"  # where float32 GEMMs differ
     path = RESULTS / f"{name}.json"
     path.write_text(lines({"about": about(), **rows}))
     print(f"wrote {path.name}")

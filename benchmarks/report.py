@@ -1,6 +1,6 @@
-"""Tables of what was measured, for README.md and docs/: losses as plainly as wins, and what was never run.
+"""Draws the tables of results in README.md and docs/: losses as well as gains, and what was not run.
 
-They are drawn from `results/*.json` between marks of the pages. As a script this draws them and prints the targets.
+Tables are drawn from `results/*.json`, between marks in the pages. As a script it draws them and prints the targets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of a script it has this folder alone
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script has only its own folder in its path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import targets
@@ -29,7 +29,7 @@ FIGURES = re.compile(
 
 @drawn("host", "host", "planning")
 def host(found: Results, planned: Results) -> Lines:
-    """Host cost and planning time."""
+    """CPU overhead and planning time."""
     kinds = ("forward", "forward+backward", "no grad")
     ratios = {(row["operations"], row["what"]): row["ratio"] for row in found["host"]}
     cells = [(n, *(float(ratios[n, kind]) for kind in kinds)) for n in dict.fromkeys(count for count, _ in ratios)]
@@ -48,7 +48,7 @@ def host(found: Results, planned: Results) -> Lines:
 
 @drawn("cpu", "cpu", "cpu_avx512")
 def cpu(found: Results, with_avx512: Results) -> Lines:
-    """CPU time of steps beside eager torch: default and lean plans, then what else was timed in some of the rows."""
+    """CPU time of steps against eager torch: default and lean plans, then other sides of some rows."""
     earlier = with_avx512["about"]
     said = f"""{where(found)} The last column was measured on an {earlier["device"]} with AVX-512, of an earlier
         version, when the default of `sf.convert` was `memory="{earlier["converted"]}"`."""
@@ -72,7 +72,7 @@ def _times(row: dict[str, Any], *sides: str) -> Iterator[str | None]:
 
 @drawn("cpu_experts", "cpu_experts", "cpu_experts_avx512")
 def cpu_experts(found: Results, with_avx512: Results) -> Lines:
-    """The same of experts, and what the default takes where the processor has AVX-512."""
+    """Experts, with the same columns, and the default on a processor with AVX-512."""
     there = {row["name"]: between(row["sides"]["default"]) for row in with_avx512["rows"]}
     head = ("step", "Hugging Face, us", "seqfuse", "seqfuse, lean", "loop over experts", "seqfuse, with AVX-512")
     sides = ("default", "lean", "loop over experts")
@@ -96,7 +96,7 @@ def slower_cpu(*results: Results) -> Lines:
 
 @drawn("traffic", "traffic")
 def traffic(found: Results) -> Lines:
-    """The kernels that move more than the fewest bytes."""
+    """The kernels that move more than the minimum number of bytes."""
     moved: dict[tuple[str, ...], list[float]] = {}
     for row in found["traffic"]:
         kind = "backward" if "backward" in row["what"] else "forward"
@@ -109,7 +109,7 @@ def traffic(found: Results) -> Lines:
 
 @drawn("kernels", "kernels")
 def kernels(found: Results) -> Lines:
-    """What every configuration compiles to: the worst of each kernel module on each target."""
+    """Compiler results: the worst of each kernel module on each target."""
     rows = found["kernels"]
     nvidia, amd = ([row for row in rows if row["target"].startswith(kind)] for kind in ("sm_", "gfx"))
     spilled, over, missing = (sum(r[what] for r in nvidia) for what in ("spilled", "over_shared", "without_wgmma"))
@@ -133,7 +133,7 @@ def kernels(found: Results) -> Lines:
 
 @drawn("memory", "memory", "gpu")
 def memory(found: Results, run: Results) -> Lines:
-    """Bytes kept for backward by feed-forward blocks, and what lean costs: estimated, and measured where it was."""
+    """Bytes saved for backward by feed-forward blocks, and the cost of lean, estimated and, if measured, measured."""
     blocks = measured(run, "MLP block forward + backward")
     took = {row["shape"]["model"]: relative(row["times"], "seqfuse lean", "seqfuse") for row in blocks}
     cells: list[tuple[Any, ...]] = []
@@ -148,7 +148,7 @@ def memory(found: Results, run: Results) -> Lines:
 
 @drawn("convert", "convert")
 def converted(found: Results) -> Lines:
-    """Models that were converted: bytes that a layer saves, and the cost of a training step, of the model's own."""
+    """Converted models: saved bytes of a layer and time of a training step, relative to the unconverted model."""
     rows, steps = found["rows"], {"step": "CPU time, 32 tokens", "long": "CPU time, 1,024 tokens"}
     cells = [
         (r["model"], *(between(r.get(name)) for name in steps), *(kept / r["eager"] for kept in r["kept"].values()))
@@ -176,7 +176,7 @@ def _trained(found: Results) -> str:
 
 
 def _of_eager(found: Results, side: str) -> tuple[float, float, float]:
-    """What a step of a side saves, adds to memory at its peak, and takes."""
+    """Saved bytes, added peak memory and time of a side's step, relative to eager."""
     rows = {row["side"]: row for row in found["rows"]}
     (saved, added), (all_saved, all_added) = (
         (row["saved"], row["peak"] - row["before"]) for row in (rows[side], rows["eager"])
@@ -186,7 +186,7 @@ def _of_eager(found: Results, side: str) -> tuple[float, float, float]:
 
 @drawn("peak", "peak")
 def peak(found: Results) -> Lines:
-    """A training step as it is, converted, and checkpointed: what it saves, adds to memory at its peak, and takes."""
+    """A training step, eager, converted and checkpointed: saved bytes, added peak memory and time."""
     cells: list[tuple[str, ...]] = []
     for row in found["rows"]:
         sizes, step = (row["saved"], row["peak"] - row["before"]), row["step"]
@@ -202,7 +202,7 @@ def peak(found: Results) -> Lines:
 
 @drawn("training", "peak", "peak_avx512", "front")
 def training(found: Results, with_avx512: Results, drawn_beside: Results) -> Lines:
-    """What README.md shows of the same run: ratios alone, of one way to save less at a time."""
+    """The part of `peak` in README.md: only ratios, without combinations of checkpointing and seqfuse."""
     there = {row["side"]: row["step"]["ratio"] for row in with_avx512["rows"]}
     sides = [row["side"] for row in found["rows"] if row["side"] != "lean, checkpointed"]
     count, length = drawn_beside["tokens"]
@@ -216,7 +216,7 @@ def training(found: Results, with_avx512: Results, drawn_beside: Results) -> Lin
 
 @drawn("front", "front")
 def budgets(found: Results) -> Lines:
-    """Time and peak of a step on a CPU for each choice of memory, beside what torch has."""
+    """Time and peak of a step on a CPU for each memory choice, against checkpointing and torch.compile."""
     rows = {(row["model"], row["side"]): row for row in found["rows"]}
     models, sides = (list(dict.fromkeys(key[i] for key in rows)) for i in range(2))
     named = {"checkpointed": "each layer checkpointed", "selective": "selective checkpointing"}
@@ -236,7 +236,7 @@ def budgets(found: Results) -> Lines:
 
 @drawn("layer_counts", "layer_counts")
 def layer_counts(found: Results) -> Lines:
-    """Launches and bytes of one layer of each known model, of Hugging Face's in eager torch and planned."""
+    """Launches and saved bytes of one layer of each known model, Hugging Face's in eager torch and planned."""
     head = ("layer of", "forward launches", "backward launches", "MiB saved, `fast`", "MiB saved, `lean`")
     rows: list[tuple[str, ...]] = []
     for row in found["rows"]:
@@ -250,7 +250,7 @@ def layer_counts(found: Results) -> Lines:
 
 @drawn("foreign", "foreign")
 def foreign(found: Results) -> Lines:
-    """What became of models of other people's packages."""
+    """Results of converting models of other packages."""
     rows = found["rows"]
     right, packages = sum(row["state"] == "right" for row in rows), len({row["package"] for row in rows})
     inside = {kind: sum(row["inside"][kind] for row in rows) for kind in rows[0]["inside"]}
@@ -269,7 +269,7 @@ def foreign(found: Results) -> Lines:
 
 @drawn("trained", "trained")
 def trained(found: Results) -> Lines:
-    """Losses after training under each recipe, beside those of the same seeds of bfloat16."""
+    """Losses after training with each recipe, and their differences from bfloat16 with the same seeds."""
     (name, plain), *others = found["losses"].items()
     cells = [[name, f"{statistics.mean(plain):.4f}", "", ", ".join(f"{loss:.4f}" for loss in plain)]]
     for name, losses in others:
@@ -282,7 +282,7 @@ def trained(found: Results) -> Lines:
 
 
 def families() -> int:
-    """How many models the tests convert, which need more than this to be imported."""
+    """The number of models in the conversion tests, counted in the source, since importing it needs more packages."""
     text = (ROOT / "tests" / "convert" / "families.py").read_text()
     (entries,) = re.findall(r"^FAMILIES\b.*?^}", text, re.DOTALL | re.MULTILINE)
     return len(re.findall(r'^    "\w', entries, re.MULTILINE))
@@ -290,7 +290,7 @@ def families() -> int:
 
 @drawn("claims", "memory", "cpu", "layer_counts", "convert", "peak")
 def claims(bytes_of: Results, beside: Results, counted: Results, models: Results, steps: Results) -> Lines:
-    """What is claimed, each with how it is known."""
+    """The claims, each with its result and evidence."""
 
     def of_block(model: str) -> str:
         (kept,) = (row["kept"] for row in bytes_of["memory"] if row["model"] == model)
@@ -333,7 +333,7 @@ def claims(bytes_of: Results, beside: Results, counted: Results, models: Results
 
 
 def verdicts() -> list[targets.Verdict]:
-    """Every target by what there is."""
+    """Verdicts on all targets from the available results."""
     found: dict[str, Any] = {name: (read(name) or {}).get(name, ()) for name in ("memory", "host", "planning")}
     return targets.judged({**found, "gpu": (read("gpu") or {}).get("rows", {}).values()})
 
@@ -352,7 +352,7 @@ def goals() -> Lines:
 
 @drawn("score", "gpu")
 def scored(_: Results) -> Lines:
-    """How many targets are met: of time on a GPU, and of what is counted or timed without one."""
+    """The number of targets met, for GPU time, and for counts and times without a GPU."""
     judged = [v for v in verdicts() if v.values]
     kinds: dict[bool, Lines] = {False: [], True: []}
     for v in judged:
@@ -365,7 +365,7 @@ def scored(_: Results) -> Lines:
 
 
 def redrawn(page: str) -> str:
-    """A page with the tables as they are to be drawn now."""
+    """A page with its tables drawn from the current results."""
 
     def replaced(figures: re.Match[str]) -> str:
         made = DRAWN[figures[2]]()

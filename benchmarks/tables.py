@@ -1,4 +1,4 @@
-"""What tables of results are drawn with: files of results, and Markdown."""
+"""Helpers to draw tables: reading results, and Markdown."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DRAWN: dict[str, Callable[[], str | None]] = {}
 
 
 def read(name: str) -> Results | None:
-    """What a benchmark wrote; `None` where it never ran."""
+    """A benchmark's results; `None` if it was never run."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def drawn(name: str, *files: str) -> Callable[[Callable[..., Lines]], Callable[[], str | None]]:
-    """Registers what draws a table of what these files have; without one of them, or without lines, there is none."""
+    """Registers a function that draws a table from these files; no table if a file is missing or there are no lines."""
 
     def register(draw: Callable[..., Lines]) -> Callable[[], str | None]:
         @functools.wraps(draw)
@@ -39,9 +39,9 @@ def drawn(name: str, *files: str) -> Callable[[Callable[..., Lines]], Callable[[
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]], left: int = 1) -> Lines:
-    """A Markdown table whose first columns are words and whose others are numbers.
+    """A Markdown table whose first columns are text and whose others are numbers.
 
-    A ratio has two decimals, a count commas, and what was not measured (`None`) is a dash.
+    Ratios have two decimals, counts have commas, and missing values (`None`) are dashes.
     """
     names = list(head)
     marks = ["---" if i < left else "---:" for i in range(len(names))]
@@ -55,25 +55,25 @@ def _cell(value: Any) -> str:
 
 
 def span(values: Iterable[float]) -> str:
-    """The least and the most."""
+    """The smallest and the largest value."""
     found = [*values]
     return " to ".join(dict.fromkeys(f"{edge(found):.2f}" for edge in (min, max)))
 
 
 def where(found: Results) -> str:
-    """On what and with what; the file of results has the commit, too."""
+    """Device and versions of results; the file also has the commit."""
     about = found["about"]
     parts = [about["device"], f"torch {about['torch']}"]
     return ", ".join(parts + ([f"Triton {about['triton']}"] if "triton" in about else [])) + "."
 
 
 def starred(row: Mapping[str, Any], name: str) -> str:
-    """A row's name, with an asterisk where it is of another run than its file."""
+    """A row's name, with an asterisk if it is of another run than its file."""
     return name + "*" * ("commit" in row)
 
 
 def asterisk(rows: Iterable[dict[str, Any]]) -> str:
-    """What the asterisk of these rows says; nothing where none has one."""
+    """The note on the asterisks of these rows; empty if there are none."""
     devices: dict[str, set[str]] = {}
     for row in rows:
         if "commit" in row:
@@ -92,12 +92,12 @@ def between(m: Mapping[str, float] | None) -> str | None:
 
 
 def choice(side: str) -> str:
-    """How a side of a study of memory is called: eager, or a choice of `memory=`."""
+    """The label of a side of a memory study: eager, or a `memory=` choice."""
     if side == "eager":
         return "eager PyTorch"
     return f"`sf.Budget(part={float(side):g})`" if side[0].isdigit() else f'`memory="{side}"`'
 
 
 def relative(times: Mapping[str, Any], side: str, than: str) -> float | None:
-    """Time of a side over that of another, if both were measured."""
+    """Time of a side divided by that of another, if both were measured."""
     return times[side]["median"] / times[than]["median"] if {side, than} <= times.keys() else None

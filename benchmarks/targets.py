@@ -1,4 +1,4 @@
-"""The targets, and what the results say of each: met, missed, or not run."""
+"""The targets, and whether results meet them: met, missed, or not run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 from tables import starred
 
 Row = Mapping[str, Any]
-Value = Callable[[Row], float | None]  # what a target is asked of; `None` for a row that does not count
+Value = Callable[[Row], float | None]  # the value that a target bounds; `None` for a row that does not count
 CALLED = "as_called"
 COMPILED = ("compile", "compile max-autotune")
 
 
 def fraction(row: Row) -> float | None:
-    """Of the floor that the machine sets: the fewest bytes by the speed of a copy, or of a GEMM of cuBLAS."""
+    """Fraction of the machine's limit: the minimum bytes at the speed of a copy, or the FLOPs at that of cuBLAS."""
     return row["fraction"].get("seqfuse")
 
 
 def over(*peers: str, by: str = "times", of: str = "seqfuse", columns: int = 0) -> Value:
-    """Time relative to the fastest of these peers that the row has, of rows with at least so many columns."""
+    """Time relative to the fastest of these peers in the row, for rows with at least `columns` columns."""
 
     def value(row: Row) -> float | None:
         times = {name: time["median"] for name, time in row.get(by, {}).items()}
@@ -31,12 +31,12 @@ def over(*peers: str, by: str = "times", of: str = "seqfuse", columns: int = 0) 
 
 
 def kept(name: str) -> Value:
-    """Bytes saved, over those of eager torch."""
+    """Saved bytes relative to eager torch."""
     return lambda row: row["kept"][name] / row["kept"]["eager"] if name in row["kept"] else None
 
 
 def planned(name: str, least: int, most: int, per: bool = False) -> Value:
-    """Of sequences with so many operations, or for each of them."""
+    """A value of sequences with `least` to `most` operations, if `per`, divided by their number."""
     return lambda row: row[name] / (row["operations"] if per else 1) if least <= row["operations"] <= most else None
 
 
@@ -45,7 +45,7 @@ def of_six(row: Row) -> float | None:
 
 
 class Target(NamedTuple):
-    """What rows of some groups have to reach, `least` or `most`; `rows` says which file and list they are in."""
+    """A bound, `least` or `most`, on the rows of some groups; `rows`: the file and list that has them."""
 
     what: str
     groups: tuple[str, ...]
@@ -56,7 +56,7 @@ class Target(NamedTuple):
 
     @property
     def wanted(self) -> str:
-        """The bound as a reader sees it."""
+        """The bound as text."""
         return f"≤ {self.most:.3g}" if self.least is None else f"≥ {self.least:.3g}"
 
     def holds(self, value: float) -> bool:
@@ -64,14 +64,14 @@ class Target(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """A target, and the value of each of the rows that it speaks of."""
+    """A target, and the value of each row that it applies to."""
 
     target: Target
     values: tuple[tuple[str, float], ...]
 
     @property
     def status(self) -> str:
-        """`met` only where every row reaches it."""
+        """`met` only if every row meets it."""
         return "not run" if not self.values else "met" if self.reached == len(self.values) else "missed"
 
     @property
@@ -118,7 +118,7 @@ TARGETS = (
 
 
 def judged(files: Mapping[str, Iterable[Row]]) -> list[Verdict]:
-    """Every target, by the rows of each file; those that are red or failed have no times and count as missed."""
+    """A verdict on every target from the rows of each file; red or failed rows have no times and count as missed."""
     return [Verdict(target, tuple(_values(target, files.get(target.rows, ())))) for target in TARGETS]
 
 

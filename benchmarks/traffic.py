@@ -1,8 +1,8 @@
-"""Bytes that each kernel moves, counted in Triton's interpreter, against the fewest that its results can take.
+"""Counts the bytes that each kernel moves, in Triton's interpreter, against the minimum for its results.
 
-The fewest: each input read once, each result written once. What a kernel moves is split into what has to come from
-memory, rows of parameters that every program reads again (from cache), and partial sums over rows. Writes
-`results/traffic.json`, which docs/dev/kernels.md is drawn from.
+The minimum: each input read once, each result written once. Moved bytes are split into those from memory, rows of
+parameters that every program reads again (from cache), and partial sums over rows. Writes `results/traffic.json`,
+from which docs/dev/kernels.md is drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest import mock
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder alone
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script has only its own folder in its path
 
 import torch
 from torch import Tensor
@@ -27,23 +27,23 @@ from seqfuse.kernels.activations import ACTIVATIONS
 from tools.traffic import counted, fewest
 
 ROWS, COLUMNS, WIDE = 24, 1040, 20_480
-SCRATCH = ("partials", "sums", "biases", "gains", "deltas")  # written by one kernel for the next
+SCRATCH = ("partials", "sums", "biases", "gains", "deltas")  # written by one kernel and read by the next
 BF16 = torch.bfloat16
 
 
 class Case(NamedTuple):
-    """What a kernel is asked for; `run` gives its results."""
+    """A call of a kernel; `run` returns its results."""
 
     kernel: str
     what: str
     shape: tuple[int, int]
     inputs: list[Tensor]
     run: Callable[[], Any]
-    least: int | None = None  # the fewest bytes, where they are not those of inputs and results
-    tiles: int | None = None  # by a formula, those that have to be moved where something is read once per tile
+    least: int | None = None  # the minimum bytes, if not those of inputs and results
+    tiles: int | None = None  # by a formula, the bytes to be moved if data is read once per tile
 
     def row(self) -> dict[str, Any]:
-        """Counted, as it is written down."""
+        """The counts of the case, for the file."""
         with counted() as traffic:
             results = self.run()
         arguments = [entry for launch in traffic.launches for entry in launch.arguments.items()]
@@ -59,13 +59,13 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every kernel that memory bounds, with what it is launched for."""
+    """Calls of every memory-bound kernel."""
     for every in (pointwise_cases, norm_cases, heads_cases, attention_cases, decode_cases):
         yield from every()
 
 
 def drawn(*shape: int) -> Tensor:
-    """Any numbers: what is counted depends on shapes alone."""
+    """Any values, since counts depend only on shapes."""
     return torch.ones(shape, dtype=BF16)
 
 
@@ -100,7 +100,7 @@ def pointwise_cases() -> Iterator[Case]:
 
 
 def norm_cases() -> Iterator[Case]:
-    """Both norms in both directions, alone and with all that may stand around them, and rows too wide for registers."""
+    """Both norms in both directions, with and without prologues and epilogues, and rows too wide for registers."""
     gelu, seed = ACTIVATIONS["gelu"], torch.tensor(1)
     for rows, N in ((ROWS, COLUMNS), (3, WIDE)):
         x, dy, other = (drawn(rows, N) for _ in range(3))
@@ -129,7 +129,7 @@ def norm_cases() -> Iterator[Case]:
 
 
 def heads_cases() -> Iterator[Case]:
-    """What stands between a product and attention, on packed heads."""
+    """The operations between a GEMM and attention, on packed heads."""
     heads, kv_heads, size = 4, 2, 64
     width, known = (heads + 2 * kv_heads) * size, heads + kv_heads
     x, dy, bias, positions = drawn(ROWS, width), drawn(ROWS, width), drawn(width), torch.arange(ROWS)
@@ -154,7 +154,7 @@ def heads_cases() -> Iterator[Case]:
 
 
 def attention_cases() -> Iterator[Case]:
-    """Attention of 2 heads over a key head, both ways, in blocks of sm_90: each of rows reads the keys it sees."""
+    """Attention of 2 heads with one key head, both passes, in tiles of sm_90: each reads the keys it attends to."""
     k = attention
 
     def run(function: Callable[..., Any], *args: Any, **limits: Any) -> Any:
@@ -182,7 +182,7 @@ def attention_cases() -> Iterator[Case]:
 
 
 def _read(length: int, block: int, other: int, *, causal: bool, window: int, turned: bool = False) -> int:
-    """Keys (rows, if `turned`) that all blocks of rows (keys) read together, in whole blocks of them."""
+    """Keys (rows, if `turned`) that all blocks of rows (keys) read together, in whole blocks."""
     total = 0
     for start in range(0, length, block):
         end = min(start + block, length)
@@ -193,7 +193,7 @@ def _read(length: int, block: int, other: int, *, causal: bool, window: int, tur
 
 
 def decode_cases() -> Iterator[Case]:
-    """A step of decoding: the new row, and attention over caches of two lengths, of 4 heads that share a key head."""
+    """A decoding step: the new token, and attention over caches of two lengths, with 4 heads that share a key head."""
     B, H, D, most = 2, 4, 64, 512
     lengths, q, new = torch.tensor([300, 77]), drawn(B, H, D), drawn(B, 1, D)
     x, turn = drawn(B, (H + 2) * D), rope.Rotation("half", D)
@@ -203,7 +203,7 @@ def decode_cases() -> Iterator[Case]:
         scales = [torch.ones(B, 1, most) for _ in range(2 * (kind is torch.int8))]
         caches: dict[str, Any] = {"k": keys, "v": values, "lengths": lengths}
         caches |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
-        row = 2 * (D * keys.element_size() + 4 * len(scales) // 2)  # of both caches
+        row = 2 * (D * keys.element_size() + 4 * len(scales) // 2)  # bytes of a token in both caches
         read, written = 2 * q.nbytes + lengths.nbytes + int(lengths.sum()) * row, lengths.nbytes + B * row
         for what, function, given, least in (
             ("attention", decode.decode_attention, (q,), read),

@@ -1,11 +1,12 @@
-"""Every kernel of the GPU rows at their real sizes, compiled for an H200 that is not here, and packed.
+"""Compiles every kernel of the GPU rows at their real sizes for an H200, without one, and packs them.
 
-    python benchmarks/warm_cache.py pack      # with the Triton of the machine that it is for; minutes
-    python benchmarks/warm_cache.py unpack    # there, before anything runs
+    python benchmarks/warm_cache.py pack      # with the Triton of the target machine; takes minutes
+    python benchmarks/warm_cache.py unpack    # on the target machine, before anything runs
 
-Prints what does not compile, spills or does not fit. Rows run on tensors without memory; what they launch goes through
-Triton's own path, with a stub driver, so that a launch there finds it. Only what is loaded is packed. Triton keeps the
-path of its cache in the files, so it is the same on both sides; where its version differs, kernels are compiled anew.
+Prints kernels that do not compile, spill or exceed shared memory. Rows run on tensors without memory; their launches
+take Triton's own path with a stub driver, so that a launch on the target machine finds the kernel. Only loadable files
+are packed. Triton stores the path of its cache in the files, so it is the same on both machines; if the versions of
+Triton differ, kernels are compiled again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TARGET = "sm_90"
 
 
 def key() -> dict[str, str]:
-    """What has to be the same on both sides."""
+    """The versions that must be the same on both machines."""
     import triton
     from triton.runtime.cache import triton_key
 
@@ -50,7 +51,7 @@ def key() -> dict[str, str]:
 
 
 def launches(only: str, sizes: Any) -> Iterator[tuple[str, Any]]:
-    """Of rows of one kernel, then of whole layers, by the key of the row."""
+    """Launches of rows of single kernels, then of whole layers, with the key of the row."""
     import plain
     from gpu import blocks, rows
     from gpu.launched import of_block, of_row
@@ -68,7 +69,7 @@ def launches(only: str, sizes: Any) -> Iterator[tuple[str, Any]]:
 
 
 def work(only: str, stub: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-    """What compiles each kernel, by the key of the row: of real sizes in bfloat16, of some in others."""
+    """Functions that compile each kernel, with the key of the row: real sizes in bfloat16, some in other dtypes."""
     from gpu import sizes
 
     seen: set[str] = set()
@@ -81,7 +82,7 @@ def work(only: str, stub: Any) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def compiled(launch: Any, stub: Any) -> None:
-    """Compile a kernel as a launch would, and what launches it; raises where it spills or does not fit."""
+    """Compile a kernel and its launcher as a launch would; raises if it spills or exceeds shared memory."""
     from triton.runtime.jit import MockTensor
 
     from seqfuse.kernels._launch import keyed
@@ -90,7 +91,7 @@ def compiled(launch: Any, stub: Any) -> None:
 
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
     options |= {name: keyed(value) for name, value in launch.constexprs.items()}
-    # A dtype and an aligned address stand for a tensor.
+    # MockTensor has a dtype and an aligned address.
     args = _each(lambda arg: MockTensor(arg.dtype) if isinstance(arg, torch.Tensor) else arg, launch.args)
     made = launch.kernel.run(*args, grid=(launch.grid,), warmup=True, **options)
     stub.launcher(made.src, made.metadata)
@@ -100,7 +101,7 @@ def compiled(launch: Any, stub: Any) -> None:
 
 
 def fill(only: str, budget: float) -> tuple[int, int]:
-    """Compile what rows launch; how many kernels, and how many failed, what the budget cut off being one of these."""
+    """Compile the launches of rows; returns the number of kernels, and of failures, including a budget that ran out."""
     from tools.stub_driver import stub_driver
 
     until, failed = time.time() + budget, 0
@@ -119,7 +120,7 @@ def fill(only: str, budget: float) -> tuple[int, int]:
 
 
 def launcher(source: Any, metadata: Any) -> None:
-    """Compile what launches a kernel, which Triton 3.6 writes in C for each signature: a second of gcc."""
+    """Compile a kernel's launcher, which Triton 3.6 writes in C for each signature; takes gcc a second."""
     from triton.backends.nvidia import driver
     from triton.runtime import build, cache
 
@@ -131,8 +132,8 @@ def launcher(source: Any, metadata: Any) -> None:
     if kept.get_file(name) is not None:
         return
     with tempfile.TemporaryDirectory() as folder:
-        # A library with the functions of the driver that a launcher calls, to link with: the driver's is not here. A
-        # linker leaves out a library that has none of them, and then the launcher cannot be loaded there.
+        # A stand-in for the driver library, which is missing here, with the functions that the launcher calls. The
+        # linker drops a library without any of them, and then the launcher could not be loaded on the target machine.
         stub, path = Path(folder, "libcuda.c"), Path(folder, "main.c")
         stub.write_text("".join(f"void {f}(void) {{}}\n" for f in sorted(set(re.findall(r"\bcu[A-Z]\w*", text)))))
         path.write_text(text)
@@ -144,7 +145,7 @@ def launcher(source: Any, metadata: Any) -> None:
 
 
 def _class(arg: Any) -> Any:
-    """What of an argument kernels are compiled for."""
+    """The properties of an argument that kernels are specialized for."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype
     return ("one" if arg == 1 else (arg % 16 == 0, arg.bit_length() > 31)) if isinstance(arg, int) else type(arg)
@@ -159,7 +160,7 @@ def pack(only: str, budget: float) -> int:
     os.environ["TRITON_CACHE_DIR"] = str(FOLDER)
     count, failed = fill(only, budget)
     files = [file for file in sorted(FOLDER.rglob("*")) if file.suffix in PACKED]
-    for group in FOLDER.rglob("__grp__*.json"):  # from Triton 3.9 on nothing that it names may be missing
+    for group in FOLDER.rglob("__grp__*.json"):  # from Triton 3.9 on, all files in a group must exist
         named = json.loads(group.read_text())["child_paths"]
         kept = {name: path for name, path in named.items() if Path(name).suffix in PACKED}
         group.write_text(json.dumps({"child_paths": kept}))
@@ -173,7 +174,7 @@ def pack(only: str, budget: float) -> int:
 
 
 def unpack() -> int:
-    """Put the pack where it was made, and say whether it fits; exit status 1 where it does not."""
+    """Unpack to the folder of packing, and print whether the versions match; exit status 1 if not."""
     if not PACK.exists():
         print("there is no pack: kernels are compiled as they come")
         return 1

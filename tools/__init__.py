@@ -1,1 +1,1 @@
-"""What this library's own tests and benchmarks examine kernels with; no part of the installed package."""
+"""Tools for this library's own tests and benchmarks; not part of the installed package."""

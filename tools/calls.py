@@ -1,4 +1,4 @@
-"""Notes which functions of the package each test calls, and how long it takes: a plugin of pytest, and what runs it."""
+"""Records which functions of the package each test calls, and its time: a pytest plugin, and a function to run it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TESTS = (
     "ops", "fusions", "kernels", "lowprecision", "fuser", "nn", "testing", "losses", "inference",
     "convert/test_plans.py", "tune/test_table.py", "test_compiler.py",
 )  # fmt: skip
-"""Of the tests folder, what is traced: tests of the rooms that are mutated, and of those right above them."""
+"""The traced part of the tests folder: tests of the rooms that are mutated, and of those directly above them."""
 
 _TRACED = "MUTATE_TRACED"
 _met: dict[str, tuple[float, list[int]]] = {}
@@ -27,7 +27,7 @@ _passed: set[str] = set()
 
 
 def traced(item: Any) -> Generator[None, Any, Any]:
-    """Around each test: note the functions of the package that it calls."""
+    """Record the functions of the package that a test calls."""
     profile, begun = cProfile.Profile(subcalls=False, builtins=False), time.perf_counter()
     profile.enable()
     try:
@@ -63,15 +63,15 @@ if _TRACED in os.environ:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
-        """Trace a test, but for one that looks for lines of the source, and fails without them."""
+        """Trace a test, except tests that look for lines of the source, which tracing makes fail."""
         return (yield from traced(item)) if "mutant" not in getattr(item, "fixturenames", ()) else (yield)
 
     def pytest_runtest_logreport(report: Any) -> None:
-        """Note what passes."""
+        """Record the tests that pass."""
         if report.when == "call" and report.passed:
             _passed.add(report.nodeid)
 
     def pytest_sessionfinish() -> None:
-        """Write what was met."""
+        """Write the recorded functions and tests."""
         tests = {name: test for name, test in _met.items() if name in _passed}
         Path(os.environ[_TRACED]).write_text(json.dumps({"functions": [*_functions], "tests": tests}))

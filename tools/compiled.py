@@ -1,7 +1,7 @@
-"""Kernels of this library compiled for GPUs that are not here, in every configuration that `launches` has a call for.
+"""Compiles this library's kernels for GPUs that this machine does not have, in every configuration of `launches`.
 
-Each module is compiled in a child process, since some failures of the compiler end the process, and one in which
-kernels are interpreted cannot compile them.
+Each module is compiled in a child process, since some compiler failures kill the process, and since a process that
+interprets kernels cannot compile them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from seqfuse.testing.compile import Variant, built, ended, in_child, resources, 
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376}
-"""Most bytes of shared memory a program may have; 65,536 on AMD."""
+"""Maximum bytes of shared memory of a program; 65,536 on AMD."""
 MMA = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-"""Matrix instructions of a target's own kind; `mma.sync` on the others."""
+"""The target's newest matrix instruction; `mma.sync` on the others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled(compiling.Compiled):
-    """What came of one configuration on one target.
+    """The result of compiling one configuration for one target.
 
     Args:
         wide: global accesses of 16 bytes, and tiles moved by descriptors.
         narrow: all other global accesses.
-        int32_multiplications: 32-bit products that an address is made of.
-        mma: matrix instructions of the target's own kind.
-        late_reads: single values read where other threads of the program may have written already.
+        int32_multiplications: 32-bit multiplications in the computation of addresses.
+        mma: number of the target's newest matrix instructions.
+        late_reads: scalars that are read where other threads of the program may already have written.
         has_dot: whether the configuration multiplies matrices.
     """
 
@@ -48,17 +48,17 @@ class Compiled(compiling.Compiled):
 
     @property
     def over_shared(self) -> bool:
-        """Whether it asks for more shared memory than the target has."""
+        """Whether it needs more shared memory than the target has."""
         return self.shared > SHARED_LIMIT.get(self.target, 65_536)
 
     @property
     def dot_without_wgmma(self) -> bool:
-        """Whether a product on sm_90 does without Hopper's own instruction."""
+        """Whether a matrix product on sm_90 does not use `wgmma`."""
         return self.target == "sm_90" and self.has_dot and self.error is None and not self.mma
 
 
 def variants_of(module: str, target: str) -> Iterator[Variant]:
-    """The configurations of a module of `seqfuse.kernels`, by its last name, or of one with `variants(target)`."""
+    """The configurations of a module of `seqfuse.kernels`, by its last name, or of a module with `variants(target)`."""
     from . import launches  # imports Triton and all kernels
 
     if module in launches.CALLS:
@@ -74,15 +74,15 @@ def compile_variants(
     jobs: int | None = None,
     in_turn: bool = False,
 ) -> Iterator[Compiled]:
-    """Compile configurations of modules for targets, in child processes; yields results as they come.
+    """Compile configurations of modules for targets, in child processes; yields results as they are ready.
 
     Args:
-        modules: last names of modules of `seqfuse.kernels`, or dotted ones of modules with `variants(target)`.
+        modules: last names of modules of `seqfuse.kernels`, or dotted names of modules with `variants(target)`.
         targets: architectures.
         only: a regular expression that the variant's name must contain.
-        jobs: child processes at a time; the number of CPUs by default.
-        in_turn: compile the first configuration for the first target, the second for the second and so on, and of all
-            that follow one in eight, not all for all.
+        jobs: maximum number of child processes; by default the number of CPUs.
+        in_turn: compile the first configuration for the first target, the second for the second and so on, and one in
+            eight of the others, instead of all configurations for all targets.
     """
     together = [",".join(targets)] if in_turn else targets
     tasks = [(module, target) for module in modules for target in together]
@@ -113,7 +113,7 @@ def _of_module(module: str, targets: str, only: str) -> list[Compiled]:
 
 
 def compile_one(variant: Variant, target: str, module: str = "") -> Compiled:
-    """Compile one configuration in this process, which must not be interpreting."""
+    """Compile one configuration in this process, which must not interpret kernels."""
     begun = time.perf_counter()
     kernel = built(variant, target)
     code: str = kernel.asm["ptx" if target.startswith("sm_") else "amdgcn"]
@@ -137,7 +137,7 @@ _ACCESS = re.compile(
 
 
 def _accesses(code: str, target: str) -> dict[str, int]:
-    """How many accesses to global memory move 16 bytes, and how many less."""
+    """The numbers of accesses to global memory of 16 bytes, and of fewer."""
     if target.startswith("gfx"):
         kinds: list[str] = re.findall(r"^\s*(?:global|buffer|flat)_(?:load|store)_(\S+)", code, re.MULTILINE)
         wide = sum(kind.startswith(("dwordx4", "b128")) for kind in kinds)
@@ -158,9 +158,9 @@ _NAME = re.compile(r"%[\w]+")
 
 
 def int32_multiplications(ttir: str) -> int:
-    """How many 32-bit products the addresses in a kernel's Triton IR are made of: each may wrap beyond 2^31 elements.
+    """The number of 32-bit multiplications that compute addresses in Triton IR: each may overflow beyond 2^31 elements.
 
-    Coordinates of descriptors are 32-bit by their nature and not counted.
+    Coordinates of descriptors are always 32-bit and are not counted.
     """
     operation: dict[str, tuple[str, list[str], str]] = {}
     carried: dict[str, list[str]] = {}
@@ -188,17 +188,18 @@ def int32_multiplications(ttir: str) -> int:
         roots.extend(carried.get(name, ()))
         kind, inputs, rest = operation.get(name, ("", [], ""))
         if kind == "tt.load":
-            continue  # an index read from memory is what it is
+            continue  # an index from memory does not count
         products += kind == "arith.muli" and re.search(r": (?:tensor<[\dx]*x)?i32", rest) is not None
         roots.extend(inputs)
     return products
 
 
 def late_reads(ttir: str) -> int:
-    """How many single values a kernel reads from a tensor that other threads of the program may have written already.
+    """The number of scalars that a kernel reads from a tensor that other threads of the program may already have
+    written.
 
-    A scalar is loaded by each thread for itself. Where a block is stored to the same tensor behind it, a reduction must
-    stand between the two: its barrier is what makes all threads read before one of them writes.
+    Each thread loads a scalar by itself. If a block is stored to the same tensor after it, there must be a reduction
+    between the two, whose barrier makes all threads read before one of them writes.
     """
     base: dict[str, str] = {}
     unordered: dict[str, int] = {}
@@ -219,7 +220,7 @@ def late_reads(ttir: str) -> int:
 
 
 def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
-    """Compile what is left of a module: all of a target, or a share for each of several; prints each begin and end."""
+    """Compile the rest of a module: all for one target, or a fraction for each of several; print each begin and end."""
     tasks: list[tuple[Variant, str]] = []
     step = 8 * len(targets) if len(targets) > 1 else 1
     for first, target in enumerate(targets):

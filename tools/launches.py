@@ -1,9 +1,9 @@
 # pyright: basic
-# Kernels are called by what their functions take, and Triton has no types.
-"""Calls that launch every kernel in every configuration worth compiling, and what they launch, without a launch.
+# Kernels are called by parameter position, and Triton has no types.
+"""Calls that launch every kernel in every configuration worth compiling, and records of the launches, without a GPU.
 
-`CALLS` has them by module, each with a name. `variants` runs those of a module as on a GPU of some architecture and
-gives each launch as it would be compiled: types and alignment of its arguments, compile-time arguments, options.
+`CALLS` lists them by module, each with a name. `variants` runs a module's calls as on a GPU of an architecture and
+yields each launch as Triton would compile it: types and alignment of arguments, constexprs, options.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from seqfuse.kernels.pointwise import Chain
 from seqfuse.testing.compile import TRITON_DTYPES, Type, Variant, type_of
 
 PROCESSORS = 32
-"""Few, so that a program has several steps where there are not many rows."""
+"""Few, so that programs have several steps even with few rows."""
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 GELU = ACTIVATIONS["gelu"]
-# As many as a fusion composes, which need the most registers.
+# As long as the longest that fusions compose, which needs the most registers.
 LONGEST = composed(
     *(ACTIVATIONS[n] for n in ("gelu", "tanh", "silu", "gelu_tanh", "quickgelu", "sigmoid", "gelu", "silu"))
 )
@@ -66,7 +66,7 @@ class Launch:
     options: dict[str, Any]
 
     def variant(self, name: str) -> Variant:
-        """As it is compiled: what Triton makes of the arguments."""
+        """The variant to compile: Triton's types and constants for the arguments."""
         signature: dict[str, Type] = {}
         constants = dict(self.constexprs)
         divisible: list[str] = []
@@ -84,17 +84,17 @@ class Launch:
 
     @property
     def has_dot(self) -> bool:
-        """Whether it multiplies matrices by instructions that `wgmma` stands for on sm_90."""
-        fixed, half = self.constexprs, getattr(self.args[0], "itemsize", 0) == 2  # of several tensors there is none
+        """Whether it multiplies matrices with instructions that are `wgmma` on sm_90."""
+        fixed, half = self.constexprs, getattr(self.args[0], "itemsize", 0) == 2  # a tuple has no itemsize
         if self.kernel is grouped._grouped_gemm_kernel or self.kernel is grouped._grouped_outer_kernel:
             return half
-        if self.kernel is attention._attention_dkv_kernel:  # of other than 64 rows it is the instruction of sm_80
+        if self.kernel is attention._attention_dkv_kernel:  # other than with 64 rows, it uses sm_80's instruction
             return half and fixed["BLOCK_N"] >= 64
         return "attention" in self.kernel.__name__ and half and fixed["BLOCK_M"] >= 64
 
 
 def _divisible(value: Any) -> bool:
-    """Whether a number or an address is a multiple of 16; of a tuple, all that it holds."""
+    """Whether a number or address, or each member of a tuple, is a multiple of 16."""
     if isinstance(value, tuple):
         held = [member for member in value if member is not None]
         return bool(held) and all(map(_divisible, held))
@@ -105,7 +105,7 @@ def _divisible(value: Any) -> bool:
 
 @contextlib.contextmanager
 def launching(target: str) -> Iterator[list[Launch]]:
-    """A block in which CPU tensors are taken for those of a GPU, and launches are noted in the list it gives."""
+    """A block in which CPU tensors count as GPU tensors; launches are recorded in the returned list instead of run."""
     found: list[Launch] = []
 
     def note(
@@ -133,16 +133,16 @@ def launching(target: str) -> Iterator[list[Launch]]:
 
 
 def launched(call: Callable[[], Any], target: str) -> list[Launch]:
-    """What a call launches on an architecture."""
+    """The launches of a call on an architecture."""
     with launching(target) as found:
         call()
     return found
 
 
 def variants(module: str, target: str) -> Iterator[Variant]:
-    """What the calls of a module launch on an architecture, each configuration once.
+    """The distinct launches of a module's calls on an architecture.
 
-    `{kernel}` and `{tile}` in the name of a call are what the kernel is called and how much it works on at a time.
+    `{kernel}` and `{tile}` in the name of a call are replaced by the kernel's name and its tile size.
     """
     seen: set[Any] = set()
     with launching(target) as found:
@@ -188,7 +188,7 @@ SEED = torch.zeros((), dtype=torch.int64)
 
 
 def _sums(target: str) -> Calls:
-    """Every dtype and block, one row or one column of partial sums, which Triton makes constants, and several runs."""
+    """Every dtype and block, one row or column of partial sums, which Triton makes constants, and several sums."""
     for dtypes, columns in (((F32,), 256), ((BF16,), 256), ((F16,), 256), ((F64,), 256), ((BF16, BF16, F32), 256)):
         partial = F64 if F64 in dtypes else F32
         for rows in (2, 8, 64):
@@ -204,7 +204,7 @@ def _sums(target: str) -> Calls:
 
 
 def _norms(target: str) -> Calls:
-    """Of both norms every tile for bfloat16, one width for the other dtypes, and unaligned widths."""
+    """Both norms: every tile for bfloat16, one width for other dtypes, and unaligned widths."""
     branch, around = ("pre_bias", "seed", "residual"), ("pre_bias", "seed", "residual", "act")
     widths = (64, 1024, 2048, 4096, 8192, 12288, 16384, 65536, 1001, 4095, 5000, 16383, 65535)
     of = [(BF16, columns, parts, None) for columns in widths for parts in ((), around)]
@@ -230,7 +230,7 @@ def _norms(target: str) -> Calls:
 
 
 def _norm_codes(to: quantize.As, centered: bool, dtype: torch.dtype, wide: torch.dtype, parts: tuple[str, ...]) -> None:
-    """Both passes; the residual stream and all parameters may be float32. What needs too many registers has none."""
+    """Both passes; the residual stream and all parameters may be float32. No backward if it exceeds the registers."""
     x, stream, row = _new(8192, 4096, dtype=dtype), _new(8192, 4096, dtype=wide), _new(4096, dtype=wide)
     seed: dict[str, Any] = {"seed": SEED, "p": 0.1} if "seed" in parts else {}
     most: dict[str, Any] = {"largest": _new(1, dtype=F32)} if to.scaling == "given" else {}
@@ -250,11 +250,11 @@ def _norm_codes(to: quantize.As, centered: bool, dtype: torch.dtype, wide: torch
 
 
 def _norm(centered: bool, dtype: torch.dtype, columns: int, parts: tuple[str, ...], wide: torch.dtype) -> None:
-    """Both passes; the stream, and all else but x, y, dy and the branch's gradient, may be of a wider dtype.
+    """Both passes; the stream, and all tensors except x, y, dy and the branch's gradient, may have a wider dtype.
 
-    Such are the tensors under autocast, where without a prologue x is the stream.
+    Under autocast they do, where without a prologue x is the stream.
     """
-    M = max(200, 2**21 // columns) + 8  # no multiple of 16
+    M = max(200, 2**21 // columns) + 8  # not a multiple of 16
     act = {"act": GELU, "acts": LONGEST}.get(parts[-1] if parts else "")
     seed: dict[str, Any] = {"seed": SEED, "p": 0.1} if "seed" in parts else {}
     row, stream = _new(columns, dtype=wide), _new(M, columns, dtype=wide)
@@ -280,7 +280,7 @@ def _norm(centered: bool, dtype: torch.dtype, columns: int, parts: tuple[str, ..
 
 
 def _chains(target: str) -> Calls:
-    """Each activation in each place, and chains of the lengths and operands that fusions ask for."""
+    """Each activation in each place, and chains with the lengths and operands of fusions."""
     p = pointwise
     for activation in ACTIVATIONS.values():
         for step in (p.act, p.dact, p.gated, p.dgated):
@@ -317,7 +317,7 @@ def _chains(target: str) -> Calls:
     yield _chain(Chain(p.column_sum()), result=False)
     for packing in PACKINGS:
         unit = ACTIVATIONS["clamped_silu"], ACTIVATIONS["clamp"], packing
-        for width in (4096, 1001):  # where the factors alone have a gradient
+        for width in (4096, 1001):  # where only the factors have a gradient
             yield _chain(Chain(p.shift(True), p.dot_gated(*unit)), width=width, result=False)
     again = [Chain(p.emit(GELU), p.dact(GELU)), Chain(p.emit_gated(GELU), p.dgated(GELU))]
     again += [chain for packing in PACKINGS for steps in _gated(packing) if (chain := Chain(*steps)).reads_again]
@@ -331,7 +331,7 @@ def _chains(target: str) -> Calls:
 
 
 def _gated(packing: str) -> Iterator[tuple[Any, ...]]:
-    """Chains of a gated unit of two functions, each way, and with a factor for each token."""
+    """Chains of a gated unit of two functions, in both directions, and with a factor for each token."""
     unit = ACTIVATIONS["clamped_silu"], ACTIVATIONS["clamp"], packing
     p = pointwise
     yield p.bias(), p.store(), p.gated(*unit)
@@ -352,8 +352,8 @@ def _chain(
     result: bool = True,
     again: bool = False,
 ) -> tuple[str, functools.partial[Any]]:
-    """A call on x of `dtype` whose narrowest place has `width` columns; `again` where an operand is read twice."""
-    rows = rows or (1000 if width >= 1000 else 20_000)  # several steps for a program
+    """A call on x of `dtype` whose narrowest tensor has `width` columns; `again` if an operand is read twice."""
+    rows = rows or (1000 if width >= 1000 else 20_000)  # several steps per program
     operands: list[Tensor] = []
     before: Any = None
     read = _new(1)
@@ -393,7 +393,7 @@ _AROUND = (("bias", "norm", "positions"), ("norm",), ("bias",), (), ("bias", "no
 
 
 def _ropes(target: str) -> Calls:
-    """Common sizes of heads, both styles, with and without bias, norm and given positions, every dtype for one size."""
+    """Common head sizes, both styles, with and without bias, norm and positions; every dtype for one size."""
     for dtype in (BF16, F16, F32):
         for size, rotation in _ROTATIONS if dtype is BF16 else _ROTATIONS[1:3]:
             style = "none" if rotation is None else f"{rotation.style} {rotation.dim}"
@@ -406,7 +406,7 @@ def _ropes(target: str) -> Calls:
                 yield name, functools.partial(_rope_write, dtype, size, rotation, int8)
     ways = ((128, "half"), (64, "half"), (32, "half"), (128, "interleaved"), (64, "interleaved"))
     for to, (size, style), dtype in itertools.product(_codes(target), ways, (BF16, F16)):
-        biased = style == "half" and (size == 128 or target not in ("sm_100", "sm_120"))  # as `can_quantize` asks for
+        biased = style == "half" and (size == 128 or target not in ("sm_100", "sm_120"))  # as `can_quantize` requires
         each = ("", *["bias"] * biased, "positions", "cos", "cos by pair")
         for around in each if size == 128 or to.down_columns else ():
             way = "rows+columns" if to.down_columns else "rows"
@@ -476,7 +476,7 @@ _LIMITS: dict[str, dict[str, Any]] = {
 
 
 def _attentions(target: str) -> Calls:
-    """Every kernel for common sizes of heads and an odd one, with each thing that limits scores."""
+    """Every kernel for common head sizes and an odd one, with each way to limit scores."""
     for dtype, sizes in ((BF16, (64, 80, 128, 192, 256)), (F16, (128,)), (F32, (64, 128))):
         for size, (name, limits) in itertools.product(sizes, _LIMITS.items()):
             label = f"attention {{kernel}} {_name(dtype)} {size}{' ' if name else ''}{name}"
@@ -486,7 +486,7 @@ def _attentions(target: str) -> Calls:
 def _attention(
     dtype: torch.dtype, size: int, mask: Any = None, packed: bool = False, p: float = 0.0, **limits: Any
 ) -> None:
-    rows = 97 if mask is F32 else 96  # masks of float are of odd rows
+    rows = 97 if mask is F32 else 96  # float masks have an odd number of rows
     q, k, v, dy = (_new(2, heads, rows, size, dtype=dtype) for heads in (8, 2, 2, 8))
     given: dict[str, Any] = limits | ({} if mask is None else {"mask": torch.empty(1, 1, rows, rows, dtype=mask)})
     given |= {"cu_seqlens": torch.zeros(9, dtype=torch.int32)} if packed else {}
@@ -498,7 +498,7 @@ def _attention(
 def _decodes(target: str) -> Calls:
     """Sizes of heads and groups, quantized or not, with one split and several; merges and writes.
 
-    A dot of 16 rows is not `wgmma`'s, which has 64: what counts is that a cache is read once, 16 bytes at a time.
+    A dot of 16 rows cannot use `wgmma`, which needs 64; speed depends on reading the cache once, 16 bytes at a time.
     """
     for dtype in (BF16, F16, F32):
         for size in (64, 80, 128, 256) if dtype is BF16 else (128, 256):
@@ -534,7 +534,7 @@ def _decode(dtype: torch.dtype, size: int, group: int, int8: bool, limited: bool
 
 
 def _losses(target: str) -> Calls:
-    """Each dtype, aligned and not, with every option and none, both ways to the gradient, and without one."""
+    """Each dtype, aligned or not, with all options and none, both ways of computing the gradient, and without it."""
     for way in ("ahead", "given"):
         yield f"cross_entropy+all {way} bf16 1", functools.partial(_loss, BF16, 1, True, way, 1)
     for dtype, classes in itertools.product((BF16, F16, F32, F64), (100, 1024, 262144, 50257)):
@@ -554,7 +554,7 @@ def _loss(dtype: torch.dtype, classes: int, full: bool, way: str, rows: int) -> 
 
 
 def _quantizations(target: str) -> Calls:
-    """Every scaling, both directions and each alone, of rows whose transposes are aligned or not; none before sm_89."""
+    """Every scaling, both directions and each one, for rows with aligned transposes or not; none before sm_89."""
     if "quantize" in WITHOUT.get(target, ()):
         return
     scale, largest = _new(1, dtype=F32), _new(1, dtype=F32)
@@ -594,7 +594,7 @@ def _quantizations(target: str) -> Calls:
 
 
 def _codes(target: str) -> Iterator[quantize.As]:
-    """Every scaling of kernels that quantize their result, along rows and as in training, on GPUs where they do."""
+    """Every scaling of kernels that quantize their result, along rows or both, on GPUs that support it."""
     none = target.startswith("gfx") or "quantize" in WITHOUT.get(target, ())
     scalings = () if none else ("1x128", "1x32", "given") if target == "sm_90" else ("1x32", "given")
     for scaling, down in itertools.product(scalings, (True, False)):
@@ -603,7 +603,7 @@ def _codes(target: str) -> Iterator[quantize.As]:
 
 
 def _groups(target: str) -> Calls:
-    """Each dtype, few rows in a group and many, sizes that tiles divide and others, and weights of either order."""
+    """Each dtype, few and many rows in a group, sizes that tiles divide or not, and weights in both orders."""
     for dtype, rows, (columns, depth) in itertools.product((BF16, F16, F32), (512, 65536), ((1024, 512), (1001, 333))):
         x, dy = _new(rows, depth, dtype=dtype), _new(rows, columns, dtype=dtype)
         weight, bias = _new(8, columns, depth, dtype=dtype), _new(8, columns, dtype=dtype)
@@ -624,7 +624,7 @@ def _groups(target: str) -> Calls:
 
 
 def _permutes(target: str) -> Calls:
-    """Each dtype, aligned and not, with every option and none."""
+    """Each dtype, aligned and not, with all options and none."""
     for dtype, columns, top_k in (*itertools.product((BF16, F16, F32, F64), (4096, 1001), (2, 8)), (F32, 1, 1)):
         stats, tokens = F64 if dtype is F64 else F32, 64
         x, other = _new(tokens, columns, dtype=dtype), _new(tokens * top_k, columns, dtype=dtype)
@@ -639,7 +639,7 @@ def _permutes(target: str) -> Calls:
 
 
 def _routes(target: str) -> Calls:
-    """Each dtype, of few experts and many."""
+    """Each dtype, with few and many experts."""
     for dtype, count in itertools.product((BF16, F16, F32, F64), (8, 60, 256)):
         logits, experts = _new(4096, count, dtype=dtype), torch.zeros(4096, 4, dtype=torch.int64)
         d = _new(4096, 4, dtype=F64 if dtype is F64 else F32)
@@ -654,7 +654,7 @@ WITHOUT: dict[str, tuple[str, ...]] = {
     "sm_80": ("quantize", *_CODES),
     **dict.fromkeys(("gfx942", "gfx950"), _CODES),
 }
-"""Modules of which nothing is launched on an architecture, and kernels."""
+"""By architecture, modules and kernels that are not launched on it."""
 
 CALLS: dict[str, Callable[[str], Calls]] = {
     "_device": _sums,

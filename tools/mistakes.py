@@ -1,4 +1,4 @@
-"""Mistakes that users and authors of fusions make, and the error of each: at least one for each code of errors.md."""
+"""Mistakes of users and of authors of fusions, and the error of each: at least one for each code of errors.md."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TOKENS = torch.tensor([[1, 2, 3]])
 
 
 def seq(*operations: Any, **rest: Any) -> sf.Sequential:
-    """A sequence of these."""
+    """A sequence of these operations."""
     return sf.Sequential(*operations, **rest)
 
 
 def linear(*rest: Any) -> sf.Sequential:
-    """A sequence of a `Linear` of 8 features and these."""
+    """A sequence of a `Linear` of 8 features and these operations."""
     return seq(ops.Linear(8, 8), *rest)
 
 
@@ -41,7 +41,7 @@ def linear(*rest: Any) -> sf.Sequential:
 
 
 def caches() -> dict[str, Callable[[], Any]]:
-    """Mistakes in feeding a cache of keys and values."""
+    """Mistakes in using a key-value cache."""
     from seqfuse.inference import KVCache
     from seqfuse.nn import TransformerStack
 
@@ -74,7 +74,7 @@ def twice() -> None:
 
 
 def recomputed() -> None:
-    """Recompute under another plan."""
+    """Recompute with another plan."""
     model = linear(ops.GeLU())
     y = checkpoint(model, X.clone().requires_grad_(), use_reentrant=False)
     with sf.fusing(False):
@@ -82,14 +82,14 @@ def recomputed() -> None:
 
 
 def buffer(main_grad: Any) -> None:
-    """Add a gradient into a buffer that does not fit."""
+    """Accumulate a gradient into a buffer that does not fit."""
     model = linear()
     model[0].weight.main_grad = main_grad
     model(X).sum().backward()
 
 
 def losses(targets: Tensor, x: Tensor = X) -> None:
-    """A loss for these targets."""
+    """Compute a loss for these targets."""
     from seqfuse.losses import LinearCrossEntropy
 
     LinearCrossEntropy(8, 11)(x, targets)
@@ -306,7 +306,7 @@ DEFINITIONS: dict[str, tuple[str, ...]] = {
 
 
 def defined(folder: Path, base: str, *body: str) -> Any:
-    """The class of this base and body, and an instance of it, from a file, whose lines errors quote."""
+    """An instance of a class with this base and body, defined in a file, so that errors can quote its lines."""
     path = folder / "defined.py"
     path.write_text("\n".join((HEAD, f"class Mine(sf.{base}):", *(f"    {line}" for line in body), "")))
     spec = importlib.util.spec_from_file_location("defined", path)
@@ -325,7 +325,7 @@ Change = Callable[..., Any]
 
 
 def forward_of(change: Change) -> None:
-    """Run Bias and GeLU by a fusion whose forward is right but for a change."""
+    """Run Bias and GeLU by a fusion whose forward is correct except for a change."""
 
     class Wrong(sf.ForwardFusion):
         bias: ops.Bias
@@ -343,7 +343,7 @@ def forward_of(change: Change) -> None:
 
 
 def backward_of(change: Change) -> None:
-    """The same of its backward."""
+    """Run Bias and GeLU by a fusion whose backward is correct except for a change."""
 
     class Wrong(sf.BackwardFusion):
         bias: ops.Bias
@@ -361,7 +361,7 @@ def backward_of(change: Change) -> None:
 
 
 def with_x(change: Change) -> Change:
-    """A forward whose activation saves its input changed."""
+    """A change of a forward, in which the activation saves a changed input."""
     return lambda y, s: (y, {**s, "act": ops.GeLU.Saved(x=change(s["act"].x))})
 
 
@@ -418,7 +418,7 @@ def fails() -> type[sf.ForwardFusion]:
 
 
 def failing(strictly: bool) -> str:
-    """The warning where the operations run instead, or the error."""
+    """The fallback warning, or the error if `strictly`."""
     with warnings.catch_warnings(record=True) as told, sf.fusing(on_error="raise" if strictly else "fallback"):
         warnings.simplefilter("always")
         model = seq(ops.Linear(8, 8), fusions=(fails(),))
@@ -428,7 +428,7 @@ def failing(strictly: bool) -> str:
 
 
 def dropped() -> None:
-    """Read a field whose gradient is not needed."""
+    """Read a saved field that was dropped, as its gradient is not needed."""
 
     class Sums(sf.UnfusedOperation):
         class Saved(sf.Saved):
@@ -451,7 +451,7 @@ def dropped() -> None:
 
 
 def of_operation(**methods: Any) -> None:
-    """Call an operation with these methods in place of its own."""
+    """Call an operation with these methods instead of the usual ones."""
     kind = type("Mine", (ops.Tanh.__mro__[1],), {"reference": lambda self, x: x.tanh(), **methods})
     seq(ops.ReLU(), kind())(X)
 
@@ -476,7 +476,7 @@ RUNS: dict[str, Callable[[], Any]] = {
 
 
 def together() -> dict[str, Callable[[], Any]]:
-    """Mistakes in a group of two processes, one of which is played."""
+    """Mistakes in a group of two processes, on a fake process group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from seqfuse.nn import FeedForward
@@ -521,7 +521,7 @@ def together() -> dict[str, Callable[[], Any]]:
 
 
 def _alone(rank: int, folder: str, send: Any) -> None:
-    """A process of two: the first fails to tune, so that the other is told, and then waits for it in vain."""
+    """One of two processes: the first fails to tune, which the other reports, and then ends while the other waits."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from seqfuse.parallel import pipeline
@@ -535,11 +535,11 @@ def _alone(rank: int, folder: str, send: Any) -> None:
     reduce = ops.AllReduce(dist.group.WORLD)
     if rank == 1:
         send.send((found, outcome(lambda: model(X)), outcome(lambda: reduce(X))))
-    # The first ends here: what the second waits for does not come.
+    # The first process ends here, so the second waits in vain.
 
 
 def apart() -> dict[str, list[str]]:
-    """What the second of two processes is told, where the first fails and then ends."""
+    """Errors in the second of two processes, of which the first fails and then ends."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -549,7 +549,7 @@ def apart() -> dict[str, list[str]]:
         found, transfer, collective = receive.recv()
         for process in both:
             process.join()
-    # What gloo says names ports and lines of its source.
+    # Gloo's messages name ports and lines of its source.
     cut = {"the other rank has ended": transfer, "the other rank has ended in a collective": collective}
     return {**found, **{name: [line.partition(" failed")[0] for line in text[:2]] for name, text in cut.items()}}
 
@@ -558,7 +558,7 @@ def apart() -> dict[str, list[str]]:
 
 
 def outcome(attempt: Callable[[], Any]) -> list[str]:
-    """What a mistake gives: class, code, operation and position of the error and its message, or the result."""
+    """The outcome of a mistake: class, code, operation and position of the error, and its message; or the result."""
     try:
         result = attempt()
     except Exception as error:
@@ -570,7 +570,7 @@ def outcome(attempt: Callable[[], Any]) -> list[str]:
 
 
 def said() -> dict[str, list[str]]:
-    """What each mistake gives."""
+    """The outcome of each mistake."""
     found: dict[str, list[str]] = {}
     for name, attempt in (*CALLS.items(), *caches().items(), *RUNS.items()):
         torch.manual_seed(0)

@@ -4,11 +4,11 @@
     python tools/mutate.py --map MAP --sample 400 --seed 0 --out FILE     mutants, and those that survive
     python tools/mutate.py --files plan/front.py tune --tests tests/tune --sample 20 --out FILE     of rooms or files
 
-All are of the tree in the working directory. The first runs the tests with a trace of the functions that they call.
-The second draws mutants of operations, fusions, kernels (of C, too) and the engine, and runs for each the tests that
-call the changed function, those of few functions and little time first, until one fails. A mutant is drawn by what it
-says, the name of its function and the change, so that it is drawn again after its file has moved. The third draws so
-many of each of these rooms or files of the package, and runs these tests for each.
+All work on the tree in the working directory. The first runs the tests and traces the functions that they call. The
+second draws mutants of operations, fusions, kernels (of C, too) and the engine, and runs for each the tests that call
+the changed function, those with few functions and little time first, until one fails. Mutants are drawn by the text of
+the change and the name of its function, so that the draw does not change if a file is moved. The third draws this
+many mutants of each of these rooms or files of the package, and runs the given tests for each.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Mutant:
 
     Attributes:
         path: the file.
-        line: where the node begins.
-        function: the qualified name of the function or class that it is in.
-        change: what it says before and after.
-        start: the offset of the node in the bytes of the file; `stop`, where it ends.
-        text: what is written there.
-        turn: how many such changes of the function stand before it.
+        line: the first line of the node.
+        function: the qualified name of the function or class around it.
+        change: the source before and after.
+        start: the byte offset of the node in the file; `stop`: the offset of its end.
+        text: the new source.
+        turn: number of equal changes before it in the function.
     """
 
     path: str
@@ -81,16 +81,16 @@ class Mutant:
     turn: int = 0
 
     def drawn(self, seed: int) -> str:
-        """What it is ordered by in a draw."""
+        """The sort key of a draw."""
         return hashlib.sha256(f"{seed} {self.function} {self.change} {self.turn}".encode()).hexdigest()
 
     def applied(self, source: bytes) -> bytes:
-        """The file with the change."""
+        """The file with the change applied."""
         return source[: self.start] + self.text.encode() + source[self.stop :]
 
 
 def changed(node: ast.AST, fields: dict[str, str]) -> Iterator[ast.AST]:
-    """What may stand in the place of a node; `fields` are those of saved tensors by the next one of the function."""
+    """The replacements of a node; `fields` maps saved tensors to the next one that the function reads."""
 
     def with_(**values: Any) -> ast.AST:
         other = copy.copy(node)
@@ -133,8 +133,8 @@ _SWAPPED_IN_C = {
 
 
 def mutants(path: str, source: bytes) -> Iterator[Mutant]:
-    """Every mutant of a file: nothing of annotations, docstrings, imports, decorators, messages and type checks; of
-    texts the operators of C, where a file writes that.
+    """Every mutant of a file, except in annotations, docstrings, imports, decorators, messages and type checks; in
+    strings, only operators of C, if the file writes C.
     """
     if path.endswith(".h"):
         yield from _mutants_in_c(path, source, [(0, source.decode(), "<module>")])
@@ -145,7 +145,7 @@ def mutants(path: str, source: bytes) -> Iterator[Mutant]:
 
 
 def _mutants_in_c(path: str, source: bytes, texts: Iterable[tuple[int, str, str]]) -> Iterator[Mutant]:
-    """Of operators between spaces in texts, each with its offset and the function that has it."""
+    """Mutants of operators between spaces in strings, given with their offsets and functions."""
     seen = Counter[tuple[str, str]]()
     for offset, text, function in texts:
         for found in re.finditer(r"(?<= )[-+*/<>=!&|]{1,2}(?= )", re.sub(r"/\*.*?\*/", _blank, text, flags=re.DOTALL)):
@@ -164,15 +164,15 @@ def _blank(comment: re.Match[str]) -> str:
 
 
 def _texts(source: bytes) -> Iterator[tuple[int, str, str]]:
-    """Texts of a Python file but docstrings and messages, as they are written there."""
+    """Strings of a Python file as written there, except docstrings and messages."""
     lines = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
     tree, left_out = ast.parse(source), set[int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             left_out |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]  # inner ones last
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]  # inner functions last
     for token in tokenize.tokenize(io.BytesIO(source).readline):
-        # From Python 3.12 on what an f-string computes is a token of its own.
+        # From Python 3.12 on, the expressions in an f-string are separate tokens.
         if tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE") and token.start[0] not in left_out:
             (line, column), stop = token.start, token.end
             start = lines[line - 1] + len(token.line.splitlines(keepends=True)[0][:column].encode())
@@ -194,7 +194,7 @@ def _mutants_of_python(path: str, source: bytes) -> Iterator[Mutant]:
         match node:
             case ast.If() if "TYPE_CHECKING" in ast.unparse(node.test):
                 return
-            case ast.FunctionDef() if "variant" in node.name:  # what to compile for a table
+            case ast.FunctionDef() if "variant" in node.name:  # it lists variants to compile
                 return
             case ast.FunctionDef():
                 children = [*node.body, *node.args.defaults, *node.args.kw_defaults]
@@ -208,7 +208,7 @@ def _mutants_of_python(path: str, source: bytes) -> Iterator[Mutant]:
             case _:
                 pass
         for other in changed(node, fields):
-            at: Any = node  # a statement or an expression, which has a place
+            at: Any = node  # a statement or expression, which has a position
             start, stop = lines[at.lineno - 1] + at.col_offset, lines[at.end_lineno - 1] + at.end_col_offset
             change = f"{_short(node)} -> {_short(other)}" + f" in {_short(parent)}" * isinstance(node, ast.Constant)
             name = ".".join(scope) or "<module>"
@@ -228,7 +228,7 @@ def _short(node: ast.AST) -> str:
 
 
 def _fields(function: Any) -> dict[str, str]:
-    """For each `saved.field` that a function reads the next field that it reads of the same."""
+    """For each `saved.field` that a function reads, the next field of the same object that it reads."""
     slots = function.args.kwonlyargs if function.name == "bwd" else ()
     names = {"saved", "record", *(arg.arg for arg in slots)}
     read: dict[str, list[str]] = {}
@@ -241,7 +241,7 @@ def _fields(function: Any) -> dict[str, str]:
 
 
 def sample(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> tuple[list[Mutant], int]:
-    """So many mutants of the package, drawn at random, or of each of some rooms or files; and how many there are."""
+    """This many random mutants of the package, or of each of some rooms or files; and the number of all mutants."""
     drawn, every = list[Mutant](), 0
     for room in rooms or ("",):
         place, found = root / "seqfuse" / room, list[Mutant]()
@@ -259,10 +259,10 @@ Chosen = dict[str, list[str]]
 
 
 def chosen(mutant: Mutant, known: dict[str, Any], seconds: float) -> tuple[Chosen, float, str]:
-    """The tests for a mutant by half, the time that they take, and what of it they call.
+    """The tests for a mutant by half, their time, and what they call.
 
-    Of those that call its function, or another one of its file where none does, the ones of few functions and little
-    time come first, up to so many seconds.
+    These are tests that call its function, or, if there are none, another function of its file. Tests with few
+    functions and little time come first, up to the given number of seconds.
     """
     path, called = Path(mutant.path), "its function"
     file = path.name if path.suffix == ".py" else f"{path.stem if path.stem in ('norm', 'attention') else 'call'}.py"
@@ -278,11 +278,11 @@ def chosen(mutant: Mutant, known: dict[str, Any], seconds: float) -> tuple[Chose
 
 
 _MOST = 200
-"""Tests that are run for a mutant, at most."""
+"""Maximum number of tests for a mutant."""
 
 
 def _calling(known: dict[str, Any], of: Callable[[str], bool]) -> list[tuple[float, float, str, str]]:
-    """Tests that call a function of such a name: with how they are ordered, their seconds and half."""
+    """Tests that call a function with a matching name: sort key, seconds, half and name of each."""
     found: list[tuple[float, float, str, str]] = []
     for half, traced in known.items():
         same = {i for i, name in enumerate(traced["functions"]) if of(name)}
@@ -311,7 +311,7 @@ def survives(tests: Chosen, folder: Path, limit: float) -> str:
 
 
 def _run_tests(half: str, names: list[str], folder: Path) -> None:
-    """Run tests in this process, forked from one that has imported what tests need, and end."""
+    """Run tests in this process, forked from one that has imported their dependencies, and exit."""
     code: int = 99
     try:
         os.setsid()
@@ -346,9 +346,9 @@ def _run_tests(half: str, names: list[str], folder: Path) -> None:
 
 
 def run(mutants: list[Mutant], known: Any, results: Path, root: Path, seconds: float) -> None:
-    """Run mutants in a copy of the tree, and append what became of each to a file.
+    """Run mutants in a copy of the tree, and append the result of each to a file.
 
-    What is `known` of tests is the map, or a function that gives what `chosen` does.
+    `known` is the map of tests, or a function that returns the same as `chosen`.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "tree")
@@ -363,7 +363,7 @@ def run(mutants: list[Mutant], known: Any, results: Path, root: Path, seconds: f
 
             def write(text: bytes, at: int, file: Path = file) -> None:
                 file.write_bytes(text)
-                os.utime(file, (at, at))  # another time each time: bytecode of another source does not count
+                os.utime(file, (at, at))  # different each time, so that no stale bytecode is used
 
             write(mutant.applied(source), 1_000_000_000 + 2 * number)
             fate = survives(tests, folder, 2 * took + 30) if tests else "survived"
@@ -375,7 +375,7 @@ def run(mutants: list[Mutant], known: Any, results: Path, root: Path, seconds: f
 
 
 def report(results: Path, out: Path, about: dict[str, Any]) -> None:
-    """Write how many mutants survive by room, and which."""
+    """Write the number of surviving mutants by room, and a list of them."""
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     rooms: dict[str, Counter[str]] = {}
     for row in rows:
@@ -415,7 +415,7 @@ def main() -> int:
     drawn, count = sample(root, given.sample, given.seed, given.files)
     results = given.out.with_suffix(".lines")
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    finished = {(row["path"], row["line"], row["change"]) for row in done}  # in a run that was cut off
+    finished = {(row["path"], row["line"], row["change"]) for row in done}  # by an interrupted run
     left = [m for m in drawn if (m.path, m.line, m.change) not in finished]
     for name in ("torch", "numpy", "pytest"):
         importlib.import_module(name)

@@ -1,16 +1,16 @@
-"""Records what the library plans, saves, launches and says of mistakes, so that two states of the code can be compared.
+"""Records plans, saved bytes, launches and error messages of the library, to compare two states of the code.
 
     python tools/record.py --out FILE      write the record, as JSON, compressed
     python tools/record.py --diff FILE     record again, print each difference, exit with 1 if there is one
-    python tools/record.py --diff ONE TWO  the same of two records
+    python tools/record.py --diff ONE TWO  compare two records
 
-It is of the package in the working directory.
+It imports the package in the working directory.
 
 A record is a dictionary of lists of lines. For each of 27 families of models, converted, and for layers of
-`seqfuse.nn`, with each choice of memory, for the CPU here and for an H100 that need not be: the steps of both
-schedules, segments, what is saved and why fusions are not applied; for conversions also the kernel launches of a call,
-and what was left. For each mistake of `mistakes.py` the error that it gives. Names of classes appear, names of files
-do not.
+`seqfuse.nn`, with each choice of memory, for this CPU and for an H100, which need not exist: the steps of both
+schedules, segments, saved tensors and why fusions are not applied; for conversions also the kernel launches of a
+call, and unconverted calls. For each mistake of `mistakes.py` its error. Names of classes appear, names of files do
+not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent))  # last: `benchmarks` has a `record`, too
+sys.path.append(str(Path(__file__).parent))  # last, since `benchmarks` also has a `record`
 sys.path.insert(0, "examples")
 sys.path.insert(0, str(Path.cwd()))  # the package in the working directory
 
@@ -56,7 +56,7 @@ Record = dict[str, list[str]]
 
 
 def lines_of(plan: sf.Plan) -> list[str]:
-    """What a plan says, in lines; all but the version of the C compiler, which is of the machine."""
+    """A plan in lines, without the version of the C compiler, which depends on the machine."""
     data = plan.as_dict()
     text = [f"plan for {data['env']['text']}, kernels {data['env']['kernels']}, GEMMs {data['gemms']}"]
     for op in data["operations"]:
@@ -88,9 +88,9 @@ def _listed(values: Any) -> str:
 
 
 def normal(text: str) -> str:
-    """A text without what differs from one process, or one place of a file, to the next."""
+    """A text without parts that differ between processes or change when files move."""
     text = re.sub(r"[\w./<>-]*?([\w-]+\.py):\d+", r"\1", text)
-    text = re.sub(r"\bseqfuse(?:\.[a-z_]\w*)+\.([A-Z])", r"\1", text)  # classes move from file to file
+    text = re.sub(r"\bseqfuse(?:\.[a-z_]\w*)+\.([A-Z])", r"\1", text)  # classes may move between files
     return re.sub(r"0x[0-9a-f]{6,}", "0x", text)
 
 
@@ -98,7 +98,7 @@ def normal(text: str) -> str:
 
 
 def families() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]]:
-    """The models of the tests of `sf.convert`, and one with dropout."""
+    """The models of the tests of `sf.convert`, and a model with dropout."""
     from tests.convert.families import FAMILIES, VOCABULARY
 
     sizes = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -112,7 +112,7 @@ def families() -> dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str
 
 
 def converted(name: str, memory: Any) -> Record:
-    """A family converted and called once: its chains here and for an H100, and what was left."""
+    """A family, converted and called once: its chains here and for an H100, and the unconverted calls."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     build, inputs = families()[name]
@@ -144,7 +144,7 @@ def converted(name: str, memory: Any) -> Record:
 
 
 def layers() -> dict[str, tuple[Callable[[], sf.Sequential], tuple[int, ...]]]:
-    """Sequences of `seqfuse.nn` without data, at sizes that people train, and the shape of an input."""
+    """Sequences of `seqfuse.nn` without data, at realistic sizes, and the shape of an input."""
     from seqfuse.nn import FeedForward, MultiHeadAttention, TransformerLayer, TransformerStack
 
     models: Any = importlib.import_module("models")
@@ -168,7 +168,7 @@ def layers() -> dict[str, tuple[Callable[[], sf.Sequential], tuple[int, ...]]]:
 
 
 def layered(name: str, memory: Any) -> Record:
-    """A sequence of layers, planned for this CPU and for an H100."""
+    """Plans of a sequence of layers for this CPU and for an H100."""
     build, shape = layers()[name]
     model, place = build(), f"{name}, {memory}"
     model.memory = memory
@@ -192,7 +192,7 @@ def layered(name: str, memory: Any) -> Record:
 
 
 def recorded(only: str = "", say: bool = True) -> Record:
-    """The record; `only` what a key begins with."""
+    """The record; `only`: the beginning of the keys to record."""
     parts: Iterator[tuple[str, Callable[[], Record]]] = iter(
         [
             *(
@@ -222,7 +222,7 @@ def recorded(only: str = "", say: bool = True) -> Record:
 
 
 def versions() -> dict[str, Any]:
-    """What a record depends on beside the code."""
+    """Versions and settings, other than the code, that a record depends on."""
     return {
         "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
         "kernels": sf.Env.of("cpu").kernels,
@@ -230,7 +230,7 @@ def versions() -> dict[str, Any]:
 
 
 def write(record: Record, path: Path) -> None:
-    """Write a record as JSON, compressed, each line once: layers are alike, and so are plans."""
+    """Write a record as compressed JSON, each distinct line once, since layers and plans repeat."""
     lines = {line: i for i, line in enumerate(dict.fromkeys(line for text in record.values() for line in text))}
     entries = {key: [lines[line] for line in text] for key, text in record.items()}
 
@@ -239,18 +239,18 @@ def write(record: Record, path: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], Record]:
-    """The versions of a record that was written, and the record."""
+    """The versions of a written record, and the record."""
     data: dict[str, Any] = json.loads(lzma.decompress(path.read_bytes()))
     return data["versions"], {key: [data["lines"][i] for i in text] for key, text in data["entries"].items()}
 
 
 def differences(before: Record, after: Record, aside: str | None = None) -> Iterator[str]:
-    """Lines that changed, once for all entries in which they changed alike, and entries that came or went.
+    """Changed lines, once for all entries with the same change, and added or removed entries.
 
     Args:
         before: a record.
-        after: another.
-        aside: a pattern of texts that are meant to change, and are left out of both.
+        after: another record.
+        aside: a pattern of texts that are expected to change, and are removed from both.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for key in dict.fromkeys((*before, *after)):
@@ -271,7 +271,7 @@ def _without(text: list[str], aside: str | None) -> list[str]:
 
 
 def main() -> int:
-    """Write a record or compare with one."""
+    """Write a record or compare records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", type=Path, metavar="FILE", help="write the record")

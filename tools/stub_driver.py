@@ -1,11 +1,11 @@
 # pyright: basic
-# Triton has no type stubs, and what stands here takes the place of its internals.
-"""A CUDA driver that loads nothing and launches nothing: the path of a launch on a GPU, without one.
+# Triton has no type stubs, and this module replaces parts of its internals.
+"""A CUDA driver that loads and launches nothing: exercises the path of a GPU launch without a GPU.
 
-In `stub_driver()` CPU tensors are taken for those of an H200. A host function then decides what it would decide there,
-Triton binds, specializes and compiles for sm_90 (and fills `TRITON_CACHE_DIR`), the second launch finds the first one's
-kernel, and the driver is handed the arguments; it checks them against what the kernel was compiled for, and stops. What
-is in the results is undefined. Needs a process in which kernels are not interpreted, and Triton 3.6 or later.
+In `stub_driver()` CPU tensors count as tensors of an H200. Host functions take the same decisions as there, Triton
+binds, specializes and compiles for sm_90 (and fills `TRITON_CACHE_DIR`), a second launch finds the compiled kernel, and
+the driver receives the arguments, checks them against the compiled signature, and stops. Results are undefined. Needs a
+process that does not interpret kernels, and Triton 3.6 or later.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from seqfuse.kernels import _launch, _operators
 from seqfuse.testing.compile import TRITON_DTYPES
 
 ARCHITECTURE, PROCESSORS, SHARED = 90, 132, 232_448
-"""Of an H200."""
+"""Those of an H200."""
 
-_numbers = itertools.count(1)  # Triton keeps what it compiled by the number of the device
+_numbers = itertools.count(1)  # Triton caches compiled kernels by device number
 
 
 @dataclasses.dataclass
 class Stub:
-    """What a stub driver was asked for.
+    """The activity of a stub driver.
 
     Args:
         launched: names of kernels, in the order of their launches.
-        compiled: names of kernels that were compiled, and not found in Triton's cache.
+        compiled: names of kernels that were compiled because Triton's cache did not have them.
         loaded: names of kernels that were loaded.
-        launcher: what a kernel's launcher is made of, its source and metadata, is given to this function.
-        capturing: whether a CUDA graph is said to be captured.
+        launcher: called with a kernel's source and metadata when its launcher is created.
+        capturing: whether torch reports that a CUDA graph is being captured.
     """
 
     launched: list[str] = dataclasses.field(default_factory=list)
@@ -52,14 +52,14 @@ class Stub:
 
 @contextlib.contextmanager
 def stub_driver(*, compiles: bool = True, checks: bool = True) -> Iterator[Stub]:
-    """A block in which kernels are launched on a GPU that is not there; not to be entered twice at a time.
+    """A block in which kernels are launched on a GPU that does not exist; must not be nested.
 
     Args:
-        compiles: whether kernels are compiled; without, the driver is handed the arguments all the same.
-        checks: whether the arguments of each launch are checked; without, a launch costs the host what it costs.
+        compiles: whether to compile kernels; if not, the driver still receives the arguments.
+        checks: whether to check the arguments of each launch; if not, a launch has its usual CPU overhead.
 
     Raises:
-        RuntimeError: where kernels are interpreted.
+        RuntimeError: if kernels are interpreted.
     """
     import triton.compiler
     from triton.runtime import driver
@@ -102,7 +102,7 @@ def stub_driver(*, compiles: bool = True, checks: bool = True) -> Iterator[Stub]
 
 
 def _device() -> int:
-    return -1  # that of a CPU tensor
+    return -1  # the device of a CPU tensor
 
 
 def _stream(device: int) -> int:
@@ -128,7 +128,7 @@ def _env_of(of: Callable[..., env.Env]) -> Callable[..., env.Env]:
 
 @contextlib.contextmanager
 def _allocating() -> Iterator[None]:
-    """Descriptors that a kernel makes are in memory that Triton asks for."""
+    """Let Triton allocate memory for the descriptors of kernels."""
     from triton.runtime import _allocation
 
     def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -171,7 +171,7 @@ def _uncompiled(stub: Stub, driver: _Driver) -> Callable[..., Any]:
 
 
 class _Utils:
-    """What Triton asks the driver for when it loads a kernel."""
+    """The driver functions that Triton calls to load a kernel."""
 
     def __init__(self, stub: Stub) -> None:
         self._stub = stub
@@ -187,7 +187,7 @@ class _Utils:
 
 
 class _Driver:
-    """The part of Triton's driver that a launch needs."""
+    """The part of Triton's driver that launches need."""
 
     def __init__(self, stub: Stub, checks: bool) -> None:
         self.utils = _Utils(stub)
@@ -222,10 +222,10 @@ class _Driver:
 def _launcher(stub: Stub, checks: bool) -> Any:
     from triton.backends.nvidia import driver
 
-    packed = hasattr(driver, "make_kernel_signature")  # a kernel's arguments are the last one, from Triton 3.7 on
+    packed = hasattr(driver, "make_kernel_signature")  # from Triton 3.7 on, the last argument holds the kernel's
 
     class Launcher(driver.CudaLauncher):
-        """Triton's own launcher, up to the function that calls the driver."""
+        """Triton's launcher, with a stub instead of the driver call."""
 
         def __init__(self, source: Any, metadata: Any) -> None:
             stub.launcher(source, metadata)
@@ -247,7 +247,7 @@ def _launcher(stub: Stub, checks: bool) -> Any:
 
 
 def _check(source: Any, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-    """Refuse arguments that the kernel was not compiled for."""
+    """Check that a kernel was compiled for these arguments."""
     signature: dict[str, Any] = source.signature
     name = source.fn.__name__
     assert all(0 < n < 2**31 for n in grid), f"{name}: grid {grid}"

@@ -1,12 +1,11 @@
-"""Bytes that interpreted kernels move, counted while they run: by launch, by argument, and how many had to be.
+"""Counts the bytes that interpreted kernels move, by launch and argument, and the least bytes needed.
 
-A memory-bound kernel is as fast as its bytes are few. Inside `counted()` every lane of a load or store that is not
-masked off is counted, those of descriptors within the bounds of their tensor, atomics twice; times of caches are no
-part of it.
+The time of a memory-bound kernel is proportional to its bytes. Inside `counted()` every unmasked lane of a load or
+store counts, lanes of descriptors if within the bounds of their tensor, atomics twice. Caches are not modeled.
 """
 
 # pyright: basic
-# The parts of Triton's interpreter that are watched have no types.
+# The watched parts of Triton's interpreter have no types.
 from __future__ import annotations
 
 import dataclasses
@@ -22,14 +21,14 @@ from seqfuse.testing.interpreter_bounds import ACCESSES, tensors_of
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """What one launch moved of one tensor.
+    """The bytes that one launch moved in one tensor.
 
     Args:
-        shape: the tensor's.
-        loaded: bytes read, as often as they are.
-        stored: bytes written, as often as they are.
-        loaded_once: bytes read, each counted once.
-        stored_once: bytes written, each counted once.
+        shape: shape of the tensor.
+        loaded: bytes read, including repetitions.
+        stored: bytes written, including repetitions.
+        loaded_once: distinct bytes read.
+        stored_once: distinct bytes written.
     """
 
     shape: tuple[int, ...]
@@ -49,10 +48,10 @@ class Launch:
     """One launch of one kernel.
 
     Args:
-        kernel: its name.
-        arguments: by the name of the parameter; a tensor in a tuple as `operands.1`. Where two arguments overlap, the
-            first has what is moved there.
-        outside: bytes that are in none of them: a fault of the kernel.
+        kernel: name of the kernel.
+        arguments: by parameter name; a tensor in a tuple as `operands.1`. Where two arguments overlap, bytes count for
+            the first one.
+        outside: bytes outside all arguments, which is a defect of the kernel.
     """
 
     kernel: str
@@ -78,7 +77,7 @@ class Traffic:
 
 
 class _Argument:
-    """Where a tensor lies, and which of its elements were moved."""
+    """The memory range of a tensor, and which of its elements were moved."""
 
     def __init__(self, tensor: Tensor) -> None:
         import numpy as np
@@ -91,7 +90,7 @@ class _Argument:
         self.seen = {kind: np.zeros(elements, dtype=bool) for kind in self.moved}
 
     def take(self, kind: str, addresses: Any) -> Any:
-        """Count the addresses that are its own; returns the others."""
+        """Count the addresses inside the tensor; returns the others."""
         own = (addresses >= self.first) & (addresses < self.end)
         places = (addresses[own] - self.first) // self.size
         self.moved[kind] += int(places.size) * self.size
@@ -104,7 +103,7 @@ class _Argument:
 
 
 class _Counter:
-    """The launch that is under way."""
+    """Counts for the current launch."""
 
     def __init__(self, arguments: dict[str, _Argument]) -> None:
         self.arguments = arguments
@@ -116,7 +115,7 @@ class _Counter:
         addresses = pointers.data.astype(np.int64)
         if mask is None:
             addresses = addresses.ravel()
-        else:  # of booleans, or of numbers where a kernel combined some with `&`
+        else:  # booleans, or integers if a kernel combined masks with `&`
             addresses = addresses[np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)]
         for argument in self.arguments.values():
             if not addresses.size:
@@ -127,10 +126,10 @@ class _Counter:
 
 @contextmanager
 def counted() -> Generator[Traffic]:
-    """A block in which what interpreted kernels load and store is counted, on the CPU, in one thread at a time.
+    """A block in which loads and stores of interpreted kernels are counted, on the CPU, in a single thread.
 
     Raises:
-        RuntimeError: for a version of Triton whose interpreter has other parts than the known ones.
+        RuntimeError: if the interpreter of this version of Triton differs from the known ones.
     """
     from triton.runtime import interpreter
 
@@ -182,7 +181,7 @@ def counted() -> Generator[Traffic]:
 
 
 def fewest(*tensors: Tensor | None) -> int:
-    """The least bytes that reading or writing these once each can take: what a stride of 0 repeats is there once."""
+    """The minimum bytes to read or write each of these tensors once, without repetitions by strides of 0."""
     distinct = {(t.data_ptr(), t.shape, t.stride()): t for t in tensors if t is not None}
     total = 0
     for t in distinct.values():
