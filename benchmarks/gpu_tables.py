@@ -229,7 +229,7 @@ def _choice(side: str) -> str:
 
 @drawn("gpu_memory", "gpu")
 def front(found: Results) -> Lines:
-    """Time against peak of layers, for each choice of memory: what torch counted, and what the plan says."""
+    """Time against peak memory of layers, for each memory choice, measured by torch and planned."""
     rows, lines = _of(found, "memory"), [where(found), ""]
     for row in rows:
         peak, times = {side: of["peak"] for side, of in row["memory"].items()}, row["times"]
@@ -255,7 +255,7 @@ def front(found: Results) -> Lines:
 
 @drawn("gpu_memory_summary", "gpu")
 def summary(found: Results) -> Lines:
-    """What README.md shows of `gpu_memory`: ratios alone."""
+    """The part of `gpu_memory` in README.md: only ratios."""
     lines: Lines = []
     for row in _of(found, "memory"):
         peak = {side: of["peak"] for side, of in row["memory"].items()}
@@ -281,7 +281,7 @@ RECIPES = {
 
 
 def recipes(of: str, found: Results) -> Lines:
-    """Milliseconds of a forward and backward pass of feed-forward blocks, or of a `Linear`, by each recipe."""
+    """Milliseconds of forward and backward passes of feed-forward blocks, or of a `Linear`, with each recipe."""
     rows = {name.rpartition("backward: ")[2]: row for name, row in found["rows"].items() if of in name}
     cells = [
         [name, *(r["times"][side]["median"] / 1000 if side in r["times"] else "" for r in rows.values())]
@@ -312,7 +312,7 @@ SCALES = {
 
 @drawn("gpu_quantize", "gpu_low_precision")
 def quantizing(found: Results) -> Lines:
-    """Microseconds of quantizing a tensor of each size, by what has a scale."""
+    """Microseconds to quantize a tensor of each size, by granularity of the scales."""
     rows = {n.removeprefix("quantize "): row["times"] for n, row in found["rows"].items() if n.startswith("quantize")}
     cells = [[name, *(round(times[how]["median"]) for times in rows.values())] for how, name in SCALES.items()]
     return table(("scales", *rows), cells)

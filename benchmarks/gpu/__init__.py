@@ -1,3 +1,3 @@
-"""The rows that need a GPU: what is measured, beside whom, how it is checked and timed."""
+"""Rows that need a GPU: contenders, inputs, checks and timing."""
 
 import record  # noqa: F401  # finds this library in a copy of the tree, where nothing is installed

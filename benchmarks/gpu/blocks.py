@@ -35,7 +35,7 @@ CHOICES: dict[str, Any] = {
     "seqfuse": "fast", "seqfuse balanced": "balanced", "seqfuse lean": "lean", "seqfuse 0.5": sf.Budget(part=0.5),
     "seqfuse 0.3": sf.Budget(part=0.3), "seqfuse least": "least",
 }  # fmt: skip
-LAYERS = 4  # of a stack
+LAYERS = 4  # layers of a stack
 RECIPES: dict[str, recipes.Recipe] = {
     "current": recipes.Float8CurrentScaling(),
     "delayed": recipes.Float8DelayedScaling(history=16),
@@ -43,7 +43,7 @@ RECIPES: dict[str, recipes.Recipe] = {
     "block": recipes.Float8BlockScaling(),
     "MX": recipes.MXFP8(),
 }
-FAR = 0.2  # of bfloat16, relative: what 8 bits may be, twice over
+FAR = 0.2  # maximum relative distance from bfloat16 of 8-bit results: twice what their rounding causes
 TINY = (Model(32, 64, 2, 2, 16, False, name="gpt"), Model(32, 48, 2, 2, 16, True, name="llama"))
 
 Make = Callable[[], Any]
@@ -52,7 +52,7 @@ unfused: Within = functools.partial(sf.fusing, False)  # pyright: ignore[reportA
 
 
 class Models:
-    """The models of one row on the weights of `ours`, which are made when they are first asked for."""
+    """The models of one row with the weights of `ours`, created on first use."""
 
     def __init__(self, sizes: Sizes, fused: Callable[..., Any], plainly: Callable[..., Any] = nn.Module) -> None:
         self.sizes, self.fused, self.plainly = sizes, fused, plainly
@@ -63,13 +63,13 @@ class Models:
         return self.fused(device=self.sizes.device, dtype=self.sizes.dtype)
 
     def choosing(self, memory: Any) -> Any:
-        """Ours with another choice of memory."""
+        """Seqfuse's model with another memory choice."""
         made = self.fused(device="meta", dtype=self.sizes.dtype)
         made.memory = memory
         return shared(made, self.ours)
 
     def torch(self, functions: plain.Functions | None = None) -> Any:
-        """In plain torch, or with somebody's kernels."""
+        """The model in plain torch, or with another library's kernels."""
         return shared(self.plainly(functions=functions, device="meta", dtype=self.sizes.dtype), self.ours)
 
     def ligers(self) -> Any:
@@ -80,37 +80,37 @@ class Models:
         ))  # fmt: skip
 
     def peers(self) -> dict[str, Make | None]:
-        """Ours, in plain torch, and by `torch.compile` in its first mode, if it is a peer."""
+        """Seqfuse's model, plain torch's, and the latter by `torch.compile` in its first mode, if that is a peer."""
         modes = self.sizes.compile_modes
         compiles = (lambda: compiled(self.torch(), modes[0])) if modes else None
         return {"seqfuse": lambda: self.ours, "eager": self.torch, "compile": compiles}
 
     def exact(self) -> Any:
-        """Ours in float64; to be run without fusions."""
+        """Seqfuse's model in float64, to be run without fusions."""
         return copy.deepcopy(self.ours).double()
 
 
 def models_of(what: str, spec: plain.Spec, sizes: Sizes, layers: int = 1) -> Models:
-    """Those of a block, of a layer or of a stack of layers."""
+    """The models of a block, a layer or a stack of layers."""
     plainly = functools.partial(plain.build, what, spec, layers=layers)
     return Models(sizes, functools.partial(plain.fused, what, spec, layers), plainly)
 
 
 def shared(model: Any, other: nn.Module) -> Any:
-    """A model on the tensors of another."""
+    """A model with the tensors of another."""
     model.load_state_dict(other.state_dict(), strict=True, assign=True)
     return model.requires_grad_()
 
 
 def again(model: Any) -> Any:
-    """Another one with the same parameters."""
+    """A copy of a model with the same parameters."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def trained(model: Make, within: Within = contextlib.nullcontext, leaves: Sequence[str] = ("x",)) -> Contender:
-    """Result and all gradients, as a step of training makes them, of a model that is made when it is first used.
+    """Result and all gradients, as in a training step, of a model that is created on first use.
 
-    It takes x, and the other inputs but dy by name; `leaves` are those that have gradients.
+    The model takes x, and the other inputs except dy by name; `leaves` are the inputs with gradients.
     """
 
     def prepare(inputs: Inputs) -> Run:
@@ -137,10 +137,11 @@ def passes(
     how: Callable[[Make, Within], Contender] = trained, same: bool = True, within: Mapping[str, Within] | None = None,
     **rest: Any,
 ) -> Case:  # fmt: skip
-    """A row of whole models on the same weights, which are made when they are first used; `None` is a peer not there.
+    """A row of whole models with the same weights, created on first use; `None` for a missing peer.
 
-    Of what makes a model, `how` gives what is measured, and `within` by contender a block in which it runs. Where not
-    all draw the `same` dropout, each has a generator of its own, and peers are not compared. `rest` is of the `Case`.
+    `how` turns the creation of a model into the measured contender; `within` has blocks to run contenders in, by name.
+    If not all draw the `same` dropout masks, each has its own generator, and peers are not compared. `rest`: as in
+    `Case`.
     """
     once = {n: functools.cache(make) for n, make in models.items() if make is not None}
     contenders = {n: how(make, (within or {}).get(n, contextlib.nullcontext)) for n, make in once.items()}
@@ -154,12 +155,12 @@ def passes(
 
 
 def spec_of(model: Model, dropout: float = 0.0) -> plain.Spec:
-    """Its layer; dropout is of GPT models alone."""
+    """The layer of a model; only GPT models have dropout."""
     return dataclasses.replace(model, dropout=0.0 if model.llama else dropout)
 
 
 def flops(what: str, model: Model, rows: int, sequence: int) -> float:
-    """Of a forward pass: products, and the lower triangle of attention."""
+    """FLOPs of a forward pass: GEMMs, and the lower triangle of attention."""
     mlp = 2.0 * rows * model.H * model.F * (3 if model.llama else 2)
     attention = 2.0 * rows * model.H * (model.packed + model.heads * model.head_dim)
     attention += 2.0 * rows * sequence * model.heads * model.head_dim
@@ -167,7 +168,7 @@ def flops(what: str, model: Model, rows: int, sequence: int) -> float:
 
 
 def drawn(sizes: Sizes, model: Model, *names: str) -> Any:
-    """Inputs [B, S, H] of as many rows as asked for."""
+    """A function that draws inputs [B, S, H] with the requested number of rows."""
 
     def make(rows: int, seed: int) -> Inputs:
         S = min(sizes.sequence, rows)
@@ -195,7 +196,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, best: bool = False) -> Case:
-    """A block beside what `torch.compile` can do at best, or in its first mode and the other peers."""
+    """A block against `torch.compile` in its best mode, or against its first mode and the other peers."""
     spec = spec_of(model, sizes.dropout if what == "layer" else 0.0)
     of = models_of(what, spec, sizes)
     models, lean = of.peers(), what == "feedforward" and not model.llama
@@ -222,7 +223,7 @@ def _prefill(sizes: Sizes, model: Model) -> Case:
 
 
 def host_cases(sizes: Sizes) -> Iterator[Case]:
-    """The blocks of the host target on a GPU; 16 wide, 4 rows: only the host counts."""
+    """The blocks of the target for CPU overhead on a GPU: with 16 columns and 4 rows only the overhead matters."""
     for llama in (False, True) if sizes.device.type == "cuda" else ():
         model = Model(16, 16, 1, 1, 16, llama, name="llama" if llama else "gpt")
         of = models_of("feedforward", model, sizes)
@@ -233,7 +234,7 @@ def host_cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def memory_cases(sizes: Sizes) -> Iterator[Case]:
-    """A few layers of the main models: eager, each layer checkpointed, and each choice of `memory=`."""
+    """A few layers of the main models: eager, with each layer checkpointed, and with each choice of `memory=`."""
     rows = sizes.tokens[0]
     for place, model in enumerate(sorted(mains(sizes) or sizes.models, key=lambda m: not m.llama)):
         of = models_of("stack", model, sizes, LAYERS)
@@ -248,7 +249,7 @@ def memory_cases(sizes: Sizes) -> Iterator[Case]:
 
 
 def _choices(of: Models, inputs: Inputs) -> dict[str, Any]:
-    """What the plan of each choice says that it saves and holds at most, without parameters' gradients."""
+    """Saved and peak bytes of each memory choice's plan, without gradients of parameters."""
     found: dict[str, Any] = {}
     for name, memory in CHOICES.items():
         plan = of.choosing(memory).plan(inputs["x"].detach().requires_grad_())
@@ -257,7 +258,7 @@ def _choices(of: Models, inputs: Inputs) -> dict[str, Any]:
 
 
 class Loop(nn.Module):
-    """Each expert by itself: its tokens are found, which the host waits for, and added where they belong."""
+    """A loop over experts: each finds its tokens, which synchronizes, and adds its outputs to the result."""
 
     def __init__(self, up: nn.Parameter, down: nn.Parameter) -> None:
         super().__init__()
@@ -287,7 +288,7 @@ class Theirs(nn.Module):
 
 
 def experts(mixture: Mixture, **made: Any) -> sf.Sequential:
-    """Ours."""
+    """Seqfuse's experts."""
     count, H, F = mixture.experts, mixture.H, mixture.F
     up = ops.GroupedLinear(count, H, 2 * F, bias=False, **made)
     down = ops.GroupedLinear(count, F, H, bias=False, **made)
@@ -295,23 +296,23 @@ def experts(mixture: Mixture, **made: Any) -> sf.Sequential:
 
 
 def of_one_expert(outputs: Outputs) -> Outputs:
-    """Results with the gradients of the first expert's weights: of all they are billions of numbers in float64."""
+    """Results with the gradients of only the first expert's weights: all would be billions of float64 values."""
     return [*outputs[:3], *(None if t is None else t[:1] for t in outputs[3:])]
 
 
 def expert_cases(sizes: Sizes) -> Iterator[Case]:
-    """Every mixture."""
+    """A row for each mixture."""
     return (_experts(sizes, mixture) for mixture in sizes.mixtures)
 
 
 def _experts(sizes: Sizes, mixture: Mixture) -> Case:
-    """Without the router: its scores differ by roundings, and with them the experts of some tokens."""
+    """Without the router: rounding of its scores changes the experts of some tokens."""
     of, rows = Models(sizes, functools.partial(experts, mixture)), sizes.tokens[0]
 
     def make(tokens: int, seed: int) -> Inputs:
         draw = generator(sizes.device, seed)
         scores = torch.randn(tokens, mixture.experts, generator=draw, device=sizes.device)
-        scores = scores + 0.5 * torch.randn(mixture.experts, generator=draw, device=sizes.device)  # of unequal load
+        scores = scores + 0.5 * torch.randn(mixture.experts, generator=draw, device=sizes.device)  # unequal load
         probs, chosen = scores.softmax(-1).topk(mixture.top_k, -1)
         tensors = normal(dict.fromkeys(("x", "dy"), (tokens, mixture.H)), seed, sizes.device, sizes.dtype)
         return {**tensors, "experts": chosen, "probs": probs / probs.sum(-1, keepdim=True)}
@@ -336,10 +337,10 @@ def _experts(sizes: Sizes, mixture: Mixture) -> Case:
 
 
 def recipe_cases(sizes: Sizes) -> Iterator[Case]:
-    """A Linear and a block of the main models, in bfloat16 alone and under each recipe, beside what users write.
+    """A Linear and a block of the main models, in bfloat16 and with each recipe, against handwritten FP8 modules.
 
-    That are modules with torch's 8-bit GEMM under current scaling, eager and compiled; of a Linear also the GEMMs
-    alone, of operands that are there already, which no recipe can be faster than.
+    The latter use torch's 8-bit GEMM with current scaling, eager and compiled; for a Linear also only the GEMMs, on
+    existing operands, a lower bound on the time of every recipe.
     """
     rows = max(32, sizes.tokens[0])
     for model in reversed(mains(sizes) or TINY) if sizes.dtype is torch.bfloat16 else ():
@@ -359,14 +360,14 @@ def _linear(model: Model, sequence: Any, linear: Any, functions: Any = None, **m
 
 
 def _recipes(of: Models, name: str, model: Model, rows: int, width: int) -> Case:
-    """A module under each recipe; one that has no kernels here is left out."""
+    """A module with each recipe; recipes without kernels here are left out."""
 
     def make(rows: int, seed: int) -> Inputs:
         return normal({"x": (rows, model.H), "dy": (rows, width)}, seed, of.sizes.device, of.sizes.dtype)
 
     def under(recipe: recipes.Recipe) -> Any:
         made = sf.Sequential(of.choosing("fast"), recipe=recipe)
-        if recipe.keeps_state:  # of which the first step has scales of 1
+        if recipe.keeps_state:  # its scales are 1 in the first step
             trained(lambda: made).prepare(make(rows, 1))()
             sf.update_scales(made)
         return made
@@ -382,7 +383,7 @@ def _recipes(of: Models, name: str, model: Model, rows: int, width: int) -> Case
 
 
 def _gemms(model: Model, sizes: Sizes, rows: int, fast: bool) -> Contender:
-    """The three GEMMs of a Linear, of quantized tensors along rows and columns."""
+    """The three GEMMs of a Linear on tensors quantized along rows and columns."""
 
     def prepare(_: Inputs) -> Run:
         one = torch.ones((), device=sizes.device)
@@ -398,7 +399,7 @@ def _gemms(model: Model, sizes: Sizes, rows: int, fast: bool) -> Contender:
 
 
 class ByHand(nn.Linear):
-    """A Linear of 8-bit GEMMs under current scaling, as one writes it with torch alone."""
+    """A Linear with 8-bit GEMMs and current scaling, as users write it with torch."""
 
     def forward(self, input: Tensor) -> Tensor:
         y: Any = _ByHand.apply(input.reshape(-1, self.in_features), self.weight)
@@ -407,7 +408,7 @@ class ByHand(nn.Linear):
 
 
 def by_hand(model: nn.Module) -> nn.Module:
-    """A copy of a model on its weights, each Linear of which is by hand."""
+    """A copy of a model with its weights, and `ByHand` instead of each Linear."""
     made = again(model)
     for linear in made.modules():
         if type(linear) is nn.Linear:
@@ -439,7 +440,7 @@ def _quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class Float64(TorchFunctionMode):
-    """Casts to float32 give float64: models that cast norms or softmax would make the reference a float32 one."""
+    """Turns casts to float32 into float64: models that cast norms or softmax would have a float32 reference."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs or {}))
@@ -447,7 +448,7 @@ class Float64(TorchFunctionMode):
 
 
 class OfVectors(nn.Module):
-    """A model of Hugging Face without its embeddings: x [B, S, H] to the last hidden state."""
+    """A Hugging Face model without its embeddings: x [B, S, H] to the last hidden state."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -459,21 +460,21 @@ class OfVectors(nn.Module):
 
 
 def converted(model: OfVectors, **options: Any) -> OfVectors:
-    # Rows are measured at one shape and checked at a smaller one, which must not make sizes of the graph symbols.
+    # Rows are timed at one shape and checked at a smaller one, which must not make the graph's sizes dynamic.
     torch._dynamo.config.automatic_dynamic_shapes = False  # pyright: ignore[reportPrivateUsage]
     sf.convert(model.inner, **options)
     return model
 
 
 def with_liger(model: OfVectors) -> Callable[[Tensor], Tensor]:
-    """A Llama with Liger's kernels, whose patch of RoPE, a function that all Llamas call, lasts for its calls alone."""
+    """A Llama with Liger's kernels; its patch of RoPE, a function of all Llamas, is active only during its calls."""
     library: Any = module("liger_kernel.transformers")
     theirs: Any = module("transformers.models.llama.modeling_llama")
     before = dict(vars(theirs))
     library.apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=model.inner)
     rope = theirs.apply_rotary_pos_emb
     vars(theirs).update(before)
-    model.inner.norm.in_place = False  # it would write over the gradient that all contenders are given
+    model.inner.norm.in_place = False  # otherwise it overwrites the incoming gradient, which all contenders share
 
     def run(x: Tensor) -> Tensor:
         theirs.apply_rotary_pos_emb = rope
@@ -487,7 +488,7 @@ def with_liger(model: OfVectors) -> Callable[[Tensor], Tensor]:
 
 
 def without_zeros(contender: Contender, model: Callable[[], nn.Module]) -> Contender:
-    """Without gradients of keys' biases, which are zero but for roundings: softmax subtracts what they add."""
+    """Without gradients of keys' biases, which are zero except for rounding, since softmax cancels these biases."""
 
     def prepare(inputs: Inputs) -> Run:
         call, names = contender.prepare(inputs), [name for name, _ in model().named_parameters()]
@@ -498,7 +499,7 @@ def without_zeros(contender: Contender, model: Callable[[], nn.Module]) -> Conte
 
 
 def converted_cases(sizes: Sizes) -> Iterator[Case]:
-    """Layers of three models, forward and backward."""
+    """Layers of three converted models, forward and backward."""
     if importlib.util.find_spec("transformers") is not None:
         named = {model.name: model for model in sizes.models}
         bert = Model(1024, 4096, 16, 16, 64, False, name="bert-large")
@@ -520,7 +521,7 @@ def _converted(sizes: Sizes, model: Model, family: str, priority: int, sequence:
             inner: Any = plain.hugging(f"{family}Model", model.H, layers, length, **more)
         with torch.no_grad():
             for p in inner.to(sizes.dtype).train().parameters():
-                if p.ndim == 1:  # those that start from zero or one would hide errors
+                if p.ndim == 1:  # parameters of all zeros or ones would hide errors
                     p.add_(torch.randn_like(p), alpha=0.1)
         inner.get_input_embeddings().requires_grad_(False)
         return OfVectors(inner)
@@ -536,7 +537,7 @@ def _converted(sizes: Sizes, model: Model, family: str, priority: int, sequence:
         "converted: forward + backward", f"{model.name} x {layers} {rows}", sizes, model, rows, models,
         lambda: copy.deepcopy(eager()).double(), how=lambda make, within: without_zeros(trained(make, within), eager),
         priority=priority, make=drawn(dataclasses.replace(sizes, sequence=length), model, "x", "dy"),
-        # Rows of gradients of queries are mostly one early token's: tests/gpu judges these over several draws.
+        # One early token dominates rows of queries' gradients: tests/gpu judges these over several draws.
         judged=lambda outputs: outputs[:2], flops=3 * layers * flops("layer", model, rows, length),
         shape={"layers": layers},
     )  # fmt: skip

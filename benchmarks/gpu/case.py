@@ -1,4 +1,4 @@
-"""A row: what is computed, of which random numbers, by whom; the fewest bytes it takes; whether results are right."""
+"""A row: its computation, inputs, contenders, minimum bytes, and the check of its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Inputs = dict[str, Tensor]
 Outputs = Sequence[Tensor | None]
 Run = Callable[[], Outputs]
 
-# Norm of the difference over the norm, in pieces of the rows: two right results differ by a few roundings.
+# Norm of the difference over the norm, in pieces of the rows: correct results differ by a few roundings.
 NEAR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 PIECES = 64
 
@@ -25,49 +25,49 @@ PIECES = 64
 class Contender:
     """One way to compute a row."""
 
-    prepare: Callable[[Inputs], Run]  # for one set of inputs, what is timed; what it does itself is not
-    own: Callable[[], Sequence[Tensor]] = tuple  # parameters, which are not counted
-    checked: bool = True  # whether its results can be compared with the others'; own dropout cannot
-    near: float | None = None  # how far they may be, as a part of them, where it rounds more than the others
+    prepare: Callable[[Inputs], Run]  # prepares a set of inputs, untimed, and returns the timed call
+    own: Callable[[], Sequence[Tensor]] = tuple  # parameters, which are not counted as saved
+    checked: bool = True  # whether its results can be compared; not with its own dropout
+    near: float | None = None  # relative distance allowed if it rounds more than the others
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row, and everything that is needed to measure it."""
+    """A row, with everything needed to measure it."""
 
-    group: str  # rows of one kind, which a target speaks of
-    name: str  # with its shape; unique in its group
+    group: str  # rows of one kind, which targets refer to
+    name: str  # includes the shape; unique in its group
     dtype: torch.dtype
-    make: Callable[[int, int], Inputs]  # inputs of that many rows, drawn from a seed, on a device
-    rows: int  # of the timed inputs
-    contenders: Mapping[str, Contender]  # by name; `seqfuse` and `eager` are among them, others may be peers
-    checked_rows: int = 512  # on which the numeric rule is asked, against float64
-    exact: Contender | None = None  # the same in float64; what eager does, if left out
-    unfused: Contender | None = None  # what the rule compares with; eager, if left out
-    judged: Callable[[Outputs], Outputs] = lambda outputs: outputs  # of these the rule is asked; all are compared
+    make: Callable[[int, int], Inputs]  # draws inputs with this many rows from a seed
+    rows: int  # number of rows of the timed inputs
+    contenders: Mapping[str, Contender]  # by name; `seqfuse`, `eager` and maybe peers
+    checked_rows: int = 512  # rows for the error bound, against float64
+    exact: Contender | None = None  # the computation in float64; by default eager's
+    unfused: Contender | None = None  # the unfused side of the error bound; by default eager
+    judged: Callable[[Outputs], Outputs] = lambda outputs: outputs  # results for the error bound; all are compared
     flops: float = 0.0  # of one call
-    fewest: int | None = None  # bytes that one call has to move; if left out, inputs and results of `seqfuse` once each
-    priority: int = 5  # rows of low numbers are measured first
-    as_called: bool = False  # whether the time with the host in it is taken as well
-    anywhere: bool = False  # whether eager and unfused are functions of the inputs alone, which a CPU can compute, too
+    fewest: int | None = None  # minimum bytes of one call; by default inputs and results of `seqfuse`
+    priority: int = 5  # rows with low numbers are measured first
+    as_called: bool = False  # whether to measure the time with CPU overhead, too
+    anywhere: bool = False  # whether eager and unfused also run on a CPU
     shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # numbers for tables
-    notes: Callable[[Inputs], Mapping[str, Any]] = lambda _: {}  # what else is to be written down
+    notes: Callable[[Inputs], Mapping[str, Any]] = lambda _: {}  # further data for the file
 
     @property
     def key(self) -> str:
-        """What a row is found by."""
+        """The unique key of a row."""
         return f"{self.group}: {self.name}"
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
-    """What numbers are drawn from."""
+    """A random generator with a seed."""
     return torch.Generator(device).manual_seed(seed)
 
 
 def normal(
     shapes: Mapping[str, tuple[int, ...]], seed: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Tensors of normal numbers; rows alone, such as weights, are near one."""
+    """Tensors of normal values; 1-D tensors, such as weights, are near one."""
     draw = generator(device, seed)
     found: dict[str, Tensor] = {}
     for name, shape in shapes.items():
@@ -77,22 +77,22 @@ def normal(
 
 
 def run(contender: Contender, inputs: Inputs) -> list[Tensor | None]:
-    """Its results, once, from a fixed seed of torch's generators."""
+    """Results of one call, from a fixed seed of torch's generators."""
     call = contender.prepare(inputs)
     torch.manual_seed(0)
     return [None if t is None else t.detach() for t in call()]
 
 
 def copied(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    """The same numbers in tensors of their own, floating-point ones in another dtype if one is given."""
+    """Copies of the inputs, floating-point ones in another dtype if given."""
     return {n: t.detach().clone().to(dtype if t.is_floating_point() else None) for n, t in inputs.items()}
 
 
 def by_the_rule(case: Case) -> None:
-    """Raises unless the results of `seqfuse` are right by the numeric rule, on some of the rows.
+    """Raises unless the results of `seqfuse` are within the error bound, on some of the rows.
 
-    Where it alarms on a GPU, errors of eager torch count as well as those of what is unfused, and in float32 those of a
-    CPU where a row can be had there: libraries add up in other orders.
+    If it fails on a GPU, errors of eager torch widen the bound, and in float32 those of a CPU, if the row can run
+    there, since libraries sum in different orders.
     """
     eager, rows = case.contenders["eager"], min(case.rows, case.checked_rows)
     unfused = case.unfused or eager
@@ -115,21 +115,21 @@ def by_the_rule(case: Case) -> None:
 
 
 def distance(one: Outputs, other: Outputs) -> float:
-    """The largest relative distance of any piece of any result; infinite where one is not finite or missing."""
+    """The largest relative distance of any piece of any result; infinite if one is missing or not finite."""
     worst = 0.0
     for a, b in zip(one, other, strict=True):
         if a is None:
-            continue  # a peer that does not give it
+            continue  # the peer does not return it
         if b is None or a.shape != b.shape:
             return math.inf
         a, b = (t.detach().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (a, b))
         whole = b.float().norm() / max(1, b.numel()) ** 0.5
-        # A row alone may be of a few numbers that nearly cancel. Pieces are fewer only for results of less than 512
-        # rows, all or most of which `by_the_rule` judges as well.
+        # A single row may consist of a few values that nearly cancel. There are fewer pieces only if a result has less
+        # than 512 rows, all or most of which `by_the_rule` judges, too.
         pieces = max(1, min(PIECES, len(b) // 8))
         for left, right in zip(a.tensor_split(pieces), b.tensor_split(pieces), strict=True):
             difference = (left.float() - right.float()).norm()
-            # A piece of small numbers is as far off as the rest: rows are added up to sums of any size.
+            # A piece of small values may be as far off as the rest: sums over rows may have any magnitude.
             size = torch.maximum(right.float().norm(), whole * right.numel() ** 0.5)
             found = float(difference / size.clamp_min(1e-30))
             worst = max(worst, found if math.isfinite(found) else math.inf)
@@ -137,7 +137,7 @@ def distance(one: Outputs, other: Outputs) -> float:
 
 
 def reds(case: Case, inputs: Inputs) -> dict[str, str]:
-    """Why contenders cannot be trusted on all rows: far from what is unfused, or an error. Others are not named."""
+    """By contender, why its results on all rows are wrong: too far from the unfused ones, or an error."""
     wrong: dict[str, str] = {}
     right = case.unfused or case.contenders["eager"]
     wanted = run(right, copied(inputs))
@@ -152,7 +152,7 @@ def reds(case: Case, inputs: Inputs) -> dict[str, str]:
         except Exception as error:
             wrong[name] = f"raised {said(error)}"
             continue
-        # Ours rounds no more often than what is unfused; others may round elsewhere.
+        # Seqfuse rounds no more often than the unfused operations; others may round elsewhere.
         if off > (contender.near or NEAR[case.dtype] * (1 if name.startswith("seqfuse") else 3)):
             wrong[name] = f"results are {off:.2g} from what they should be"
     return wrong
@@ -165,15 +165,15 @@ def said(error: BaseException) -> str:
 
 
 def fewest_bytes(case: Case, inputs: Inputs, outputs: Outputs) -> int:
-    """Each input read once, each result written once."""
+    """The bytes of each input read once and each result written once."""
     if case.fewest is not None:
         return case.fewest
     return sum(t.nbytes for t in (*inputs.values(), *outputs) if t is not None)
 
 
 def counted(step: Callable[[], Any], own: Sequence[Tensor]) -> int:
-    """Bytes of all storages that a forward pass keeps for a backward, each once, but those of its own parameters."""
-    # By the storage itself: a fake one has no address.
+    """Bytes of all storages that a forward pass saves for backward, each once, without its parameters."""
+    # By storage, since fake storages have no address.
     mine = {t.untyped_storage()._cdata for t in own}
     found: dict[int, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""How long calls take, of sides that take turns: on a device, on the host, on one thread; and what a device can do."""
+"""Times calls of alternating sides: on a device, on the host, on one thread; and measures limits of a device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], Any]
-# Cycles of the fastest clock there is: a sleep is as long as it was asked to be, or longer.
+# Cycles of the fastest clock of any GPU: a sleep takes at least the requested time.
 _CYCLES_PER_MICROSECOND = 2000
 _SHORTEST_SLEEP = 200.0
 _LONGEST_SLEEP = 50_000.0
-# A device queues about a thousand launches, for which the host needs less than this: with one more it waits for the
-# device, however long that sleeps. So of several calls fewer are timed at once then.
+# A device queues about a thousand launches, which take the host less than this: with one more, the host waits for the
+# device, however long that sleeps. Then fewer calls are timed at once.
 _LONGEST_OF_SEVERAL = 12_000.0
 
 
 class Times(NamedTuple):
-    """Microseconds of one call: median, quartiles, and how many samples they are of."""
+    """Microseconds of one call: median, quartiles, and number of samples."""
 
     median: float
     low: float
@@ -33,13 +33,13 @@ class Times(NamedTuple):
 
 
 class OnHost:
-    """Time on the host, until the device is done."""
+    """Time on the host until the device is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._wait: Call = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def sample(self, calls: Sequence[Call]) -> float:
-        """Microseconds of one of several calls, which are made once each."""
+        """Microseconds per call, for one run of each of several calls."""
         self._wait()
         begun = time.perf_counter_ns()
         for call in calls:
@@ -51,9 +51,9 @@ class OnHost:
 class OnDevice:
     """Time on the device between two events, while the host is ahead.
 
-    The device sleeps until the host has launched everything, so that what a launch costs the host is not in the time;
-    a sleep that was too short is doubled, and the sample taken again. Calls of more launches than a device queues are
-    timed in parts. `exposed` counts those where that was no use.
+    The device sleeps until the host has launched everything, so that CPU overhead does not count; if the sleep was too
+    short, it is doubled and the sample repeated. Calls with more launches than a device queues are timed in parts.
+    `exposed` counts samples for which neither was enough.
     """
 
     def __init__(self) -> None:
@@ -61,9 +61,9 @@ class OnDevice:
         self.forget()
 
     def forget(self) -> None:
-        """Begin again with a short sleep and all calls at once: what follows are other calls."""
+        """Start again with a short sleep and all calls at once, for other calls."""
         self._sleep = _SHORTEST_SLEEP
-        self._together: dict[int, int] = {}  # by the `id` of several calls, how many of them are timed at once
+        self._together: dict[int, int] = {}  # by the `id` of a list of calls, how many are timed at once
 
     def sample(self, calls: Sequence[Call]) -> float:
         while True:
@@ -75,7 +75,7 @@ class OnDevice:
             self._together[id(calls)] = -(-size // 2)
 
     def _timed(self, calls: Sequence[Call]) -> float | None:
-        """Milliseconds of all of these; `None` where the device may not queue them all."""
+        """Milliseconds of all of these; `None` if the device may be unable to queue them all."""
         cuda: Any = torch.cuda
         start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         while True:
@@ -101,10 +101,10 @@ def interleaved(
     contenders: Mapping[str, Sequence[Call]], clock: Clock, *, seconds: float = 0.25, least: int = 7, most: int = 31,
     now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:  # fmt: skip
-    """Sample the contenders by turns, A B C, C B A, ..., for about `seconds` each, in `least` to `most` rounds.
+    """Sample the contenders alternately, A B C, C B A, ..., for about `seconds` each, in `least` to `most` rounds.
 
-    Two rounds warm up. The calls of a sample are the same on several sets of inputs, so that none finds its own in the
-    cache. `now` tells how far the seconds have gone.
+    Two rounds warm up. The calls of a sample are the same on several sets of inputs, so that no inputs are in the
+    cache. `now` is the clock that limits the seconds.
     """
     if isinstance(clock, OnDevice):
         clock.forget()
@@ -124,25 +124,25 @@ def interleaved(
 
 
 class Ceilings(NamedTuple):
-    """The speed of a copy, read and written, and of GEMMs of cuBLAS by dtype."""
+    """The speed of a copy, read and written, and of cuBLAS GEMMs by dtype."""
 
     copy_TB_per_s: float
     cublas_TFLOP_per_s: dict[str, float]
 
     def floor(self, least: int, flops: float, dtype: torch.dtype) -> float:
-        """The fewest microseconds: memory alone, or products alone."""
+        """The minimum microseconds, limited by memory or by GEMMs."""
         return max(least / self.copy_TB_per_s, flops / self.cublas_TFLOP_per_s[name_of(dtype)]) / 1e6
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """`bfloat16` and the like."""
+    """The name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def ceilings(
     clock: Clock, device: torch.device, dtypes: tuple[torch.dtype, ...], *, numel: int = 2**29, side: int = 8192
 ) -> Ceilings:
-    """Copy `numel` elements of two bytes, and multiply square matrices, of random numbers."""
+    """Copy `numel` elements of two bytes, and multiply square matrices of random values."""
     sources = [torch.randn(numel, device=device, dtype=torch.bfloat16) for _ in range(2)]
     copies = [functools.partial(torch.empty_like(source).copy_, source) for source in sources]
     copy = 4 * numel / interleaved({"copy": copies}, clock, seconds=1.0)["copy"].median / 1e6
@@ -156,13 +156,13 @@ def ceilings(
     return Ceilings(copy, rates)
 
 
-Ratios = dict[str, float]  # seconds of a step, and of the ratios to eager the median and the quartiles
+Ratios = dict[str, float]  # seconds of a step; median and quartiles of the ratio to eager
 
 
 def paired(sides: Mapping[str, Call], rounds: int, seconds: float = 0.0, warm: int = 10) -> dict[str, Ratios]:
-    """Time sides in turn, `eager` among them, each for about `seconds` in a round; the first side of a round changes.
+    """Time sides alternately, `eager` among them, each for about `seconds` in a round; the order rotates.
 
-    Times are those of the thread, which other processes do not add to.
+    Times are of the thread, so that other processes do not count.
     """
     torch.set_num_threads(1)
     steps = dict.fromkeys(sides, 1)
@@ -175,7 +175,7 @@ def paired(sides: Mapping[str, Call], rounds: int, seconds: float = 0.0, warm: i
         for name in order:
             times[name].append(_timed(sides[name], steps[name]))
         order.append(order.pop(0))
-        gc.collect()  # here, so that no side pays for the garbage of another
+        gc.collect()  # so that no side collects the garbage of another
     found: dict[str, Ratios] = {}
     for name, own in times.items():
         low, middle, high = statistics.quantiles([t / e for t, e in zip(own, times["eager"], strict=True)], n=4)
@@ -195,7 +195,7 @@ def _timed(run: Call, steps: int) -> float:
 
 
 def step_of(call: Callable[[], Tensor], g: Tensor | None = None, clears: Iterable[Tensor] = ()) -> Call:
-    """Forward and backward, after which some tensors have no gradients."""
+    """Forward and backward, after which the gradients of some tensors are cleared."""
     cleared = list(clears)
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""Rows of one kernel each: norms, point-wise kernels, cross-entropy, rotary embedding, attention, decoding."""
+"""Rows of one kernel each: norms, pointwise kernels, cross-entropy, RoPE, attention, decoding."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ EPS, P = 1e-5, 0.1
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """RMSNorm, or LayerNorm where there is a bias, in plain torch."""
+    """RMSNorm, or LayerNorm if there is a bias, in plain torch."""
     own = (x, weight.shape, weight)
     return F.rms_norm(*own, EPS) if bias is None else F.layer_norm(*own, bias, EPS)
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Residual sum, then a norm; also the sum."""
+    """Residual sum and its norm; also returns the sum."""
     stream = x + residual
     return norm(stream, weight, bias), stream
 
@@ -52,13 +52,13 @@ def _quack(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Any:
 
 
 def _norm(inputs: Inputs, **around: Any) -> Any:
-    """The forward of our kernels, of either norm."""
+    """Seqfuse's forward kernel of either norm."""
     bias = inputs.get("bias")
     return norm_fwd(inputs["x"], inputs["weight"], bias, EPS, centered=bias is not None, **around)
 
 
 def _norm_forward(*around: str, **more: Any) -> Callable[[Inputs], Run]:
-    """The norm, or with what is before it also the stream."""
+    """The norm; with a prologue, also the residual stream."""
     return lambda inputs: lambda: _norm(inputs, **{n: inputs[n] for n in around}, **more)[: 2 if around else 1]
 
 
@@ -75,7 +75,7 @@ def _norm_backward(inputs: Inputs) -> Run:
 
 
 def _with_stream(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    """A norm and its input: with the gradients of both, that of the stream is added."""
+    """A norm and its input, so that the gradient of the residual stream is added."""
     return lambda x, **rest: (function(x, **rest), x.view_as(x))
 
 
@@ -88,7 +88,7 @@ def _own_mask(x: Tensor, seed: Tensor, **rest: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms(sizes: Sizes) -> Iterator[Case]:
-    """Both norms at each shape; the second one and what is left over come later."""
+    """Both norms at each shape; LayerNorm and the remaining shapes come later."""
     shapes = [(*shape, 0) for shape in sizes.norms] + [(*shape, 6) for shape in sizes.more_norms]
     for rank, (rows, columns, late) in enumerate(shapes):
         for centered in (False, True):
@@ -127,7 +127,7 @@ def _norms(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone: b
         )  # fmt: skip
 
 
-# Under names of our own: arguments are passed by name.
+# With our parameter names, since arguments are passed by name.
 EAGER: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x),
     "silu": lambda x: F.silu(x),
@@ -142,9 +142,9 @@ def gated(x: Tensor) -> Tensor:
 
 
 def chain(*steps: Any) -> Callable[[Inputs], Run]:
-    """A chain of our point-wise kernel, and everything that it gives: of x, or of dy and what a forward pass took.
+    """A chain of seqfuse's pointwise kernel with all its results: on x, or on dy with the input of a forward pass.
 
-    With a bias that is the sum, which is there, as a product leaves it.
+    With a bias, this input is the sum, which exists already, as after a GEMM.
     """
 
     def prepare(inputs: Inputs) -> Run:
@@ -156,7 +156,7 @@ def chain(*steps: Any) -> Callable[[Inputs], Run]:
 
 
 def pointwise(sizes: Sizes) -> Iterator[Case]:
-    """Over (tokens, F) of each model."""
+    """Pointwise kernels on (tokens, F) of each model."""
     classes: set[int] = set()
     for rank, model in enumerate(sorted(sizes.models, key=lambda m: m.name not in MAIN)):
         if len(sizes.models) > 2 and rank > 1 and model.name not in ("gpt2-xl", "llama3-1b"):
@@ -197,7 +197,7 @@ def _rope_cases(sizes: Sizes, model: Model, late: int) -> Iterator[Case]:
     x, dy, heads = {"x": (-1, S, model.packed)}, {"dy": (-1, S, model.packed)}, (known, kv, Rotation("half", D))
 
     def eager(x: Tensor) -> Tensor:
-        """Rotation of packed heads in float32, as Hugging Face does where it is careful."""
+        """RoPE of packed heads in float32, as in some Hugging Face models."""
         turned, values = x.unflatten(-1, (-1, D)).transpose(-3, -2).split([known + kv, kv], -3)
         turned = plain.rotated(turned, *plain.angles(S, D, x))
         return torch.cat((turned, values), -3).transpose(-3, -2).flatten(-2)
@@ -210,7 +210,7 @@ def _rope_cases(sizes: Sizes, model: Model, late: int) -> Iterator[Case]:
 
 
 def _loss_case(sizes: Sizes, model: Model, late: int) -> Case:
-    """Loss and gradient of the logits; those who write the one over the other are given a copy once."""
+    """Loss and gradient of the logits; contenders that overwrite logits by gradients get one copy, untimed."""
     M, V = sizes.tokens[0], model.V
 
     def make(rows: int, seed: int) -> Inputs:
@@ -257,16 +257,16 @@ def attentions(sizes: Sizes) -> Iterator[Case]:
 
 
 def _seen(length: int, window: int, device: torch.device) -> Tensor:
-    """Whether a row sees a key, [S, S]."""
+    """Whether a row attends to a key, [S, S]."""
     at = torch.arange(length, device=device)
     behind = at.unsqueeze(1) - at
     return (behind >= 0) & (behind < window)
 
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, dy: Tensor | None = None, *, window: int | None) -> tuple[Tensor, ...]:
-    """Each step of both passes by itself: weights made again from the log-sum-exp, what products read rounded before.
+    """Each step of both passes separately: recomputes weights from the log-sum-exp, and rounds inputs of GEMMs.
 
-    An exact zero is a difference of two sums there, as it is in every kernel that keeps nothing of the size S x S.
+    As in every kernel that saves nothing of size S x S, an exact zero is a difference of two sums.
     """
     wide, group, S = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1], q.shape[2]
     scale = q.shape[-1] ** -0.5
@@ -313,8 +313,8 @@ def _attentions(sizes: Sizes, model: Model, window: int | None) -> Iterator[Case
         return call
 
     def middle(outputs: Outputs) -> Outputs:
-        """Without the rows that see, or are seen by, few: their gradients are many times as large as the others, and
-        errors of the one kind are no measure of the other.
+        """Without rows that attend to few keys, or few rows attend to: their gradients are many times larger, so that
+        errors of one kind are no measure of the other.
         """
         return [None if t is None else t[..., S // 4 : S - S // 4, :].contiguous() for t in outputs]
 
@@ -331,7 +331,7 @@ def _attentions(sizes: Sizes, model: Model, window: int | None) -> Iterator[Case
 
 
 def decoding(sizes: Sizes) -> Iterator[Case]:
-    """One new row per sequence over a cache, at each batch and length."""
+    """One new token per sequence over a cache, at each batch size and length."""
     grouped = [m for m in sizes.models if m.kv_heads != m.heads]
     for model in sorted(grouped, key=lambda m: m.name not in MAIN):
         for rank, (batch, length) in enumerate(sizes.decodes):
@@ -339,7 +339,7 @@ def decoding(sizes: Sizes) -> Iterator[Case]:
 
 
 def _decode(sizes: Sizes, model: Model, batch: int, length: int, priority: int) -> Case:
-    """All sequences are as long as the cache, since torch has no kernel for others."""
+    """All sequences have the length of the cache, since torch has no kernel for other lengths."""
     heads, kv, size = model.heads, model.kv_heads, model.head_dim
     numbers = {"model": model.name, "B": batch, "length": length}
     of = Kernels(sizes, f"{model.name} {batch} x {length}", batch, numbers, compiles=False, checked_rows=min(batch, 2))

@@ -1,4 +1,4 @@
-"""What a GPU would launch, kernel by kernel, on tensors that have no memory: for looking at before there is a GPU."""
+"""Records the kernels that a GPU would launch, on tensors without memory, without a GPU."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tools.launches import Launch
 from . import case
 from .case import Case
 
-PROCESSORS = 132  # of an H200
+PROCESSORS = 132  # those of an H200
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 FREE |= {"squeeze_", "promote_types"}
-# With bfloat16 parameters a GPU makes no conversions; a CPU keeps the norms' float32 statistics by them.
+# With bfloat16 parameters a GPU needs no conversions; a CPU uses them for the norms' float32 statistics.
 CONVERTS = {"_to_copy"}
 
 
 @contextlib.contextmanager
 def as_on_an_h200(note: Callable[[Launch], None] | None = None) -> Iterator[list[Launch]]:
-    """A block in which kernels take a CPU's fake tensors for those of an H200; gives, or notes, what is launched."""
+    """A block in which kernels treat fake CPU tensors as an H200's; yields the launches, or passes them to `note`."""
     found: list[Launch] = []
 
     def launch(
@@ -49,7 +49,7 @@ def as_on_an_h200(note: Callable[[Launch], None] | None = None) -> Iterator[list
         for module in modules:
             for name in known.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, known[name]))
-        # What has no memory would else call operators.
+        # Otherwise tensors without memory would call custom ops.
         stack.enter_context(mock.patch.object(Operator, "recorded", lambda operator, *args: operator.make(args)))
         stack.enter_context(mock.patch.object(case, "generator", return_value=None))
         stack.enter_context(mock.patch.object(env, "_triton_runs", return_value=True))
@@ -58,14 +58,14 @@ def as_on_an_h200(note: Callable[[Launch], None] | None = None) -> Iterator[list
 
 
 def of_row(case: Case) -> list[Launch]:
-    """What ours launches, for a row of one kernel; its sizes must be a CPU's."""
+    """The launches of seqfuse for a row of one kernel; the row's sizes must be on a CPU."""
     with as_on_an_h200() as found, FakeTensorMode():
         case.contenders["seqfuse"].prepare(case.make(case.rows, 0))()
     return found
 
 
 def of_block(model: Any, x: Tensor) -> list[Launch]:
-    """What a model of operations launches forward and backward; the weights are a CPU's, x has no memory."""
+    """Forward and backward launches of a model of operations; its weights are on a CPU, x has no memory."""
     with as_on_an_h200() as found:
         for pass_ in passes(model, x):
             pass_()
@@ -74,7 +74,7 @@ def of_block(model: Any, x: Tensor) -> list[Launch]:
 
 def passes(model: Any, x: Tensor) -> Iterator[Callable[[], Any]]:
     """The forward pass of a model of operations on a tensor like x without memory, then its backward pass."""
-    fuser = model._fuser  # which fake tensors pass by otherwise, as all that is not plain does
+    fuser = model._fuser  # otherwise fake tensors, like all tensor subclasses, bypass the plan
     made: list[Tensor] = []
     with faking() as mode:
         leaf = mode.from_tensor(x).requires_grad_()
@@ -84,9 +84,9 @@ def passes(model: Any, x: Tensor) -> Iterator[Callable[[], Any]]:
 
 
 class Launches(TorchDispatchMode):
-    """Launches while it is on, each with whatever `who` is then.
+    """Records launches while it is active, each with the value of `who()`.
 
-    An ATen call counts where it is no view and no mere allocation, and so does a Triton kernel, none of which is run.
+    ATen calls count unless they are views or allocations, and so do Triton kernels, which are not run.
     """
 
     def __init__(self, free: set[str], who: Callable[[], Any] = lambda: None) -> None:
@@ -96,12 +96,12 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         room, _, name = func._schema.name.partition("::")
         if room == "aten" and not self.paused and not func.is_view and name not in self.free:
-            # Torch makes a norm's dx by one kernel and its sums over rows by another.
+            # Torch computes a norm's dx with one kernel and its sums over rows with another.
             self.found += [self.who()] * (2 if name == "native_layer_norm_backward" else 1)
         return func(*args, **(kwargs or {}))
 
     def as_one(self, function: Any, launches: int) -> Any:
-        """What a GPU makes by so many launches, where a CPU makes many calls of it."""
+        """A function that counts as a GPU's number of launches, since a CPU needs many calls."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.paused = True
@@ -114,11 +114,11 @@ class Launches(TorchDispatchMode):
         return run
 
     def counted(self, model: Any, x: Tensor) -> list[list[Any]]:
-        """Of a model of operations forward and backward, with Triton kernels, and RMSNorm as torch runs it on a GPU."""
+        """Launches of a model of operations, forward and backward, with Triton kernels, and RMSNorm as on a GPU."""
         found: list[list[Any]] = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(as_on_an_h200(lambda _: self.found.append(self.who())))
-            # Of a norm as of `native_layer_norm`; angles of one position are made once for each device.
+            # A norm counts like `native_layer_norm`; angles are computed once per device.
             for owner, name, count in (
                 (norm_ops, "_fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "frequencies_of", 0),
             ):  # fmt: skip

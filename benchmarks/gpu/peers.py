@@ -1,7 +1,6 @@
-"""Others' kernels, where they can be imported, and what plain torch does: all as contenders of one shape.
+"""Contenders of one form: kernels of other libraries, if they can be imported, and plain torch.
 
-Some of them write a gradient over what was saved or over the incoming one; those are asked not to where there is a
-choice.
+Some of them overwrite saved tensors or the incoming gradient; if there is an option against it, it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Within = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @functools.cache
 def module(name: str) -> Any:
-    """A module, or `None` where it cannot be imported for whatever reason, or its kernels would be interpreted."""
+    """A module, or `None` if it cannot be imported, or its kernels would be interpreted."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     try:
@@ -44,13 +43,13 @@ PEERS = {"liger": liger, "quack": quack}
 
 
 def versions() -> dict[str, str]:
-    """Of the peers that can be used here, and why there are no others."""
+    """The versions of the peers, or why a peer cannot be used."""
     known = {peer: version_of(f"{peer}-kernel{'s' * (peer == 'quack')}") or "not installed" for peer in PEERS}
     return {peer: said if PEERS[peer]() else f"{said}, cannot be imported" for peer, said in known.items()}
 
 
 def forward_of(function: Function, within: Within = contextlib.nullcontext) -> Contender:
-    """`function(**inputs)` without gradients."""
+    """Runs `function(**inputs)` without gradients."""
 
     def prepare(inputs: Inputs) -> Run:
         def call() -> Sequence[Tensor]:
@@ -68,7 +67,7 @@ def backward_of(function: Function, wanted: Sequence[str], douts: Sequence[str] 
     def prepare(inputs: Inputs) -> Run:
         leaves = {name: inputs[name].detach().requires_grad_() for name in wanted}
         rest = {name: t for name, t in inputs.items() if name not in leaves and name not in douts}
-        with torch._functorch.config.patch(donated_buffer=False):  # the graph is used again
+        with torch._functorch.config.patch(donated_buffer=False):  # the graph is used repeatedly
             outputs = several(function(**leaves, **rest))
         given = list(leaves.values()), [inputs[d] for d in douts]
         return lambda: torch.autograd.grad(outputs, *given, retain_graph=True)
@@ -77,29 +76,29 @@ def backward_of(function: Function, wanted: Sequence[str], douts: Sequence[str] 
 
 
 def several(outputs: Any) -> tuple[Tensor, ...]:
-    """One result or several, as a tuple."""
+    """One or several results as a tuple."""
     return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
 
 
 def compiled(function: Any, mode: str = "default") -> Any:
-    """By `torch.compile`, for the shapes it is called with."""
+    """A function compiled by `torch.compile`, for the shapes of its first call."""
     return torch.compile(function, dynamic=False, mode=None if mode == "default" else mode)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Rows of one kernel and shape: ours beside eager, `torch.compile` in its first mode, and others that are there."""
+    """Rows of one kernel and shape: seqfuse against eager, `torch.compile` in its first mode, and other peers."""
 
     sizes: Sizes
     label: str
-    rows: int  # of the timed inputs
+    rows: int  # number of rows of the timed inputs
     shape: dict[str, Any]  # numbers for tables
     compiles: bool = True  # whether `torch.compile` is a peer, if it is one in `sizes`
-    checked_rows: int | None = None  # on which the numeric rule is asked; those of `sizes` if left out
-    per: int = 1  # how many rows one index of an input's first dimension has
+    checked_rows: int | None = None  # rows for the error bound; by default those of `sizes`
+    per: int = 1  # rows per index of an input's first dimension
 
     def inputs(self, shapes: Shapes, rows: int, seed: int) -> Inputs:
-        """Tensors of these shapes, in which -1 stands for the rows."""
+        """Tensors of these shapes, with the number of rows instead of -1."""
         sized = {n: tuple(rows // self.per if d < 0 else d for d in shape) for n, shape in shapes.items()}
         return normal(sized, seed, self.sizes.device, self.sizes.dtype)
 
@@ -108,10 +107,10 @@ class Kernels:
         wanted: Sequence[str] = (), douts: Sequence[str] = ("dy",), how: Callable[[Function], Contender] = forward_of,
         checked: bool = True, others: Mapping[str, Function] | None = None, **rest: Any,
     ) -> Case:  # fmt: skip
-        """A row: for one set of inputs of these shapes, `ours` is timed, and functions of the inputs beside it.
+        """A row that times `ours` on a set of inputs of these shapes, against functions of the inputs.
 
-        Of a row of gradients, those of the `wanted` inputs by `douts`, the functions are its forward pass; else `how`
-        calls them. Peers are compared if they are to be `checked`. `rest` is of the `Case`.
+        With `wanted`, gradients of these inputs by `douts` are timed, and the functions are the forward pass; else
+        `how` calls them. Peers are compared if `checked`. `rest`: as in `Case`.
         """
         how = functools.partial(backward_of, wanted=wanted, douts=douts) if wanted else how
         functions = {"eager": eager}

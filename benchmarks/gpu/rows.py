@@ -1,4 +1,4 @@
-"""Every row, the most important first."""
+"""All rows, the most important first."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ROOMS = (
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """All rows by priority, behind one of each group that a target speaks of.
+    """All rows by priority, after one row of each group with a target.
 
-    Among equals the rooms take turns, so that a run that is cut off has some of each.
+    With equal priority rooms alternate, so that an interrupted run has some rows of each.
     """
     ranked: list[tuple[int, int, Case]] = []
     for room in ROOMS:

@@ -1,4 +1,4 @@
-"""The work: which shapes, on the machine to be measured, and tiny ones on which every row can be checked anywhere."""
+"""Sizes of the rows: real ones for the measured machine, and tiny ones to check every row on any machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST_GPU = torch.device("cuda", 0)
 
 @dataclasses.dataclass(frozen=True)
 class Model(plain.Spec):
-    """One layer of a model by its name; V classes."""
+    """One layer of a model with a name; V classes."""
 
     name: str = ""
     V: int = 0
@@ -31,7 +31,7 @@ MODELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Sizes of one mixture of experts: width, width of an expert, how many there are, and how many a token has."""
+    """Sizes of a mixture of experts: width, width of an expert, number of experts, and experts per token."""
 
     name: str
     H: int
@@ -45,19 +45,19 @@ MAIN = ("gpt3-6.7b", "llama3-8b")  # measured before the other models
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What rows are made of, most important first; everything, on the first GPU, unless other sizes are given."""
+    """Sizes of the rows, most important first; by default all real sizes, on the first GPU."""
 
     device: torch.device = FIRST_GPU
-    compile_modes: tuple[str, ...] = ("default", "max-autotune-no-cudagraphs")  # as peers; none leaves it out
-    checked_rows: int = 512  # on which the numeric rule is asked
+    compile_modes: tuple[str, ...] = ("default", "max-autotune-no-cudagraphs")  # as peers; empty for none
+    checked_rows: int = 512  # for the error bound
     norms: tuple[Shape, ...] = tuple((32768, n) for n in (8192, 4096, 1024, 16384, 2048, 32768))  # rows and columns
     more_norms: tuple[Shape, ...] = (  # measured if there is time
         *((32768, n) for n in (512, 256, 65536)),
         *((4096, 512 * i) for i in range(31, 1, -1)),
     )
     models: tuple[Model, ...] = MODELS
-    tokens: tuple[int, ...] = (8192, 2048, 16384, 512)  # of blocks, in the order in which there is time for them
-    sequence: int = 2048  # length of those that attention sees
+    tokens: tuple[int, ...] = (8192, 2048, 16384, 512)  # of blocks, in order of importance
+    sequence: int = 2048  # length of sequences for attention
     decodes: tuple[Shape, ...] = (  # batch and cache length
         (16, 8192), (64, 8192), (1, 8192), (1, 32768), (16, 32768), (64, 2048), (16, 2048), (1, 2048), (64, 32768),
         *((b, n) for n in (128, 512) for b in (64, 16, 1)),
@@ -74,9 +74,9 @@ real = Sizes
 
 
 def few(dtype: torch.dtype) -> Sizes:
-    """Shapes that differ in kind, of the main models, in any dtype.
+    """Shapes of different kinds, of the main models, in any dtype.
 
-    In float32 without dropout, for which eager torch has masks of its own: its errors count there, too.
+    In float32 without dropout, since eager torch draws other masks, and its errors count there, too.
     """
     return Sizes(
         dtype=dtype,

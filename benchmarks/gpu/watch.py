@@ -1,7 +1,7 @@
-"""A run that keeps what it has: its file is whole after every row, and a process that hangs is killed from outside.
+"""Runs that keep their results: the file is complete after every row, and hanging processes are killed from outside.
 
-What waits for a GPU hears no signal but the one that ends it. As a plug-in of pytest this prints each failure as it
-comes: a run that is killed prints none at its end.
+A process that waits for a GPU reacts to no signal but SIGKILL. As a pytest plugin this module prints each failure
+immediately, since a killed run prints none at its end.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def watched(
     command: Sequence[str], until: float, stuck: Callable[[], str | None] = lambda: None, *,
     log: str | None = None, environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:  # fmt: skip
-    """Run a command, and kill it and all that it started at `until`, as `time.time()` tells it, or when it is stuck.
+    """Run a command, and kill it and its children at `until`, in terms of `time.time()`, or when it is stuck.
 
-    `stuck` says why, and is asked a few times a second. Output is appended to `log` if there is one. Returns the exit
-    status, and why the command ended where it did not end by itself with 0.
+    `stuck` returns the reason, and is called a few times per second. Output is appended to `log`, if given. Returns the
+    exit status, and why the command was killed or failed, else "".
     """
     with contextlib.nullcontext() if log is None else open(log, "ab") as out:
         child = subprocess.Popen(
@@ -47,15 +47,15 @@ def watched(
 
 
 class Book:
-    """Rows by key, and which one is under way."""
+    """Rows by key, and the key of the current one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        self.rows: dict[str, dict[str, Any]] = self.data.setdefault("rows", {})  # what was measured
+        self.rows: dict[str, dict[str, Any]] = self.data.setdefault("rows", {})  # measured rows
 
     def state(self, **facts: Any) -> None:
-        """Write facts about the whole run."""
+        """Write data on the whole run."""
         self.data |= facts
         self.path.parent.mkdir(parents=True, exist_ok=True)
         new = self.path.with_suffix(".new")
@@ -63,21 +63,21 @@ class Book:
         os.replace(new, self.path)
 
     def begin(self, key: str) -> None:
-        """Say which row is next: if nothing follows, it was the end of the process."""
+        """Record the next row: if the file ends with it, the row has ended the process."""
         self.state(running=key, since=time.time())
 
     def overdue(self, seconds: float) -> str | None:
-        """Why what is under way should be ended: it has taken longer than that."""
+        """Why the current row should be killed, if it has taken longer than `seconds`."""
         took = time.time() - self.data.get("since", time.time()) if self.data.get("running") else 0.0
         return f"it was killed after {took:.0f} s" if took > seconds else None
 
     def add(self, key: str, row: dict[str, Any]) -> None:
-        """Write the row that was under way."""
+        """Write the current row."""
         self.rows[key] = row
         self.state(running=None)
 
     def bury(self, why: str) -> str | None:
-        """Mark the row that was under way when a process ended; its key."""
+        """Mark the row in progress when a process ended as failed; returns its key."""
         key = self.data.get("running")
         if key is not None:
             group, _, name = key.partition(": ")
@@ -86,7 +86,7 @@ class Book:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Print the name of a test that failed, what was raised and where."""
+    """Print the name of a failed test, and what was raised and where."""
     if report.failed:
         told = [line[:260] for line in report.longreprtext.splitlines() if line.startswith("E ") or ": in " in line]
         print(f"\n<<< {report.nodeid} [{report.when}]", *told[-9:], ">>>", sep="\n", flush=True)

@@ -362,7 +362,7 @@ class Conversion:
         self._experts = []
 
     def take_in(self) -> None:
-        """Warn once, and in the report, that a compiler captures the model unconverted, in a graph that must not break."""
+        """Report, and warn once, that a compiler captures the model unconverted, in a graph that must not break."""
         if not self._taken_in:
             warnings.warn(f"{type(self.model).__name__} {_TAKEN_IN}", UserWarning, stacklevel=2)
         self._taken_in = True
