@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -104,18 +104,33 @@ def _formulas() -> dict[Any, Any]:
 
     of_shapes = cast(Any, flop_counter.shape_wrapper)  # pyright: ignore[reportUnknownMemberType]
 
-    def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-        return 2 * math.prod(q) * k[-2] + 2 * math.prod(q[:-1]) * k[-2] * v[-1]
+    def gemms(q: Sequence[int], keys: int, v: Sequence[int]) -> int:
+        return 2 * math.prod(q) * keys + 2 * math.prod(q[:-1]) * keys * v[-1]
 
-    def backward(_: Sequence[int], *forward: Any, **__: Any) -> int:  # five GEMMs where the forward pass has two
-        return attention(*forward[:3]) * 5 // 2
+    def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+        return gemms(q, k[-2], v)
+
+    def flash(q: Any, k: Any, v: Any, ends: Sequence[int] | None = None, *_: Any, **__: Any) -> int:
+        # [B, S, H, D]; packed sequences [tokens, H, D] count as sequences of the mean length.
+        return gemms(q, k[-3] // (1 if ends is None else ends[0] - 1), v)
+
+    def backward_of(forward: Callable[..., int]) -> Callable[..., int]:
+        def backward(_: Sequence[int], q: Any, k: Any, v: Any, y: Any, lse: Any, *given: Any, **__: Any) -> int:
+            return forward(q, k, v, *given) * 5 // 2  # five GEMMs where the forward pass has two
+
+        return backward
 
     # Torch has no formula for the CPU's kernel, and before torch 2.13 none for fewer heads of keys than of queries.
+    # It takes the sizes of FlashAttention's own operator, [B, S, H, D], for [B, H, S, D].
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-    extra: dict[Any, Any] = {**FLOPS}
+    extra: dict[Any, Any] = {
+        **FLOPS,
+        torch.ops.aten._flash_attention_forward: flash,
+        torch.ops.aten._flash_attention_backward: backward_of(flash),
+    }
     for kernel in kernels:
         extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = attention
-        extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = backward
+        extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = backward_of(attention)
     return {**flop_counter.flop_registry, **{name: of_shapes(formula) for name, formula in extra.items()}}
 
 

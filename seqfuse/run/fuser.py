@@ -236,9 +236,7 @@ class Fuser:
     ) -> tuple[CompiledRegion, Call | None]:
         state, given = about[3:8], [channels[c] for c in region.channels]
         validate(op_list.nodes, region.positions, x.shape, channels)
-        exact = (
-            isinstance(self.memory, Budget) and self.memory.bytes is not None
-        )  # a budget in bytes is for this number of rows
+        exact = isinstance(self.memory, Budget) and self.memory.bytes is not None  # bytes of this number of rows
         bucket = Env.like(x).rows, x.shape if exact else x.shape[-1:], *about
         lowering = region.lowerings.get(bucket)
         if lowering is None:

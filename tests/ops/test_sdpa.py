@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from seqfuse import group, ops
 from seqfuse.ops import _attention, _sdpa, attention
+from seqfuse.plan import tally as tallies
 from seqfuse.plan.tally import Tally, most_of
 from seqfuse.testing import seeded_randn
 from seqfuse.testing.cases import seeded
@@ -362,3 +363,36 @@ def test_a_plan_counts_what_a_backward_takes_for_itself(kv: int, wanted: int) ->
         made = most_of(tally.events, frozenset(), 0) - before
         assert _sdpa._scratch(q, k, "cudnn").nbytes == 68_157_440
     assert made - sum(grad.nbytes for grad in grads) == pytest.approx(wanted, abs=64)
+
+
+KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+
+
+OPERATORS = [("_flash_attention", False), ("_flash_attention", True)]
+OPERATORS += [(f"_scaled_dot_product_{kernel}", False) for kernel in KERNELS]
+
+
+@pytest.mark.parametrize(("name", "packed"), OPERATORS)
+def test_a_plan_counts_the_gemms_of_both_passes(name: str, packed: bool) -> None:
+    """FlashAttention's own operator takes [B, S, H, D], or packed sequences [tokens, H, D], here of 8 tokens each."""
+    own = name == "_flash_attention"
+    lead, keys = ((40,), 8) if packed else ((3, 40), 40)
+    q, k = (torch.empty(*lead, heads, D, device="meta") for heads in (H, KV))
+    q, k = (q, k) if own else (q.transpose(1, 2), k.transpose(1, 2))
+    ends = torch.empty(6, device="meta") if packed else None
+    forward, backward = (
+        tallies._formulas()[getattr(torch.ops.aten, f"{name}{which}")]
+        for which in ("_forward" if own else "", "_backward")
+    )
+    gemm = 2 * q.numel() * keys
+    assert forward(q, k, k, ends, out_val=None) == 2 * gemm
+    assert backward(q, q, k, k, q, q, ends, out_val=None) == 5 * gemm
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_contains_the_token_itself(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(_sdpa, "_flash", lambda q, *args, **more: given.update(more) or (q, q, q))
+    q = seeded_randn((1, H, 8, D), 1)
+    _sdpa.forward(q, q, q, "flash", 1.0, causal, 4, None)
+    assert (given["window_size_left"], given["window_size_right"]) == (3, 0 if causal else 3)
