@@ -395,7 +395,7 @@ class Conversion:
         dynamo.set_until_the_call_ends("record_runtime_overhead", False)  # for profilers; costs two calls in each call
         dynamo.follow_captures()
         calls, call = self._calls, dynamo.current_call()
-        assert call is not None  # that is captured
+        assert call is not None  # the captured call
         captured = call.captures(gm, inputs)
         seen = calls.see(captured, call.module, gm, inputs)
         name_owners(self.model, call.module, gm)

@@ -114,7 +114,7 @@ class _Localized:
         self.local: dict[Node, Node] = {}  # the shards of rewritten DTensors
         self.read: dict[Node, Node] = {}  # the shards of other DTensors
         self.copied: dict[tuple[Node, str], Node] = {}
-        self.gathered: set[Node] = set()  # those whose gradients are summed and sharded again
+        self.gathered: set[Node] = set()  # nodes whose gradients are reduce-scattered
         self.wrapped: dict[Node, Node] = {}
         self.write: Any = None
 
@@ -210,7 +210,7 @@ class _Localized:
         return self.write.call(all_gather, x, to.group, layout.placement)
 
     def _reads_a_part(self, user: Node, node: Node) -> bool:
-        """Whether a call returns only a part of the gradient of a replicated tensor."""
+        """Whether the backward of a call returns a partial gradient of a replicated tensor, as `Partial` of DTensor."""
         if name_of(user) == "linear":
             x, weight = argument(user, 0, "input"), argument(user, 1, "weight")
             layout = _layout(weight)
@@ -273,7 +273,7 @@ class _Localized:
         return found
 
     def _summed(self, node: Node, layout: _Layout) -> Node:
-        """A replicated tensor, for a call that returns only a part of its gradient."""
+        """A replicated tensor for a call whose backward returns a partial gradient of it: sums these gradients."""
         if (x := self._of(node)) is None or node in self.gathered or not value_of(x).requires_grad:
             return cast("Node", x)
         if (key := (x, layout.group)) not in self.copied:

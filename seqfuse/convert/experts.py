@@ -184,7 +184,7 @@ def _unit_of(module: Any) -> Unit | str:
 def unit_like(
     apply: Callable[[Tensor], Tensor], units: Iterable[Unit] = _UNITS, shape: Sequence[int] = (16, 32)
 ) -> Unit | None:
-    """The unit that computes the same values as a function, on random input."""
+    """The unit that computes the same values as `apply` on random input, or None."""
     drawn = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
     drawn[0] *= 100
     with torch.no_grad(), torch.device("cpu"):

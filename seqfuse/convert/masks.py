@@ -42,7 +42,7 @@ def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: 
     found = limits_of(mask, rows.shape[-2], keys.shape[-2])
     if found is not None:
         how["causal"] = found.causal or how.get("causal", False)
-        # Torch's CPU kernel has no window; without it attention takes longer than the kernel with a mask.
+        # Torch's CPU kernel has no window, and its other implementations are slower than this kernel with a mask.
         slow = rows.device.type == "cpu" and not how["dropout"] and how.get("softcap") is None
         if found.window is not None and (not window or (slow and found.window < numbers(rows.shape)[-2])):
             found = found._replace(exact=False)

@@ -58,7 +58,7 @@ class RewriteOptions:
     fusions: Fusions | None = None  # the regions' fusion set; `None` for the default
     # Whether calls of the module at a path may be converted.
     allowed: Callable[[str], bool] = lambda path: True
-    memory: Choice = "balanced"  # what chains save for the backward pass
+    memory: Choice = "balanced"  # the memory choice of chains
     recipe: Recipe | None = None  # how operands of GEMMs are quantized
     exclude: tuple[str, ...] = ()  # names of modules that are not quantized
 

@@ -127,9 +127,9 @@ def _freeze(mine: nn.Module, its: nn.Module, convert: Any) -> None:
 
 
 def gpt2_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a `GPT2LMHeadModel`, or gradients by its names, under the names of `from_huggingface`.
+    """The state, or gradients by name, of a `GPT2LMHeadModel`, with the names of `from_huggingface`.
 
-    Its products hold their weights as [in, out]; these are [out, in].
+    Weights of GEMMs are transposed from [in, out] to [out, in].
     """
     new: dict[str, Tensor] = {}
     names = {
@@ -151,9 +151,9 @@ def gpt2_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[str, Tensor]:
-    """The state of a `LlamaForCausalLM` or one like it, or gradients by its names, under those of `from_huggingface`.
+    """The state, or gradients by name, of a `LlamaForCausalLM` or similar model, with the names of `from_huggingface`.
 
-    Queries, keys and values are packed, and so are gate and up.
+    Weights of queries, keys and values are packed, and so are those of gate and up.
     """
     new: dict[str, Tensor] = {}
     whole = {"model.embed_tokens": "embedding", "model.norm": "layers.norm", "lm_head": "head"}

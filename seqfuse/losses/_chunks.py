@@ -306,11 +306,11 @@ def _in_torch(
         by_softmax = g / total
         picked = z.gather(1, at).squeeze(1) * by_softmax
         spread = how.label_smoothing / classes
-        # As one number, so that no digits cancel if only the softmax itself remains.
+        # Subtracted as one number, so that no digits are lost where it almost equals the softmax.
         at_target = picked - g * (1 - how.label_smoothing + spread)
         if how.z_loss:
             of_lse = 2 * how.z_loss * (top + total.log())
-            # Separately, since near a softmax of one the loss's own part would lose the other's digits.
+            # Added separately: where the softmax is near one, a common factor would lose the digits of this part.
             at_target = at_target + picked * of_lse
             by_softmax = by_softmax * (1 + of_lse)
         # Multiplied, not selected: as in torch, an ignored row propagates its NaN.

@@ -1,4 +1,4 @@
-"""LinearCrossEntropy: the cross-entropy of logits that exist a chunk of rows at a time."""
+"""LinearCrossEntropy: the cross-entropy of logits that are computed chunk by chunk."""
 
 from __future__ import annotations
 

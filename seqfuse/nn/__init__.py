@@ -18,7 +18,7 @@ __all__ = [
     "unpack_qkv",
 ]
 
-if not TYPE_CHECKING:  # type checkers know what is here
+if not TYPE_CHECKING:  # type checkers know the names
 
     def __getattr__(name: str) -> object:
         raise _no_such_name(__name__, name, ("sf.nn", __all__), ("sf.ops", ops.__all__))

@@ -1,4 +1,4 @@
-"""A plan as plain data: what `Plan.as_dict` gives, `Plan.json` writes, and pictures are drawn from."""
+"""A plan as plain data, as `Plan.as_dict` returns it, `Plan.json` writes it, and pictures are drawn from it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EagerData(TypedDict):
 
 
 class CastData(TypedDict):
-    """A cast under autocast that no fusion absorbs: of `"x"`, which enters the operation there, or of a parameter."""
+    """A cast under autocast that no fusion absorbs: of `"x"`, the input of the operation, or of a parameter."""
 
     at: int
     name: str
@@ -77,9 +77,9 @@ class CastData(TypedDict):
 
 
 class QuantizationData(TypedDict):
-    """An operand of an operation's GEMMs that is quantized: its format, and what shares a scale.
+    """A quantized operand of an operation's GEMMs: its format, and the elements that share a scale.
 
-    `inside` names the step whose kernel does it; `None` where it is a pass of its own.
+    `inside` names the step whose kernel quantizes it; `None` if a separate kernel does.
     """
 
     at: int

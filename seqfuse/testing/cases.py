@@ -59,7 +59,7 @@ def seeded(seed: int, device: torch.device) -> Generator[None]:
 
     Inside it, dropout masks follow from the operations' seeds on every device.
     """
-    seed += 0x5EED_0000  # a pass that seeds generators itself uses other seeds: the same one would leave them unchanged
+    seed += 0x5EED_0000  # the kit's seeds: no pass uses one itself, which would go unnoticed
     on_cuda = device.type == "cuda"
     with cast(Any, torch.random).fork_rng([device] if on_cuda else []):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback per uninitialized device
@@ -154,7 +154,7 @@ class Specimen:
         self.inputs, self.outputs = op_list.inputs, op_list.outputs
         self.places = dict.fromkeys(range(len(self.nodes)), "")
         self.refused: list[str] = []
-        self._benches: dict[tuple[torch.dtype, bool], Bench] = {}  # of references
+        self._benches: dict[tuple[torch.dtype, bool], Bench] = {}  # for references
         for i, parameter in enumerate(self.root.parameters()):
             p = parameter.data
             if p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all()):
@@ -172,7 +172,7 @@ class Specimen:
         *,
         wide: bool = False,
     ) -> Bench:
-        """A bench around such a copy."""
+        """A bench of such a copy."""
         return Bench(self.at(dtype, wide=wide), fusions, on_step)
 
     def references(self, case: Case, seed: int, *, wide: bool = False) -> Outcome:

@@ -1,4 +1,4 @@
-"""Judges results: the error bound with redraws in float32, storages of results, and located errors."""
+"""Judges results: the error bound with redraws, storages of results, and errors that name the failing case."""
 
 from __future__ import annotations
 

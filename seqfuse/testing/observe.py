@@ -139,8 +139,8 @@ class Pass:
 class Observer:
     """Collects in `seen` the passes of the operations and fusions it is attached to, or of a `Fuser(on_step=observer)`.
 
-    A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`; where
-    `twice` is set, it runs again in memory that is NaN before it is written, and raises for results made of that.
+    A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`. If
+    `twice`, it runs again with new memory filled with NaN, and raises if results contain this NaN.
     """
 
     def __init__(self, twice: bool = False) -> None:
