@@ -98,7 +98,7 @@ def _kernel(group: str, rows: list[Results]) -> list[Any]:
 
 @drawn("gpu_profile", "gpu_profile")
 def profile(found: Results) -> Lines:
-    """Kernel times of a layer, in eager torch and here, and the fraction of eager's time that must remain."""
+    """Kernel times of a layer, in eager torch and here, and the fraction of eager's time in GEMMs and attention."""
     kinds = ("GEMMs", "attention", "other")
     times = {(row["model"], row["of"]): [row[kind] for kind in kinds] for row in found["profile"]}
     cells: list[list[Any]] = []

@@ -63,7 +63,7 @@ if _TRACED in os.environ:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(item: Any) -> Generator[None, Any, Any]:
-        """Trace a test, except tests that look for lines of the source, which tracing makes fail."""
+        """Trace a test, except tests of seeded mutants, which require exact lines of the source."""
         return (yield from traced(item)) if "mutant" not in getattr(item, "fixturenames", ()) else (yield)
 
     def pytest_runtest_logreport(report: Any) -> None:

@@ -195,8 +195,7 @@ def int32_multiplications(ttir: str) -> int:
 
 
 def late_reads(ttir: str) -> int:
-    """The number of scalars that a kernel reads from a tensor that other threads of the program may already have
-    written.
+    """The number of scalars read from a tensor that other threads of the program may already have written.
 
     Each thread loads a scalar by itself. If a block is stored to the same tensor after it, there must be a reduction
     between the two, whose barrier makes all threads read before one of them writes.

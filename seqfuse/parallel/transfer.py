@@ -167,7 +167,7 @@ class Boundary(FusableOperation):
 
 
 def differentiable(tensors: Sequence[Tensor]) -> list[bool]:
-    """Which outputs of a stage carry gradients: if one does, all floating-point ones, so that ranks agree."""
+    """Which outputs of a stage carry gradients: if one does, all that can, so that ranks agree."""
     live = any(t.requires_grad for t in tensors)
     return [live and (t.is_floating_point() or t.is_complex()) for t in tensors]
 
