@@ -104,6 +104,9 @@ def _formulas() -> dict[Any, Any]:
 
     of_shapes = cast(Any, flop_counter.shape_wrapper)  # pyright: ignore[reportUnknownMemberType]
 
+    def gemm(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(a) * b[-1]
+
     def gemms(q: Sequence[int], keys: int, v: Sequence[int]) -> int:
         return 2 * math.prod(q) * keys + 2 * math.prod(q[:-1]) * keys * v[-1]
 
@@ -120,13 +123,17 @@ def _formulas() -> dict[Any, Any]:
 
         return backward
 
-    # Torch has no formula for the CPU's kernel, and before torch 2.13 none for fewer heads of keys than of queries.
-    # It takes the sizes of FlashAttention's own operator, [B, S, H, D], for [B, H, S, D].
+    # Torch has no formula for the CPU's kernel, nor for GEMMs of groups and with scales of blocks, and before torch
+    # 2.13 none for fewer heads of keys than of queries. It takes the sizes of FlashAttention's own operator, [B, S, H,
+    # D], for [B, H, S, D].
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     extra: dict[Any, Any] = {
         **FLOPS,
         torch.ops.aten._flash_attention_forward: flash,
         torch.ops.aten._flash_attention_backward: backward_of(flash),
+        torch.ops.aten._scaled_mm_v2: gemm,
+        torch.ops.aten._scaled_grouped_mm: gemm,
+        torch.ops.aten._grouped_mm: gemm,
     }
     for kernel in kernels:
         extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = attention

@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import ops, recipes
+from seqfuse.ops import _grouped_lowprecision as grouped
 from seqfuse.ops import _lowprecision as low
+from seqfuse.plan.tally import Tally
 from seqfuse.recipes import Recipe
 
 from .hard import draw
@@ -114,6 +116,21 @@ def assert_taken(recipe: Recipe, rows: int, k: int, n: int, dtype: torch.dtype, 
         one = torch.empty((), device="cuda")
         with pytest.raises(RuntimeError):  # which says that the checks are those of a GPU
             torch._scaled_mm(x["rows"].data, torch.empty(k, n, device="cuda", dtype=dtype), one, one, out_dtype=dtype)
+
+
+def test_a_plan_counts_gemms_in_8_bits() -> None:
+    for recipe in (*RECIPES, recipes.Float8BlockScaling(), recipes.MXFP8()):
+        with FakeTensorMode(), Tally() as tally:
+            x, weight = on_gpu(64, 256, recipe, "x", "rows"), on_gpu(128, 256, recipe, "weight", "rows")
+            if recipe.by_blocks == 32:
+                x, weight = (one._replace(inverse=one.inverse.to(torch.float8_e8m0fnu)) for one in (x, weight))
+            low.linear_in_8_bits(x, weight, recipe, torch.bfloat16)
+        assert tally.work.flops == 2 * 64 * 256 * 128, recipe
+    with FakeTensorMode(), Tally() as tally:
+        x, weights = (torch.empty(*size, 256, dtype=torch.float8_e4m3fn, device="cuda") for size in ((64,), (4, 128)))
+        scales = (torch.empty(*size, device="cuda") for size in ((64,), (4, 128)))
+        grouped._scaled_grouped_mm(x, weights.mT, *scales, torch.empty(4, dtype=torch.int64, device="cuda"))
+    assert tally.work.flops == 2 * 64 * 256 * 128
 
 
 def by_blocks(a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, **given: Any) -> Tensor:
