@@ -285,7 +285,7 @@ def gelu_tanh_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[repo
 
 @triton.jit
 def clamped_silu(x, P, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
-    """SiLU of a number that is at most P[0]: y = c sigmoid(P[1] c), c = min(x, P[0]); NaN stays NaN."""
+    """SiLU of min(x, P[0]): y = c sigmoid(P[1] c), c = min(x, P[0]); NaN stays NaN."""
     c = tl.where(x > P[0], P[0], x)
     return c * sigmoid(P[1] * c, HALF)
 
@@ -299,7 +299,7 @@ def clamped_silu_derivative(dy, x, P, HALF: tl.constexpr = False):  # pyright: i
 
 @triton.jit
 def clamp(x, P):
-    """A number between -P[0] and P[0], shifted: y = min(max(x, -P[0]), P[0]) + P[1]; NaN stays NaN."""
+    """Clamp to -P[0]..P[0], then shift: y = min(max(x, -P[0]), P[0]) + P[1]; NaN stays NaN."""
     return tl.where(x > P[0], P[0], tl.where(x < -P[0], -P[0], x)) + P[1]
 
 
@@ -335,9 +335,9 @@ def _composed(x, P: tl.constexpr, HALF: tl.constexpr = False):  # pyright: ignor
 
 @triton.jit
 def _composed_derivative(dy, x, P: tl.constexpr, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
-    """The product of dy and all derivatives, each where its own function was reached.
+    """The product of dy and all derivatives, each at the input or output of its own function.
 
-    Where one selects, and is off, neither dy nor the derivatives behind it count: the product is what it was there.
+    If a derivative selects and is off, dy and the derivatives of later functions do not count: the product ends there.
     """
     one = tl.zeros_like(x) + 1.0
     slope, off = one, one < 0.0
@@ -361,7 +361,7 @@ def _composed_derivative(dy, x, P: tl.constexpr, HALF: tl.constexpr = False):  #
 
 
 def composed(*activations: Any) -> Any:
-    """Several as one that reads its input, y = f_n(... f_1(x)): wherever one fits, several do."""
+    """Several activations as one that reads its input, y = f_n(... f_1(x)); it can be used like a single one."""
     if len(activations) == 1:
         return activations[0]
     several = [part for a in activations for part in _composed_of(a) or [a]]
@@ -370,12 +370,12 @@ def composed(*activations: Any) -> Any:
 
 
 def is_composed(activation: Any) -> bool:
-    """Whether it is several."""
+    """Whether the activation is composed of several."""
     return activation.value is _composed
 
 
 def _composed_of(activation: Any) -> list[Activation]:
-    """What an activation is composed of, if it is."""
+    """The activations of a composed activation, otherwise none."""
     if not is_composed(activation):
         return []
     return [Activation(f, df, "output" if of_output else "input", P) for f, df, of_output, P in activation.P]
@@ -400,9 +400,9 @@ _TEXTS: dict[str, Any] = dict(ACTIVATIONS)
 
 
 def activation_text(activation: Any) -> str:
-    """What stands for an activation where a text is needed, as in an operator's arguments: ours by their names.
+    """The string that represents an activation in a custom op's arguments; ours are represented by their names.
 
-    Any other one is known by this text from now on, in this process.
+    Any other activation is registered with this string in this process.
     """
     function, parts = getattr(activation.value, "fn", activation.value), _parts(activation)
     for name, known in ACTIVATIONS.items():
@@ -412,7 +412,7 @@ def activation_text(activation: Any) -> str:
     arguments = ",".join(map(activation_text, inner) if inner else map(repr, activation.P))
     first = text = f"{function.__module__}.{function.__qualname__}({arguments})"
     count = 1
-    # Of two functions of one name, as a notebook defines them, each keeps a text of its own.
+    # Two functions with one name, as in a notebook, get different strings.
     while _parts(_TEXTS.setdefault(text, Activation(*_fields(activation)))) != parts:
         count += 1
         text = f"{first}#{count}"
@@ -420,10 +420,10 @@ def activation_text(activation: Any) -> str:
 
 
 def activation_of(text: str) -> Any:
-    """The activation that a text stands for.
+    """The activation that a string represents.
 
     Raises:
-        ValueError: for one that this process knows nothing by.
+        ValueError: for a string that is not registered in this process.
     """
     if text not in _TEXTS:
         raise ValueError(f"{text!r} is not an activation of this process; known are {', '.join(ACTIVATIONS)}")
@@ -438,6 +438,6 @@ def _fields(activation: Any) -> tuple[Any, Any, Any, tuple[Any, ...]]:
 
 
 def _parts(activation: Any) -> tuple[Any, ...]:
-    # Functions by identity: their hash is that of their source.
+    # Functions by identity, because their hash is the hash of their source.
     value, derivative, reads, numbers = _fields(activation)
     return id(value), id(derivative), reads, numbers

@@ -1,10 +1,10 @@
 # pyright: basic
-# Triton has no types.
-"""Attention over heads without the scores in memory: an online softmax forward, weights made again backward.
+# Triton has no type annotations.
+"""Attention over heads without the scores in memory: an online softmax forward, recomputed weights backward.
 
-What is limited (causal, a window, packed sequences) is for each row one range of keys, and for each key one range of
-rows: blocks that all of a tile sees are worked on without asking, those that part of it sees with a comparison, all
-others not at all.
+Limits (causal, sliding window, packed sequences) are one range of keys for each row, and one range of rows for each
+key. Blocks that all rows of a tile see are not masked, blocks that some of them see are, and all other blocks are
+skipped.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def _load_of(softcap: float | None, mask: Any, ends: Any, p: float) -> int:
 
 
 def _flops(q: Tensor, k: Tensor, *_: Any, cu_seqlens: Tensor | None = None, **__: Any) -> int:
-    """Of its two GEMMs over all keys: like torch's formula, without regard to masks."""
+    """FLOPs of the two GEMMs over all keys; like torch's formula, it ignores masks."""
     batch, heads, rows, size = q.shape
     if cu_seqlens is None:
         pairs = batch * rows * k.shape[2]
     elif isinstance(cu_seqlens, FakeTensor) or cu_seqlens.is_meta:
-        pairs = rows * rows // max(1, cu_seqlens.numel() - 1)  # as if all sequences were of one length
+        pairs = rows * rows // max(1, cu_seqlens.numel() - 1)  # as if all sequences had one length
     else:
         pairs = int(cu_seqlens.diff().square().sum())
     return 4 * heads * size * pairs
 
 
 def _backward_flops(dy: Tensor, q: Tensor, k: Tensor, *_: Any, **rest: Any) -> int:
-    """Of its five GEMMs, one of which computes the scores a second time."""
+    """FLOPs of the five GEMMs, one of which recomputes the scores."""
     return 5 * _flops(q, k, **rest) // 2
 
 
@@ -64,21 +64,21 @@ def attention_fwd(
     """Attention of rows over keys, y = dropout(softmax(scale q k^T)) v, and the log-sum-exp of the scores of each row.
 
     q: [B, H, S, D]; k, v: [B, Hkv, N, D]; y: [B, S, H, D]; lse: [B, H, S] float32, natural, 0 for a row that sees no
-    key, whose y is zero. All strides may be any but the last, which is 1. Heads H / Hkv at a time share a key head.
-    Products are summed, and all that is between them made, in float32, so scores beyond 65,504 are no matter for
-    float16; weights are rounded to the dtype of v before the second product. Source: Dao 2023, arXiv:2307.08691.
+    key, whose y is zero. Strides may be any, except that the last is 1. Each key head serves H / Hkv query heads (GQA).
+    Scores and sums are float32, so scores beyond 65,504 are possible in float16; weights are rounded to the dtype of v
+    before the second GEMM. Source: Dao 2023, arXiv:2307.08691.
 
     Args:
         q: queries.
         k: keys.
         v: values.
         scale: D^-1/2 by default.
-        causal: whether row i sees keys 0..i alone.
-        window: how many keys a row sees on each side, its own included; all by default.
+        causal: whether row i sees only keys 0..i.
+        window: how many keys a row sees on each side, including the key at its own position; all by default.
         softcap: scores become softcap tanh(score / softcap), if given; in 16 bits within 6e-8 softcap.
-        mask: broadcast to [B, H, S, N]; bool or int, where not zero is seen, or float, added.
+        mask: broadcast to [B, H, S, N]; bool or int: nonzero keys are seen; float: added to the scores.
         cu_seqlens: ends of sequences packed along S, int [n + 1]; no row sees another sequence. S = N.
-        seed: int64 of one element, where weights are dropped.
+        seed: int64 of one element, if weights are dropped.
         p: probability of dropping a weight, as elements of one mask over contiguous [B, H, S, N].
 
     Raises:
@@ -93,7 +93,7 @@ def attention_fwd(
         return y.zero_(), lse.zero_()
     window = _seen(window, rows, keys)
     tile = score_tile("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
-    # An exponent of 2 saves a product for each score. It costs float32, and a mask that is added, some of their digits.
+    # Exponents of 2 save a multiplication per score, but cost digits in float32, or with a mask that is added.
     base_2 = q.dtype is not torch.float32 and not _added(mask)
     _, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, base_2)
     launch(
@@ -132,14 +132,14 @@ def attention_bwd(
     """The gradients of q, k and v, written into `out`, in two launches without atomics: the same bits each time.
 
     With w = exp(s - lse), dw = keep (dy . v) / (1 - p) and delta = dy . y: ds = w (dw - delta), dq = scale ds k,
-    dk = scale ds^T q, dv = (keep w / (1 - p))^T dy. There is no gradient of a mask. Arguments that are not named here
-    are those of `attention_fwd`.
+    dk = scale ds^T q, dv = (keep w / (1 - p))^T dy. There is no gradient of a mask. Other arguments are those of
+    `attention_fwd`.
 
     Args:
-        dy: gradient of y, [B, S, H, D], any strides but the last.
-        y: what it gave, contiguous.
-        lse: the log-sum-exp that it gave.
-        out: where the gradients go, shaped as q, k and v, any strides but the last; made if `None`.
+        dy: gradient of y, [B, S, H, D], any strides except that the last is 1.
+        y: the result of `attention_fwd`, contiguous.
+        lse: its log-sum-exp.
+        out: tensors for the gradients, shaped as q, k and v, with the last stride 1; allocated if `None`.
 
     Raises:
         ValueError: as in `attention_fwd`.
@@ -195,7 +195,7 @@ def attention_bwd(
 
 
 def _seen(window: int | None, rows: int, keys: int) -> int | None:
-    """A window that may be far wider than what there is to see, small enough to be added to a row in 32 bits."""
+    """The window, limited to the number of rows or keys, so that adding it to a row does not overflow 32 bits."""
     return None if window is None else min(window, max(rows, keys))
 
 
@@ -254,9 +254,9 @@ def _checked(
 def _numbers(
     size: int, scale: float | None, window: int | None, softcap: float | None, cu_seqlens: Tensor | None, base_2: bool
 ) -> tuple[float, float, float, tuple[int, int, int]]:
-    """The scale; the factor of a product and the soft-cap; the window, how many ends there are, steps of a search.
+    """The scale; the factor of scores and the soft-cap; the window, the number of ends, and the steps of their search.
 
-    Under a soft-cap the factor makes twice score / softcap as an exponent of 2, see `bend`.
+    With a soft-cap, the factor gives twice score / softcap as an exponent of 2, see `bend`.
     """
     scale = float(size**-0.5 if scale is None else scale)
     log2_e = math.log2(math.e)
@@ -281,7 +281,7 @@ def _constexprs(
     size: int,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """In the order of the kernels."""
+    """Compile-time arguments, in the order of the kernels."""
     return {
         "GROUP": group,
         "CAUSAL": causal,

@@ -1,9 +1,9 @@
 # pyright: basic
-# Device functions are Triton's language, and have no types.
-"""Chains of point-wise steps as data: what kernels of Triton and of C are made from.
+# Device functions are in Triton's language, which has no types.
+"""Chains of point-wise steps as data, from which Triton and C kernels are generated.
 
-A chain is a kind, device functions and numbers for each step. A packed [gate; up] input is two parts of a row that
-become one, its gradient one that becomes two.
+A chain has a kind, device functions and numbers for each step. A packed [gate; up] input is two parts of a row, which
+become one; in its gradient one part becomes two.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ._operators import viewed_as_rows
 from .activations import ACTIVATIONS, activation_name, activation_of, activation_text
 
 PACKINGS = ("gate_up", "up_gate", "interleaved")
-"""How a gated unit finds gate and up in a row: two halves in either order, or in turn, the gate first."""
+"""How gate and up of a gated unit are packed: two halves in either order, or interleaved, the gate first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainStep:
-    """One step of a chain; the functions below make them.
+    """One step of a chain; created by the functions below.
 
     Args:
-        kind: what the kernel does, as `parse` reads it.
-        name: for tables and errors.
+        kind: the kernel's operation, as in `parse`.
+        name: name in tables and errors.
         functions: device functions, and for a gated gradient whether the derivative reads the activation's output.
         P: configuration numbers of the functions, or of the step.
         operand: `"row"` [N], `"packed row"` [2 N], `"matrix"` [*, N], `"packed"` [*, 2 N], `"tokens"` [*], `"seed"` []
             int64, `None`.
-        output: `"matrix"`, `"row"` or `"tokens"` where it gives a tensor of its own.
-        gate: -1 where two parts become one, 1 where one becomes two.
-        packing: of a gated unit, one of `PACKINGS`.
-        text: what `parse` makes the step from again.
+        output: `"matrix"`, `"row"` or `"tokens"` if it has an extra result.
+        gate: -1 if two parts become one, 1 if one becomes two.
+        packing: packing of a gated unit, one of `PACKINGS`.
+        text: string from which `parse` creates the step.
     """
 
     kind: str
@@ -63,17 +63,17 @@ def _unary(kind: str, activation: Any, functions: tuple[Any, ...], **rest: Any) 
 
 
 def act(activation: Any) -> ChainStep:
-    """A function, y = f(x): anything with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
+    """A function, y = f(x): any object with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
     return _unary("act", activation, (activation.value,))
 
 
 def dact(activation: Any) -> ChainStep:
-    """A function's gradient, dx = dy f'(t), where the operand t [*, N] is f's input or output as `reads` says."""
+    """A function's gradient, dx = dy f'(t); the operand t [*, N] is f's input or output, as `reads` defines."""
     return _unary("dact", activation, (activation.derivative,), operand="matrix")
 
 
 def _unit(kind: str, activation: Any, up: Any, packing: str, derivatives: bool, **rest: Any) -> ChainStep:
-    """A step of a gated unit f(gate) g(up). Functions: f, g, then the derivative of each and whether it reads y."""
+    """A step of a gated unit f(gate) g(up). Functions: f, g, then each derivative and whether it reads the output."""
     up = ACTIVATIONS["identity"] if up is None else up
     pair = activation, up
     functions = tuple(of.value for of in pair)
@@ -88,12 +88,12 @@ def _unit(kind: str, activation: Any, up: Any, packing: str, derivatives: bool, 
 
 
 def gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
-    """A gated unit, y = f(gate) g(up) for packed [gate; up]: half as many columns come out. Without `up` g is 1."""
+    """A gated unit, y = f(gate) g(up) for packed [gate; up], with half as many columns. Without `up`, g(up) = up."""
     return _unit("gated", activation, up, packing, False, gate=-1)
 
 
 def dgated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
-    """A gated unit's gradient, dx = [dy g(up) f'(gate); dy f(gate) g'(up)]: twice as many columns come out.
+    """A gated unit's gradient, dx = [dy g(up) f'(gate); dy f(gate) g'(up)], with twice as many columns.
 
     The operand is the packed [gate; up], [*, 2 N].
     """
@@ -123,45 +123,45 @@ def dropout(p: float, upscale: bool = True) -> ChainStep:
 
 
 def store() -> ChainStep:
-    """Give what the chain holds here as a tensor [*, N] of its own."""
+    """Return the current value of the chain as an extra result, [*, N]."""
     return ChainStep("store", "store", output="matrix", text="store")
 
 
 def column_sum() -> ChainStep:
-    """Give the sum over all rows of what the chain holds here, [N]: the gradient of a bias."""
+    """Return the sum of the current value over all rows, [N]: the gradient of a bias."""
     return ChainStep("sum", "sum", output="row", text="sum")
 
 
 def emit(activation: Any) -> ChainStep:
-    """Give f(t) of an operand t [*, N] as a tensor of its own: an activation that was not kept."""
+    """Return f(t) of an operand t [*, N] as an extra result: an activation that was not saved."""
     return _unary("emit", activation, (activation.value,), operand="matrix", output="matrix")
 
 
 def emit_gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
-    """Give f(gate) g(up) of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N].
+    """Return f(gate) g(up) of a packed operand [gate; up], [*, 2 N], as an extra result, [*, N].
 
-    Behind `token_scale` it is multiplied by the factors of that, too: a gated unit and its factors that were not kept.
+    After `token_scale` it is multiplied by the same factors: a gated unit and its factors that were not saved.
     """
     return _unit("emit_gated", activation, up, packing, False, operand="packed", output="matrix")
 
 
 def dot_gated(activation: Any, up: Any = None, packing: str = "gate_up") -> ChainStep:
-    """Give the sum over columns of dy f(gate) g(up), [*], of a packed operand [gate; up], [*, 2 N].
+    """Return the sum over columns of dy f(gate) g(up), [*], of a packed operand [gate; up], [*, 2 N].
 
-    It is the gradient of a factor for each token that the gated unit was multiplied by.
+    It is the gradient of a factor per token by which the gated unit was multiplied.
     """
     return _unit("dot_gated", activation, up, packing, False, operand="packed", output="tokens")
 
 
 def token_scale() -> ChainStep:
-    """A factor for each token, y = factor x, the factors the operand [*]."""
+    """A factor per token, y = factor x; the factors are the operand [*]."""
     return ChainStep("token_scale", "token_scale", operand="tokens", text="token_scale")
 
 
 def shift(packed: bool = False) -> ChainStep:
-    """Add a bias, the operand [N], to what the steps behind read: z = t + b for a t that was saved in the place of z.
+    """Add a bias, the operand [N], to operands of later steps: z = t + b for a t that was saved instead of z.
 
-    With `packed` the operand is [2 N], and what is read [gate; up].
+    With `packed` the operand is [2 N], and later operands are [gate; up].
     """
     text = f"shift:{int(packed)}"
     return ChainStep("shift", "shift", operand="packed row" if packed else "row", text=text)
@@ -171,17 +171,17 @@ _OF_ACTIVATION = {"act": act, "dact": dact, "emit": emit}
 _OF_UNIT: dict[str, Any] = {"gated": gated, "dgated": dgated, "emit_gated": emit_gated, "dot_gated": dot_gated}
 READERS = ("dact", "dgated", "emit", "emit_gated", "dot_gated")
 _BEFORE_DGATED = ("emit_gated", "dgated"), ("dot_gated", "dgated")
-# Two of these steps that may read one operand, of which the second has it from the first.
+# Pairs of steps that may read one operand, which the second step gets from the first.
 AGAIN = frozenset({("emit", "dact"), *itertools.permutations(("emit_gated", "dot_gated")), *_BEFORE_DGATED})
 _PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum, "token_scale": token_scale}
 
 
 @functools.cache
 def parse(text: str) -> Chain:
-    """The chain whose `text` this is.
+    """The chain with this `text`.
 
     Raises:
-        ValueError: for what is no chain, or an activation that no step of this process was made from.
+        ValueError: for a text that is not a chain, or with an activation that is not registered in this process.
     """
     steps: list[ChainStep] = []
     for part in text.split(";") if text else ():
@@ -204,11 +204,11 @@ def parse(text: str) -> Chain:
 
 
 class Chain:
-    """Steps made ready for launches: make one where a plan is made and keep it.
+    """Steps prepared for launches; create a chain with the plan, and keep it.
 
     Raises:
         ValueError: for a chain in which parts are split and joined in a way that has no width, or with an interleaved
-            gated unit beside another packing, dropout or a second sum over rows.
+            gated unit and another packing, dropout or a second sum over rows.
     """
 
     def __init__(self, *steps: ChainStep) -> None:
@@ -217,7 +217,7 @@ class Chain:
         self.functions = tuple(step.functions for step in steps)
         self.numbers = tuple(step.P for step in steps)
         self.emits = not {"emit", "emit_gated", "dot_gated"}.isdisjoint(self.kinds)
-        # Whether a step may take what an earlier one has read: that reader is the last one, of as many parts.
+        # For each step, whether it may reuse the operand of the last reader, with as many parts.
         self.again = tuple(_reads_again(steps))
         self.reads_again = any(self.again)
         depth = lowest = 0
@@ -226,14 +226,14 @@ class Chain:
             depth += step.gate
             depths.append(depth)
             lowest = min(lowest, depth)
-        # Parts that a row consists of before each step and at the end, in units of the narrowest place.
+        # Parts of a row before each step and at the end, in units of the narrowest value.
         self.parts = tuple(2 ** (d - lowest) for d in depths)
         if max(self.parts) > 4:
             raise ValueError(f"{self}: at most two gated steps in one chain")
         sums = [n for n, step in zip(self.parts, steps, strict=False) if step.kind == "sum"]
         self.sums = sum(sums)
         packings = {step.packing for step in steps if step.packing}
-        # Whether part j of a row of two parts is every second column, from column j.
+        # Whether part j of a row with two parts is every second column, from column j on.
         self.interleaved = "interleaved" in packings
         if self.interleaved:
             drops = any(step.kind == "dropout" for step in steps)
@@ -265,7 +265,7 @@ class Chain:
                 "SWAPPED": tuple(step.packing == "up_gate" for step in self.steps),
             }
             if self.sums:
-                # With fewer stages fewer addresses live at once, of which a sum over columns needs the registers.
+                # With fewer stages, fewer addresses are live at once; a sum over columns needs their registers.
                 stages = 1 if itemsize == 8 or "dot_gated" in self.kinds else 3
                 constexprs |= {"SUMS": self.sums, "STAGES": stages, "SUMS_IN_TURN": self.interleaved_sums}
             found = self._tiles[key] = (block_m, block_n, constexprs)
@@ -274,12 +274,12 @@ class Chain:
     def results(
         self, shape: Sequence[int], dtype: torch.dtype, dtypes: Sequence[torch.dtype] | None
     ) -> tuple[int, list[tuple[tuple[int, ...], torch.dtype]]]:
-        """Columns of the narrowest place, and shape and dtype of what each step gives, then of the last value.
+        """Columns of the narrowest value; shape and dtype of each extra result, then of the last value.
 
         Args:
-            shape: of the input.
-            dtype: of the last value.
-            dtypes: of what steps give; that of the last value by default.
+            shape: shape of the input.
+            dtype: dtype of the last value.
+            dtypes: dtypes of extra results; by default that of the last value.
         """
         lead, columns = tuple(shape[:-1]), shape[-1] if shape else 1
         if columns % self.parts[0]:
@@ -303,17 +303,17 @@ def _reads_again(steps: Sequence[ChainStep]) -> Iterator[bool]:
     reader: str | None = None
     for step in steps:
         yield (reader, step.kind) in AGAIN
-        if step.gate or step.kind == "shift":  # it reads other columns from here on, or something is added
+        if step.gate or step.kind == "shift":  # later readers have other columns, or a bias added
             reader = None
         elif step.kind in READERS:
             reader = step.kind
 
 
 def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
-    """Rows and columns of a tile: 64 bytes per thread and tensor at four warps, fewer where more of them live at once.
+    """Rows and columns of a tile: 64 bytes per thread and tensor at four warps, fewer if more of them are live at once.
 
-    With sums, which live from tile to tile, 16 bytes, and the pipeline keeps several tiles in flight. Where rows are
-    not aligned each element has an address of its own, which costs two registers.
+    With sums, which live from tile to tile, 16 bytes, and the pipeline keeps several tiles in flight. In unaligned rows
+    each element has its own address, which costs two registers.
     """
     live = max(chain.parts) * (2 if chain.emits else 1)
     elements = 2048 // itemsize // max(1, live // 2) if chain.sums else 8192 // itemsize // live
@@ -324,7 +324,7 @@ def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
 
 
 def fit_operand(step: ChainStep, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
-    """An operand of a step as kernels read it: rows of one stride, a row, factors or a seed; else `ValueError`."""
+    """An operand of a step as kernels read it: rows of one stride, a row, factors or a seed; or `ValueError`."""
     if step.operand == "seed":
         if operand.numel() != 1 or operand.dtype is not torch.int64:
             raise ValueError(f"{step.name} takes one int64 seed, got {operand.dtype} {tuple(operand.shape)}")

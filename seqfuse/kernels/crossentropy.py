@@ -1,6 +1,6 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
-# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""Cross-entropy of rows of logits, whose gradient is written over them."""
+# Device functions are in Triton's language, which has no types; pyright does not evaluate constexpr branches.
+"""Cross-entropy of rows of logits, with a gradient that overwrites them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MAX_CLASSES = 2**30
 """The widest row."""
 
 _WIDEST = 8192  # bytes
-# Rows of more bytes than this take a program of 32 warps, of which a processor has room for one: 132 rows of 128k
-# classes in bfloat16 stay in the 50 MB of L2 until they are read again, the rows of four programs each would not.
+# Rows of more bytes than this use programs of 32 warps, one per processor: 132 rows of 128k classes in bfloat16 stay
+# in the 50 MB of L2 until they are read again, but the rows of four programs per processor would not.
 _LONG = 65536
 
 
 @triton.jit
 def _capped(logits, first, classes, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr):
-    """A block of a row of logits after the soft-cap, -inf beyond its end, what went into it, and where they are.
+    """A block of a row of logits after the soft-cap, -inf beyond its end; the argument of tanh; columns; the mask.
 
-    It has a line of neighbours for each thread, which reduces its own.
+    Each thread has a line of neighbors, which it reduces by itself.
     """
     NEIGHBOURS: tl.constexpr = _neighbours(BLOCK_N, logits.dtype.element_ty)
     lines = tl.arange(0, BLOCK_N // NEIGHBOURS) << _shift(NEIGHBOURS)
@@ -43,7 +43,7 @@ def _capped(logits, first, classes, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.constexpr_function
 def _neighbours(block, dtype):
-    """Elements in 16 bytes."""
+    """The number of elements in 16 bytes."""
     return min(block, 128 // dtype.primitive_bitwidth)
 
 
@@ -54,7 +54,7 @@ def _shift(count):
 
 @triton.jit
 def _finite(top):
-    """What numbers are taken relative to: as long as every one was -inf there is nothing to rescale."""
+    """The number subtracted from logits: 0 as long as all of them are -inf, when there is nothing to rescale."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -72,10 +72,10 @@ def _cross_entropy_kernel(
     target = tl.load(targets + row)
     counted = target != ignore
     if given is None:
-        # Each thread reads it, and the sums below hold them together before the second pass writes.
+        # Each thread reads it, and the reductions below synchronize all threads before the second pass writes.
         known = counted & (target >= 0) & (target < classes)
         picked = tl.load(logits + target, mask=known, other=0.0).to(COMPUTE)
-        # Each thread has its own greatest logit and sum; they are put together once, at the end.
+        # Each thread has its own greatest logit and sum; they are merged once, at the end.
         lines: tl.constexpr = BLOCK_N // _neighbours(BLOCK_N, logits.dtype.element_ty)
         tops = tl.full((lines,), float("-inf"), COMPUTE)
         totals = tl.zeros((lines,), COMPUTE)
@@ -119,14 +119,14 @@ def _cross_entropy_kernel(
         at_target = g * (1.0 - SMOOTHING + spread)
         for first in tl.range(0, classes, BLOCK_N, num_stages=STAGES):
             z, u, cols, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
-            # A product, not a choice: as in torch, a row that does not count hands on its NaN.
+            # Multiplied, not selected: as in torch, a row that does not count propagates NaN.
             p = exponential(z - top, HALF) * by_softmax
             d = p - tl.where(cols == target, at_target, away)
             if Z_LOSS != 0.0:
-                # Added last: where p is near one, the loss's own part would drown the digits of this one.
+                # Added last: with p near one, the loss's own term would absorb the digits of this one.
                 d += p * of_lse
             if SOFTCAP is not None:
-                # 1 - tanh^2 without the cancellation where the cap is near.
+                # 1 - tanh^2 without cancellation near the cap.
                 q = exponential(-2.0 * tl.abs(u), HALF)
                 d *= 4.0 * q / ((1.0 + q) * (1.0 + q))
             tl.store(logits + cols, d.to(logits.dtype.element_ty), mask=inside)
@@ -152,21 +152,21 @@ def cross_entropy_(
     Gradient: scale (softmax(z) (1 + 2 z_loss lse) - (1 - s) onehot - s / V) (1 - (z / softcap)^2).
 
     logits: [R, V], any row stride, changed in place; targets: [R] int64; loss, scale: [R] float32, float64 for float64,
-    and computed in that dtype; softmax: [2, R] of it, the largest z of a row and the sum of exp z relative to it. A
-    target that is no class and not `ignore_index` is the caller's to refuse: it reads nothing and counts as a logit of
-    0. Source: Milakov and Gimelshein 2018, arXiv:1805.02867; z-loss: Chowdhery et al. 2022, arXiv:2204.02311; soft-cap:
+    and computed in that dtype; softmax: [2, R] of it, the greatest z of a row and the sum of exp z relative to it. The
+    caller must check targets: one that is neither a class nor `ignore_index` reads nothing and counts as a logit of 0.
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867; z-loss: Chowdhery et al. 2022, arXiv:2204.02311; soft-cap:
     Gemma 2, arXiv:2408.00118.
 
     Args:
-        logits: what is read, and overwritten where a gradient is wanted.
+        logits: the logits; overwritten by their gradient, if `gradient`.
         targets: a class per row.
         ignore_index: the target of rows that do not count.
-        label_smoothing: share of the target that is spread over all classes.
+        label_smoothing: fraction of the target that is spread over all classes.
         z_loss: factor of lse^2.
         softcap: bound on the logits.
         scale: gradient of each row's loss, one by default.
-        softmax: as returned before; then nothing is returned, and the gradient alone is written.
-        gradient: whether to write it.
+        softmax: as returned by an earlier call; then nothing is returned, and only the gradient is written.
+        gradient: whether to write the gradient.
 
     Raises:
         ValueError: for shapes that differ, no or more than 2^30 classes, or classes that are not contiguous.
@@ -206,7 +206,7 @@ def cross_entropy_(
 
 
 def _check(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:
-    """Raise `ValueError` for what no kernel takes."""
+    """Raise `ValueError` for arguments that the kernel does not support."""
     if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
         raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
     R = logits.shape[0]
@@ -219,22 +219,22 @@ def _check(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tenso
 
 
 def block(classes: int, itemsize: int, amd: bool = False) -> int:
-    """Logits at a time."""
-    # A thread of 32 warps has too few registers for float64 and for float32 that is not aligned; AMD launches no more
-    # than 16 warps.
+    """The number of logits per block."""
+    # With 32 warps, a thread has too few registers for float64 and for unaligned float32; AMD launches at most 16
+    # warps.
     fits = itemsize < 4 or (itemsize == 4 and classes % 4 == 0)
     long = classes * itemsize > _LONG and fits and not amd
     return min((2 if long else 1) * _WIDEST // itemsize, next_power_of_2(classes))
 
 
 def num_warps(classes: int, itemsize: int, amd: bool = False) -> int:
-    """16 bytes per thread: where rows are not aligned each number has an address of its own, and more do not fit."""
+    """Warps for 16 bytes per thread: in unaligned rows each number has its own address, and more do not fit."""
     return max(4, block(classes, itemsize, amd) * itemsize // 512)
 
 
 def _registers(warps: int, itemsize: int) -> int | None:
-    """Of 32 warps each thread may have 64; unasked the compiler makes room for a second program, and spills.
+    """With 32 warps, 64 per thread; without a limit the compiler makes room for a second program, and spills.
 
-    So it does where wider numbers have 16 warps, of which each thread may have 128, and needs 64 for float32.
+    The same holds for wider numbers with 16 warps, whose threads may have 128, and need 64 for float32.
     """
     return 64 if warps == 32 or (warps == 16 and itemsize == 4) else 128 if itemsize == 8 else None

@@ -1,9 +1,9 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
-# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""Attention of one new token per sequence over a cache of keys and values: what each step of decoding does.
+# Device functions are in Triton's language, which has no types; pyright does not evaluate constexpr branches.
+"""Attention of one new token per sequence over a KV cache, as in each step of decoding.
 
-A key head's cache is split among programs, each of which sees it for all query heads that share it, so it is read
-once. Splits are of equal size by the length of the sequence, which the device alone knows; a second kernel merges them.
+A key head's cache is split among programs, each of which computes all query heads that share it, so it is read once.
+Splits have equal sizes by the length of the sequence, which only the device knows; a second kernel merges them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_HEAD = 256
 """The widest head."""
 MAX_SPLITS = 32
 _LOG2_E = 1.4426950408889634
-_LONG = 128  # rows of a block, with which a processor of an H200 is busy by one program
+_LONG = 128  # rows of a block, with which one program keeps a processor of an H200 busy
 
 
 @triton.jit
@@ -38,10 +38,10 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """One split of one key head of one sequence: y and the logarithm of the sum of weights; y alone where it is all."""
+    """One split of a key head of a sequence: y, and the log-sum-exp unless it is the only split."""
     pid = tl.program_id(0)
     split = pid % splits
-    # Of a large group some members at a time.
+    # A large group is processed in several parts.
     PARTS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     part = pid // splits % PARTS
     head = (pid // splits // PARTS % kv_heads).to(tl.int64)
@@ -83,18 +83,18 @@ def _decode_kernel(
             scores *= tl.load(key_scales + row, mask=seen, other=0.0)[None, :]
         scores *= scale
         if SOFTCAP:
-            # softcap tanh(scores / softcap), of scores that are twice that by log2 e.
+            # softcap tanh(score / softcap); here scores are 2 log2(e) score / softcap.
             scores = softcap * bend(scores, query.dtype == tl.float32)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
-        # A row of scores that are all -inf, as overflowed ones may be, has weights of zero rather than NaN.
+        # If all scores of a row are -inf, as after overflow, its weights are zero, not NaN.
         origin = tl.where(larger == float("-inf"), 0.0, larger)
         weights = power(scores - origin[:, None], BASE_2, False)
         shrink = power(most - origin, BASE_2, False)
         total = total * shrink + tl.sum(weights, 1)
         if v_scale is not None:
-            # In units of the largest so far: the product of a weight and a small scale has few digits in float16, or
-            # none. Units are small enough to use the range of that.
+            # In units of the greatest scale so far: the product of a weight and a small scale has few digits in
+            # float16, or none. Units are small enough to use the range of float16.
             scales = tl.load(value_scales + row, mask=seen, other=0.0)
             before = unit
             unit = tl.maximum(unit, tl.max(scales, 0) * 2.0**-14)
@@ -125,7 +125,7 @@ def _decode_kernel(
 def _merge_kernel(
     partials, sums, y, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BASE_2: tl.constexpr
 ):  # fmt: skip
-    """One head of one sequence: its splits by their share of the sum of weights, in a fixed order."""
+    """One head of a sequence: merges its splits, weighted by their fraction of the sum of weights, in a fixed order."""
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
     cols = tl.arange(0, BLOCK_D)
@@ -137,7 +137,7 @@ def _merge_kernel(
     total = tl.sum(shares, 0)
     mask = there[:, None] & (cols < D)[None, :]
     part = tl.load(partials + place[:, None] * D + cols[None, :], mask=mask, other=0.0)
-    # A split that saw nothing has a share of zero.
+    # A split that saw no key has a weight of zero.
     part = tl.where((logs == float("-inf"))[:, None], 0.0, part * shares[:, None])
     whole = tl.sum(part, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(y + out * D + cols, whole.to(y.dtype.element_ty), mask=cols < D)
@@ -145,8 +145,8 @@ def _merge_kernel(
 
 @triton.jit
 def _quantized(x, mask):
-    """A row as int8 and its scale, max |x| / 127; a half is rounded away from zero."""
-    # Of bits a NaN is the largest, and all of its row is NaN, as of a cache that torch fills.
+    """A row as int8 and its scale, max |x| / 127; halves are rounded away from zero."""
+    # As bits, a NaN is the greatest number, and makes its whole row NaN, as in a cache that torch fills.
     scale = tl.max(tl.where(mask, magnitude(x), 0), 0).to(tl.float32, bitcast=True) / 127.0
     t = x / tl.where(scale == 0.0, 1.0, scale)
     t = tl.minimum(tl.maximum(t, -127.0), 127.0)
@@ -182,7 +182,7 @@ def _cache_write_kernel(
 
 
 def _flops(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
-    """Of its two GEMMs over the whole cache: how much of it is filled is known to the device alone."""
+    """FLOPs of the two GEMMs over the whole cache, because only the device knows how much of it is filled."""
     return 4 * q.numel() * k.shape[2]
 
 
@@ -199,23 +199,23 @@ def decode_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attention over the first `lengths` rows of each cache, y = softmax(scale q k^T) v; zeros where there are none.
+    """Attention over the first `lengths` rows of each cache, y = softmax(scale q k^T) v; zeros if there are none.
 
     q, y: [B, H, D]; k, v: [B, Hkv, max, D], of q's dtype, or int8 with a float32 scale for each row, [B, Hkv, max];
-    lengths: [B] int32 or int64 on the device, which the host does not read. Heads H / Hkv at a time share a key head.
-    The query stands at the last of these rows. Scores and sums are float32.
+    lengths: [B] int32 or int64 on the device, which the host does not read. Each key head serves H / Hkv query heads
+    (GQA). The query is at the last of these rows. Scores and sums are float32.
     Source: Dao et al. 2023, Flash-Decoding.
 
     Args:
         q: the new token's queries.
-        k: cache of keys, the new token's among them.
+        k: cache of keys, including the new token's.
         v: cache of values.
-        lengths: rows of the cache that are there.
+        lengths: number of filled rows of each cache.
         scale: D^-1/2 by default.
-        window: how many rows are seen, the last ones; all by default.
+        window: number of rows that are seen, the last ones; all by default.
         softcap: scores become softcap tanh(score / softcap), if given; in 16 bits within 6e-8 softcap.
-        k_scale: what int8 keys are multiplied by.
-        v_scale: what int8 values are multiplied by.
+        k_scale: factors of int8 keys.
+        v_scale: factors of int8 values.
 
     Raises:
         ValueError: for shapes or dtypes that do not fit, or heads of more than 256, or of 128 for float32 queries of an
@@ -234,14 +234,14 @@ def decode_attention(
     group, wide, int8 = heads // kv_heads, q.dtype is torch.float32, k_scale is not None
     block_n = _block_n(size, q.dtype, int8, family(architecture(q.device)))
     seen = rows if window is None else min(rows, window)
-    # As many programs as a processor has room for.
+    # As many programs as fit on the processors.
     splits = splits_of(batch * kv_heads, seen, block_n, processors(q.device) * (1 if block_n == _LONG else 2))
     partials = sums = None
     if splits > 1:
         partials = torch.empty(batch * heads * splits * size, dtype=torch.float32, device=q.device)
         sums = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
     factor = size**-0.5 if scale is None else scale
-    # Scores in base 2, but in float32, where a rounded log2 e shows; a soft-cap takes twice score / softcap.
+    # Scores in base 2, except in float32, where the rounding of log2(e) shows; a soft-cap needs twice score / softcap.
     base_2, unit = not wide, 1.0 if wide else _LOG2_E
     factor *= unit if softcap is None else 2 * _LOG2_E / softcap
     strides = (0, 0) if k_scale is None else (k_scale.stride(0), k_scale.stride(1))
@@ -255,8 +255,8 @@ def decode_attention(
         ),
         _constexprs(group, size, softcap is not None, window is not None, block_n, q.dtype) | {"BASE_2": base_2},
         8 if wide else 4,
-        2 if wide or int8 else 3,  # of the pipeline: 64 KiB of shared memory hold two of a cache in float32 or int8
-        # As many registers as two programs of a processor have; numbers that were int8 take more.
+        2 if wide or int8 else 3,  # stages: 64 KiB of shared memory hold two of a float32 or int8 cache
+        # The registers of two programs per processor; converted int8 numbers need more.
         **register_limit(128 if wide and not int8 else None, architecture(q.device)),
     )  # fmt: skip
     if partials is not None:
@@ -281,10 +281,10 @@ def cache_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write a new token of each sequence at row `lengths` of its cache, where there is room.
+    """Write a new token of each sequence at row `lengths` of its cache, if there is room.
 
-    k_new, v_new: [B, Hkv, D]; the rest is as in `decode_attention`, with lengths before the new token. An int8 cache
-    gets rows divided by their scale, max |x| / 127, which is written as well.
+    k_new, v_new: [B, Hkv, D]; other arguments as in `decode_attention`, with lengths before the new token. For an int8
+    cache, rows are divided by their scale, max |x| / 127, which is written as well.
 
     Raises:
         ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
@@ -310,15 +310,15 @@ def cache_write(
 
 
 def splits_of(key_heads: int, rows: int, block_n: int, programs: int) -> int:
-    """Programs per key head: `programs` for all of them together, none with less than a block, and at most 32.
+    """Programs per key head: `programs` for all of them together, at least one block each, and at most 32.
 
-    A second kernel puts splits together, which takes an H200 2 to 4 us.
+    A second kernel merges splits, which takes 2 to 4 us on an H200.
     """
     return max(1, min(MAX_SPLITS, cdiv(rows, block_n), programs // max(1, key_heads)))
 
 
 def _block_n(size: int, dtype: torch.dtype, int8: bool, of: str) -> int:
-    # Numbers that were int8 are converted in registers, and a product of float32 is made of nothing else.
+    # int8 numbers are converted in registers, and matmuls in float32 run in registers only.
     if dtype is torch.float32:
         return 16
     if next_power_of_2(size) > 128 or int8:
@@ -356,7 +356,7 @@ def _checked(
 
 
 def _constexprs(group: int, size: int, softcap: bool, window: bool, block_n: int, dtype: torch.dtype) -> dict[str, Any]:
-    """In the order of the kernel."""
+    """Compile-time arguments, in the order of the kernel."""
     return {
         "GROUP": group,
         "D": size,

@@ -1,10 +1,10 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
-# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""GEMMs of groups of rows with a weight each, whose ends are read on the device.
+# Device functions are in Triton's language, which has no types; pyright does not evaluate constexpr branches.
+"""GEMMs of groups of rows, each with its own weight, with group ends that are read on the device.
 
-The host knows neither how many rows a group has nor how many tiles it takes: as many programs are launched as there may
-be tiles, and each finds its own in the ends of the groups, or that there is none for it. Rows beyond the last end are
-one more group, which is written zeros.
+The host does not know how many rows or tiles a group has. It launches as many programs as there may be tiles; each
+program finds its tile from the ends of the groups, or finds that it has none. Rows beyond the last end are one more
+group, to which zeros are written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FINISHED = 4  # rows
 
 
 class Tile(NamedTuple):
-    """Rows, columns and depth of what a program multiplies at a time, its warps and stages."""
+    """Rows, columns and depth of a program's tile, warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -35,8 +35,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# Of 16 bits: many rows in a group, few, and rows that are not aligned. Those are loaded number by number, for whose
-# addresses a thread of a large tile has no room.
+# In 16 bits: with many rows per group, with few, and with unaligned rows. These are loaded number by number, and the
+# threads of a large tile have no registers for so many addresses.
 _ODD = Tile(64, 32, 32, 4, 3)
 _TILES = {
     "sm_80": (Tile(128, 128, 64, 8, 3), Tile(32, 128, 64, 4, 3), _ODD),
@@ -45,14 +45,14 @@ _TILES = {
     "gfx942": (Tile(128, 128, 32, 8, 2), Tile(32, 128, 32, 4, 2), Tile(64, 64, 32, 4, 2)),
     "interpreter": (Tile(32, 32, 32, 4, 1), Tile(16, 32, 32, 4, 1), Tile(16, 32, 32, 4, 1)),
 }
-# Without instructions for matrices a thread multiplies what it holds in registers.
+# Without matrix instructions, a thread multiplies numbers in its registers.
 _TILES_32 = (Tile(64, 64, 16, 4, 3), Tile(32, 64, 16, 4, 3), Tile(32, 64, 16, 4, 3))
 _FEW = 64  # rows in a group
 
 
 @triton.jit
 def _group_of(tile, offsets, rows, groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Group, first row and end of a tile of rows; those beyond the last end are the group behind all others."""
+    """Group, first row and end of a tile of rows; rows beyond the last end are an additional last group."""
     g = tl.arange(0, GROUPS)
     ends = tl.load(offsets + g, mask=g < groups, other=0).to(tl.int64)
     starts = tl.load(offsets + g - 1, mask=(g > 0) & (g <= groups), other=0).to(tl.int64)
@@ -71,8 +71,8 @@ def _multiplied(a, b, acc, PRECISION: tl.constexpr):
     if _INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
     if PRECISION == "ieee":
-        # Sums of sums: of thousands of rows, one after the other, the error is three times that of cuBLAS. The compiler
-        # would make one sum of an addition, and none of this.
+        # Sums of sums: over thousands of rows, one running sum has three times the error of cuBLAS. The compiler would
+        # merge an addition into one sum, but not this subtraction.
         return acc - tl.dot(-a, b, input_precision=PRECISION)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
@@ -84,7 +84,7 @@ def _grouped_gemm_kernel(
     TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
     GROUPS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y = x weight_g^T + bias_g. WIDE tiles of rows share the tiles of columns that are in the cache."""
+    """A tile of y = x weight_g^T + bias_g. WIDE tiles of rows share tiles of columns in the cache."""
     across = tl.cdiv(columns, BLOCK_N)
     in_band = across.to(tl.int64) * WIDE
     band = tl.program_id(0) // in_band
@@ -170,7 +170,7 @@ def _grouped_outer_kernel(
 def _group_sums_kernel(
     x, offsets, out, rows, columns, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """The sum of the rows of a group, of a block of columns."""
+    """The sum of the rows of a group, for a block of columns."""
     across = tl.cdiv(columns, BLOCK_N)
     group = tl.program_id(0) // across
     end = tl.minimum(tl.load(offsets + group).to(tl.int64), rows)
@@ -189,7 +189,7 @@ def _finish_rows_kernel(
     y, offsets, bias, rows, columns, groups, y_stride, bias_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a group have its bias added, those of none are set to zero; the rest is left as it is."""
+    """Add each group's bias to its rows, and set rows without a group to zero; other values are unchanged."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     last = tl.load(offsets + groups - 1).to(tl.int64)
     own = m < last
@@ -229,7 +229,7 @@ def _precision(x: Tensor, tf32: bool) -> str:
 
 
 def multiplies(*operands: Tensor) -> bool:
-    """Whether the kernels multiply tensors of these dtypes."""
+    """Whether the kernels support matrices of these dtypes."""
     first = operands[0].dtype
     return first in (torch.float32, torch.bfloat16, torch.float16) and all(t.dtype is first for t in operands)
 
@@ -245,7 +245,7 @@ def _checked(offsets: Tensor, **matrices: Tensor) -> None:
 
 
 def _token_rows(x: Tensor, order: Tensor | None, top_k: int) -> int:
-    """How many rows are multiplied."""
+    """The number of rows that are multiplied."""
     if order is None:
         return len(x)
     if order.ndim != 1 or not order.is_contiguous() or len(order) != len(x) * top_k:
@@ -264,23 +264,23 @@ def grouped_gemm(
     top_k: int = 1,
     tf32: bool = False,
 ) -> Tensor:
-    """Return y_i = x_i weight_g^T + bias_g for row i of group g, zeros for rows at the last of offsets and beyond.
+    """Return y_i = x_i weight_g^T + bias_g for row i of group g, and zeros for rows from the last of offsets on.
 
-    x: [R, K], any row stride; weight: [G, N, K], any strides; offsets: [G] integers, not falling; bias: [G, N]; y:
-    [R, N] in the dtype of x, summed in float32 and rounded once. With an `order`, [R] integers, row i is that of token
-    order[i] // top_k, and x [R / top_k, K] has the tokens. Source: Gale et al. 2022, arXiv:2211.15841.
+    x: [R, K], any row stride; weight: [G, N, K], any strides; offsets: [G] integers, non-decreasing; bias: [G, N]; y:
+    [R, N] in the dtype of x, summed in float32 and rounded once. With an `order`, [R] integers, row i is token
+    order[i] // top_k of x [R / top_k, K]. Source: Gale et al. 2022, arXiv:2211.15841.
 
     Args:
-        x: rows of all groups, one group behind the other.
-        weight: of each group.
-        offsets: where the rows of each group end; an end beyond the last row is that row.
-        bias: of each group.
-        order: the pair of a token and one of its experts that each row is.
-        top_k: experts of a token.
+        x: rows of all groups, in order of groups.
+        weight: weights of the groups.
+        offsets: the end of each group's rows, clamped to the number of rows.
+        bias: biases of the groups.
+        order: the (token, expert) pair of each row.
+        top_k: experts per token.
         tf32: whether operands in float32 are rounded to 19 bits.
 
     Raises:
-        ValueError: for shapes that differ, another dtype than 16 bits and float32, and rows that are not contiguous.
+        ValueError: for shapes that differ, dtypes other than 16 bits and float32, and rows that are not contiguous.
     """
     _checked(offsets, x=x, weight=weight)
     rows, depth = _token_rows(x, order, top_k), x.shape[1]
@@ -314,18 +314,18 @@ def grouped_gemm(
 def grouped_outer(
     dy: Tensor, x: Tensor, offsets: Tensor, *, order: Tensor | None = None, top_k: int = 1, tf32: bool = False
 ) -> Tensor:
-    """Return dy_g^T x_g for each group, exact zeros for one without rows: the gradients of the weights.
+    """Return dy_g^T x_g for each group, exact zeros for a group without rows: the gradients of the weights.
 
-    dy: [R, N], x: [R, K], any row stride; offsets: [G] integers, not falling; the result is [G, N, K] in the dtype of
-    x, summed in float32, in the order of rows, and rounded once. What is not named here is as in `grouped_gemm`.
+    dy: [R, N], x: [R, K], any row stride; offsets: [G] integers, non-decreasing; the result is [G, N, K] in the dtype
+    of x, summed in float32, in the order of rows, and rounded once. Other arguments are those of `grouped_gemm`.
 
     Args:
-        dy: rows of all groups, one group behind the other.
-        x: the same, or tokens.
-        order: the pair of a token and one of its experts that each row of dy is.
+        dy: rows of all groups, in order of groups.
+        x: rows in the same order, or tokens.
+        order: the (token, expert) pair of each row of dy.
 
     Raises:
-        ValueError: for shapes that differ, another dtype than 16 bits and float32, and rows that are not contiguous.
+        ValueError: for shapes that differ, dtypes other than 16 bits and float32, and rows that are not contiguous.
     """
     _checked(offsets, dy=dy, x=x)
     (rows, columns), depth, groups = dy.shape, x.shape[1], len(offsets)
@@ -351,13 +351,13 @@ def grouped_outer(
 
 @operator("group_sums")
 def group_sums(x: Tensor, offsets: Tensor) -> Tensor:
-    """Return the sum of the rows of each group, exact zeros for one without rows: the gradients of the biases.
+    """Return the sum of the rows of each group, exact zeros for a group without rows: the gradients of the biases.
 
     x: [R, N], any row stride; offsets as in `grouped_gemm`; the result is [G, N] in the dtype of x, summed in float32
     and rounded once.
 
     Raises:
-        ValueError: for another dtype than 16 bits and float32, and rows that are not contiguous.
+        ValueError: for dtypes other than 16 bits and float32, and rows that are not contiguous.
     """
     _checked(offsets, x=x)
     rows, columns = x.shape
@@ -375,16 +375,16 @@ def group_sums(x: Tensor, offsets: Tensor) -> Tensor:
 
 @operator("finish_rows", written=("y",))
 def finish_rows_(y: Tensor, offsets: Tensor, bias: Tensor | None = None) -> None:
-    """Add bias_g to the rows of group g, in place, and set rows at the last of offsets and beyond to zero.
+    """Add bias_g to the rows of group g, in place, and set rows from the last of offsets on to zero.
 
     y: [R, N], any row stride; offsets as in `grouped_gemm`; bias: [G, N].
 
     Args:
-        y: rows of all groups, as a GEMM of groups that knows neither left them.
-        bias: of each group; without one the rows of groups are not read.
+        y: rows of all groups, as written by a grouped GEMM without biases.
+        bias: biases of the groups; without them the rows of groups are not read.
 
     Raises:
-        ValueError: for shapes that differ, another dtype than 16 bits and float32, and rows that are not contiguous.
+        ValueError: for shapes that differ, dtypes other than 16 bits and float32, and rows that are not contiguous.
     """
     _checked(offsets, y=y)
     (rows, columns), groups = y.shape, len(offsets)

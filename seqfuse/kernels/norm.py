@@ -1,9 +1,9 @@
 # pyright: basic
-# Triton has no types.
+# Triton has no type annotations.
 """LayerNorm and RMSNorm, forward and backward, with the residual stream around them and an activation after them.
 
-A row is normalized in registers where it fits, else read twice in chunks. The backward grid is persistent: a program
-keeps its part of the parameters' gradients in registers from row to row and writes it once.
+A row is normalized in registers if it fits, otherwise read twice in chunks. The backward grid is persistent: a program
+keeps its part of the parameters' gradients in registers from row to row, and writes it once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class RowTile:
-    """A launch: rows and columns at a time, chunks of a row, warps, stages of the pipeline.
+    """A launch: rows and columns per tile, chunks of a row, warps, pipeline stages.
 
-    A persistent grid has `per_processor` programs for each processor; `registers` as in `register_limit`; `sums` is
-    whether there is room in registers for a program's part of the sums over rows.
+    A persistent grid has `per_processor` programs per processor; `registers` is as in `register_limit`; `sums` is
+    whether a program has registers for its part of the sums over rows.
     """
 
     m: int
@@ -53,9 +53,9 @@ class RowTile:
 
 
 def forward_tile(columns: int, itemsize: int) -> RowTile:
-    """A row in registers, 16 or 32 numbers per thread, up to 16,384 columns; chunks of a quarter beyond.
+    """A row in registers, 16 or 32 numbers per thread, up to 16,384 columns; beyond that, chunks of a quarter.
 
-    Where rows are not aligned each number has an address of its own, which costs two registers, and half as many fit.
+    In unaligned rows each number has its own address, which costs two registers, and half as many fit.
     """
     widest = (4096 if itemsize == 8 else 16384) // (2 if columns % 16 else 1)
     n = next_power_of_2(columns)
@@ -66,13 +66,13 @@ def forward_tile(columns: int, itemsize: int) -> RowTile:
 
 
 def hopper_forward_tile(columns: int, centered: bool, around: bool) -> RowTile | None:
-    """Of aligned rows of 16 bits, `around` which a prologue may be; `None` where `forward_tile` is as fast or faster.
+    """The tile of aligned rows of 16 bits, `around` is with a prologue; `None` if `forward_tile` is as fast or faster.
 
-    32 numbers per thread or more, so that a row has few warps to wait for. On an H200, of rows of 1,024 to 32,768
-    columns, a LayerNorm takes 0.83 to 1 of the time that it takes by `forward_tile`, an RMSNorm 0.72 to 1; behind a
-    prologue a LayerNorm of up to 8,192 columns takes 0.85 to 0.92, and an RMSNorm no less. In registers a LayerNorm of
-    16,384 columns leaves room for one program on a processor: in two chunks it takes 0.77 of that time on an H100, and
-    0.66 of 12,288 columns.
+    32 numbers per thread or more, so that few warps of a row wait for each other. On an H200, with 1,024 to 32,768
+    columns, a LayerNorm takes 0.83 to 1 of its time with `forward_tile`, an RMSNorm 0.72 to 1; after a prologue, a
+    LayerNorm of up to 8,192 columns takes 0.85 to 0.92, and an RMSNorm is not faster. In registers, a LayerNorm of
+    16,384 columns leaves room for one program per processor: in two chunks it takes 0.77 of that time on an H100, and
+    0.66 with 12,288 columns.
     """
     n = next_power_of_2(columns)
     if n > (8192 if around else 32768) or (around and not centered):
@@ -84,11 +84,11 @@ def hopper_forward_tile(columns: int, centered: bool, around: bool) -> RowTile |
 
 
 def backward_tile(columns: int, itemsize: int, heavy: bool) -> RowTile:
-    """As forward, with two tensors and two or three running sums in registers up to 8,192 columns.
+    """As forward, with two tensors and two or three running sums in registers, up to 8,192 columns.
 
-    Up to half of it where an activation or dropout, `heavy`, needs registers as well, and again where rows are not
-    aligned, of which both need twice as many threads. What is light and small has as many programs as a processor's
-    registers hold at a time, 24 warps of 80.
+    Up to half of that if an activation or dropout, `heavy`, needs registers as well, and half again if rows are not
+    aligned; both need twice as many threads. Light and small launches have as many programs as a processor's registers
+    hold at a time, 24 warps of 80.
     """
     widest = (2048 if itemsize == 8 else 8192) // (2 if heavy else 1) // (2 if columns % 16 else 1)
     n = next_power_of_2(columns)
@@ -100,7 +100,7 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> RowTile:
     if stages == 2 and m * chunk <= 2048:
         return RowTile(m, chunk, 1, warps, stages, 24 // warps, 80)
     parts = cdiv(columns, chunk)
-    # With fewer than all registers, or room for more programs than there are, the compiler spills.
+    # With a limit below all registers, or room for more programs than there are, the compiler spills.
     if crowded and parts > 1 and warps == 8:
         return RowTile(m, chunk, parts, warps, stages, 1, 255, False)
     limited = crowded or (heavy and (warps == 16 or (parts > 1 and itemsize < 8)))
@@ -109,14 +109,13 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> RowTile:
 
 
 def hopper_backward_tile(columns: int, sums: int, added: bool) -> RowTile:
-    """Of aligned rows of 16 bits without an activation, with so many sums over rows; `added` is the stream's gradient.
+    """The tile of aligned rows of 16 bits without an activation; `sums` over rows; `added` is the stream's gradient.
 
-    Of up to 8,192 columns a processor has 16 warps, each of which has 512 numbers of a row, and two rows on their way.
-    On an H200 that takes 0.49 to 0.77 of the time that it takes by `backward_tile`, behind dropout 0.31 to 0.95. Of
-    longer rows a program keeps the sums in registers, and little else: it reads a row in chunks, and again from the
-    cache. On an H100 that takes 0.62 to 0.70 of the time of two passes over one sum, and 0.72 to 0.85 over two.
-    Where there is no room for that, rows stay in registers, up to 16,384 columns, and sums are made in a pass of their
-    own.
+    With up to 8,192 columns, a processor has 16 warps, each with 512 numbers of a row, and two rows in flight. On an
+    H200 that takes 0.49 to 0.77 of the time of `backward_tile`, after dropout 0.31 to 0.95. In longer rows a program
+    keeps the sums in registers, and little else: it reads a row in chunks, and again from the cache. On an H100 that
+    takes 0.62 to 0.70 of the time of two passes with one sum, and 0.72 to 0.85 with two. If registers do not suffice,
+    rows stay in registers, up to 16,384 columns, and sums are computed in a separate pass.
     """
     n = next_power_of_2(columns)
     if n > 8192:
@@ -131,19 +130,19 @@ def hopper_backward_tile(columns: int, sums: int, added: bool) -> RowTile:
 
 
 def sums_tile(itemsize: int, act: Any = None) -> RowTile:
-    """16 bytes per thread and tensor, half as many behind several activations, which need registers."""
+    """16 bytes per thread and tensor, half of that after several activations, which need registers."""
     rows = 16 // itemsize // (2 if act is not None and is_composed(act) else 1)
     return RowTile(max(1, rows), 128, 1, 4, 1 if itemsize == 8 else 2)
 
 
 def _measured(columns: int, arch: str, *tensors: Tensor | None) -> bool:
-    """Whether all of these are such as tiles were measured for: wider numbers take more shared memory."""
+    """Whether the tiles were measured for such tensors: wider numbers need more shared memory."""
     half = all(t is None or t.element_size() == 2 for t in tensors)
     return columns % 16 == 0 and half and family(arch) == "sm_90"
 
 
 def _pairs(pairs: Pairs | None) -> tuple[tuple[Tensor | None, ...], int, int]:
-    """The tensors, where the end of the rows of all experts is, and how many experts a token has."""
+    """The tensors of pairs, the index of the last of their ends, and the number of experts per token."""
     if pairs is None:
         return (None, None, None), 0, 1
     check_pairs(*pairs)
@@ -163,7 +162,7 @@ def _same(name: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 class Normed(NamedTuple):
-    """Results of a forward pass; `stream` is what was normalized, where a prologue made it."""
+    """Results of a forward pass; `stream` is the norm's input, if a prologue computes it."""
 
     y: Tensor  # [*, N]
     stream: Tensor | None  # [*, N]
@@ -172,10 +171,10 @@ class Normed(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Results of a backward pass; `None` for what was not asked for.
+    """Results of a backward pass; `None` for results that were not requested.
 
-    `dx` is the gradient of what was normalized, and so of the residual; `dbranch` that of what dropout took; `dpairs`
-    and `dfactors` those of the rows that were gathered and of their factors.
+    `dx` is the gradient of the norm's input, and so of the residual; `dbranch` that of dropout's input; `dpairs` and
+    `dfactors` those of the gathered rows and their factors.
     """
 
     dx: Tensor | None  # [*, N]
@@ -207,26 +206,26 @@ def norm_fwd(
 ) -> Normed:
     """LayerNorm: y = act((z - E[z]) rstd gain + bias), rstd = (Var[z] + eps)^-1/2; RMSNorm has 0 for E[z].
 
-    z = x, or dropout(x + pre_bias) + residual as far as these are given. x, residual, y, stream: [*, N]; parameters:
-    [N]; statistics: [*] float32, float64 for a float64 x. Everything is computed in that dtype. With `pairs`
-    x is [*, top_k, N], of which each token's rows are summed first, as by `permute.gather_rows`.
+    z = x, or dropout(x + pre_bias) + residual, each if it is given. x, residual, y, stream: [*, N]; parameters: [N];
+    statistics: [*] float32, float64 for a float64 x. Everything is computed in that dtype. With `pairs` x is
+    [*, top_k, N], and each token's rows are summed first, as by `permute.gather_rows`.
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
 
     Args:
-        x: what is normalized, or what the prologue starts from.
-        weight: gain, `None` for one.
-        bias: added to the product, or `None`.
+        x: the norm's input, or the prologue's.
+        weight: gain, `None` for a gain of one.
+        bias: added after the gain, or `None`.
         eps: added to the variance, or the mean square.
         centered: whether it is LayerNorm.
         zero_centered: whether the gain is 1 + weight.
         pre_bias: added to x first.
-        seed: of dropout after that, int64, on the device.
+        seed: seed of dropout after that, int64, on the device.
         p: probability of dropping.
         residual: added last; with any of these the sum is returned as `stream`.
         pairs: where each token's rows of x are, and their factors.
         act: an activation of the result.
-        dtype: of y; x's by default.
-        stream_dtype: of the stream; x's by default.
+        dtype: dtype of y; by default x's.
+        stream_dtype: dtype of the stream; by default x's.
 
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
@@ -292,30 +291,30 @@ def norm_bwd(
 ) -> NormGradients:
     """LayerNorm's gradients: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream; RMSNorm has 0 for E[g].
 
-    g = dy act' gain, xhat the normalized row. Sums over rows are made in a fixed order: the same bits each time.
-    Beyond 8,192 columns they take a second pass over dy and x; half of that with an activation or dropout, and half
-    again for rows that are not aligned; on Hopper one or two sums of 16 bits take none up to 16,384 or 12,288 columns.
-    Arguments that are not named here are those of the forward.
+    g = dy act' gain, xhat the normalized row. Sums over rows are computed in a fixed order: the same bits each time.
+    Beyond 8,192 columns they need a second pass over dy and x; half of that with an activation or dropout, and half
+    again for unaligned rows. On Hopper, one or two sums in 16 bits need no pass up to 16,384 or 12,288 columns.
+    Other arguments are those of the forward pass.
 
     Args:
         dy: gradient of the result.
-        x: what was normalized: the stream, where there was a prologue.
+        x: the norm's input: the stream, if there was a prologue.
         mean: as saved; `None` for RMSNorm.
         rstd: as saved.
-        weight: gain, `None` for one.
-        bias: read where there is an activation.
+        weight: gain, `None` for a gain of one.
+        bias: only read with an activation.
         dstream: gradient of the stream itself, added to dx.
         seed: of the prologue's dropout.
-        dx: whether dx is wanted.
-        dweight: dtype of the weight's gradient, `None` where it is not wanted.
-        dbias: dtype of the bias's gradient, `None` where it is not wanted.
-        dbranch: whether the gradient of what dropout took is wanted.
+        dx: whether dx is needed.
+        dweight: dtype of the weight's gradient, `None` if it is not needed.
+        dbias: dtype of the bias's gradient, `None` if it is not needed.
+        dbranch: whether the gradient of dropout's input is needed.
         dpre_bias: dtype of the gradient of the prologue's bias, the sum of dbranch over rows.
-        branch_dtype: of dbranch and dpairs; that of dx by default.
+        branch_dtype: dtype of dbranch and dpairs; by default that of dx.
         pairs: as in the forward pass.
-        other: the rows that were gathered, for the gradient of their factors: [*, top_k, N].
-        dpairs: whether the gradient of these rows is wanted.
-        dfactors: dtype of the gradient of their factors, `None` where it is not wanted.
+        other: the gathered rows, for the gradient of their factors: [*, top_k, N].
+        dpairs: whether the gradient of these rows is needed.
+        dfactors: dtype of the gradient of their factors, `None` if it is not needed.
 
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
@@ -342,7 +341,7 @@ def norm_bwd(
             total.zero_()
         return results
     compute, triton_compute = _compute(x)
-    # Rows of more than 8,192 columns were measured without dropout.
+    # Rows of more than 8,192 columns were only measured without dropout.
     dropped = seed is not None
     plain = act is None and pairs is None
     if plain and not (dropped and N > 8192) and _measured(N, architecture(device), x, d, added, weight):
@@ -351,7 +350,7 @@ def norm_bwd(
         tile = backward_tile(N, x.element_size(), not plain or dropped)
     wide = not tile.sums
     if wide and dpre_bias is not None and branch is None:
-        # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
+        # A wide row's bias gradient is summed from the branch's gradient, which therefore must be written.
         branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=device)
     shared = (d, source, None if mean is None else mean.reshape(-1), rstd.reshape(-1), weight, bias)
     of_norm = {"CENTERED": centered, "ZERO_CENTERED": zero_centered}
@@ -406,12 +405,12 @@ def norm_bwd(
 
 
 def norm_of(function: Callable[..., R], names: Sequence[str], rest: dict[str, Any]) -> Callable[..., R]:
-    """`norm_fwd` or `norm_bwd` as a function of the tensors of these names, which copies those that do not fit.
+    """`norm_fwd` or `norm_bwd` as a function of the tensors with these names, which copies those in other layouts.
 
     Args:
         function: one of the two.
-        names: of the tensors, in the order of its parameters.
-        rest: all other arguments; what is in neither is absent.
+        names: names of the tensors, in the order of its parameters.
+        rest: all other arguments; arguments in neither are absent.
 
     Raises:
         ValueError: for names in another order.
@@ -423,7 +422,7 @@ def norm_of(function: Callable[..., R], names: Sequence[str], rest: dict[str, An
 
 
 class NormCodes(NamedTuple):
-    """Results of a pass whose own result exists in 8 bits alone; `None` for what was not asked for."""
+    """Results of a pass whose main result is only written in 8 bits; `None` for results that were not requested."""
 
     rows: Tensor | None  # and the next three as in `quantize.Codes`
     rows_inverse: Tensor | None
@@ -443,10 +442,10 @@ class NormCodes(NamedTuple):
 
 
 def _codes_grid(M: int, N: int, to: As, device: torch.device) -> tuple[QuantizeTile, int, int, int, int]:
-    """Tile, blocks of rows, chunks of columns, of which a program writes so many, and programs.
+    """Tile, blocks of rows, chunks of columns, chunks per program, and programs.
 
-    Programs of the same rows read all of these. Few rows are divided among up to four, so that no processor is idle.
-    Threads have all registers, of which several tensors of 64 numbers per thread need most.
+    All programs with the same rows read whole rows. A few rows are divided among up to four programs, so that no
+    processor is idle. Threads may use all registers, most of them for several tensors of 64 numbers per thread.
     """
     tile = dataclasses.replace(to.tile(1), num_warps=8)
     down, chunks = cdiv(M, tile.m), cdiv(N, tile.n)
@@ -478,15 +477,15 @@ def norm_codes(
     dtype: torch.dtype | None = None,
     stream_dtype: torch.dtype | None = None,
 ) -> NormCodes:
-    """`norm_fwd` without an activation, of which y exists in 8 bits alone; what is not named here is as there.
+    """`norm_fwd` without an activation, with y only in 8 bits; other arguments are those of `norm_fwd`.
 
     Args:
         to: how y is quantized.
-        largest: float32 of one number, with a scale that is given: becomes max |y| where that is larger, or NaN.
-        dtype: 16 bits, to which y is rounded before.
+        largest: float32 of one number, with a given scale: becomes max |y| if that is larger, or NaN.
+        dtype: 16 bits, to which y is rounded first.
 
     Raises:
-        ValueError: as `norm_fwd`, and for y of another dtype, or rows that are not of a multiple of 16 columns.
+        ValueError: as `norm_fwd`, and for y of another dtype, or columns that are not a multiple of 16.
     """
     N, device, kind = norm_columns(x, weight=weight, bias=bias, pre_bias=pre_bias), x.device, dtype or x.dtype
     _check_codes(x, kind)
@@ -540,16 +539,16 @@ def norm_codes_backward(
     dpre_bias: torch.dtype | None = None,
     branch_dtype: torch.dtype | None = None,
 ) -> NormCodes:
-    """`norm_bwd` without an activation, of which dbranch exists in 8 bits alone; what is not named here is as there.
+    """`norm_bwd` without an activation, with dbranch only in 8 bits; other arguments are those of `norm_bwd`.
 
     Args:
         to: how dbranch is quantized.
-        largest: float32 of one number, with a scale that is given: becomes max |dbranch| where that is larger, or NaN.
-        dx: whether the gradient of the stream is wanted as well.
-        branch_dtype: 16 bits, to which dbranch is rounded before.
+        largest: float32 of one number, with a given scale: becomes max |dbranch| if that is larger, or NaN.
+        dx: whether the gradient of the stream is needed as well.
+        branch_dtype: 16 bits, to which dbranch is rounded first.
 
     Raises:
-        ValueError: as `norm_bwd`, and for dbranch of another dtype, or rows that are not of a multiple of 16 columns.
+        ValueError: as `norm_bwd`, and for dbranch of another dtype, or columns that are not a multiple of 16.
     """
     N, device, kind = norm_columns(x, weight=weight), x.device, branch_dtype or x.dtype
     _check_codes(x, kind)

@@ -1,10 +1,10 @@
 # pyright: basic, reportGeneralTypeIssues=false
-# Device functions are Triton's language, which has no types.
-"""Rows of tokens and experts: copied to where they are sorted by expert, and summed again, with a factor for each.
+# Device functions are in Triton's language, which has no types.
+"""Rows of tokens and experts: copied in order of experts, and summed for each token, with a factor for each row.
 
 A pair is a token and one of its experts: number t top_k + j for expert j of token t. Pair p has row rows[p]; rows are a
-permutation of pairs, and those from the last of `offsets` on are of no expert: what is written there is zeros, and what
-lies there is not read. Sums are in float32 (float64 for float64), one after the other, without atomic additions.
+permutation of pairs. Rows from the last of `offsets` on belong to no expert: zeros are written there, and nothing is
+read. Sums are in float32 (float64 for float64), one after the other, without atomics.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pairs(NamedTuple):
 
     Args:
         rows: [T, top_k], contiguous, a permutation of 0 to T top_k - 1.
-        offsets: [G] integers, where the rows of each expert end; the last one counts.
+        offsets: [G] integers, the end of each expert's rows; only the last one is read.
         factors: [T, top_k], contiguous; one by default.
     """
 
@@ -37,8 +37,8 @@ class Pairs(NamedTuple):
     factors: Tensor | None = None
 
 
-_ELEMENTS = 2048  # that a program holds at once
-_COLUMNS = 1024  # at most, of a row
+_ELEMENTS = 2048  # that a program holds at a time
+_COLUMNS = 1024  # of a row at a time, at most
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def gather_tile(
     x, rows, factors, token, column, inside, there, end, x_stride, BLOCK_N: tl.constexpr, TOP_K: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """The sum over each token's pairs of x[rows] factors, in the columns that are `there`."""
+    """The sum over each token's pairs of x[rows] factors, in the columns of the mask `there`."""
     total = tl.zeros((token.shape[0], BLOCK_N), COMPUTE)
     for j in tl.static_range(TOP_K):
         pair, row, kept = row_of(rows, token, j, inside, end, TOP_K)
@@ -114,7 +114,7 @@ def _gather_kernel(
 
 
 def check_pairs(rows: Tensor, offsets: Tensor, factors: Tensor | None) -> None:
-    """Raise ValueError unless kernels take these."""
+    """Raise ValueError unless the kernels support these pairs."""
     if not rows.is_contiguous() or rows.ndim != 2 or offsets.ndim != 1 or not offsets.numel():
         raise ValueError(f"rows must be contiguous [T, top_k] and offsets [G], got {rows.shape} and {offsets.shape}")
     if factors is not None and (factors.shape != rows.shape or not factors.is_contiguous()):
@@ -142,23 +142,23 @@ def spread_rows(
     spread: bool = True,
     sums: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return y[rows[t, j]] = x[t] factors[t, j], zeros for pairs of no expert; and sum over columns x[t] other[row].
+    """Return y[rows[t, j]] = x[t] factors[t, j], zeros for dropped pairs; and sums over columns of x[t] other[row].
 
     x: [T, N], any row stride; rows: [T, top_k], a permutation of 0 to T top_k - 1; offsets: [G] integers; factors:
-    [T, top_k]; other: [T top_k, N], any row stride; y: [T top_k, N] in the dtype of x; sums: [T, top_k], 0 for pairs of
-    no expert. Each value is multiplied in float32 (float64 for float64) and rounded once.
+    [T, top_k]; other: [T top_k, N], any row stride; y: [T top_k, N] in the dtype of x; sums: [T, top_k], 0 for dropped
+    pairs. Each value is multiplied in float32 (float64 for float64) and rounded once.
 
     Args:
-        x: a row for each token.
+        x: a row per token.
         rows: the row of each pair.
-        offsets: where the rows of each expert end; the last one counts.
-        factors: of each pair, one by default.
-        other: a row for each pair, for the sums.
-        spread: whether y is wanted.
-        sums: the dtype of the sums, if they are wanted.
+        offsets: the end of each expert's rows; only the last one is read.
+        factors: factor of each pair, one by default.
+        other: a row per pair, for the sums.
+        spread: whether y is needed.
+        sums: dtype of the sums, `None` if they are not needed.
 
     Raises:
-        ValueError: for shapes that differ, or tensors that are not contiguous as they must be.
+        ValueError: for shapes that differ, or tensors that are not contiguous as required.
     """
     check_pairs(rows, offsets, factors)
     columns, (tokens, top_k) = x.shape[-1], rows.shape
@@ -185,13 +185,13 @@ def spread_rows(
 
 @operator("gather_rows", in_c=decide_gather)
 def gather_rows(x: Tensor, rows: Tensor, offsets: Tensor, *, factors: Tensor | None = None) -> Tensor:
-    """Return y[t] = sum over j of factors[t, j] x[rows[t, j]], without pairs of no expert, in the order of j.
+    """Return y[t] = sum over j of factors[t, j] x[rows[t, j]], without dropped pairs, in the order of j.
 
     x: [T top_k, N], any row stride; y: [T, N] in the dtype of x, summed in float32 (float64 for float64) and rounded
-    once. The others are those of `spread_rows`.
+    once. Other arguments are those of `spread_rows`.
 
     Raises:
-        ValueError: for shapes that differ, or tensors that are not contiguous as they must be.
+        ValueError: for shapes that differ, or tensors that are not contiguous as required.
     """
     check_pairs(rows, offsets, factors)
     columns, (tokens, top_k) = x.shape[-1], rows.shape

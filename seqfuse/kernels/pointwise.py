@@ -1,9 +1,9 @@
 # pyright: basic
-# Triton has no types.
-"""Chains of point-wise steps of any length in one kernel, in the direction of values or of gradients.
+# Triton has no type annotations.
+"""Chains of point-wise steps of any length in one kernel, forward or backward.
 
-A chain is data: a kind, device functions and numbers for each step, all fixed at compile time, beside a tuple of
-operand pointers.
+A chain is data: a kind, device functions and numbers for each step, all fixed at compile time. Operands are passed as a
+tuple of pointers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 _NUM_WARPS = 4
-# Per multiprocessor, of a kernel with sums.
+# Programs per multiprocessor, for a kernel with sums.
 _PROGRAMS = 8
 
 
@@ -61,25 +61,25 @@ def pointwise(
     dtypes: Sequence[torch.dtype] = (),
     result: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """Run a chain of point-wise steps: the last value, and what each step gives, in order.
+    """Run a chain of point-wise steps: the last value, and the extra results of steps, in order.
 
     x: [*, K], any floating dtype, one stride for all leading dimensions, last dimension contiguous.  operands: one per
-    step that takes one, in order.  Everything is computed in float32 (float64 for a float64 x) and rounded when stored.
-    Sums over rows are made in a fixed order: the same bits each time.
+    step that has one, in order.  Everything is computed in float32 (float64 for a float64 x) and rounded when stored.
+    Sums over rows are computed in a fixed order: the same bits each time.
 
     Args:
         x: the input.
         chain: the steps.
-        operands: in the order of the steps that take one.
-        dtype: of the result; x's by default.
-        dtypes: of what steps give; the result's by default.
-        result: whether the last value is wanted; `None` takes its place otherwise.
+        operands: in the order of the steps that have one.
+        dtype: dtype of the last value; by default x's.
+        dtypes: dtypes of extra results; by default that of the last value.
+        result: whether the last value is needed; otherwise it is `None`.
 
     Raises:
-        ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
+        ValueError: for an operand of another shape, strides that require a copy, or a wrong number of operands.
     """
     made = _run(x, chain, _once(chain, operands), dtype=dtype, dtypes=dtypes, result=result)
-    return made if len(made) > chain.outputs else (None, *made)  # an operator's results are all tensors
+    return made if len(made) > chain.outputs else (None, *made)  # a custom op returns only tensors
 
 
 def pointwise_codes(
@@ -91,25 +91,25 @@ def pointwise_codes(
     *,
     dtypes: Sequence[torch.dtype] = (),
 ) -> tuple[Codes, tuple[Tensor | None, ...]]:
-    """`pointwise` of 16 bits whose last value exists in 8 bits alone: the codes of what it would be, and the rest.
+    """`pointwise` in 16 bits with the last value only in 8 bits: the codes of the last value, and the extra results.
 
     Args:
-        x: of bfloat16 or float16.
-        chain: the steps, of which none is interleaved.
-        operands: in the order of the steps that take one.
-        to: how the last value is quantized. Of two parts each has a multiple of 128 columns.
-        largest: float32 of one number, with a scale that is given: becomes max |y| where that is larger, or NaN.
-        dtypes: of what steps give; x's by default.
+        x: bfloat16 or float16.
+        chain: the steps, none of them interleaved.
+        operands: in the order of the steps that have one.
+        to: how the last value is quantized. If it has two parts, each has a multiple of 128 columns.
+        largest: float32 of one number, with a given scale: becomes max |y| if that is larger, or NaN.
+        dtypes: dtypes of extra results; by default x's.
 
     Raises:
-        ValueError: as `pointwise`, and for what cannot be quantized so.
+        ValueError: as `pointwise`, and for values that cannot be quantized in this way.
     """
     made = _run(x, chain, _once(chain, operands), dtypes=dtypes or (x.dtype,) * chain.outputs, to=to, largest=largest)
     return to.named([t for t in made[chain.outputs :] if t is not None]), made[: chain.outputs]
 
 
 def _once(chain: Chain, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Operands with `None` for what an earlier step has read."""
+    """Operands, with `None` for each that an earlier step has read."""
     if not chain.reads_again:
         return operands
     left, given, read = iter(operands), list[Tensor | None](), None
@@ -124,8 +124,8 @@ def _once(chain: Chain, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
 def pointwise_of(
     chain: Chain, dtype: torch.dtype | None = None, dtypes: Sequence[torch.dtype] = (), result: bool = True
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """`pointwise` of everything but tensors: a function of x and the operands, which copies those that do not fit."""
-    if chain.reads_again:  # not each operand is handed on
+    """`pointwise` as a function of x and the operands, which copies tensors in other layouts."""
+    if chain.reads_again:  # not every operand is passed on
         return lambda x, *operands: pointwise(
             x.contiguous(), chain, [t.contiguous() for t in operands], dtype=dtype, dtypes=dtypes, result=result
         )
@@ -139,8 +139,8 @@ def pointwise_of(
 TEXTS[Chain] = Text(lambda chain: chain.text, parse)
 
 
-# It writes to `largest`, and does not say so: an operator that does can give no list. Compilers would have to know, and
-# they refuse recipes that keep scales.
+# It writes to `largest` without declaring it, because a custom op that declares a write cannot return a list. Only
+# compilers need the declaration, and they reject recipes that keep scales.
 @operator("pointwise", in_c=c_chain.decide_chain)
 def _run(
     x: Tensor,
@@ -153,7 +153,7 @@ def _run(
     to: As | None = None,
     largest: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """`pointwise`, where `None` stands for the operand that a step has read before; codes are last."""
+    """`pointwise`, with `None` for each operand that a step has read before; codes are last."""
     dtype = dtype or x.dtype
     width, made = chain.results(x.shape, dtype, dtypes)
     parts_made = chain.parts[-1]
@@ -173,7 +173,7 @@ def _run(
     taken: list[Tensor | None] = []
     outputs: list[Tensor | None] = []
     sums: list[Tensor] = []
-    dots: list[tuple[Tensor, Tensor]] = []  # sums over columns, and the parts of them that tiles have
+    dots: list[tuple[Tensor, Tensor]] = []  # sums over columns, and the partial sums of tiles
     block_m, block_n, constexprs = chain.tile(width, x.element_size())
     across = cdiv(width, block_n)
     compute = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -220,7 +220,7 @@ def _run(
             ),
             fixed,
             tile.num_warps,
-            # Or the compiler of Triton 3.6 spills to make room for more programs.
+            # Otherwise the compiler of Triton 3.6 spills to make room for more programs.
             **register_limit(255 if tile.num_warps == 8 else None, architecture(x.device)),
         )  # fmt: skip
         if partials is not None:
@@ -238,7 +238,7 @@ def _run(
 
 
 def _check_codes(x: Tensor, chain: Chain, width: int) -> None:
-    """Raise `ValueError` where the last value of a chain cannot be quantized by its kernel."""
+    """Raise `ValueError` if the chain's kernel cannot quantize the last value."""
     if x.dtype not in (torch.bfloat16, torch.float16) or chain.interleaved or not x.numel():
         raise ValueError(f"{chain}: quantized are numbers of bfloat16 and float16 that do not lie in turn")
     parts = chain.parts[-1]
@@ -247,7 +247,7 @@ def _check_codes(x: Tensor, chain: Chain, width: int) -> None:
 
 
 def _alike(operand: Tensor | None, read: Tensor | None) -> bool:
-    """Whether a step takes just what another one has read."""
+    """Whether an operand is the same as the last one that a step has read."""
     if operand is None or read is None:
         return False
     return operand.data_ptr() == read.data_ptr() and operand.dtype is read.dtype and operand.stride() == read.stride()

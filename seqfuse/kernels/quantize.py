@@ -1,8 +1,8 @@
 # pyright: basic
-# Triton has no types.
+# Triton has no type annotations.
 """Quantization to 8 bits: codes and inverse scales along rows and down columns, in one pass over a matrix.
 
-With a scale for a tensor, or for a row or column, a pass before it finds the largest numbers.
+With one scale per tensor, or per row or column, a pass before it finds the maxima.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ._operators import operator, viewed_as_rows
 from ._quantize_kernel import _largest_kernel, _quantize_kernel, _quantize_several_kernel, _zero_kernel
 
 Scaling = Literal["given", "tensor", "row", "1x128", "128x128", "1x32"]
-"""What shares a scale: "given" is one for the tensor that is there already, "1x32" is in E8M0."""
+"""The elements that share a scale; "given": all of them share a scale that is passed; "1x32": scales are E8M0."""
 
 _BLOCK, _ZEROS = 128, 1024
 MULTIPLE = 16
-"""Rows of codes begin at multiples of 16 bytes, as GEMMs take them."""
+"""Rows of codes begin at multiples of 16 bytes, as GEMMs require."""
 
 TRITON_KINDS: dict[torch.dtype, Any] = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""The dtypes to which kernels round what they quantize."""
+"""The dtypes to which kernels round values before quantizing them."""
 
 # The largest number of a format is 1.75 times this power of two.
 _EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
@@ -37,7 +37,7 @@ _EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeTile:
-    """Rows and columns at a time; warps."""
+    """Rows and columns per tile; warps."""
 
     m: int
     n: int
@@ -45,26 +45,26 @@ class QuantizeTile:
 
 
 def codes_tile(scaling: Scaling) -> QuantizeTile:
-    """A block of 128 x 128 where blocks are of 128, 32 numbers per thread."""
+    """128 x 128 for blocks of 128, with 32 numbers per thread."""
     return QuantizeTile(128, 128, 16) if "128" in scaling else QuantizeTile(64, 128, 8)
 
 
 class Codes(NamedTuple):
-    """Results of `quantize`; `None` for what was not asked for.
+    """Results of `quantize_matrix`; `None` for results that were not requested.
 
-    Inverse scales are float32, those of "1x32" the codes of E8M0: of a tensor [1], of a row or column [M] or [N], of
-    blocks along rows [ceil(N / B), M], down columns [ceil(M / B), N]. Those of 128 x 128 are as GEMMs read them, with
-    zeros behind each row up to a multiple of 4: [ceil(M / 128), ceil(N / 128)], of columns the transpose.
+    Inverse scales are float32, with "1x32" E8M0 codes: of a tensor [1], of a row or column [M] or [N], of blocks along
+    rows [ceil(N / B), M], down columns [ceil(M / B), N]. Those of 128 x 128 are stored as GEMMs read them, with rows
+    padded by zeros to a multiple of 4: [ceil(M / 128), ceil(N / 128)], of columns the transpose.
     """
 
     rows: Tensor | None  # [M, N] quantized along rows
-    rows_inverse: Tensor | None  # also that of columns, where they share their scales
+    rows_inverse: Tensor | None  # also of columns, if they share their scales
     columns: Tensor | None  # [N, M], transposed: quantized down columns; its rows begin at multiples of 16 bytes
     columns_inverse: Tensor | None
 
 
 class As(NamedTuple):
-    """How a kernel quantizes its result before it writes it; arguments are those of `quantize`."""
+    """How a kernel quantizes its result before it writes it; arguments are those of `quantize_matrix`."""
 
     scaling: Literal["given", "1x128", "1x32"]
     code_dtype: torch.dtype | None = None
@@ -74,26 +74,26 @@ class As(NamedTuple):
     given_scale: Tensor | None = None
 
     def tile(self, parts: int) -> QuantizeTile:
-        """Rows and columns of the result that a program has at a time, and warps; of a result of so many parts.
+        """A program's tile of the result, for a result of `parts` parts.
 
-        Where these are made one after the other of what both read, more registers are needed than 16 warps have.
+        Computing several parts one after the other from the same operands needs more registers than 16 warps have.
         """
         tile = codes_tile(self.scaling)
         return tile if parts == 1 else dataclasses.replace(tile, num_warps=8)
 
     def made(self, M: int, N: int, device: torch.device) -> Codes:
-        """The results for a matrix."""
+        """Allocate the results for a matrix."""
         assert self.code_dtype is not None
         return _made(M, N, self.code_dtype, self.scaling, self.along_rows, self.down_columns, device)
 
     def named(self, made: Sequence[Tensor]) -> Codes:
-        """The results, of those that there are."""
+        """The allocated results by name."""
         shared, left = self.scaling == "given", iter(made)
         there = self.along_rows, shared or self.along_rows, self.down_columns, self.down_columns and not shared
         return Codes(*[next(left) if one else None for one in there])
 
     def constexprs(self, device: torch.device) -> dict[str, Any]:
-        """Of a launch."""
+        """Compile-time arguments of a launch."""
         assert self.code_dtype is not None
         return _constexprs(self.scaling, self.code_dtype, self.power_of_two, device)
 
@@ -115,15 +115,15 @@ def quantize_matrix(
     Args:
         x: [M, N] float32, bfloat16 or float16, N a multiple of 16, any stride of rows.
         dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        scaling: what shares a scale.
+        scaling: the elements that share a scale.
         power_of_two: whether scales are rounded down to powers of two.
-        rows: whether codes along rows are wanted.
-        columns: whether codes down columns are, transposed; of 16 bits alone.
-        scale: the scale that is given, float32 of one number.
-        largest: float32 of one number, with a scale that is given: becomes max |x| where that is larger, or NaN.
+        rows: whether codes along rows are needed.
+        columns: whether codes down columns are needed, transposed; only in 16 bits.
+        scale: the given scale, float32 of one number.
+        largest: float32 of one number, with a given scale: becomes max |x| if that is larger, or NaN.
 
     Raises:
-        ValueError: for an x that is no such matrix.
+        ValueError: for any other x.
     """
     _check(x, rows, columns)
     (M, N), device = x.shape, x.device
@@ -163,12 +163,12 @@ def quantize_several(
     power_of_two: bool = False,
     columns: bool = False,
 ) -> tuple[Tensor, ...]:
-    """`quantize` of several matrices of one dtype in one launch: the codes of x, then of each other one.
+    """`quantize_matrix` for several matrices of one dtype in one launch: the codes of x, then of each other matrix.
 
-    Of each matrix codes along rows and their inverse scales, and with `columns` both down columns.
+    For each matrix codes along rows and their inverse scales, and with `columns` both down columns.
 
     Raises:
-        ValueError: for what is no such matrix.
+        ValueError: for matrices that `quantize_matrix` does not support.
     """
     every, device = (x, *others), x.device
     for one in every:
@@ -195,7 +195,7 @@ def quantize_several(
 
 
 def named_codes(made: Sequence[Tensor], columns: bool) -> Iterator[Codes]:
-    """The results of `quantize_several`, of each matrix."""
+    """The results of `quantize_several`, matrix by matrix."""
     count = 4 if columns else 2
     for first in range(0, len(made), count):
         yield Codes(*made[first : first + count], *[None] * (4 - count))
@@ -203,8 +203,8 @@ def named_codes(made: Sequence[Tensor], columns: bool) -> Iterator[Codes]:
 
 def _check(x: Tensor, rows: bool, columns: bool) -> None:
     if columns and x.dtype is torch.float32:
-        # Tiles are transposed before the cast. Of 16 bits that moves 16 bits from thread to thread; of float32 the
-        # compiler moves it behind the cast, and codes of 8 bits were wrong on an H100.
+        # Tiles are transposed before the cast. In 16 bits that moves 16 bits between threads; in float32 the compiler
+        # moves the transposition after the cast, and codes of 8 bits were wrong on an H100.
         raise ValueError("columns of float32 are not quantized by a kernel")
     if x.ndim != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"x must be a matrix of float32, bfloat16 or float16, got {x.dtype} {tuple(x.shape)}")
@@ -239,5 +239,5 @@ def _constexprs(scaling: Scaling, dtype: torch.dtype, power_of_two: bool, device
 
 
 def _casts_by_float16(arch: str) -> bool:
-    """Whether Triton goes from float32 to 8 bits by way of float16 there, or as nobody has looked at."""
+    """Whether Triton casts float32 to 8 bits through float16 there; assumed for architectures that were not checked."""
     return arch != "interpreter" and capability(arch) < 90

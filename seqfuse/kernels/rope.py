@@ -1,9 +1,9 @@
 # pyright: basic
-# Triton has no types.
-"""What is done to packed [q; k; v] before attention, in one pass each way: bias, norm of each head, rotation.
+# Triton has no type annotations.
+"""Packed [q; k; v] before attention, in one pass forward and backward: bias, norm of each head, RoPE.
 
-A tile is some rows by some heads. An angle is made once for all heads of a tile: its product in float32, as the
-operation rounds it, reduced in float64, so that far positions keep what digits they have.
+A tile is some rows by some heads. An angle is computed once for all heads of a tile: multiplied in float32, with the
+rounding of the operation, and reduced in float64, so that angles of far positions lose no more digits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .quantize import TRITON_KINDS, As, Codes
 
 @dataclasses.dataclass(frozen=True)
 class HeadTile:
-    """Rows, heads, pairs and other elements of a head at a time; warps."""
+    """Rows, heads, pairs and other elements of a head per tile; warps."""
 
     m: int
     h: int
@@ -44,9 +44,9 @@ class HeadTile:
 
 
 def head_tile(heads: int, size: int, rotary: int, most: int, amd: bool) -> HeadTile:
-    """At most `most` elements, of four heads where they fit; of one where masks cut a head, which costs registers.
+    """At most `most` elements, of four heads if they fit; of one if masks cut a head, which costs registers.
 
-    On NVIDIA masks are few registers of their own, on AMD pairs of scalars for each address.
+    On NVIDIA masks need few registers, on AMD pairs of scalars for each address.
     """
     pairs = next_power_of_2(rotary // 2) if rotary else 1
     rest = next_power_of_2(size - rotary) if rotary < size else 1
@@ -61,7 +61,7 @@ def _amd(device: torch.device) -> bool:
     return architecture(device).startswith("gfx")
 
 
-# Backward has two tensors and four sums in registers.
+# The backward kernel has two tensors and four sums in registers.
 _FORWARD, _BACKWARD = 1024, 1024
 
 
@@ -69,12 +69,12 @@ class Roped(NamedTuple):
     """Results of the forward pass."""
 
     y: Tensor  # [*, S, (H + 2 Hkv) D]
-    z: Tensor | None  # the same, x + bias, where it was to be stored
+    z: Tensor | None  # x + bias of the same shape, if it was stored
     rstd: Tensor | None  # [*, S, H + Hkv] float32
 
 
 class RopeGradients(NamedTuple):
-    """Results of the backward pass; `None` for what was not asked for."""
+    """Results of the backward pass; `None` for results that were not requested."""
 
     dx: Tensor | None  # [*, S, (H + 2 Hkv) D]
     dbias: Tensor | None  # [(H + 2 Hkv) D]
@@ -85,7 +85,7 @@ class RopeGradients(NamedTuple):
 def _angles_of(
     x: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], int, bool]:
-    """What the kernels make angles of, or the angles; after how many rows they begin again; whether by pair."""
+    """Tensors of the angles, computed or given; the number of rows after which they repeat; whether by pair."""
     rows = rows_of_angles(x, rotation, positions, cos, sin)
     period = max(1, rows.numel())
     if rotation is None or cos is None or sin is None:
@@ -126,14 +126,14 @@ def rope_fwd(
         rotation: RoPE of the heads, if any.
         bias: added first.
         positions: broadcast to [*, S]; 0..S-1 by default.
-        cos: cosines, given with `sin` in place of positions: [*, S, R] by element or [*, S, R / 2] by pair, or
-            broadcast to that, R elements of a head having RoPE.
+        cos: cosines, with `sin` and without positions: [*, S, R] by element or [*, S, R / 2] by pair, or broadcast to
+            that, for heads with RoPE on R elements.
         sin: sines.
         norm_eps: added to the mean square; `None` for no norm.
         q_weight: gain of queries, with the norm; given with `k_weight` or not at all.
         k_weight: gain of keys.
-        zero_centered: whether the gain is one more than these.
-        store: whether x + bias is to be written, rounded, as the backward of a norm reads it.
+        zero_centered: whether the gain is 1 + weight.
+        store: whether x + bias is written, rounded, as the backward pass of a norm reads it.
 
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
@@ -183,22 +183,21 @@ def rope_bwd(
     dq_weight: torch.dtype | None = None,
     dk_weight: torch.dtype | None = None,
 ) -> RopeGradients:
-    """Gradients of `rope_fwd`, in one pass over dy, and over x where there was a norm.
+    """Gradients of `rope_fwd`, in one pass over dy, and over x if there was a norm.
 
     RoPE is undone on dy, then dx = rstd (g - xhat E[g xhat]) with g = dy weight; the gradients of bias and weights are
-    sums over rows in float32, in a fixed order, rounded once. Arguments that are not named here are those of the
-    forward.
+    sums over rows in float32, in a fixed order, rounded once. Other arguments are those of the forward pass.
 
     Args:
         dy: gradient of y.
-        x: what was normalized, where there was a norm: x + bias of the forward.
-        rstd: as the forward gave it.
+        x: the norm's input, if there was a norm: x + bias of the forward pass.
+        rstd: as returned by the forward pass.
         q_weight: gain of queries, for dx.
         k_weight: gain of keys, for dx.
-        dx: whether dx is wanted.
-        dbias: dtype of the bias gradient, `None` where it is not wanted.
-        dq_weight: dtype of the gradient of q_weight, as well.
-        dk_weight: dtype of the gradient of k_weight, as well.
+        dx: whether dx is needed.
+        dbias: dtype of the bias gradient, `None` if it is not needed.
+        dq_weight: the same for q_weight.
+        dk_weight: the same for k_weight.
 
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
@@ -253,7 +252,7 @@ def rope_bwd(
 
 
 class RopeCodes(NamedTuple):
-    """As `Codes`, of the gradient, and that of the bias."""
+    """The fields of `Codes` for the gradient, and the gradient of the bias."""
 
     rows: Tensor | None
     rows_inverse: Tensor | None
@@ -281,13 +280,13 @@ def rope_codes_backward(
     sin: Tensor | None = None,
     dbias: torch.dtype | None = None,
 ) -> RopeCodes:
-    """`rope_bwd` where all of a head has RoPE and there is no norm: dx exists in 8 bits alone.
+    """`rope_bwd` for RoPE on whole heads without a norm, with dx only in 8 bits.
 
     Args:
-        dy: gradient of y, of bfloat16 or float16.
+        dy: gradient of y, bfloat16 or float16.
         to: how dx is quantized.
-        largest: float32 of one number, with a scale that is given: becomes max |dx| where that is larger, or NaN.
-        dbias: dtype of the bias gradient, `None` where it is not wanted; of neighbors that are pairs it is not made.
+        largest: float32 of one number, with a given scale: becomes max |dx| if that is larger, or NaN.
+        dbias: dtype of the bias gradient, `None` if it is not needed; not supported for interleaved pairs.
 
     Raises:
         ValueError: as `rope_bwd`, and for heads of other than 32, 64 or 128, or another dtype.
@@ -296,7 +295,7 @@ def rope_codes_backward(
     if size not in (32, 64, 128) or rotary != size or dy.dtype not in TRITON_KINDS or not dy.numel():
         raise ValueError(f"quantized are gradients of 16 bits of heads of 32, 64 or 128, not {dy.dtype} of {size}")
     if dbias is not None and rotation.style == "interleaved":
-        # Triton 3.7 aborts where it compiles that for sm_100.
+        # Triton 3.7 aborts when it compiles that for sm_100.
         raise ValueError("no sums for a bias are made of interleaved pairs")
     width, device, M = dy.shape[-1], dy.device, dy.numel() // dy.shape[-1]
     codes = to.made(M, width, device)
@@ -344,19 +343,19 @@ def rope_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`rope_fwd` of a new token of each sequence, at the position that is its length: keys and values go into a cache.
+    """`rope_fwd` of a new token per sequence, at the position that is its length; keys and values go into a cache.
 
     x: packed [B, (H + 2 Hkv) D]; k, v: [B, Hkv, max, D] of its dtype, or int8 with float32 scales [B, Hkv, max];
-    lengths: [B] int64, before the new token. Written where there is room. Returns the queries, [B, H, D]. Arguments
-    that are not named here are those of `rope_fwd`.
+    lengths: [B] int64, before the new token. Written if there is room. Returns the queries, [B, H, D]. Other arguments
+    are those of `rope_fwd`.
 
     Args:
         x: packed [q; k; v] of the new tokens.
         k: cache of keys.
         v: cache of values.
-        lengths: rows that each sequence has.
-        k_scale: where the scales of int8 keys go.
-        v_scale: where those of values go.
+        lengths: number of filled rows of each sequence.
+        k_scale: cache of the scales of int8 keys.
+        v_scale: cache of the scales of int8 values.
 
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
@@ -399,7 +398,7 @@ def rope_write(
 def _constexprs(
     tile: HeadTile, norm: bool, size: int, rotation: Rotation | None, zero_centered: bool = False
 ) -> dict[str, Any]:
-    """In the order of the kernels."""
+    """Compile-time arguments, in the order of the kernels."""
     return {
         "NORM": norm,
         "ZERO_CENTERED": zero_centered,

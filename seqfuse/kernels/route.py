@@ -1,6 +1,6 @@
 # pyright: basic, reportGeneralTypeIssues=false
-# Device functions are Triton's language, which has no types.
-"""Factors of the experts that were chosen, from the logits of a router, and the gradients of these logits.
+# Device functions are in Triton's language, which has no types.
+"""Factors of the chosen experts, from the logits of a router, and the gradients of these logits.
 
 A row of logits is read once; its scores stay in registers.
 """
@@ -19,15 +19,15 @@ from ._operators import operator
 from .activations import exponential, sigmoid, sigmoid_and_slope
 from .c import route as c_route
 
-_ELEMENTS = 1024  # that a program holds at once
+_ELEMENTS = 1024  # that a program holds at a time
 
 
 @triton.jit
 def _of_row(logits, at, there, inside, COMPUTE: tl.constexpr, SOFTMAX: tl.constexpr):
-    """The greatest logit of each row, and the sum of exponentials below it; a sigmoid needs neither."""
+    """The greatest logit of each row, and the sum of exponentials relative to it; a sigmoid needs neither."""
     if SOFTMAX:
         all = tl.load(logits + at, mask=inside, other=0.0).to(COMPUTE)
-        all = tl.where(inside | ~there[:, None], all, -float("inf"))  # rows that are not there are zeros
+        all = tl.where(inside | ~there[:, None], all, -float("inf"))  # absent rows are zeros
         top = tl.max(all, 1)
         return top, tl.sum(exponential(all - top[:, None], False), 1)
     else:
@@ -48,7 +48,7 @@ def _chosen(
     logits, experts, row, there, top, total, E,
     K: tl.constexpr, BLOCK_K: tl.constexpr, COMPUTE: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """The experts of each row, their scores, where they are, and which of a block there are."""
+    """The experts of each row, their scores, their offsets in memory, and the mask of a block."""
     j = tl.arange(0, BLOCK_K)[None, :]
     at, known = row[:, None] * K + j, there[:, None] & (j < K)
     expert = tl.load(experts + at, mask=known, other=0)
@@ -88,7 +88,7 @@ def _gradients_kernel(
     expert, score, place, known = _chosen(logits, experts, row, there, top, total, E, K, BLOCK_K, COMPUTE, SOFTMAX)
     d = tl.load(d_probs + place, mask=known, other=0.0).to(COMPUTE) * SCALE
     if NORMALIZE:
-        # d_j - sum of d_i s_i / sum of s_i, by differences: of numbers that are near their mean few digits are left.
+        # d_j - sum of d_i s_i / sum of s_i, by differences: numbers near their mean would lose most of their digits.
         sum = tl.where(there, tl.sum(score, 1) + TINY, 1.0)[:, None]
         d = (tl.sum(score[:, None, :] * (d[:, :, None] - d[:, None, :]), 2) + d * TINY) / sum / sum
         d = tl.where(known, d, 0.0)
@@ -133,16 +133,16 @@ def _run(kernel: Any, tensors: tuple[Tensor, ...], softmax: bool, normalize: boo
 def route_factors(
     logits: Tensor, experts: Tensor, *, softmax: bool = True, normalize: bool = True, scale: float = 1.0
 ) -> Tensor:
-    """Return scale scores[experts], of a softmax or a sigmoid of logits, divided by their sum if `normalize` says so.
+    """Return scale scores[experts], with a softmax or a sigmoid of logits, divided by their sum with `normalize`.
 
     logits: [T, E], experts: [T, top_k] int64, distinct in a row; the result is [T, top_k] float32, float64 for float64.
 
     Args:
-        logits: of a router.
-        experts: those that each token goes to.
+        logits: logits of a router.
+        experts: the experts of each token.
         softmax: whether scores are a softmax over all experts, or a sigmoid of each.
         normalize: whether the factors of a token are divided by their sum.
-        scale: a factor of all.
+        scale: factor of all results.
 
     Raises:
         ValueError: for tensors that are not contiguous, or of other shapes.
@@ -166,13 +166,13 @@ def route_gradients(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the gradient of logits, of that of what `route_factors` gives for them: [T, E], float32 by default.
+    """Return the gradient of logits, from the gradient of the factors of `route_factors`: [T, E], float32 by default.
 
-    d_probs: [T, top_k]. Arguments that are not named here are those of `route_factors`.
+    d_probs: [T, top_k]. Other arguments are those of `route_factors`.
 
     Args:
         d_probs: gradient of the factors.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Raises:
         ValueError: for tensors that are not contiguous, or of other shapes.

@@ -1,6 +1,6 @@
-"""C kernels for a CPU, printed from the same chains and device functions as the Triton kernels.
+"""C kernels for CPUs, generated from the same chains and device functions as the Triton kernels.
 
-`trace` writes down what a device function does; `chain`, `norm` and others put that into loops; `call` runs what
-`seqfuse.compiler` makes of the text. A kernel depends on steps and dtypes alone: shapes, strides, and the numbers of
-dropout and constant factors are arguments.
+`trace` translates device functions; `chain`, `norm` and others put them into loops; `call` runs the function that
+`seqfuse.compiler` compiles. A kernel depends only on steps and dtypes: shapes, strides, and the numbers of dropout and
+constant factors are arguments.
 """

@@ -1,28 +1,28 @@
-/* Attention: BACKWARD is 0 or 1, DROPS whether weights are dropped, BENDS whether there is a soft-cap. LD and ST read and write the dtype of q, which
-   is float32 if WIDE. Sums do not depend on the number of threads: each is made by one of them. */
+/* Attention: BACKWARD is 0 or 1, DROPS is whether weights are dropped, BENDS whether there is a soft-cap. LD and ST read
+   and write the dtype of q. Each sum is computed by one thread, so results do not depend on the number of threads. */
 
 typedef struct {
   I B, H, G, S, N, D; /* batch, heads of q, heads of q for each of k, queries, keys, elements of a head */
-  I P, M; /* elements of a head in whole vectors; keys in whole tiles, and a vector that keeps rows out of one cache set */
+  I P, M; /* elements of a head in whole vectors; keys in whole tiles, plus a vector: rows use all cache sets */
   I q[3], k[3], v[3], y[3], dy[3], dq[3], dk[3], dv[3]; /* strides of batch, head, row */
   I mask[4], masked;
-  I causal, window, threshold, direct; /* direct: rows are read as they lie */
-  I rows, memory;                      /* queries at a time, and floats for each thread */
+  I causal, window, threshold, direct; /* direct: rows are read in place */
+  I rows, memory;                      /* queries at a time, and floats per thread */
 } Shape;
 
 #define AT(t, b, h, r) ((b) * n->t[0] + (h) * n->t[1] + (r) * n->t[2])
 #define MASK(b, h, r) (mask + (b) * n->mask[0] + (h) * n->mask[1] + (r) * n->mask[2])
 #ifndef NB
-#define NB 512 /* as in philox.h, which is there for dropout alone */
+#define NB 512 /* as in philox.h, which is only included for dropout */
 #endif
-#define ROWS 60 /* as many as `Shape.rows` may be */
+#define ROWS 60 /* the most that `Shape.rows` may be */
 #if DROPS
-#define KEPT(keep, x) ((x) * ((keep) ? 1.f : 0.f)) /* a product: NaN and Inf become NaN */
+#define KEPT(keep, x) ((x) * ((keep) ? 1.f : 0.f)) /* multiplied, so that NaN and Inf become NaN */
 #else
 #define KEPT(keep, x) (x)
 #endif
 
-/* The keys that a row sees. */
+/* The range of keys that a row sees. */
 INLINE void seen(const Shape *n, I row, I *lo, I *hi) {
   I first = 0, end = n->N;
   if (n->causal && row + 1 < end) end = row + 1;
@@ -32,13 +32,13 @@ INLINE void seen(const Shape *n, I row, I *lo, I *hi) {
   *lo = first < end ? first : end;
 }
 
-#define APART static __attribute__((noinline)) /* compiled once: most of the time that a compiler takes is for loops */
+#define APART static __attribute__((noinline)) /* compiled once: loops take most of the compile time */
 
 APART void fill(float *x, I from, I to, float value) {
   for (I i = from; i < to; i++) x[i] = value;
 }
 
-/* rows of P floats, zeros behind the D of a head */
+/* copies rows as P floats, with zeros after the D elements of a head */
 APART void rows_of(const Shape *n, const void *p, I at, I stride, I rows, float *to) {
   for (I r = 0; r < rows; r++) {
     for (I d = 0; d < n->D; d++) to[r * n->P + d] = LD(p, at + r * stride + d);
@@ -46,13 +46,13 @@ APART void rows_of(const Shape *n, const void *p, I at, I stride, I rows, float 
   }
 }
 
-/* the D floats of rows of P, times a factor for each row */
+/* writes the first D of P floats of each row, times a factor per row */
 APART void store(const Shape *n, const float *from, const float *factor, void *p, I at, I stride, I rows) {
   for (I r = 0; r < rows; r++)
     for (I d = 0; d < n->D; d++) ST(p, at + r * stride + d, from[r * n->P + d] * (factor ? factor[r] : 1.f));
 }
 
-/* columns of `ld` floats, zeros behind the rows */
+/* copies columns as `ld` floats, with zeros after the rows */
 APART void columns_of(const Shape *n, const void *p, I at, I stride, I rows, float *to, I ld) {
   for (I r0 = 0; r0 < rows; r0 += 16)
     for (I d = 0; d < n->D; d++)
@@ -78,7 +78,7 @@ INLINE float tanh_(float x) {
 #define FLOOR(i) ((i) / LANES * LANES)
 #define CEIL(i) (((i) + LANES - 1) / LANES * LANES)
 
-/* x = scale x, bent by the soft-cap, plus the mask, for the keys that a row sees, and -inf up to whole vectors; `bent` is
+/* s = scale s, then the soft-cap, plus the mask, for the keys that a row sees, and -inf up to whole vectors; `bent` is
    the derivative of the soft-cap. */
 APART void scores(const Shape *n, float *s, const float *mask, I from, I to, float scale, float cap, float *bent) {
   I a = FLOOR(from), b = CEIL(to);
@@ -102,8 +102,8 @@ APART void scores(const Shape *n, float *s, const float *mask, I from, I to, flo
   fill(s, to, b, -__builtin_inff());
 }
 
-/* Scores to e^(score - greatest), zeros beyond what the row sees; returns the sum. `most` is 0 for a row that sees no key.
-   Of an infinite score no more is spoiled than the key that it is of. */
+/* Scores to e^(score - greatest), zeros beyond the keys that the row sees; returns the sum. `greatest` is 0 for a row
+   that sees no key. An infinite score makes only the weight of its own key NaN. */
 APART float weights(float *x, I lo, I from, I to, I hi, float *greatest, int *blind, int *bad) {
   float most = -__builtin_inff();
   int nan = 0;
@@ -137,7 +137,7 @@ APART float weights(float *x, I lo, I from, I to, I hi, float *greatest, int *bl
   return total == 0.f || most == __builtin_inff() ? 1.f : total;
 }
 
-/* The keys that any of these rows sees, from a whole tile on. */
+/* The range of keys that any of these rows sees, from the start of a tile. */
 INLINE void any_seen(const Shape *n, I r0, I rows, I *lo, I *hi) {
   I ignored;
   seen(n, r0, lo, &ignored);
@@ -145,7 +145,7 @@ INLINE void any_seen(const Shape *n, I r0, I rows, I *lo, I *hi) {
   *lo = (*lo < *hi ? *lo : *hi) / WIDTH * WIDTH;
 }
 
-#define STEP 128 /* terms whose right factor fits the first cache */
+#define STEP 128 /* terms per call, so that the right factor fits the L1 cache */
 
 #if !BACKWARD
 static void part(const Shape *n, I b, I h, I r0, const int64_t *seed, const void *q, const float *kt, const void *v,
@@ -212,7 +212,7 @@ void k(const int64_t *seed, const void *q, const void *k, const void *v, const f
 }
 
 #else
-/* The gradients of one head of keys, and of the heads of queries that share it. */
+/* The gradients of one key head, and of the query heads that share it. */
 static void part(const Shape *n, I b, I shared, const int64_t *seed, const void *q, const void *k, const void *v,
                  const float *mask, const void *dy, void *dq, void *dk, void *dv, float scale, float cap, float keep,
                  float *mem) {
@@ -262,7 +262,7 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
         I word = ((b * n->H + h) * S + row) * N;
 #endif
         I a = FLOOR(from), z = CEIL(to);
-        fill(e, a, from, 0.f); /* what is hidden may be NaN */
+        fill(e, a, from, 0.f); /* hidden elements may be NaN */
         fill(e, to, z, 0.f);
         for (I at = a; at < z; at += NB) {
           I m = z - at < NB ? z - at : NB;
@@ -276,7 +276,7 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
             float p = x[i] / total, d = KEPT(w[i - at] >= t, keep * e[i]);
             some += p * d;
             e[i] = d;
-#if DROPS /* the sign of a weight, which has none, says until the end of the row whether it was dropped */
+#if DROPS /* weights are not negative: until the end of the row, the sign stores whether a weight is dropped */
             p = bits(raw(p) | (uint32_t)(w[i - at] < t) << 31);
 #endif
             x[i] = p;
@@ -305,8 +305,8 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
         mm(R, P, hi - i < STEP ? hi - i : STEP, g + i - lo, ld, right + i * ldk, ldk, dqs, P, i > lo);
       store(n, dqs, 0, dq, AT(dq, b, h, r0), n->dq[2], R);
     }
-  /* In the row of a NaN the weights of all keys are NaN, of hidden ones, too. Torch's kernel, which takes no limit but
-     `causal`, leaves those of the keys behind the row at 0. */
+  /* In a row with a NaN, the weights of all keys are NaN, including hidden keys. Torch's kernel, which has no limit but
+     `causal`, leaves the weights of keys after the row at 0. */
   if (spoiled && (DROPS || BENDS || n->masked || n->window || !n->causal)) fill(dvs, 0, N * P, NAN);
   store(n, dks, 0, dk, AT(dk, b, shared, 0), n->dk[2], N);
   store(n, dvs, 0, dv, AT(dv, b, shared, 0), n->dv[2], N);

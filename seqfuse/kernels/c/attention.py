@@ -1,5 +1,5 @@
 # pyright: basic
-"""Attention as C, forward and backward: some rows of scores at a time, and GEMMs that never leave the cache."""
+"""Attention in C, forward and backward: a block of rows of scores at a time, and GEMMs that stay in the cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .._device import threshold_and_scale
 from .._launch import is_faking
 from .call import NAMES, CKernel, allocator, header, kernel, strides_of
 
-_LANES, _WIDTH = 16, 64  # multiples of those of `tile.h`
-# Scores held at a time: of so many rows that they stay in a cache; at most, and at least, as each block reads all keys.
+_LANES, _WIDTH = 16, 64  # multiples of those in `tile.h`
+# Scores per block, which stay in a cache; and the most and the fewest rows of a block, because each reads all keys.
 _HELD, _MOST, _LEAST = 2**16, 60, 12
 _FIELDS = ("B", "H", "G", "S", "N", "D", "P", "M")
 _FORWARD, _BACKWARD = ("q", "k", "v", "y"), ("q", "k", "v", "dy", "dq", "dk", "dv")
-_LARGE = 2**20  # multiplications of queries by keys below which a second thread takes longer to begin than it saves
+_LARGE = 2**20  # multiplications of queries by keys below which a second thread costs more than it saves
 
 
 class _Shape(ctypes.Structure):
@@ -44,7 +44,7 @@ def _kernel(backward: bool, drops: bool, bends: bool, dtype: torch.dtype) -> CKe
 
 
 def ask_for_both(drops: bool, bends: bool, dtype: torch.dtype) -> None:
-    """Have both kernels compiled before they are called."""
+    """Request that both kernels are compiled before they are called."""
     for backward in (False, True):
         compiler.ask(_kernel(backward, drops, bends, dtype).source)
 
@@ -54,7 +54,7 @@ def compile_both(drops: bool, bends: bool, dtype: torch.dtype) -> None:
     """Compile both kernels.
 
     Raises:
-        CompileError: if they cannot be.
+        CompileError: if compilation fails.
     """
     for backward in (False, True):
         _kernel(backward, drops, bends, dtype).function()
@@ -64,9 +64,9 @@ def attention_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, window: int | None = None,
     softcap: float | None = None, mask: Tensor | None = None, seed: Tensor | None = None, p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `kernels.attention.attention_fwd`, for a CPU; returns y and log-sum-exps, [B, H, S] float32.
+    """`kernels.attention.attention_fwd` for a CPU; returns y and log-sum-exps, [B, H, S] float32.
 
-    The mask of dropout is that of `kernels.c.mask` over contiguous [B, H, S, N].
+    The dropout mask is that of `kernels.c.mask` over contiguous [B, H, S, N].
 
     q: [B, H, S, D], k, v: [B, Hkv, N, D], of one dtype, with a contiguous last dimension; mask: float32 of four
     dimensions, broadcast to [B, H, S, N], added; seed: int64 of one element. y: [B, S, H, D] in the dtype of q.
@@ -89,8 +89,8 @@ def both_on_cpu(
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:  # fmt: skip
     """Both passes, without a mask, for q, k and v that are views of one contiguous tensor of a shape.
 
-    Given x [*, S, (H + 2 Hkv) D] and the seed of dropout, if p > 0, the first makes y [*, S, H D] and log-sum-exps
-    [*, H, S]; the second, given the contiguous dy, x, log-sum-exps, which it does not read, and the seed, makes dx.
+    The first one maps x [*, S, (H + 2 Hkv) D] and the seed of dropout, if p > 0, to y [*, S, H D] and log-sum-exps
+    [*, H, S]. The second one maps the contiguous dy, x, log-sum-exps (not read), and the seed to dx.
     """
     (_, H, S, D), dtype, wide = q.shape, q.dtype, torch.float32
     of_y, of_lse, of_x = (
@@ -123,13 +123,13 @@ def both_on_cpu(
 
 
 def scratch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A tensor of the bytes that `attention_on_cpu` takes while it runs, for a plan that counts them."""
+    """A tensor of the size of `attention_on_cpu`'s workspace, for a plan that counts it."""
     most, shared, each = _memory(_shape((q, k, v, q), False, False, None, None, 0.0), False)
     return torch.empty(shared + min(torch.get_num_threads(), most) * each, dtype=torch.float32, device=q.device)
 
 
 def _memory(n: Any, backward: bool) -> tuple[int, int, int]:
-    """How many threads at most a pass takes, and how many floats of memory they share and each of them has."""
+    """The most threads of a pass, the floats of workspace that they share, and the floats of each thread."""
     groups = n.B * n.H // n.G
     shared = 0 if backward else groups * (n.D * n.M + (0 if n.direct else n.N * n.P))
     parts = groups if backward else n.B * n.H * -(-n.S // n.rows)
@@ -143,15 +143,15 @@ def attention_on_cpu_bwd(
 ) -> None:  # fmt: skip
     """Write dq, dk and dv into `out`, of the shapes of q, k and v, with a contiguous last dimension.
 
-    The weights are made again: of a log-sum-exp in float32 they would not add up to one where scores are large.
+    Weights are recomputed from scores: from a log-sum-exp in float32, they would not add up to one for large scores.
 
-    dy: [B, S, H, D]; the rest as `attention_on_cpu` has it.
+    dy: [B, S, H, D]; other arguments as in `attention_on_cpu`.
     """
     dy = (dy if dy.stride(-1) == 1 else dy.contiguous()).resolve_neg().transpose(1, 2)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     n = _shape((q, k, v, dy, *out), True, causal, window, mask, p if seed is not None else 0.0)
     threads = min(torch.get_num_threads(), _memory(n, True)[0])
-    if is_faking():  # held until it is counted
+    if is_faking():  # kept alive until it is counted
         _ = torch.empty(threads * n.memory, dtype=torch.float32, device=q.device)
         return
     memory = allocator()((threads * n.memory,), (1,), torch.float32)

@@ -1,5 +1,5 @@
 /* A Python function that calls `k`: it takes COUNT arguments, which TAKEN converts to the C variables GIVEN.
-   Python's headers may not be installed, so what it uses of Python's C API is declared here. */
+   Python's headers may not be installed, so the parts of Python's C API that it uses are declared here. */
 #include <stddef.h>
 
 typedef struct _object object;
@@ -19,7 +19,7 @@ static object *call(object *self, object *const *args, ptrdiff_t count) {
   if (count != COUNT) return PyErr_Format(PyExc_TypeError, "k takes %d arguments, not %zd", COUNT, count);
   TAKEN
   if (PyErr_Occurred()) return NULL;
-  void *thread = PyEval_SaveThread(); /* other threads of Python run meanwhile */
+  void *thread = PyEval_SaveThread(); /* other Python threads run meanwhile */
   k(GIVEN);
   PyEval_RestoreThread(thread);
   Py_IncRef(&_Py_NoneStruct);

@@ -1,6 +1,6 @@
 # pyright: basic
-# torch's guards are its internals.
-"""Calls of C kernels: what depends on shapes and dtypes is decided once, and kept for tensors like these."""
+# torch's guards are internals of torch.
+"""Calls of C kernels: decisions that depend on shapes and dtypes are cached for like tensors."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from ... import compiler
 from ...generated import Source
 
 PARALLEL = 16384
-"""Elements below which a kernel runs on the thread that calls it."""
+"""Elements below which a kernel runs on the calling thread."""
 
 ROWS = 64
-"""Rows whose sum is made in float32 one after the other; such sums are added in float64, in order.
+"""Rows that are summed in float32, one after the other; such partial sums are added in float64, in order.
 
-Rows, not threads, decide what is summed together: the number of threads changes no bit.
+Partial sums do not depend on threads, so the number of threads changes no bit.
 """
 
-_MOST = 256  # shapes, and layouts of one shape, of which it is kept what was decided
+_MOST = 256  # shapes, and layouts per shape, whose decisions are cached
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore
-_empty = _guards._empty_strided_cpu  # a third of what `torch.empty` costs
+_empty = _guards._empty_strided_cpu  # a third of the cost of `torch.empty`
 _function_modes: Any = torch._C._len_torch_function_stack
 _NO_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-"""dtypes that kernels read and write, by the name that `head.h` has for them."""
+"""dtypes that kernels read and write, with their names in `head.h`."""
 
 
 @functools.cache
 def header(name: str) -> str:
-    """A file of C that stands beside this one."""
+    """The text of a C file in this folder."""
     return Path(__file__).with_name(name).read_text()
 
 
 def load_as(dtype: torch.dtype, pointer: str, at: str) -> str:
-    """The element of an array, as float."""
+    """The element of an array, converted to float."""
     return f"ld_{_name(dtype)}({pointer}, {at})"
 
 
@@ -60,8 +60,8 @@ class CKernel(NamedTuple):
     """A C function `k`, which Python calls with addresses, integers, floats, and the number of threads.
 
     Args:
-        text: of `k`.
-        source: of the whole file.
+        text: C text of `k`.
+        source: C text of the whole file.
     """
 
     text: str
@@ -73,7 +73,7 @@ class CKernel(NamedTuple):
 
 
 def kernel(before: str, text: str, pointers: int, integers: int, floats: int) -> CKernel:
-    """The kernel whose text defines `k`, which takes so many of each, and last the number of threads."""
+    """The kernel whose text defines `k`, with so many arguments of each kind, then the number of threads."""
     kinds = ["Long_AsVoidPtr"] * pointers + ["Long_AsLongLong"] * integers + ["Float_AsDouble"] * floats
     kinds.append("Long_AsLongLong")
     taken = " ".join(f"__auto_type a{i} = Py{of}(args[{i}]);" for i, of in enumerate(kinds))
@@ -85,15 +85,15 @@ def kernel(before: str, text: str, pointers: int, integers: int, floats: int) ->
 def written(
     pointers: Sequence[str], integers: Sequence[str], floats: Sequence[str], body: str, *headers: str, before: str = ""
 ) -> CKernel:
-    """A kernel of these arguments.
+    """A kernel with these arguments.
 
     Args:
-        pointers: declarations.
-        integers: names.
-        floats: names.
-        body: what it does.
-        headers: files beside this one, behind `head.h`.
-        before: functions that it calls.
+        pointers: declarations of pointers.
+        integers: names of integers.
+        floats: names of floats.
+        body: C of the function.
+        headers: files in this folder, included after `head.h`.
+        before: C functions that it calls.
     """
     arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
     text = f"void k({arguments}) {{\n{body}}}\n"
@@ -102,7 +102,7 @@ def written(
 
 
 def by_parts(rows: str, part: str, row: str, thread: str = "") -> str:
-    """Loops over the rows of `parts`, which threads take: C of each part and row; `memory` of a thread is freed."""
+    """Loops over the rows of `parts`, which threads share: C for each part and row; frees a thread's `memory`."""
     return (
         f"#pragma omp parallel num_threads(threads) if (threads > 1)\n{{\n{thread}"
         f"#pragma omp for schedule(static)\nfor (I part = 0; part < parts; part++) {{\n{part}"
@@ -116,15 +116,15 @@ Outline = tuple[tuple[int, ...], torch.dtype]
 
 
 class Decided(NamedTuple):
-    """How a host function runs for tensors like some.
+    """How a host function runs for tensors like the given ones.
 
     Args:
-        kernel: takes the tensors that are given, those that are made, the numbers and how many threads there are.
-        made: of each result; `None` for one that is not there.
+        kernel: takes the given tensors, the results, the numbers, and the number of threads.
+        made: shape and dtype of each result; `None` for an absent result.
         numbers: integers, then floats.
-        work: elements that are read.
-        scratch: how many floats of memory the kernel takes behind its results, if it takes any.
-        fit: gives what the kernel takes for the tensors given, where that is not these: see `copies`.
+        work: number of elements that are read.
+        scratch: floats of workspace after the results, if the kernel uses any.
+        fit: returns the kernel's tensors for the given tensors, if they differ: see `copies`.
     """
 
     kernel: CKernel
@@ -137,9 +137,9 @@ class Decided(NamedTuple):
     def entry(
         self, given: Sequence[Tensor], kind: type[tuple[Any, ...]] | None = None
     ) -> tuple[Callable[..., bool], Callable[..., Any]]:
-        """Whether tensors are like those given, and what runs for them and gives a `kind` of results, or the only one.
+        """A check whether tensors are like those given, and a function that returns a `kind` of results, or just one.
 
-        The function is generated: calling a kernel of a small model takes longer than what it computes.
+        The function is generated: in a small model, calling a kernel takes longer than running it.
         """
         kinds: set[Any] = {type(t) for t in given}
         for of in kinds:
@@ -148,11 +148,11 @@ class Decided(NamedTuple):
         kernel, made, numbers, work, scratch, fit = self
         arguments = "".join(f"t{i}, " for i in range(len(given)))
         source = Source("run", arguments)
-        if any(t.is_neg() for t in given):  # a view whose memory has the other sign
+        if any(t.is_neg() for t in given):  # a lazily negated view
             source.add(f"{arguments} = [t.resolve_neg() for t in ({arguments})]")
         addresses = [f"t{i}.data_ptr()" for i in range(len(given))]
         if fit is not None:
-            source.add(f"given = {source.put(fit)}({arguments})")  # which keeps copies until the kernel has run
+            source.add(f"given = {source.put(fit)}({arguments})")  # keeps copies alive until the kernel has run
             addresses = ["*[t.data_ptr() for t in given]"]
         source.constants |= {"modes": _function_modes, "watched": _watched_empty, "empty": _empty}
         source.add("new = watched if modes() else empty")
@@ -167,12 +167,12 @@ class Decided(NamedTuple):
         of_kind = f"{source.put(tuple.__new__)}({source.put(kind)}, ({''.join(f'{name}, ' for name in results)}))"
         source.add(f"return {results[0] if kind is None else of_kind}")
         check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        # As where one tensor is given twice, which torch's guards take for a change.
+        # For instance if one tensor is given twice, which torch's guards do not accept.
         return check if check(*given) else _alike(given), source.define()
 
 
 def decided_once(decide: Callable[..., Decided]) -> Callable[..., Tensor]:
-    """A function of tensors on a CPU, whose one result `decide` decides: once for tensors like some."""
+    """A function of CPU tensors with one result, which `decide` decides once for like tensors."""
     known: dict[Any, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
 
     def call(*given: Tensor) -> Tensor:
@@ -190,12 +190,12 @@ def decided_once(decide: Callable[..., Decided]) -> Callable[..., Tensor]:
 
 
 def allocator() -> Callable[..., Tensor]:
-    """What makes a tensor of a shape, its strides and a dtype on the CPU."""
+    """The function that allocates a CPU tensor with a shape, strides and a dtype."""
     return _watched_empty if _function_modes() else _empty
 
 
 def _watched_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """`_empty` where a mode watches what is allocated."""
+    """`_empty` for modes that record allocations."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 
 
@@ -208,7 +208,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def copies(which: Sequence[int]) -> Callable[..., Sequence[Tensor]] | None:
-    """A `fit` that copies these of the tensors given, if there are any."""
+    """A `fit` that copies these of the given tensors, or `None` if there are none."""
     if not which:
         return None
     return lambda *given: [t.contiguous() if i in which else t for i, t in enumerate(given)]
@@ -224,7 +224,7 @@ def _told(t: Tensor) -> Any:
 
 
 def row_stride(t: Tensor, columns: int) -> tuple[int, bool]:
-    """The stride from row to row of a tensor as [M, columns], and whether it has to be copied to have one."""
+    """The row stride of a tensor as [M, columns], and whether it must be copied to have one."""
     if t.is_contiguous() or t.numel() == 0:
         return columns, False
     if t.ndim and (t.shape[-1] == 1 or t.stride(-1) == 1):
@@ -236,5 +236,5 @@ def row_stride(t: Tensor, columns: int) -> tuple[int, bool]:
 
 
 def parts_of(rows: int, columns: int, sums: bool) -> int:
-    """How many parts rows are cut into: what is summed in one part does not depend on the number of threads."""
+    """The number of parts into which rows are divided; sums within a part do not depend on the number of threads."""
     return max(1, -(-rows // ROWS) if sums else min(rows, -(-rows * columns // PARALLEL)))

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Chains of point-wise steps as C: `kernels.pointwise` on a CPU.
+"""Chains of point-wise steps in C: `kernels.pointwise` on a CPU.
 
-The loops run over rows and columns; a step is a few expressions of the innermost one. Sums over rows are made part by
-part, `call.ROWS` rows each, and the parts are added in order.
+The loops run over rows and columns; a step is a few expressions in the innermost one. Sums over rows are computed in
+parts of `call.ROWS` rows, which are added in order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .trace import Lines, Number, gradient_in_c, value_in_c
 
 
 class Printed(NamedTuple):
-    """A kernel, and the numbers of its chain that are arguments."""
+    """A kernel, and the numbers of its chain that are its arguments."""
 
     kernel: CKernel
     integers: tuple[int, ...]
@@ -28,7 +28,7 @@ class Printed(NamedTuple):
 
 
 class Numbers:
-    """Numbers of a chain or an activation that a kernel takes as arguments: another one compiles nothing."""
+    """Numbers of a chain or an activation that are arguments of a kernel: other numbers need no compilation."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
@@ -36,21 +36,21 @@ class Numbers:
         self.floats: list[float] = []
 
     def names(self, kind: str) -> list[str]:
-        """Of all integer arguments, `"n"`, or of all floats, `"f"`."""
+        """The names of all integer arguments, `"n"`, or of all float arguments, `"f"`."""
         return [f"{kind}{i}" for i in range(len(self.integers if kind == "n" else self.floats))]
 
     def integer(self, value: int) -> str:
-        """The name of an integer argument."""
+        """Add an integer argument; returns its name."""
         self.integers.append(value)
         return f"n{len(self.integers) - 1}"
 
     def number(self, value: float) -> Number:
-        """A float argument."""
+        """Add a float argument."""
         self.floats.append(value)
         return Number(self._lines, f"f{len(self.floats) - 1}")
 
     def of(self, function: Any, constants: Any) -> Any:
-        """The configuration numbers of a device function, constant factors among them as arguments."""
+        """The configuration numbers of a device function, with constant factors as arguments."""
         if function in (activations._composed, activations._composed_derivative):
             return tuple((f, df, of_output, self.of(f, inner)) for f, df, of_output, inner in constants)
         return (self.number(constants[0]),) if function is activations.scaled else constants
@@ -59,7 +59,7 @@ class Numbers:
 def drop_element(value: Number, keep: str, numbers: Numbers, P: Sequence[Any], lines: Lines) -> Number:
     """An element after dropout, by its random word `keep`; `P` is from `_device.threshold_and_scale`.
 
-    Where p is 1 the scale is 0 and the threshold, too: what is kept is multiplied by 0 as what is dropped.
+    If p is 1, scale and threshold are 0: kept elements are multiplied by 0, like dropped ones.
     """
     kept, dropped = value * numbers.number(P[1]), value * 0.0
     return lines.number(f"{keep} >= (uint32_t){numbers.integer(P[0])} ? {kept.name} : {dropped.name}")
@@ -78,9 +78,9 @@ def printed(
     Args:
         chain: the steps.
         of_x: dtype of the input.
-        of_operands: dtypes of the operands; `None` for what a step has read before.
-        dtypes: of what steps give.
-        of_y: dtype of the last value, `None` where it is not wanted.
+        of_operands: dtypes of the operands; `None` for an operand that a step has read before.
+        dtypes: dtypes of the steps' extra results.
+        of_y: dtype of the last value, `None` if it is not needed.
     """
     lines = Lines()
     numbers = Numbers(lines)
@@ -96,7 +96,7 @@ def printed(
     factor: Number | None = None  # of a token
 
     def columns(count: int) -> list[str]:
-        """Of each of so many parts of a row, the column that the loop is at."""
+        """The current column in each of `count` parts of a row."""
         return [f"2 * c + {j}" if chain.interleaved and count == 2 else f"c + {j} * W" for j in range(count)]
 
     def matrix(of: torch.dtype, pointer: str, stride: str, count: int) -> list[Number]:
@@ -185,7 +185,7 @@ def printed(
 
 
 def _halves(step: Any, packed: list[Number]) -> Iterator[tuple[Number, Number]]:
-    """Each tile of the gate, and of what it is multiplied by."""
+    """Each tile of the gate, with that of up."""
     n = len(packed) // 2
     pairs = zip(packed[:n], packed[n:], strict=True)
     return ((b, a) for a, b in pairs) if step.packing == "up_gate" else pairs
@@ -226,7 +226,7 @@ def _kernel(
     inner = f"{simd}\nfor (I c = 0; c < W; c++) {{\n{body}\n}}"
     if drops or dots:
         inner = f"{words}\n{simd}\nfor (I c = c0; c < c0 + n; c++) {{\n{body}\n}}\n"
-        if dots:  # in float32 of a block of columns: a sum of wider numbers has half as many in a vector
+        if dots:  # float32 within a block of columns: vectors hold half as many wider numbers
             added = "\n".join(f"sum{i} += d{i};" for i in range(len(dots)))
             inner = f"float {', '.join(f'd{i} = 0.f' for i in range(len(dots)))};\n{inner}{added}\n"
         block = "NB" if drops else "1024"
@@ -256,7 +256,7 @@ def total(sums: int, keep: str) -> str:
 
 
 def decide_chain(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`pointwise.pointwise`; an operand that a step has read before may be `None`."""
+    """Decide `pointwise.pointwise`; an operand that a step has read before may be `None`."""
     if a.to is not None or a.largest is not None:
         raise ValueError("no C kernel quantizes its result")
     x, chain = a.x, a.chain

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Cross-entropy of rows of logits as C, whose gradient is written over them: `kernels.crossentropy` on a CPU.
+"""Cross-entropy of rows of logits in C, with a gradient that overwrites them: `kernels.crossentropy` on a CPU.
 
 A row is read three times: for its largest logit, for the sum of exponentials, and for the gradient.
 """
@@ -18,11 +18,11 @@ from .trace import Lines, Number, _language, value_in_c
 
 _LANES = 16
 _BLOCK = 1024
-"""Logits that are summed in float32; such sums are added in float64."""
+"""Logits that are summed in float32; such partial sums are added in float64."""
 
 
 def _logit(lines: Lines, of: torch.dtype, at: str, softcap: bool) -> tuple[Number, Number]:
-    """A logit after the soft-cap, and what went into that."""
+    """A logit after the soft-cap, and the argument of its tanh."""
     u = z = lines.number(load_as(of, "logits", at))
     if softcap:
         cap = Number(lines, "softcap")
@@ -34,21 +34,21 @@ def _logit(lines: Lines, of: torch.dtype, at: str, softcap: bool) -> tuple[Numbe
 def _gradient(
     of: torch.dtype, at: str, less: str, softcap: bool, z_loss: bool, exponential: str | None = None
 ) -> tuple[str, str]:
-    """C that makes the gradient of a logit, and its name; `exponential` is e^(z - top) where that is known."""
+    """C that computes the gradient of a logit, and its name; `exponential` is e^(z - top), if that is stored."""
     lines = Lines()
     if exponential is None:
         z, u = _logit(lines, of, at, softcap)
         p = lines.number(f"exp_({z.name} - top) * by_softmax")
     else:
         p = u = lines.number(f"{exponential} * by_softmax")
-    # A product, not a choice: as in torch, a row that does not count hands on its NaN.
+    # Multiplied, not selected: as in torch, a row that does not count propagates NaN.
     d = p - Number(lines, less)
     if z_loss:
-        # Added last: where p is near one, the loss's own part would drown the digits of this one.
+        # Added last: with p near one, the loss's own term would absorb the digits of this one.
         d = d + p * Number(lines, "of_lse")
     if softcap:
-        # 1 - tanh^2 without the cancellation where the cap is near.
-        q = _language.exp(-2.0 * _language.abs(u))  # in the words of `activations.tanh`, which has it, too
+        # 1 - tanh^2 without cancellation near the cap.
+        q = _language.exp(-2.0 * _language.abs(u))  # as in `activations.tanh`, so that C computes it once
         d = d * (4.0 * q / ((1.0 + q) * (1.0 + q)))
     return "\n".join(lines.lines), d.name
 
@@ -58,7 +58,7 @@ def kernel_of(
     of: torch.dtype, scaled: torch.dtype | None, given: bool, smoothing: bool, z_loss: bool, softcap: bool,
     gradient: bool,
 ) -> CKernel:  # fmt: skip
-    """The kernel for logits of a dtype, with these of the options."""
+    """The kernel for logits of a dtype, with these options."""
     kept = gradient and not given and not softcap and of is torch.float32
     row = (
         "I at = row * stride, target = targets[row];\n"
@@ -125,7 +125,7 @@ def kernel_of(
 
 
 def decide_cross_entropy(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`crossentropy.cross_entropy_`."""
+    """Decide `crossentropy.cross_entropy_`."""
     logits, softmax, softcap = a.logits, a.softmax, a.softcap
     if a.targets.dtype is not torch.int64 or (softmax is not None and softmax.dtype is not torch.float32):
         raise ValueError("targets must be int64, and softmax float32")

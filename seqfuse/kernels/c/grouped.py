@@ -1,7 +1,7 @@
 # pyright: basic
-"""GEMMs of groups of rows in float32 as C: one call that calls BLAS for each group.
+"""GEMMs of groups of rows in float32 in C: one call, which calls BLAS for each group.
 
-torch's grouped GEMM makes three slices and calls its own GEMM for each group, which calls the same function.
+For each group, torch's grouped GEMM creates three slices and calls torch's GEMM, which calls the same function.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from .call import CKernel, Decided, copies, decided_once, row_stride, written
 
 MOST = 2**31 - 1
-"""The greatest size and stride that BLAS takes, whose integers have 32 bits."""
+"""The greatest size and stride for BLAS, which uses 32-bit integers."""
 
 _FEW, _WEIGHT = 64, 2**16
-"""Of groups of at most `_FEW` rows, whose weights have at least `_WEIGHT` numbers, gradients of the weights are made
-here, and outputs of half as many rows: MKL on an AMD processor packs a weight, and writes its gradient twice. Times
-beside it, for 1,024 x 256 numbers: outputs 0.75 for 16 rows, 0.85 for 32; gradients 0.64 for 16, 0.86 for 64."""
+"""For groups of at most `_FEW` rows, and weights of at least `_WEIGHT` numbers, C computes the weight gradients, and
+the outputs of half as many rows: MKL on an AMD processor packs a weight, and writes its gradient twice. Time relative
+to MKL, for 1,024 x 256 numbers: outputs 0.75 with 16 rows, 0.85 with 32; gradients 0.64 with 16, 0.86 with 64."""
 
 _SGEMM = (
     "typedef void (*Sgemm)(const char *, const char *, const int *, const int *, const int *, const float *,\n"
@@ -68,9 +68,9 @@ _EACH = (
 
 @functools.cache
 def sgemm() -> int:
-    """The address of the function that torch itself calls for a GEMM of float32 on a CPU, 0 where there is none."""
+    """The address of the function that torch calls for a float32 GEMM on a CPU, 0 if there is none."""
     try:
-        found = ctypes.CDLL(torch._C.__file__).sgemm_  # of the libraries that torch is linked with
+        found = ctypes.CDLL(torch._C.__file__).sgemm_  # from the libraries that torch is linked with
     except (AttributeError, OSError):
         return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
@@ -78,7 +78,7 @@ def sgemm() -> int:
 
 @functools.cache
 def linear_kernel(biased: bool) -> CKernel:
-    """Gives y = x weight_g^T + bias_g for the rows of each group; zeros behind them."""
+    """The kernel of y = x weight_g^T + bias_g for the rows of each group, and zeros after them."""
     row = "for (I r = 0; r < rows; r++) memcpy(to + r * N, bias + g * N, 4 * N);\n" * biased
     own = "bias + g * N" if biased else "0"
     body = (
@@ -95,7 +95,7 @@ def linear_kernel(biased: bool) -> CKernel:
 
 @functools.cache
 def outer_kernel() -> CKernel:
-    """Gives dweight_g = dy_g^T x_g; zeros for a group without rows."""
+    """The kernel of dweight_g = dy_g^T x_g, and zeros for a group without rows."""
     body = (
         f"{_EACH}float *to = out + g * N * K;\n"
         "if (rows && rows <= few && K % LANES == 0)\n"
@@ -110,14 +110,14 @@ def outer_kernel() -> CKernel:
 
 
 def _rows_of(t: Tensor) -> tuple[int, bool]:
-    """The stride from row to row, at least their length, and whether the tensor has to be copied to have one."""
+    """The row stride, at least the length of a row, and whether the tensor must be copied to have one."""
     columns = t.shape[1]
     stride, copy = row_stride(t, columns)
     return (columns, True) if stride < columns else (stride, copy)
 
 
 def _weights_of(t: Tensor) -> tuple[int, int, bool, bool]:
-    """Strides from matrix to matrix and from row to row, or column to column; whether that; whether it is copied."""
+    """Strides of matrices and of rows, or else columns; whether it is of columns; whether the tensor must be copied."""
     (_, rows, columns), (each, down, along) = t.shape, t.stride()
     if along == 1 and down >= columns:
         return each, down, False, False
@@ -155,11 +155,11 @@ _linear, _outer = (
 def linear_of_groups(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, here: bool = False) -> Tensor:
     """Return y [R, N] of rows x [R, K], weights [G, N, K] and biases [G, N], all float32.
 
-    `offsets`, int32 or int64, are read here. No size is 0. BLAS multiplies; with `here` it leaves groups of few rows.
+    `offsets`, int32 or int64, are read here. No size is 0. BLAS multiplies, except groups of few rows with `here`.
     """
     return _linear[here](x, weight, offsets) if bias is None else _linear[here](x, weight, offsets, bias)
 
 
 def outer_of_groups(dy: Tensor, x: Tensor, offsets: Tensor, here: bool = False) -> Tensor:
-    """Return dy_g^T x_g, [G, N, K], of rows dy [R, N] and x [R, K], both float32; the rest as `linear_of_groups`."""
+    """Return dy_g^T x_g, [G, N, K], of rows dy [R, N] and x [R, K], both float32; otherwise as `linear_of_groups`."""
     return _outer[here](dy, x, offsets)

@@ -1,4 +1,4 @@
-/* What every C kernel begins with: 16-bit types, and the functions that device functions call. */
+/* The head of every C kernel: 16-bit types, and the functions that device functions call. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -19,7 +19,7 @@ INLINE void st_bf16(void *p, I i, float v) { /* to nearest, ties to even */
   ((uint16_t *)p)[i] = (uint16_t)(v != v ? 0x7fc0u : r);
 }
 
-/* float16 by integers: a multiplication by 2^112 makes the exponent and the subnormals right. */
+/* float16 by integers: a multiplication by 2^112 corrects exponents and subnormals. */
 INLINE float ld_f16(const void *p, I i) {
   uint32_t h = ((const uint16_t *)p)[i], e = (h & 0x7fffu) << 13;
   uint32_t finite = raw(bits(e) * 0x1p112f), other = e | 0x7f800000u;
@@ -98,7 +98,7 @@ INLINE float erf_(float x) {
    fitted for |x| < 6, to a relative error of 3.7e-9. */
 INLINE float tail_(float x, float *e) {
   float v = abs_(x) * .275f;
-  v = v > 4.f ? 4.f : v; /* where e is 0, or soon will be: infinity times 0 were NaN */
+  v = v > 4.f ? 4.f : v; /* e is 0 there or nearly so, and infinity times 0 would be NaN */
   float t = 1.f / (v + 1.f), p = 4.529619e-2f;
   p = p * t - 2.1607488e-1f;
   p = p * t + 3.12848e-1f;

@@ -1,5 +1,5 @@
 # pyright: basic
-"""Masks of dropout as C: where the fused kernels do not apply, such as within attention."""
+"""Dropout masks in C, for use where the fused kernels do not apply, such as within attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE = 4096
 
 @functools.cache
 def _kernel() -> CKernel:
-    """Spans of a mask: element i of span j is that of position `starts[j] + i`; without starts, from 0 on."""
+    """Spans of a mask: element i of span j is at position `starts[j] + i`; without starts, at i."""
     body = (
         f"I pieces = (length + {_PIECE - 1}) / {_PIECE};\n"
         "#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)\n"
@@ -38,18 +38,18 @@ def _kernel() -> CKernel:
 
 
 def makes_mask(seed: Tensor) -> bool:
-    """Whether a mask is made here: of a plain tensor that nobody watches, or of a fake one, whose shape is all."""
+    """Whether C computes a mask: of a plain tensor outside of modes, or of a fake one, for which only shapes matter."""
     return (type(seed) is Tensor and not traced()) or (is_faking() and not recording())
 
 
 def mask_on_cpu(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | None = None) -> Tensor:
     """True with probability p < 1, bool of `shape`.
 
-    Element i of the contiguous order takes word i & 3 of counter i >> 2, and is kept iff that is at least
-    floor(p 2^32); with `starts`, int64 [n], and a shape of [n, length] the order of row j begins at `starts[j]`. seed:
-    one int64.
+    Element i of the contiguous order reads word i & 3 of counter i >> 2, and is kept iff that word is at least
+    floor(p 2^32); with `starts`, int64 [n], and a shape of [n, length], the order of row j begins at `starts[j]`.
+    seed: one int64.
     """
-    drop = torch.empty(shape, dtype=torch.bool, device="cpu")  # whatever the default device is
+    drop = torch.empty(shape, dtype=torch.bool, device="cpu")  # also with another default device
     if is_faking():
         compiler.ask(_kernel().source)
         return drop

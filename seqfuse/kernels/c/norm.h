@@ -1,13 +1,13 @@
-/* Statistics of a row of float32, in vectors of 8 and 4 running sums each; of long rows in spans that are joined. */
+/* Statistics of a float32 row, in vectors of 8 with 4 running sums each; long rows in spans, which are merged. */
 typedef float V __attribute__((vector_size(32), aligned(4), may_alias));
 #define SPAN 4096
 #define AT(z, c) (*(const V *)((z) + (c)))
 
 INLINE float lanes(V v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
 
-/* Mean and sum of squared deviations of n numbers. What rounding left in the mean is taken out again: of a constant
-   row it is all there is. Where numbers are further from the mean than that is from 0, it is less than what their
-   differences are rounded by. Numbers are divided before they are added, so that no sum of finite ones overflows. */
+/* Mean and sum of squared deviations of n numbers. The rounding error of the mean is removed: in a constant row it is
+   all there is. If numbers are further from the mean than the mean is from 0, it is less than the rounding error of
+   their differences. Numbers are divided before they are added, so sums of finite numbers do not overflow. */
 INLINE void of_span(const float *z, I n, float *mean, double *squares) {
   float by = 1.f / (float)n;
   V a = {0}, b = {0}, e = {0}, f = {0}, d, g, h, i;
@@ -68,7 +68,7 @@ INLINE void moments(const float *z, I n, float *mean, double *squares) {
   *mean = (float)joined;
 }
 
-/* The order of the sum depends on n alone, not on what else a kernel makes. */
+/* The order of the sum depends only on n, not on other results of a kernel. */
 INLINE double dot(const float *p, const float *q, I n) {
   double sum = 0;
   for (I at = 0; at < n; at += SPAN) {

@@ -1,8 +1,8 @@
 # pyright: basic
-"""LayerNorm and RMSNorm as C, with all that may stand around them: `kernels.norm` on a CPU.
+"""LayerNorm and RMSNorm in C, with the operations around them: `kernels.norm` on a CPU.
 
-A row is read again from the cache for each of its passes: what is normalized is the row as it is stored. Sums over
-rows are made part by part, `call.ROWS` rows each, and the parts are added in order.
+Each pass over a row reads it from the cache; the stored row is normalized. Sums over rows are computed in parts of
+`call.ROWS` rows, which are added in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _gain(lines: Lines, of_weight: torch.dtype, zero_centered: bool) -> Number:
 
 
 def _columns(body: str, words: bool) -> str:
-    """A loop over the columns of a row, with a random word `w[c - c0]` for each if it needs them."""
+    """A loop over the columns of a row, with a random word `w[c - c0]` for each if `words`."""
     if not words:
         return f"#pragma omp simd\nfor (I c = 0; c < W; c++) {{\n{body}\n}}\n"
     return (
@@ -41,7 +41,7 @@ def _columns(body: str, words: bool) -> str:
 
 
 def _row(of: torch.dtype, pointer: str, stride: str) -> str:
-    """C that makes `z` a row in float32: where it lies, if it is."""
+    """C that sets `z` to a row in float32, in place if it is float32."""
     if of is torch.float32:
         return f"const float *restrict z = (const float *){pointer} + row * {stride};\n"
     return _columns(f"z[c] = {load_as(of, pointer, f'row * {stride} + c')};", False)
@@ -56,13 +56,13 @@ def _kernel(
     Args:
         given: declarations of pointers that are read.
         made: declarations of pointers that are written.
-        strides: names of rows' strides.
+        strides: names of row strides.
         numbers: arguments of activations and dropout.
         floats: names of floats before those.
         thread: C at the start of each thread; `memory` is freed at its end.
         part: C at the start of each part.
-        row: C of a row.
-        after: C behind all parts.
+        row: C for a row.
+        after: C after all parts.
         words: whether random words are needed.
     """
     keys = "Keys keys;\nkeys_of(*(const int64_t *)seed, &keys);\n" if words else ""
@@ -72,7 +72,7 @@ def _kernel(
 
 
 def _given(pairs: PairTypes | None) -> dict[str, _Dtype]:
-    """The tensors of pairs."""
+    """The dtypes of the tensors of pairs."""
     return {} if pairs is None else {"rows": pairs.rows, "ends": pairs.ends, "factors": pairs.factors}
 
 
@@ -82,7 +82,7 @@ def _printed_forward(
     of_bias: _Dtype, of_pre_bias: _Dtype, of_residual: _Dtype, of_y: torch.dtype, of_stream: _Dtype,
     pairs: PairTypes | None,
 ) -> Printed:  # fmt: skip
-    """The forward kernel; tensors that are not there have no dtype, and `p` is that of dropout, if there is any."""
+    """The forward kernel; absent tensors have no dtype, and `p` is that of dropout, if there is any."""
     read = {"x": of_x, "weight": of_weight, "bias": of_bias, "pre_bias": of_pre_bias}
     read |= {"seed": None if p is None else torch.int64, "residual": of_residual} | _given(pairs)
     given = [f"const void *restrict {name}" for name, of in read.items() if of is not None]
@@ -133,7 +133,7 @@ def _printed_backward(
     of_branch: _Dtype, of_sums: tuple[_Dtype, _Dtype, _Dtype], pairs: PairTypes | None, of_other: _Dtype,
     of_dpairs: _Dtype, of_dfactors: _Dtype,
 ) -> Printed:  # fmt: skip
-    """The backward kernel; what is not wanted has no dtype, and `p` is that of dropout, if there is any."""
+    """The backward kernel; results that are not needed have no dtype, and `p` is that of dropout, if there is any."""
     read = {"dy": of_dy, "x": of_x, "means": of_mean, "rstds": of_rstd, "weight": of_weight, "bias": of_bias}
     read |= {"dstream": of_dstream, "seed": None if p is None else torch.int64, **_given(pairs), "other": of_other}
     given = [f"const void *restrict {name}" for name, of in read.items() if of is not None]
@@ -221,12 +221,12 @@ def _act_of(act: Any) -> _Act:
 
 
 def normalized_shape(x: Tensor, pairs: Any) -> torch.Size:
-    """The shape of what is normalized: x, or the sums over rows of it."""
+    """The shape of the norm's input: of x, or of the sums over rows of x."""
     return x.shape if pairs is None else torch.Size([*x.shape[:-2], x.shape[-1]])
 
 
 class _Reads:
-    """Tensors that a kernel reads: strides of their rows, and which of them have to be copied."""
+    """Tensors that a kernel reads: their row strides, and which of them must be copied."""
 
     def __init__(self, shape: torch.Size, columns: int) -> None:
         self._shape, self._columns, self._count = shape, columns, 0
@@ -246,7 +246,7 @@ class _Reads:
                 self._next(not t.is_contiguous())
 
     def pairs(self, pairs: Any) -> tuple[int, ...]:
-        """The experts of a token and the groups."""
+        """The number of experts per token, and of groups."""
         self.others(*pairs or ())
         return () if pairs is None else (pairs.rows.shape[-1], len(pairs.offsets))
 
@@ -256,7 +256,7 @@ class _Reads:
 
 
 def decide_norm(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`norm.norm_fwd`."""
+    """Decide `norm.norm_fwd`."""
     W, whole = a.x.shape[-1], normalized_shape(a.x, a.pairs)
     given = _Reads(whole, W)
     given.rows("x", a.x, a.x.shape)
@@ -276,7 +276,7 @@ def decide_norm(a: Any, made: Sequence[Outline | None]) -> Decided:
 
 
 def decide_norm_backward(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`norm.norm_bwd`."""
+    """Decide `norm.norm_bwd`."""
     W = a.x.shape[-1]
     given = _Reads(a.x.shape, W)
     given.rows("dy", a.dy)

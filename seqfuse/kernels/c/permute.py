@@ -1,5 +1,5 @@
 # pyright: basic
-"""Rows of tokens and experts as C: `kernels.permute` on a CPU, and how they are sorted there."""
+"""Rows of tokens and experts in C: `kernels.permute` on a CPU, and how rows are sorted there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .call import (
 
 _INTEGERS = {torch.int32: "int32_t", torch.int64: "int64_t"}
 _BLOCK = 1024
-"""Products that are summed in float32; such sums are added in float64."""
+"""Products that are summed in float32; such partial sums are added in float64."""
 
 
 class PairTypes(NamedTuple):
@@ -40,7 +40,7 @@ class PairTypes(NamedTuple):
 
 
 def kinds_of(pairs: Any) -> PairTypes | None:
-    """The dtypes of pairs, if there are any."""
+    """The dtypes of pairs, or `None` without pairs."""
     if pairs is None:
         return None
     rows, ends, factors = pairs
@@ -48,12 +48,12 @@ def kinds_of(pairs: Any) -> PairTypes | None:
 
 
 def end_of(kinds: PairTypes) -> str:
-    """C of the last of the `ends` of groups, behind which rows are of no group."""
+    """C of the last of the `ends` of groups; rows after it belong to no group."""
     return f"const I end = ((const {_integers(kinds.ends)} *)ends)[G - 1];\n"
 
 
 def each_pair(kinds: PairTypes, kept: str, dropped: str = "") -> str:
-    """A loop over the pairs of token `row`, with the row `r` and the factor `f` of each that is of a group."""
+    """A loop over the pairs of token `row`, with the row `r` and the factor `f` of each pair that was not dropped."""
     factor = f"const float f = {load_as(kinds.factors, 'factors', 'row * K + j')};\n" if kinds.factors else ""
     at = f"const I r = ((const {_integers(kinds.rows)} *)rows)[row * K + j];\n"
     rest = f"else {{\n{dropped}}}\n" if dropped else ""
@@ -61,7 +61,7 @@ def each_pair(kinds: PairTypes, kept: str, dropped: str = "") -> str:
 
 
 def gather_in_c(of: torch.dtype, kinds: PairTypes) -> str:
-    """C of `u`, the sum over the pairs of token `row` of rows of x, in order."""
+    """C of `u`, the sum over the pairs of token `row` of their rows of x, in order."""
     added = _loop(f"u[c] += {load_as(of, 'x', 'r * sx + c')}{' * f' * bool(kinds.factors)};")
     return "memset(u, 0, 4 * W);\n" + each_pair(kinds, added)
 
@@ -107,7 +107,7 @@ def _spread_kernel(
 
 
 def decide_spread(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`permute.spread_rows`."""
+    """Decide `permute.spread_rows`."""
     (tokens, top_k), columns, other = a.rows.shape, a.x.shape[-1], a.other
     (sx, copy), (so, copy_other) = row_stride(a.x, columns), (0, False) if other is None else row_stride(other, columns)
     kinds, (spread, sums) = kinds_of((a.rows, a.offsets, a.factors)), made
@@ -134,7 +134,7 @@ def _gather_kernel(of: torch.dtype, kinds: PairTypes) -> CKernel:
 
 
 def decide_gather(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`permute.gather_rows`."""
+    """Decide `permute.gather_rows`."""
     (tokens, top_k), columns = a.rows.shape, a.x.shape[-1]
     (sx, copy), kinds = row_stride(a.x, columns), kinds_of((a.rows, a.offsets, a.factors))
     assert kinds is not None
@@ -145,7 +145,7 @@ def decide_gather(a: Any, made: Sequence[Outline | None]) -> Decided:
 
 @functools.cache
 def _sort_kernel() -> CKernel:
-    """Counts of each expert, where its rows begin, and the row of each pair; those of no expert come last."""
+    """Counts pairs per expert, then computes where its rows begin and the row of each pair; dropped pairs come last."""
     expert = "const I e = (uint64_t)experts[p] < (uint64_t)E ? experts[p] : E;\n"
     body = (
         f"I *at = calloc(E + 2, sizeof(I));\nfor (I p = 0; p < P; p++) {{\n{expert}at[e + 1]++;\n}}\n"
@@ -157,9 +157,9 @@ def _sort_kernel() -> CKernel:
 
 
 def sorted_pairs(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The row of each pair of a token and an expert, int64 of the shape of `experts`, and the ends of `count` experts.
+    """The row of each (token, expert) pair, int64 of the shape of `experts`, and the ends of `count` experts.
 
-    Pairs of one expert keep their order. Those of none of them come last. experts: int64.
+    Pairs of one expert keep their order. Pairs whose expert is out of range come last. experts: int64.
     """
     empty, shape = allocator(), tuple(experts.shape)
     if is_faking():

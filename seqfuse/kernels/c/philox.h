@@ -1,7 +1,7 @@
-/* Philox4x32-10 (Salmon et al. 2011): word i & 3 of counter i >> 2 under the seed as key, for element i. */
+/* Philox4x32-10 (Salmon et al. 2011): word i & 3 of counter i >> 2 with the seed as key, for element i. */
 #define NB 512
 #ifdef __AVX2__
-/* Vectors of the compiler: half of the time that a kernel takes to compile would go into immintrin.h. */
+/* The compiler's vectors: immintrin.h would take half of a kernel's compile time. */
 typedef uint64_t Lanes __attribute__((vector_size(32)));
 typedef int Halves __attribute__((vector_size(32)));
 #ifdef __clang__

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Bias, norm of heads and rotation as C: `kernels.rope` on a CPU.
+"""Bias, norm of heads and RoPE in C: `kernels.rope` on a CPU.
 
-The angles of a row are made or read once, then its heads follow. Sums over rows are made part by part, `call.ROWS` rows
-each, of each row over its heads first, and the parts are added in order.
+The angles of a row are computed or read once, then its heads follow. Sums over rows are computed in parts of
+`call.ROWS` rows, first over the heads of each row, and the parts are added in order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._heads import MAX_HEAD, Rotation, frequencies_of, head_sizes, rows_of_ang
 from .call import CKernel, Decided, Outline, by_parts, load_as, parts_of, row_stride, store_as, written
 from .chain import total
 
-# Of float32 angles of any size, as in `_rope_kernel._sine_cosine`: reduced to a quarter turn in float64, where adding
+# For float32 angles of any size, as `_rope_kernel._sine_cosine`: reduced to a quarter turn in float64, where adding
 # 1.5 2^52 rounds to a whole number and leaves it in the lowest bits, then polynomials of Cephes' `sinf`.
 _TURN = """
 INLINE void turn(float angle, float *sine, float *cosine) {
@@ -42,7 +42,7 @@ _POSITIONS = {
 
 
 class Angles(NamedTuple):
-    """What angles a kernel takes: those of rows 0, 1, ..., of positions, or cosines and sines."""
+    """The source of a kernel's angles: row numbers, positions, or cosines and sines."""
 
     style: str
     positions: torch.dtype | None = None
@@ -55,7 +55,7 @@ class Angles(NamedTuple):
         return ["cos", "sin"] if self.cos else ["positions", "frequencies"] if self.positions else ["frequencies"]
 
     def read(self) -> str:
-        """C that fills `c1`, `s1`, and `c2` and `s2` where the members of a pair have each their own."""
+        """C that fills `c1` and `s1`, and `c2` and `s2` if the elements of a pair have different angles."""
         if self.cos is None or self.sin is None:
             position = "place"
             if self.positions in _POSITIONS:
@@ -74,11 +74,11 @@ class Angles(NamedTuple):
         return _loop("R / 2", *(f"{to}[i] = {load_as(of, {'c': 'cos', 's': 'sin'}[n], at)};" for to, n, of, at in each))
 
     def at(self, i: str) -> tuple[str, str]:
-        """Where in a head the members of a pair are."""
+        """The indices of a pair's elements in a head."""
         return (i, f"R / 2 + {i}") if self.style == "half" else (f"2 * {i}", f"2 * {i} + 1")
 
     def second(self) -> tuple[str, str]:
-        """Cosines and sines of second members."""
+        """The names of the cosines and sines of second elements."""
         return ("c1", "s1") if self.by_pair or self.cos is None else ("c2", "s2")
 
 
@@ -89,7 +89,7 @@ def _loop(count: str, *lines: str, first: str = "0", sum: str = "") -> str:
 
 
 def _gains(weights: tuple[torch.dtype, torch.dtype] | None, zero_centered: bool) -> str:
-    """C that fills `gq` and `gk`."""
+    """C that fills the gains `gq` and `gk`."""
     if weights is None:
         return ""
     one = " + 1.f" if zero_centered else ""
@@ -100,7 +100,7 @@ def _gains(weights: tuple[torch.dtype, torch.dtype] | None, zero_centered: bool)
 def _source(
     pointers: list[str], angles: Angles | None, start: str, row: str, end: str = "", width: str = "0", eps: bool = False
 ) -> CKernel:  # fmt: skip
-    """A kernel whose threads take parts of the rows; each part has a row of sums of this width."""
+    """A kernel whose threads share parts of the rows; each part has a row of sums of this width."""
     integers = ["M", "Q", "K", "D", "R", "period", "parts", "sx", "sdy"]
     half = MAX_HEAD // 2
     buffers = f"float c1[{half}], s1[{half}], c2[{half}], s2[{half}];\n" if angles else ""
@@ -120,14 +120,14 @@ def forward_kernel(
     zero_centered: bool,
     keep: bool,
 ) -> CKernel:
-    """The forward pass; `keep` for one that stores x + bias."""
+    """The forward kernel; with `keep` it stores x + bias."""
 
     def read(at: str) -> str:
         found = load_as(of, "x", f"row * sx + h * D + {at}")
         return found if of_bias is None else f"{found} + {load_as(of_bias, 'bias', f'h * D + {at}')}"
 
     def summed(count: str) -> tuple[str, str]:
-        """What is to be done for the sum, and the sum: where it is stored, as the backward pass will read it."""
+        """Statements for x + bias, and its expression: the stored sum, if any, as the backward pass reads it."""
         if not keep:
             return "", read("i")
         return _loop(count, store_as(of, "z", "to + i", read("i"))), load_as(of, "z", "to + i")
@@ -175,13 +175,13 @@ def backward_kernel(
     dx: bool,
     sums: tuple[torch.dtype | None, ...],
 ) -> CKernel:
-    """The backward pass; `of_x` where there was a norm, `sums` are the dtypes of the gradients of bias and weights."""
+    """The backward kernel; `of_x` if there was a norm, `sums` are the dtypes of the gradients of bias and weights."""
     norm = of_x is not None
     dbias, *dweights = sums
     most = MAX_HEAD
 
     def give(at: str, value: str) -> list[str]:
-        """What is done with an element of dx; `h * D + at` is its column."""
+        """Statements for an element of dx; `h * D + at` is its column."""
         found = [f"float v = {value};"]
         found += [store_as(of, "dx", f"row * C + h * D + {at}", "v")] * dx
         return found + [f"s[h * D + {at}] += v;"] * (dbias is not None)
@@ -214,10 +214,10 @@ def backward_kernel(
             "u[i] = d;",
             "e_[i] = e;",
         )
-        # In a loop of its own, which is the same whatever else is wanted, and so are its bits.
+        # In a separate loop, which is the same for all sets of results, and so are its bits.
         head += _loop("D", "along += u[i] * e_[i];", sum="along")
         if dx or dbias is not None:
-            # Stored before it is summed: a product that is not would be rounded once, together with the sum.
+            # Stored before it is summed: otherwise the multiplication would be fused with the sum, and rounded once.
             head += "float mean = along / (float)D;\n" + _loop("D", "u[i] = (u[i] - e_[i] * mean) * r;")
             head += _loop("D", *give("i", "u[i]"))
     row = f"for (I h = 0; h < Q + K; h++) {{\n{head}}}\n"
@@ -263,13 +263,13 @@ class _Takes:
         self._takes: list[Callable[[Sequence[Tensor]], Tensor]] = []
 
     def take(self, name: str, how: Callable[[Tensor], Tensor] | None = None) -> None:
-        """The kernel takes a tensor, or what is made of it; nothing where there is none."""
+        """Pass a tensor, or the result of `how`, to the kernel; nothing if the tensor is absent."""
         if name in self._at:
             get = itemgetter(self._at[name])
             self._takes.append(get if how is None else lambda given: how(get(given)))
 
     def angles(self, x: Tensor, rotation: Rotation | None) -> tuple[Angles | None, int]:
-        """What angles the kernel takes, and after how many rows they begin again."""
+        """The kernel's angles, and the number of rows after which they repeat."""
         positions, cos, sin = (self._tensors[name] for name in ("positions", "cos", "sin"))
         rows = rows_of_angles(x, rotation, positions, cos, sin)
         period = max(1, rows.numel())
@@ -288,7 +288,7 @@ class _Takes:
         return Angles(rotation.style, None, cos.dtype, sin.dtype, width < rotation.dim), period
 
     def fit(self) -> Callable[..., Sequence[Tensor]]:
-        """Gives what the kernel takes."""
+        """A function that returns the kernel's tensors for the given ones."""
         takes = self._takes
         return lambda *given: [take(given) for take in takes]
 
@@ -302,7 +302,7 @@ def _weights(q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[torch.dt
 
 
 def decide_rope(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`rope.rope_fwd`."""
+    """Decide `rope.rope_fwd`."""
     size, rotary = head_sizes(a.x, a.heads, a.kv_heads, a.rotation)
     given = _Takes(a, "x", "bias", "positions", "cos", "sin", "q_weight", "k_weight")
     norm, columns = a.norm_eps is not None, a.x.shape[-1]
@@ -322,7 +322,7 @@ def decide_rope(a: Any, made: Sequence[Outline | None]) -> Decided:
 
 
 def decide_rope_backward(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`rope.rope_bwd`."""
+    """Decide `rope.rope_bwd`."""
     size, rotary = head_sizes(a.dy, a.heads, a.kv_heads, a.rotation)
     given = _Takes(a, "dy", "positions", "cos", "sin", "x", "rstd", "q_weight", "k_weight")
     columns, weights, norm = a.dy.shape[-1], None, a.x is not None

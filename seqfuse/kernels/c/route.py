@@ -1,5 +1,5 @@
 # pyright: basic
-"""The router of experts as C: `kernels.route` on a CPU."""
+"""The router of experts in C: `kernels.route` on a CPU."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from .call import CKernel, Decided, Outline, by_parts, load_as, parts_of, store_as, written
 
 TINY = 1e-20
-"""Added to the sum of the scores of a sigmoid, each of which may be 0."""
+"""Added to the sum of sigmoid scores, which may all be 0."""
 
 
 @functools.lru_cache(64)
 def _kernel(
     of: torch.dtype, softmax: bool, normalize: bool, of_d: torch.dtype | None, of_out: torch.dtype
 ) -> CKernel:  # fmt: skip
-    """Of each token the scores `s` of all experts, then the factors, or from `of_d`, their gradient, that of logits."""
+    """For each token the scores `s` of all experts, then factors, or with their gradient `of_d` that of the logits."""
     simd, logit = "#pragma omp simd", load_as(of, "logits", "row * E + e")
     row = f"const int64_t *restrict at = experts + row * K;\n{simd}\nfor (I e = 0; e < E; e++) s[e] = {logit};\n"
     if softmax:
@@ -40,7 +40,7 @@ def _kernel(
         given = f"{load_as(of_d, 'd_probs', 'row * K + j')} * scale"
         less = ""
         row += f"float rest = 0.f;\n{simd}\nfor (I e = 0; e < E; e++) d[e] = 0.f;\n"
-        if normalize:  # of differences: of two numbers that are near their mean few digits are left
+        if normalize:  # by differences, because numbers near their mean would lose most of their digits
             other = load_as(of_d, "d_probs", "row * K + i")
             less = f"float less = {given} * tiny;\n"
             less += f"for (I i = 0; i < K; i++) less += s[at[i]] * ({given} - {other} * scale);\n"
@@ -55,7 +55,7 @@ def _kernel(
 
 
 def decide_route(a: Any, made: Sequence[Outline | None]) -> Decided:
-    """`route.route_factors`, or `route.route_gradients` where there are gradients of the factors."""
+    """Decide `route.route_factors`, or `route.route_gradients` if gradients of the factors are given."""
     of_d = a.d_probs.dtype if "d_probs" in vars(a) else None
     (result,), (rows, columns) = made, a.logits.shape
     assert result is not None

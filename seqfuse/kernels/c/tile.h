@@ -1,4 +1,4 @@
-/* Small GEMMs in float32 whose sums stay in registers: made in the order of their terms, then added to what is there. */
+/* Small float32 GEMMs whose sums stay in registers: terms are added in order, then the sum to the existing value. */
 #if defined(__AVX512F__)
 #define LANES 16
 #define VECTORS 4
@@ -13,7 +13,7 @@
 #define TILE 6                  /* rows of a tile */
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* Vectors are written out, so that -O3 finds nothing to do, and takes a sixth longer to find nothing. */
+/* Vectors are explicit: -O3 would improve nothing, and take a sixth longer. */
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 
@@ -60,7 +60,7 @@ INLINE void product(I M, I N, I K, const float *a, const I ai, const I ak, const
   for (; j < N; j += LANES) column(1, M, K, a, ai, ak, b + j, ldb, c + j, ldc, add);
 }
 
-/* c (+)= a b. a: [M, K], b: [K, N], c: [M, N] with rows of these lengths apart; N is a multiple of LANES. */
+/* c (+)= a b. a: [M, K], b: [K, N], c: [M, N] with these row strides; N is a multiple of LANES. */
 static __attribute__((noinline)) void mm(I M, I N, I K, const float *a, I lda, const float *b, I ldb, float *c, I ldc,
                                          int add) {
   product(M, N, K, a, lda, 1, b, ldb, c, ldc, add);

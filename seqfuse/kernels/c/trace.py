@@ -1,9 +1,9 @@
 # pyright: basic
-# Device functions are Triton's language, and have no types.
-"""Device functions as C: each is traced, called with symbolic numbers that record what is done with them.
+# Device functions are in Triton's language, which has no types.
+"""Device functions in C: each is traced, that is, called with symbolic numbers that record its operations.
 
-The functions are plain Python below their decorator, so calling them needs no parser: only `tl` and the device
-functions that they call are others while they run.
+The functions are plain Python below their decorator, so calling them needs no parser: while they run, only `tl` and the
+device functions that they call are replaced.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .. import activations
 
 
 class Untraceable(ValueError):
-    """A device function does what cannot be written in C."""
+    """A device function has an operation that cannot be written in C."""
 
 
 class Lines:
-    """The statements of one pass through a loop; an expression that was met before is not computed again."""
+    """The statements of one pass through a loop; a repeated expression is computed once."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._known: dict[tuple[str, str], Number] = {}
 
     def number(self, expression: str, kind: str = "float") -> Number:
-        """A C expression as a number."""
+        """The number that a C expression computes."""
         key = expression, kind
         if key not in self._known:
             self._known[key] = Number(self, f"t{len(self._known)}", kind)
@@ -41,12 +41,12 @@ class Lines:
         return self._known[key]
 
     def add(self, statement: str) -> None:
-        """A statement, such as a store."""
+        """Add a statement, such as a store."""
         self.lines.append(statement)
 
 
 def literal(value: Any) -> str:
-    """A number in C, exactly."""
+    """A C literal of exactly this number, or the name of a symbolic one."""
     value = getattr(value, "value", value) if isinstance(value, tl.constexpr) else value
     if isinstance(value, Number):
         return value.name
@@ -77,7 +77,7 @@ def _infix(operator: str, kind: str = "float", swapped: bool = False, bits: bool
 
 
 class Number:
-    """A number that a device function computes with: operators write down what they do."""
+    """A symbolic number in a device function: its operators record the operation."""
 
     dtype = tl.float32
     shape = ()
@@ -117,7 +117,7 @@ class Number:
         _refuse(f"it uses .{name}")
 
     def to(self, dtype: Any, *_: Any, **__: Any) -> Number:
-        """The same: everything is computed in float32."""
+        """The same number, because everything is computed in float32."""
         if dtype is tl.float32:
             return self.of.number(f"(float){self.name}") if self.kind == "int" else self
         return _refuse(f"it casts to {dtype}")
@@ -150,7 +150,7 @@ def _extreme(operator: str) -> Callable[..., Any]:
         a, b, of = literal(a), literal(b), _lines_of(a, b)
         if propagate_nan is tl.PropagateNan.ALL:
             return of.number(f"({a} {operator} {b} || {a} != {a}) ? {a} : {b}")
-        # The number, where one of them is NaN: as Triton does by default.
+        # If one of them is NaN, the other one, as in Triton by default.
         return of.number(f"({a} {operator} {b} || {b} != {b}) ? {a} : {b}")
 
     return run
@@ -169,7 +169,7 @@ def _fma(x: Any, y: Any, z: Any) -> Any:
 
 
 class _Language:
-    """The functions of `triton.language` that have an equal in C."""
+    """The functions of `triton.language` that have an equivalent in C."""
 
     exp, exp2, erf, abs = _call("exp_"), _call("exp2_"), _call("erf_"), _call("abs_")
     sqrt, sqrt_rn = _call("__builtin_sqrtf"), _call("__builtin_sqrtf")
@@ -217,11 +217,11 @@ _language = _Language()
 
 @functools.cache
 def _plain(function: Any) -> Callable[..., Any]:
-    """A device function as Python, whose `tl` and device functions are those of this file."""
+    """A device function as Python, with `tl` and device functions replaced by those of this file."""
     plain = getattr(function, "fn", function)
     if not isinstance(plain, types.FunctionType):
         _refuse(f"{function!r} is not a device function")
-    # What else there is in its module is not kept alive, nor looked at.
+    # Other names of its module are not kept alive, and not checked.
     _used[plain] = used = {
         name: plain.__globals__[name] for name in _names(plain.__code__) if name in plain.__globals__
     }
@@ -232,17 +232,17 @@ def _plain(function: Any) -> Callable[..., Any]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Names of its module that a function uses, also within functions that stand in it."""
+    """Names of its module that a function uses, including nested functions."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}.union(*inner)
 
 
-# What names stood for when a device function was traced.
+# The values of names when a device function was traced.
 _used: dict[Any, dict[str, Any]] = {}
 
 
 def _stale(function: Any) -> str | None:
-    """A name that a traced device function uses, itself or by another one, and that now stands for something else."""
+    """A name that a traced device function uses, directly or indirectly, and whose value has changed since."""
     plain = getattr(function, "fn", function)
     for name, before in _used.get(plain, {}).items():
         now = plain.__globals__.get(name)
@@ -275,12 +275,12 @@ def _replaced(value: Any) -> Any:
     return value
 
 
-# Of libdevice, what C has an equal of.
+# Functions of libdevice that have an equivalent in C.
 _LIBDEVICE = ("abs", "ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt")
 
 
 class _Foreign:
-    """Another module of Triton: functions of libdevice that `triton.language` has as well have an equal in C."""
+    """Another module of Triton; of libdevice, functions that `triton.language` has as well have an equivalent in C."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -299,7 +299,7 @@ def _gelu_derivative(x: Number) -> Number:
     return x.of.number(f"gelu_slope_({x.name})")
 
 
-# Device functions for which C has a formula of half as many steps.
+# Device functions for which C has a formula with half as many steps.
 _SHORTER: dict[Any, Callable[[Number], Number]] = {
     id(activations.gelu): _gelu,
     id(activations.gelu_derivative): _gelu_derivative,
@@ -312,7 +312,7 @@ def _arguments(function: Any) -> list[str]:
 
 
 def value_in_c(function: Any, x: Number, P: Any) -> Number:
-    """`activations.apply`."""
+    """`activations.apply` in C."""
     if function is activations._composed:
         for inner, _, _, numbers in P:
             x = value_in_c(inner, x, numbers)
@@ -321,7 +321,7 @@ def value_in_c(function: Any, x: Number, P: Any) -> Number:
 
 
 def gradient_in_c(derivative: Any, dy: Number, t: Number, P: Any) -> Number:
-    """`activations.gradient`."""
+    """`activations.gradient` in C."""
     if derivative is activations._composed_derivative:
         return _composed_gradient(dy, t, P)
     names = _arguments(derivative)
@@ -331,7 +331,7 @@ def gradient_in_c(derivative: Any, dy: Number, t: Number, P: Any) -> Number:
 
 
 def _composed_gradient(dy: Number, x: Number, parts: Sequence[Any]) -> Number:
-    """`activations._composed_derivative`."""
+    """`activations._composed_derivative` in C."""
     selects = any(derivative.arg_names[0] == "dy" for _, derivative, _, _ in parts)
     one = x.of.number("1.0f")
     slope, off = one, None
