@@ -1,4 +1,4 @@
-"""A fusion that saves less for backward and takes longer: of an activation and a GEMM it saves the pre-activation."""
+"""A fusion of an activation and a GEMM that saves only the pre-activation, and takes longer."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def num_warps(classes: int, itemsize: int, amd: bool = False) -> int:
 
 
 def _registers(warps: int, itemsize: int) -> int | None:
-    """With 32 warps, 64 per thread; without a limit the compiler makes room for a second program, and spills.
+    """The register limit per thread: 64 with 32 warps, or the compiler makes room for a second program, and spills.
 
     The same holds for wider numbers with 16 warps, whose threads may have 128, and need 64 for float32.
     """

@@ -66,7 +66,7 @@ def forward_tile(columns: int, itemsize: int) -> RowTile:
 
 
 def hopper_forward_tile(columns: int, centered: bool, around: bool) -> RowTile | None:
-    """The tile of aligned rows of 16 bits, `around` is with a prologue; `None` if `forward_tile` is as fast or faster.
+    """The tile of aligned 16-bit rows, with a prologue if `around`; `None` if `forward_tile` is as fast or faster.
 
     32 numbers per thread or more, so that few warps of a row wait for each other. On an H200, with 1,024 to 32,768
     columns, a LayerNorm takes 0.83 to 1 of its time with `forward_tile`, an RMSNorm 0.72 to 1; after a prologue, a
@@ -109,7 +109,7 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> RowTile:
 
 
 def hopper_backward_tile(columns: int, sums: int, added: bool) -> RowTile:
-    """The tile of aligned rows of 16 bits without an activation; `sums` over rows; `added` is the stream's gradient.
+    """The tile of aligned 16-bit rows without an activation, with `sums` sums over rows, and with dstream if `added`.
 
     With up to 8,192 columns, a processor has 16 warps, each with 512 numbers of a row, and two rows in flight. On an
     H200 that takes 0.49 to 0.77 of the time of `backward_tile`, after dropout 0.31 to 0.95. In longer rows a program

@@ -1,6 +1,6 @@
 """GEMMs by torch: on a CPU by the faster of its two libraries, and in float32 for dtypes without CPU instructions.
 
-Those dtypes take many times as long by themselves. Their factors are exact in float32, sums are in float32, and the
+GEMMs in those dtypes take many times as long. Their factors are exact in float32, sums are in float32, and the
 result is rounded once.
 """
 

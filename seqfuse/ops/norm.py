@@ -71,7 +71,7 @@ class Norm(sf.UnfusedOperation):
         return (sizes[0], sizes[0]) if len(sizes) == 1 else None
 
     def converts(self, env: Env) -> bool:
-        """Whether ATen needs x in float32: its kernels for half inputs take parameters of their dtype only."""
+        """Whether ATen needs x in float32: its kernels for 16-bit inputs need parameters of the same dtype."""
         own = dtype_of(self, "weight")
         return env.dtype.itemsize == 2 and own is not None and (self.zero_centered or own is not env.dtype)
 

@@ -90,7 +90,7 @@ class Reshape(sf.UnfusedOperation):
         if -1 in new:
             # Computed here, because torch cannot infer a size of an empty tensor.
             known = math.prod([size for size in new if size != -1])
-            if known:  # the product says whether it fits
+            if known:  # whether it fits is checked below
                 new = tuple(total // known if size == -1 else size for size in new)
         if -1 in new or math.prod(new) != total:
             last = f"last dimension {old[0]}" if self.dims == 1 else f"last dimensions {tuple(old)}"

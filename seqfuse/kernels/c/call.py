@@ -1,5 +1,5 @@
 # pyright: basic
-# torch's guards are internals of torch.
+# Guards are internals of torch.
 """Calls of C kernels: decisions that depend on shapes and dtypes are cached for like tensors."""
 
 from __future__ import annotations

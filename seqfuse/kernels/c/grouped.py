@@ -117,7 +117,7 @@ def _rows_of(t: Tensor) -> tuple[int, bool]:
 
 
 def _weights_of(t: Tensor) -> tuple[int, int, bool, bool]:
-    """Strides of matrices and of rows, or else columns; whether it is of columns; whether the tensor must be copied."""
+    """The stride of matrices; that of rows or of columns; whether it is of columns; whether a copy is needed."""
     (_, rows, columns), (each, down, along) = t.shape, t.stride()
     if along == 1 and down >= columns:
         return each, down, False, False

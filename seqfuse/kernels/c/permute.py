@@ -48,7 +48,7 @@ def kinds_of(pairs: Any) -> PairTypes | None:
 
 
 def end_of(kinds: PairTypes) -> str:
-    """C of the last of the `ends` of groups; rows after it belong to no group."""
+    """C of the last of the `ends` of groups; rows from it on belong to no group."""
     return f"const I end = ((const {_integers(kinds.ends)} *)ends)[G - 1];\n"
 
 
