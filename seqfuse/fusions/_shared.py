@@ -1,4 +1,4 @@
-"""Requirements and computations that fusions of several families share."""
+"""Requirements and computations shared by several families of fusions."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def kernels_run(env: Env) -> Requirements:
-    """Requirements of every kernel on the environment, in addition to its availability."""
+    """Requirements on the environment that all kernels share, in addition to their availability."""
     yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
 
 
 def kernels_read(name: str, of: torch.dtype | None, env: Env) -> Requirements:
-    """Requirements of C kernels on the dtype of a parameter; Triton kernels read any dtype."""
+    """Requirements of C kernels for the dtype of a parameter; Triton kernels read any dtype."""
     if env.kernels == "c":
         yield of is None or of in _DTYPES, f"C kernels read no {name} in {str(of).removeprefix('torch.')}"
 
 
 def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
-    """Requirements of every kernel on an activation, or a gated unit."""
+    """Requirements of all kernels for an activation or a gated unit."""
     kind = type(act)
     own_making = f"{kind.__name__} keeps a record of its own making"
     if isinstance(act, Gated):
@@ -57,24 +57,24 @@ def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
 
 
 def bias_fits(bias: Bias | None, env: Env) -> Requirements:
-    """Requirements of every kernel on a bias: torch would promote x + bias of two dtypes, except under autocast."""
+    """A bias must have the dtype of x, because torch would promote x + bias, except under autocast."""
     fits = bias is None or env.autocast is not None or bias.dtype == env.dtype
     yield fits, "input and bias must have one dtype"
 
 
 def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
-    """Whether a GEMM can start from the bias: torch promotes in `x + bias`, not in `linear(x, weight, bias)`."""
+    """Whether a GEMM can include the bias: torch promotes in `x + bias`, not in `linear(x, weight, bias)`."""
     return bias is None or env.autocast is not None or dtype_of(linear, "weight") == bias.dtype
 
 
 def gemm_fits(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
-    """Requirements of a GEMM with an epilogue, or with an addend, on its operands."""
+    """A GEMM with an epilogue or an addend requires operands of one dtype."""
     one = env.cast(dtype_of(linear, "weight")) == env.dtype and one_dtype(linear, bias, env)
     yield one, "input, weight and bias must have one dtype"
 
 
 def reads_input(act: Pointwise | Gated) -> Requirements:
-    """Requirements of fusions that save the input of an activation instead of its output."""
+    """Fusions that save the input of an activation instead of its output require that its gradient reads the input."""
     holds = isinstance(act, Gated) or act.reads == "input"
     yield holds, f"{type(act).__name__} saves its output, which the GEMM after it does too"
 
@@ -109,7 +109,7 @@ def numbers_of(act: Pointwise | Gated) -> tuple[Any, ...]:
 
 
 def functions_fit(parts: Sequence[Pointwise | Scale], env: Env) -> Requirements:
-    """Requirements of every kernel on activations and constant factors."""
+    """Requirements of all kernels for activations and constant factors."""
     for part in parts:
         if isinstance(part, Pointwise):
             yield from act_fits(part, env)

@@ -390,7 +390,7 @@ def boundary_around(
 
 
 def boundary_fits(bias: Bias | None, norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:
-    """Requirements of the kernels on a boundary."""
+    """Requirements of the kernels for a boundary."""
     yield from norm_fits(norm, env)
     if bias is not None:
         yield from kernels_read("bias", bias.dtype, env)

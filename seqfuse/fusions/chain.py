@@ -57,7 +57,7 @@ class ChainOfParts:
         return self.first, *self.rest
 
     def requires(self, env: Env) -> Requirements:
-        """Requirements of the kernel on the parts."""
+        """Requirements of the kernel for the parts."""
         yield from kernels_run(env)
         yield all(dtype is env.dtype for dtype in env.along), "an operation in it gives another dtype"
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""Fusions of experts: tokens are gathered by expert, or again for backward; factors before the second GEMM."""
+"""Fusions of experts: gather tokens in the GEMM, or again for backward; apply factors before the second GEMM."""
 
 from __future__ import annotations
 

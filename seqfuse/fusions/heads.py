@@ -42,7 +42,7 @@ class BeforeAttention:
         return of.heads, of.kv_heads
 
     def requires(self, env: Env) -> Requirements:
-        """Requirements of the kernel on bias, norm and RoPE."""
+        """Requirements of the kernel for bias, norm and RoPE."""
         norm, rotary = self.norm, self.rotary
         yield from kernels_run(env)
         yield from bias_fits(self.bias, env)

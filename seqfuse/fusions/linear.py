@@ -494,7 +494,7 @@ class LinearBiasBackward(BackwardFusion):
 
 
 def _addend_fits(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
-    """Requirements of a GEMM with a factor or an addend on its operands."""
+    """Requirements of a GEMM with a factor or an addend for its operands."""
     yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
     yield from gemm_fits(linear, bias, env)
 
@@ -505,5 +505,5 @@ def _fits_factor(factor: float) -> bool:
 
 
 def _bias_joins(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
-    """Requirements of a GEMM that includes a bias on that bias."""
+    """A GEMM that includes a bias requires one dtype of weight and bias."""
     yield one_dtype(linear, bias, env), "weight and bias must have one dtype"

@@ -211,7 +211,7 @@ def _normalized(
 
 
 def norm_fits(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
-    """Requirements of the kernels on a norm and its input."""
+    """Requirements of the kernels for a norm and its input."""
     yield from kernels_run(env)
     yield len(norm.normalized_shape) == 1, "its kernel normalizes over one dimension"
     width = norm.normalized_shape[-1]

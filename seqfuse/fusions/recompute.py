@@ -53,7 +53,7 @@ class _Stage(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """One operation of a fusion, with all that its configuration and the inputs present in a call decide.
+    """One operation of a fusion, with all that follows from its configuration and from which inputs a call has.
 
     `made` recomputes its result, and `cast` the cast before it. Each is a pair: for a MergedLinear that ran as several
     GEMMs, and for one that ran as one. If `is_last`, no operation follows that could save the result.

@@ -35,7 +35,7 @@ from ..hardware import architecture_of
 from . import recording
 
 INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether this library's kernels are interpreted in this process; Triton decides it when a kernel is decorated."""
+"""Whether this library's kernels are interpreted in this process; Triton decides this when a kernel is decorated."""
 
 MAX_GRID = 2**31 - 1
 

@@ -15,7 +15,7 @@ from .activations import exponential, is_half, tanh
 from .c import crossentropy as c_crossentropy
 
 MAX_CLASSES = 2**30
-"""The widest row."""
+"""The most classes."""
 
 _WIDEST = 8192  # bytes
 # Rows of more bytes than this use programs of 32 warps, one per processor: 132 rows of 128k classes in bfloat16 stay

@@ -204,7 +204,7 @@ def head_size(shape: Sequence[int], heads: int, kv_heads: int) -> int:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask as an addend of the scores, in `dtype`; a float mask of another dtype than a half `dtype` in float32."""
+    """The mask as an addend of the scores in `dtype`; float32 if a float mask has another dtype than a half `dtype`."""
     if mask.is_floating_point():
         if dtype in _HALF and mask.dtype is not dtype:
             dtype = torch.float32

@@ -73,7 +73,7 @@ def of_group(offsets: Tensor, rows: int) -> list[Tensor]:
 
 
 def plain(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y by differentiable torch calls: multiplies each row with every weight, and keeps the one of its group."""
+    """Return y by differentiable torch calls: each row times every weight, of which the result of its group is kept."""
     y = x.new_zeros(x.shape[0], weight.shape[1])
     for g, own in enumerate(of_group(offsets, x.shape[0])):
         made = F.linear(torch.where(own, x, 0), weight.select(0, g), None if bias is None else bias.select(0, g))

@@ -184,7 +184,7 @@ def _operands(found: Codes, scaling: str) -> tuple[Operand | None, Operand | Non
 
 
 def as_codes(to: Quantize, x: Tensor) -> tuple[As, Tensor | None]:
-    """Arguments for a kernel that quantizes its result, and the tensor in which it records max |x|; x sets the size."""
+    """Arguments for a kernel that quantizes its result, and the tensor in which it records max |x|; x has its size."""
     from ..kernels.quantize import As
 
     kept, recipe = to.kept(x), to.recipe
@@ -297,7 +297,7 @@ def _scaled_mm(a: Operand, b: Operand, recipe: Recipe, dtype: torch.dtype, of: R
         return _scaled_by_blocks(x, y, a.inverse, b.inverse, of, dtype)
     if recipe.by_blocks:
         return _scaled_mx(x, y, a.inverse, b.inverse, dtype)
-    short = -x.shape[1] % MULTIPLE  # the number of tokens may be any
+    short = -x.shape[1] % MULTIPLE  # of tokens, whose number may be any
     x, y = _filled(x, 0, short).contiguous(), _filled(y, 0, short).contiguous()
     run: Any = torch._scaled_mm  # pyright: ignore
     if a.inverse.dim() == 0:

@@ -1,6 +1,6 @@
 """GEMMs by torch: on a CPU by the faster of its two libraries, and in float32 for dtypes without CPU instructions.
 
-GEMMs in those dtypes take many times as long. Their factors are exact in float32, sums are in float32, and the
+GEMMs in those dtypes take many times as long. Their operands are exact in float32, sums are in float32, and the
 result is rounded once.
 """
 
@@ -20,7 +20,7 @@ from ._philox import watched
 from ._tensors import dispatch_modes
 
 _LOWERED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that autocast casts
-# With fewer rows, reading the weight uncast by torch's kernel costs less than casting it.
+# With fewer rows, torch's kernel, which reads the weight uncast, costs less than casting the weight.
 _FEW = 8
 
 _mkldnn: Any = torch.ops.mkldnn
@@ -172,5 +172,5 @@ def _widened(a: Tensor, b: Tensor) -> torch.dtype | None:
 
 
 def _wide(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor cast to float32, rounded to `dtype` first."""
+    """An operand cast to float32, rounded to `dtype` first."""
     return (t if t.dtype is dtype else t.to(dtype)).to(torch.float32)

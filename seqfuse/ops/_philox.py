@@ -66,7 +66,7 @@ def philox4x32(even: Tensor, odd: Tensor, keys: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """True with probability `p`, bool of `shape`: element i of the contiguous order takes word i & 3 of counter i >> 2.
+    """True with probability `p`, bool of `shape`: element i of the contiguous order reads word i & 3 of counter i >> 2.
 
     An element is kept iff its word is at least floor(p 2^32).
     """

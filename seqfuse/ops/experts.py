@@ -329,7 +329,7 @@ class Permute(sf.UnfusedOperation):
         return {"experts": self.name, **dict(zip(self.outputs, self.to_channels, strict=True))}
 
     def check(self, shape: Sequence[int], experts: Tensor) -> None:
-        """Raise `InputError` unless each token of an x of this shape has its experts."""
+        """Raise `InputError` unless each token of an x of this shape has `top_k` integer experts."""
         wanted = (*shape[:-1], self.top_k)
         if tuple(experts.shape) != wanted or not is_whole(experts):
             got = f"{tuple(experts.shape)} {experts.dtype}"

@@ -144,7 +144,7 @@ class QKNorm(sf.UnfusedOperation):
         g = d.to(rstd.dtype)
         if gain is not None:
             g, product = g * gain, product * gain
-        if saved.mean is not None:  # at once, so that equal gradients cancel
+        if saved.mean is not None:  # subtracted first, so that equal gradients cancel
             g = g - self._spread(self._means(g))
             product = g * xhat
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -146,7 +146,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         return d.sum_to_size(like.shape).to(like.dtype)
 
     def _pairs(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """First and second members of all pairs."""
+        """First and second elements of all pairs."""
         if self.style == "half":
             first, second = t.chunk(2, -1)
             return first, second
