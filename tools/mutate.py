@@ -258,11 +258,11 @@ def sample(root: Path, count: int, seed: int, rooms: Sequence[str] = ()) -> tupl
 Chosen = dict[str, list[str]]
 
 
-def chosen(mutant: Mutant, known: dict[str, Any], seconds: float) -> tuple[Chosen, float, str]:
+def chosen(mutant: Mutant, known: dict[str, Any], seconds: float, most: int) -> tuple[Chosen, float, str]:
     """The tests for a mutant by half, their time, and what they call.
 
     These are tests that call its function, or, if there are none, another function of its file. Tests with few
-    functions and little time come first, up to the given number of seconds.
+    functions and little time come first, up to the given numbers of seconds and tests.
     """
     path, called = Path(mutant.path), "its function"
     file = path.name if path.suffix == ".py" else f"{path.stem if path.stem in ('norm', 'attention') else 'call'}.py"
@@ -271,14 +271,17 @@ def chosen(mutant: Mutant, known: dict[str, Any], seconds: float) -> tuple[Chose
         found, called = _calling(known, lambda name: name.startswith(f"{file} ")), "its file"
     tests, left = Chosen(), seconds
     for _, took, half, test in sorted(found):
-        if took <= left and sum(map(len, tests.values())) < _MOST:
+        if took <= left and sum(map(len, tests.values())) < most:
             tests.setdefault(half, []).append(test)
             left -= took
     return tests, seconds - left, called if found else "nothing"
 
 
 _MOST = 200
-"""Maximum number of tests for a mutant."""
+"""Maximum number of tests for a mutant at first."""
+
+_AGAIN = 13
+"""How many times as many tests, and as much of their time, a mutant meets that survives these."""
 
 
 def _calling(known: dict[str, Any], of: Callable[[str], bool]) -> list[tuple[float, float, str, str]]:
@@ -357,7 +360,6 @@ def run(mutants: list[Mutant], known: Any, results: Path, root: Path, seconds: f
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, folder / name)
         for number, mutant in enumerate(mutants):
-            tests, took, called = known() if callable(known) else chosen(mutant, known, seconds)
             file = folder / mutant.path
             source, begun = file.read_bytes(), time.monotonic()
 
@@ -366,7 +368,13 @@ def run(mutants: list[Mutant], known: Any, results: Path, root: Path, seconds: f
                 os.utime(file, (at, at))  # different each time, so that no stale bytecode is used
 
             write(mutant.applied(source), 1_000_000_000 + 2 * number)
-            fate = survives(tests, folder, 2 * took + 30) if tests else "survived"
+            fate, called = "survived", "its function"
+            for times in (1, _AGAIN):
+                asked = mutant, known, times * seconds, times * _MOST
+                tests, took, called = known() if callable(known) else chosen(*asked)
+                fate = survives(tests, folder, 4 * took + 60) if tests else "survived"
+                if fate != "survived" or callable(known):
+                    break
             write(source, 1_000_000_001 + 2 * number)
             about = {"fate": fate, "calls": called, "seconds": round(time.monotonic() - begun, 1)}
             about |= {name: getattr(mutant, name) for name in ("path", "line", "function", "change")}
