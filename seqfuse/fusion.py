@@ -177,7 +177,7 @@ class FusedOperation:
             if not wanted and hasattr(cls, pass_):
                 raise definition_error(cls, f"a {_kind(cls)} has no {pass_}", f"def {pass_}")
         if cls.has_record and not issubclass(getattr(cls, "Saved", type(None)), Saved):
-            raise definition_error(cls, "a JointFusion needs a class Saved(sf.Saved) of its own", "class ")
+            raise definition_error(cls, "a JointFusion needs its own class Saved(sf.Saved)", "class ")
         for name in cls.outputs:
             cls._place(name, "outputs", lambda op: op.outputs)
         if cls.replaces_forward:

@@ -241,7 +241,7 @@ class UnfusedOperation(FusableOperation):
             if getattr(cls, name) is getattr(UnfusedOperation, name):
                 raise definition_error(cls, f"an operation with a reference needs {name} as well", "class ")
         if cls.Saved is Saved or not issubclass(cls.Saved, Saved):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise definition_error(cls, "an operation needs a class Saved(sf.Saved) of its own", "Saved")
+            raise definition_error(cls, "an operation needs its own class Saved(sf.Saved)", "Saved")
         check_layout(cls, cls.layout)
         cls._saved = staticmethod(maker(cls.Saved))
         cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)

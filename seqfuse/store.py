@@ -25,7 +25,7 @@ def user_folder(name: str, *, create: bool) -> Path | None:
 
     top = platformdirs.user_cache_path("seqfuse")
     if not top.is_absolute():
-        raise OSError(f"{top} is no absolute path: there is no home directory")
+        raise OSError(f"{top} is not an absolute path: there is no home directory")
     for folder in (top, top / name):
         if create:
             with contextlib.suppress(FileExistsError):
@@ -61,7 +61,7 @@ def read(path: Path) -> bytes | None:
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
         os.close(descriptor)
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
         if about.st_size > MOST_BYTES:
             raise ValueError(f"it has {about.st_size} bytes, more than {MOST_BYTES}")

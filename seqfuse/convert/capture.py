@@ -105,7 +105,7 @@ def start(
     _check_not_converted(model)
     if regions == "model" and _is_never_called(model):
         hint = 'convert the module that calls its members, or use regions="layers"'
-        raise _wrong(f"{type(model).__name__} has no forward, so nobody calls it", hint)
+        raise _wrong(f"{type(model).__name__} has no forward, so it is never called", hint)
     _check_not_replicated(model)
     _check_recipe_fits(model, made.options)
     _warn_of_unknown(model, made.options)

@@ -39,9 +39,9 @@ def kernels_read(name: str, of: torch.dtype | None, env: Env) -> Requirements:
 def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
     """Requirements of all kernels for an activation or a gated unit."""
     kind = type(act)
-    own_making = f"{kind.__name__} keeps a record of its own making"
+    own_making = f"{kind.__name__} keeps its own record"
     if isinstance(act, Gated):
-        yield kind.reference is Gated.reference, f"{kind.__name__} states a gated unit of its own"
+        yield kind.reference is Gated.reference, f"{kind.__name__} has its own gated unit"
         yield kind.Saved.fields == ("x",), own_making
         yield from act_fits(act.activation, env)
         if act.up is not None:

@@ -73,7 +73,7 @@ def _attributes(given: nn.Module, fresh: nn.Module, outside: set[str]) -> Iterat
         if name in outside or _same(a, b):
             continue
         if "hooks" in name or name == "forward":
-            yield "a forward of its own" if name == "forward" else f"hooks ({name})"
+            yield "its own forward" if name == "forward" else f"hooks ({name})"
         else:
             made = "which was added" if b is _NONE else f"not {_short(b)}"
             yield f"no {name}" if a is _NONE else f"{name}={_short(a)}, {made}"

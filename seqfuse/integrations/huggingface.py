@@ -54,7 +54,7 @@ def from_huggingface(model: nn.Module) -> Sequential:
     kind = type(model)
     if kind.__name__ not in made or not kind.__module__.startswith("transformers.models."):
         known = ", ".join(made)
-        raise TypeError(f"no model here stands for {kind.__name__} of {kind.__module__}; there are those of {known}")
+        raise TypeError(f"there is no model for {kind.__name__} of {kind.__module__}, only for {known}")
     config: Any = model.config
     mine, convert, buffers = made[kind.__name__](config, next(model.parameters()))
     _check_functions(kind, config)

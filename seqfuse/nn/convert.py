@@ -52,7 +52,7 @@ def _converted(path: str, module: nn.Module) -> Any:
     kind = type(module)
     if kind is not nn.Sequential and kind not in _OPERATIONS:
         at = f", at {path}" if path else ""
-        raise TypeError(f"no operation here stands for {kind.__name__}{at}; sf.convert(model) runs it in place")
+        raise TypeError(f"there is no operation for {kind.__name__}{at}; sf.convert(model) runs it in place")
     altered = [*_alterations(module)]
     if altered:
         raise ValueError(f"{kind.__name__}{f' at {path}' if path else ''} was altered: it has {'; '.join(altered)}")
@@ -80,7 +80,7 @@ def _alterations(module: nn.Module) -> Iterator[str]:
     state: dict[str, Any] = vars(module)
     yield from (f"hooks ({name})" for name, value in state.items() if name.endswith("hooks") and value)
     if "forward" in state or type(module).forward.__module__ != type(module).__module__:
-        yield "a forward of its own"
+        yield "its own forward"
     beside = "_parameters" if type(module) is nn.Sequential else "_modules"
     yield from (f"{name} beside its own" for name in (*state[beside], *state["_buffers"]))
     if state.get("dim", -1) != -1:

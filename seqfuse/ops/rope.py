@@ -80,7 +80,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
             raise ValueError(f"rotary_dim must be even and at least 2, got {rotary_dim}")
         if (cos is None) != (sin is None) or (cos is not None and positions is not None):
             raise ValueError(
-                f"cos and sin are given together, in place of positions, got {cos!r}, {sin!r}, {positions!r}"
+                f"cos and sin are given together, instead of positions, got {cos!r}, {sin!r}, {positions!r}"
             )
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         self.style, self.base, self.rotary_dim, self.positions = style, base, rotary_dim, positions

@@ -60,7 +60,7 @@ class Placement:
         if tensors is not None:
             for row, tensor in zip(table, tensors, strict=True):
                 if tensor.ndim > _DIMENSIONS:
-                    raise PlanError(f"a stage cannot hand on a tensor of {tensor.ndim} dimensions", code="SF202")
+                    raise PlanError(f"a stage cannot pass on a tensor of {tensor.ndim} dimensions", code="SF202")
                 passes = int(any(isinstance(node, _ENTERED) for node in nodes(tensor)))
                 head = [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), passes, tensor.ndim]
                 row[: 4 + tensor.ndim] = torch.tensor([*head, *tensor.shape])

@@ -221,7 +221,7 @@ class _Picture:
         stop = start + mark.length - 1
         where = f"position {start}" if mark.length == 1 else f"positions {start} to {stop}"
         about = [f"{mark.name}, {NAMES[mark.kind]}, {where}"]
-        about += [f"saves tensors of its own: {', '.join(mark.saves)}"] if mark.saves else []
+        about += [f"saves its own tensors: {', '.join(mark.saves)}"] if mark.saves else []
         if mark.kind == "unfused":
             bar = tag("rect", x=x, y=y + (_STEP - _BAR) / 2, width=size, height=_BAR, rx=_BAR / 2)
             return tag("g", _title(about), bar, class_=mark.kind)

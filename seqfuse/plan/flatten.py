@@ -213,11 +213,11 @@ def _why_eager(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if [name for name in HOOKS if getattr(module, name)]:  # a generator is several times slower to trace
         return "it has hooks" + ("; what is in it is planned by itself" if isinstance(module, nn.Sequential) else "")
     if "forward" in vars(module):
-        return "it has a forward of its own instance"
+        return "it has an instance-level forward"
     if module._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         return "it is compiled by itself"
     if has_own_graph(module):
-        return "a tensor with a graph of its own stands for a parameter"
+        return "a parameter is replaced by a tensor with its own graph"
     if isinstance(module, nn.Sequential):
         return None if vars(kind).get("inlines") else "it is a subclass of a container"
     return None if kind.forward is FusableOperation.forward else "its class overrides forward"

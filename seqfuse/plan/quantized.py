@@ -99,7 +99,7 @@ def _straddles(shard: ParameterShard, recipe: Recipe) -> str | None:
     high, wide = recipe.block("weight", "columns" if shard.dim == 0 else "rows")
     block = high if shard.dim == 0 else wide
     if block is None:
-        return "its weight is sharded over processes, which would have scales of their own"
+        return "its weight is sharded over processes, which would have their own scales"
     for size in shard.parts:
         own = size // shard.group.size
         if own % block:

@@ -203,6 +203,6 @@ def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, giv
             others.append((owner._parameters.get(attribute), "its parameter"))  # pyright: ignore[reportPrivateUsage]
             for other, what in others:
                 if isinstance(other, Tensor) and _same_storage(g, other):
-                    raise wrong(f"gradient {name!r} shares its memory with {what}; return a tensor of its own")
+                    raise wrong(f"gradient {name!r} shares its memory with {what}; return its own tensor")
             seen.append((g, f"gradient {name!r}"))
     return True

@@ -108,7 +108,7 @@ class Fuser:
     ) -> None:
         if not isinstance(root, FusableOperation):  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"Fuser takes an sf.Sequential or one operation, not {type(root).__name__}"
-            hint = "sf.Sequential(*operations) runs a list of operations, with a Fuser of its own"
+            hint = "sf.Sequential(*operations) runs a list of operations, with its own Fuser"
             raise InputError(message, code="SF105", hint=hint)
         self.owner, self._held = weakref.ref(root), None if owned else root
         self.fusions = checked(fusions)

@@ -55,7 +55,7 @@ def _check_eager_on_shard(node: Node, position: int, sharding: Sharding) -> None
     where: dict[str, Any] = {"code": "SF201", "operation": node.name, "position": position}
     inside: list[Any] = [*node.operation.modules()]
     if any(isinstance(m, UnfusedOperation) and m.random for m in inside):
-        message = "it runs by itself where each process needs a mask of its own, and would draw the same in all"
+        message = "it runs by itself where each process needs its own mask, and would draw the same in all"
         raise PlanError(message, hint="let it run in the sequence: take its hooks away", **where)
     own = [p for m in inside if getattr(m, "sum_over", None) is None for p in m.parameters(False)]
     if sharding == "sequence" and any(p.requires_grad for p in own):

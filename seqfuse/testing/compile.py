@@ -127,7 +127,7 @@ def compile_kernel(
     targets = (targets,) if isinstance(targets, str) else targets
     for target in targets:
         if not re.fullmatch(r"sm_\d+|gfx\w+", target):
-            raise TypeError(f'targets: {target!r} is no architecture such as "sm_90" or "gfx942"')
+            raise TypeError(f'targets: {target!r} is not an architecture such as "sm_90" or "gfx942"')
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     given = kernel
     while not is_kernel(kernel) and hasattr(kernel, "fn"):  # under an autotuner

@@ -129,7 +129,9 @@ def assert_elementwise(act: Pointwise, specimen: Specimen) -> None:
     with torch.no_grad():
         y = act.reference(x)
         if y.shape != x.shape:
-            raise AssertionError(f"{name} is no Pointwise: its reference gives {tuple(y.shape)} for {tuple(x.shape)}")
+            raise AssertionError(
+                f"{name} is not a Pointwise: its reference gives {tuple(y.shape)} for {tuple(x.shape)}"
+            )
         # Two places, since a permutation moves at least one of them; and values larger in magnitude than all others.
         for at in {x.numel() // 3, 2 * x.numel() // 3}:
             for value in (64.0, -64.0):
@@ -140,7 +142,7 @@ def assert_elementwise(act: Pointwise, specimen: Specimen) -> None:
                 same[at] = True
                 if not bool(same.all()):
                     other, place = (index_of(i, tuple(x.shape)) for i in (int((~same).int().argmax().item()), at))
-                    raise AssertionError(f"{name} is no Pointwise: y at {other} changes with x at {place}")
+                    raise AssertionError(f"{name} is not a Pointwise: y at {other} changes with x at {place}")
 
 
 def check_derivative_reference(act: Pointwise, device: torch.device) -> None:

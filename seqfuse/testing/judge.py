@@ -44,7 +44,7 @@ def assert_own_memory(fused: Outcome, unfused: Outcome) -> None:
     for name, y in fused.outputs.items():
         for other, t in given.items():
             if share_storage(y, t) and not share_storage(unfused.outputs[name], its[other]):
-                raise AssertionError(f"{name} shares its storage with {other}; the operation makes one of its own")
+                raise AssertionError(f"{name} shares its storage with {other}; the operation allocates its own")
 
 
 @contextlib.contextmanager
@@ -373,7 +373,7 @@ def assert_saves_no_copies(ahead: Pass) -> None:
             continue
         for name, t in known:
             if value.numel() == t.numel() and torch.equal(value.flatten().double(), t.flatten().double()):
-                raise AssertionError(f"{field} is a copy of {name}, which takes memory of its own: save {name} itself")
+                raise AssertionError(f"{field} is a copy of {name}, which takes its own memory: save {name} itself")
 
 
 def assert_reads_records(back: Pass, parameters: Mapping[str, tuple[nn.Module, str]]) -> None:

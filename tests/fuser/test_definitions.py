@@ -100,13 +100,13 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
         ),
     ],
     "JointFusion": [
-        (["bias: ops.Bias", FWD, BWD], "needs a class Saved(sf.Saved) of its own"),
+        (["bias: ops.Bias", FWD, BWD], "needs its own class Saved(sf.Saved)"),
         (["bias: ops.Bias", RECORD, FWD], "needs bwd"),
     ],
     "UnfusedOperation": [
         ([RECORD, "! def forward(self, x: Tensor) -> Any: ...", BWD], "a pass is called fwd here, not forward"),
         ([RECORD, OF_X, FWD], "needs bwd"),
-        ([OF_X, FWD, BWD], "Saved(sf.Saved) of its own"),
+        ([OF_X, FWD, BWD], "its own class Saved(sf.Saved)"),
         (
             [RECORD, OF_X, FWD, "! def bwd(self, saved: Any, dy: Tensor, x: Tensor) -> Any: ..."],
             "bwd must take (self, dy, saved, *, ...)",

@@ -303,7 +303,7 @@ def test_a_forward_put_on_an_instance_is_called_and_taking_it_away_fuses_again()
 
     mine[1].forward = forward
     plan = mine.plan(x)
-    assert [(a.at, a.reason) for a in plan.eager] == [(2, "it has a forward of its own instance")]
+    assert [(a.at, a.reason) for a in plan.eager] == [(2, "it has an instance-level forward")]
     calls.clear()  # it was run on fake tensors, to know what it gives
     y = mine(x)
     assert calls == [1]

@@ -54,7 +54,7 @@ LLAMA: dict[str, tuple[Callable[[Any], object], str]] = {
     "a backward hook": (at(MLP, lambda m: m.register_full_backward_hook(lambda *_: None)), f"{MLP} has hooks"),
     "a backward pre-hook": (at(MLP, lambda m: m.register_full_backward_pre_hook(lambda *_: None)), f"{MLP} has hooks"),
     "a hook of state": (at(MLP, lambda m: m.register_state_dict_post_hook(lambda *_: None)), f"{MLP} has hooks"),
-    "a forward of an instance": (at(MLP, patched), f"{MLP} has a forward of its own"),
+    "a forward of an instance": (at(MLP, patched), f"{MLP} has its own forward"),
     "compiled": (having(MLP, _compiled_call_impl=twice), f"{MLP} has _compiled_call_impl=.*, which was added"),
     "another class of an instance": (
         at(Q, lambda m: setattr(m, "__class__", type("L", (nn.Linear,), {}))), f"{Q} is a .*L, not"
@@ -146,7 +146,7 @@ LLAMA: dict[str, tuple[Callable[[Any], object], str]] = {
 BLOCK = "transformer.h.1"
 GPT2: dict[str, tuple[Callable[[Any], object], str]] = {
     "a forward hook": (at(f"{BLOCK}.mlp", lambda m: m.register_forward_hook(twice)), f"{BLOCK}.mlp has hooks"),
-    "a forward of an instance": (at(f"{BLOCK}.mlp.c_fc", patched), f"{BLOCK}.mlp.c_fc has a forward of its own"),
+    "a forward of an instance": (at(f"{BLOCK}.mlp.c_fc", patched), f"{BLOCK}.mlp.c_fc has its own forward"),
     "an activation": (
         at(f"{BLOCK}.mlp", lambda m: setattr(m, "act", nn.ReLU())), f"{BLOCK}.mlp.act is a torch.*ReLU, not"
     ),
@@ -197,7 +197,7 @@ def test_a_function_with_arguments_is_compared_with_them() -> None:
 def test_a_subclass_is_refused(make: Callable[..., Any]) -> None:
     model: Any = make()
     model.__class__ = type(f"{type(model).__name__}", (type(model),), {"forward": lambda *given, **named: None})
-    with pytest.raises(TypeError, match=r"no model here stands for \w+ of tests\.integrations"):
+    with pytest.raises(TypeError, match=r"there is no model for \w+ of tests\.integrations"):
         from_huggingface(model)
 
 

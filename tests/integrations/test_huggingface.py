@@ -125,7 +125,7 @@ def test_left_padded_prompts_are_refused_where_the_configuration_says_what_pads(
 
 
 ALTERED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Mistral": ("model.layers.1.mlp.act_fn", {"forward": torch.relu}, "act_fn has a forward of its own"),
+    "Mistral": ("model.layers.1.mlp.act_fn", {"forward": torch.relu}, "act_fn has its own forward"),
     "Qwen2": ("model.layers.1.self_attn", {"scaling": 1.0}, "self_attn has scaling=1.0"),
     "Qwen3": ("model.layers.1.self_attn.q_norm", {"variance_epsilon": 0.1}, "q_norm has variance_epsilon=0.1"),
     "Phi3": ("model.layers.0.resid_mlp_dropout", {"p": 0.5}, "resid_mlp_dropout has p=0.5"),
@@ -153,7 +153,7 @@ def test_generates_what_a_relative_of_llama_generates():
 def test_what_has_no_layer_is_refused():
     with pytest.raises(ValueError, match="sliding windows of some layers"):
         from_huggingface(llama("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1))
-    with pytest.raises(TypeError, match="no model here stands for Linear"):
+    with pytest.raises(TypeError, match="there is no model for Linear"):
         from_huggingface(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="activation_function='relu'"):
         from_huggingface(gpt2(activation_function="relu"))

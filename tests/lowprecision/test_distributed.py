@@ -155,7 +155,7 @@ def shards_that_blocks_do_not_end_with() -> None:
     for recipe, hidden, reason in [
         (recipes.MXFP8(), 32, "16 of 32 is not a multiple of 32"),
         (recipes.Float8BlockScaling(), 128, "64 of 128 is not a multiple of 128"),
-        (recipes.Float8CurrentScaling(), 256, "would have scales of their own"),
+        (recipes.Float8CurrentScaling(), 256, "would have their own scales"),
     ]:
         model, plain = (parallel(r, hidden, False, dist.group.WORLD) for r in (recipe, None))
         assert_bitwise_equal([model(x)], [plain(x)])

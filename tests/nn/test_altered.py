@@ -38,7 +38,7 @@ ALTERED: dict[str, tuple[Callable[[Any], object], type[Exception], str]] = {
     ),
     "a hook of a container": (at("1", lambda m: m.register_forward_hook(twice)), ValueError, "at 1 .* hooks"),
     "a hook of the whole": (lambda m: m.register_forward_hook(twice), ValueError, "Sequential was altered"),
-    "a forward of an instance": (at(LINEAR, patched), ValueError, "Linear at 1.0 .* a forward of its own"),
+    "a forward of an instance": (at(LINEAR, patched), ValueError, "Linear at 1.0 .* its own forward"),
     "another class": (lambda m: m.set_submodule(LINEAR, OwnLinear(24, 40)), TypeError, "OwnLinear, at 1.0"),
     "an adapter": (lambda m: m.set_submodule(LINEAR, Twice(m[1][0])), TypeError, "Twice, at 1.0"),
     "a parametrization": (
@@ -82,7 +82,7 @@ def test_what_was_altered_is_refused_by_name(name: str) -> None:
 
 def test_a_class_whose_forward_was_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Linear, "forward", OwnLinear.forward)
-    with pytest.raises(ValueError, match=r"Linear at 1\.0 was altered: it has a forward of its own"):
+    with pytest.raises(ValueError, match=r"Linear at 1\.0 was altered: it has its own forward"):
         from_torch(plain())
 
 

@@ -47,7 +47,7 @@ MADE: list[tuple[Callable[[], Any], str]] = [
     (lambda: ops.Reshape(3, dims=0), "expects sizes"),
     (lambda: ops.RotaryEmbedding(2, style=cast(Any, "neox")), 'style must be "half" or "interleaved"'),
     (lambda: ops.RotaryEmbedding(2, style="half", rotary_dim=3), "rotary_dim must be even"),
-    (lambda: ops.RotaryEmbedding(2, style="half", cos="c"), "cos and sin are given together, in place of positions"),
+    (lambda: ops.RotaryEmbedding(2, style="half", cos="c"), "cos and sin are given together, instead of positions"),
     (lambda: ops.RotaryEmbedding(2, style="half", cos="c", sin="s", positions="p"), "cos and sin are given together"),
     (lambda: ops.Route(6, 6, 0), "must be between"),
     (lambda: ops.Route(6, 6, 7), "must be between"),

@@ -176,7 +176,7 @@ spoil(
 )  # fmt: skip
 
 
-@caught("saved.x is a copy of x, which takes memory of its own: save x itself")
+@caught("saved.x is a copy of x, which takes its own memory: save x itself")
 class SavesACopyOfTheInput(LinearBiasJoint):
     def fwd(self, x):
         y, saved = super().fwd(x)

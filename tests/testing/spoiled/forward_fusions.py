@@ -49,7 +49,7 @@ class EditsTheRecord(BiasNorm):
         return y, {**saved, "norm": self.norm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)}
 
 
-@caught("saved.act.x is a copy of x, which takes memory of its own: save x itself")
+@caught("saved.act.x is a copy of x, which takes its own memory: save x itself")
 class CopiesTheInput(GeLULinear):
     def fwd(self, x):
         y, saved = super().fwd(x)
@@ -192,14 +192,14 @@ class Untouching(sf.ForwardFusion):
         return x * self.scale.factor, {"scale": self.scale.Saved(factor=self.scale.factor)}
 
 
-@caught("y shares its storage with x; the operation makes one of its own")
+@caught("y shares its storage with x; the operation allocates its own")
 class ReturnsAView(Untouching):
     def fwd(self, x):
         y, saved = super().fwd(x)
         return (x.view_as(x) if self.scale.factor == 1 else y), saved
 
 
-@caught("kept shares its storage with x; the operation makes one of its own")
+@caught("kept shares its storage with x; the operation allocates its own")
 class HandsItsInputToAChannel(sf.ForwardFusion):
     scale: ops.Scale
     fork: ops.Fork

@@ -59,7 +59,7 @@ class DoublesBatches(Affine):
         return y * 2 if x.dim() == 3 else y, self.Saved(x=x, weight=self.weight)
 
 
-@caught(r"KeepsAWiderX, bfloat16, .*saved.x is a copy of x, which takes memory of its own: save x itself")
+@caught(r"KeepsAWiderX, bfloat16, .*saved.x is a copy of x, which takes its own memory: save x itself")
 class KeepsAWiderX(Affine):
     def fwd(self, x):
         return torch.addcmul(self.bias, x, self.weight), self.Saved(x=x.float(), weight=self.weight)
@@ -143,16 +143,16 @@ spoil(
     sf.Pointwise, "reference",
     DoesNotInferItsShape=(r"infer\(33, 6\) says \(33, 6\), the output has \(33, 3\)", lambda self, x: x[..., ::2] * 2),
     RollsARow=(
-        r"RollsARow is no Pointwise: y at \(\d+, \d\) changes with x at \(\d+, \d\)",
+        r"RollsARow is not a Pointwise: y at \(\d+, \d\) changes with x at \(\d+, \d\)",
         lambda self, x: x.roll(1, -1),
     ),
     SubtractsTheMean=(
-        r"SubtractsTheMean is no Pointwise: y at \(0, 0\) changes with x at",
+        r"SubtractsTheMean is not a Pointwise: y at \(0, 0\) changes with x at",
         lambda self, x: x - x.mean(),
     ),
-    SumsUp=("SumsUp is no Pointwise", lambda self, x: x.cumsum(0)),
-    DividesByTheLargest=("DividesByTheLargest is no Pointwise", lambda self, x: x / x.abs().amax(-1, keepdim=True)),
-    MirrorsRows=("MirrorsRows is no Pointwise", lambda self, x: x.flip(-1)),
+    SumsUp=("SumsUp is not a Pointwise", lambda self, x: x.cumsum(0)),
+    DividesByTheLargest=("DividesByTheLargest is not a Pointwise", lambda self, x: x / x.abs().amax(-1, keepdim=True)),
+    MirrorsRows=("MirrorsRows is not a Pointwise", lambda self, x: x.flip(-1)),
 )  # fmt: skip
 
 
