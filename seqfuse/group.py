@@ -18,7 +18,7 @@ _divided = False
 
 
 def mark_divided() -> None:
-    """Record that a model of this process is sharded; its random numbers then follow from seeds per process."""
+    """Record that a model of this process is sharded: its dropout then follows from seeds of calls, not from torch's."""
     global _divided
     _divided = True
 
