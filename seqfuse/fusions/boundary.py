@@ -16,7 +16,7 @@ from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale, Unpermute
 from ..ops._lowprecision import as_codes, as_quantized
 from ..ops._parameters import parameter
-from ..ops._tensors import stats_dtype
+from ..ops.experts import dtype_of_sums
 from ..pointwise import Pointwise
 from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import as_one_activation, factors_of, functions_fit, kernels_read, sum_dtype
@@ -230,7 +230,8 @@ class UnpermuteBoundaryBackward(BackwardFusion):
         around: dict[str, Any] = {"dpairs": spread, "branch_dtype": dtype, "pairs": pairs}
         if dots:
             assert unpermute.x is not None
-            around |= {"other": unpermute.x, "dfactors": stats_dtype(unpermute.x)}
+            probs = unpermute.probs if spread else None
+            around |= {"other": unpermute.x, "dfactors": dtype_of_sums(unpermute.x, probs)}
         return experts_bwd(self.norm, dy, norm, needs, d_fork_out, around)
 
 

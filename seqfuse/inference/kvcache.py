@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..env import bucket
-from ..errors import InputError, StateError
+from ..errors import InputError, RangeError, StateError
 from ..ops import Attention, _cache
 from ..ops._attention import QKV, Scores, attend, decoding_kernels_run, numbers_in
 
@@ -218,10 +218,14 @@ class KVCache:
         """Replace sequence b by sequence `index[b]`, as in beam search; in place.
 
         Raises:
-            InputError: (SF101) for an index that is not [B].
+            InputError: (SF101) for an index that is not [B] integers.
+            RangeError: (SF107) for a sequence that the cache does not have (on a GPU a device-side assert).
         """
-        if index.shape != (self.batch,):
-            raise InputError(f"expects an index [{self.batch}], got {tuple(index.shape)}", code="SF101")
+        if index.shape != (self.batch,) or index.dtype not in (torch.int64, torch.int32):
+            got = f"{index.dtype} {tuple(index.shape)}"
+            raise InputError(f"expects an int64 or int32 index [{self.batch}], got {got}", code="SF101")
+        if not index.is_cuda and ((index < 0) | (index >= self.batch)).any():
+            raise RangeError(f"the cache has {self.batch} sequences, got the index {numbers_in(index)}", code="SF107")
         for layer in self._layers:
             for t in layer.tensors():
                 used = t[:, :, : self._most]

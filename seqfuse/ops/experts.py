@@ -474,8 +474,14 @@ def _spread(
         dx = torch.empty_like(scaled).index_copy_(0, rows.view(-1), scaled)
     if x is not None and sums is not None:
         parts = [(dy.to(wide) * x.index_select(0, rows.select(1, j)).to(wide)).sum(-1) for j in range(rows.shape[1])]
-        dprobs = torch.where(kept, torch.stack(parts, -1), 0)
+        dprobs = torch.where(kept, torch.stack(parts, -1), 0).to(sums)
     return dx, dprobs
+
+
+def dtype_of_sums(x: Tensor, probs: Tensor | None) -> torch.dtype:
+    """Of the gradient of probs: that of probs where it is known, no wider than that of the sums."""
+    wide = stats_dtype(x)
+    return probs.dtype if probs is not None and probs.dtype.itemsize < wide.itemsize else wide
 
 
 class Unpermute(sf.UnfusedOperation):
@@ -538,10 +544,10 @@ class Unpermute(sf.UnfusedOperation):
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         rows, size = saved.rows, dy.shape[-1]
-        wide, at, flat = stats_dtype(dy), _flat(rows, rows.shape[-1]), _flat(dy, size)
+        at, flat = _flat(rows, rows.shape[-1]), _flat(dy, size)
         probs = saved.probs.reshape(at.shape) if "x" in needs and saved.probs is not None else None
         x = _flat(saved.x, size) if "probs" in needs and saved.x is not None else None
-        given: dict[str, Any] = {"spread": "x" in needs, "sums": None if x is None else wide}
+        given: dict[str, Any] = {"spread": "x" in needs, "sums": None if x is None else dtype_of_sums(dy, probs)}
 
         def run() -> tuple[Tensor | None, Tensor | None]:
             factors = None if probs is None else probs.contiguous()

@@ -22,6 +22,10 @@ from ..saved import Recompute, Saved
 from .lower import Context
 
 _passed: set[Any] = set()
+_AUTOCAST = (
+    "under autocast parameters keep their dtype: return y.to(dtype), with dtype as an argument of fwd, or yield "
+    "`env.autocast is None` in requires"
+)
 
 
 def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
@@ -33,17 +37,19 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
         return True
     fusion: FusedOperation = step.operation
     about = tuple(map(describe, step.nodes)), step.needs, context.env.autocast
-    key = type(fusion), *about, x.shape[1:], x.dtype, x.device
+    read = {name: given[name] for name, _ in step.reads}
+    key = type(fusion), *about, x.device, *((t.shape[1:], t.dtype) for t in (x, *read.values()))
     if key in _passed:
         return True
-    expected = _expected(context, step, x, {name: given[name] for name, _ in step.reads})
+    expected = _expected(context, step, x, read)
     if expected is None:
         return True
     y_own, extra_own, records = expected
-    _compare(step, "its output", y, y_own)
+    hint = "" if context.env.autocast is None else _AUTOCAST
+    _compare(step, "its output", y, y_own, hint)
     for name in fusion.outputs:
         if name in extra_own:
-            _compare(step, f"its output {name!r}", extra.get(name), extra_own[name])
+            _compare(step, f"its output {name!r}", extra.get(name), extra_own[name], hint)
     if not step.inference and not step.joint:
         unknown = sorted(set(saved) - {slot.name for slot in fusion.slots})
         if unknown:
@@ -65,7 +71,7 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
                 # A fusion may save a parameter where the operation saves its cast under autocast.
                 parts = kept if _is_tuple(kept) else (kept,)
                 if context.env.autocast is None or not all(isinstance(part, nn.Parameter) for part in parts):
-                    _compare(step, f"field {field!r} of slot {place!r}", kept, _raw(own, field))
+                    _compare(step, f"field {field!r} of slot {place!r}", kept, _raw(own, field), hint)
         if found:
             raise _wrong(step, f"it saved more records than there are operations: {', '.join(map(repr, found))}")
     if len(_passed) < 4096:
@@ -122,16 +128,16 @@ def _raw(record: Saved, field: str) -> Any:
     return late[field]() if field in late else record.__dict__.get(field)
 
 
-def _compare(step: Step, what: str, got: Any, own: Any) -> None:
+def _compare(step: Step, what: str, got: Any, own: Any, hint: str) -> None:
     if _is_tuple(own) and _is_tuple(got, len(own)):
         for a, b in zip(got, own, strict=True):
-            _compare(step, what, a, b)
+            _compare(step, what, a, b, hint)
         return
     same = type(own) is type(got) and not _is_tuple(own)
     if isinstance(own, Tensor) and isinstance(got, Tensor | Quantized):
         same = own.shape == got.shape and own.dtype == got.dtype and own.device == got.device
     if not same:
-        raise _wrong(step, f"{what} should be {_describe(own)}, not {_describe(got)}")
+        raise _wrong(step, f"{what} should be {_describe(own)}, not {_describe(got)}", hint)
 
 
 def _describe(value: Any) -> str:
@@ -143,8 +149,8 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-def _wrong(step: Step, message: str) -> PluginError:
-    return PluginError(message, code="SF302", **step.located)
+def _wrong(step: Step, message: str, hint: str = "") -> PluginError:
+    return PluginError(message, code="SF302", **step.located, **({"hint": hint} if hint else {}))
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

@@ -29,6 +29,7 @@ OnPass = Callable[..., Any]
 
 HUGE, _MOST_SUBSETS = "huge", 32
 _ROWS = 33  # enough for the bias part of the error bound; not a power of two
+_MANY_ROWS = 130  # more than the usual tiles of tokens, with a partial last tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Case:
     dy_layout: str = "contiguous"
     dy_regime: str = "normal"  # or "large", "infinite", "one_nan"
     frozen: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()  # outputs without a gradient
     grad: bool = True
 
     def __str__(self) -> str:
@@ -50,6 +52,7 @@ class Case:
         parts += [f"{name} {layout}" for name, layout in layouts if layout != "contiguous"]
         parts += [f"dy {self.dy_regime}"] if self.dy_regime != "normal" else []
         parts += [f"frozen {', '.join(sorted(self.frozen))}"] if self.frozen else []
+        parts += [f"no gradient of {', '.join(sorted(self.unused))}"] if self.unused else []
         return ", ".join(parts if self.grad else [*parts, "no gradient"])
 
 
@@ -131,6 +134,10 @@ class Outcome:
     @property
     def tree(self) -> dict[str, Tree]:
         return {**self.outputs, **self.grads}
+
+    def kept(self) -> dict[str, Tree]:
+        """The same in memory of its own, as a later call may write to the tensors themselves."""
+        return {n: None if t is None else t.detach().clone() for n, t in {**self.outputs, **self.grads}.items()}
 
 
 class Specimen:
@@ -217,9 +224,10 @@ class Specimen:
     def shapes(self) -> list[Shape]:
         """Shapes to test, the main one first: that of `x`, other and odd numbers of rows, 1-D, no rows."""
         given = tuple(self.x.shape)
-        last = given[-1:]
-        main = given if torch.Size(given[:-1]).numel() >= _ROWS else (_ROWS, *last)
+        last, rows = given[-1:], torch.Size(given[:-1]).numel()
+        main = given if rows >= _ROWS else (_ROWS, *last)
         wanted = [main, given, last, (1, *last), (7, *last), (2, 3, *last), (2, 3, 5, *last), (0, *last)]
+        wanted += [(_MANY_ROWS, *last)] if rows < _MANY_ROWS else []
         return [shape for shape in dict.fromkeys(wanted) if self.accepts(shape)] or [given]
 
     def accepts(self, shape: Shape) -> bool:
@@ -275,31 +283,54 @@ class Specimen:
             reference: run the references under plain autograd, not the engine.
             wide: widen the inputs, rounded to the case's dtype, to float64.
         """
-        inputs = self.inputs_for(case, seed)
-        if wide:
-            inputs = {n: t.double().contiguous() if t.is_floating_point() else t for n, t in inputs.items()}
-        parameters = self.named(bench.nodes)
-        for name, t in (*inputs.items(), *parameters.items()):
-            t.requires_grad_(name not in case.frozen and t.is_floating_point())
+        inputs, parameters = self._given(bench, case, seed, wide)
         for p in parameters.values() if seed != self.seed else ():
             p.data.copy_(varied(p.data.to(case.dtype), seed))
         watch = Untouched({**inputs, **parameters})
         # Expected results are quantized in the same way, from values that float32 can represent.
         quantized = within(wide=reference and wide)
         with seeded(self.seed + seed, self.x.device), torch.set_grad_enabled(case.grad), watch, quantized:
-            out: Any = (bench.references if reference else bench)(**inputs)
-            values: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else out
-            outputs = dict(zip(("y", *self.outputs), values, strict=True))
-            incoming = {
-                f"d{name}": self._incoming(case, y, seed + 50 + i) for i, (name, y) in enumerate(outputs.items())
-            }
-            wanted = {f"d_{name}": t for name, t in inputs.items() if t.requires_grad}
-            wanted |= {f"{name}.grad": p for name, p in parameters.items() if p.requires_grad}
+            outputs = self._outputs(bench.references if reference else bench, inputs)
+            incoming = self._incoming(case, outputs, seed)
             with Untouched(incoming):
-                grads = _gradients(outputs, incoming, wanted, twice=not reference) if case.grad else {}
+                grads = _gradients(case, outputs, incoming, inputs, parameters, twice=not reference)
             return Outcome(inputs, parameters, incoming, outputs, grads, torch.get_rng_state())
 
-    def _incoming(self, case: Case, y: Tensor, seed: int) -> Tensor:
+    def run_beside(self, bench: Bench, case: Case) -> dict[str, Tree]:
+        """As `run` with the specimen's own seed, beside a call on other numbers.
+
+        That call runs before the backward pass of the first, and its own backward pass runs last.
+        """
+        calls: list[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]] = []
+        for seed in (self.seed, self.seed + 1):
+            inputs, parameters = self._given(bench, case, seed)
+            with seeded(2 * self.seed, self.x.device), torch.set_grad_enabled(case.grad):
+                outputs = self._outputs(bench, inputs)
+            calls.append((outputs, self._incoming(case, outputs, seed), inputs, parameters))
+        grads = [_gradients(case, *call, twice=False) for call in calls]
+        return {**calls[0][0], **grads[0]}
+
+    def _given(
+        self, bench: Bench, case: Case, seed: int, wide: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Inputs and parameters by name, each with whether its gradient is needed."""
+        inputs = self.inputs_for(case, seed)
+        if wide:
+            inputs = {n: t.double().contiguous() if t.is_floating_point() else t for n, t in inputs.items()}
+        parameters = self.named(bench.nodes)
+        for name, t in (*inputs.items(), *parameters.items()):
+            t.requires_grad_(name not in case.frozen and t.is_floating_point())
+        return inputs, parameters
+
+    def _outputs(self, call: Callable[..., Any], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        out: Any = call(**inputs)
+        values: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else out
+        return dict(zip(("y", *self.outputs), values, strict=True))
+
+    def _incoming(self, case: Case, outputs: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+        return {f"d{name}": self._gradient(case, y, seed + 50 + i) for i, (name, y) in enumerate(outputs.items())}
+
+    def _gradient(self, case: Case, y: Tensor, seed: int) -> Tensor:
         regime = "one_nan" if case.dy_regime == "one_nan" else "normal"
         values = _numbers(regime, tuple(y.shape), seed, case.dtype).to(y.device)
         # Gradients are linear in dy: an error that grows faster than dy exceeds the bound.
@@ -316,14 +347,21 @@ def uncounted(plan: Plan, saved: bool = True) -> list[str]:
 
 
 def _gradients(
-    outputs: Mapping[str, Tensor], incoming: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, twice: bool
+    case: Case,
+    outputs: Mapping[str, Tensor],
+    incoming: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    *,
+    twice: bool,
 ) -> dict[str, Tensor | None]:
     """Gradients by name; with `twice`, from two backward passes through one graph, which must be equal bit for bit."""
-    pairs = [(y, incoming[f"d{name}"]) for name, y in outputs.items() if y.requires_grad]
-    if not pairs or not wanted:
+    wanted = {f"d_{name}": t for name, t in inputs.items() if t.requires_grad}
+    wanted |= {f"{name}.grad": p for name, p in parameters.items() if p.requires_grad}
+    used = {name: y for name, y in outputs.items() if y.requires_grad and name not in case.unused}
+    if not case.grad or not used or not wanted:
         return {}
-    ys, dys = zip(*pairs, strict=True)
-    leaves = tuple(wanted.values())
+    ys, dys, leaves = (*used.values(),), tuple(incoming[f"d{name}"] for name in used), (*wanted.values(),)
     first, *again = (
         dict[str, Tensor | None](
             zip(wanted, torch.autograd.grad(ys, leaves, dys, keep, allow_unused=True), strict=True)
@@ -335,7 +373,8 @@ def _gradients(
             assert_bitwise_equal(grads, first)
     except AssertionError as error:
         raise AssertionError(f"a second backward through the same graph differs: {error}") from None
-    return first
+    # An output without a gradient leaves out what it alone depends on, or gives zeros.
+    return {name: torch.zeros_like(wanted[name]) if g is None and case.unused else g for name, g in first.items()}
 
 
 def subsets(names: Sequence[str]) -> list[frozenset[str]]:
@@ -346,19 +385,47 @@ def subsets(names: Sequence[str]) -> list[frozenset[str]]:
     return [frozenset(), *(frozenset({n}) for n in names), *(everything - {n} for n in names), everything]
 
 
+def assert_apart(specimen: Specimen, bench: Bench, case: Case, tree: Mapping[str, Tree]) -> None:
+    """Another call changes nothing of a call, neither what it returned nor what its backward pass reads.
+
+    Args:
+        specimen: whose sequence it is.
+        bench: around a copy of it.
+        case: what it is run on.
+        tree: its results without another call, in memory of their own.
+
+    Raises AssertionError naming a tensor, or what a backward pass raised.
+    """
+    try:
+        found = specimen.run_beside(bench, case)
+    except RuntimeError as error:  # torch found that a saved tensor was written
+        raise AssertionError(f"a call fails if another one runs before its backward pass: {error}") from error
+    try:
+        assert_bitwise_equal(found, tree)
+    except AssertionError as error:
+        advice = "return and save new tensors, and keep nothing else between the passes"
+        raise AssertionError(f"another call changes the results of the one before: {error}; {advice}") from None
+
+
 def few_rows(shapes: Sequence[Shape]) -> Shape:
     """The shape with seven rows if there is one, else the smallest non-empty shape."""
     filled = [shape for shape in shapes if torch.Size(shape).numel()] or list(shapes)
     return next((shape for shape in filled if shape[:-1] == (7,)), min(filled, key=lambda s: torch.Size(s).numel()))
 
 
-def cases(shapes: Sequence[Shape], dtype: torch.dtype) -> Iterator[Case]:
-    """Cases of regimes, given values, edge cases, shapes and layouts; the first of `shapes` is the main one."""
+def cases(shapes: Sequence[Shape], dtype: torch.dtype, outputs: Sequence[str] = ()) -> Iterator[Case]:
+    """Cases of regimes, given values, edge cases, shapes and layouts; the first of `shapes` is the main one.
+
+    With several outputs, also cases in which one has no gradient, and in which only one has.
+    """
     main, few = shapes[0], few_rows(shapes)
     yield from (Case(main, dtype, regime) for regime in REGIMES)
     yield from (Case(shape, dtype, "given") for shape in shapes)
     yield from (Case(few, dtype, regime) for regime in ("zeros", "one_nan", "one_inf", HUGE))
     yield from (Case(few, dtype, dy_regime=regime) for regime in ("one_nan", "large"))
+    some = [frozenset({name}) for name in ("y", *outputs)] if outputs else []
+    some += [frozenset({"y", *outputs}) - name for name in some]
+    yield from (Case(few, dtype, unused=unused) for unused in dict.fromkeys(some))
     # Repeated rows round alike: too few distinct rows remain, and the error bound assumes independent ones.
     at = {layout: few if layout in ("expanded", "scalar") else main for layout in LAYOUTS[1:]}
     # If x is a single repeated number, its variance is only rounding error, which depends on the order of summation.

@@ -18,7 +18,7 @@ from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
 from .judge import saying, without_frames
 from .operations import DTYPES
-from .patterns import at_another_width, configured_once, configured_otherwise, example_lists, listed_types
+from .patterns import at_other_widths, configured_once, configured_otherwise, example_lists, listed_types
 from .probe import NotRun, Probe
 
 
@@ -53,16 +53,17 @@ def check_fusion(
     outputs, and the gradients of x, of extra inputs and of each parameter.
 
     * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; huge values must not be lost; more tokens, an
-      odd number, no tokens, and an x of shape [H]; strided, transposed, misaligned and expanded x and gradients; every
-      subset of frozen parameters and inputs.
+      odd number, 130, no tokens, and an x of shape [H]; strided, transposed, misaligned and expanded x and gradients;
+      every subset of frozen parameters and inputs; outputs without gradients.
     * saved tensors, field by field: the class, the parameter itself, plain data, shapes, dtypes, and values within the
       error bound. The function of a `Recompute` is module-level and returns the same bits twice. The same holds for
       `unfused(saved)`. Parameters, inputs and outputs are not saved as copies.
     * `bwd` reads parameters only from the saved tensors, since they may have changed; `fwd` reads their current values,
       not those of an earlier call.
-    * two runs, and two backward passes through one graph, agree bit for bit; inputs, parameters, saved tensors and
-      incoming gradients are not modified, nor are global state, random generators, and attributes of operations and
-      fusion; results alias no more than unfused results; `needs` is respected if the pass has it.
+    * two runs, and two backward passes through one graph, agree bit for bit, and another call in between changes
+      nothing; gradients of extra inputs have their dtypes; inputs, parameters, saved tensors and incoming gradients are
+      not modified, nor are global state, random generators, and attributes of operations and fusion; results alias no
+      more than unfused results; `needs` is respected if the pass has it.
     * if a pass fails, the result is that of the unfused operations: bit for bit, or within the error bound with
       `unfused(saved)`. Without that method the backward pass of a joint fusion raises `KernelError`.
 
@@ -72,8 +73,9 @@ def check_fusion(
     at once.
 
     Generated sequences also use the other configurations in `examples(x)`: a fusion must support each, or decline it in
-    `requires`. If the width of x is a power of two, one sequence has another width. The result names classes with a
-    single configuration, and forward passes that cannot run on fake tensors, with which a plan counts saved bytes.
+    `requires`. If the width of x is a power of two, one sequence has another width, above 256 if it takes that. The
+    result names classes with a single configuration, and forward passes that cannot run on fake tensors, with which a
+    plan counts saved bytes.
 
     Args:
         fusion: the fusion class.
@@ -173,16 +175,22 @@ def _otherwise(
     Returns the number of cases, and the classes that have no other configuration.
     """
     count = 0
+
+    def checked(where: str, operations: Sequence[nn.Module], like: Tensor, dtype: torch.dtype) -> int:
+        with saying(where):
+            probe = Probe(fusion, Specimen(operations, like, channels, seed), dtype)
+            refused = probe.place()
+        return probe.check(where, whole=False)[0] if refused is None else 0
+
     misses = f"{fusion.__name__} misses a configuration: read it, or exclude it in `requires`: "
-    others = [(f"{misses}{operations}", operations, like) for operations, like in configured_otherwise(fusion, x)]
-    for operations, like in at_another_width(fusion, x) if not channels else ():
-        others.append((f"{fusion.__name__} on {listed_types(operations)}, {like.shape[-1]} columns", operations, like))
-    for where, operations, like in others:
-        for dtype in dtypes or DTYPES:
-            with saying(where):
-                probe = Probe(fusion, Specimen(operations, like, channels, seed), dtype)
-                refused = probe.place()
-            if refused is None:
-                count += probe.check(where, whole=False)[0]
+    for operations, like in configured_otherwise(fusion, x):
+        count += sum(checked(f"{misses}{operations}", operations, like, dtype) for dtype in dtypes or DTYPES)
+    widths = [*at_other_widths(fusion, x)] if not channels else []
+    for dtype in dtypes or DTYPES:
+        for operations, like in widths:
+            where = f"{fusion.__name__} on {listed_types(operations)}, {like.shape[-1]} columns"
+            if made := checked(where, operations, like, dtype):
+                count += made
+                break
     once = configured_once(fusion, x)
     return count, [f"configurations of {kind} other than {given}: its `examples` makes none" for kind, given in once]

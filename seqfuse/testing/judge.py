@@ -332,6 +332,17 @@ def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) 
             raise AssertionError(message)
 
 
+def assert_like_inputs(back: Pass, inputs: Mapping[str, Tensor]) -> None:
+    """Gradients of extra inputs, by their names in `bwd`, have the dtypes of these; raises AssertionError naming one.
+
+    Autograd casts what differs, so that the next gradient is no witness.
+    """
+    for name, t in inputs.items():
+        g = back.out[1].get(name)
+        if g is not None and g.dtype is not t.dtype:
+            raise AssertionError(f"bwd gives the gradient {name!r} in {g.dtype} for an input in {t.dtype}")
+
+
 def assert_saves_parameters(saved: Saved, parameters: Mapping[str, tuple[nn.Module, str]], *, views: bool) -> None:
     """A parameter is saved as itself, or, if `views`, as a view of it.
 

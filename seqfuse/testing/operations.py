@@ -16,12 +16,13 @@ from ..errors import InputError, SeqfuseError, StateError
 from ..operation import UnfusedOperation
 from ..saved import Saved, copied
 from .arguments import check_kit_arguments
-from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets, uncounted
+from .cases import HUGE, Bench, Case, Outcome, Specimen, assert_apart, cases, few_rows, seeded, subsets, uncounted
 from .elementwise import activations, assert_elementwise, check_derivative_reference, compare_device_functions
 from .judge import (
     LOW,
     assert_dtypes,
     assert_fakes_alike,
+    assert_like_inputs,
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,
@@ -66,22 +67,24 @@ def check_op(
     Operations that it expands to are checked with it.
 
     * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; huge values must not be lost; more tokens, an
-      odd number, no tokens, and an x of shape [H]; strided, transposed, misaligned and expanded x and gradients. Shapes
-      for which `infer` or the reference raises are skipped.
+      odd number, 130, no tokens, and an x of shape [H]; strided, transposed, misaligned and expanded x and gradients;
+      outputs without gradients. Shapes for which `infer` or the reference raises are skipped.
     * every subset of needed gradients (beyond 32, one or all but one): the same bits, other gradients are `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
     * inputs and outputs are not saved as copies, in the same or a wider dtype.
-    * outputs have the dtypes of the reference, also for an x in bfloat16 with parameters in float32.
+    * outputs have the dtypes of the reference, also for an x in bfloat16 with parameters in float32; gradients of these
+      parameters are not rounded to bfloat16, and those of extra inputs have their dtypes.
     * a small case in the other mode (training or evaluation); one for each of the class's other `examples(x)`; and, if
-      the width of x is a power of two, an `example` with another width.
+      the width of x is a power of two, an `example` with another width, above 256 if it takes that.
     * `bwd` reads parameters only from the saved tensors, since they may have changed.
-    * two runs, and two backward passes through one graph, agree bit for bit; inputs, parameters and incoming gradients
-      are not modified, nor are global state, random generators and attributes; gradients do not share storage.
+    * two runs, and two backward passes through one graph, agree bit for bit, and another call in between changes
+      nothing; inputs, parameters and incoming gradients are not modified, nor are global state, random generators and
+      attributes; gradients do not share storage.
     * `gradcheck` in float64, `infer` against the actual shape, `derivative_reference` against autograd; deep copies,
       pickles (of importable classes) and `state_dict` round trips preserve all bits.
     * each element of the y of a `Pointwise` depends only on one element of x.
-    * `value` and `derivative` of a `Pointwise`, also in a `Gated`, in a kernel against its passes, within the same
-      error bound. If no kernel can run them, the result reports it.
+    * `value` and `derivative` of a `Pointwise`, also in a `Gated` and with each `P` of its `examples(x)`, in a kernel
+      against its passes, within the same error bound. If no kernel can run them, the result reports it.
 
     The operation is not modified: copies run, with random values for constant parameters. A numeric failure in float32,
     or in 16 bits for a tensor of at most 64 elements, is repeated with two other seeds and counts if the same tensor
@@ -124,7 +127,7 @@ def _check(
             assert_dtypes(_observed(specimen, still)[0].outputs, specimen.references(still, seed).outputs)
         with saying(f"{name}, {few}"):
             _observed(specimen, few, twice=True)
-        for case in cases(shapes, dtype):
+        for case in cases(shapes, dtype, specimen.outputs):
             _check_numbers(name, specimen, case)
             count += 1
         with saying(f"{name}, {few}"):
@@ -133,25 +136,29 @@ def _check(
                 if run.name == "fwd":
                     assert_saves_no_copies(run)
     with saying(f"{name}, x in bfloat16 and parameters in float32"):
-        _check_mixed(specimen, Case(few_rows(shapes), torch.bfloat16, grad=False))
+        _check_mixed(specimen, Case(few_rows(shapes), torch.bfloat16))
     small = Case(few_rows(shapes), dtypes[0])
     with saying(f"{name}, {small}"):
         full = _check_subsets(specimen, small)
         once, bench, _ = _observed(specimen, small)
         assert_bitwise_equal(once.tree, full.tree)
+        kept = once.kept()
         # The first call checks what each pass returns; the second skips these checks.
-        assert_bitwise_equal(specimen.run(bench, small, seed).tree, full.tree)
+        assert_bitwise_equal(specimen.run(bench, small, seed).tree, kept)
+        assert_apart(specimen, bench, small, kept)
         _check_copies(op, specimen, small, full)
     with saying(f"{name}, in float64"):
         _check_gradients_numerically(specimen, small.shape)
         for act in activations(specimen):
             assert_elementwise(act, specimen)
             check_derivative_reference(act, x.device)
+    numbers: set[tuple[type, str]] = set()
     for act in activations(specimen):
         part = "" if type(act) is type(op) else f"activation {type(act).__name__}: "
         with saying(f"{name}, {part[:-2]}" if part else name):
             unchecked = compare_device_functions(act, x, seed, dtypes)
         skipped += [part + unchecked] if unchecked else []
+        numbers.add((type(act), repr(act.P)))
     with saying(name), torch.enable_grad():
         bench = specimen.bench(dtypes[0])
         inputs = specimen.inputs_for(Case(tuple(x.shape), dtypes[0]), seed)
@@ -159,11 +166,18 @@ def _check(
         skipped += uncounted(bench.plan(**given))
     other = Specimen([copy.deepcopy(op).train(not op.training)], x, channels, seed)
     _check_numbers(f"{name} in {'evaluation' if op.training else 'training'}", other, small)
+    wider = False
     for what, configured, like in other_examples(type(op), x) if not channels else ():
         other = Specimen([configured], like, {}, seed)
-        if other.accepts(tuple(like.shape)):
+        if not wider and other.accepts(tuple(like.shape)):
+            wider = like is not x
             _check_numbers(f"{name}, {what}", other, Case(tuple(like.shape), dtypes[0]))
             count += 1
+            for act in activations(other):
+                if (type(act), repr(act.P)) not in numbers:
+                    numbers.add((type(act), repr(act.P)))
+                    with saying(f"{name}, {what}"):
+                        compare_device_functions(act, like, seed, dtypes[:1])
     return CheckedOp(name, count + 1, tuple(skipped))
 
 
@@ -191,16 +205,26 @@ def _observed(
 
 
 def _check_mixed(specimen: Specimen, case: Case) -> None:
-    """Outputs have the reference's dtypes also if x is narrower than the parameters, unless either refuses that."""
+    """Outputs have the reference's dtypes also if x is narrower than the parameters, unless either refuses that.
+
+    Gradients of parameters are not rounded to the dtype of x. Autograd casts them, which would hide it.
+    """
     try:
         wanted = specimen.run(specimen.bench(torch.float32), case, specimen.seed, reference=True)
     except Exception:
         return
+    observer = Observer()
+    bench = specimen.bench(torch.float32, on_step=observer)
     try:
-        found = specimen.run(specimen.bench(torch.float32), case, specimen.seed)
+        found = specimen.run(bench, case, specimen.seed)
     except InputError:
         return
     assert_dtypes(found.outputs, wanted.outputs)
+    for back in observer.passes("bwd"):
+        for name in bench.nodes[back.at].slots:
+            g = back.out[1].get(name)
+            if g is not None and g.dtype in LOW:
+                raise AssertionError(f"bwd gives the gradient {name!r} in {g.dtype} for a parameter in torch.float32")
 
 
 def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
@@ -211,6 +235,9 @@ def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
         seen[:] = [observer]
         unfused, wide = (specimen.references(case, seed, wide=wide) for wide in (False, True))
         assert_own_memory(fused, unfused)
+        for back in observer.passes("bwd"):
+            (ahead,) = observer.passes("fwd", back.at)
+            assert_like_inputs(back, {name: t for name, t in ahead.kwargs.items() if isinstance(t, Tensor)})
         shape, inferred = tuple(fused.outputs["y"].shape), specimen.shape_at(case.shape)[-1]
         if shape != inferred:
             raise AssertionError(f"infer{case.shape} says {inferred}, the output has {shape}")

@@ -16,6 +16,7 @@ from ..signature import arguments_kept
 from .tensors import seeded_randn
 
 _MORE_COLUMNS = 5  # RoPE on query, key and value heads of even size needs a width that is a multiple of six
+_WIDE = 256
 _VARIADIC = (2, 1, 3)  # the first is the count in the sequence in which no slot is varied
 Kinds = tuple[type[UnfusedOperation], ...]
 Pick = Callable[[int, type[UnfusedOperation], Tensor], UnfusedOperation]
@@ -74,31 +75,36 @@ def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tu
             yield made
 
 
-def at_another_width(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
-    """The sequence with every slot filled, for an x whose width is not a power of two; empty if that of x is not."""
-    other = other_width(x)
-    if other is not None:
+def at_other_widths(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
+    """The sequence with every slot filled, for each of `other_widths(x)`."""
+    for other in other_widths(x):
         with contextlib.suppress(ValueError):
             yield _build(fusion, [next(_choices(slot)) for slot in fusion.slots], other)
 
 
 def other_examples(kind: type[UnfusedOperation], x: Tensor) -> Iterator[tuple[str, UnfusedOperation, Tensor]]:
-    """Each of the other `examples(x)` of a class, and its `example` of another width: description, operation, input."""
-    wider = other_width(x)
-    for of, like in (("examples", x), *([] if wider is None else [("example", wider)])):
+    """Each of the other `examples(x)` of a class, and its `example` of each other width: name, operation, input."""
+    for i, like in enumerate((x, *other_widths(x))):
         try:
-            made = kind.examples(like)[1:] if of == "examples" else (kind.example(like),)
+            made = (kind.example(like),) if i else kind.examples(like)[1:]
         except (TypeError, ValueError, NotImplementedError):  # no example, or none for this input
             continue
+        of = "example" if i else "examples"
         yield from ((f"{one} of its `{of}`", one.to(like.device), like) for one in made)
 
 
-def other_width(x: Tensor) -> Tensor | None:
-    """An input 1.5 times as wide as `x`, if the width of `x` is a power of two, for which kernels mask no columns."""
+def other_widths(x: Tensor) -> Iterator[Tensor]:
+    """Two inputs of other widths, if the width of `x` is a power of two, for which kernels mask no columns.
+
+    The first is wider than 256 and has several tiles of columns, with a partial last tile. The second is 1.5 times as
+    wide as x, for operations and fusions that do not take the first.
+    """
     width = x.shape[-1] if x.dim() and x.is_floating_point() else 0
     if width < 2 or width & (width - 1):
-        return None
-    return seeded_randn((*x.shape[:-1], width + width // 2), 0, dtype=x.dtype).to(x.device)
+        return
+    near = width + width // 2
+    for other in dict.fromkeys((near * -(-(_WIDE + 1) // near), near)):
+        yield seeded_randn((*x.shape[:-1], other), 0, dtype=x.dtype).to(x.device)
 
 
 def configured_once(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[str, str]]:

@@ -26,9 +26,10 @@ from ..fusion import (
 from ..plan import Plan, Step
 from ..saved import Recompute, Saved
 from ..settings import fusing
-from .cases import Bench, Case, OnPass, Outcome, Specimen, cases, few_rows, subsets, uncounted
+from .cases import Bench, Case, OnPass, Outcome, Specimen, assert_apart, cases, few_rows, subsets, uncounted
 from .judge import (
     assert_fakes_alike,
+    assert_like_inputs,
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,
@@ -136,7 +137,7 @@ class Probe:
         candidates = (Case(shape, self.dtype, grad=not inference) for shape in either)
         few = next(case for case in candidates if self._refused(case) is None)
         backward = issubclass(self.fusion, BackwardFusion)
-        everything = [case for case in cases(shapes, self.dtype) if case.grad or not backward]
+        everything = [case for case in cases(shapes, self.dtype, self.specimen.outputs) if case.grad or not backward]
         chosen = everything if whole else [*everything[:2], everything[-1]]
         chosen = [dataclasses.replace(case, grad=case.grad and not inference) for case in chosen]
         if whole:
@@ -146,9 +147,12 @@ class Probe:
         with saying(f"{where}: {self.combination}, {few}"):
             self._fused(few, self.seed, twice=True, fresh=True)
             once, observer, bench = self._fused(few, self.seed, fresh=True)
+            kept = once.kept()
             # The first call checks what each pass returns; the second skips these checks.
             with fusing(on_error="raise"), saying("called again with the same inputs"):
-                assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, once.tree)
+                assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, kept)
+            with fusing(on_error="raise"):
+                assert_apart(self.specimen, bench, few, kept)
         skipped: list[str] = []
         for case in dict.fromkeys(chosen):
             refused = self._refused(case)
@@ -217,7 +221,7 @@ class Probe:
         assert_own_memory(fused, unfused)
         if not torch.equal(fused.random, unfused.random):
             raise AssertionError("torch's random generator is left in another state than by the operations")
-        self._check_passes(case, observer, bench)
+        self._check_passes(case, observer, bench, fused.inputs)
         # Wrong saved tensors cause wrong gradients, so they are reported first.
         f, u, r = dict[str, Tensor | None](), dict[str, Tensor | None](), dict[str, Tensor | None]()
         infinite = case.regime == "one_inf"
@@ -255,17 +259,23 @@ class Probe:
         with torch.no_grad():
             return unfuse(ahead.out[-1]), {}
 
-    def _check_passes(self, case: Case, observer: Observer, bench: Bench) -> None:
-        """The fusion ran in every case that it cannot refuse; its backward returned exactly the needed gradients."""
-        plain = not case.frozen and torch.Size(case.shape).numel()
+    def _check_passes(self, case: Case, observer: Observer, bench: Bench, given: Mapping[str, Tensor]) -> None:
+        """The fusion ran in every case that it cannot refuse; its backward returned exactly the needed gradients.
+
+        Gradients of extra inputs have the dtypes of these, in `given`.
+        """
+        plain = not (case.frozen or case.unused) and torch.Size(case.shape).numel()
         for name, runs in (("fwd", self.fusion.replaces_forward), ("bwd", self.fusion.replaces_backward and case.grad)):
             if plain and runs and not observer.passes(name):
                 raise AssertionError(f"its {name} did not run")
         nodes = bench.nodes
         for back in observer.passes("bwd"):
+            places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
+            inside = nodes[self.start : self.start + len(places)]
+            if not case.frozen:  # a saved tensor whose dtype tells that of a gradient may be dropped otherwise
+                read = [(f"{place}.{n}", c) for place, node in zip(places, inside, strict=True) for n, c in node.inputs]
+                assert_like_inputs(back, {name: given[channel] for name, channel in read if channel in given})
             if "needs" in back.kwargs:
-                places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
-                inside = nodes[self.start : self.start + len(places)]
                 own = {channel for node in inside for _, channel in node.outputs}  # inner channels: no gradients in bwd
                 each = [
                     (*node.slots, *(name for name, channel in node.inputs if channel not in own)) for node in inside

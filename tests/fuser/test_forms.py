@@ -204,3 +204,39 @@ def test_two_fusions_of_one_name_are_told_apart_by_their_classes() -> None:
         assert type(model.plan(x).forward[0].operation) is BiasReLU
     with sf.fusing(exclude=["BiasReLU"]):
         assert fused_names(model.plan(x)) == ([], [])
+
+
+def test_an_extra_input_of_another_dtype_is_checked_again() -> None:
+    class AsOther(sf.InferenceFusion):
+        scale: ops.Scale
+        add: ops.Add
+
+        def fwd(self, x: Tensor, *, add_other: Tensor) -> Tensor:
+            return (2 * x + add_other).to(add_other.dtype)
+
+    def run(other: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            model = sf.Sequential(ops.Scale(2.0), ops.Add("residual"), fusions=(AsOther,))
+            return model(torch.ones(3, 4), residual=torch.ones(3, 4, dtype=other))
+
+    run(torch.float32)
+    with pytest.raises(sf.PluginError, match=r"its output should be float32\[3, 4\] on cpu, not bfloat16"):
+        run(torch.bfloat16)
+
+
+def test_an_output_of_the_dtype_of_a_parameter_under_autocast_is_told_what_to_return() -> None:
+    class InFloat32(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.ReLU
+
+        def fwd(self, x: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, dict[str, sf.Saved]]:
+            y = torch.relu(x + self.bias.bias).to(dtype if cast else torch.float32)
+            return y, {"act": ops.ReLU.Saved(y=y)}
+
+    cast = False
+    model = sf.Sequential(ops.Linear(4, 4), ops.ReLU(), fusions=(InFloat32,))
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(sf.PluginError, match=r"should be bfloat16.*\nHint: under autocast .* return y.to\(dtype\)"):
+            model(torch.ones(3, 4))
+        cast = True
+        assert model(torch.ones(3, 4)).dtype is torch.bfloat16

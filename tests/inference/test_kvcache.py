@@ -360,8 +360,12 @@ def test_what_a_cache_cannot_hold_is_refused():
     assert cache.lengths.tolist() == [0, 0]
     with pytest.raises(ValueError, match="lengths must not be negative, got -1"):
         cache.truncate(-1)
-    with pytest.raises(sf.errors.InputError, match=r"expects an index \[2\], got \(1,\)"):
-        cache.reorder(torch.tensor([0]))
+    for index, got in (([0], r"int64 \(1,\)"), ([0.0, 1.0], r"float32 \(2,\)"), ([True, False], r"bool \(2,\)")):
+        with pytest.raises(sf.InputError, match=rf"expects an int64 or int32 index \[2\], got torch.{got}"):
+            cache.reorder(torch.tensor(index))
+    for index in ([0, 2], [-1, 0]):
+        with pytest.raises(sf.RangeError, match=r"SF107: the cache has 2 sequences, got the index \["):
+            cache.reorder(torch.tensor(index))
     with pytest.raises(sf.errors.StateError, match="causal attention without a mask"):
         cache.feed(sf.Sequential(ops.Embedding(41, 24), ops.Attention(2)), x)
     cache = KVCache(2, 20)

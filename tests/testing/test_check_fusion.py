@@ -65,6 +65,18 @@ IN_ONE_CASE = (
 )  # fmt: skip
 
 
+class LimitedDropsColumns(BiasGeLU):
+    """The same, for few columns."""
+
+    def requires(self, env):
+        yield self.bias.size < 64, "needs fewer than 64 columns"
+
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        y[..., 1 << (y.shape[-1].bit_length() - 1) :] = 0
+        return y, saved
+
+
 class DropsColumns(BiasGeLU):
     """Right where the width is a power of two."""
 
@@ -76,8 +88,10 @@ class DropsColumns(BiasGeLU):
 
 @FEW
 def test_a_width_that_is_no_power_of_two_is_tried_where_that_of_x_is_one():
-    with pytest.raises(AssertionError, match=r"DropsColumns on \[Bias, GeLU\], 12 columns: .*\n  y: max"):
+    with pytest.raises(AssertionError, match=r"DropsColumns on \[Bias, GeLU\], 264 columns: .*\n  y: max"):
         check_fusion(DropsColumns, seeded_randn((4, 8), 0), dtypes=[torch.float32])
+    with pytest.raises(AssertionError, match=r"LimitedDropsColumns on \[Bias, GeLU\], 12 columns: .*\n  y: max"):
+        check_fusion(LimitedDropsColumns, seeded_randn((4, 8), 0), dtypes=[torch.float32])
     check_fusion(DropsColumns, seeded_randn((4, 8), 0), ops.Bias(8), ops.GeLU(), dtypes=[torch.float32])
 
 

@@ -6,6 +6,8 @@ import traceback
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import seqfuse as sf
 from seqfuse import compiler, ops
@@ -87,6 +89,9 @@ IN_ONE_CASE = (
     "IgnoresNeeds",
     "ComputesDifferentlyWithFewerNeeds",
     "ReadsADroppedField",
+    "DropsTokensBehindItsTile",
+    "WidensTheGradientOfAnInput",
+    "TakesGradientsOfAllOutputs",
 )
 
 
@@ -101,7 +106,7 @@ def test_catches(operation: type[sf.UnfusedOperation], message: str, request: py
 
 
 def test_there_is_a_mutant_for_every_way_to_break_the_contract():
-    assert len(MUTANTS) >= 28
+    assert len(MUTANTS) >= 35
 
 
 def test_operations_need_not_be_made_for_the_shape_of_x_alone():
@@ -124,6 +129,40 @@ def test_says_that_no_kernel_was_run(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.skipif(sf.Env.of("cpu").kernels != "c", reason="no C kernel runs here")
 def test_small_tensors_are_enough_for_c_kernels():
     assert check_op(ops.ReLU(), torch.randn(4, 6), dtypes=(torch.float32,)).skipped == ()
+
+
+class ForgetsItsSlope(sf.Pointwise):
+    """y = x where x > 0, else slope x; its kernel has the first slope alone."""
+
+    @triton.jit
+    def value(x, P: tl.constexpr):
+        return tl.where(x > 0, x, 0.5 * x)
+
+    @triton.jit
+    def derivative(x, P: tl.constexpr):
+        return tl.where(x > 0, 1.0, P[0])
+
+    def __init__(self, slope: float = 0.5) -> None:
+        super().__init__()
+        self.slope = slope
+
+    @property
+    def P(self) -> tuple[float, ...]:
+        return (self.slope,)
+
+    @classmethod
+    def examples(cls, x: torch.Tensor) -> tuple[ForgetsItsSlope, ...]:
+        return cls(), cls(0.25)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, x, self.slope * x)
+
+
+@pytest.mark.skipif(sf.Env.of("cpu").kernels is None, reason="no kernel runs here")
+def test_device_functions_are_compared_for_the_numbers_of_each_example():
+    said = r"ForgetsItsSlope\(slope=0.25\) of its `examples`: value and derivative, float32, .*: value differs from fwd"
+    with pytest.raises(AssertionError, match=said):
+        check_op(ForgetsItsSlope(), X, dtypes=(torch.float32,))
 
 
 class Shifted(sf.UnfusedOperation):
@@ -151,6 +190,17 @@ class Shifted(sf.UnfusedOperation):
         return dy, {}
 
 
+class ShiftedBehindItsTile(Shifted):
+    """Wrong in columns behind the first 128."""
+
+    examples = sf.UnfusedOperation.examples
+
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Shifted.Saved]:
+        y = x + self.by
+        y[..., 128:] = 0
+        return y, self.Saved()
+
+
 class ShiftedInPart(Shifted):
     """Wrong in columns behind the last power of two."""
 
@@ -167,10 +217,9 @@ def test_other_configurations_of_a_class_and_another_width_are_tried():
     x = seeded_randn((4, 8), 0)
     with pytest.raises(AssertionError, match=r"Shifted, Shifted\(by=3\) of its `examples`, float32, x \(4, 8\)"):
         check_op(Shifted(), x)
-    with pytest.raises(
-        AssertionError, match=r"ShiftedInPart, ShiftedInPart\(by=2\) of its `example`, float32, x \(4, 12\)"
-    ):
-        check_op(ShiftedInPart(), x)
+    for operation in (ShiftedInPart, ShiftedBehindItsTile):
+        with pytest.raises(AssertionError, match=r"\(by=2\) of its `example`, float32, x \(4, 264\)"):
+            check_op(operation(), x)
 
 
 class InFloat32(Shifted):

@@ -114,6 +114,24 @@ class DropsTheGradientOfTheResidual(AddForkBias):
         return super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=None, needs=needs)
 
 
+@caught("bfloat16, .* bwd gives the gradient 'add.other' in torch.float32 for an input in torch.bfloat16")
+class WidensTheGradientOfAnExtraInput(AddForkBias):
+    def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
+        dx, grads = super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=d_fork_out, needs=needs)
+        other = grads["add.other"]
+        return dx, {**grads, "add.other": other if other is None or other.dtype.itemsize > 2 else other.float()}
+
+
+memory: dict[object, torch.Tensor] = {}
+
+
+@caught("another call changes the results of the one before: d_x: bits differ")
+class ReusesTheMemoryOfDx(AddForkBias):
+    def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
+        dx, grads = super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=d_fork_out, needs=needs)
+        return memory.setdefault((dx.shape, dx.dtype), torch.empty_like(dx)).copy_(dx), grads
+
+
 @caught("no gradient 'add.other', which is needed")
 class DropsTheGradientOfAnExtraInput(AddForkBias):
     def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):

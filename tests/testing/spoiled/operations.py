@@ -271,3 +271,56 @@ class DoublesInTraining(Affine):
 
     def bwd(self, dy, saved, *, needs):
         return super().bwd(2 * dy, saved, needs=needs)
+
+
+# What it does where it is large, mixed, or one of several.
+
+
+@caught(r"DropsTokensBehindItsTile, float32, x \(130, 6\), given: .*\n  y: max")
+class DropsTokensBehindItsTile(Affine):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        y.view(-1, self.size)[128:] = 0
+        return y, saved
+
+
+@caught("x in bfloat16 and parameters in float32: bwd gives the gradient 'weight' in torch.bfloat16")
+class RoundsAGradientOfAWiderParameter(Affine):
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return dx, {**grads, "weight": grads["weight"].to(saved.x.dtype) if "weight" in needs else None}
+
+
+class Both(sf.UnfusedOperation, open=True):
+    """y = x + 2 other, rest = 3 x."""
+
+    outputs = ("rest",)
+
+    class Saved(sf.Saved):
+        """Empty."""
+
+    def fwd(self, x, *, other):
+        return x + 2 * other, {"rest": 3 * x}, self.Saved()
+
+    def bwd(self, dy, saved, *, d_rest, needs):
+        dx = dy if d_rest is None else dy + 3 * d_rest
+        return dx if "x" in needs else None, {"other": 2 * dy if "other" in needs else None}
+
+
+@caught("bfloat16, .* normal: bwd gives the gradient 'other' in torch.float32 for an input in torch.bfloat16")
+class WidensTheGradientOfAnInput(Both):
+    def reference(self, x, *, other):
+        return x + 2 * other, {"rest": 3 * x}
+
+    def bwd(self, dy, saved, *, d_rest, needs):
+        dx, grads = super().bwd(dy, saved, d_rest=d_rest, needs=needs)
+        return dx, {"other": g.float() if (g := grads["other"]) is not None and g.dtype == torch.bfloat16 else g}
+
+
+@caught(r"x \(7, 6\), normal, no gradient of rest: .*\n  d_x: max")
+class TakesGradientsOfAllOutputs(Both):
+    def reference(self, x, *, other):
+        return x + 2 * other, {"rest": 3 * x}
+
+    def bwd(self, dy, saved, *, d_rest, needs):
+        return super().bwd(dy, saved, d_rest=dy if d_rest is None else d_rest, needs=needs)

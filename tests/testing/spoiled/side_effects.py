@@ -6,6 +6,8 @@ import itertools
 
 import torch
 
+import seqfuse as sf
+
 from .operations import Affine
 from .register import caught, spoil
 
@@ -73,6 +75,49 @@ class ChangesItsMind(Affine):
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return (dx if dx is None or next(ticks) % 2 else dx * (1 + torch.finfo(dx.dtype).eps)), grads
+
+
+# What one call leaves to another.
+
+between: dict[object, torch.Tensor] = {}
+
+
+def reused(name: str, t: torch.Tensor) -> torch.Tensor:
+    """The numbers of t in memory that the next tensor of that name and shape gets as well."""
+    with torch.no_grad():
+        return between.setdefault((name, t.shape, t.dtype), torch.empty_like(t)).copy_(t)
+
+
+@caught("another call changes the results of the one before: weight.grad: bits differ")
+class ReadsTheLastInput(Affine):
+    def fwd(self, x):
+        between["x"] = x
+        return super().fwd(x)
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return dx, grads | ({"weight": (dy * between["x"]).reshape(-1, 6).sum(0)} if "weight" in needs else {})
+
+
+@caught("another call changes the results of the one before: d_x: bits differ")
+class ReusesTheMemoryOfDx(Affine):
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return dx if dx is None else reused("dx", dx), grads
+
+
+@caught("a call fails if another one runs before its backward pass: one of the variables needed for gradient")
+class ReusesTheMemoryOfWhatItSaves(Affine):
+    class Saved(sf.Saved):
+        double: torch.Tensor
+        weight: torch.Tensor
+
+    def fwd(self, x):
+        y = torch.addcmul(self.bias, x, self.weight)
+        return y, self.Saved(double=reused("double", 2 * x), weight=self.weight)
+
+    def bwd(self, dy, saved, *, needs):
+        return super().bwd(dy, Affine.Saved(x=saved.double / 2, weight=saved.weight), needs=needs)
 
 
 # Copies of it.
