@@ -18,7 +18,7 @@ _divided = False
 
 
 def mark_divided() -> None:
-    """Record that a model of this process is sharded: its dropout then follows from seeds of calls, not from torch's."""
+    """Record that a model of this process is sharded: its dropout then follows seeds of calls, not those of torch."""
     global _divided
     _divided = True
 

@@ -335,7 +335,7 @@ def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) 
 def assert_like_inputs(back: Pass, inputs: Mapping[str, Tensor]) -> None:
     """Gradients of extra inputs, by their names in `bwd`, have the dtypes of these; raises AssertionError naming one.
 
-    Autograd casts what differs, so that the next gradient is no witness.
+    Autograd casts a gradient of another dtype, which would hide it.
     """
     for name, t in inputs.items():
         g = back.out[1].get(name)
