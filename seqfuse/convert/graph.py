@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -41,15 +42,18 @@ def spelled(node: Any) -> str | None:
     if not isinstance(node, Node):
         return None
     if node.op == "call_method":
-        name = str(node.target)
-    elif node.op != "call_function":
-        return None
-    elif isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
-        if node.target.namespace != "aten":  # pyright: ignore[reportUnknownMemberType]
+        return _ALIKE.get(name := str(node.target), name)
+    return _name_of_function(node.target) if node.op == "call_function" else None
+
+
+@functools.lru_cache(1024)
+def _name_of_function(target: Any) -> str | None:
+    if isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        if target.namespace != "aten":  # pyright: ignore[reportUnknownMemberType]
             return None
-        name = node.target.overloadpacket.__name__  # pyright: ignore[reportUnknownMemberType]
-    elif getattr(node.target, "__module__", None) in _MODULES:
-        name = getattr(node.target, "__name__", "")
+        name = target.overloadpacket.__name__  # pyright: ignore[reportUnknownMemberType]
+    elif getattr(target, "__module__", None) in _MODULES:
+        name = getattr(target, "__name__", "")
     else:
         return None
     return _ALIKE.get(name, name)
@@ -226,8 +230,9 @@ def unchanged(node: Any) -> Iterator[Any]:
 
 def back(node: Any) -> Any:
     """What a node is but for calls that change nothing."""
-    *_, source = unchanged(node)
-    return source
+    while (source := is_same(node)) is not None:
+        node = source
+    return node
 
 
 def narrow_of(node: Any) -> Any:
@@ -317,6 +322,17 @@ def ahead(node: Node, names: set[str]) -> Node | None:
     users = list(node.users)
     found = users[0] if len(users) == 1 else None
     return found if spelled(found) in names and found is not None and found.args[:1] == (node,) else None
+
+
+def following(node: Node, calls: set[str], most: int) -> list[Node]:
+    """A node and the calls behind it, each the only reader of the one before."""
+    found = [node]
+    while len(found[-1].users) == 1 and len(found) < most:
+        (user,) = found[-1].users
+        if spelled(user) not in calls and is_same(user) is None:
+            break
+        found.append(user)
+    return found
 
 
 def unflattened(flat: Any, node: Node) -> tuple[Any, Node]:

@@ -79,6 +79,14 @@ def rms(y: Tensor, weight: Tensor | float = 1.0, eps: float = 1e-6, dim: Any = -
     return weight * (y * torch.rsqrt(y.pow(2).mean(dim, keepdim=True) + eps))
 
 
+def root(y: Tensor) -> Tensor:
+    return torch.sqrt(y.pow(2).mean(-1, keepdim=True) + 0.1)
+
+
+def deviation(y: Tensor) -> Tensor:
+    return y - y.mean(-1, keepdim=True)
+
+
 CASES: dict[str, Spelling] = {}
 
 
@@ -347,6 +355,14 @@ short("a norm of another tensor", lambda m, x: m.b(x * torch.rsqrt(m.a(x).pow(2)
 short("a norm of integers", lambda m, x: m.b(rms((m.a(x) * 5).to(torch.int32).to(x.dtype), m.w)))
 short("a gain of two more", lambda m, x: m.b(rms(m.a(x), 2 + m.w)))
 short("a gain made of data", lambda m, x: m.b(rms(m.a(x), m.c(x).mean((0, 1)))))
+short("a floor of a norm", lambda m, x: m.b(torch.div(y := m.a(x), root(y), rounding_mode="floor")))
+short("twice a norm", lambda m, x: m.b((y := m.a(x)) * (2 / root(y))))
+short(
+    "a norm of an eps times two",
+    lambda m, x: m.b((y := m.a(x)) / torch.add(y.pow(2).mean(-1, True), 1, alpha=2).sqrt()),
+)
+short("a length times a number", lambda m, x: m.b(F.normalize(m.a(x), dim=-1) * 2 * m.w))
+short("a bias without a weight", lambda m, x: m.b((y := deviation(m.a(x))) / root(y) + m.a.bias))
 short("a norm of two dimensions", lambda m, x: m.b(F.layer_norm(m.a(x), (4, 8))))
 short("another eps", lambda m, x: m.b(F.layer_norm(m.a(x), (8,), m.w, None, 0.3)) + m.c(rms(x, m.w, 0.5)))
 short("a bias and no weight", lambda m, x: m.b(F.layer_norm(m.a(x), (8,), None, m.w)))

@@ -187,14 +187,31 @@ def test_a_scale_that_a_norm_takes_in_is_no_scale_of_attention():
     assert not any(isinstance(op, ops.Attention) for graph in replayed.graphs for r in graph.regions for op in r.model)
 
 
-def test_keys_that_are_scaled_and_returned_are_what_they_were():
-    class Returning(ViT):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-            q, k, v = self.parts(self.qkv(x).reshape(2, 5, 3, HEADS, SIZE))
-            k = k * 0.5
-            return self.proj(S(q, k, v).transpose(1, 2).flatten(2)), k
+def test_queries_that_are_scaled_and_returned_are_what_they_were():
+    assert_same_recorded(Returning(lambda k: (k * 0.5,) * 2).double(), X)
 
-    assert_same_recorded(Returning().double(), X)
+
+class Returning(ViT):
+    """Returns a value that queries are made of."""
+
+    def __init__(self, made: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v = self.parts(self.qkv(x).reshape(2, 5, 3, HEADS, SIZE))
+        (left, q), (_, k) = self.made(q), self.made(k)
+        return self.proj(S(q, k, v).transpose(1, 2).flatten(2)), left
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["its root", "before a cast"])
+def test_a_value_within_a_norm_of_queries_may_leave_the_model(which: int):
+    def made(t: Tensor) -> tuple[Tensor, Tensor]:
+        root = torch.rsqrt(t.double().pow(2).mean(-1, keepdim=True) + 1e-3)
+        y = t.double() * root
+        return (root, y)[which], y.float()
+
+    assert "CrossAttention" in operations(assert_same_recorded(Returning(made), X.float(), bound=1e-4))
 
 
 NEARLY = {

@@ -54,8 +54,10 @@ RMS: dict[str, Normed] = {
     "without a weight": lambda y, m: y / torch.sqrt(square(y) + EPS),
     "without an eps": lambda y, m: y / square(y).sqrt() * m.w,
     "with a root that is cast": lambda y, m: y * torch.rsqrt(square(y.double()) + EPS).type_as(y) * m.w,
+    "with views between": lambda y, m: (y / torch.sqrt(square(y).contiguous() + EPS).contiguous()).view(y.shape) * m.w,
 }
 LAYER: dict[str, Normed] = {
+    "the variance by hand, without a bias": lambda y, m: centered(y) / (square(centered(y)) + EPS).sqrt() * m.w,
     "the variance of torch": lambda y, m: m.w * centered(y) / torch.sqrt(variance(y) + EPS) + m.a.bias,
     "the weight last": lambda y, m: centered(y) / torch.sqrt(variance(y) + EPS) * m.w + m.a.bias,
     "the variance by hand": lambda y, m: m.w * (centered(y) / (square(centered(y)) + EPS).sqrt()) + m.a.bias,
@@ -113,14 +115,21 @@ def test_rows_of_zeros_give_what_they_gave(name: str):
     assert "RMSNorm" in operations(replayed)
 
 
-def test_a_norm_in_float32_within_a_model_in_bfloat16_is_an_operation():
-    def spelling(m: Layers, x: Tensor) -> Tensor:
-        h = m.a(x).float()
-        return m.b(m.w * (h / torch.sqrt(square(h) + EPS)).to(x.dtype))
+WIDER: dict[str, tuple[Normed, torch.dtype, float]] = {
+    "RMSNorm": (lambda y, m: m.w * rms(y.float()).to(y.dtype), torch.bfloat16, 2e-2),
+    "LayerNorm": (lambda y, m: rms(centered(y).double()).to(y.dtype) * m.w, torch.float32, 1e-5),
+}
 
-    model, x = Layers(spelling).bfloat16(), X.bfloat16()
-    replayed = assert_same_recorded(model, x, bound=2e-2)
-    assert operations(replayed) == ["Linear", "RMSNorm", "Linear"]
+
+def rms(y: Tensor) -> Tensor:
+    return y / torch.sqrt(square(y) + EPS)
+
+
+@pytest.mark.parametrize("operation", WIDER)
+def test_a_norm_in_a_wider_dtype_than_its_model_is_an_operation(operation: str):
+    norm, dtype, bound = WIDER[operation]
+    replayed = assert_same_recorded(Layers(between(norm)).to(dtype), X.to(dtype), bound)
+    assert operations(replayed) == ["Linear", operation, "Linear"]
 
 
 def std(y: Tensor) -> Tensor:
@@ -149,6 +158,7 @@ NONE: dict[str, tuple[Normed, str, str]] = {
     "centered, by a mean square": (lambda y, m: centered(y) / torch.sqrt(square(y) + EPS), "sqrt", "not the tensor"),
     "by a variance": (lambda y, m: y / torch.sqrt(variance(y) + EPS), "sqrt", "not the tensor whose mean square"),
     "an eps of data": (lambda y, m: y / torch.sqrt(square(y) + m.w[:1] ** 2), "sqrt", "eps is not a fixed number"),
+    "divided": (lambda y, m: torch.rsqrt(square(y) + EPS) / y, "rsqrt", "not that of the mean square"),
     "no mean": (lambda y, m: y * torch.rsqrt(y.pow(2) + EPS), "rsqrt", "not that of the mean square"),
 }  # fmt: skip
 

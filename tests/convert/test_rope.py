@@ -236,8 +236,11 @@ def complex_halves(m: Roped, t: Tensor) -> Tensor:
     return torch.view_as_real(y * m.angles).flatten(3)
 
 
+real = torch.view_as_real
+
+
 def conjugates(m: Roped, t: Tensor) -> Tensor:
-    return torch.view_as_real(torch.view_as_complex(in_two(t)) * m.angles.conj()).flatten(3)
+    return real(torch.view_as_complex(in_two(t)) * m.angles.conj()).flatten(3)
 
 
 NEARLY: dict[str, Roped] = {
@@ -253,6 +256,7 @@ NEARLY: dict[str, Roped] = {
     "another part": Roped(the_rest, size=2),
     "the first part behind": Roped(the_rest_first, size=2),
     "complex numbers of halves": Roped(complex_halves),
+    "a factor of complex numbers": Roped(lambda m, t: real(torch.view_as_complex(in_two(t)) * m.c).flatten(3)),
     "another tensor": Roped(lambda m, t: t * m.cos + half(t * 2) * m.sin),
     "rows in turn": Roped(lambda m, t: t * m.cos.roll(1, 0) + half(t) * m.sin.roll(1, 0)),
 }

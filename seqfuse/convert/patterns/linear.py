@@ -80,9 +80,7 @@ def merged(linears: list[Node], out: Inner) -> Raised | None:
         return None
     inputs, weights, biases = zip(*(arguments(p, "input", "weight", "bias") for p in linears), strict=True)
     x, first = back(inputs[0]), example(weights[0])
-    shapes = [
-        w.shape for weight in weights if (w := example(weight)) is not None and w.ndim == 2 and is_fixed(*w.shape)
-    ]
+    shapes = [w.shape for t in weights if (w := example(t)) is not None and w.ndim == 2 and is_fixed(*w.shape)]
     if any(back(other) is not x for other in inputs) or first is None or len(shapes) != len(weights):
         return None
     sizes, biased = [s[0] for s in shapes], [b is not None for b in biases]

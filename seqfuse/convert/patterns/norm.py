@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -11,21 +12,19 @@ from torch.fx import Node
 from ... import ops
 from ..graph import (
     CASTS,
-    ahead,
     argument,
     arguments,
-    back,
-    either,
     example,
+    following,
     is_fixed,
     is_last,
     is_same,
     narrow_of,
     operands,
-    same_shape,
     same_size,
     spelled,
 )
+from ..pattern import Pattern, any_of, matched, recast, wide
 from ..raising import META, Found, Inner, Raised, matcher, one
 from .pointwise import as_scaled
 
@@ -49,11 +48,7 @@ def _operation(norm: FoundNorm | str | None) -> Found:
     if not isinstance(norm, FoundNorm):
         return norm
     w = example(norm.weight)
-    about: dict[str, Any] = {
-        "device": META,
-        "dtype": None if w is None else w.dtype,
-        "zero_centered": norm.zero_centered,
-    }
+    about: Any = {"device": META, "dtype": None if w is None else w.dtype, "zero_centered": norm.zero_centered}
     if norm.kind == "rms":
         made = ops.RMSNorm(norm.size, norm.eps, w is not None, **about)
     else:
@@ -74,10 +69,8 @@ def raise_normalize(node: Node) -> Found:
     norm = _normalized(node)
     if not isinstance(norm, FoundNorm):
         return norm
-    product = next(iter(node.users)) if len(node.users) == 1 else node
-    found = as_scaled(product)
-    if found is not None and found[0] is node and abs(found[1] * norm.factor - 1) < 1e-6:
-        return _operation(_gained(norm._replace(out=product)))
+    if (scaled := _last(node, _PRODUCT)) is not None:
+        return _operation(scaled)
     raised = _operation(norm)
     if isinstance(raised, list):
         raised[0].out = Inner()
@@ -130,207 +123,113 @@ def is_root(node: Any) -> bool:
 
 def raise_norm_by_hand(node: Node) -> Found:
     """RMSNorm or LayerNorm as it is written by hand, if its result has the dtype of its input."""
-    norm = _norm_at(node) if is_root(node) else None
+    norm: Any = (_last(node, *_BY_HAND) or _last(node, _DIVIDED)) if is_root(node) else None
     if norm is None and spelled(node) == "rsqrt":
         return "its root is not that of the mean square or the variance of what it multiplies"
     if not isinstance(norm, FoundNorm):
         return norm
     x, y = example(norm.x), example(norm.out)
-    if x is None or y is None:
-        return None
-    if x.dtype is not y.dtype:
+    if x is not None and y is not None and x.dtype is not y.dtype:
         return f"it gives {y.dtype} for an input in {x.dtype}: cast its result back to the dtype of its input"
     return _operation(norm)
 
 
 def norm_ending_at(node: Any) -> FoundNorm | None:
     """The norm whose result a node is, its eps a number."""
-    called, e = _called(node), example(node)
+    called = _called(node)
     if isinstance(called, FoundNorm) and (given := example(called.x)) is not None:
         least = torch.finfo(torch.promote_types(given.dtype, torch.float32)).eps
         return called if called.eps is not None else called._replace(eps=least)
     if isinstance(normalized := _normalized(node), FoundNorm):
         return normalized
-    last = node
-    for _ in range(_FAR):
-        if not isinstance(last, Node) or e is None:
-            return None
-        roots = [n for n in last.all_input_nodes if is_root(n)]
-        if roots:
-            found = _norm_at(roots[0])
-            return found if isinstance(found, FoundNorm) and found.out is node else None
-        factors = [n for n in last.all_input_nodes if spelled(n) in ("mul", "to", "type_as", "float")]
-        last = next((n for n in factors if (t := example(n)) is not None and same_shape(t.shape, e.shape)), None)
-    return None
+    return _at(node, *_BY_HAND)
 
 
-_FAR = 6
-"""Calls between the root of a norm and its result, at most."""
+def _at(out: Any, *patterns: Pattern) -> Any:
+    """What a node is by the first of some patterns, or a cast of that."""
+    return matched(out.args[0] if spelled(out) in CASTS and len(out.args[0].users) == 1 else out, patterns, out)
 
 
-class _Average(NamedTuple):
-    """The mean square or the variance of a tensor, why no norm divides by its root, and what is added to it."""
-
-    x: Any
-    kind: Literal["rms", "layer"]
-    trouble: str | None
-    eps: float = 0.0
+def _last(node: Node, *patterns: Pattern) -> Any:
+    """The same of the last call behind a node that is something by one of them."""
+    outs = following(node, {"mul", "truediv", "add", "reciprocal", *CASTS}, 8)[:0:-1]
+    return next((norm for out in outs if is_same(out) is None and (norm := _at(out, *patterns)) is not None), None)
 
 
-def _norm_at(root: Node) -> FoundNorm | str | None:
-    """A norm whose root is taken here, with casts wherever a model has them.
+def _gained(y: Any, weight: Any, offset: Any) -> Any:
+    return y * wide(any_of(1 + offset, weight))
 
-    x / sqrt(mean(x^2) + eps) gain, or (x - mean) / sqrt(variance + eps) gain + bias; gain = weight or 1 + weight. The
-    root is `rsqrt`, `sqrt` or a power; it divides, or one over it multiplies.
 
-    Returns:
-        The norm; the reason why it is none that an operation stands for; `None` for what is no norm.
-    """
-    average = _radicand(argument(root, 0, "input"))
-    use = None if average is None else _use(root)
-    if average is None or use is None:
+def _scaled(x: Any, average: Any, eps: Any, weight: Any, offset: Any) -> Any:
+    root = recast(torch.rsqrt(any_of(average + eps, average)))
+    return any_of(_gained(recast(x * root), weight, offset), wide(_gained(x, weight, offset)) * root, x * root)
+
+
+def _rms_norm(x: Any, eps: Any, weight: Any, offset: Any) -> Any:
+    return _scaled(x, x.square().mean(-1, True), eps, weight, offset)
+
+
+def _layer_norm(x: Any, eps: Any, weight: Any, offset: Any, bias: Any) -> Any:
+    centered = wide(x - wide(x.mean(-1, True)))
+    variance = any_of(x.var(-1, correction=0, keepdim=True), centered.square().mean(-1, True))
+    y = _scaled(centered, variance, eps, weight, offset)
+    return any_of(recast(y) + bias, y)
+
+
+def _norm_of(kind: Any, out: Node, x: Any, eps: Any, bias: Any = None, **gain: Any) -> FoundNorm | None:
+    e = example(x)
+    if e is None or not is_fixed(e.shape[-1]) or isinstance(eps, Node):
         return None
-    if average.trouble is not None:
-        return average.trouble
-    numerator, out = narrow_of(use[0]), use[1]
-    size: Any = None if (e := example(average.x)) is None else e.shape[-1]
-    if not isinstance(size, int):
+    return _with_gain(FoundNorm(narrow_of(x), out, e.shape[-1], float(eps or 0), kind), bias, **gain)
+
+
+def _with_gain(norm: FoundNorm, bias: Any, weight: Any, offset: Any) -> FoundNorm | None:
+    """The norm with a weight and a bias, if these are vectors of its size and of one dtype."""
+    gain, bias = narrow_of(weight if offset is None else offset), narrow_of(bias)
+    given = [p for p in (gain, bias) if p is not None]
+    vectors = [e for p in given if (e := example(p)) is not None and e.ndim == 1 and same_size(e.shape[0], norm.size)]
+    if len(vectors) != len(given) or len({e.dtype for e in vectors}) > 1 or (gain is None and bias is not None):
+        return None
+    return norm._replace(weight=gain, bias=bias, zero_centered=offset is not None)
+
+
+def _divided(x: Any, other: Any, dim: Any, correction: Any, eps: Any, least: Any) -> Any:
+    average = any_of(x.square().mean(dim, True), x.var(dim, correction=correction, keepdim=True))
+    average = any_of(average + eps, average.clamp(least), torch.maximum(average, least), average)
+    return recast(torch.rsqrt(average)) * other
+
+
+def _why_not(out: Node, x: Any, other: Any, dim: Any, correction: Any, eps: Any, least: Any) -> str:
+    """Why something that is divided by the root of an average is no norm."""
+    if least is not None:
+        return "it takes the larger of eps and the average, a norm of torch their sum"
+    if isinstance(eps, Node):
+        return "its eps is not a fixed number"
+    if correction:
+        return "its variance is of n - 1 elements, that of LayerNorm of n: unbiased=False or correction=0"
+    if dim != -1:
+        return "it averages over other dimensions than the last"
+    if (e := example(x)) is None or not is_fixed(e.shape[-1]):
         return "its size is not fixed"
-    norm = FoundNorm(average.x, out, size, average.eps, average.kind)
-    if _divided(numerator, norm):
-        return _biased(_gained(norm))
-    for gain, rest in either(operands(numerator, "mul")):
-        if _divided(narrow_of(rest), norm) and (found := _with_gain(norm, gain)) is not None:
-            return _biased(found._replace(out=_cast_ahead(out)))
     return "what it divides is not the tensor whose mean square or variance it takes"
 
 
-def _radicand(node: Any) -> _Average | None:
-    """The average in a sum with an eps, and what is wrong with it."""
-    node = back(node)
-    pair = operands(node, "add")
-    if pair is None and spelled(node) in ("clamp", "clamp_min", "maximum"):
-        trouble = "it takes the larger of eps and the average, a norm of torch their sum"
-        return None if (found := _average(back(node.args[0]))) is None else found._replace(trouble=trouble)
-    for eps, average in either(pair):
-        if (found := _average(back(average))) is not None:
-            number = isinstance(eps, int | float)
-            return found._replace(eps=float(eps)) if number else found._replace(trouble="its eps is not a fixed number")
-    return _average(node) if pair is None else None
+def _product(product: Any, weight: Any, offset: Any) -> Any:
+    return any_of(_gained(recast(product), weight, offset), product)
 
 
-def _average(node: Any) -> _Average | None:
-    """The mean square or the variance that a node is."""
-    name, source = ("var", node.args[0]) if _is_part(node, "var_mean", 0) else (spelled(node), node)
-    if name not in ("mean", "var"):
+def _normalized_by(out: Node, product: Any, **gain: Any) -> FoundNorm | None:
+    """`F.normalize` times the root of the size, and a weight."""
+    x, factor = as_scaled(product) or (None, 0.0)
+    norm = _normalized(x)
+    if not isinstance(norm, FoundNorm) or abs(factor * norm.factor - 1) > 1e-6:
         return None
-    given = argument(source, 0, "input")
-    keeps = argument(source, 2 if name == "mean" else 3, "keepdim", False)
-    trouble = None if is_last(argument(source, 1, "dim"), given) else "it averages over other dimensions than the last"
-    if argument(source, 1, "dim") is None or keeps is not True or source.kwargs.get("dtype") is not None:
-        return None
-    if name == "mean":
-        if (x := _squared(back(given))) is None:
-            return None
-        x = narrow_of(x)
-        centered = _centered(x)
-        return _Average(x, "rms", trouble) if centered is None else _Average(centered, "layer", trouble)
-    unbiased = argument(source, 2, "unbiased", True)
-    if source.kwargs.get("correction", 1 if unbiased else 0) != 0:
-        trouble = "its variance is of n - 1 elements, that of LayerNorm of n: unbiased=False or correction=0"
-    return _Average(narrow_of(given), "layer", trouble)
+    return _with_gain(norm._replace(out=out), None, **gain)
 
 
-def _is_part(node: Any, name: str, index: int) -> bool:
-    """Whether a node is one of the results of a call."""
-    return spelled(node) == "getitem" and spelled(node.args[0]) == name and node.args[1] == index
-
-
-def _squared(node: Any) -> Any:
-    if spelled(node) == "square" or (spelled(node) == "pow" and argument(node, 1, "exponent") == 2):
-        return node.args[0]
-    pair = operands(node, "mul")
-    return pair[0] if pair is not None and pair[0] is pair[1] else None
-
-
-def _centered(node: Any) -> Any:
-    """X of x - mean(x)."""
-    pair = operands(node, "sub")
-    if pair is None:
-        return None
-    x, mean = map(narrow_of, pair)
-    source, keepdim = (mean.args[0], 3) if _is_part(mean, "var_mean", 1) else (mean, 2)
-    if source is mean and spelled(mean) != "mean":
-        return None
-    given = argument(source, 0, "input")
-    kept = argument(source, keepdim, "keepdim", False) is True and source.kwargs.get("dtype") is None
-    return x if kept and is_last(argument(source, 1, "dim"), given) and narrow_of(given) is x else None
-
-
-def _use(root: Node) -> tuple[Any, Node] | None:
-    """What is divided by the root, or multiplied by one over it, and the result."""
-    inverse = spelled(root) == "rsqrt" or argument(root, 1, "exponent") == -0.5
-    node = root
-    while len(node.users) == 1:
-        (user,) = node.users
-        if not inverse and (spelled(user) == "reciprocal" or operands(user, "truediv") == (1, node)):
-            inverse = True
-        elif spelled(user) not in CASTS or user.args[:1] != (node,):
-            pair = operands(user, "mul" if inverse else "truediv")
-            if pair is None or pair[0] is pair[1] or (pair[0] is node and not inverse):
-                return None
-            return (pair[0] if pair[1] is node else pair[1]), user
-        node = user
-    return None
-
-
-def _divided(numerator: Any, norm: FoundNorm) -> bool:
-    """Whether a node is what a norm divides by its root."""
-    return (_centered(numerator) if norm.kind == "layer" else numerator) is norm.x
-
-
-def _with_gain(norm: FoundNorm, node: Any) -> FoundNorm | None:
-    """The norm with a weight, if that is what it is multiplied by."""
-    gain = narrow_of(node)
-    pair = operands(gain, "add")
-    zero_centered = pair is not None and 1.0 in pair
-    if pair is not None and zero_centered:
-        gain = narrow_of(pair[1] if pair[0] == 1.0 else pair[0])
-    w = example(gain)
-    fits = w is not None and w.ndim == 1 and same_size(w.shape[0], norm.size)
-    return norm._replace(weight=gain, zero_centered=zero_centered) if fits else None
-
-
-def _gained(norm: FoundNorm) -> FoundNorm:
-    """The same with the weight that the result is multiplied by, and the cast back."""
-    out = _cast_ahead(norm.out)
-    users = list(out.users)
-    if len(users) == 1 and is_same(users[0]) is out:
-        users = list(users[0].users)
-    if len(users) == 1 and spelled(product := users[0]) == "mul":
-        gain: Any = product.args[1] if back(product.args[0]) is out else product.args[0]
-        if (found := _with_gain(norm, gain)) is not None:
-            return found._replace(out=_cast_ahead(product))
-    return norm._replace(out=out)
-
-
-def _biased(norm: FoundNorm) -> FoundNorm:
-    """The same with the bias that is added to the result of a LayerNorm, and the cast back."""
-    users = list(norm.out.users)
-    pair = operands(users[0], "add") if len(users) == 1 else None
-    if norm.kind == "rms" or norm.weight is None or pair is None:
-        return norm
-    bias = narrow_of(pair[1] if pair[0] is norm.out else pair[0])
-    b, w = example(bias), example(norm.weight)
-    if b is not None and w is not None and b.ndim == 1 and same_size(b.shape[0], norm.size) and b.dtype is w.dtype:
-        return norm._replace(bias=bias, out=_cast_ahead(users[0]))
-    return norm
-
-
-def _cast_ahead(node: Node) -> Node:
-    """What a node is cast to, if that is all that is done with it."""
-    found = ahead(node, CASTS)
-    return node if found is None or is_same(found) is not None else found
+_BY_HAND = (Pattern(_layer_norm, partial(_norm_of, "layer")), Pattern(_rms_norm, partial(_norm_of, "rms")))
+_DIVIDED = Pattern(_divided, _why_not)
+_PRODUCT = Pattern(_product, _normalized_by)
 
 
 def raise_length(node: Node) -> Found:

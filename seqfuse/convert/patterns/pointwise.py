@@ -23,6 +23,7 @@ from ..graph import (
     channel,
     either,
     example,
+    following,
     is_fixed,
     is_same,
     operands,
@@ -38,8 +39,6 @@ from ..writer import Writer
 _ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
     "gelu": ops.GeLU, "silu": ops.SiLU, "relu": ops.ReLU, "tanh": ops.Tanh, "sigmoid": ops.Sigmoid,
 }  # fmt: skip
-
-
 _EACH = {
     "add", "sub", "mul", "truediv", "neg", "pow", "square", "reciprocal", "exp", "erf", "tanh", "sigmoid", "relu",
     *CASTS,
@@ -51,9 +50,7 @@ _FAR = 8
 
 def raise_spelled_out(node: Node) -> Found:
     """Several calls that compute an activation of one tensor, however a model spells it, found by trying them."""
-    outs = [node]
-    while len(outs[-1].users) == 1 and spelled(user := next(iter(outs[-1].users))) in _EACH and len(outs) < _FAR:
-        outs.append(user)
+    outs = following(node, _EACH, _FAR)
     inputs = node.all_input_nodes if len(outs) > 1 else []
     for before in inputs:  # which grows
         if spelled(before) in _EACH and len(inputs) < _FAR:

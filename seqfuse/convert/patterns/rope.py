@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +13,17 @@ from ..graph import (
     CASTS,
     argument,
     back,
-    either,
     elements_before,
     example,
     is_fixed,
     narrow_of,
-    operands,
     part_of,
     same_shape,
     same_size,
     spelled,
     view_source,
 )
+from ..pattern import Pattern, matched, reader, wide
 from ..writer import written_behind
 
 PairStyle = Literal["half", "interleaved"]
@@ -41,14 +40,6 @@ class FoundRope(NamedTuple):
     style: PairStyle  # which of them are a pair
 
 
-class _PairMember(NamedTuple):
-    """The first (0) or second (1) members of pairs of x."""
-
-    x: Any
-    member: int
-    style: PairStyle
-
-
 def rope_at(node: Any, before_transpose: bool) -> FoundRope | None:
     """RoPE whose result a node is, in the dtype of what has it.
 
@@ -60,21 +51,22 @@ def rope_at(node: Any, before_transpose: bool) -> FoundRope | None:
     if e is None:
         return None
     size: Any = e.shape[-1]
-    found, whole = _turned(value), None
+    found, whole = matched(value, _TURNED), None
     if found is None and _is_cat(value):
         turned, rest = argument(value, 0, "tensors")
         passed = part_of(rest)
         if passed is None or passed[1] + passed[2] != size:
             return None
         whole, size, _ = passed
-        found = _turned(_wide(turned))
+        found = matched(_wide(turned), _TURNED)
     # As many cosines as elements, or as pairs of them.
     if found is None or not is_fixed(size) or found.size not in (size, size // 2):
         return None
     if whole is not None and part_of(found.x) != (whole, 0, size):
         return None
     x = found.x if whole is None else whole
-    given, cos, sin = example(x), _row(found.cos, before_transpose, cosines), _row(found.sin, before_transpose, sines)
+    turns = ((found.cos, torch.real), (found.sin, torch.imag))
+    given, (cos, sin) = example(x), (_row(t, before_transpose, pick) for t, pick in turns)
     if given is None or not same_shape(given.shape, e.shape) or cos is None or sin is None:
         return None
     if given.dtype is not e.dtype and (whole is not None or value is not node):
@@ -96,61 +88,23 @@ def _wide(node: Any) -> Any:
     return back(source)
 
 
-def _turned(node: Any) -> FoundRope | None:
-    """RoPE in one of its forms, of as many elements as there are cosines."""
-    return _of_sum(node) or _of_parts(node) or _of_complex(node)
-
-
-def _found(x: Any, cos: Any, sin: Any, style: PairStyle) -> FoundRope | None:
-    t = example(cos)
-    return None if t is None else FoundRope(x, cos, sin, t.shape[-1], style)
-
-
-def _of_sum(node: Any) -> FoundRope | None:
-    """X cos + rotate(x) sin."""
-    for first, second in either(operands(node, "add")):
-        for half, sin in either(operands(second, "mul")):
-            rotated = _rotated(narrow_of(half))
-            for x, cos in either(operands(first, "mul")) if rotated is not None else ():
-                if rotated is not None and narrow_of(x) is rotated[0] and example(cos) is not None:
-                    return _found(rotated[0], cos, sin, rotated[1])
-    return None
-
-
-def _rotated(node: Any) -> tuple[Any, PairStyle] | None:
-    """X of (-x2, x1), where x1 and x2 are the parts of x, and which elements they are."""
-    joined = _joined(node)
-    if joined is None or spelled(joined[0]) != "neg":
+def _part(node: Any) -> tuple[Any, int, PairStyle] | None:
+    """Of which x a node is the first (0) or second (1) members of pairs, and which elements are pairs."""
+    node = narrow_of(node)
+    e, whole = example(node), view_source(node)
+    while whole is not None and (w := example(whole)) is not None and e is not None and w.ndim == e.ndim + 1:
+        whole = view_source(whole)
+    w = example(whole)
+    if e is None or w is None or not is_fixed(size := e.shape[-1]):
         return None
-    negated, kept, style = joined
-    second, first = _part(negated.args[0]), _part(kept)
-    if first is None or first.style != style or second != (first.x, 1, style) or first.member != 0:
+    if not same_shape((*e.shape[:-1], 2 * size), w.shape):
         return None
-    return first.x, style
-
-
-def _of_parts(node: Any) -> FoundRope | None:
-    """The parts (x1 cos - x2 sin, x2 cos + x1 sin)."""
-    joined = _joined(node)
-    one, two = (operands(joined[0], "sub"), operands(joined[1], "add")) if joined is not None else (None, None)
-    if joined is None or one is None or two is None:
+    if not same_shape(e.stride()[:-1], w.stride()[:-1]) or (start := elements_before(e, w)) is None:
         return None
-    terms = [_term(product) for product in (*one, *two)]
-    if any(term is None for term in terms):
-        return None
-    (x, cos), (x2, sin), *others = cast("list[tuple[_PairMember, Any]]", terms)
-    wanted, style = [(x2, cos), (x, sin)], joined[2]
-    if x[1:] != (0, style) or x2 != (x.x, 1, style) or others not in (wanted, wanted[::-1]):
-        return None
-    return _found(x.x, cos, sin, style)
-
-
-def _term(product: Any) -> tuple[_PairMember, Any] | None:
-    """A part of x, and what it is multiplied by."""
-    for part, factor in either(operands(product, "mul")):
-        if (found := _part(part)) is not None:
-            return found, factor
-    return None
+    if same_size(e.stride(-1), w.stride(-1)) and start in (0, size):
+        return whole, start // size, "half"
+    interleaved = same_size(e.stride(-1), 2 * w.stride(-1)) and start in (0, 1)
+    return (whole, start, "interleaved") if interleaved else None
 
 
 def _joined(node: Any) -> tuple[Any, Any, PairStyle] | None:
@@ -166,47 +120,43 @@ def _joined(node: Any) -> tuple[Any, Any, PairStyle] | None:
     return (*argument(stack, 0, "tensors"), "interleaved")
 
 
-def _part(node: Any) -> _PairMember | None:
-    """Of which x a node is the first or second members of pairs."""
-    node = narrow_of(node)
-    e, whole = example(node), view_source(node)
-    while whole is not None and (w := example(whole)) is not None and e is not None and w.ndim == e.ndim + 1:
-        whole = view_source(whole)
-    w = example(whole)
-    if e is None or w is None or not is_fixed(size := e.shape[-1]):
-        return None
-    if not same_shape((*e.shape[:-1], 2 * size), w.shape):
-        return None
-    if not same_shape(e.stride()[:-1], w.stride()[:-1]) or (start := elements_before(e, w)) is None:
-        return None
-    if same_size(e.stride(-1), w.stride(-1)) and start in (0, size):
-        return _PairMember(narrow_of(whole), start // size, "half")
-    interleaved = same_size(e.stride(-1), 2 * w.stride(-1)) and start in (0, 1)
-    return _PairMember(narrow_of(whole), start, "interleaved") if interleaved else None
-
-
-def _of_pairs(node: Any) -> Any:
+def _pairs_of(node: Any) -> tuple[Any] | None:
     """X of x.view(*, D / 2, 2)."""
-    x = node.args[0] if spelled(node) in _VIEWS and node.args else None
+    x = node.args[0] if spelled(node := back(node)) in _VIEWS and node.args else None
     before, after = example(x), example(node)
     if before is None or after is None or after.ndim != before.ndim + 1 or after.shape[-1] != 2:
         return None
-    return narrow_of(x) if same_shape(before.shape[:-1], after.shape[:-2]) else None
+    return (x,) if same_shape(before.shape[:-1], after.shape[:-2]) else None
 
 
-def _of_complex(node: Any) -> FoundRope | None:
-    """view_as_real(view_as_complex(x in pairs) * (cos + i sin)), laid out flat."""
-    real: Any = node.args[0] if spelled(node) in _VIEWS and node.args else None
-    product: Any = real.args[0] if spelled(real) == "view_as_real" else None
-    for pairs, angles in either(operands(product, "mul")):
-        t = example(angles)
-        x = _of_pairs(back(pairs.args[0])) if spelled(pairs) == "view_as_complex" else None
-        if x is not None and t is not None and t.is_complex():
-            return _found(x, angles, angles, "interleaved")
-    return None
+part, joined, pairs = map(reader, (_part, _joined, _pairs_of))
+viewed = reader(lambda node: node.args[:1] if spelled(node) in _VIEWS else None)
 
 
-def _row(node: Node, before_transpose: bool, pick: Callable[[Tensor, int], Tensor]) -> Node | None:
+def _sum(x: Any, cos: Any, sin: Any, style: Any) -> Any:
+    return wide(joined(-part(x, 1, style), part(x, 0, style), style)) * sin + x * cos
+
+
+def _parts(x: Any, cos: Any, sin: Any, style: Any) -> Any:
+    first, second = part(x, 0, style), part(x, 1, style)
+    return joined(first * cos - second * sin, second * cos + first * sin, style)
+
+
+def _complex(x: Any, cos: Any) -> Any:
+    return viewed(torch.view_as_real(torch.view_as_complex(pairs(x)) * cos))
+
+
+def _found(x: Any, cos: Any, sin: Any = None, style: PairStyle = "interleaved") -> FoundRope | None:
+    t = example(cos)
+    if t is None or t.is_complex() is not (sin is None):
+        return None
+    return FoundRope(narrow_of(x), cos, cos if sin is None else sin, t.shape[-1], style)
+
+
+_TURNED = tuple(Pattern(spelling, _found) for spelling in (_sum, _parts, _complex))
+
+
+def _row(node: Node, before_transpose: bool, pick: Callable[[Tensor], Tensor]) -> Node | None:
     """Cosines or sines [B or 1, S, R] or [S, R], given with a dimension for heads, or as complex numbers."""
     node = back(node)
     e = example(node)
@@ -215,24 +165,8 @@ def _row(node: Node, before_transpose: bool, pick: Callable[[Tensor, int], Tenso
     heads = e.ndim - (2 if before_transpose else 3)  # where the dimension of heads is
     if heads >= 0 and not same_size(e.shape[heads], 1):
         return None
-    if heads < 0 and not e.is_complex():
-        return node
-    if not e.is_complex() and spelled(node) == "unsqueeze" and argument(node, 1, "dim") in (heads, heads - e.ndim):
+    if e.is_complex():
+        node = written_behind(node, pick)
+    elif heads >= 0 and spelled(node) == "unsqueeze" and argument(node, 1, "dim") in (heads, heads - e.ndim):
         return node.args[0]  # pyright: ignore[reportReturnType]
-    function = pick if e.is_complex() else without_heads
-    return written_behind(node, function, heads)
-
-
-def without_heads(t: Tensor, dim: int) -> Tensor:
-    """The same without the dimension of heads, if it has one."""
-    return t.squeeze(dim) if dim >= 0 else t
-
-
-def cosines(angles: Tensor, dim: int) -> Tensor:
-    """The cosines in cos + i sin, without the dimension of heads."""
-    return without_heads(torch.real(angles), dim)
-
-
-def sines(angles: Tensor, dim: int) -> Tensor:
-    """The sines in cos + i sin, without the dimension of heads."""
-    return without_heads(torch.imag(angles), dim)
+    return node if heads < 0 else written_behind(node, torch.squeeze, heads)
