@@ -261,7 +261,7 @@ class ScaleAdd(ForwardFusion):
     """y = factor x + other in one pass, on any device.
 
     x, other, y: the same shape. Saves the same tensors as the operations. In 16 bits factor x is not rounded before the
-    sum.
+    sum, unless torch would round the factor (on a CPU).
     """
 
     scale: Scale
@@ -271,7 +271,9 @@ class ScaleAdd(ForwardFusion):
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
         factor = self.scale.factor
-        if x.shape == add_other.shape and x.is_floating_point():
+        # On a CPU torch rounds alpha to 16 bits, which moves all elements in one direction.
+        exact = not x.is_cpu or _is_exact(factor, torch.promote_types(x.dtype, add_other.dtype))
+        if x.shape == add_other.shape and x.is_floating_point() and exact:
             y = torch.add(add_other, x, alpha=factor)
         else:
             y, _ = self.add.fwd(x * factor, other=add_other)
@@ -502,6 +504,13 @@ def _addend_fits(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
 def _fits_factor(factor: float) -> bool:
     """Whether a GEMM may apply the factor: with a factor of 0 it does not read its operands, and loses NaN and Inf."""
     return factor != 0 and math.isfinite(factor)
+
+
+@functools.lru_cache
+def _is_exact(factor: float, dtype: torch.dtype) -> bool:
+    """Whether a factor is not rounded to 16 bits."""
+    with _disable_current_modes():
+        return dtype.itemsize > 2 or torch.tensor(factor, dtype=dtype).item() == factor
 
 
 def _bias_joins(linear: Linear, bias: Bias | None, env: Env) -> Requirements:

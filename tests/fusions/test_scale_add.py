@@ -24,6 +24,15 @@ def test_dtypes_promote_as_in_torch(x: torch.dtype, other: torch.dtype):
     torch.testing.assert_close(y, (a * 0.3 + b), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_factor_is_not_rounded_to_16_bits(dtype: torch.dtype):
+    model = sf.Sequential(ops.Residual(ops.Scale(0.7)))
+    x = seeded_randn((64, 64), 0, dtype=dtype)
+    assert model.plan(x).fused == (1, 0)
+    error = (model(x).double() - 1.7 * x.double()) * x.sign()
+    assert abs(error.mean()) < 0.05 * torch.finfo(dtype).eps  # with rounded factors 0.11 and 0.2
+
+
 def test_whole_numbers_are_scaled_to_parts_of_them():
     x, other = torch.arange(4), torch.tensor([3, 0, -1, 2])
     model = sf.Sequential(ops.Scale(0.3), ops.Add("other"))
