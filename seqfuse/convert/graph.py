@@ -1,4 +1,4 @@
-"""Reading the graphs that Dynamo captures: spellings of calls, example tensors, states, and what is worth a reason."""
+"""Reads the graphs that Dynamo captures: names of calls, arguments, example tensors, views and casts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAME = {*CASTS, "contiguous", "view", "reshape", "expand", "expand_as", "clone"
 
 
 def spelled(node: Any) -> str | None:
-    """The name of a call of torch, the same for a function, a method, an operator and an ATen overload."""
+    """The name of a torch call, equal for a function, a method, an operator and an ATen overload."""
     if not isinstance(node, Node):
         return None
     if node.op == "call_method":
@@ -60,7 +60,7 @@ def _name_of_function(target: Any) -> str | None:
 
 
 def name_of(node: Node) -> str:
-    """The name of a call as the model spells it, of torch or of anybody else."""
+    """The name of any call as the model spells it."""
     target: Any = getattr(node.target, "overloadpacket", node.target)
     name = spelled(node) or getattr(target, "__name__", str(target))
     return node.meta.get(NAMED, name) if name in ("matmul", "linear") else name
@@ -73,7 +73,7 @@ _POSITIONAL = {
 
 
 def positional(graph: Graph) -> None:
-    """Give by place what calls have as `input=` and `other=`, so that one spelling of them is left."""
+    """Rewrite `input=` and `other=` of calls as positional arguments."""
     for node in graph.nodes:
         if spelled(node) in _POSITIONAL:
             given = dict(node.kwargs)
@@ -84,7 +84,7 @@ def positional(graph: Graph) -> None:
 
 
 def fold_sizes(graph: Graph) -> None:
-    """Write sizes that Dynamo traced as symbols, and that turned out to be one number, as that number."""
+    """Replace symbolic sizes that Dynamo has specialized by their numbers."""
     for node in list(graph.nodes):
         number = fixed(value) if issubclass(type(value := value_of(node)), torch.SymInt) else None
         if number is None or spelled(node) != "getitem":
@@ -102,7 +102,7 @@ def fold_sizes(graph: Graph) -> None:
 
 
 def fixed(size: Any) -> int | None:
-    """A size as a number, if it is the same in all calls."""
+    """A size as a number, if it is equal in all calls."""
     return size.node.maybe_as_int() if issubclass(type(size), torch.SymInt) else size
 
 
@@ -117,14 +117,14 @@ def arguments(node: Node, *names: str) -> Any:
 
 
 def called(node: Node, value: Callable[[Node], Any]) -> Any:
-    """What a call gives for the values of the nodes that it is given."""
+    """The result of a call for the values of its argument nodes."""
     args, kwargs = cast("Any", map_arg((node.args, node.kwargs), value))
     target: Any = node.target
     return getattr(args[0], target)(*args[1:], **kwargs) if node.op == "call_method" else target(*args, **kwargs)
 
 
 def value_of(node: Any) -> Any:
-    """What Dynamo computed for a node: a fake tensor, several, or another value."""
+    """The example value that Dynamo computed for a node: a fake tensor, several, or another value."""
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
 
 
@@ -199,7 +199,9 @@ def is_fixed(*sizes: Any) -> bool:
 
 
 def is_same(node: Any) -> Node | None:
-    """What a call returns unchanged: a cast to the dtype it has, a view of the shape it has, a dropout that is off."""
+    """The argument that a call returns unchanged: a cast to its own dtype, a view of its own shape, an inactive
+    dropout.
+    """
     name = spelled(node)
     if name == "dropout":
         off = not argument(node, 1, "p", 0.5) or not argument(node, 2, "training", True)
@@ -222,28 +224,28 @@ def is_same(node: Any) -> Node | None:
 
 
 def unchanged(node: Any) -> Iterator[Any]:
-    """A node, and what it is but for calls that change nothing, one after another."""
+    """A node, then its source before each call that changes nothing."""
     yield node
     while isinstance(node, Node) and (node := is_same(node)) is not None:
         yield node
 
 
 def back(node: Any) -> Any:
-    """What a node is but for calls that change nothing."""
+    """The source of a node before calls that change nothing."""
     while (source := is_same(node)) is not None:
         node = source
     return node
 
 
 def narrow_of(node: Any) -> Any:
-    """What a node is but for casts to a wider dtype and calls that change nothing."""
+    """The source of a node before casts to a wider dtype and calls that change nothing."""
     while isinstance(node, Node) and (source := is_same(node) or _widened(node)) is not None:
         node = source
     return node
 
 
 def read_by(node: Node) -> list[Node]:
-    """The nodes whose numbers a call reads; of others it is given it takes the dtype, the device or the shape alone."""
+    """The nodes whose elements a call reads, without those of which it only reads dtype, device or shape."""
     name = spelled(node) or ""
     if name in CASTS or name in ("expand_as", "view_as", "reshape_as"):
         return [n for n in node.args[:1] if isinstance(n, Node)]
@@ -251,7 +253,7 @@ def read_by(node: Node) -> list[Node]:
 
 
 def _widened(node: Node) -> Node | None:
-    """What a cast to a wider dtype casts; joining an empty tensor of a wider dtype is one, as of a new cache."""
+    """The source of a cast to a wider dtype; concatenation with an empty wider tensor, as of a new cache, is a cast."""
     name = spelled(node)
     source: Any = _joined_alone(node) if name == "cat" else node.args[0] if name in CASTS else None
     before, after = example(source), example(node)
@@ -262,7 +264,7 @@ def _widened(node: Node) -> Node | None:
 
 
 def _joined_alone(node: Node) -> Node | None:
-    """The one tensor that a `cat` joins with nothing but empty ones, as a cache that held nothing yet does."""
+    """The only non-empty tensor of a `cat`, as with an empty cache."""
     parts: Any = argument(node, 0, "tensors")
     dim = argument(node, 1, "dim", 0)
     full = [p for p in parts if (e := example(p)) is None or not same_size(e.shape[0 if e.ndim == 1 else dim], 0)]
@@ -270,7 +272,7 @@ def _joined_alone(node: Node) -> Node | None:
 
 
 def operands(node: Any, name: str) -> tuple[Any, Any] | None:
-    """The two operands of a sum or product, in the order written; no factor or rounding is hidden in it."""
+    """The two operands of a sum or product, in order; `None` with `alpha` or a rounding mode."""
     if spelled(node) != name or len(node.args) != 2 or dict(node.kwargs) not in ({}, {"alpha": 1}):
         return None
     return node.args[0], node.args[1]
@@ -283,7 +285,7 @@ VIEWS = {
 
 
 def view_source(node: Any) -> Node | None:
-    """The tensor that a call gives a view of, as the examples of both share memory."""
+    """The tensor of which a call returns a view, judged by the shared memory of the examples."""
     source: Any = node.args[0] if spelled(node) in VIEWS and node.args else None
     if spelled(source) in ("unbind", "chunk", "split", "split_with_sizes"):
         source = source.args[0]
@@ -313,7 +315,7 @@ def part_of(node: Any) -> tuple[Any, int, int] | None:
 
 
 def either(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
-    """Two operands, and the other way round; nothing of none."""
+    """Both orders of two operands; nothing for `None`."""
     return () if pair is None else (pair, pair[::-1])
 
 
@@ -359,13 +361,13 @@ def swapped(node: Any) -> tuple[int, int] | None:
 
 
 WRITTEN = "seqfuse_written"
-"""What notes of a node that a matcher wrote it, for what it raises; it need not run if nobody reads it."""
+"""Marks a node that a matcher wrote for its operations; it is removed if it is not read."""
 
 NAMED = "seqfuse_named"
-"""Where a GEMM that is written for an `einsum` or `bmm` notes that name, for reports."""
+"""The original name of a GEMM that was written for an `einsum` or `bmm`, for reports."""
 
 PATH = "seqfuse_path"
-"""Where a node notes the path of the module that it was called in, if that is known."""
+"""The path of the module that called a node, if it is known."""
 
 
 def owner(node: Node) -> str:

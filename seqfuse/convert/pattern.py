@@ -1,8 +1,8 @@
-"""Patterns: spellings of operations as Python functions of torch calls, and where a captured graph has them.
+"""Patterns: spellings of operations as Python functions of torch calls, matched against a captured graph.
 
-The arguments of such a function are holes. It is traced once, and matched from its result back: up to the order of the
-operands of sums and products, calls that change nothing, and the normal forms of `Spelled.of`. Write the operand that
-fits fewer values first.
+The arguments of such a function are holes. It is traced once and matched from its result backwards, ignoring the order
+of operands of sums and products and calls that change nothing, in the normal forms of `Spelled.of`. Write the operand
+that matches fewer values first.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from .graph import CASTS, argument, is_last, is_same, narrow_of, positional, spe
 
 
 class Pattern(NamedTuple):
-    """A spelling, and what a match of it is."""
+    """A spelling, and the function that checks a match of it."""
 
     spelling: Callable[..., Any]  # a function of holes that calls torch, `any_of` and readers
-    # Gets each hole by name: a node or number as the graph has it, `None` of a way not taken. `None` is no match.
+    # Gets each hole by name: a node or number of the graph, or `None` in an alternative that is not used. Returns
+    # `None` to reject the match.
     check: Callable[..., Any]
 
 
 def matched(node: Any, patterns: Iterable[Pattern], *about: Any) -> Any:
-    """What a check says of a match that ends with a node, of all patterns the first that says something."""
+    """The first result of a check, over all matches of all patterns that end with a node; `None` without a match."""
     for spelling, check in patterns:
         whole, holes = _traced(spelling)
         for found in _matches(whole, node, {}):
@@ -42,7 +43,7 @@ def any_of(*ways: Any) -> Any:
 
 
 def reader(read: Callable[[Any], tuple[Any, ...] | None]) -> Callable[..., Any]:
-    """In a spelling: a call of which `read` says the arguments by the node of a graph; `None` for another value."""
+    """In a spelling: a call whose arguments `read` finds for a node of the graph; it returns `None` for other nodes."""
     return functools.partial(_written, read)
 
 
@@ -66,14 +67,14 @@ recast = reader(_alone)
 
 
 class Spelled(NamedTuple):
-    """A call of torch in its normal form; in a pattern also one of `any_of` and readers, and holes by their names."""
+    """A torch call in its normal form; in a pattern also `any_of` and readers; holes are strings."""
 
     name: Any
     args: tuple[Any, ...]
 
     @classmethod
     def of(cls, node: Any) -> Spelled | None:
-        """The normal form of a call: one for all spellings of the same numbers."""
+        """The normal form of a call, equal for all spellings of the same computation."""
         name: Any = node.name if isinstance(node, Spelled) else spelled(node)
         if name is None:
             return None
@@ -98,7 +99,7 @@ class Spelled(NamedTuple):
 
 
 def _reduced(node: Any, name: str) -> tuple[Any, ...]:
-    """X of a mean or variance, the dimension, -1 for the last one, whether it is kept, and the dtype or correction."""
+    """The arguments of a mean or variance: x, the dimension (-1 for the last), keepdim, and the dtype or correction."""
     x, dim = argument(node, 0, "input"), argument(node, 1, "dim")
     kept = argument(node, 2 if spelled(node) == "mean" else 3, "keepdim", False)
     which, default = ("dtype", None) if name == "mean" else ("correction", argument(node, 2, "unbiased", True) * 1)
@@ -107,7 +108,7 @@ def _reduced(node: Any, name: str) -> tuple[Any, ...]:
 
 @functools.cache
 def _traced(spelling: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:
-    """The calls of a spelling, and its holes."""
+    """Traces a spelling: its calls, and its holes."""
     graph, names = Graph(), inspect.signature(spelling).parameters
     tracer = GraphAppendingTracer(graph)
     result = spelling(*(Proxy(graph.placeholder(name), tracer) for name in names))
@@ -116,7 +117,7 @@ def _traced(spelling: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _told(node: Any) -> Any:
-    """A traced value as calls in their normal form."""
+    """Converts a traced value to calls in normal form."""
     if not isinstance(node, Node | Spelled):
         return node
     if isinstance(node, Node) and node.op == "placeholder":
@@ -126,7 +127,7 @@ def _told(node: Any) -> Any:
 
 
 def _matches(wanted: Any, value: Any, holes: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The ways in which a value is as wanted, with what its holes are."""
+    """All matches of a value with a part of a pattern: the values of its holes."""
     if isinstance(wanted, str):
         fits = wanted not in holes or narrow_of(value) == narrow_of(holes[wanted])
         if fits and value is not None and not isinstance(value, Spelled):
@@ -149,7 +150,7 @@ def _matches(wanted: Any, value: Any, holes: dict[str, Any]) -> Iterator[dict[st
 
 
 def _all(wanted: tuple[Any, ...], values: tuple[Any, ...] | None, holes: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The same of several values."""
+    """All matches of several values."""
     if not wanted and not values:
         yield holes
     elif values is not None and len(wanted) == len(values):

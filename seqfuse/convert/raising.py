@@ -1,4 +1,4 @@
-"""Raising: the nodes of a captured graph that spell one operation, and the operation."""
+"""Raising: replaces the nodes of a captured graph that spell an operation by the operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ META = torch.device("meta")
 
 @dataclasses.dataclass
 class View:
-    """A node that is part of a value that no node holds: [*, D], or heads [B, H, S, D] of [B, S, *], from start on."""
+    """A node that is a part, from `start` on, of a value without a node: [*, D], or heads [B, H, S, D] of [B, S, *]."""
 
     node: Node
     start: int
@@ -29,7 +29,7 @@ class View:
 
 
 class Inner:
-    """A value inside of several operations that are raised together; no node holds it, but some may be views of it."""
+    """An intermediate value of operations that are raised together; it has no node, but nodes may be views of it."""
 
     def __init__(self) -> None:
         self.views: list[View] = []
@@ -40,30 +40,30 @@ Value = Node | Inner
 
 @dataclasses.dataclass(eq=False)
 class Raised:
-    """An operation that stands for nodes of a graph."""
+    """An operation that replaces nodes of a graph."""
 
-    # The operation, its parameters on `meta`; a channel has the name of the node whose value it carries.
+    # Its parameters are on `meta`; a channel has the name of its node.
     operation: FusableOperation
     x: Value  # what it reads
     out: Value  # what it returns
-    node: Node  # the node that it is named after and placed at
-    # What stands for its parameters in the graph, by name.
+    node: Node  # the node that determines its name and position
+    # The nodes of its parameters, by name.
     parameters: Mapping[str, Node] = dataclasses.field(default_factory=dict[str, Node])
     # The nodes that are its extra inputs, by channel.
     channels: Mapping[str, Node] = dataclasses.field(default_factory=dict[str, Node])
     reached: bool = True  # whether a gradient may come back to it
-    # The nodes that need not run any more, if nobody else reads them: those of all that was raised with it.
+    # All nodes that were replaced together with it; they are removed unless other nodes read them.
     took: frozenset[Node] = frozenset()
-    why: str | None = None  # why it is not more, which a report says where it is left
+    why: str | None = None  # why it was not fused further, for the report
 
     @property
     def counts(self) -> bool:
-        """Whether it makes a chain worth a call: it has a parameter, or is attention."""
+        """Whether it makes a chain worthwhile: it has a parameter, or is attention."""
         return bool(self.parameters) or isinstance(self.operation, ops.Attention | ops.CrossAttention)
 
     @property
     def ends(self) -> list[Node]:
-        """The nodes that its result is, or that are views of it."""
+        """The node of its result, or the nodes that are views of it."""
         return [self.out] if isinstance(self.out, Node) else [view.node for view in self.out.views]
 
     @property
@@ -73,13 +73,14 @@ class Raised:
 
 
 Found = list[Raised] | str | None
-"""The operations that a matcher found, the reason why what it knows cannot be raised, or `None`: not what it knows."""
+"""The operations that a matcher found; the reason why a known spelling cannot be raised; or `None`: not its spelling.
+"""
 
 
 class GraphMatcher(NamedTuple):
-    """What raises operations."""
+    """A function that raises operations."""
 
-    match: Callable[[Node], Found]  # finds the operations that end with a call, or are known by it
+    match: Callable[[Node], Found]  # gets a call that ends or identifies a spelling
     calls: frozenset[str]  # the names of such calls
 
 
@@ -95,7 +96,7 @@ def raised(
     effects: Effects,
     reasons: dict[Node, str],
 ) -> Iterator[Raised]:
-    """The operations of a graph, by one matcher after another; why one was not raised is added to `reasons`."""
+    """Runs the matchers one after another over a graph; `reasons` gets why a spelling was not raised."""
     taken: set[Node] = set()
     for match, calls in matchers:
         for node in list(graph.nodes):
@@ -103,7 +104,7 @@ def raised(
                 continue
             try:
                 found = match(node)
-            except Exception as error:  # a spelling that nobody thought of: it runs as it did
+            except Exception as error:  # an unexpected spelling stays as it is
                 found = one_line(error)
             if isinstance(found, str):
                 reasons.setdefault(node, found)
@@ -124,7 +125,7 @@ def raised(
 
 
 def behind(nodes: Iterable[Node], until: Container[Node] = ()) -> set[Node]:
-    """Nodes, and those whose numbers they are made of, up to some."""
+    """Nodes and all nodes that their values are computed from, up to `until`."""
     found, stack = set[Node](), [*nodes]
     while stack:
         node = stack.pop()
@@ -135,7 +136,7 @@ def behind(nodes: Iterable[Node], until: Container[Node] = ()) -> set[Node]:
 
 
 def _between(found: list[Raised]) -> frozenset[Node]:
-    """The nodes that operations stand for: those by way of which the last one's result is made of what they read."""
+    """The nodes that operations replace: those on a path from their inputs to the last one's result."""
     inputs = {n for r in found for given in r.inputs for n in _written_of(given)}
     inside = behind(found[-1].ends, inputs)
     took, stack = set[Node](), [*inputs]
@@ -145,11 +146,11 @@ def _between(found: list[Raised]) -> frozenset[Node]:
         took.update(ahead)
         stack += ahead
     parts = (user for node in took for user in node.users if spelled(user) == "getitem" and not user.users)
-    return frozenset(took | {part for part in parts if isinstance(part.args[1], int)})  # results that nobody reads
+    return frozenset(took | {part for part in parts if isinstance(part.args[1], int)})  # unread results
 
 
 def _written_of(given: Node) -> Iterator[Node]:
-    """A value that operations read and, where a matcher wrote it for them, what it is written of."""
+    """An input of operations and, if a matcher wrote its node, the inputs of that node."""
     yield given
     if WRITTEN in given.meta:
         for node in given.all_input_nodes:
@@ -157,7 +158,7 @@ def _written_of(given: Node) -> Iterator[Node]:
 
 
 def _inner(found: list[Raised], took: frozenset[Node]) -> set[Node]:
-    """The values that operations replace, but for those that they read, return or have a view of."""
+    """The replaced values that are not inputs, results or views of results."""
     views = {view.node for r in found if isinstance(r.out, Inner) for view in r.out.views}
     read = (node for r in found for n in r.inputs for node in _written_of(n))
     known = {*read, *(r.out for r in found), *views}
@@ -165,22 +166,22 @@ def _inner(found: list[Raised], took: frozenset[Node]) -> set[Node]:
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether a call launches nothing, or little beside a GEMM; it may be read by others, too."""
+    """Whether a call costs little compared with a GEMM; then other nodes may read it, too."""
     return is_same(node) is not None or spelled(node) in CHEAP
 
 
 CHEAP = VIEWS | CASTS | {"contiguous", "t", "expand_as"}
-"""Calls that are cheap, whatever they are given."""
+"""Calls that are cheap for any arguments."""
 
 
 def in_turn(steps: Sequence[tuple[Any, ...]], x: Value, out: Value, node: Node) -> list[Raised]:
-    """Operations, each with its parameters and channels, if any, that go on from what the one before makes."""
+    """A chain of operations, each with its parameters and channels, from x to out."""
     values = [x, *(Inner() for _ in steps[1:]), out]
     return [Raised(step[0], a, b, node, *step[1:]) for step, a, b in zip(steps, values, values[1:], strict=False)]
 
 
 def one(operation: FusableOperation, x: Any, out: Node, **parameters: Any) -> Found:
-    """One operation, unless it reads no tensor of floating-point numbers, or its parameters are of another kind."""
+    """One operation, if x and its parameters are floating-point tensors on one device."""
     x = back(x)
     e = example(x)
     if e is None or not e.is_floating_point():

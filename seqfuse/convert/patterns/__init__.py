@@ -15,4 +15,4 @@ MATCHERS = (
     *linear.MATCHERS,
     *pointwise.PRODUCTS,
 )
-"""What raises operations: large spellings before those that are parts of them."""
+"""The matchers, large spellings before their parts."""

@@ -451,7 +451,7 @@ def _laid(node: Any, transposed: bool) -> tuple[Any, int, int, int, int] | str |
 
     Returns:
         The tensor, the first element, H, which of three parts of each head they are, and 3 if these interleave head by
-        head, otherwise 1; why they are no such heads; `None` if they are no view of such a tensor.
+        head, otherwise 1; why it is not possible; or `None` if they are not a view of such a tensor.
     """
     e, source = example(node), node
     if e is None or e.ndim != 4 or spelled(node) == "unsqueeze":  # heads that were folded into the batch

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what stands for them in a graph, and the router before them, by what it makes of logits."""
+"""Mixtures of experts: their nodes in a graph, and the router before them, recognized by its function of the logits."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _divided(x: Any, other: Any, dim: Any, correction: Any, eps: Any, least: Any
 
 
 def _why_not(out: Node, x: Any, other: Any, dim: Any, correction: Any, eps: Any, least: Any) -> str:
-    """Why something that is divided by the root of an average is no norm."""
+    """Why a division by the root of an average is not a norm."""
     if least is not None:
         return "it takes the larger of eps and the average, a norm of torch their sum"
     if isinstance(eps, Node):
