@@ -2,9 +2,8 @@
 
 `peak` is a step of a small Hugging Face Llama with AdamW; `front` one without, also of a GPT with dropout, with many
 memory budgets. Memory is the resident set of a process per side, before a step that follows some others, and at its
-peak. Times are measured in one process, with alternating sides; each side of torch.compile is measured in a separate
-process, together with eager. Sides that do not run here are skipped. Writes `results/peak.json` and
-`results/front.json`.
+peak. Times are measured in one process, with alternating sides; each side of torch.compile in another process, with
+eager. Sides that do not run here are skipped. Writes `results/peak.json` and `results/front.json`.
 """
 
 from __future__ import annotations
