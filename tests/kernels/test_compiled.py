@@ -242,7 +242,7 @@ def test_a_kernel_of_an_author_is_compiled_as_it_would_be_launched(tmp_path: Pat
             with pytest.raises(AssertionError, match=said):
                 compile_kernel(kernel, *launch, targets=["sm_90"])
         for target in ("h100", "cuda:sm_90", ""):
-            with pytest.raises(TypeError, match=f"targets: '{target}' is no architecture"):
+            with pytest.raises(TypeError, match=f"targets: '{target}' is not an architecture"):
                 compile_kernel(module.wrong_kernel, *launch, targets=target)
         with pytest.raises(TypeError, match="wrong_kernel: missing a required argument"):
             compile_kernel(module.wrong_kernel, targets="sm_90")

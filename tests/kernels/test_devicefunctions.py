@@ -180,7 +180,9 @@ class Learned(sf.Pointwise):
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         dx = dy * saved.weight**2 if "x" in needs else None
-        return dx, {"weight": (2 * saved.weight * dy * saved.x).sum() if "weight" in needs else None}
+        return dx, {
+            "weight": (2.0 * dy * saved.x).sum(dtype=torch.float32) * saved.weight if "weight" in needs else None
+        }
 
 
 @pytest.mark.parametrize(
