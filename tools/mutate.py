@@ -6,9 +6,10 @@
 
 All work on the tree in the working directory. The first runs the tests and traces the functions that they call. The
 second draws mutants of operations, fusions, kernels (of C, too) and the engine, and runs for each the tests that call
-the changed function, those with few functions and little time first, until one fails. Mutants are drawn by the text of
-the change and the name of its function, so that the draw does not change if a file is moved. The third draws this
-many mutants of each of these rooms or files of the package, and runs the given tests for each.
+the changed function, those with few functions and little time first, until one fails, and for a survivor thirteen times
+as many. Mutants are drawn by the text of the change and the name of its function, so that the draw does not change if a
+file is moved. The third draws this many mutants of each of these rooms or files of the package, and runs the given
+tests for each.
 """
 
 from __future__ import annotations

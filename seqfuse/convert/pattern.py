@@ -32,8 +32,8 @@ def matched(node: Any, patterns: Iterable[Pattern], *about: Any) -> Any:
     for spelling, check in patterns:
         whole, holes = _traced(spelling)
         for found in _matches(whole, node, {}):
-            if (said := check(*about, **holes | found)) is not None:
-                return said
+            if (result := check(*about, **holes | found)) is not None:
+                return result
     return None
 
 
@@ -113,46 +113,46 @@ def _traced(spelling: Callable[..., Any]) -> tuple[Any, dict[str, Any]]:
     tracer = GraphAppendingTracer(graph)
     result = spelling(*(Proxy(graph.placeholder(name), tracer) for name in names))
     positional(graph)
-    return _told(result.node), dict.fromkeys(names)
+    return _normalized(result.node), dict.fromkeys(names)
 
 
-def _told(node: Any) -> Any:
+def _normalized(node: Any) -> Any:
     """Converts a traced value to calls in normal form."""
     if not isinstance(node, Node | Spelled):
         return node
     if isinstance(node, Node) and node.op == "placeholder":
         return node.target
     call = Spelled.of(node) or Spelled(getattr(node, "target", None), node.args)
-    return Spelled(call.name, tuple(map(_told, call.args)))
+    return Spelled(call.name, tuple(map(_normalized, call.args)))
 
 
-def _matches(wanted: Any, value: Any, holes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _matches(part: Any, value: Any, holes: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All matches of a value with a part of a pattern: the values of its holes."""
-    if isinstance(wanted, str):
-        fits = wanted not in holes or narrow_of(value) == narrow_of(holes[wanted])
+    if isinstance(part, str):
+        fits = part not in holes or narrow_of(value) == narrow_of(holes[part])
         if fits and value is not None and not isinstance(value, Spelled):
-            yield {wanted: value, **holes}
-    elif not isinstance(wanted, Spelled):
-        if type(value) in (int, float, bool, type(None)) and value == wanted:
+            yield {part: value, **holes}
+    elif not isinstance(part, Spelled):
+        if type(value) in (int, float, bool, type(None)) and value == part:
             yield holes
-    elif wanted.name is any_of:
-        for way in wanted.args:
+    elif part.name is any_of:
+        for way in part.args:
             yield from _matches(way, value, holes)
-    elif not isinstance(wanted.name, str):
-        yield from _all(wanted.args, wanted.name(value), holes)
-    elif (call := Spelled.of(value)) is None or call.name != wanted.name:
+    elif not isinstance(part.name, str):
+        yield from _all(part.args, part.name(value), holes)
+    elif (call := Spelled.of(value)) is None or call.name != part.name:
         if (source := is_same(value)) is not None:
-            yield from _matches(wanted, source, holes)
+            yield from _matches(part, source, holes)
     else:
-        yield from _all(wanted.args, call.args, holes)
+        yield from _all(part.args, call.args, holes)
         if call.name in ("add", "mul", "maximum"):
-            yield from _all(wanted.args, call.args[::-1], holes)
+            yield from _all(part.args, call.args[::-1], holes)
 
 
-def _all(wanted: tuple[Any, ...], values: tuple[Any, ...] | None, holes: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _all(parts: tuple[Any, ...], values: tuple[Any, ...] | None, holes: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All matches of several values."""
-    if not wanted and not values:
+    if not parts and not values:
         yield holes
-    elif values is not None and len(wanted) == len(values):
-        for found in _matches(wanted[0], values[0], holes):
-            yield from _all(wanted[1:], values[1:], found)
+    elif values is not None and len(parts) == len(values):
+        for found in _matches(parts[0], values[0], holes):
+            yield from _all(parts[1:], values[1:], found)

@@ -39,10 +39,10 @@ def kernels_read(name: str, of: torch.dtype | None, env: Env) -> Requirements:
 def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
     """Requirements of all kernels for an activation or a gated unit."""
     kind = type(act)
-    own_making = f"{kind.__name__} keeps its own record"
+    own_record = f"{kind.__name__} keeps its own record"
     if isinstance(act, Gated):
         yield kind.reference is Gated.reference, f"{kind.__name__} has its own gated unit"
-        yield kind.Saved.fields == ("x",), own_making
+        yield kind.Saved.fields == ("x",), own_record
         yield from act_fits(act.activation, env)
         if act.up is not None:
             yield from act_fits(act.up, env)
@@ -50,7 +50,7 @@ def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
     of = type(act)  # the attributes of instances are read when a kernel runs
     yield of.value is not None and of.derivative is not None, f"{kind.__name__} has no device functions"
     yield not act.parameter_slots(), f"{kind.__name__} has parameters, which device functions do not see"
-    yield kind.Saved.fields == (("x",) if act.reads == "input" else ("y",)), own_making
+    yield kind.Saved.fields == (("x",) if act.reads == "input" else ("y",)), own_record
     if env.kernels == "c":
         reason = _in_c()(device(act))
         yield reason is None, reason or ""

@@ -306,4 +306,4 @@ class Residual(Sequential):
 
     def expand(self) -> tuple[nn.Module, ...]:
         fork, add = self._ends
-        return (fork, *self._modules.values(), add)  # pyright: ignore[reportReturnType] # at once, as in Sequential
+        return (fork, *self._modules.values(), add)  # pyright: ignore[reportReturnType]

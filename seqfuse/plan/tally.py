@@ -107,15 +107,15 @@ def _formulas() -> dict[Any, Any]:
     def gemm(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * math.prod(a) * b[-1]
 
-    def gemms(q: Sequence[int], keys: int, v: Sequence[int]) -> int:
+    def both_gemms(q: Sequence[int], keys: int, v: Sequence[int]) -> int:
         return 2 * math.prod(q) * keys + 2 * math.prod(q[:-1]) * keys * v[-1]
 
     def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-        return gemms(q, k[-2], v)
+        return both_gemms(q, k[-2], v)
 
     def flash(q: Any, k: Any, v: Any, ends: Sequence[int] | None = None, *_: Any, **__: Any) -> int:
         # [B, S, H, D]; packed sequences [tokens, H, D] count as sequences of the mean length.
-        return gemms(q, k[-3] // (1 if ends is None else ends[0] - 1), v)
+        return both_gemms(q, k[-3] // max(1, 1 if ends is None else ends[0] - 1), v)
 
     def backward_of(forward: Callable[..., int]) -> Callable[..., int]:
         def backward(_: Sequence[int], q: Any, k: Any, v: Any, y: Any, lse: Any, *given: Any, **__: Any) -> int:
@@ -133,7 +133,6 @@ def _formulas() -> dict[Any, Any]:
         torch.ops.aten._flash_attention_backward: backward_of(flash),
         torch.ops.aten._scaled_mm_v2: gemm,
         torch.ops.aten._scaled_grouped_mm: gemm,
-        torch.ops.aten._grouped_mm: gemm,
     }
     for kernel in kernels:
         extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = attention

@@ -45,7 +45,7 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
     if expected is None:
         return True
     y_own, extra_own, records = expected
-    hint = "" if context.env.autocast is None else _AUTOCAST
+    hint = None if context.env.autocast is None else _AUTOCAST
     _compare(step, "its output", y, y_own, hint)
     for name in fusion.outputs:
         if name in extra_own:
@@ -128,7 +128,7 @@ def _raw(record: Saved, field: str) -> Any:
     return late[field]() if field in late else record.__dict__.get(field)
 
 
-def _compare(step: Step, what: str, got: Any, own: Any, hint: str) -> None:
+def _compare(step: Step, what: str, got: Any, own: Any, hint: str | None) -> None:
     if _is_tuple(own) and _is_tuple(got, len(own)):
         for a, b in zip(got, own, strict=True):
             _compare(step, what, a, b, hint)
@@ -149,8 +149,8 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-def _wrong(step: Step, message: str, hint: str = "") -> PluginError:
-    return PluginError(message, code="SF302", **step.located, **({"hint": hint} if hint else {}))
+def _wrong(step: Step, message: str, hint: str | None = None) -> PluginError:
+    return PluginError(message, code="SF302", **step.located, hint=hint)
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tools import mutate
 from tools.mutate import mutants, sample
 
 SOURCE = b'''
@@ -120,3 +125,19 @@ def test_a_draw_is_of_the_package_or_of_each_of_some_rooms_and_files(tmp_path: P
     drawn, count = sample(tmp_path, 3, 0, ["tune", "ops/scale.py"])
     assert [mutant.path.split("/")[1] for mutant in drawn] == ["tune"] * 3 + ["ops"] * 3
     assert count == 3 * len(CHANGES)
+
+
+def test_a_survivor_meets_more_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "seqfuse" / "scale.py"
+    file.parent.mkdir()
+    file.write_bytes(SOURCE)
+    for command in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    mutant, *_ = mutants("seqfuse/scale.py", SOURCE)
+    tests = {f"test_{i}": [0.001, [0]] for i in range(300)}
+    known = {"plain": {"functions": [f"scale.py {mutant.function}"], "tests": tests}}
+    met: list[int] = []
+    monkeypatch.setattr(mutate, "survives", lambda given, *_: met.append(len(given["plain"])) or "survived")
+    mutate.run([mutant], known, tmp_path / "results", tmp_path, 10.0)
+    assert met == [200, 300]
+    assert json.loads((tmp_path / "results").read_text())["fate"] == "survived"

@@ -51,22 +51,22 @@ def rope_at(node: Any, before_transpose: bool) -> FoundRope | None:
     if e is None:
         return None
     size: Any = e.shape[-1]
-    found, whole = matched(value, _TURNED), None
+    found, whole = matched(value, _ROPE), None
     if found is None and _is_cat(value):
-        turned, rest = argument(value, 0, "tensors")
+        rotated, rest = argument(value, 0, "tensors")
         passed = part_of(rest)
         if passed is None or passed[1] + passed[2] != size:
             return None
         whole, size, _ = passed
-        found = matched(_wide(turned), _TURNED)
+        found = matched(_wide(rotated), _ROPE)
     # As many cosines as elements, or as pairs of them.
     if found is None or not is_fixed(size) or found.size not in (size, size // 2):
         return None
     if whole is not None and part_of(found.x) != (whole, 0, size):
         return None
     x = found.x if whole is None else whole
-    turns = ((found.cos, torch.real), (found.sin, torch.imag))
-    given, (cos, sin) = example(x), (_row(t, before_transpose, pick) for t, pick in turns)
+    pairs_of = ((found.cos, torch.real), (found.sin, torch.imag))
+    given, (cos, sin) = example(x), (_row(t, before_transpose, pick) for t, pick in pairs_of)
     if given is None or not same_shape(given.shape, e.shape) or cos is None or sin is None:
         return None
     if given.dtype is not e.dtype and (whole is not None or value is not node):
@@ -153,7 +153,7 @@ def _found(x: Any, cos: Any, sin: Any = None, style: PairStyle = "interleaved") 
     return FoundRope(narrow_of(x), cos, cos if sin is None else sin, t.shape[-1], style)
 
 
-_TURNED = tuple(Pattern(spelling, _found) for spelling in (_sum, _parts, _complex))
+_ROPE = tuple(Pattern(spelling, _found) for spelling in (_sum, _parts, _complex))
 
 
 def _row(node: Node, before_transpose: bool, pick: Callable[[Tensor], Tensor]) -> Node | None:
