@@ -1,4 +1,4 @@
-"""Modules that people put in the place of those of a model."""
+"""Modules with which people replace modules of a model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class Quantized(nn.Parameter):
-    """As libraries keep a weight in few bits."""
+    """A Linear whose weight is kept in few bits, as quantization libraries do."""
 
 
 def at(path: str, change: Callable[[Any], object]) -> Callable[[Any], None]:
-    """A change of the module at a path."""
+    """Replaces or changes the module at a path."""
 
     def alter(m: Any) -> None:
         change(m.get_submodule(path))
@@ -23,7 +23,7 @@ def at(path: str, change: Callable[[Any], object]) -> Callable[[Any], None]:
 
 
 def patched(module: Any) -> None:
-    """Give an instance a `forward`."""
+    """Gives an instance its own `forward`."""
     module.forward = types.MethodType(lambda self, x: 2 * type(self).forward(self, x), module)
 
 
@@ -33,7 +33,7 @@ def twice(*given: Any) -> Any:
 
 
 class Twice(nn.Module):
-    """A hand-made change of what a module gives, as adapters are."""
+    """An adapter: changes the output of a module."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a compiler of kernels needs, imported once for all that are forked from the process that imports this."""
+"""Imports whatever compiling kernels needs, once for all processes forked from this one."""
 
 import importlib
 import os
@@ -12,5 +12,5 @@ import triton.compiler
 
 importlib.import_module("tools.launches")  # imports all kernels
 
-# A hash of all of Triton's files, which each process that compiles would make.
+# A hash of all of Triton's files, which each compiling process would compute.
 getattr(triton.runtime.cache, "triton_key", lambda: None)()

@@ -1,4 +1,4 @@
-"""What every test runs under: threads and seeds, the numeric selection, hypothesis profiles."""
+"""For every test: threads and seeds, the numeric selection, hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 
 # One thread per process unless asked otherwise. Read when torch starts its pools; children of a test inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What a user has measured on this machine must not decide what is tested.
+# Measurements of this machine's user must not decide what is tested.
 os.environ["SEQFUSE_TUNE"] = "0"
-# Nor must the processor: plans, their peaks and bits are the same on each. Tests of other GEMMs switch them on.
+# Nor must the processor: plans, their peaks and bits are the same on each. Tests of oneDNN's GEMMs switch them on.
 os.environ.setdefault("SEQFUSE_CPU_GEMMS", "torch")
-# Nor do the kernels that tests compile, wrong ones among them, belong into the user's cache.
+# Kernels that tests compile, wrong ones among them, do not belong in the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parent.parent / ".pytest_cache" / "user")
 
 import hypothesis
@@ -29,16 +29,16 @@ from _pytest import runner
 from tests import processes
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-gc.disable()  # until tests are collected: nothing of what is imported is garbage
+gc.disable()  # until tests are collected: imports leave no garbage
 
 for backend in (torch.cuda, torch.xpu, torch.mtia):
     if not backend.is_available():
-        # Each seed of torch is noted with a formatted stack for a device that may start later: a millisecond a test.
+        # torch notes each seed with a formatted stack for a device that may start later: 1 ms per test.
         backend.manual_seed_all = lambda seed: None
-# Dynamo empties the caches of the processor to time the guards of each graph, and then tells nobody: 30 ms a graph.
+# Dynamo empties the processor's caches to time the guards of each graph, and drops the result: 30 ms per graph.
 torch._C._dynamo.guards.profile_guard_manager = lambda *guards: 0.0
 
-# A loaded machine of two cores draws slowly now and then; that says nothing about a test.
+# Draws are slow now and then on a loaded machine with two cores, whatever the test.
 _PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
 hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, **_PATIENT)
 hypothesis.settings.register_profile("full", max_examples=500, **_PATIENT)
@@ -46,8 +46,8 @@ hypothesis.settings.register_profile("full", max_examples=500, **_PATIENT)
 
 HERE = Path(__file__).resolve().parent
 KERNELS = tuple(HERE / folder for folder in ("kernels", "fusions/triton", "gpu"))
-"""Folders whose tests run Triton kernels, in its interpreter where there is no GPU. A process runs these or the others:
-Triton reads `TRITON_INTERPRET` when a kernel is decorated, and it changes what the engine plans on a CPU."""
+"""Folders of tests that run Triton kernels, in its interpreter if there is no GPU. A process runs either these or the
+others: Triton reads `TRITON_INTERPRET` when a kernel is decorated, and it changes what the engine plans on a CPU."""
 
 IN_C = tuple(
     HERE / "kernels" / name
@@ -56,10 +56,10 @@ IN_C = tuple(
         "test_rope.py",
     )
 )  # fmt: skip
-"""Of these, tests that run in the other half, too, with C kernels: the functions that they call are the same."""
+"""Files of these that the other half runs too, with C kernels: the functions under test are the same."""
 
 IN_TURN = ("kernels", "fusions", "gpu", "losses", "lowprecision", "ops")
-"""Folders in which cases that differ in a dtype or the fusion alone are many."""
+"""Folders with many cases that differ only in a dtype or a fusion."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Generator(torch.Generator):
-    """One whose seeds are moved: what a test seeds alike stays alike, with other numbers."""
+    """Shifts every seed, so that equal seeds stay equal but the numbers differ."""
 
     distance = 0
 
@@ -93,7 +93,7 @@ def in_c(path: Path) -> bool:
 
 @functools.cache
 def in_turn(path: Path) -> bool:
-    """Whether of cases that differ in a dtype or the fusion alone one is run."""
+    """Whether only one of the cases that differ in a dtype or a fusion is run."""
     return any(path.is_relative_to(HERE / folder) for folder in IN_TURN)
 
 
@@ -107,12 +107,12 @@ def pytest_configure(config: pytest.Config) -> None:
     alone = config.getoption("--half") is None and all(map(of_kernels, asked))
     if alone and not torch.cuda.is_available() and "triton" not in sys.modules:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    if interpreted():  # with numpy, which reports what a GPU does not
+    if interpreted():  # numpy warns of what a GPU does not report
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:seqfuse.testing.interpreter")
     processes.FULL = bool(config.getoption("--full"))
     if limit := config.getoption("timeout", None):
-        processes.SECONDS = 0.93 * limit  # and their test still says what hangs
+        processes.SECONDS = 0.93 * limit  # so that the test itself reports what hangs
     hypothesis.settings.load_profile("full" if config.getoption("--full") else "ci")
     if config.getoption("--seed"):
         manual_seed = torch.manual_seed
@@ -127,7 +127,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Elsewhere(pytest.File):
-    """A file whose tests belong to the other half."""
+    """A file whose tests run in the other half."""
 
     def collect(self) -> list[pytest.Item]:
         return []
@@ -143,7 +143,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def without_triton_alone(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests but those of Triton's kernels alone, where the same file runs with C kernels, which have no float64."""
+    """Leaves out tests that only Triton's kernels can run, where the same file runs with C kernels, which have no
+    float64."""
     return items if interpreted() else [item for item in items if not (in_c(item.path) and _of_triton_alone(item))]
 
 
@@ -154,7 +155,8 @@ def _of_triton_alone(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Of a test that passes, a worker of xdist sends one report, not five messages: a quarter of an empty test."""
+    """For a passing test, an xdist worker sends one report instead of five messages: a quarter of the time of an empty
+    test."""
     if not hasattr(item.config, "workerinput"):
         return None
     for report in runner.runtestprotocol(item, nextitem=nextitem, log=False):
@@ -165,17 +167,17 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # no collection of garbage visits modules and tests again
+    gc.freeze()  # the garbage collector does not visit modules and tests again
     gc.set_threshold(10_000, 20, 20)  # tracers allocate much and leave few cycles: 7 % of their time at 700, 10, 10
     gc.enable()
     if "torch._dynamo" in sys.modules:
-        # Read at each step that is traced, through aliases and overrides: one in twenty seconds of tracing.
+        # Read at each step of tracing, through aliases and overrides: 5 % of its time.
         vars(sys.modules["torch._dynamo.config"])["verbose"] = False
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file leaves, such as tables of graphs and fake tensors, is not visited again where later ones collect."""
+    """Freezes what a file leaves, such as tables of graphs, so that later garbage collections do not visit it."""
     if nextitem is not None and nextitem.path != item.path and gc.get_count()[2] > 5:
         gc.collect()
         gc.freeze()
@@ -198,7 +200,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "mutant" in getattr(item, "fixturenames", ()):
-            item.add_marker("mutant")  # before `-k "not mutant"` and `-m` are asked
+            item.add_marker("mutant")  # before `-k "not mutant"` and `-m` are evaluated
     if config.getoption("--shuffle") is not None:
         random.Random(config.getoption("--shuffle")).shuffle(items)
     for item in items:
@@ -215,7 +217,7 @@ def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         test, _, case = item.name.rstrip("]").partition("[")
         words = case.split("-")
         kinds = [value for value in given.values() if isinstance(value, torch.dtype)]
-        if any(kind.is_complex for kind in kinds):  # conjugates are of complex numbers alone
+        if any(kind.is_complex for kind in kinds):  # only complex numbers have conjugates
             continue
         dtypes = {name for kind in kinds for name in _names(kind)} & {*words}
         names = dtypes or {value.__name__ for value in given.values() if _is_fusion(value)} & {*words}
@@ -233,7 +235,7 @@ def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _names(dtype: torch.dtype) -> tuple[str, ...]:
-    """By which a dtype may be called in the name of a case."""
+    """Names of a dtype in the id of a case."""
     name = str(dtype).removeprefix("torch.")
     return str(dtype), name, name.replace("bfloat", "bf").replace("float", "fp")
 

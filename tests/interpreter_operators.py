@@ -24,7 +24,7 @@ _KNOWN = frozenset(("fp32", "fp64", "int32", "int64", "uint32", "uint64"))
 _CASTS = frozenset((source, target) for source in ("int1", *_KNOWN) for target in _KNOWN) | {
     ("fp16", "fp32"), ("fp32", "fp16"), ("fp16", "fp64"), ("fp64", "fp16"),
 }  # fmt: skip
-"""Conversions that numpy makes as they stand."""
+"""Conversions that numpy does as they are."""
 
 
 def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
@@ -54,7 +54,7 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
 
     def new_block(cls: Any, element_ty: Any, shape: Any) -> Any:
         sizes = tuple([size if size.__class__ is int else core._unwrap_if_constexpr(size) for size in shape])
-        # A pointer's name leaves its address space out.
+        # A pointer's name omits its address space.
         key = element_ty.name, getattr(element_ty, "address_space", None), sizes
         found = blocks.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""The error bound asked of means over draws, for models of many operations."""
+"""The error bound on means over draws, for models of many operations."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ REPORTED = {
 
 
 def probe(environment: dict[str, str]) -> dict[str, Any]:
-    """What each library reports that it uses."""
+    """The instruction set that each library reports."""
     verbose = {"MKL_VERBOSE": "1", "ONEDNN_VERBOSE": "1", "OPENBLAS_VERBOSE": "2"}
     command, inherited = [sys.executable, "-c", PROBE], {**os.environ, **environment, **verbose}
     done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=True)
@@ -87,7 +87,7 @@ def probe(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def run(environment: dict[str, str], arguments: list[str], workers: int) -> tuple[list[str], float]:
-    """Names of the tests that failed, and seconds."""
+    """Names of the failed tests, and seconds."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "tests.run", "-q", "-rfE", "--timeout", "1200", *arguments]
     command += ["-n", str(workers)] if workers > 1 else []
@@ -105,7 +105,7 @@ def run(environment: dict[str, str], arguments: list[str], workers: int) -> tupl
 
 
 def on_machines(names: list[str], workers: int, arguments: list[str]) -> bool:
-    """Runs the tests on each machine; whether all of it passed."""
+    """Runs the tests on each machine; whether all passed."""
     own, passed = set(Path("/proc/cpuinfo").read_text().split()), True
     dispatched = probe({})["numpy"]
     for name in names:
@@ -128,7 +128,7 @@ def on_machines(names: list[str], workers: int, arguments: list[str]) -> bool:
 
 
 def on_seeds(seeds: str, workers: int, arguments: list[str]) -> bool:
-    """Runs the tests under each of the seeds and counts what failed; whether nothing did."""
+    """Runs the tests under each seed and counts failures; whether there were none."""
     failed, seconds = run({}, ["--seed", seeds, *arguments], workers)
     print(f"seeds {seeds}: {len(failed)} alarms, {seconds:.0f} s", *failed, sep="\n  ")
     for test, count in collections.Counter(re.sub(r"-?seed \d+", "", name) for name in failed).most_common():

@@ -1,4 +1,4 @@
-"""The C compiler: what is kept, what is never loaded, and what happens where there is none."""
+"""The C compiler: which libraries are cached, which are never loaded, and what happens without a compiler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_compiler = pytest.mark.skipif(compiler.compiler() is None, reason="no C co
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, which is empty."""
+    """An empty cache for one test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "_loaded", {})
     monkeypatch.setattr(compiler, "_failures", [])

@@ -1,4 +1,4 @@
-"""Who may import whom: imports point downward, wherever in a file they stand."""
+"""Who may import whom: imports point downward, anywhere in a file."""
 
 from __future__ import annotations
 
@@ -81,10 +81,7 @@ def imports(tree: ast.Module, package: tuple[str, ...]) -> tuple[Import, ...]:
 
 def _imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[Import]:
     """Each absolute dotted name that a file of `package` imports, its line, and whether it is imported for types only,
-    or inside a function.
-
-    `from a import b` gives `a.b`: whether `b` is a module is for the caller to say.
-    """
+    or inside a function. `from a import b` gives `a.b`: whether `b` is a module is for the caller to decide."""
     types_only = {
         id(inner)
         for node in ast.walk(tree)

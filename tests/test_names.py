@@ -59,10 +59,8 @@ PACKAGE = Path(sf.__file__).parent
 
 
 def defined(body: Iterable[ast.stmt], outermost: bool = True) -> Iterator[str]:
-    """The public functions of a file, its classes, also within others, and its type aliases.
-
-    But for `Saved...`, which operations define.
-    """
+    """The public functions of a file, its classes, also within others, and its type aliases, without the `Saved`
+    classes of operations."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             if outermost or node.name not in ("Saved", "SavedQuantized"):

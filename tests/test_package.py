@@ -30,7 +30,7 @@ PUBLIC = {
     "Sequential", "UnfusedOperation", "errors", "field", "fusing", "fusions", "ops", "testing", "tune",
 }  # fmt: skip
 
-# torch comes first: what is counted is what seqfuse adds to it.
+# torch comes first: what seqfuse adds to it is counted.
 IMPORT = """
     import json, os, sys, threading
     import torch
@@ -79,7 +79,7 @@ def run_python(code: str, *paths: Path) -> str:
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What `import seqfuse` did in a process of its own, with a plug-in installed."""
+    """Side effects of `import seqfuse` in another process, with a plug-in installed."""
     site = tmp_path_factory.mktemp("site")
     info = site / "seqfuse_greedy-1.0.dist-info"
     info.mkdir()

@@ -23,7 +23,7 @@ from tests.processes import Script
 from tools.compiled import TARGETS, Compiled, compile_variants
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
-"""Where kernels run in this process."""
+"""The device of kernels in this process."""
 
 
 def _forked(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
@@ -76,10 +76,8 @@ def _bfloat16_as_on_a_gpu() -> Iterator[None]:
 
 @pytest.fixture
 def mutant(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[ModuleType, str, str], ModuleType]]:
-    """`mutant(module, old, new)`: the module again with `old`, which must occur once, replaced in its source.
-
-    What is not there is looked for in the modules beside it that it imports; these are then made again, too.
-    """
+    """`mutant(module, old, new)`: the module again with `old`, which must occur once, replaced in its source. If the
+    module does not contain it, the imported modules in its folder are searched, and reloaded, too."""
     assert request.node.get_closest_marker("mutant") is not None
     made: list[str] = []
 

@@ -1,4 +1,4 @@
-"""`python -m tests.versions`: what the tests run with, in one line."""
+"""`python -m tests.versions`: the versions that the tests run with, in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton
 
 
 def processor() -> str:
-    """The model as Linux names it, else the architecture."""
+    """The processor's name on Linux, else the architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""What runs and what is kept: operators that are called, and tensors that autograd saves for a backward pass."""
+"""Operators that are called, and tensors that autograd saves for a backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def name_of(func: Any, args: Any = (), out: Any = None) -> str:
 
 
 class Calls(TorchDispatchMode):
-    """The names of the operators that are called, or what `note` says of an operator, its arguments and its result."""
+    """The names of the operators called, or the results of `note(operator, arguments, result)`."""
 
     def __init__(self, note: Callable[[Any, Any, Any], Any] = name_of) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         place, out = len(self.names), func(*args, **(kwargs or {}))
         if (noted := self.note(func, args, out)) is not None:
-            self.names.insert(place, noted)  # before what it called
+            self.names.insert(place, noted)  # before the operators that it calls
         return out
 
     def count(self, *names: Any) -> int:

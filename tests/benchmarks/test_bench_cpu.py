@@ -1,4 +1,4 @@
-"""The paired CPU times: sides take turns, and the ratios are those of one round."""
+"""Paired CPU times: implementations run alternately, and each ratio is of two runs of one round."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_ratio_is_of_two_sides_in_one_round(monkeypatch: pytest.MonkeyPatch) -
     assert found["eager"]["ratio"] == 1.0
     assert found["slow"]["ratio"] == 1.5
     assert found["fast"]["low"] <= 0.5 <= found["fast"]["high"]
-    # Each begins as many rounds as the others.
+    # Each is the first in as many rounds as the others.
     timed = ran[-8 * 4 :]
     assert {name: timed.count(name) for name in ("eager", "fast", "slow")} == {"eager": 8, "fast": 16, "slow": 8}
 

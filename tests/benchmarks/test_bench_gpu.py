@@ -1,4 +1,4 @@
-"""The run as a whole: rows in order, partial results, a child that ends, a row that takes too long."""
+"""A benchmark run: rows in order, partial results, a child process that ends, a row that takes too long."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Child = Callable[[Sequence[str]], int]
 
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[Child], None]:
-    """Run a function in the place of a child process."""
+    """Runs a function instead of a child process."""
 
     def stand_in(run: Child) -> None:
         def watched(command: Sequence[str], until: float, stuck: Any) -> tuple[int, str]:
@@ -167,7 +167,7 @@ def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
 
 
 def test_a_row_is_let_go_before_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds its models, in float64 as well, which for all rows are more than a GPU has room for."""
+    """A row holds its models, in float64 too: those of all rows do not fit in the memory of a GPU."""
     rows_of: list[weakref.ref[Any]] = []
     alive: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Samples are taken by turns, and none while the host is behind."""
+"""Implementations are sampled alternately, and not while the host is slower than the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu.clock import OnDevice, interleaved
 
 
 class Fake:
-    """A clock that says what calls say."""
+    """A clock that advances by what each call declares."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -43,7 +43,7 @@ def test_rounds_end_with_the_time_or_at_the_most() -> None:
 
 
 class Event:
-    """An event on a device that sleeps for as long as it was told, then works off what the host has launched."""
+    """An event on a device that sleeps for a given time, then runs everything that the host launched."""
 
     slept = 0.0
     behind_until = 0.0
@@ -108,7 +108,7 @@ def test_of_more_launches_than_a_device_queues_fewer_are_timed_at_once(launched:
     assert clock.exposed == 0
     assert launched[-4:] == [600] * 4
     launched.clear()
-    clock.sample(calls)  # which is known now
+    clock.sample(calls)
     assert launched == [600] * 4
 
 

@@ -47,7 +47,7 @@ def test_a_command_that_fails_is_told_and_the_next_one_runs(tmp_path: Path) -> N
 
 
 def test_commands_take_the_options_that_they_are_given(tmp_path: Path) -> None:
-    """Each script of the calls reads its own: with --help behind them it only parses."""
+    """Each script parses its own options; with --help it only parses."""
     scripts = {
         tuple(str(part).format(left=9) for part in [*command[1:], "--help"])
         for call in first_hour.SECONDS

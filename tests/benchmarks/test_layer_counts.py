@@ -1,4 +1,4 @@
-"""Launches and bytes of single layers: what was written is what is counted now, of models that are those they name."""
+"""Launches and bytes of single layers: the committed numbers equal those counted now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row is checked before it is timed, and what is wrong has no speed."""
+"""A row is checked before it is timed, and a wrong row has no speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Steady:
-    """A clock that runs the calls and says the same each time."""
+    """Runs the calls and always reports the same time."""
 
     samples = 0
 
@@ -67,7 +67,7 @@ def test_a_row_says_times_and_what_they_are_of_the_floor() -> None:
         lambda x: torch.cat((x[:-1] * 2, x[-1:])),
         lambda x: (x + x).half(),
         lambda x: torch.full_like(x, torch.nan),
-        # Right where the rule is asked, wrong on all rows.
+        # Right for the inputs of the check, wrong for all tokens.
         lambda x: torch.cat((x[:63] * 2, x[63:])),
     ],
     ids=["off", "last row", "dtype", "nan", "beyond the checked rows"],
@@ -116,7 +116,7 @@ def test_distance_sees_any_piece() -> None:
 
 def test_what_is_kept_is_counted_once_and_without_parameters() -> None:
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    # The product keeps both factors, and the square the product.
+    # The multiplication saves both factors, and the square saves the product.
     assert counted(lambda: (x * weight).square(), [weight]) == 2 * 4 * 8 * 4
     assert counted(lambda: (x * weight).square(), []) == 2 * 4 * 8 * 4 + 8 * 4
     assert counted(lambda: x[:2].sin().sum() + x.cos(), []) == 4 * 8 * 4

@@ -1,4 +1,4 @@
-"""What our kernels are called with at real sizes, on tensors that have no memory: nothing is launched."""
+"""The arguments of our kernels at real sizes, on meta tensors: nothing is launched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpu.launched import as_on_an_h200, of_block, of_row
 from gpu.rows import OF_KERNELS
 from gpu.sizes import MAIN, MODELS, real
 
-# A CPU's, since torch without CUDA cannot even slice those of a GPU; torch.compile's peers launch nothing of ours.
+# On fake CPU tensors: torch without CUDA cannot even slice CUDA ones. Peers of torch.compile launch no kernel of ours.
 SIZES = dataclasses.replace(real(), device=torch.device("cpu"), compile_modes=())
 CASES = [case for room in OF_KERNELS for case in room(SIZES)]
 

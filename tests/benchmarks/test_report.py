@@ -1,4 +1,4 @@
-"""Tables and verdicts of made-up results: losses stand beside wins, and what was not run is named."""
+"""Tables and verdicts of invented results: losses are shown as well as wins, and rows that did not run are named."""
 
 from __future__ import annotations
 

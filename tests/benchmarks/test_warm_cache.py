@@ -1,4 +1,4 @@
-"""What was packed without a GPU is what a launch there looks for."""
+"""A launch on a GPU finds the kernels that were compiled and packed without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command in this process: a folder with a module of its own, exit status, output and errors."""
+"""Runs the command in this process, in a folder with its own module: exit status, output and errors."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ MODELS = """
 
 
 class Done(NamedTuple):
-    """What the command left."""
+    """Result of a command."""
 
     status: int
     out: str
@@ -203,7 +203,7 @@ Cli = Callable[..., Done]
 
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
-    """Run the command in a folder that holds a module `M`; `M` in an argument stands for its name."""
+    """Runs the command in a folder with a module `M`; `M` in an argument stands for its name."""
     name = f"models_{next(_numbers)}"
     (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODELS))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`seqfuse check`: what is right passes, what is wrong fails."""
+"""`seqfuse check`: right fusions and operations pass, wrong ones fail."""
 
 from __future__ import annotations
 

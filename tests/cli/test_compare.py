@@ -1,4 +1,4 @@
-"""`seqfuse compare`: it finds the operation at which two runs part, and nothing where they do not."""
+"""`seqfuse compare` finds the operation at which two runs differ, if there is one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_fused_and_unfused_agree_everywhere(options: tuple[str, ...], cli: Cli) 
     status, data = compared(cli, "M:build", *options)
     assert (status, data["difference"]) == (0, None)
     seen = {(p["tensor"], p["at"]) for p in data["places"]}
-    # What leaves each step, what enters each whose gradient is wanted, and each parameter.
+    # The output of each step, each input that needs a gradient, and each parameter.
     assert {("y", 4), ("y", 5), ("y", 8), ("dx", 2), ("dx", 5), ("0.1.weight.grad", 2), ("0.1.bias.grad", 3)} <= seen
     assert any(p["fusion"] for p in data["places"])
     done = cli("compare", "M:build", *options, "--device", "cpu")
@@ -60,10 +60,10 @@ def test_a_wrong_backward_is_found_where_it_is(cli: Cli) -> None:
         "backward", "0.1.bias.grad", "Bias", 3,
     )  # fmt: skip
     assert first["fusion"] == "WrongBackward"
-    # Nothing else is wrong with it.
+    # All else is right.
     assert [p["tensor"] for p in data["places"] if p["failures"]] == ["0.1.bias.grad"]
     back = [p["at"] for p in data["places"] if p["pass"] == "backward"]
-    assert back == sorted(back, reverse=True)  # as the pass comes by, so that the first one is the cause
+    assert back == sorted(back, reverse=True)  # in the order of the pass, so that the first is the cause
     assert compared(cli, "M:wrong_backward", "--input", "33x16", "--no-grad")[0] == 0
 
 
@@ -90,7 +90,7 @@ def test_a_difference_is_one_that_most_draws_show(alarms: int, monkeypatch: pyte
 
 
 def places_of(model: sf.Sequential) -> set[TensorAt]:
-    """Those of a run in float64, in which the gradient of x is that of the model."""
+    """The gradients of a float64 run, where that of x is the model's."""
     spec, model = Spec((5, 8), torch.float64), model.double()
     values = ModelRun(CPU, wide=True)(model, spec, {}, 0, True).values
     x = spec.draw("cpu", 0).requires_grad_()
@@ -118,7 +118,7 @@ def test_one_operation_that_stands_twice_has_two_places() -> None:
 
 
 def test_what_the_engine_tries_on_tensors_without_data_is_no_place() -> None:
-    # It compares the records of the fusion with those of the operation, which runs by itself at the end.
+    # It compares the fusion's saved tensors with the operation's, which runs by itself at the end.
     shared = ops.Linear(8, 8, bias=False)
     model = sf.Sequential(shared, ops.ReLU(), shared)
     spec = Spec((33, 8), torch.float32)

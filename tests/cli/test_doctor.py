@@ -1,4 +1,4 @@
-"""`seqfuse doctor`: what it finds is what is there, and what should not be so is a warning."""
+"""`seqfuse doctor` reports the environment, and warns of what is wrong with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seqfuse.settings import Settings
 
 from .conftest import Cli
 
-# Plans of every fusion, on which nothing depends that a test changes: made once.
+# Plans of every fusion, which no test changes: computed once.
 FUSIONS = functools.cache(doctor._fusions)
 ALL = {fusion.__name__ for fusion in (*fusions.default, *fusions.lean)}
 

@@ -1,4 +1,4 @@
-"""What is drawn for a model that is named on a command line."""
+"""Inputs drawn for a model that a command line names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command itself: status, sentences instead of tracebacks, terminals, ranks, what it does without its packages."""
+"""The command: status, messages instead of tracebacks, terminals, ranks, and missing packages."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_reader_that_goes_away_is_no_error(arguments: str) -> None:
 
 
 def on_a_terminal(code: str) -> str:
-    """What code prints on a terminal of its own."""
+    """Output of code on a pseudo terminal."""
     environment = {**os.environ, "TERM": "xterm-256color"}
     environment.pop("NO_COLOR", None)
     own = "import os, pty\ncontroller, terminal = pty.openpty()\nos.dup2(terminal, 1)\n"

@@ -1,4 +1,4 @@
-"""`seqfuse plan`: the plan that the library makes, in every form, for machines here and elsewhere."""
+"""`seqfuse plan` prints the library's plan in every form, for this machine and others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_for_a_machine_that_is_not_here_in_the_dtype_of_the_input(cli: Cli) -> N
     assert data["env"]["text"] == "cuda:sm_90 bfloat16, 512 tokens"
     assert data["env"]["kernels"] == "triton"
     assert data["memory"]["saved"] > 0
-    # Parameters were cast: none is refused for their dtype.
+    # Parameters were cast: no fusion is refused for their dtype.
     assert not [r for r in data["refused"] if "one dtype" in r["reason"]]
     autocast = json.loads(
         cli("plan", "M:build", "--input", "8x16", "--device", "cuda:sm_90", "--autocast", "bf16", "--json").out
@@ -56,7 +56,7 @@ def test_without_an_input_rows_and_memory_are_not_known(cli: Cli) -> None:
 
 
 def test_an_operation_that_fails_without_data_leaves_memory_out_and_prints_no_traceback() -> None:
-    # In a process of its own: torch writes to the error stream that it found when it was imported.
+    # In another process: torch writes to the stderr that it found when it was imported.
     text = "from seqfuse import Sequential, ops\nmodel = Sequential(ops.LayerNorm(16))"
     code = f"{text}; import torch; print(model.plan(torch.ones(4, 16).long()).memory)"
     done = Script("-c", code).done()

@@ -1,4 +1,4 @@
-"""`seqfuse tune` and `seqfuse cache warm`: measurements that are kept, kernels that are compiled ahead."""
+"""`seqfuse tune` and `seqfuse cache warm`: stored measurements, kernels compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .conftest import Cli
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where measurements are kept, in a home of its own, with running on."""
+    """Enables tuning, with its cache in a temporary home."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("SEQFUSE_TUNE", "1")
     monkeypatch.setattr(cost_table, "_tables", {})
@@ -46,7 +46,7 @@ def test_running_into_a_file(cli: Cli, tmp_path: Path) -> None:
     done = cli("tune", "M:build", "--input", "8x16", "--file", "kept.json", "--budget", "0", "--device", "cpu")
     assert done.status == 0
     assert "the budget ran out before" in done.out
-    assert done.err == ""  # no bar where nobody looks
+    assert done.err == ""  # no progress bar outside a terminal
 
 
 def test_running_is_under_autocast_where_that_is_asked_for(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

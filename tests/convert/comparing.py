@@ -1,4 +1,4 @@
-"""Comparing a converted model with what it was: outputs and all gradients."""
+"""Compares a converted model with the original: outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .recording import Replayed
 
 
 def passes(model: nn.Module | Replayed, x: Tensor) -> list[Tensor | None]:
-    """What a model returns, and the gradients of its input and parameters."""
+    """The output of a model, and the gradients of its input and parameters."""
     x = x.clone().requires_grad_()
     model.zero_grad()
     outputs: Any = model(x)
@@ -32,7 +32,7 @@ def assert_equal(found: list[Tensor | None], wanted: list[Tensor | None], bound:
 
 
 def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
-    """Within what float32 loses: a gradient may be a sum that cancels, so its scale is that of all gradients, too."""
+    """Within float32 rounding: a gradient may be a sum that cancels, so the scale is also that of all gradients."""
     whole = max(float(t.abs().max()) for t in wanted.values() if t is not None)
     for name, want in wanted.items():
         got = found[name]
@@ -43,7 +43,7 @@ def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | Non
 
 
 def assert_same(model: nn.Module, x: Tensor, bound: float = 1e-9) -> Conversion:
-    """A model gives the same before and after it is converted: in its first call, later, and without gradients."""
+    """A model gives the same before and after its conversion: in its first call, later, and without gradients."""
     wanted = passes(model, x)
     conversion = sf.convert(model)
     _assert_gives(model, x, wanted, bound)
@@ -51,7 +51,7 @@ def assert_same(model: nn.Module, x: Tensor, bound: float = 1e-9) -> Conversion:
 
 
 def assert_same_recorded(model: nn.Module, x: Tensor, bound: float = 1e-9) -> Replayed:
-    """The same of a graph that is recorded, not captured, in a tenth of the time."""
+    """The same for a graph that is recorded instead of captured, in a tenth of the time."""
     wanted = passes(model, x)
     replayed = Replayed(model, x.clone().requires_grad_())
     assert replayed.calls == sum(len(graph.regions) for graph in replayed.graphs)

@@ -1,4 +1,4 @@
-"""What every test of conversions needs."""
+"""Fixtures of all tests of conversions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Generator[None]:
-    """No graph, and no count of graphs, of another test."""
+    """Clears graphs, and their count, of other tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Models drawn at random, as source code, from what people write: known spellings, near misses, and effects."""
+"""Random models as source code, made of forms that people write: known ones, near misses, and side effects."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NAMES: dict[str, Any] = {"torch": torch, "F": F, "math": math, "checkpoint": ch
 
 
 class Writer:
-    """Draws one model; each step makes a value [B, S, 8] of earlier ones."""
+    """Draws one model; each step computes a value [B, S, 8] from earlier ones."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def of(self, *options: str) -> str:
-        """One of some texts."""
+        """One of several texts."""
         return self.random.choice(options)
 
     def chance(self, p: float) -> bool:
@@ -36,7 +36,7 @@ class Writer:
 
 
 Step = Callable[[Writer, str, str, str], list[str]]
-"""Lines that make the value named last of two others."""
+"""Lines that compute the last-named value from two others."""
 
 STEPS: dict[str, tuple[Step, float]] = {}
 
@@ -467,7 +467,7 @@ def control(w: Writer, x: str, y: str, out: str) -> list[str]:
 
 @step(0.7)
 def cast(w: Writer, x: str, y: str, out: str) -> list[str]:
-    """Through float32, which the comparison is told of."""
+    """Through float32, for which the comparison is told to be less strict."""
     normed = "k * torch.rsqrt(k.pow(2).mean(-1, keepdim=True) + 1e-6)"
     return w.random.choice([
         [f"{out} = F.gelu({x}.float()).to({x}.dtype)"],
@@ -484,7 +484,7 @@ def cast(w: Writer, x: str, y: str, out: str) -> list[str]:
 
 
 class Cube(torch.autograd.Function):
-    """A gradient of its own."""
+    """An autograd function with its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -502,7 +502,7 @@ _NAMES["Cube"] = Cube
 
 @dataclasses.dataclass
 class Drawn:
-    """The source of a model's `forward(m, x)`: steps of lines, of which each makes a value, and what it returns."""
+    """Source of a model's `forward(m, x)`: steps of lines, each of which computes a value, and the returned values."""
 
     names: list[str]
     sources: list[str]
@@ -511,7 +511,7 @@ class Drawn:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is computed in fewer bits."""
+        """Whether nothing is computed in a narrower dtype."""
         return not any("float()" in line or "float32" in line for lines in self.steps for line in lines)
 
     @property

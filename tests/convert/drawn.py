@@ -31,7 +31,7 @@ Place = tuple[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """How a model is used: the share of parameters that is frozen, how gradients are asked for, the last call."""
+    """How a model is used: the fraction of frozen parameters, how gradients are requested, the last call."""
 
     frozen: float
     needs_x: bool
@@ -56,7 +56,7 @@ def model_of(draw: Drawn, use: Use, seed: int) -> Model:
 
 
 def passes(model: Model, x: Tensor, use: Use, seed: int, gm: GraphModule | None = None) -> list[Place]:
-    """What a call gives: outputs, how they are laid out, gradients, buffers and attributes."""
+    """Results of a call: outputs, their strides, gradients, buffers and attributes."""
     x = x.clone().requires_grad_(use.needs_x and not torch.is_inference_mode_enabled())
     model.zero_grad()
     outputs: tuple[Tensor, ...] = model(x) if gm is None else gm(*given(model, x).values())
@@ -93,7 +93,7 @@ def states(model: Model) -> list[Place]:
 
 
 def differs(found: list[Place], wanted: list[Place], bound: float) -> str | None:
-    """The first place that differs."""
+    """The first difference."""
     for (name, got), (_, want) in zip(found, wanted, strict=True):
         if not isinstance(got, Tensor) or not isinstance(want, Tensor):
             if got is not want and not (got is True and name.endswith("is contiguous")):
@@ -139,15 +139,15 @@ def calls(use: Use) -> list[Callable[[Model, int], list[Place]]]:
 
 
 def loud(error: Exception, use: Use) -> bool:
-    """Whether an output was changed in place that torch happened to copy, and a chain saved: an error in its place."""
+    """Whether an in-place change of an output is an error: torch happened to copy it, and a chain saved it."""
     return use.backward == "changed" and "modified by an inplace operation" in str(error)
 
 
 def disagreement(draw: Drawn, use: Use, seed: int) -> tuple[str | None, Conversion | None]:
-    """Where a converted model and the same model unconverted part, if they do; no conversion if torch refuses it."""
+    """Where a converted model and the original differ, if they do; `None` as conversion if torch refuses the model."""
     torch._dynamo.reset()
     if "use_reentrant=True" in draw.source and use.backward in {"grad", "some"}:
-        return None, None  # torch refuses this, but not in each model: it depends on what a checkpoint's input needs
+        return None, None  # torch refuses some of these: it depends on the gradients that a checkpoint's input needs
     plain, model = (model_of(draw, use, seed) for _ in range(2))
     conversion = sf.convert(model)
     for i, call in enumerate(calls(use)):
@@ -171,7 +171,7 @@ NOT_RECORDED = ("vmap", "Cube", "inference_mode", "graph_break", "use_reentrant=
 
 
 def disagreement_recorded(draw: Drawn, use: Use, seed: int) -> tuple[str | None, list[GraphReport] | None]:
-    """The same of a graph that was recorded, not captured: it has one shape, and one way."""
+    """The same for a graph that was recorded instead of captured, which has one shape and one branch."""
     if any(word in draw.source for word in NOT_RECORDED):
         return None, None
     plain, model = (model_of(draw, use, seed) for _ in range(2))
@@ -197,7 +197,7 @@ def disagreement_recorded(draw: Drawn, use: Use, seed: int) -> tuple[str | None,
 
 
 def disagreement_under_autocast(draw: Drawn, use: Use, seed: int) -> tuple[str | None, list[GraphReport] | None]:
-    """The same in bfloat16: as near to float64 as torch's own autocast is."""
+    """The same in bfloat16: as close to float64 as torch's autocast."""
     if any(word in draw.source for word in (*NOT_RECORDED, "round", "floor", "single", "double", "float64")):
         return None, None
     use = dataclasses.replace(use, backward="backward" if use.backward in ("changed", "twice") else use.backward)
@@ -222,7 +222,7 @@ def disagreement_under_autocast(draw: Drawn, use: Use, seed: int) -> tuple[str |
 
 
 def farther(found: list[Place], wanted: list[Place], truth: list[Place]) -> str | None:
-    """The first tensor that is of another kind, or farther from the truth than another is, by more than chance."""
+    """The first tensor of another kind, or whose error exceeds the other's by more than chance."""
     whole = max((float(t.norm()) for name, t in truth if isinstance(t, Tensor) and name.startswith("d ")), default=0.0)
     for (name, got), (_, want), (_, exact) in zip(found, wanted, truth, strict=True):
         if not isinstance(got, Tensor) or not isinstance(want, Tensor) or not isinstance(exact, Tensor):
@@ -240,7 +240,7 @@ def farther(found: list[Place], wanted: list[Place], truth: list[Place]) -> str 
 
 
 def simpler(draw: Drawn, use: Use, seed: int, disagree: Disagree) -> tuple[Drawn, Use]:
-    """A smaller model that still disagrees: steps that only pass a value on, fewer outputs, plainer use."""
+    """A smaller model that still differs: fewer steps and outputs, simpler use."""
 
     def still(d: Drawn, u: Use) -> bool:
         return disagree(d, u, seed)[0] is not None

@@ -1,4 +1,4 @@
-"""Models of the families that people have, at tiny sizes and from their configurations, with inputs."""
+"""Tiny models of common families, built from their configurations, with inputs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DEEP = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, **_SIZES,
 }  # fmt: skip
 _GQA = {**_DEEP, "num_key_value_heads": 2}
-_TWO = {"num_hidden_layers": 2}  # where layers differ, or chains that cross their border are looked at
+_TWO = {"num_hidden_layers": 2}  # where layers differ, or where tests look at chains across their boundary
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Family(NamedTuple):
-    """A model and what it is called with."""
+    """A model and the arguments of its call."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
@@ -60,7 +60,7 @@ class Encoder(nn.TransformerEncoder):
 
 
 class Mixer(nn.Module):
-    """MLP-Mixer: products along the patches and along the features, the latter with a LayerScale."""
+    """MLP-Mixer: GEMMs along patches and along features, the latter with a LayerScale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def randomized(model: nn.Module) -> nn.Module:
-    """The model with parameters that are signed, asymmetric and drawn from a fixed seed."""
+    """The model with signed, asymmetric parameters from a fixed seed."""
     for index, parameter in enumerate(model.parameters()):
         drawn = seeded_randn(tuple(parameter.shape), 40 + index)
         parameter.data += 0.05 * drawn + 0.01
@@ -159,7 +159,7 @@ def randomized(model: nn.Module) -> nn.Module:
 
 
 def tensor_of(out: Any) -> Tensor:
-    """The tensor that a model's loss would be made of."""
+    """The output from which a model's loss would be computed."""
     if isinstance(out, Tensor):
         return out
     return next(value for value in (out.values() if hasattr(out, "values") else out) if isinstance(value, Tensor))

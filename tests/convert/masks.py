@@ -1,4 +1,4 @@
-"""Masks as models spell them: causal ones and sliding windows, and others that are nearly one of these."""
+"""Masks as models write them: causal, sliding windows, and near misses of these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAUSAL, WINDOW = Limits(True, None, exact=True), Limits(True, 3, exact=True)
 
 
 def positions(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of rows, [S, 1], and of keys, [1, S]."""
+    """Indices of queries, [S, 1], and of keys, [1, S]."""
     p = torch.arange(x.shape[1])
     return p[:, None], p[None, :]
 
@@ -32,7 +32,7 @@ def ones(x: Tensor) -> Tensor:
 
 
 def of_huggingface(x: Tensor, window: int | None = None) -> Tensor:
-    """As transformers makes it where no positions are given: it looks for packed sequences in those that it makes."""
+    """As in transformers without position ids, where it looks for packed sequences in those that it creates."""
     batch, length = x.shape[:2]
     ids = (torch.arange(length) + 0).unsqueeze(0).expand(batch, -1)
     packed = (torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)

@@ -1,4 +1,4 @@
-"""Graphs as Dynamo captures them, recorded from one call: many times quicker, for models without control flow."""
+"""Graphs as Dynamo captures them, recorded from one call: many times faster, for models without control flow."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Recorder(TorchFunctionMode):
         node = self._node(func, name, *given)
         if isinstance(out, Tensor):
             is_other = id(out) not in self._nodes or not any(out is t for t in args[:1])
-            if self.renames or is_other or name == "contiguous":  # a copy, where its input lies otherwise
+            if self.renames or is_other or name == "contiguous":  # a copy, where its input has other strides
                 self.known(out, node)
             else:
                 node.meta["example_value"] = out
@@ -102,7 +102,7 @@ Inputs = Tensor | dict[str, Tensor]
 
 
 def given(model: nn.Module, x: Inputs) -> dict[str, Tensor]:
-    """What a recorded graph is called with."""
+    """The arguments of a recorded graph."""
     inputs = x if isinstance(x, dict) else {"x": x}
     return {**inputs, **dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -155,7 +155,7 @@ class Replayed:
 
     @property
     def calls(self) -> int:
-        """How many calls of regions are in the graph."""
+        """The number of calls of regions in the graph."""
         nodes = self._graph.graph.find_nodes(op="call_module")
         return sum(isinstance(self._graph.get_submodule(str(node.target)), CapturedRegion) for node in nodes)
 

@@ -1,4 +1,4 @@
-"""Models that are nearly, but not quite, what an operation stands for: converted, they keep their own numbers."""
+"""Models that nearly match an operation: converted, they keep their own results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Spelling = Callable[["Layers", Tensor], Any]
 
 
 class Layers(nn.Module):
-    """Some layers, called in the way that a test is about."""
+    """Some layers, called in the form under test."""
 
     def __init__(self, spelling: Spelling) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ short("heads by heads, keys again", lambda m, x: joined(S(*[heads(m.qkv(x)).chun
 
 
 def cut(name: str, *parts: Any, count: int = 6, **how: Any) -> None:
-    """Heads of one product, some of them queries, some keys, some values."""
+    """Heads of one GEMM: some are queries, some keys, some values."""
 
     def call(m: Layers, x: Tensor) -> Tensor:
         h = m.qkv(x).view(2, 4, count, -1)
@@ -458,7 +458,7 @@ def by_hand(name: str, weights: Callable[[Tensor], Tensor]) -> None:
 
 
 ONES = torch.ones(4, 4).tril()
-UNSEEN = torch.ones(4, 4).triu(0).bool()  # the first row sees nothing: torch's softmax of it is NaN
+UNSEEN = torch.ones(4, 4).triu(0).bool()  # the first query sees no key: torch's softmax of it is NaN
 LOWEST = torch.finfo(torch.float64).min
 by_hand("a mask filled in", lambda s: torch.softmax(s.masked_fill(ONES == 0, -torch.inf), -1))
 by_hand("rows of which nothing is left", lambda s: torch.softmax(s.masked_fill(UNSEEN, -torch.inf), -1))
@@ -548,7 +548,7 @@ normed("a norm of values", lambda q, k, v, w: (rms(q, w[:4]), rms(k, w[4:]), rms
 normed("a norm of queries", lambda q, k, v, w: (rms(q, w[:4]), k, v))
 
 
-# What cannot be recorded, what is recorded otherwise than Dynamo captures it, and one of each kind.
+# What cannot be recorded, what is recorded in another form than Dynamo captures, and one model of each kind.
 NOT_RECORDED = ("calls_vmap", "calls_grad", "has a gradient of its own")
 CAPTURED = (
     *NOT_RECORDED, "makes_parts_in_inference_mode", "changes_a_cat_of_one", "changes_a_copy_of_the_same_dtype",

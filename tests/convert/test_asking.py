@@ -1,4 +1,4 @@
-"""Models that ask whether they are compiled take the branches that they take without the conversion."""
+"""Models that ask whether they are compiled take the same branches as without the conversion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_se
 def function(code: str, name: str, **known: Any) -> Callable[[], bool]:
     """A function of another Python module."""
     module: Any = ModuleType(name)
-    sys.modules[name] = module  # where Dynamo looks for what it reads
+    sys.modules[name] = module  # where Dynamo looks up names
     vars(module).update(torch=torch, **known)
     exec(code, vars(module))
     return module.asks

@@ -1,4 +1,4 @@
-"""Under autocast a model is converted as it is without, and is as near to float32 as torch's own autocast is."""
+"""Under autocast a model has the same chains as without, and its error against float32 is that of torch's autocast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .recording import Replayed
 
 
 def passes(model: nn.Module | Replayed, inputs: dict[str, Any], autocast: bool) -> dict[str, Tensor]:
-    """The result, and the gradients for each of some dy: of one alone chance decides which rounding is the better."""
+    """The output, and the gradients for each of several dy: with only one, chance decides which rounding is better."""
     found: list[dict[str, Tensor]] = []
     for seed in range(9, 13):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

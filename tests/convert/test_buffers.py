@@ -1,4 +1,4 @@
-"""Causal masks that are buffers: attention without a mask while their values are those of the capture."""
+"""Causal masks in buffers: attention runs without a mask while their values are those of the capture."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Causal(nn.Module):
 
 
 class Flagged(Causal):
-    """A mask of booleans in two dimensions, True where nothing is seen."""
+    """A 2D boolean mask, True at keys that are hidden."""
 
     def __init__(self) -> None:
         super().__init__(ONES.triu(1).bool())
@@ -58,7 +58,7 @@ class Flagged(Causal):
 
 
 class Added(Causal):
-    """Numbers that are added to the scores."""
+    """A float mask that is added to the scores."""
 
     def __init__(self) -> None:
         super().__init__(torch.full((BLOCK, BLOCK), -torch.inf).triu(1))
@@ -68,7 +68,7 @@ class Added(Causal):
 
 
 class Plain(Causal):
-    """A tensor that is an attribute and no buffer."""
+    """A tensor attribute that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Chosen(Causal):
 
 
 class Blocks(nn.Module):
-    """Residual attention, each with a mask of its own."""
+    """Residual attention layers, each with its own mask."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Blocks(nn.Module):
 
 
 def attention(conversion: Conversion) -> list[tuple[bool, bool]]:
-    """Of each attention of the first graph whether it is causal, and whether it reads a mask."""
+    """For each attention of the first graph, whether it is causal, and whether it reads a mask."""
     found = [op for region in conversion.graphs[0].regions for op in region.model if isinstance(op, ops.Attention)]
     return [(op.causal, op.mask is not None) for op in found]
 
@@ -263,5 +263,5 @@ def test_a_triangle_is_read_again_after_a_change_in_place():
     assert triangle_of(mask) == Triangle(1, 0)
     mask[0, 1] = 1
     assert triangle_of(mask) is None
-    mask.data = ONES.triu(1)  # its version stays
+    mask.data = ONES.triu(1)  # its version is unchanged
     assert triangle_of(mask) == Triangle(0, 1)

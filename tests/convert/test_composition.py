@@ -1,4 +1,4 @@
-"""Converted models under everything that people do with models."""
+"""Converted models combined with other features of torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 
 def pair(**given: Any) -> tuple[Net, Net, Conversion]:
-    """A converted model that ran already, one that is as it was, and the conversion."""
+    """A converted model that was called already, an equal unconverted one, and the conversion."""
     plain = Net(**given)
     model = copy.deepcopy(plain)
     conversion = sf.convert(model)
@@ -203,7 +203,7 @@ def test_a_checkpointed_body_drops_the_same_in_its_second_run(reentrant: bool):
     torch.manual_seed(3)
     found = passes(model, X)
     torch._dynamo.reset()
-    model.__class__ = Net  # whose dropout draws the same numbers
+    model.__class__ = Net  # dropout draws the same numbers in it
     torch.manual_seed(3)
     assert_equal(found, passes(model, X))
     assert chains(conversion)
@@ -269,7 +269,7 @@ def test_undo_gives_the_model_back_bit_for_bit():
     model, plain, conversion = pair()
     conversion.undo()
     assert_equal(passes(model, X), passes(plain, X), 0)
-    assert vars(model).keys() == vars(plain).keys()  # nothing is left on it, which `from_torch` would refuse
+    assert vars(model).keys() == vars(plain).keys()  # no attribute is left, which `from_torch` would refuse
     sf.convert(model)
     with pytest.raises(sf.InputError, match="Net is converted already"):
         sf.convert(model)
@@ -334,7 +334,7 @@ def test_undo_leaves_what_compile_did():
 
 
 def test_each_model_has_graphs_of_its_own():
-    with torch._dynamo.config.patch(recompile_limit=2):  # graphs that Dynamo keeps of a function
+    with torch._dynamo.config.patch(recompile_limit=2):  # Dynamo keeps a limited number of graphs per function
         for model, plain, conversion in [pair(seed=seed) for seed in range(3)]:
             assert_equal(passes(model, X), passes(plain, X))
             assert len(conversion.graphs) == 1
@@ -432,7 +432,7 @@ def _second(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Telling(Net):
-    """Returns what its first layer makes, and the gate of a gated unit."""
+    """Returns the output of its first layer, and the gate of a gated unit."""
 
     def __init__(self) -> None:
         super().__init__(depth=2)

@@ -38,7 +38,7 @@ def fsdp(model: Any) -> nn.Module:
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    """Losses and gradients of two steps, and the parameters after them, each rank with its own rows."""
+    """Losses and gradients of two steps, and the parameters after them; each rank has its own tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     found: list[Tensor] = []
     for step in range(2):

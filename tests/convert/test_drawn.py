@@ -19,7 +19,7 @@ BLOCKS = [(how, seeds[i : i + 50]) for how, seeds in MANY.items() for i in range
 def assert_same(how: str, seeds: range) -> None:
     for seed in seeds:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what was drawn
+            warnings.simplefilter("ignore")  # of drawn models
             where, _ = HOW[how](drawn(seed), Use.of(seed), seed)
         assert where is None, f"seed {seed}: {where}\n{drawn(seed).source}"
 

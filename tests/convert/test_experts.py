@@ -1,4 +1,4 @@
-"""Models of Hugging Face with experts, converted: one graph, the block of experts one chain, the numbers of eager."""
+"""Converted mixture-of-experts models of Hugging Face: one graph, each block of experts one chain, eager's numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOCAL = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 BLOCK = "Route, Permute, GroupedLinear, SwiGLU, GroupedLinear, Unpermute"
 WHOLE = f"RMSNorm, {BLOCK}, Add, RMSNorm"  # from norm to norm
-SHARED = "MergedLinear, SwiGLU, Linear"  # an expert of all tokens
+SHARED = "MergedLinear, SwiGLU, Linear"  # a shared expert
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mixtral": ("Mixtral", LOCAL, WHOLE),
     "qwen2-moe": (
@@ -83,7 +83,7 @@ def passes(model: nn.Module) -> dict[str, Tensor | None]:
 def test_a_block_of_experts_is_one_chain(name: str):
     model = built(name)
     before = copy.deepcopy(model)
-    if name != "llama4":  # which has experts of its own
+    if name != "llama4":
         before.set_experts_implementation("eager")  # pyright: ignore
     wanted = passes(before)
     conversion = sf.convert(model)
@@ -101,7 +101,7 @@ def test_a_block_of_experts_is_one_chain(name: str):
 
 
 def test_experts_whose_router_leaves_the_model_are_one_chain_behind_it():
-    """As with a loss that balances experts; a layer of GPT-OSS returns the factors, too."""
+    """With a load-balancing loss; a layer of GPT-OSS returns the factors, too."""
     layer = built("gpt-oss").model.layers[0].mlp  # pyright: ignore
     x = seeded_randn((2, 7, SIZES["hidden_size"]), 0).requires_grad_()
 
@@ -120,7 +120,7 @@ def test_experts_whose_router_leaves_the_model_are_one_chain_behind_it():
 
 @pytest.mark.parametrize("memory", ["balanced", "least"])
 def test_a_correction_is_the_one_of_now(memory: Literal["balanced", "least"], monkeypatch: pytest.MonkeyPatch):
-    """Whoever balances experts changes the buffer between two calls."""
+    """Load balancing changes the buffer between two calls."""
     monkeypatch.setattr(planning, "SEGMENT_BYTES", 0)
     model = built("deepseek-v3")
     before = copy.deepcopy(model)
@@ -171,7 +171,7 @@ def test_what_is_not_allowed_to_be_converted_runs_by_the_same_operations():
 
 
 class Experts(nn.Module):
-    """The attributes of a module of experts; one of them is changed."""
+    """The attributes of a module of experts, one of which is changed."""
 
     def __init__(self, act: Callable[[Tensor], Tensor] = torch.nn.functional.silu, **changed: Any) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_another_implementation_is_kept():
 
 
 def test_experts_of_other_processes_are_dropped():
-    """Of expert parallelism: indices beyond the experts that are here, whose factors are zeros."""
+    """Expert parallelism: indices beyond the local experts have a factor of zero."""
     x, chosen = seeded_randn((5, 4), 0).requires_grad_(), torch.tensor([[0, 3], [3, 3], [1, 2], [2, 0], [3, 1]])
     probs = torch.where(chosen == 3, 0.0, seeded_randn((5, 2), 1)).requires_grad_()
     up, down = seeded_randn((3, 8, 4), 2), seeded_randn((3, 4, 4), 3)
@@ -240,7 +240,7 @@ def test_experts_of_other_processes_are_dropped():
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_compiler_records_the_mixture_with_all_experts(biased: bool):
-    """As Inductor does of a mixture that no chain has."""
+    """As in a mixture that stays with Inductor."""
     chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0], [0, 1]])
     given = [seeded_randn(shape, i) for i, shape in enumerate([(5, 4), (5, 2), (3, 8, 4), (3, 4, 4), (3, 8), (3, 4)])]
 
@@ -259,7 +259,7 @@ def test_a_compiler_records_the_mixture_with_all_experts(biased: bool):
 
 @pytest.mark.parametrize("viewed_before", [False, True])
 def test_a_sum_in_place_is_what_is_read_after_it(viewed_before: bool):
-    """As where Llama 4 adds the result of its experts to that of the expert of all tokens."""
+    """As in Llama 4, which adds the results of its experts and of its shared expert."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

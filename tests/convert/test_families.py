@@ -1,4 +1,4 @@
-"""Each family converted: outputs, every gradient, keys, class and parameters; what is left has a reason."""
+"""Each family converted: outputs, every gradient, keys, class and parameters; a reason for each call left eager."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_graph_of_a_model_rewritten_gives_the_outputs_and_all_gradients_of_t
     assert all(left.reason for graph in replayed.graphs for left in graph.left)
 
 
-# Those that make queries, keys and values by GEMMs behind a norm; in the first other operations read them, too.
+# Models whose queries, keys and values are GEMMs after a norm; in the first, other operations read the norm, too.
 PRE_NORM = (
     "mistral", "qwen3", "llama", "llama 3.1", "gpt2", "qwen2", "gemma2", "gemma3", "phi3", "vit", "clip", "clip vision",
     "opt", "t5", "mixtral",

@@ -1,4 +1,5 @@
-"""What a conversion has to reach: bytes saved beside eager torch, steps under autocast, reasons for what is left."""
+"""Requirements of a conversion: bytes saved relative to eager torch, steps under autocast, reasons for calls left
+eager."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ TOKENS = torch.arange(128).reshape(2, 64) % 32
 
 
 def bytes_saved(model: nn.Module | Replayed, **inputs: Tensor) -> int:
-    """Storages that the graph of a call holds for its backward pass, each once, without parameters."""
+    """Storages that the graph of a call holds for its backward pass, without parameters, each once."""
     with saving() as saved:
         out = model(**(inputs or {"input_ids": TOKENS}))
     del out
@@ -124,7 +125,7 @@ def test_a_layer_of_llama_on_a_gpu_takes_nine_steps_each_way():
     assert conversion.graphs[0].left == ()
     attention = [op for op in region.model if isinstance(op, sf.ops.Attention)]
     assert [(op.causal, op.mask) for op in attention] == [(True, None)] * 2  # FlashAttention takes no mask
-    # Beside those of each layer there is the norm before the first.
+    # In addition to the norms of each layer there is the norm before the first.
     assert [len(names) for names in found] == [2 * 9 + 1] * 2
     assert found[0][1:10] == [
         "MergedLinear", "BiasQKNormRotary", "Attention", "Linear", "BlockBoundary", "MergedLinear", "BiasGated",
@@ -133,7 +134,7 @@ def test_a_layer_of_llama_on_a_gpu_takes_nine_steps_each_way():
 
 
 class Heads(nn.Module):
-    """Two heads of one trunk, as of a NeRF or of an actor and its critic: torch saves the narrow result alone."""
+    """Two heads on one trunk, as in a NeRF or an actor-critic: torch saves only the narrow result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ def test_a_result_that_is_saved_keeps_no_memory_of_one_that_is_not(captured: boo
 
 
 class Padded(nn.Module):
-    """An MLP of the tokens that are no padding: torch saves a copy of them."""
+    """An MLP of the tokens that are not padding: torch saves a copy of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ def test_a_chain_that_begins_with_a_gemm_keeps_no_more_than_the_rows_that_it_rea
 
 
 def test_mamba_saves_no_more_than_without_the_conversion():
-    """Its scan is another where it is compiled: it saved 1.6 times as much."""
+    """Its scan takes another path when it is compiled, which saved 1.6 times as much."""
     model = randomized(
         transformers.MambaForCausalLM(
             transformers.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=8)

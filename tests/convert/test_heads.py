@@ -1,4 +1,4 @@
-"""Heads that models cut from one GEMM in a view of five dimensions, scale and normalize, as vision transformers do."""
+"""Heads that models cut from one GEMM by a 5D view, scale and normalize, as vision transformers do."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .recording import Replayed
 from .test_altered import operations
 
 S = F.scaled_dot_product_attention
-HEADS, SIZE = 3, 4  # as many heads as parts: that tells one from the other
+HEADS, SIZE = 3, 4  # as many heads as parts, so that a confusion of them shows
 X = seeded_randn((2, 5, 12), 0).double()
 Three = tuple[Tensor, Tensor, Tensor]
 
 
 class ViT(nn.Module):
-    """The attention of timm, with its parts to be replaced."""
+    """The attention of timm, with parts that tests replace."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ def test_factors_of_heads_are_beside_their_norms(last: int, before: bool):
 
 
 def test_a_norm_of_heads_without_an_eps_has_that_of_float32_in_16_bits():
-    """Of heads so small that one of bfloat16 would be most of what they are divided by."""
+    """Heads so small that an eps in bfloat16 would dominate the norm."""
     model, x = ViT(norm=NORMS["RMSNorm without an eps"]).bfloat16(), X.bfloat16() / 64
     nn.init.zeros_(model.qkv.bias)
     model.qkv.weight.data[2 * HEADS * SIZE :] *= 64
@@ -192,7 +192,7 @@ def test_queries_that_are_scaled_and_returned_are_what_they_were():
 
 
 class Returning(ViT):
-    """Returns a value that queries are made of."""
+    """Returns a tensor from which queries are computed."""
 
     def __init__(self, made: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_heads_that_are_nearly_those_of_one_gemm_keep_their_numbers(name: str):
 
 
 class Folded(nn.Module):
-    """Attention by hand over heads that are folded into the batch, with RoPE before it, as ESM-2 has them."""
+    """Attention by hand with heads folded into the batch, and RoPE before it, as in ESM-2."""
 
     def __init__(self) -> None:
         super().__init__()

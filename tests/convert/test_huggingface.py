@@ -1,4 +1,4 @@
-"""What people do with models of Hugging Face, with converted ones: adapters, the Trainer, checkpointing, generation."""
+"""Converted models of Hugging Face with adapters, the Trainer, checkpointing and generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.integrations.test_altered import LLAMA
 from .comparing import assert_equal
 from .families import VOCABULARY, randomized, transformers
 
-# What other packages deprecate in one another.
+# Deprecation warnings between other packages.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 _SIZES = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
 TOKENS = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -47,7 +47,7 @@ def chains(conversion: Conversion) -> int:
 
 
 class Kept(logging.Handler):
-    """What is logged, as a list."""
+    """Logged messages, as a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Kept(logging.Handler):
 
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, id="gpt2"), pytest.param(True, id="checkpointed")])
 def test_a_warning_that_is_given_once_breaks_no_graph(checkpointing: bool):
-    """GPT-2 warns of its loss; with `use_cache` left as it is a model warns that checkpointing sets it to False."""
+    """GPT-2 warns of its loss; a model whose `use_cache` is left on warns that checkpointing turns it off."""
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=16, **_SIZES)
     model = llama() if checkpointing else randomized(transformers.GPT2LMHeadModel(config)).double().eval()
     if checkpointing:
@@ -141,7 +141,7 @@ def test_generation_gives_the_tokens_that_it_gives_without_the_conversion(cache:
     how = {"max_new_tokens": 5, "do_sample": False, **({"cache_implementation": cache} if cache == "static" else {})}
     assert torch.equal(model.generate(TOKENS, **how), plain.generate(TOKENS, **how))
     assert chains(conversion)
-    # Of the prompt and of one token; transformers 5.24 makes one more where the length of the cache becomes dynamic.
+    # One graph of the prompt, one of a token; transformers 5.24 adds one when the length of the cache becomes dynamic.
     assert len(conversion.graphs) in (2, 3)
 
 
@@ -149,14 +149,14 @@ def test_generation_gives_the_tokens_that_it_gives_without_the_conversion(cache:
 # a module inside runs, compiled or not.
 _OTHER = {"dropout of attention", "a part on another device", "a part in another dtype", "rounded angles", "compiled"}
 KINDS = [name for name in LLAMA if name not in _OTHER]
-_LAST = ("an adapter", "a layer less", "a norm of another kind")  # what others change is gone then
+_LAST = ("an adapter", "a layer less", "a norm of another kind")  # changes by other libraries are gone then
 _RAISING = ("a pre-hook", "the size of a head", "a bias", "a weight of another shape", "no weight")  # nothing runs then
 _RUNNING = [name for name in KINDS if name not in _RAISING]
 GROUPS = [*(sorted(_RUNNING[i::6], key=lambda name: name in _LAST) for i in range(6)), list(_RAISING)]
 
 
 def altered(model: Any, names: Sequence[str]) -> None:
-    torch.manual_seed(2)  # a spectral norm draws where it begins
+    torch.manual_seed(2)  # a spectral norm draws when it is applied
     for name in names:
         LLAMA[name][0](model)
 

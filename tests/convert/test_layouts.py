@@ -1,4 +1,4 @@
-"""Results of chains that lie otherwise in memory than before, in graphs that change tensors in place."""
+"""Results of chains whose strides differ from eager's, in graphs that change tensors in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = seeded_randn((2, 4, 8), 2).double()
 
 
 def turned(m: Layers, x: Tensor) -> Tensor:
-    """A sum that lies as its first operand does in eager torch, sequence first."""
+    """A sum with the strides of its first operand in eager torch, sequence first."""
     t = x.sin().transpose(0, 1)
     return t + m.b(F.gelu(m.a(t)))
 
@@ -85,7 +85,7 @@ def test_a_changed_view_is_captured():
 
 
 def test_a_clone_that_changes_through_data_changes_what_was_saved():
-    """Torch notices no such change, so a gradient is of the changed numbers."""
+    """Torch does not notice this change, so the gradient is of the changed numbers."""
 
     def spelling(m: Layers, x: Tensor) -> Tensor:
         z = (m.a(x) * torch.tanh(m.c(x))).clone()

@@ -1,4 +1,4 @@
-"""Masks that a graph makes of positions: causal ones and sliding windows become options, nearly causal ones do not."""
+"""Masks that a graph computes from positions: causal ones and sliding windows become options, near misses do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ S = F.scaled_dot_product_attention
 
 
 class Masked(nn.Module):
-    """Attention of two heads with a mask, between products."""
+    """Attention of two heads with a mask, between GEMMs."""
 
     def __init__(self, mask: Mask) -> None:
         super().__init__()
@@ -68,21 +68,21 @@ X = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual
 
 
 def found_in(graph: GraphModule) -> list[tuple[Node, Limits | None]]:
-    """What is proved of the mask of each attention."""
+    """What is proved about the mask of each attention."""
     nodes = [n for n in graph.graph.nodes if n.target is S]
     lengths = [n.args[0].meta["example_value"].shape[-2] for n in nodes]
     return [(m, limits_of(m, s, s)) for n, s in zip(nodes, lengths, strict=True) for m in [n.kwargs["attn_mask"]]]
 
 
 def converted(model: nn.Module, x: Tensor = X) -> tuple[GraphReport, list[ops.Attention]]:
-    """The graph of a converted model, which gives the same as before, and its attention."""
+    """The graph of a converted model with equal results, and its attention."""
     (graph,) = assert_same_recorded(model, x).graphs
     return graph, [op for region in graph.regions for op in region.model if isinstance(op, ops.Attention)]
 
 
 @pytest.fixture(scope="module")
 def symbolic() -> dict[str, Limits | None]:
-    """What is proved of masks whose sizes are symbols, in one graph."""
+    """What is proved about masks with symbolic sizes, in one graph."""
     masks = {name: mask for name, (mask, _) in SPELLINGS.items()} | NEARLY
     found: dict[str, Limits | None] = {}
 
@@ -128,7 +128,7 @@ def test_nothing_is_known_of_masks_that_are_nearly_causal(name: str, symbolic: d
 def test_attention_with_a_causal_mask_is_causal_and_reads_none(name: str):
     graph, (found,) = converted(Masked(SPELLINGS[name][0]))
     assert (found.causal, found.window, found.mask) == (name != "all", None, None)
-    assert not graph.beside  # what made the mask is gone
+    assert not graph.beside  # the calls that computed the mask are gone
 
 
 def test_attentions_side_by_side_share_a_mask_that_is_made_like_what_they_read():

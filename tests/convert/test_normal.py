@@ -1,4 +1,4 @@
-"""Normal forms of calls: einsum, bmm and torch.nn.MultiheadAttention are the GEMMs and the attention that they are."""
+"""Normal forms of calls: einsum, bmm and torch.nn.MultiheadAttention become GEMMs and attention."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_what_is_nearly_of_a_known_form_keeps_its_numbers(name: str):
 
 
 def test_what_a_call_that_no_operation_matches_changes_in_place_is_changed():
-    """As Dynamo captures it, by keyword; nobody reads what it returns."""
+    """As Dynamo captures it, by keyword; its result is unused."""
     assert_same(Layers(lambda m, x: (lambda h: (F.elu(h, inplace=True), m.b(h))[1])(m.a(x))).double(), X)
 
 
@@ -381,7 +381,7 @@ def test_a_gemm_does_not_run_again_for_an_empty_part_of_what_it_gives():
     pytest.importorskip("transformers")
     from .families import FAMILIES
 
-    family = FAMILIES["phi3"]  # rotates all of a head, joins that with the empty rest, and returns it in a cache
+    family = FAMILIES["phi3"]  # applies RoPE to whole heads, concatenates an empty rest, returns both in a cache
     model = family.build()
     conversion = sf.convert(model)
     model(**family.inputs())

@@ -1,4 +1,4 @@
-"""Norms that models write by hand: each spelling is the operation that it stands for, or says why it is none."""
+"""Norms written by hand: each form becomes the operation that it computes, or the report says why not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .comparing import assert_same, assert_same_recorded
 from .recording import Replayed
 from .test_altered import Layers, Spelling, operations
 
-EPS = 1e-3  # large enough to tell one that is left out
+EPS = 1e-3  # large enough to notice when it is left out
 Normed = Callable[[Tensor, Layers], Tensor]
 X = seeded_randn((2, 4, 8), 2).double()
 

@@ -1,4 +1,4 @@
-"""Plans of chains: bytes and choices of memory as of any plan, here and for machines that are not here."""
+"""Plans of chains: bytes and memory options, for this machine and others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .recording import Replayed
 
 
 class Heads(nn.Module):
-    """Attention with a mask, which enters the chain beside x, and an MLP."""
+    """Attention with a mask, which is an input of the chain, and an MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def test_chains_of_several_graphs_run_again_with_lent_parameters(
     def gradients() -> list[Tensor]:
         model.zero_grad()
         leaf = x.clone().requires_grad_()
-        first, second = model(leaf), model(2 * leaf)  # both are alive when the first goes back
+        first, second = model(leaf), model(2 * leaf)  # both are alive when the first backward runs
         first.square().sum().backward()
         second.sum().backward()
         return [leaf.grad, *[p.grad.clone() for p in model.parameters()]]  # pyright: ignore
@@ -241,7 +241,7 @@ def test_chains_of_several_graphs_run_again_with_lent_parameters(
 
 
 class Positions(nn.Module):
-    """Tokens of a batch, to each of which the same positions are added."""
+    """Tokens of a batch, each sequence with the same positions added."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the report says of calls that stay: what they are, why, and what to write instead."""
+"""The report's entries for calls left eager: the call, the reason, and what to write instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a conversion: calls, graphs and where they end, chains and their bytes, and what is left."""
+"""The report of a conversion: calls, graphs and where they end, chains and their bytes, and calls left eager."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .test_composition import Net, X
 
 
 class Settled(Net):
-    """Sets what it reads in its first call, as a classifier of Hugging Face does with its `problem_type`."""
+    """Sets an attribute that it reads in its first call, as a Hugging Face classifier sets `problem_type`."""
 
     kind: str | None = None
 
@@ -109,7 +109,7 @@ def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
 
 
 class Shared(nn.Module):
-    """Attention with shared key heads, a mask and dropout."""
+    """Attention with GQA, a mask and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_the_report_counts_the_bytes_that_eager_torch_saves(lowered: bool):
 
 
 class Shifted(nn.Module):
-    """Dynamo takes no set of tensors, and leaves the code that reads one within an expression."""
+    """Dynamo does not trace a set of tensors, and breaks the graph within an expression that reads one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Nested(Around):
 
 
 class Broken(Branching):
-    """Counts its calls in a buffer, ahead of a graph break."""
+    """Counts its calls in a buffer, before a graph break."""
 
     def __init__(self) -> None:
         super().__init__()

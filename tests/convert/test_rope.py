@@ -1,4 +1,4 @@
-"""RoPE as models spell it: halves and pairs, before heads are transposed and after it, in complex numbers."""
+"""RoPE as models write it: halves and pairs, before or after heads are transposed, and in complex numbers."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ def torchtune(m: Roped, t: Tensor) -> Tensor:
 
 
 def twice_in_float32(m: Roped, t: Tensor) -> Tensor:
-    """Two equal casts, which become one."""
+    """Two equal casts, of which one is left."""
     return t.float() * over(m.cos) + half(t.float()) * over(m.sin)
 
 
 def of_complex(m: Roped, t: Tensor) -> Tensor:
-    """As Meta's Llama has it."""
+    """As in Meta's Llama."""
     y = torch.view_as_complex(t.reshape(*t.shape[:-1], -1, 2))
     return torch.view_as_real(y * m.angles.view(1, ROWS, 1, -1)).flatten(3).type_as(t)
 

@@ -1,4 +1,4 @@
-"""Sizes that Dynamo traces as symbols, and that a later guard makes one number."""
+"""Sizes that Dynamo traces as symbols, and that a later guard specializes to one number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from seqfuse.testing import seeded_randn
 
 
 def test_a_graph_whose_symbols_turned_out_to_be_numbers_is_converted_as_one_without() -> None:
-    """Labels that are the input are one tensor to Dynamo; those that are not make it specialize what it had marked."""
+    """Labels that are the input are one tensor to Dynamo; other labels make it specialize a size that it had marked
+    dynamic."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_embd=16, n_layer=1, n_head=2, vocab_size=32, n_positions=32, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0,
@@ -42,7 +43,7 @@ def test_a_graph_whose_symbols_turned_out_to_be_numbers_is_converted_as_one_with
 
 
 class Modulated(nn.Module):
-    """A norm with a factor and a shift for each sequence, which are repeated for its tokens, as in a DiT."""
+    """A norm with a scale and a shift for each sequence, repeated for its tokens, as in a DiT."""
 
     def __init__(self) -> None:
         super().__init__()

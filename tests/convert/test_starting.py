@@ -1,4 +1,4 @@
-"""What `sf.convert` and the backend of `torch.compile` are given: mistakes are told at once, in one sentence."""
+"""Arguments of `sf.convert` and of the backend of `torch.compile`: mistakes raise at once, in one sentence."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_option_is_not_changed_after_the_conversion(name: str):
 
 
 class Parts(nn.Module):
-    """Layers as x-transformers and vit-pytorch make them: lists, with `None` in them, of what each layer calls."""
+    """Layers as in x-transformers and vit-pytorch: lists, with `None` in them, of what each layer calls."""
 
     def __init__(self, called: bool = True) -> None:
         super().__init__()

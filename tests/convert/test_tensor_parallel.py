@@ -1,4 +1,4 @@
-"""Models under the tensor parallel styles of torch, converted: losses and gradients are those of one process."""
+"""Models under torch's tensor-parallel styles, converted: losses and gradients equal those of one process."""
 
 import copy
 import re
@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2 of Linears, as the styles of torch take them, of modules of torch or of operations."""
+    """GPT-2 built of Linears, as torch's styles require, from torch modules or from operations."""
 
     def __init__(self, kit: Any = nn, layers: int = 2) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Gpt(nn.Module):
 
 
 def llama() -> nn.Module:
-    """Of one layer: chains that go on in the next one are those of a `Gpt` of two."""
+    """One layer: chains that continue in the next layer have tests with a `Gpt` of two."""
     import transformers
 
     torch.manual_seed(0)
@@ -87,7 +87,7 @@ def llama() -> nn.Module:
 
 
 def whole_plan(model: nn.Module) -> dict[str, Any]:
-    """Column after row, with whole tensors between."""
+    """Column-parallel, then row-parallel, with replicated tensors between."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -115,7 +115,7 @@ def whole_plan(model: nn.Module) -> dict[str, Any]:
 
 
 def sequence_plan() -> dict[str, Any]:
-    """Shards of tokens between a row and a column."""
+    """Sequence shards between a row-parallel and a column-parallel Linear."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -151,7 +151,7 @@ def parallel(model: nn.Module, plan: dict[str, Any], over: Any) -> None:
 
 
 def trained(model: nn.Module, tokens: Tensor = TOKENS) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and whole gradients."""
+    """The loss and the full gradients."""
     model.zero_grad()
     y = model(tokens)
     y = y if isinstance(y, Tensor) else y.logits
@@ -171,7 +171,7 @@ def assert_trains_alike(model: nn.Module, wanted: tuple[Tensor, dict[str, Tensor
 
 
 def assert_in_chains(conversion: Conversion, gemms: int, *collectives: type) -> None:
-    """So many GEMMs are in chains, with the collectives between."""
+    """The number of GEMMs in chains, with the collectives between them."""
     assert all(c.plan is not None for g in conversion.graphs for c in g.regions), str(conversion)
     members = [r for g in conversion.graphs for c in g.regions for r in c.order.members]
     assert sum(spelled(node) == "linear" for node in {n for r in members for n in r.took}) == gemms, str(conversion)
@@ -270,7 +270,7 @@ def a_converted_gpt_that_is_parallelized() -> None:
 
 
 def a_llama_by_the_plan_of_its_class() -> None:
-    """As `from_pretrained(..., tp_plan="auto")` shards it."""
+    """Sharded as by `from_pretrained(..., tp_plan="auto")`."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     torch._dynamo.reset()
@@ -302,7 +302,7 @@ def a_gpt_over_two_dimensions() -> None:
     loss, _ = trained(model, rows)
     conversion = sf.convert(model)
     assert_trains_alike(model, (loss, mean), rows)
-    assert_in_chains(conversion, 2 * 6, ops.AllReduce)  # the head runs by itself between the calls of FSDP2
+    assert_in_chains(conversion, 2 * 6, ops.AllReduce)  # FSDP2 calls the head by itself
 
 
 TWO = [

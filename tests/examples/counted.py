@@ -1,4 +1,4 @@
-"""Definitions as they stand in a file: to be shown elsewhere, or counted so that what is said of them stays true."""
+"""Definitions of a file as source text, for pages that show or count them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 
 
 def source_of(path: Path, *names: str) -> str:
-    """The named top-level definitions of a file with their decorators, two empty lines between them.
-
-    Raises:
-        KeyError: for a name that the file does not define.
-    """
+    """The named top-level definitions of a file with their decorators, two empty lines between them. Raises KeyError
+    for an unknown name."""
     source = path.read_text().splitlines()
     found: dict[str, str] = {}
     for node in ast.parse("\n".join(source)).body:

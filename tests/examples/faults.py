@@ -1,4 +1,4 @@
-"""What a plug-in can do wrong, done, and what is said of it: the table of docs/write_a_fusion.md."""
+"""Mistakes in a plug-in and the resulting messages: the table of docs/write_a_fusion.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import seqfuse as sf
 from seqfuse import ops, testing
 
 FAULTS: dict[str, dict[str, Callable[[], object]]] = {}
-"""Title of a part of the table to the faults in it; each raises, warns, or returns what the plan says."""
+"""Title of a part of the table to its faults; each raises, warns, or returns a line of the plan."""
 
 
 def fault(part: str, title: str) -> Callable[[Callable[[], object]], Callable[[], object]]:
@@ -32,7 +32,7 @@ def fault(part: str, title: str) -> Callable[[Callable[[], object]], Callable[[]
 
 
 class BiasReLU(sf.ForwardFusion):
-    """A fusion that is right, to be spoiled."""
+    """A right fusion, which the faults below spoil."""
 
     bias: ops.Bias
     act: ops.ReLU
@@ -43,7 +43,7 @@ class BiasReLU(sf.ForwardFusion):
 
 
 class BiasReLUBackward(sf.BackwardFusion):
-    """The backward of the same."""
+    """Its backward."""
 
     bias: ops.Bias
     act: ops.ReLU
@@ -54,7 +54,7 @@ class BiasReLUBackward(sf.BackwardFusion):
 
 
 class Joint(sf.JointFusion):
-    """Both, with a backward that fails."""
+    """A joint fusion whose backward fails."""
 
     bias: ops.Bias
     act: ops.ReLU
@@ -238,7 +238,7 @@ def _() -> None:
 
 @contextmanager
 def installed(source: str) -> Iterator[None]:
-    """A distribution `some-fusions` with an entry point `some`, as an installer would put it there."""
+    """A distribution `some-fusions` with an entry point `some`, as an installer would lay it out."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "some_fusions.py").write_text(source)
         info = Path(folder, "some_fusions-1.2.dist-info")
@@ -293,7 +293,7 @@ def said(function: Callable[[], object]) -> str:
 
 
 def table() -> str:
-    """Every fault with its answer, as lists in Markdown: long messages wrap there."""
+    """Every fault with its message, as Markdown lists, in which long messages wrap."""
     lines: list[str] = []
     for part, faults in FAULTS.items():
         lines += [f"**{part[0].upper()}{part[1:]}**", ""]

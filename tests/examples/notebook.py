@@ -16,7 +16,7 @@ TOUR = ROOT / "examples" / "tour.ipynb"
 
 
 def executed(path: Path, folder: Path) -> Any:
-    """The notebook with the outputs that its cells give now; whatever a kernel writes goes into `folder`."""
+    """The notebook with fresh outputs of its cells; files that a kernel writes go to `folder`."""
     import nbclient
     import nbformat
 
@@ -33,8 +33,8 @@ def executed(path: Path, folder: Path) -> Any:
 
 
 def shown(notebook: Any) -> list[str]:
-    """What each code cell shows: what it prints, by a compiler of one name, and of a result each form, pictures too."""
-    # A kernel sends what is printed in as many pieces as it likes.
+    """The output of each code cell: printed text, with one compiler name, and each form of a result, pictures too."""
+    # A kernel sends printed text in any number of pieces.
     cells = ["".join(map(_text, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
     return [re.sub(r"(?<=compiled by )\S+ [\d.]+", "cc 12.2.0", text) for text in cells]
 

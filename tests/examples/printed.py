@@ -48,7 +48,7 @@ SETTINGS = re.compile(r"(?<=<!-- settings: seqfuse/settings.py -->\n).*?(?=<!-- 
 
 
 def included(markdown: str) -> str:
-    """The page with the definitions that it takes from files as they are there."""
+    """The page with current definitions from the files that it quotes."""
 
     def block(found: re.Match[str]) -> str:
         return f"{found[1]}{source_of(ROOT / found[2], *found[3].split(', '))}{found[4]}"
@@ -75,14 +75,14 @@ def session(text: str) -> None:
 
 
 def prints(block: re.Match[str]) -> bool:
-    """Whether what a block prints is compared: Python that is no file, and sessions in a shell with such commands."""
+    """Whether the output of a block is compared: Python that is not a file, and sessions with such commands."""
     if block.string[: block.start()].rpartition("\n\n")[2].startswith("<!-- file: "):
         return False
     return block[1] == "python" or (block[1] == "console" and any(map(COMMAND.fullmatch, block[2].splitlines())))
 
 
 def run(page: Path, markdown: str) -> list[str]:
-    """What each block of a page prints that prints; the blocks are one module, whose lines are those of the page."""
+    """The output of each block of a page that prints; the blocks are one module with the page's line numbers."""
     code = [""] * (markdown.count("\n") + 1)
     for block in filter(prints, BLOCK.finditer(markdown)):
         first = markdown.count("\n", 0, block.start(2))
@@ -115,7 +115,7 @@ def run(page: Path, markdown: str) -> list[str]:
 
 
 def variables() -> str:
-    """The table of environment variables, from the one object that holds them."""
+    """The table of environment variables, from the object that holds them."""
     lines = ["| variable | values | default | effect |", "| --- | --- | --- | --- |"]
     arguments = str(inspect.getdoc(Settings)).partition("Args:\n")[2]
     entry = re.compile(r"^ *(\w+): `(\w+)` \(([^)]*)\): (.*)\.$", re.MULTILINE)
@@ -128,7 +128,7 @@ def variables() -> str:
 
 
 def regenerated(page: Path) -> str:
-    """The page with everything generated as it is now."""
+    """The page with everything generated anew."""
     markdown = included(page.read_text())
     outputs = iter(run(page, markdown))
     parts: list[str] = []
@@ -157,7 +157,7 @@ def regenerated(page: Path) -> str:
 
 
 def report() -> ModuleType:
-    """What draws figures, `benchmarks/report.py`."""
+    """`benchmarks/report.py`, which draws plots and tables."""
     folder = str(ROOT / "benchmarks")
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -1,4 +1,4 @@
-"""What is supported, found by running it, and how it is tested, found in the tests: tables of docs/dev/support.md."""
+"""Tables of docs/dev/support.md: supported dtypes and passes, found by running them, and how the tests check each."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPERATIONS = "ops/test_*.py", "parallel/test_*.py"
 COMPARES = frozenset(("check_op", "check_passes", "assert_close", "assert_bitwise_equal", "assert_fused_close"))
-"""Those of an operation with its reference or with torch."""
+"""Names of comparisons of an operation with its reference or with torch."""
 SHAPE = re.compile(r"\[.*?\]")
 TAKEN = {"check_op": (*operations_of_the_kit.DTYPES, torch.float64), "check_fusion": operations_of_the_kit.DTYPES}
-"""The dtypes of these where none are given; `check_op` runs `gradcheck` as well, in float64."""
+"""The default dtypes of these; `check_op` runs `gradcheck` as well, in float64."""
 
 
 def operations() -> list[type[sf.UnfusedOperation]]:
@@ -40,7 +40,7 @@ def operations() -> list[type[sf.UnfusedOperation]]:
 
 
 def example(operation: type[sf.UnfusedOperation]) -> tuple[sf.UnfusedOperation, torch.Tensor]:
-    """An instance of an operation, and an input that it takes."""
+    """An instance of an operation, and an input for it."""
     for x in (torch.randn(4, 8), torch.randn(4, 24), torch.randn(2, 4, 24), torch.randint(2, (4, 8))):
         try:
             return operation.example(x), x  # pyright: ignore[reportReturnType]
@@ -50,7 +50,7 @@ def example(operation: type[sf.UnfusedOperation]) -> tuple[sf.UnfusedOperation, 
 
 
 def channel(name: str, x: torch.Tensor, made: sf.UnfusedOperation) -> torch.Tensor:
-    """A tensor for an extra input: of those with names of their own what they hold, of others one like x."""
+    """A tensor for an extra input: by its name, or else like x."""
     if isinstance(made, ops.TokenScale):
         return x[..., :1].clone()
     lead = x.shape[:-1]
@@ -64,7 +64,7 @@ def channel(name: str, x: torch.Tensor, made: sf.UnfusedOperation) -> torch.Tens
 def runs(operation: type[sf.UnfusedOperation], dtype: torch.dtype) -> bool:
     """Whether both passes run on a CPU."""
     made, x = example(operation)
-    between = isinstance(made, ops.Take)  # which needs a fork before it
+    between = isinstance(made, ops.Take)  # which comes after a fork
     model = sf.Sequential(*([ops.Fork(), made, ops.Add()] if between else [made])).to(dtype)
     x = x.to(dtype) if x.is_floating_point() else x
     given: dict[str, Any] = {name: channel(name, x, made) for name in model.channels.inputs}
@@ -88,7 +88,7 @@ def _takes(slot: Slot, operation: type[sf.UnfusedOperation]) -> bool:
 
 
 def fused_in(operation: type[sf.UnfusedOperation], group: Any) -> str:
-    """How many fusions of a set have a place for an operation, forward and backward."""
+    """The number of fusions of a set with a slot for an operation, forward and backward."""
     taking = [one for one in group if any(_takes(slot, operation) for slot in one.slots)]
     forward = sum(not issubclass(one, sf.BackwardFusion) for one in taking)
     backward = sum(issubclass(one, sf.BackwardFusion | sf.JointFusion) for one in taking)
@@ -96,7 +96,7 @@ def fused_in(operation: type[sf.UnfusedOperation], group: Any) -> str:
 
 
 Tested = Mapping[str, set[torch.dtype]]
-"""In which dtypes something runs in a test, by its name."""
+"""The dtypes in which a test, by its name, runs something."""
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def in_cases(pattern: str) -> Tested:
 
 
 def either(*several: Tested) -> Tested:
-    """What one of these says."""
+    """The text of a dtype or name."""
     return {name: set().union(*(one.get(name, ()) for one in several)) for name in set().union(*several)}
 
 
@@ -145,7 +145,7 @@ def _names(function: Callable[..., Any]) -> set[str]:
 
 
 def _parameters(module: ModuleType, test: Callable[..., Any]) -> tuple[set[torch.dtype], set[str]]:
-    """The dtypes among what a test runs with, and the names of all else."""
+    """The dtypes among a test's parameters, and the names of all others."""
     given: list[Any] = [mark.args for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
     for argument in inspect.signature(test).parameters:
         marker = getattr(getattr(module, argument, None), "_fixture_function_marker", None)
@@ -164,11 +164,11 @@ def _parameters(module: ModuleType, test: Callable[..., Any]) -> tuple[set[torch
 
 
 def _values(given: Any) -> Iterator[Any]:
-    """The leaves of what a test is parametrized by; of a module, those inside it as well."""
+    """The leaves of a test's parameters; of a module, its submodules as well."""
     if isinstance(given, Mapping):
         yield from _values([*given.keys(), *given.values()])
     elif isinstance(given, list | tuple | set | frozenset):
-        for one in given:  # pytest's own parameter sets among them
+        for one in given:  # pytest's parameter sets among them
             yield from _values(one)
     else:
         yield given
@@ -177,7 +177,7 @@ def _values(given: Any) -> Iterator[Any]:
 
 
 def matrix() -> str:
-    """The operations that some dtype is not compared for, and the fusions that take each."""
+    """Operations that are not compared in some dtype, and the fusions of each."""
     tested = checked(*OPERATIONS, by=COMPARES)
     sets = {"ATen calls": fusions.aten, "Triton kernels": fusions.triton, "C kernels": in_c()}
     lacking: dict[str, list[str]] = {}
@@ -197,7 +197,7 @@ def matrix() -> str:
 
 
 def saved() -> str:
-    """What each operation saves, by field, as `Saved` says it."""
+    """The saved tensors of each operation, by field of `Saved`."""
     lines = ["| operation | saved for backward |", "| --- | --- |"]
     for operation in operations():
         found = documented.fields_of(operation.Saved)
@@ -208,7 +208,7 @@ def saved() -> str:
 
 
 def how() -> str:
-    """Of how many operations, fusions and kernels a test runs in each dtype, and by what."""
+    """How many operations, fusions and kernels are tested in each dtype, and by which check."""
     compared = importlib.import_module("tests.kernels.test_contract").COMPARED
     kernels = {kernel: {*_parameters(inspect.getmodule(test), test)[0]} for kernel, test in compared.items()}
     every = (*fusions.aten, *fusions.triton, *fusions.lean)

@@ -1,4 +1,4 @@
-"""Every example runs as a user runs it, and prints what it promises."""
+"""Every example runs as a user runs it, and prints the promised output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(*command: str, folder: Path) -> list[str]:
     """The lines that `python <command>` prints, run outside the repository."""
     done = Script(*command, folder=folder).done()
     assert done.returncode == 0, done.stderr
-    told = [line for line in done.stderr.splitlines() if "Guards may run slower" not in line]  # torch, of Python 3.13.0
+    told = [line for line in done.stderr.splitlines() if "Guards may run slower" not in line]  # on Python 3.13.0
     assert not any("Warning" in line for line in told), done.stderr
     return done.stdout.splitlines()
 
@@ -61,7 +61,7 @@ def test_first_sequential(tmp_path: Path) -> None:
     assert any(line.startswith("Plan for cpu bfloat16, 512 tokens: ") for line in lines)
     saved, lean = re.findall(r"([\d,]+) bytes", next(line for line in lines if 'with memory="lean"' in line))
     assert int(lean.replace(",", "")) < 0.7 * int(saved.replace(",", ""))
-    assert number(lines, "fused and unfused differ by at most ") < 0.05  # a rounding of bfloat16
+    assert number(lines, "fused and unfused differ by at most ") < 0.05  # a bfloat16 rounding
 
 
 def test_read_a_plan(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_read_a_plan(tmp_path: Path) -> None:
     assert "runs eagerly: Mix at 2: not an operation of this library" in text
     assert "GeLU at 8 runs eagerly: it has hooks" in text
     assert "backward: (), saved: 0 bytes" in text
-    assert re.search(r"48 operations in segments \[\(0, 1[0-9]\), ", text)  # between fusions, which a compiler adds
+    assert re.search(r"48 operations in segments \[\(0, 1[0-9]\), ", text)  # between fusions
 
 
 def test_write_an_operation(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_language_model_learns_more_than_counts(tmp_path: Path) -> None:
 
 
 def test_language_model_trains_on_a_file_and_prints_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
-    # Text with structure: a model that sees one byte back is sure of most of the next.
+    # Structured text: a model that sees the last byte predicts most of the next ones.
     data = tmp_path / "text.txt"
     data.write_text("".join(f"{n} and {n + 1} make {2 * n + 1};\n" for n in range(2000)))
     options = ["--data", str(data), "--steps", "30", "--dim", "32", "--layers", "1", "--plan", "plan.svg"]
@@ -151,7 +151,7 @@ def test_language_model_trains_on_a_file_and_prints_lines_where_there_is_no_term
     assert (eager["time_of"], eager["saved_of"], eager["peak_of"]) == (1, 1, 1)
     assert (default["time_of"], lean["time_of"]) == (found["time"], found["lean"])
     assert lean["saved"] == found["kept"] < eager["saved"]
-    assert lean["saved"] < lean["peak"] < eager["peak"]  # what is saved is a part of what a step adds
+    assert lean["saved"] < lean["peak"] < eager["peak"]  # saved tensors are a fraction of a step's memory
     assert lean["loss"] == pytest.approx(default["loss"], abs=1e-3)
     assert any("sf.convert gives " in line and 'memory="lean" gives ' in line for line in lines)
     assert "chain of 15 operations: Add, LayerNorm, Linear, Attention" in "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The examples of extending the library: what they print, how few lines they take, and the plug-in as a package."""
+"""The extension examples: printed output, line counts, and the plug-in as a package."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PLUGIN = ROOT / "examples" / "05_plugin"
 
 
 def run(*command: str, folder: Path, warned: str = "", **environment: str) -> list[str]:
-    """The lines that `python <command>` prints in a folder; it ends well and warns of nothing else than `warned`."""
+    """The lines printed by `python <command>`, which succeeds and warns only of `warned`."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST_")}
-    # A process is interpreted from its first import of Triton on.
+    # A process interprets kernels from its first import of Triton on.
     bare = "TRITON_INTERPRET" in environment or "pytest" in command
     done = Script(*command, folder=folder, environment=inherited | environment, bare=bare).done()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -81,7 +81,7 @@ def test_a_kernel_of_one_s_own_is_checked_in_both_passes_and_compiled(tmp_path: 
 
 
 def assert_planned(lines: list[str]) -> None:
-    """The plan for a machine that is not here holds the new operation in the library's fusions, and the new fusion."""
+    """The plan for another machine has the new operation in the library's fusions, and the new fusion."""
     begins = [name for line in lines for name in re.findall(r"\[ (\w+)", line) if re.match(r" +\d+  ", line)]
     counts = {"LinearBiasPointwise": 1, "PointwiseChainBackward": 1, "ScaleTanhScale": 2}
     assert {name: begins.count(name) for name in counts} == counts
@@ -89,7 +89,7 @@ def assert_planned(lines: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the plug-in installed: its wheel, unpacked, is what an installer would put there."""
+    """A folder with the plug-in installed: its unpacked wheel, as an installer would lay it out."""
     wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
     run("-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels), folder=PLUGIN)
     (wheel,) = wheels.glob("*.whl")

@@ -1,4 +1,4 @@
-"""The notebook tour runs in a kernel, and shows what its cells give now."""
+"""The notebook runs in a kernel, and its stored outputs are current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parallel example, started as a user starts it."""
+"""The parallel example, started as by a user."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def torchrun(folder: Path, processes: int, *options: str) -> subprocess.Complete
 
 
 def forked(folder: Path, processes: int, *options: str) -> subprocess.CompletedProcess[str]:
-    """What `torchrun` gives, with processes that start at once; they find each other as those of `torchrun` do."""
+    """The result of `torchrun`, with processes that start at once and meet as those of `torchrun` do."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}

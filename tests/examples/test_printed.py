@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is what is printed and measured now."""
+"""Printed output and results in README.md and docs/ are current."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ run = subprocess.run
 
 
 def forked(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run` gives; Python runs in a process that has imported torch already."""
+    """Like `subprocess.run`; Python runs in a process that has imported torch already."""
     if command[0] != sys.executable:  # a compiler of kernels
         return run(command, **options)
     environment = options.get("env", os.environ)

@@ -42,7 +42,7 @@ KINDS = ("GEMM", "norm", "activation")
 
 @dataclasses.dataclass
 class Row:
-    """What became of one model."""
+    """The result for one model."""
 
     package: str
     name: str
@@ -56,7 +56,7 @@ class Row:
 
 
 class Counted:
-    """Counts the calls of captured graphs that are in chains, and those that are left."""
+    """Counts the calls of captured graphs that are in chains, and those left eager."""
 
     def __init__(self, row: Row) -> None:
         self.row, self.rewrite = row, capture.rewrite
@@ -86,7 +86,7 @@ class Counted:
 
 
 def _inside_kind(node: Node) -> str | None:
-    """What a call in a chain is; a norm by hand is known by its root, an activation by hand by its function."""
+    """The kind of a call in a chain; a norm by hand is known by its root, an activation by hand by its function."""
     name = spelled(node) or ""
     if name in ("sqrt", "rsqrt", "norm", "linalg_vector_norm") or (name == "pow" and node.args[1] in (0.5, -0.5)):
         return "norm"
@@ -97,7 +97,7 @@ def _inside_kind(node: Node) -> str | None:
 
 
 def _outside_kind(node: Node) -> str | None:
-    """What a call that is left counts as: norms of images do not, nor activations that stand beside nothing else."""
+    """The kind of a call left eager: norms of images are not counted, nor activations next to no GEMM."""
     name = spelled(node) or ""
     kind = "GEMM" if name == "multi_head_attention_forward" else _kind(node, False)
     if kind is None and name == "sqrt" and any(spelled(u) == "truediv" for u in node.users):
@@ -115,7 +115,7 @@ def _of_images(node: Node) -> bool:
 
 
 def _counts(node: Node) -> bool:
-    """Whether a call is a GEMM, a norm that is not of images, or a chain."""
+    """Whether a call is a GEMM, a norm of tokens, or a chain."""
     if node.op == "call_module":
         return True
     kind = _kind(node, False)
@@ -153,7 +153,7 @@ def _leaf(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _Float64(TorchFunctionMode):
-    """Casts to float32 give float64: models that cast norms or softmax would make the reference a float32 one."""
+    """Casts to float32 become float64: otherwise models that cast norms or softmax would have a float32 reference."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs or {}))
@@ -192,7 +192,7 @@ def _tensors(made: Any) -> Iterator[Tensor]:
 
 
 def kept(model: nn.Module, args: Any, kwargs: Any) -> int:
-    """The bytes of memory that a call keeps for its backward pass, without parameters and buffers."""
+    """Activation memory of a call, without parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     found: dict[int, int] = {}
     held: list[Tensor] = []
@@ -201,7 +201,7 @@ def kept(model: nn.Module, args: Any, kwargs: Any) -> int:
         storage = t.untyped_storage()
         if storage.data_ptr() not in own:
             found[storage.data_ptr()] = storage.nbytes()
-            held.append(t)  # so that no other tensor is given its memory
+            held.append(t)  # so that their memory is not reused
         return t
 
     args, kwargs = tree_map(lambda value: _leaf(value, torch.float32), (args, kwargs))
@@ -212,7 +212,7 @@ def kept(model: nn.Module, args: Any, kwargs: Any) -> int:
 
 
 def _randomized(model: nn.Module) -> nn.Module:
-    """Parameters that start from zero or one would hide errors."""
+    """Parameters that start as zeros or ones would hide errors."""
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
@@ -363,14 +363,14 @@ def _missed(name: str, f: Tensor, u: Tensor, *others: Tensor) -> str:
 
 
 def main() -> int:
-    """Examine the models that are asked for, print a table, and fail if one is wrong."""
+    """Examines the selected models, prints a table, and fails if a model is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.foreign")
     parser.add_argument("words", nargs="*", help="of packages or names")
     parser.add_argument("--reasons", action="store_true", help="print why calls are left")
     parser.add_argument("--write", action="store_true", help="write what is counted to benchmarks/results/foreign.json")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    for name in ("nms", "qnms"):  # which torchvision wants, though its compiled library is of another torch
+    for name in ("nms", "qnms"):  # torchvision needs it, though its compiled library is of another torch
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     rows: list[Row] = []
     print(_line("model", "state", "GEMMs", "norms", "activ.", "bal.", "lean", "graphs", "s"))

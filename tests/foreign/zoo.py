@@ -1,4 +1,4 @@
-"""Tiny models of other people's packages, each made by a function that returns a module and what it is called with."""
+"""Tiny models of other packages, each built by a function that returns a module and the arguments of its call."""
 
 from __future__ import annotations
 
@@ -587,7 +587,7 @@ def espnet_encoder() -> Made:
 
 
 def chosen(words: list[str]) -> Iterator[Foreign]:
-    """The models whose package or name contains one of some words; all if there are none."""
+    """The models whose package or name contains one of these words; all models for no words."""
     for model in ZOO:
         label = f"{model.package}: {model.name}"
         if not words or any(word in label for word in words):

@@ -1,4 +1,4 @@
-"""Segments of few operations in small models, too, so that lists of a test have several."""
+"""Segments of few operations, so that small models have several."""
 
 import importlib
 from typing import Any

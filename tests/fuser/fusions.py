@@ -1,4 +1,5 @@
-"""Fusions of every kind written with ATen calls, the lists they fuse, and ways to see everything a run gives."""
+"""Fusions of every kind written with ATen calls, the sequences that they fuse, and ways to compare all results of a
+run."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Grads = dict[str, Tensor | None]
 
 
 def rows(t: Tensor) -> Tensor:
-    """Sum over all but the last dimension, in memory of its own."""
+    """Sum over all but the last dimension, in its own memory."""
     return t.sum(tuple(range(t.ndim - 1))) if t.ndim > 1 else t.clone()
 
 
@@ -28,7 +29,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Doubles(sf.UnfusedOperation, open=True):
-    """y = 2 x: a base of operations that do something beside it."""
+    """y = 2 x: a base of operations with a side effect."""
 
     class Saved(sf.Saved):
         x: Tensor
@@ -44,7 +45,7 @@ class Doubles(sf.UnfusedOperation, open=True):
 
 
 def stepwise(self: Any, x: Tensor) -> Any:
-    """The `fwd` of a forward fusion that calls its operations one after another."""
+    """A forward fusion whose `fwd` calls its operations one after another."""
     saved: dict[str, Any] = {}
     for slot, operation in zip(self.slots, self.operations(), strict=True):
         x, saved[slot.name] = operation.fwd(x)
@@ -55,16 +56,14 @@ def stepwise(self: Any, x: Tensor) -> Any:
 
 
 def shifted(x: Tensor, bias: Tensor) -> Tensor:
-    """x + bias, with what `Bias` does under autocast."""
+    """x + bias, in the dtypes of `Bias` under autocast."""
     casts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return x + (bias.to(x.dtype) if casts else bias)
 
 
 def of_bias(act: type[sf.Pointwise], *names: str) -> tuple[Any, ...]:
-    """Fusions of a Bias and an activation by these names: for forward, backward, both and inference.
-
-    The third saves x where the operations may save y, so that a record of the one kind is useless to the other.
-    """
+    """Fusions of a Bias and an activation by these names: for forward, backward, both and inference. The joint fusion
+    saves x where the operations may save y, so that neither can read the other's saved tensors."""
 
     class Saved(sf.Saved):
         x: Tensor
@@ -110,7 +109,7 @@ KINDS = BiasTanhForward, BiasTanhBackward, BiasTanhJoint, BiasTanhInference = of
 
 
 class BiasGeLURecomputing(sf.ForwardFusion):
-    """Keeps x and the bias; the value between the two is made again."""
+    """Saves x and the bias; the value between the two is recomputed."""
 
     bias: ops.Bias
     act: ops.GeLU
@@ -121,7 +120,7 @@ class BiasGeLURecomputing(sf.ForwardFusion):
         return y, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(x=sf.Recompute(add, x, bias))}
 
 
-# Linear, Bias, GeLU: fusions that skip what is not wanted.
+# Linear, Bias, GeLU: fusions that skip gradients which are not needed.
 
 
 class LinearBiasGeLUForward(sf.ForwardFusion):
@@ -215,7 +214,7 @@ class ChainBackward(sf.BackwardFusion):
 
 
 class ChainJoint(sf.JointFusion):
-    """Keeps the input alone and runs the chain again."""
+    """Saves only the input and recomputes the chain."""
 
     bias: ops.Bias | None
     acts: tuple[sf.Pointwise, ...]
@@ -264,7 +263,7 @@ class BiasActBackward(sf.BackwardFusion):
         return dx, {"bias.bias": rows(dx)}
 
 
-# The border between two residual blocks: the sum is the new stream and goes on.
+# The boundary of two residual blocks: the sum is the new residual stream and goes on.
 
 
 class AddForkForward(sf.ForwardFusion):
@@ -329,7 +328,7 @@ class AddReLUInference(sf.InferenceFusion):
         return torch.relu(x + add_other)
 
 
-# A whole residual branch: the fusion holds the channel's producer and its consumer.
+# A whole residual branch: the fusion contains the producer and the reader of the channel.
 
 
 class ForkGeLUAddForward(sf.ForwardFusion):
@@ -367,7 +366,7 @@ class ForkGeLUAddJoint(sf.JointFusion):
 
 
 class ForkGeLUAddOutForward(sf.ForwardFusion):
-    """The same, for a channel that is read again further on."""
+    """The same, for a channel that is read again later."""
 
     fork: ops.Fork
     act: ops.GeLU
@@ -401,7 +400,7 @@ Plain = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A list, its mathematics written out, and the fusions that can replace it in each way."""
+    """A sequence, its math written out, and the fusions that can replace it in each way."""
 
     name: str
     make: Callable[[], Sequence[nn.Module]]
@@ -479,7 +478,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def randomized(model: nn.Module, seed: int = 11) -> Any:
-    """Signed, asymmetric numbers in every parameter."""
+    """Gives every parameter signed, asymmetric numbers."""
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.copy_(seeded_randn(tuple(p.shape), seed + i, dtype=p.dtype))
@@ -493,7 +492,7 @@ def values(out: Any) -> tuple[Tensor, ...]:
 def outcome(
     fn: Callable[..., Any], wanted: Mapping[str, Tensor], *args: Any, seed: int = 77, **kwargs: Any
 ) -> dict[str, Tensor | None]:
-    """Outputs of a call, and the gradient of each of `wanted` for random incoming gradients."""
+    """Outputs of a call, and the gradients of `wanted` for random incoming gradients."""
     outs = values(fn(*args, **kwargs))
     dys = [seeded_randn(tuple(y.shape), seed + i, dtype=torch.float64).to(y.dtype) for i, y in enumerate(outs)]
     pairs = [(y, dy) for y, dy in zip(outs, dys, strict=True) if y.requires_grad]
@@ -513,7 +512,7 @@ def run(model: nn.Module, x: Tensor, /, **channels: Tensor) -> dict[str, Tensor 
 
 
 def run_plain(plain: Plain, model: nn.Module, x: Tensor, /, **channels: Tensor) -> dict[str, Tensor | None]:
-    """The same from the mathematics written out, in float64."""
+    """The same from the math written out, in float64."""
 
     def wide(t: Tensor) -> Tensor:
         return t.detach().double().requires_grad_(t.requires_grad)
@@ -525,7 +524,7 @@ def run_plain(plain: Plain, model: nn.Module, x: Tensor, /, **channels: Tensor) 
 
 
 def assert_same(got: Mapping[str, Any], expected: Mapping[str, Any], truth: Mapping[str, Any]) -> None:
-    """The numeric rule on outputs and all gradients; nothing may be missing in any of the three."""
+    """The error bound on outputs and all gradients; all three have the same ones."""
     assert got.keys() == expected.keys() == truth.keys()
     assert any(k.startswith("d_") for k in got), "no gradient was compared"
     assert_fused_close(dict(got), dict(expected), dict(truth))
@@ -541,10 +540,8 @@ def assert_exact(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def assert_like_torch(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    """Outputs and all gradients of a twin with the same keys, to within rounding, and the same keys of gradients.
-
-    Twice: the first call of a plan is interpreted, the second runs the code that is generated from it.
-    """
+    """Outputs and all gradients equal those of a twin with the same keys, to within rounding. Twice: the first call of
+    a plan is interpreted, the second runs generated code."""
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
@@ -562,5 +559,5 @@ def tensor(*shape: int, seed: int = 3, grad: bool = True, dtype: torch.dtype = t
 
 
 def fused_names(plan: sf.Plan) -> tuple[list[str], list[str]]:
-    """Names of the fused steps of the two covers."""
+    """Names of the fused steps of both schedules."""
     return [s.name for s in plan.forward if s.fused], [s.name for s in plan.backward if s.fused]

@@ -1,4 +1,4 @@
-"""Ways to run a model and look at everything it gives."""
+"""Models, ways to run them, and comparisons of all their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seqfuse.testing import seeded_randn
 
 
 class PlainResidual(nn.Sequential):
-    """What `ops.Residual` does, of torch's modules."""
+    """`ops.Residual` of torch modules."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input + super().forward(input)
@@ -46,7 +46,7 @@ def attending_by_several_weights(width: int, heads: int, causal: bool = True) ->
 
 
 def randomize(model: nn.Module, seed: int = 7) -> nn.Module:
-    """Give every parameter signed numbers of its own; biases and gains too, which start as zeros and ones."""
+    """Gives every parameter signed numbers; biases and gains too, which start as zeros and ones."""
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.copy_(seeded_randn(tuple(p.shape), seed + i, dtype=torch.float64).mul(0.4))
@@ -67,7 +67,7 @@ def passes(model: Any, x: Tensor, dy: Tensor | None = None) -> dict[str, Tensor 
 
 
 def assert_same(got: dict[str, Tensor | None], want: dict[str, Tensor | None], tolerance: float = 1e-12) -> None:
-    """Same names, dtypes and numbers; not vacuous: nothing that is wanted is zero everywhere."""
+    """Same names, dtypes and numbers; no needed gradient is zero everywhere."""
     assert got.keys() == want.keys()
     for name, expected in want.items():
         found = got[name]
@@ -103,7 +103,7 @@ def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tens
 
 
 class Planned:
-    """How many regions were planned, and how many lists were read, inside the block."""
+    """Counts regions planned and sequences read inside the block."""
 
     def __init__(self) -> None:
         self.plans: list[Any] = []
@@ -115,7 +115,7 @@ class Planned:
 
 @contextlib.contextmanager
 def counting_plans() -> Iterator[Planned]:
-    """Count the planning that calls of any model do."""
+    """Counts the planning of calls of any model."""
     seen, plan_region, op_list = Planned(), planning.plan_region, running.OpList
 
     def counted(*args: Any, **kwargs: Any) -> Any:

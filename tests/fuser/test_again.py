@@ -1,4 +1,4 @@
-"""Segments that run again in the backward pass: the same bits in all that autograd can ask of a node."""
+"""Segments that are recomputed in the backward pass: the same bits for every use that autograd allows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WIDTH = 12
 
 
 def gpt() -> sf.Sequential:
-    """Two layers with dropout, of odd rows."""
+    """Two layers with dropout, on an odd number of tokens."""
     torch.manual_seed(0)
     layers = [m for _ in range(2) for m in (attending(WIDTH, 3), feed_forward(WIDTH))]
     return randomize(sf.Sequential(*(ops.Residual(*m, ops.Dropout(0.2)) for m in layers), ops.RMSNorm(WIDTH)))
@@ -63,7 +63,7 @@ MODELS = {"gpt": gpt, "llama": llama}
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let every segment run again from now on, all of it, or but for steps that take GEMMs."""
+    """From now on every segment is recomputed, with or without its GEMMs."""
     planned = running.plan_region
 
     def turn_on(keeps: bool = False) -> None:
@@ -83,7 +83,7 @@ def x_of(rows: int = 7, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def run(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Output and every gradient of one call, whose masks are always the same."""
+    """Output and every gradient of one call, always with the same dropout masks."""
     model.zero_grad()
     torch.manual_seed(5)
     x = x.detach().clone().requires_grad_()
@@ -111,7 +111,7 @@ def twice(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def partial(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """`torch.autograd.grad` of a few inputs, and what `backward(inputs=)` leaves where it is."""
+    """`torch.autograd.grad` of a few inputs, and `backward(inputs=)`, which leaves all other gradients alone."""
     torch.manual_seed(5)
     x = x.detach().clone().requires_grad_()
     parameters = [*model.parameters()]
@@ -129,7 +129,7 @@ def two_alive(model: nn.Module, x: Tensor) -> list[Tensor]:
     torch.manual_seed(5)
     first, second = (t.detach().clone().requires_grad_() for t in (x, 2 * x))
     ys = [model(first), model(second)]
-    for y in ys:  # the first that ran is the first that goes back
+    for y in ys:  # the first that ran is the first whose backward runs
         y.square().sum().backward()
     return [first.grad, second.grad, *[p.grad.clone() for p in model.parameters()]]  # pyright: ignore
 
@@ -186,7 +186,7 @@ def batched(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def replaced(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """A call with other parameters, whose backward pass runs when the model has its own again."""
+    """A call with other parameters, whose backward runs when the model has its own again."""
     torch.manual_seed(5)
     others = {name: (1.5 * p).detach().requires_grad_() for name, p in model.named_parameters()}
     y = functional_call(model, others, (x,))
@@ -203,7 +203,7 @@ WAYS = (
 )  # fmt: skip
 
 
-# By default each way meets each model and what is saved, in pairs.
+# By default each way meets each model and each choice of saved tensors, in pairs.
 @pytest.mark.parametrize(
     ("name", "way", "keeps"),
     [
@@ -350,7 +350,7 @@ def routed() -> sf.Sequential:
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_buffers_are_those_of_the_first_forward(changed: bool, again: Any):
-    """Whoever balances experts changes theirs in place, and `functional_call` lends others."""
+    """Load balancing changes the buffer in place, and `functional_call` substitutes another."""
     others = {name: torch.linspace(-1, 1, 6).roll(i) for i, (name, _) in enumerate(routed().named_buffers())}
     found: list[list[Tensor]] = []
     for runs_again in (False, True):
@@ -369,7 +369,7 @@ def test_buffers_are_those_of_the_first_forward(changed: bool, again: Any):
 
 
 class SharedParts(ops.Tanh):
-    """An operation that has one part under two names, and a buffer."""
+    """An operation with one submodule under two names, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +381,7 @@ def test_an_operation_may_have_one_part_under_two_names(again: Any):
     model, x = sf.Sequential(ops.Linear(WIDTH, WIDTH), SharedParts(), ops.Linear(WIDTH, WIDTH)), x_of()
     wanted = run(model, x)
     again()
-    model.memory = "lean"  # plans anew
+    model.memory = "lean"  # forgets the plan
     assert all(torch.equal(mine, other) for mine, other in zip(run(model, x), wanted, strict=True))
 
 
@@ -419,7 +419,7 @@ class _Fails:
 def test_a_fusion_that_fails_gives_way_to_its_operations(
     fusion: Any, name: str, call: int, again: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """In the forward pass, as it runs again, and in the backward pass, of the first call and of later ones."""
+    """In the forward pass, in its recomputation, and in the backward pass, of the first call and of later ones."""
     x = draw(4, 5)
     wanted = passes(mlp(dropout=0.0), x)
     again()
@@ -484,11 +484,11 @@ def test_what_runs_only_once_does_not_run_again_and_says_so():
     assert Counted.runs == 2
 
 
-# What a plan says of it -----------------------------------------------------------------------------------------------
+# Estimates of a plan --------------------------------------------------------------------------------------------------
 
 
 def measured(model: nn.Module, x: Tensor) -> int:
-    """The most bytes alive at once in a forward and a backward pass, without parameters' gradients and y."""
+    """Peak bytes in a forward and a backward pass, without parameters' gradients and y."""
     for _ in range(2):
         model(x.detach().requires_grad_()).sum().backward()
         model.zero_grad()
@@ -501,7 +501,7 @@ def measured(model: nn.Module, x: Tensor) -> int:
 
 
 def test_the_gradient_of_a_weight_comes_first_and_lets_its_input_go(again: Any):
-    """Of two wide tensors that one call of `bwd` would hold at once, the input of a GEMM and its gradient."""
+    """Two wide tensors that one call of `bwd` would hold at once: the input of a GEMM and its gradient."""
     again()
     list_ = ops.Linear(4, 64, bias=False), ops.Linear(64, 4, bias=False)
     wide, model = 512 * 64 * 4, sf.Sequential(*list_, memory="lean")
@@ -525,7 +525,7 @@ CHOICES_OF = [
 def test_the_peak_is_what_the_plan_says_and_never_more_than_the_budget(
     name: str, choices: Sequence[Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_attention.Scores, "_in_c", lambda *_: False)  # which a mode that counts bytes does not see
+    monkeypatch.setattr(_attention.Scores, "_in_c", lambda *_: False)  # a mode that counts bytes does not see C's
     x, least, times = x_of(32).requires_grad_(), 0, list[int]()
     for memory in reversed(choices):
         model = MODELS[name]()
@@ -547,7 +547,7 @@ def test_the_peak_is_what_the_plan_says_and_never_more_than_the_budget(
 @pytest.mark.parametrize(("name", "choices"), CHOICES_OF)
 @pytest.mark.filterwarnings("ignore:memory=")
 def test_gradients_agree_at_every_budget(name: str, choices: Sequence[Any], monkeypatch: pytest.MonkeyPatch):
-    """Within the error bound with those of other fusions; bit for bit with those of the same where all is saved."""
+    """Within the error bound of other fusions; bit for bit equal to the same fusions with everything saved."""
     x, planned, again = x_of(33), running.plan_region, 0
     wanted = run(MODELS[name](), x)
 
@@ -616,7 +616,7 @@ def test_a_plan_without_an_input_has_the_choices_too():
 
 
 class _Case(Front):
-    """Random options of some parts, which share tensors at their borders."""
+    """Random options of several parts, which share tensors at their boundaries."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -642,7 +642,7 @@ class _Case(Front):
         return [(option, *rest) for option in self.starting[at] for rest in self.ways(option.stop)]
 
     def held(self, way: Sequence[Option]) -> tuple[int, int, int]:
-        """Time, bytes kept and peak of a way, by the words of `Weight`."""
+        """Time, saved bytes and peak of a choice, from the definition of `Weight`."""
         kept, saved, peak = 0, frozenset[int](), 0
         for option in way:
             w = option.weight
@@ -653,7 +653,7 @@ class _Case(Front):
         return sum(option.time for option in way), kept, peak
 
     def lasting(self, way: Sequence[Option]) -> int:
-        """The most bytes in a backward of a way if none frees what is kept before it ends."""
+        """The peak of a backward that frees no saved tensor before it ends."""
         kept, saved, most = 0, frozenset[int](), 0
         for option in way:
             kept += option.weight.own + sum(self.sizes[n] for n in option.weight.shared - saved)
@@ -661,7 +661,7 @@ class _Case(Front):
         return most
 
     def counted(self, way: Sequence[Option]) -> tuple[int, int]:
-        """Bytes kept and peak, as `bytes_held` counts those of a plan."""
+        """Saved bytes and peak, as `bytes_held` counts those of a plan."""
 
         def weigh(forward: Any, backward: Any, again: Any) -> Weight:
             return way[again[0]].weight
@@ -690,7 +690,7 @@ def test_a_budget_takes_the_fastest_of_all_ways_that_fit(seed: int):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_least_leaves_most_room_for_what_follows_near_the_lowest_peak(seed: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules[Front.__module__], "SLACK", 3)  # so that several ways are near
+    monkeypatch.setattr(sys.modules[Front.__module__], "SLACK", 3)  # so that several choices are close
     case = _Case(seed)
     least = case.least()
     low = [way for way in case.ways() if case.held(way)[2] <= least + least // 3]
@@ -701,7 +701,7 @@ def test_the_least_leaves_most_room_for_what_follows_near_the_lowest_peak(seed: 
 
 
 def test_a_compiler_takes_what_is_saved_from_the_operations():
-    """A compiled call decides itself what is saved; compiled autograd follows a segment that runs again."""
+    """A compiled call decides for itself what is saved; compiled autograd traces a recomputed segment."""
     x = x_of(9)
     model = llama()
     model.memory = "least"
@@ -713,7 +713,7 @@ def test_a_compiler_takes_what_is_saved_from_the_operations():
 
 
 def test_tokens_behind_an_embedding_need_no_record_of_their_own(recwarn: pytest.WarningsRecorder):
-    """The record of an Embedding is its x: where the segment that holds it runs again, nothing makes it."""
+    """An Embedding saves its x, which nothing recomputes if the segment that contains it is recomputed."""
     model = sf.Sequential(ops.Embedding(50, 16), ops.Linear(16, 64), ops.GeLU(), ops.Linear(64, 16))
     tokens = torch.randint(50, (4, 32), generator=torch.Generator().manual_seed(0))
     found: list[dict[str, Tensor | None]] = []

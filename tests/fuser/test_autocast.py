@@ -1,4 +1,4 @@
-"""Autocast and mixed dtypes: dtypes, values and gradient dtypes are those of the torch twin."""
+"""Autocast and mixed dtypes: output dtypes, values and gradient dtypes equal those of the torch twin."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(model: nn.Module, x: Tensor, region: Region, outside: Region = contextli
 
 
 def judge(found: dict[str, Any], plain: dict[str, Any], exact: dict[str, Any], eps: float = 0.0) -> None:
-    """Dtypes as the twin's; errors against float64 no more than three times those of the twin, or a few `eps`."""
+    """Dtypes as the twin's; errors against float64 at most three times the twin's, or a few `eps`."""
     for name, want in plain.items():
         got, truth = found[name], exact[name]
         assert got.dtype == want.dtype, f"{name}: {got.dtype}, in torch {want.dtype}"
@@ -176,7 +176,7 @@ def test_half_activations_with_full_parameters_under_autocast(half: torch.dtype)
 @HALVES
 def test_half_parameters_with_full_activations_under_autocast(half: torch.dtype):
     model, plain = pair(half, fusions=(BiasTanhJoint,))
-    model, plain = model[1:3], plain[1:3]  # torch's norms do not take this mixture on a CPU
+    model, plain = model[1:3], plain[1:3]  # torch's norms do not take this combination on a CPU
     x = draw(33, 12, dtype=torch.float32)
     found, want = run(model, x, autocast(half)), run(plain, x, autocast(half))
     assert found["d_1.weight"].dtype == half
@@ -184,7 +184,7 @@ def test_half_parameters_with_full_activations_under_autocast(half: torch.dtype)
 
 
 class OwnLinear(sf.UnfusedOperation):
-    """Leaves the cast of its weight to torch."""
+    """torch casts its weight."""
 
     class Saved(sf.Saved):
         x: Tensor
@@ -275,7 +275,7 @@ def test_dtypes_that_follow_from_what_operations_declare_are_those_of_a_run(name
 
 
 class _WithAFunction(ops.Tanh):
-    """What it holds besides numbers may decide its dtype."""
+    """Its dtype may depend on its non-tensor fields."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def test_tensors_are_cast_once_in_the_innermost_call_that_casts_them_apart():
             assert lowered(t) is own
         assert lowered(t) is made
         assert lowered(t[:1], parts=(t,)) is lowered(t[:1], parts=(t,))
-        # One that is gone leaves its address to the next.
+        # A new object may have the address of a freed one.
         assert [lowered(torch.full((2,), float(i)))[0].item() for i in range(9)] == [*range(9)]
     with torch.autocast("cpu", HALF), cast_once(apart=True):
         assert lowered(t) is t
@@ -368,7 +368,7 @@ def test_autocast_of_another_device_changes_nothing():
 
 @contextlib.contextmanager
 def _cuda_autocast() -> Any:
-    # The region itself refuses to start without the device.
+    # torch's own region does not start without the device.
     before = torch.is_autocast_enabled("cuda")
     torch.set_autocast_enabled("cuda", True)
     try:

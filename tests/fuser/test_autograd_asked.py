@@ -1,4 +1,4 @@
-"""What a backward computes and what it reads: the gradients asked for, and the record of its forward."""
+"""A backward computes only the requested gradients, and reads the tensors that its own forward saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .kit import draw, randomize
 def test_gradients_that_are_not_asked_for_are_not_computed():
     model = sf.Sequential(ops.Linear(5, 7, bias=False), ops.Tanh(), ops.Linear(7, 3, bias=False)).double()
     x = draw(3, 5).requires_grad_()
-    first, last = (2 * 3 * 5 * 7, 2 * 3 * 7 * 3)  # of one product of each
+    first, last = (2 * 3 * 5 * 7, 2 * 3 * 7 * 3)  # of one GEMM of each
     cases = [([x], first + last), ([model[0].weight], first + last), ([model[2].weight], last)]
     for wanted, flops in cases:
         y = model(x)
@@ -33,7 +33,7 @@ def test_gradients_that_are_not_asked_for_are_not_computed():
             torch.autograd.grad(y, wanted, draw(3, 3))
         assert counter.get_total_flops() == flops
     y = model(x)
-    with Calls() as calls:  # of what stands before, nothing runs
+    with Calls() as calls:  # nothing before it runs
         torch.autograd.grad(y, [model[2].weight], draw(3, 3))
     assert calls.count("tanh_backward", "mm") == 1
 
@@ -63,13 +63,13 @@ def test_a_backward_is_written_with_checks_once_and_without_once(monkeypatch: py
     for _ in range(3):
         model(draw(3, 2).requires_grad_()).sum().backward()
     assert written == [True, False]
-    for _ in range(3):  # of a few gradients alone each call is checked, by the same code
+    for _ in range(3):  # calls for a few gradients are checked each time, by the same code
         torch.autograd.grad(model(draw(3, 2).requires_grad_()).sum(), [model[2].bias])
     assert written == [True, False, True]
 
 
 def test_gradients_are_those_of_the_whole_whichever_were_asked_for_before():
-    """Of one list, several times: what is asked for beside the parameters counts, too."""
+    """One sequence, several times: gradients requested in addition to the parameters' count, too."""
     model = sf.Sequential(ops.Bias(5), ops.Linear(5, 5), ops.Add("side"), ops.Tanh()).double()
     randomize(model)
     x, side, dy = draw(3, 5).requires_grad_(), draw(3, 5, seed=2).requires_grad_(), draw(3, 5, seed=3)
@@ -133,7 +133,7 @@ def test_a_vectorized_jacobian_may_be_made_with_a_graph_that_is_not_differentiat
 
 
 class WrongBias(BiasReLUBack):
-    """Gives the gradient of the bias as one number."""
+    """Returns the gradient of the bias as one number."""
 
     def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
         dx, _ = super().bwd(dy, bias=bias, act=act)
@@ -149,7 +149,7 @@ def test_a_gradient_is_checked_when_it_is_asked_for_though_others_were_before():
 
 
 class Varying(sf.UnfusedOperation, open=True):
-    """y = 3 x, which saves what the end of `saving` says: a field that is another one, `None`, a tensor or a tuple."""
+    """y = 3 x, whose saved tensors are as the end of `saving` says: another field, `None`, a tensor or a tuple."""
 
     Saved: Any
 
@@ -168,7 +168,7 @@ class Varying(sf.UnfusedOperation, open=True):
 
 
 def gradient(y: Tensor, x: Tensor) -> Tensor:
-    """Of `backward`, for which code is generated; `grad` asks for some gradients."""
+    """Of `backward`, for which code is generated; `grad` requests some gradients."""
     x.grad = None
     y.sum().backward()
     assert x.grad is not None
@@ -278,7 +278,7 @@ def test_backward_of_everything_does_not_ask_for_each_leaf(monkeypatch: pytest.M
 
 
 class Nested(torch.autograd.Function):
-    """Passes x through; its backward runs another backward pass within the one that runs."""
+    """y = x; its backward runs another backward pass within the running one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inner: Any) -> Tensor:
@@ -297,18 +297,18 @@ def test_a_pass_within_a_pass_makes_what_it_was_asked_for():
     x, given = draw(3, 5).requires_grad_(), draw(3, 3)
     leaves = [x, *model.parameters()]
     expected = torch.autograd.grad(model(x), leaves, given)
-    first, last = (2 * 3 * 5 * 7, 2 * 3 * 7 * 3)  # of one product of each
+    first, last = (2 * 3 * 5 * 7, 2 * 3 * 7 * 3)  # of one GEMM of each
     found: list[Any] = []
 
     def some() -> None:
-        """Of a pass that was asked for everything, one that is asked for the last weight alone."""
+        """After a backward for every gradient, one for the last weight only."""
         y = model(x)
         with FlopCounterMode(display=False) as counter:
             found[:] = torch.autograd.grad(y, [leaves[2]], given)
         assert counter.get_total_flops() == last
 
     def everything() -> None:
-        """Of a pass that was asked for one leaf, one that is asked for everything."""
+        """After a backward for one leaf, one for every gradient."""
         y = model(x)
         with FlopCounterMode(display=False) as counter:
             y.backward(given)

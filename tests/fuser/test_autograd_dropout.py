@@ -1,4 +1,4 @@
-"""Dropout as a user sees it: how much, how scaled, the same in both passes and whatever the cover, reproducible."""
+"""Dropout as a user sees it: rate and scale, one mask for both passes and all schedules, reproducible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .kit import assert_same, draw, passes, randomize
 
 
 class ScaleDropout(sf.ForwardFusion):
-    """A forward that hands the seed to the operation it replaces."""
+    """A forward fusion that passes the seed to the operation."""
 
     scale: ops.Scale
     drop: ops.Dropout
@@ -29,7 +29,7 @@ class ScaleDropout(sf.ForwardFusion):
 
 
 class ScaleDropoutBackward(sf.BackwardFusion):
-    """A backward that makes the mask again."""
+    """A backward fusion that recomputes the mask."""
 
     scale: ops.Scale
     drop: ops.Dropout
@@ -39,7 +39,7 @@ class ScaleDropoutBackward(sf.BackwardFusion):
 
 
 class ScaleDropoutJoint(sf.JointFusion):
-    """Both passes; `seed` unprefixed is that of the only random slot."""
+    """Both passes; an unprefixed `seed` is that of the only random slot."""
 
     scale: ops.Scale
     drop: ops.Dropout
@@ -57,7 +57,7 @@ class ScaleDropoutJoint(sf.JointFusion):
 
 
 class ScaleDropoutInference(sf.InferenceFusion):
-    """Forward alone."""
+    """Inference only."""
 
     scale: ops.Scale
     drop: ops.Dropout

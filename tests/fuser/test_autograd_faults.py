@@ -1,4 +1,5 @@
-"""What autograd users do to a graph: write into saved tensors, freeze, hook, look, use half of the outputs."""
+"""Autograd under unusual uses of a graph: writes into saved tensors, frozen parameters, hooks, inspection, unused
+outputs."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_a_saved_tensor_written_before_backward_is_an_error(fusions: Any, writte
         else:
             y.mul_(2)
     if written == "output" and BiasTanhJoint in fusions:
-        y.sum().backward()  # this fusion keeps its input, so that its output may be written
+        y.sum().backward()  # this fusion saves its input, so its output may be written to
         return
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -71,7 +72,7 @@ def test_what_no_gradient_reads_may_be_written_between_the_passes():
     model[0].weight.requires_grad_(False)
     y = model(x)
     with torch.no_grad():
-        x.mul_(2)  # only the gradient of the frozen weight reads it
+        x.mul_(2)  # it is read only for the gradient of the frozen weight
         model[0].bias.mul_(2)  # nothing reads a bias
     y.backward(draw(3, 3, seed=99))
     assert model[0].weight.grad is None
@@ -190,7 +191,7 @@ def test_a_tensor_that_several_operations_keep_is_saved_once():
     model = sf.Sequential(ops.Linear(5, 5), ops.Tanh(), ops.Linear(5, 5), ops.Tanh(), ops.Linear(5, 5)).double()
     with saving() as packed:
         model(draw(3, 5).requires_grad_())
-    # x, three weights, and each tanh once, though the product after it keeps it too
+    # x, three weights, and each tanh once, though the next GEMM saves it too
     assert len(packed) == 6
     assert len({t.untyped_storage().data_ptr() for t in packed}) == 6
 
@@ -285,14 +286,14 @@ def test_hooks_around_a_training_loop_see_what_is_saved_and_nothing_else():
     assert all(t.numel() for t in seen), "a mark of what ran is saved under checkpoints only"
 
 
-# Which outputs are used, which gradients are wanted -------------------------------------------------------------------
+# Which outputs are used, which gradients are needed -------------------------------------------------------------------
 
 
 # Dropped fields -------------------------------------------------------------------------------------------------------
 
 
 class Careless(sf.UnfusedOperation):
-    """y = x weight^T, whose backward reads what it declared for the other gradient only."""
+    """y = x weight^T, whose backward reads a field that it declared for the other gradient only."""
 
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")
@@ -409,7 +410,7 @@ def test_the_node_has_a_readable_name_in_graphs_and_profiles():
 
 def test_the_graph_can_be_walked():
     model, x = mlp(), draw(3, 5).requires_grad_()
-    y = model(x)  # lives on: with torch 2.11 a node of Python's is no longer than its tensor
+    y = model(x)  # stays alive: with torch 2.11 a node in Python lives no longer than its tensor
     leaves = [fn.variable for fn, _ in y.grad_fn.next_functions if hasattr(fn, "variable")]
     assert {id(t) for t in leaves} == {id(t) for t in (x, *model.parameters())}
 

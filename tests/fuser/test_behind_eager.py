@@ -1,4 +1,4 @@
-"""Plans behind modules that run eagerly: what arrives there is what the modules before give, whatever its shape."""
+"""Plans after modules that run eagerly: they take the outputs of these modules, whatever their shape."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Frozen(nn.Module):
 
 
 class Positions(nn.Module):
-    """Gives a view of its own parameter."""
+    """Returns a view of its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def built(name: str, memory: Any = "fast") -> tuple[sf.Sequential, Tensor]:
 
 
 def kept(model: sf.Sequential, x: Tensor) -> int:
-    """Bytes that the model saves for backward, outside of modules that run eagerly; parameters left out."""
+    """Bytes saved for backward, without eager modules and parameters."""
     inside, seen = [0], dict[int, Tensor]()
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
     places = model.plan(x).eager
@@ -163,7 +163,7 @@ def test_a_plan_is_that_of_the_call(name: str, memory: Any, autocast: bool) -> N
     model, x = built(name, memory)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         plan = model.plan(x)
-        with contextlib.suppress(RuntimeError):  # "another dtype": float64 is left as it is
+        with contextlib.suppress(RuntimeError):  # "another dtype": float64 is not cast
             model(x)
             run = planned(model)
             for steps in ("forward", "backward"):

@@ -1,4 +1,4 @@
-"""What a user chooses to save: exact schedules for it, and how the choice is made and told."""
+"""Memory by choice: schedules that meet it exactly, and how the choice is made and reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = (sf.ForwardFusion, sf.BackwardFusion, sf.JointFusion)
 
 
 class Case:
-    """A random list: what its operations save, and fusions that save something else."""
+    """A random sequence: bytes that its operations save, and fusions that save others."""
 
     def __init__(self, seed: int) -> None:
         draw = random.Random(seed)
@@ -41,7 +41,7 @@ class Case:
         def some(most: int) -> frozenset[int]:
             return frozenset(draw.sample(tensors, draw.randint(0, most)))
 
-        # Neighbors and others share tensors, as a norm's input and the residual stream are one.
+        # Neighbors and others share tensors, as a norm's input is also the residual stream.
         own = [some(3) if i >= self.live else frozenset[int]() for i in range(self.n)]
         self.candidates: list[Candidate] = []
         fused: dict[Any, frozenset[int]] = {}
@@ -222,7 +222,7 @@ def _twice(x: Tensor) -> Tensor:
 
 
 class TwiceLinear(sf.ForwardFusion):
-    """Saves what it got, which nothing else saves, in place of what the GEMM takes."""
+    """Saves its input, which is not saved otherwise, instead of the GEMM's input."""
 
     twice: ops.Scale
     linear: ops.Linear
@@ -314,7 +314,7 @@ def test_an_error_says_what_was_meant(given: Any, hint: str):
 
 
 def test_a_budget_asks_nothing_of_an_embedding_alone(recwarn: pytest.WarningsRecorder):
-    """Tokens are all that it saves, so that no part of what it saves is enough for its result."""
+    """It saves only tokens, none of which suffices for its result."""
     model = sf.Sequential(ops.Embedding(50, 16), nn.Identity(), *block(), memory=sf.Budget(part=0.9))
     tokens = torch.arange(64).reshape(4, 16) % 50
     assert not [
@@ -427,7 +427,7 @@ def test_modules_in_between_divide_a_budget():
         model.memory = int(part * whole)
         assert model.plan(x).memory.peak <= part * whole
         assert kept_by(model, x) == model.plan(x).memory.saved
-    # All of it is that of the two regions, which need the same, and nothing is left for what stands between them.
+    # All of the budget goes to the two regions, which need the same, and nothing is left for the module between them.
     model.memory = 2 * (whole - block()[:1].plan(x).memory.saved)
     assert model.plan(x).memory.saved == model.plan(x).memory.saved_unfused
     model.memory = "lean"
@@ -484,7 +484,7 @@ def test_tokens_of_two_strides_have_the_memory_of_contiguous_ones():
 
 
 def layers_that_are_alike() -> list[nn.Module]:
-    """With views, channels, and two of them that are one tensor."""
+    """With views, channels, and two channels that are one tensor."""
     one = ops.LayerNorm(8), ops.Linear(8, 24), ops.Attention(2), ops.Linear(8, 8), ops.Dropout(0.2)
     two = ops.RMSNorm(8), ops.Linear(8, 16), ops.Tanh(), *[ops.Transpose(-1, -2)] * 2, ops.Linear(16, 8)
     twice = ops.Fork(), ops.Multiply(), ops.Fork(), ops.Tanh(), ops.Multiply()
@@ -514,7 +514,7 @@ def test_what_a_step_saves_is_found_once_for_steps_that_are_alike(monkeypatch: p
 
 
 class Keeping(Doubles):
-    """y = 2 x, which keeps a copy of x where an attribute says so that no text tells apart."""
+    """y = 2 x, which saves a copy of x if an attribute says so that the plan's text does not show."""
 
     class Saved(sf.Saved):
         more: Tensor | None

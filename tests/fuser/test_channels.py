@@ -1,4 +1,4 @@
-"""Channels: side tensors that leave the chain and return, inside a list, across containers, and to the caller."""
+"""Channels: side tensors that leave the chain and return, inside a sequence, across containers, and to the caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[[], sf.Sequential]
 
 
 def ignored(*_: Any) -> None:
-    """A hook that does nothing but be there."""
+    """A hook that does nothing."""
 
 
 def lin(p: dict[str, Tensor], key: str, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def lin(p: dict[str, Tensor], key: str, x: Tensor) -> Tensor:
 
 
 def check(model: sf.Sequential, plain: Callable[..., Any], x: Tensor, **channels: Tensor) -> None:
-    """Fused, unfused and the mathematics written out agree in every output and gradient, and so without gradients."""
+    """Fused, unfused and the math written out agree in every output and gradient, and in inference."""
     randomized(model)
     with sf.fusing(False):
         expected = run(model, x, **channels)
@@ -52,7 +52,7 @@ def check(model: sf.Sequential, plain: Callable[..., Any], x: Tensor, **channels
 
 
 class Half(nn.Module):
-    """No operation of the library."""
+    """Not an operation of the library."""
 
     def forward(self, x: Tensor) -> Tensor:
         return half(x)
@@ -70,7 +70,7 @@ def pair() -> sf.Sequential:
     return sf.Sequential(ops.Fork("r"), ops.Add("r"))
 
 
-# Lists, and their mathematics.
+# Sequences, and their math.
 LISTS: dict[str, tuple[Callable[[], Sequence[nn.Module]], Callable[..., Any]]] = {
     "a residual": (lambda: [ops.Residual(ops.Linear(5, 5), ops.Tanh())], stream),
     "nested residuals": (
@@ -368,7 +368,7 @@ def test_variadic_slots_name_channels_by_number() -> None:
 FORK, WIDE = ops.Fork("r"), ops.Linear(5, 8)
 NAMED = OrderedDict(stem=ops.Tanh(), body=sf.Sequential(ops.Tanh(), ops.Add("r")))
 GROWS = "adds (7, {0}), which its operations return, to its input, (7, 5)"
-# Operations, names of channels that are passed, and what is said: the error, the operation, its position, and words.
+# Operations, names of passed channels, and the error: its operation, position, and words.
 MISTAKES: dict[str, tuple[Sequence[Any], str, type[sf.SeqfuseError], str, int, tuple[str, ...]]] = {
     "missing": ([ops.Linear(5, 5), ops.Add("r")], "", sf.InputError, "Add", 2, ("'r'",)),
     "surplus": ([ops.Linear(5, 5), ops.Add("left")], "left lfet", sf.InputError, "Add", 2, ("'lfet'", "'left'")),
@@ -439,7 +439,7 @@ def test_a_plan_refuses_a_channel_of_the_wrong_shape_as_the_call_does() -> None:
         ops.Linear(4, 6), ops.Residual(ops.ReLU()), ops.Add("r"), ops.Linear(6, 2), nn.Softsign(), ops.Add("behind")
     )
     x = tensor(3, 4)
-    given = {"r": tensor(3, 6), "behind": tensor(3, 2)}  # what stands behind a barrier is not known
+    given = {"r": tensor(3, 6), "behind": tensor(3, 2)}  # the output of a barrier is not known
     assert len(model.plan(x, **given).names) == len(model.plan(env=sf.Env()).names)
     for call in (model, model.plan):
         with pytest.raises(sf.InputError, match=r"SF101 .*position \d \(Add\): adds tensors .* \(3, 6\) and \(3, 5\)"):
@@ -466,7 +466,7 @@ def test_a_channel_that_is_no_tensor_is_an_error() -> None:
 
 
 class Scaled(sf.UnfusedOperation):
-    """y = x factor, where a factor is read."""
+    """y = x factor, with the factor from a channel."""
 
     class Saved(sf.Saved):
         factor: Tensor | None

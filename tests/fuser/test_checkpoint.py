@@ -1,4 +1,4 @@
-"""Activation checkpointing, also where a fusion fails in it."""
+"""Activation checkpointing, with failing fusions, too."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_checkpointed_model_gives_the_same_numbers_with_dropout_replayed(fusio
 
 
 def test_without_the_state_of_the_generator_the_recomputed_mask_is_used_throughout_as_in_torch():
-    """The seed is drawn inside the function, so a second run drops others; both passes of the second run agree."""
+    """The seed is drawn inside the function, so recomputation drops others; both passes of the recomputation agree."""
     weight = draw(40, 40)
 
     def gradient(drop: nn.Module) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def agree_under_autocast(model: nn.Module, checkpointed: nn.Module, half: torch.
         assert torch.equal(a, b)
 
 
-# Another plan at recomputation ----------------------------------------------------------------------------------------
+# Another plan when it is recomputed -----------------------------------------------------------------------------------
 
 Change = Callable[[sf.Sequential], Any]
 OTHER_PLANS: dict[str, Change] = {
@@ -134,7 +134,7 @@ def test_recomputing_under_another_fusion_set_is_an_error(change: Change):
 
 
 class Keeps(sf.JointFusion):
-    """Keeps x where Tanh keeps y: a record of the same number and shapes, so that nobody but us can tell."""
+    """Saves x where Tanh saves y: the same number and shapes of tensors, so that torch cannot tell."""
 
     act: ops.Tanh
     scale: ops.Scale
@@ -281,7 +281,7 @@ def test_a_checkpoint_whose_last_operation_saves_nothing_gives_the_same_gradient
 
 @pytest.mark.parametrize("check", ["default", "none"])
 def test_a_plan_that_differs_before_a_module_of_torch_gives_no_wrong_gradient(check: str):
-    """The last node is torch's, which reads what it saved, and so recomputes, before any of ours."""
+    """The last node is torch's, which reads its saved tensors, and so recomputes, before any of ours."""
     model, x = nn.Sequential(sf.Sequential(*special(), fusions=(Keeps,)), nn.Softplus()).double(), draw(3, 5)
     leaf = x.requires_grad_()
     y = checkpoint(model, leaf, use_reentrant=False, determinism_check=check)
@@ -373,7 +373,7 @@ def test_flops_of_the_first_call_are_those_of_a_later_call():
         with FlopCounterMode(display=False) as counter:
             model(x).sum().backward()
         totals.append(counter.get_total_flops())
-    # Two products forward, and each has two backward; the input itself wants no gradient, but LayerNorm does.
+    # Two GEMMs forward, each with two backward; the input needs no gradient, but LayerNorm does.
     assert totals == [3 * 2 * 3 * (5 * 7 + 7 * 3)] * 2
 
 
@@ -397,7 +397,7 @@ class FailingKeeps(Keeps):
 
 
 class FailingLate(sf.ForwardFusion):
-    """Keeps a stand-in of one tensor where the operation keeps one tensor of the same shape."""
+    """Saves a stand-in for a tensor of the operation, of the same shape."""
 
     scale: ops.Scale
     act: ops.SiLU

@@ -26,7 +26,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Compiler:
-    """A backend that runs the graph, or what AOT autograd makes of it, and counts."""
+    """A backend that runs the graph, or AOT autograd's graph of it, and counts."""
 
     def __init__(self, aot: bool = True) -> None:
         self.graphs: list[Any] = []
@@ -300,7 +300,7 @@ def test_a_member_compiled_by_itself_runs_compiled(which: int):
     ]
 
 
-@pytest.mark.full  # half a minute of a C++ compiler; test_inductor_calls_the_operators runs by default
+@pytest.mark.full  # half a minute of C++ compilation; test_inductor_calls_the_operators runs by default
 def test_inductor_forward_and_backward():
     model, x = mlp(dropout=0.5), draw(5, 5)
     torch.manual_seed(3)
@@ -391,7 +391,7 @@ def test_compiled_autograd_compiles_the_backward_of_a_compiled_model_as_one_grap
         torch.testing.assert_close(leaf.grad, g)
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's, about what it does not trace
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of what it does not trace
 def test_compiled_autograd_follows_one_node_to_the_next():
     model, x = nn.Sequential(sf.Sequential(ops.Scale(2.0)), sf.Sequential(ops.Linear(4, 4))), torch.randn(3, 4)
     leaves = [x.requires_grad_(), *model.parameters()]

@@ -1,4 +1,4 @@
-"""A backward pass runs with the configuration of its forward, whatever was set on the operations in between."""
+"""A backward pass runs with the configuration of its forward, even if operations were changed in between."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fuser.fusions import BiasGeLUBackward
 
 
 class Steep(sf.Pointwise):
-    """y = factor x^2, by `reference` and its autograd alone."""
+    """y = factor x^2, by `reference` and its autograd only."""
 
     def __init__(self) -> None:
         super().__init__()

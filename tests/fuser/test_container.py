@@ -28,7 +28,7 @@ Pair = tuple[sf.Sequential, nn.Sequential]
 
 
 def pair(*more: int) -> Pair:
-    """A fused list and its twin of torch: the same shapes and keys, four modules by default."""
+    """A fused sequence and its torch twin: the same shapes and keys, four modules by default."""
     widths = more or (5, 5, 5)
     mine: list[nn.Module] = []
     its: list[nn.Module] = []
@@ -71,7 +71,7 @@ def test_an_empty_list_is_the_identity_and_can_be_filled() -> None:
     assert fused_names(outer.plan(x))[0] == ["BiasReLU"]
 
 
-# Each mutation is done to both after a first call, so that a stale plan would show.
+# Each mutation is applied to both after a first call, so that a stale plan would show.
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_slices_of_a_list_with_names_keep_the_names() -> None:
 
 
 class Doubled(sf.Sequential):
-    """A list with a `forward` of its own."""
+    """A sequence with its own `forward`."""
 
     def forward(self, x: Tensor, **channels: Tensor) -> Any:
         return 2 * super().forward(x, **channels)

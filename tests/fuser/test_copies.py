@@ -1,4 +1,4 @@
-"""Copies that share: a shallow copy and a replica run the list they hold, not the one they were copied from."""
+"""Shallow copies and replicas run the sequence that they contain, not that of the original."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_shallow_copy_is_copied_without_the_original_it_was_made_from(again: C
 
 
 def test_a_replica_for_data_parallel_runs_its_own_parameters() -> None:
-    """What `nn.parallel.replicate` does to each module, on one device."""
+    """As `nn.parallel.replicate` copies each module, on one device."""
     model = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Residual(ops.Linear(4, 4)), fusions=PAIR))
     x = tensor(7, 5)
     model(x)

@@ -1,4 +1,4 @@
-"""Corners where a fused step, its operations and a backward that asks for less meet."""
+"""Corner cases of fused steps, their operations and backwards that need fewer gradients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_gradient_penalty_is_an_error_also_where_x_is_not_kept(make: Any, way:
 
 
 class Frail(Doubles):
-    """Its backward fails so many times."""
+    """Its backward fails a given number of times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_a_joint_fusion_whose_forward_fell_back_knows_outputs_nobody_used(used: 
 
 
 class Emit(sf.UnfusedOperation):
-    """y = sin(x), aux = cos(x); it cannot do without dy."""
+    """y = sin(x), aux = cos(x); its backward needs dy."""
 
     outputs = ("aux",)
 
@@ -201,7 +201,7 @@ def test_a_forward_that_loses_a_record_later_falls_back_with_its_channels() -> N
 
 
 class Flat(sf.UnfusedOperation):
-    """y = 2 x^2; its backward wants contiguous tensors."""
+    """y = 2 x^2; its backward requires contiguous tensors."""
 
     layout = "contig"
 
@@ -237,7 +237,7 @@ HALVES: list[bool] = []
 
 
 class Pair(sf.UnfusedOperation):
-    """y = x^2, which keeps x twice."""
+    """y = x^2, which saves x twice."""
 
     class Saved(sf.Saved):
         halves: tuple[Tensor, ...]
@@ -294,7 +294,7 @@ def test_plans_that_are_printed_say_nothing_of_real_runs() -> None:
 
 
 class EmitTanhMaybe(sf.ForwardFusion):
-    """Declares the output of a slot that may be absent."""
+    """Declares an output of a slot that may be absent."""
 
     emit: Emit | None
     act: ops.Tanh

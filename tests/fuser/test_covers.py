@@ -1,4 +1,4 @@
-"""The exact search for schedules, and the costs it is made with."""
+"""The exact search for schedules, and the costs that it minimizes."""
 
 from __future__ import annotations
 
@@ -133,14 +133,14 @@ KINDS = (sf.ForwardFusion, sf.BackwardFusion, sf.JointFusion, sf.InferenceFusion
 
 
 def passes(c: Candidate, live: int) -> tuple[bool, bool]:
-    """Which passes a candidate takes part in."""
+    """The passes of a candidate."""
     joint = isinstance(c.fusion, sf.JointFusion) and c.stop > live
     back = isinstance(c.fusion, sf.BackwardFusion)
     return not back, back or joint
 
 
 def brute_force(candidates: Sequence[Candidate], live: int) -> tuple[int, int]:
-    """Least (cost, number of fusions) over every set of candidates that overlaps in neither pass."""
+    """Least (cost, number of fusions) over every set of candidates that do not overlap in a pass."""
     best = (0, 0)
     for size in range(1, len(candidates) + 1):
         for chosen in itertools.combinations(candidates, size):
@@ -167,7 +167,7 @@ def test_the_choice_is_the_cheapest_of_all_pairs_of_covers(seed: int) -> None:
         for tag in range(draw.randint(0, 8)):
             a = draw.randrange(n)
             b = draw.randint(a + 1, min(n, a + 4))
-            # Few different costs: ties are common, and some are not worth having.
+            # Few different costs: ties are common, and some gain nothing.
             candidates.append(
                 candidate(draw.choice(KINDS), first + a, first + b, draw.choice([-4, -3, -2, -2, 0, 1]), tag)
             )
@@ -249,7 +249,7 @@ def test_costs_that_differ_by_little_are_said_with_what_they_differ_by() -> None
 
 
 def calls_while(fn: Any) -> int:
-    """Python calls made by a function: work, counted. What other tests left behind is not collected meanwhile."""
+    """Python calls made by a function, as a measure of work. Garbage of other tests is not collected meanwhile."""
     count = 0
 
     def profile(frame: Any, event: str, arg: Any) -> None:

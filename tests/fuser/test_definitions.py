@@ -1,6 +1,5 @@
-"""A class that breaks its contract is refused where it is defined, quoting the author's line; what cannot be seen
-there is refused when the plan first runs, naming fusion, slot and field.
-"""
+"""A class that breaks its contract is refused at its definition, quoting the author's line; faults that only a run
+shows are refused when the plan first runs, naming fusion, slot and field."""
 
 from __future__ import annotations
 
@@ -166,7 +165,7 @@ def defined(path: Path, kind: str, body: Sequence[str]) -> tuple[sf.PluginError,
 
     def run(loader: Any = spec.loader) -> None:
         loader.exec_module(module)
-        sf.Gated(module.Alphabetical())  # a parameter is seen when an operation is made
+        sf.Gated(module.Alphabetical())  # a parameter is seen when an operation is constructed
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "of_an_author", module)
@@ -222,7 +221,7 @@ def test_records_are_frozen() -> None:
     assert ops.GeLU.Saved.fields == ("x",)
 
 
-# What only a run can show. Each way of being wrong is one change of a right fusion.
+# Faults that only a run can show. Each is one change of a right fusion.
 
 Change = Callable[[Any, dict[str, Any]], Any]
 
@@ -540,7 +539,7 @@ def test_the_gradient_of_an_extra_input_cannot_be_forgotten(kind: str) -> None:
     other = tensor(7, 5)
     with pytest.raises(sf.PluginError, match=r"no gradient '(add\.)?other'"):
         model(tensor(7, 5), other=other).sum().backward()
-    # Where nobody wants it, nothing is missing.
+    # Where no gradient is needed, none is missing.
     x = tensor(7, 5)
     model(x, other=other.detach()).sum().backward()
     assert x.grad is not None

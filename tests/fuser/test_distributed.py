@@ -76,7 +76,8 @@ def full(t: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, prefix: str = "") -> None:
-    """Train on this rank's share and compare with one process: loss, every gradient, final parameters."""
+    """Trains on this rank's shard of the batch and compares with one process: loss, every gradient, final
+    parameters."""
     losses, gradients, last = alone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
@@ -99,7 +100,7 @@ def train(model: nn.Module, prefix: str = "") -> None:
 
 
 def sharded(model: sf.Sequential, **how: Any) -> sf.Sequential:
-    """By FSDP2, each block and the whole."""
+    """With FSDP2, each block and the whole."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model[:-1]:
@@ -118,7 +119,7 @@ def ddp() -> None:
 
 
 def recomputing() -> sf.Sequential:
-    """A model of which a part runs again in the backward pass."""
+    """A model with a segment that is recomputed."""
     model = model_of()
     model.memory = "least"
     assert model.plan(share(0)).recomputed
@@ -226,7 +227,7 @@ def fsdp_checkpointed() -> None:
 
 
 def fsdp_recomputing() -> None:
-    """Parameters are gathered anew for the backward pass."""
+    """Parameters are gathered again for the backward pass."""
     from torch.distributed.fsdp import fully_shard
 
     model = recomputing()
@@ -255,7 +256,7 @@ def fsdp_in_mixed_precision() -> None:
 
 
 def fsdp_frees_what_it_gathered() -> None:
-    """The engine keeps the parameter itself and no copy: its storage is empty between the passes."""
+    """The engine holds the parameter itself and no copy: its storage is empty between the passes."""
     model = sharded(model_of())
     with saving() as keep:
         y = model(share(0))

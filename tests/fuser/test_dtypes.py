@@ -1,4 +1,5 @@
-"""Autocast: what operations say of it beside torch, and what plans of 16-bit models cast, how often, and keep."""
+"""Autocast: which dtypes operations declare, compared with torch, and which casts 16-bit plans contain, run and
+save."""
 
 from __future__ import annotations
 
@@ -37,17 +38,17 @@ OPERATIONS = sorted(
     key=lambda kind: kind.__name__,
 )
 ELSEWHERE = {"AllGather", "AllReduce", "CopyToTensorParallel", "ReduceScatter"}
-# Fake tensors of a GPU that torch was built without do not take all that these call.
+# torch without CUDA cannot trace all calls of these on fake tensors.
 WITHOUT_FAKES = {"PositionEmbedding", "QKNorm", "RotaryEmbedding"}
-# Such a torch ends the process that asks which of its kernels of attention a GPU would take.
+# Such a torch ends the process that asks which attention kernel a GPU would take.
 OF_ATTENTION = {"Attention", "CrossAttention"}
-# What their channels carry has another shape than x; their own tests run them under autocast.
+# Their channels differ from x in shape; their own tests run them under autocast.
 OF_CHANNELS = {"GroupedLinear", "Permute", "TokenScale", "Unpermute"}
 
 
 @contextlib.contextmanager
 def autocast(kind: str, dtype: torch.dtype) -> Generator[None]:
-    """A region as `torch.autocast` opens it, which refuses to where there is no such device."""
+    """A region like `torch.autocast`, which refuses to open without such a device."""
     before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
     torch.set_autocast_enabled(kind, True)
     torch.set_autocast_dtype(kind, dtype)
@@ -85,7 +86,7 @@ def test_every_operation_says_what_autocast_makes_of_its_result(kind: type[sf.Un
             borders = under_autocast(flatten(example)[:1], range(1), env, channels)
             try:
                 y = example.reference(x, **dict.fromkeys(extras, x))
-            except RuntimeError as error:  # as torch itself does of float64 and a float32 weight, or for want of a GPU
+            except RuntimeError as error:  # as torch itself refuses float64 with a float32 weight, or for lack of a GPU
                 if dtype is not torch.float64 and "not linked with support for cuda" not in str(error):
                     raise
                 continue
@@ -102,7 +103,7 @@ def perceptron(norm: type[nn.Module], act: sf.UnfusedOperation) -> sf.Sequential
 
 
 def forward_and_backward(model: Any, env: sf.Env, x: torch.Tensor, enabled: bool) -> tuple[Any, dict[Any, Any]]:
-    """Run a plan for an accelerator; dtype and shape of y, of all that operations save, and of every gradient."""
+    """Runs a plan for an accelerator; dtype and shape of y, of all saved tensors, and of every gradient."""
     fuser = model._fuser
     op_list = fuser.op_list()
     (region,) = op_list.parts
@@ -202,7 +203,7 @@ MODELS = pytest.mark.parametrize(
 
 
 def casting() -> Calls:
-    """The shapes of what is cast to 16 bits."""
+    """The shapes of tensors cast to 16 bits."""
     cast = torch.ops.aten._to_copy.default
     return Calls(lambda func, args, out: tuple(out.shape) if func is cast and out.dtype is HALF else None)
 
@@ -214,7 +215,7 @@ def test_the_schedule_is_that_of_a_16_bit_model_but_for_casts_of_weights(make: A
     mixed = make().plan(env=sf.Env.of(place, autocast=HALF, rows=4096))
     half = make().to(HALF).plan(env=sf.Env.of(place, dtype=HALF, rows=4096))
     for ahead, names in (("forward", {"LayerNorm": "NormForward", "RMSNorm": "NormForward"}), ("backward", {})):
-        # A norm that no other fusion takes writes 16 bits, where the other model's does that by itself.
+        # A norm that no other fusion takes writes 16 bits; the other model's norm does so by itself.
         known = names if kernels is not None else {}
         wanted = [(known.get(step.name, step.name), step.covers) for step in getattr(half, ahead)]
         assert [(step.name, step.covers) for step in getattr(mixed, ahead)] == wanted
@@ -227,7 +228,7 @@ def test_the_schedule_is_that_of_a_16_bit_model_but_for_casts_of_weights(make: A
 
 
 class Own(Tensor):
-    """A tensor of a class of its own."""
+    """A tensor of a subclass."""
 
 
 class Owned(torch.nn.Module):

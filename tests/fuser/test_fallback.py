@@ -1,4 +1,4 @@
-"""A fusion that fails while it runs, or breaks its contract: the unfused result, or one clear error."""
+"""A fusion that fails at run time, or breaks its contract: the unfused result, or one clear error."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_failing_pass_ends_in_the_unfused_result(fusion: Any, where: str, firs
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             assert_same(passes(model, x), want)
-    # Two in each call. Where the second fails in a forward and the first did not, both run again; a backward goes on.
+    # Two in each call. If the second fails in a forward in which the first did not, both run again; a backward goes on.
     assert Faults.calls[where] == (7 if first % 2 and where == "fwd" else 6)
 
 
@@ -208,7 +208,7 @@ def test_it_is_warned_once_per_plan_and_reason(fusion: Any, where: str):
     Faults.at[where] = {n: RuntimeError("first reason" if n < 2 else "second reason") for n in range(100)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):  # two places, so calls 0 to 3
+        for _ in range(2):  # two positions, so calls 0 to 3
             passes(model, draw(3, 5))
     texts = [str(w.message) for w in caught if w.category is FallbackWarning]
     reasons = ["(RuntimeError: first reason)", "(RuntimeError: second reason)"]
@@ -234,7 +234,7 @@ def test_what_fails_again_and_again_is_not_tried_for_ever(fusion: Any, where: st
     reasons = [r.reason for r in model.plan(x).refused if r.fusion == name]
     assert reasons
     assert set(reasons) == {"it failed 3 times: RuntimeError: out of resources"}
-    model.append(ops.Identity())  # another list: it is tried anew
+    model.append(ops.Identity())  # another sequence: the fusion is tried again
     Faults.clear()
     assert model.plan(x).count(name) > 0
 
@@ -326,7 +326,7 @@ def test_channels_are_neither_lost_nor_counted_twice(where: str):
         ops.Add("side"), ops.Add("mid"), ops.Add("far"), fusions=(FaultyAdd,),
     )  # fmt: skip
     randomize(model.double())
-    # "mid" is read inside the list, so its gradient arrives beside dy.
+    # "mid" is read inside the sequence, so its gradient arrives in addition to dy.
     x, side, dy = draw(3, 5).requires_grad_(), draw(3, 5, seed=2).requires_grad_(), draw(3, 5, seed=3)
     leaves = [x, side, *model.parameters()]
     with sf.fusing(False):
@@ -494,7 +494,7 @@ class Counting(Doubles):
 
 
 class Breaking(Doubles):
-    """A pass fails once `broken` says so, or its record is none."""
+    """A pass fails if `broken` says so, or returns something else than saved tensors."""
 
     broken: ClassVar[str] = ""
 
@@ -530,7 +530,7 @@ def test_what_may_run_once_does_not_run_again_where_an_operation_fails(
 
 @pytest.mark.parametrize("calls", [0, 2], ids=["first call", "third call"])
 def test_what_may_run_once_does_not_run_again_where_a_fusion_fails(calls: int):
-    """Behind it in the forward pass; a backward pass goes on from where it fails."""
+    """After it in the forward pass; a backward pass continues where it fails."""
     pair = ops.Bias(4), ops.Tanh()
     x = draw(3, 4).float().requires_grad_()
     ahead = sf.Sequential(Counting(), *pair, fusions=(FaultyJoint,))

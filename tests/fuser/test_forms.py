@@ -1,4 +1,4 @@
-"""An operation is held to the form of what it returns and says of itself, and named where it breaks it."""
+"""The form of an operation's return values and declarations is checked, and a wrong one names the operation."""
 
 from __future__ import annotations
 

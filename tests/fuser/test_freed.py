@@ -1,4 +1,4 @@
-"""What nobody holds is freed at once, without a garbage collection."""
+"""Unreferenced objects are freed at once, without garbage collection."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def copied(model: sf.Sequential) -> None:
 
 
 def alive(model: nn.Module) -> Callable[[], list[str]]:
-    """Which of a model, its modules and its parameters are left."""
+    """Which of a model, its modules and its parameters are still alive."""
     named: list[tuple[str, Any]] = [*model.named_modules(), *model.named_parameters()]
     held = {name: weakref.ref(value) for name, value in named}
     return lambda: [name for name, ref in held.items() if ref() is not None]
@@ -270,7 +270,7 @@ def test_plans_for_many_shapes_are_let_go_once_there_are_too_many(monkeypatch: p
     monkeypatch.setattr(op_list, "KEPT_LOWERINGS", 3)
     model = sf.Sequential(ops.Tanh(), ops.GeLU())
     kept: list[int] = []
-    for rows in (1, 2, 4, 8, 16, 32, 64):  # each with a plan of its own
+    for rows in (1, 2, 4, 8, 16, 32, 64):  # each with its own plan
         model(tensor(rows, 5))
         (region,) = model._fuser.op_list().parts
         kept += [len(region.lowerings), len(region.states)]

@@ -1,4 +1,4 @@
-"""Generated functions: those of one shape share their code, and each finds its constants without a look-up."""
+"""Generated functions: equal ones share their code, and each finds its constants without a lookup."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_functions_of_one_shape_share_their_code_and_no_globals():
     one, two = made(1), made(2)
     assert (one(1), two(1)) == (2, 3)
     assert one.__code__ is two.__code__
-    # Or the interpreter would remember the globals of one of them, and look up each name of the others.
+    # Otherwise the interpreter would cache the globals of one of them, and look up each name of the others.
     assert one.__globals__ is two.__globals__
     assert "not in the text" in one.constants.values()
 

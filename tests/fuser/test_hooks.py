@@ -1,4 +1,5 @@
-"""Hooks fire with the real tensors, in the order of torch, and the plan says what runs alone because of them."""
+"""Hooks fire with the real tensors, in torch's order, and the plan names operations that run eagerly because of
+them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.fuser.fusions import (
 
 
 def pair() -> tuple[sf.Sequential, nn.Sequential]:
-    """Two layers of each, the second nested."""
+    """Two layers of each kind, the second nested."""
     mine = sf.Sequential(
         ops.Linear(5, 4),
         ops.ReLU(),
@@ -48,7 +49,7 @@ def flat(value: Any) -> tuple[Tensor | None, ...]:
 
 
 def attach(module: nn.Module, name: str, log: Log) -> list[Any]:
-    """Every kind of hook, each writing its name and what it was given."""
+    """Every kind of hook, each of which logs its name and arguments."""
 
     def note(kind: str) -> Callable[..., None]:
         def hook(module: nn.Module, *given: Any) -> None:
@@ -304,7 +305,7 @@ def test_a_forward_put_on_an_instance_is_called_and_taking_it_away_fuses_again()
     mine[1].forward = forward
     plan = mine.plan(x)
     assert [(a.at, a.reason) for a in plan.eager] == [(2, "it has an instance-level forward")]
-    calls.clear()  # it was run on fake tensors, to know what it gives
+    calls.clear()  # it was run on fake tensors, to infer its output
     y = mine(x)
     assert calls == [1]
     torch.testing.assert_close(y, torch.tanh(mine[2](3 * torch.relu(mine[0](x)))))

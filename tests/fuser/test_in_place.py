@@ -1,4 +1,4 @@
-"""What a list hands out may be changed in place, as what `torch.nn` hands out may."""
+"""Outputs of a sequence may be changed in place, like those of `torch.nn`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Torch = Callable[[Tensor, dict[str, Tensor]], Any]
 
 
 class Doubles(nn.Module):
-    """A module of the user's that changes what it gets."""
+    """A user's module that changes its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -30,7 +30,7 @@ def linear(x: Tensor, p: dict[str, Tensor], at: int = 0) -> Tensor:
     return F.linear(x, p[f"{at}.weight"], p[f"{at}.bias"])
 
 
-# Lists, and torch functions of the input and the parameters by name that do the same.
+# Sequences, and torch functions of the input and the parameters by name that compute the same.
 LISTS: dict[str, tuple[Callable[[], list[nn.Module]], Torch]] = {
     "Identity": (lambda: [ops.Identity()], lambda x, p: x),
     "Dropout, p = 0": (lambda: [ops.Dropout(0.0)], lambda x, p: F.dropout(x, 0.0)),
@@ -68,7 +68,7 @@ LISTS: dict[str, tuple[Callable[[], list[nn.Module]], Torch]] = {
 
 
 def outcome(run: Callable[[Tensor], Any], leaves: list[Tensor], which: int, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Run on a tensor with a graph behind it, change one result in place, and differentiate all there is."""
+    """Run on a tensor with a graph before it, change one result in place, and differentiate everything."""
     leaf, factor = draw(*shape).requires_grad_(), draw(*shape, seed=5).requires_grad_()
     out = run(leaf * 1.0)
     made = [out] if isinstance(out, Tensor) else [*out]
@@ -125,7 +125,7 @@ def test_a_public_output_that_is_the_input_leaves_the_input_as_it_was(part: Any)
     before, x = whole.detach().clone(), whole[part] if part == 1 else whole
     y, a = model(x)
     a += 1
-    torch.autograd.grad(y.sum() + a.sum(), [x, *model.parameters()])  # what the gradients need was not changed
+    torch.autograd.grad(y.sum() + a.sum(), [x, *model.parameters()])  # tensors that the gradients need were not changed
     assert torch.equal(whole, before)
 
 

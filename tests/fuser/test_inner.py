@@ -1,4 +1,4 @@
-"""Modules inside an operation: their configuration and their parameters may change between calls."""
+"""Modules inside an operation: their configuration and parameters may change between calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.fuser.fusions import outcome, randomized, run, tensor
 
 
 class Affine(sf.UnfusedOperation):
-    """y = leaky(x weight^T), made of modules of torch."""
+    """y = leaky(x weight^T), built of torch modules."""
 
     class Saved(sf.Saved):
         x: Tensor
@@ -43,7 +43,7 @@ class Affine(sf.UnfusedOperation):
 
 
 class SmallSlope(sf.ForwardFusion):
-    """Made for one slope."""
+    """Compiled for one slope."""
 
     bias: ops.Bias
     affine: Affine
@@ -74,7 +74,7 @@ class Twofold(sf.UnfusedOperation):
     """y = factor x, with the factor of an operation inside."""
 
     class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+        """Nothing: the backward pass reads dy only."""
 
     def __init__(self) -> None:
         super().__init__()

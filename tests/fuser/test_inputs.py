@@ -1,4 +1,4 @@
-"""Inputs of every shape, dtype, layout, device and kind: what torch gives, or one clear error before anything ran."""
+"""Inputs of every shape, dtype, layout, device and kind: torch's result, or one clear error before anything ran."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_gemm_of_two_dtypes_is_refused_where_torch_refuses_it(a: torch.dtype, 
             model(x)
         assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF102", "Linear", 1)
         assert f"expects its input in {b}, the dtype of its weight, got {a}" in str(caught.value)
-    if torch.float64 not in (a, b):  # which autocast leaves as it is
+    if torch.float64 not in (a, b):  # autocast does not cast it
         with torch.autocast("cpu", torch.bfloat16):
             assert model(x).isfinite().all()
 
@@ -230,7 +230,7 @@ def test_overlapping_and_strided_windows_are_read_and_not_written(
 
 
 class Contiguous:
-    """Fusions of the default layout that insist on it."""
+    """Fusions of the default layout that require it."""
 
     class Forward(AddReLUForward):
         def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
@@ -273,7 +273,7 @@ def test_a_fusion_gets_everything_in_the_layout_it_asks_for(layout: str) -> None
         dx, dr = torch.autograd.grad((y, b), (x, r), (dy, db))
         torch.testing.assert_close((dx, dr), (dy + db, dy + db))
 
-        # The unfused forward keeps what it made of x, in the layout of x.
+        # The unfused forward saves what it computed from x, in the layout of x.
         model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Contiguous.Back,)))
         got = torch.autograd.grad(model(x), x, dy)
         torch.testing.assert_close(got[0], torch.where(x + model[0].bias > 0, dy, 0.0))
@@ -356,7 +356,7 @@ def test_a_tensor_subclass_runs_by_the_references_and_keeps_its_class() -> None:
 
 
 class Twice(nn.Module):
-    """Gives a tensor of another class, here or not."""
+    """Returns a tensor of another class, on this device or not."""
 
     now = True
 

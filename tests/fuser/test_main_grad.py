@@ -1,4 +1,4 @@
-"""Gradients added to `parameter.main_grad`: what is added, to whom it is left, and what cannot be added to."""
+"""Gradients added to `parameter.main_grad`: by whom, in which dtype, and which buffers are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module, *xs: Tensor) -> dict[str, Tensor]:
-    """What torch accumulates in `.grad` over several backwards, in float32."""
+    """Torch's accumulation in `.grad` over several backwards, in float32."""
     sums: dict[str, Tensor] = {}
     for x in xs:
         grads = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
@@ -86,7 +86,7 @@ def test_products_in_bfloat16_are_not_rounded_before_they_are_added(fusions: Any
     exact = dy.double().t() @ x.double()
     weight = model[0].weight
     assert (weight.main_grad - exact).abs().max() < 1e-5 * exact.abs().max()
-    # The bias's gradient is made by the operation, in its dtype, and added by the engine.
+    # The operation computes the bias's gradient in its dtype, and the engine adds it.
     assert_bitwise_equal(model[0].bias.main_grad, dy.sum(0).float())
 
 
@@ -254,7 +254,7 @@ def test_a_buffer_that_does_not_fit_is_an_error(buffer: Any, got: str) -> None:
     assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF507", "LinearBiasBackward", 1)
 
 
-# A fusion of somebody else's.
+# A user's fusion.
 
 
 fault = [""]
@@ -354,7 +354,7 @@ def test_tuning_leaves_the_buffers_alone(tmp_path: Any) -> None:
 
 
 class FailsOnce(BiasReLUBack):
-    """Fails in its first call, and says nothing of buffers."""
+    """Fails in its first call, and declares nothing about buffers."""
 
     left: ClassVar[int] = 0
 
@@ -387,7 +387,7 @@ def test_what_was_added_before_a_fusion_failed_is_not_added_again(failing: int) 
 def test_a_leaf_that_is_no_parameter_gets_a_buffer_after_other_calls() -> None:
     model, x = sf.Sequential(ops.Linear(4, 4), ops.QuickGeLU(), ops.Linear(4, 2)), torch.randn(3, 4)
     weight = model[0].weight.detach().clone().requires_grad_()
-    model[0]._parameters["weight"] = weight  # beside parameters, which the node looks at in another way
+    model[0]._parameters["weight"] = weight  # in addition to parameters, for which the node has another path
     for _ in range(3):  # from the second call on the code without checks runs
         weight.grad = None
         model(x).sum().backward()

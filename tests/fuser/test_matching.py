@@ -1,4 +1,5 @@
-"""What matches: exact types, in order, in the region; what does not says why; `sf.fusing` chooses among the rest."""
+"""Matching: exact types, in order, within the region, with a reason for each fusion not applied; `sf.fusing`
+selects."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Derived(Mine):
 
 
 class Family(sf.Pointwise, open=True):
-    """An open class between."""
+    """An open class between the two."""
 
 
 class Member(Family):
@@ -62,7 +63,7 @@ class OfTheFamily(sf.ForwardFusion):
     fwd = stepwise
 
 
-# Operations, a fusion, and the positions that it takes.
+# Operations, a fusion, and its positions.
 TAKEN: dict[str, tuple[Callable[[], list[nn.Module]], type, list[range]]] = {
     "a final class": (lambda: [ops.Bias(5), ops.ReLU()], BiasReLU, [range(2)]),
     "another final class": (lambda: [ops.Bias(5), ops.SquaredReLU()], BiasReLU, []),
@@ -102,7 +103,7 @@ def test_a_fusion_takes_the_operations_of_its_pattern_and_gives_what_they_give(c
 
 
 class Louder(ops.ReLU):
-    """A subclass of the user that changes one pass."""
+    """A user's subclass that changes one pass."""
 
     def reference(self, x: Tensor) -> Tensor:
         return 3 * torch.relu(x)
@@ -116,7 +117,7 @@ class Louder(ops.ReLU):
 
 
 class Own(ops.ReLU):
-    """A subclass of the user with a forward of its own."""
+    """A user's subclass with its own forward."""
 
     def forward(self, x: Tensor, **channels: Tensor) -> Any:
         return 5 * super().forward(x)
@@ -170,7 +171,7 @@ def test_what_is_absent_is_none_to_the_fusion() -> None:
     with sf.fusing(on_error="raise"):
         model = sf.Sequential(ops.ReLU(), ops.Scale(2), fusions=(Tolerant, Forward))
         x = tensor(7, 5)
-        # One operation saves nothing by default, so give the backward a reason.
+        # Operations save nothing by default, so the backward gets a reason here.
         Tolerant.saves = lambda self, env: sf.Savings(launches=1)
         y = model(x)
         (dx,) = torch.autograd.grad(y.sum(), x)
@@ -465,7 +466,7 @@ def test_a_fusion_without_state_is_made_anew_for_every_place() -> None:
     assert first == type(first)(bias=model[0], act=model[1])
 
 
-# What nearly matches.
+# Near misses.
 
 
 class LinearGeLU(sf.ForwardFusion):

@@ -1,4 +1,4 @@
-"""Odd members of a list: operations with a forward of their own, lists inside themselves, an `infer` that fails."""
+"""Unusual members of a sequence: operations with their own forward, sequences in themselves, an `infer` that fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .kit import draw, randomize
 
 
 class Own(sf.FusableOperation):
-    """An operation of the user's that says nothing but how it runs."""
+    """A user's operation that declares nothing but how it runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The form of an error: the module's path first, and a hint on a line of its own."""
+"""The form of an error: the module's path first, and a hint on its own line."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_misspelt_method_is_an_error_where_the_class_is_defined() -> None:
         def reference(self, x: torch.Tensor) -> torch.Tensor:
             return self.references(x)
 
-        def references(self, x: torch.Tensor) -> torch.Tensor:  # a helper beside the method that it is like
+        def references(self, x: torch.Tensor) -> torch.Tensor:  # a helper next to the method that it resembles
             return x / 2
 
 
@@ -146,7 +146,7 @@ def test_an_attribute_that_is_nearly_memory_is_a_warning() -> None:
         class Remembers(sf.Sequential):
             memry = 0
 
-        Remembers(ops.ReLU()).memry = 4  # an attribute of its class
+        Remembers(ops.ReLU()).memry = 4  # a class attribute
 
 
 def test_token_ids_that_are_wrong_say_which_and_of_what_table() -> None:

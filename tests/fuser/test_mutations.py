@@ -1,4 +1,4 @@
-"""Parameters taken out of a list's dictionaries, and members put in another order, between calls."""
+"""Parameters removed from a sequence's dictionaries, and members reordered, between calls."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def test_members_put_in_another_order_run_in_that_order() -> None:
     model, x = sf.Sequential(ops.Scale(2.0), ops.Tanh()), seeded_randn((7, 5), 0)
     model(x)
     model._modules["0"] = model._modules.pop("0")
-    ops.Tanh()  # children that change place tell nobody: an attribute that is set anywhere does
+    ops.Tanh()  # reordered children notify nobody; setting an attribute anywhere does
     torch.testing.assert_close(model(x), 2 * torch.tanh(x))

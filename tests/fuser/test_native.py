@@ -1,4 +1,4 @@
-"""A region that comes to calls of torch runs as these, by autograd itself, without a node of this library."""
+"""A region that comes down to calls of torch runs them directly, by autograd itself, without a node of this library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are wanted are the only ones computed, and only the tensors they read are kept: counted."""
+"""Only needed gradients are computed, and only the tensors that they read are saved: both are counted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLOAT = 4
 
 
 def masks(names: Sequence[str]) -> list[frozenset[str]]:
-    """Every subset of what can be wanted."""
+    """Every subset of the gradients."""
     return [frozenset(some) for size in range(len(names) + 1) for some in itertools.combinations(names, size)]
 
 
@@ -50,7 +50,7 @@ def want(model: nn.Module, x: Tensor, mask: frozenset[str]) -> None:
 
 
 def counted(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor | None], Calls, int]:
-    """A run's results, the ATen calls of its backward, and the bytes kept for it."""
+    """Results of a run, the ATen calls of its backward, and the bytes saved for it."""
     with saving() as kept:
         y = model(x)
     wanted = {"x": x, **dict(model.named_parameters())}
@@ -91,7 +91,7 @@ def test_two_layers_run_the_wanted_products_and_keep_the_wanted_tensors(mask: fr
         sums = ("0.bias" in mask) + ("2.bias" in mask)
         assert calls.count("sum") == sums
         assert calls.count("threshold_backward") == bool(before_second)
-    # The first product's input is x; the second's is the output of ReLU, which also tells its sign.
+    # The first GEMM's input is x; the second's is the output of ReLU, from which ReLU's backward reads its sign.
     assert kept == FLOAT * ROWS * (5 * ("0.weight" in mask) + 4 * ("2.weight" in mask or bool(before_second)))
 
 
@@ -140,7 +140,7 @@ def test_a_fused_backward_is_told_what_is_wanted() -> None:
         x = tensor(ROWS, 5)
         want(model, x, mask)
         run(model, x)
-        if mask & {"x", "0.weight"}:  # with the bias alone nothing is wanted of the product, and it is left out
+        if mask & {"x", "0.weight"}:  # with only the bias the GEMM needs no gradient and is skipped
             names = {"x": "x", "0.weight": "linear.weight", "0.bias": "bias.bias"}
             assert told.pop() == {names[m] for m in mask}
     assert told == []
@@ -217,7 +217,7 @@ def test_an_extra_input_that_wants_no_gradient_gets_none_computed() -> None:
 
 
 class Mix(sf.UnfusedOperation):
-    """y = x + 3 r; notes which gradients its backward was asked for."""
+    """y = x + 3 r; notes which gradients its backward must compute."""
 
     class Saved(sf.Saved):
         pass
@@ -290,7 +290,7 @@ def test_a_plan_wants_gradients_behind_a_barrier_only_where_something_before_it_
 
 
 class ScaleDropout(sf.ForwardFusion):
-    """Saves nothing itself: what both operations save follows from factor, p and seed."""
+    """Saves nothing itself: factor, p and seed determine what both operations save."""
 
     scale: ops.Scale
     dropout: ops.Dropout
@@ -319,7 +319,7 @@ def test_the_engine_saves_what_follows_from_configuration_and_seed():
 
 
 class BiasGeLUTold(sf.ForwardFusion):
-    """Returns y alone where nothing is needed."""
+    """Returns only y where nothing is needed."""
 
     bias: ops.Bias
     act: ops.GeLU
@@ -331,7 +331,7 @@ class BiasGeLUTold(sf.ForwardFusion):
 
 
 class BiasGeLUDeaf(BiasGeLUTold):
-    """Returns what it saves in any case."""
+    """Returns its saved tensors in any case."""
 
     def fwd(self, x: Tensor, *, needs: frozenset[str]) -> Any:
         return super().fwd(x, needs=frozenset({"x"}))

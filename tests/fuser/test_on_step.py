@@ -1,4 +1,4 @@
-"""`sf.Fuser(..., on_step=)`: who asks for it sees each step of a plan as it runs, in both passes."""
+"""`sf.Fuser(..., on_step=)` reports each step of a plan as it runs, in both passes."""
 
 from __future__ import annotations
 

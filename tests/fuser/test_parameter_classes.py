@@ -1,4 +1,4 @@
-"""Parameters of a class of their own, which may refuse to be read: the operations run unfused, by their references."""
+"""Parameters of a subclass, which may refuse to be read: the operations run unfused, by their references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TAKEN = {F.linear, F.layer_norm, F.rms_norm, F.embedding}
 
 
 class Weight(Tensor):
-    """A weight that may be handed to a few functions of torch, and refuses everything else, as quantized ones do."""
+    """A weight that only a few functions of torch take, like quantized ones."""
 
     held: Tensor
 

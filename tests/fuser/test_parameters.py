@@ -1,4 +1,4 @@
-"""The tensors trained are the ones in `parameters()` now: replaced, moved, cast, tied, parametrized or passed."""
+"""The tensors trained are the current ones in `parameters()`: replaced, moved, cast, tied, parametrized or passed."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def pair() -> tuple[sf.Sequential, nn.Sequential]:
 
 
 def both(mine: nn.Module, its: nn.Module, x: Tensor) -> None:
-    """Outputs and the gradients of all parameters, by name, without touching the parameters of either."""
+    """Outputs and the gradients of all parameters, by name; the parameters of both stay unchanged."""
     for _ in range(2):  # interpreted at first, then by generated code
         torch.testing.assert_close(run(mine, x), run(its, x.detach().clone().requires_grad_(x.requires_grad)))
 
 
-# Where they live.
+# Devices and dtypes.
 
 
 def test_a_model_made_on_meta_runs_after_to_empty_and_loading() -> None:
@@ -360,7 +360,7 @@ def test_forward_mode_outside_a_transform_works() -> None:
     x = tensor(7, 5, grad=False)
     tangents = []
     for model in (mine, its):
-        model(x)  # what a call has left must not serve this one
+        model(x)  # the tensors of a call must not serve this one
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, torch.sin(x))
             tangents.append(torch.autograd.forward_ad.unpack_dual(model(dual)).tangent)
@@ -443,7 +443,7 @@ def test_parametrized_parameters_train_their_originals(register: Callable[[nn.Mo
 
 
 class Counted(nn.Module):
-    """Gives what it gets, in another dtype if it is told so, and counts."""
+    """Identity, in another dtype on request; counts its calls."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -571,7 +571,7 @@ def test_parametrizations_work_under_function_transforms() -> None:
     torch.testing.assert_close(grad(squares(mine))(p, x), grad(squares(its))(p, x))
 
 
-# A tensor that is no parameter in the place of one.
+# Tensors instead of parameters.
 
 
 def test_pruned_weights_train_their_originals() -> None:

@@ -1,4 +1,4 @@
-"""The planned peak is what torch's allocator counts, whichever library multiplies matrices on a CPU."""
+"""The planned peak equals torch's allocator's, whichever library multiplies matrices on a CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODELS: dict[str, list[Callable[[], list[nn.Module]]]] = {
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradient nothing else holds, as that of a head is."""
+    """A loss that holds no reference to its gradient, like that of a head."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -85,14 +85,14 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_the_peak_is_what_the_allocator_counts(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN copies one factor of a weight's gradient; bfloat16 without instructions is multiplied in float32."""
+    """oneDNN copies one factor of a weight's gradient; bfloat16 GEMMs without instructions run in float32."""
     if "oneDNN" in kind and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("torch was built without oneDNN")
     monkeypatch.setattr(env, "ONEDNN_FLOAT32", "oneDNN" in kind)
     monkeypatch.setattr(env, "WIDENED", frozenset({torch.bfloat16}))
-    for module in (trial, facts):  # what was tried with another library
+    for module in (trial, facts):  # tried with another library
         monkeypatch.setattr(module, "_known", {})
-    # Of these tokens a thread's scratch in oneDNN, 256 KiB whatever the size of its factors, is a small part.
+    # At this many tokens a thread's scratch in oneDNN, 256 KiB whatever the size of its factors, is a small part.
     x = draw(4, 512 if "oneDNN" in kind else 256, WIDTH, seed=3).to(
         torch.bfloat16 if kind == "bfloat16" else torch.float32
     )
@@ -109,7 +109,7 @@ def test_the_peak_is_what_the_allocator_counts(name: str, kind: str, monkeypatch
 def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
     dropout: float, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the forward pass k and v as the kernel reads them, and floats of each thread in both passes."""
+    """In the forward pass k and v in the kernel's layout, and floats of each thread in both passes."""
     calls, both = list[int](), attention.both_on_cpu
 
     def counted(*given: Any) -> Any:
@@ -126,7 +126,7 @@ def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
 
 @pytest.mark.skipif(compiler() is None, reason="the fusions that read such a table have C kernels")
 def test_a_step_costs_the_same_before_and_behind_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of angles that a process keeps is no part of it."""
+    """A cached table of angles is not part of it."""
     monkeypatch.setattr(_heads, "_known", {})
     x, found = draw(2, 64, WIDTH, seed=3).float().requires_grad_(), []
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_a_step_costs_the_same_before_and_behind_the_first_call(monkeypatch: pyt
 
 
 class _Watched(Doubles):
-    """y = 2 x; `alive` are places of the operations whose saved tensors are there when its `bwd` runs."""
+    """y = 2 x; `alive` are positions of the operations whose saved tensors are alive when its `bwd` runs."""
 
     class Saved(sf.Saved):
         own: Tensor
@@ -171,7 +171,7 @@ class _Watched(Doubles):
 @pytest.mark.parametrize("asked", ["all", "some"])
 @pytest.mark.parametrize("late", [False, True])
 def test_what_a_step_saved_goes_when_its_backward_has_run(late: bool, asked: str) -> None:
-    """And stays, where another backward pass is to come."""
+    """They stay alive if another backward pass is to come."""
     model = sf.Sequential(*(_Watched(i, late) for i in range(3)), ops.Bias(4))
     x = draw(3, 4).requires_grad_()
     inputs = [x] if asked == "some" else None

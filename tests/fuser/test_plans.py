@@ -1,4 +1,4 @@
-"""Plans are made once per environment, and again as soon as the list is another."""
+"""Plans are made once per environment, and again when the sequence changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_inputs_of_one_bucket_and_two_widths_have_gradients_of_their_own_widths(
 
 
 class Folded(sf.UnfusedOperation):
-    """y = x with its leading dimensions made one."""
+    """y = x with its leading dimensions folded into one."""
 
     class Saved(sf.Saved):
         x: Tensor
@@ -110,7 +110,7 @@ def _set_none(module: nn.Module, name: str) -> None:
 
 
 def _reorder(model: nn.Module) -> None:
-    # A plain dictionary: taken out and put back, it goes to the end.
+    # A plain dictionary: removed and put back, it goes to the end.
     model._modules["8"] = model._modules.pop("2")
 
 
@@ -201,7 +201,7 @@ def changing_model() -> sf.Sequential:
 
 
 def seen(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
-    """What a call gives, with the parameters as they are in the model at that time."""
+    """The results of a call, with the model's parameters at that time."""
     torch.manual_seed(3)
     x = x.detach().clone().requires_grad_()
     model.zero_grad(set_to_none=True)
@@ -211,7 +211,7 @@ def seen(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
 
 
 def parts(plan: sf.Plan) -> list[Any]:
-    """What a plan says but for bytes, which are measured by running it."""
+    """The text of a plan without bytes, which are measured by running it."""
     steps = [[(step.name, step.start, step.stop) for step in cover] for cover in (plan.forward, plan.backward)]
     reasons = [(one.name, one.reason) for one in plan.eager], [str(one) for one in plan.refused]
     return [*steps, *reasons, plan.segments, plan.names, plan.paths, plan.needs]
@@ -248,7 +248,7 @@ def test_a_deleted_attribute_is_seen():
 
 
 class Table(sf.UnfusedOperation):
-    """y = x * table, a constant that is no parameter."""
+    """y = x * table, a constant that is not a parameter."""
 
     class Saved(sf.Saved):
         table: Tensor

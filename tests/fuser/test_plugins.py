@@ -21,7 +21,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Put a distribution with one module and some entry points on a scratch path."""
+    """Puts a distribution with one module and some entry points on a temporary path."""
     monkeypatch.syspath_prepend(str(tmp_path))
     modules: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Plans are values that print in 80 columns, whatever the names; and plans for machines that are not here."""
+"""Plans print in 80 columns, whatever the names; plans for other machines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def columns(line: str) -> int:
 
 
 def printed(model: sf.Sequential, x: Tensor | None = None, **channels: Tensor) -> list[str]:
-    """The lines of a plan; each fits, and none holds what a terminal would act on."""
+    """The lines of a plan; each fits, and none contains control characters of a terminal."""
     text = str(model.plan(tensor(7, 5) if x is None else x, **channels))
     assert all(c == "\n" or c.isprintable() for c in text), repr(text)
     lines = text.split("\n")
@@ -135,7 +135,7 @@ def test_blocks_that_repeat_themselves_print_once_with_how_often_and_where() -> 
             (plan.names[p], ran[p]) == (plan.names[p - length], ran[p - length])
             for p in range(first + length, last + 1)
         )
-    assert len(rows_of(printed(model[:4]))) == 4 * size  # a short list prints whole
+    assert len(rows_of(printed(model[:4]))) == 4 * size  # a short sequence prints in full
     # Equal refusals are one line, however many places they have.
     refusals = [line for line in lines if line.startswith("not applied")]
     assert len(refusals) <= len(model.fusions) * 3
@@ -158,7 +158,7 @@ def test_a_plan_takes_the_width_of_the_terminal_that_it_is_printed_to(
     there, size = [len(line) for line in str(plan).split("\n")], os.terminal_size((columns_there, 24))
     assert max(there) <= 80
     monkeypatch.setattr("shutil.get_terminal_size", lambda fallback: size)
-    assert [len(line) for line in str(plan).split("\n")] == there  # nobody prints to it yet
+    assert [len(line) for line in str(plan).split("\n")] == there  # it is the first to print
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     lines = str(plan).split("\n")
     assert used - 20 < max(map(len, lines)) <= used
@@ -251,7 +251,7 @@ def test_a_reason_that_fusions_share_is_printed_once_and_what_could_not_be_other
     model = sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Bias(5), ops.ReLU(), fusions=(a, b, infer, PAIR[-1]))
     lines = [line for line in printed(model) if line.startswith("not applied")]
     assert lines == ["not applied: One at 0, 2; Two at 0, 2: needs a GPU"]
-    assert sum(refusal.fusion == "Infer" for refusal in model.plan(tensor(7, 5)).refused) == 2  # as data it is there
+    assert sum(refusal.fusion == "Infer" for refusal in model.plan(tensor(7, 5)).refused) == 2  # it is in the data
     with torch.no_grad():
         lines = str(model.plan(tensor(7, 5))).splitlines()
     assert not any("BiasReLUBack" in line for line in lines)
@@ -288,7 +288,7 @@ def test_memory_is_known_for_a_machine_that_is_not_here(where: str) -> None:
     assert here is not None
     assert plan.memory is not None
     assert plan.memory.flops == 2 * 2 * 120 * 64 * 256
-    # x of the norms and the mean and rstd of each row, x of the products, and x of GeLU; b and 4 are bytes.
+    # x of the norms and the mean and rstd of each row, x of the GEMMs, and x of GeLU; b and 4 are bytes.
     norms, b = 120 * (64 * 2 + 64 * 2) + 120 * 3 * 4, 2
     assert plan.memory.saved_unfused == here.saved_unfused == norms + 120 * (64 + 256 + 256) * b
     assert plan.memory.saved == plan.memory.saved_unfused
@@ -301,7 +301,7 @@ def test_memory_of_a_joint_triton_fusion_is_known_for_a_machine_that_is_not_here
     plan = model.plan(x, env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16))
     assert plan.forward[0].joint
     assert plan.memory is not None
-    assert plan.memory.saved == 40 * 64 * 2 + 40 * 4  # x and rstd: all else is computed again
+    assert plan.memory.saved == 40 * 64 * 2 + 40 * 4  # x and rstd: all else is recomputed
     assert plan.memory.saved_unfused == 3 * 40 * 64 * 2 + 40 * 4  # and x of SiLU and y of Tanh
 
 
@@ -402,7 +402,7 @@ def test_memory_is_that_of_the_plan_whenever_it_is_asked_for() -> None:
         asked = plan.memory
     assert asked is not None
     assert unfused.memory is not None
-    # What Tanh gives is kept once; the sum is made again.
+    # The output of Tanh is saved once; the sum is recomputed.
     assert (asked.saved, asked.saved_unfused) == (4 * 7 * 5, 2 * 4 * 7 * 5)
     assert unfused.memory.saved == unfused.memory.saved_unfused == asked.saved_unfused
 
@@ -421,7 +421,7 @@ def test_plans_are_frozen_hashable_and_equal_when_they_say_the_same() -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(plan, field.name, None)
     for value, field in ((plan.forward[0], "name"), (plan.refused[0], "fusion")):
-        with pytest.raises(AttributeError):  # which that of a frozen dataclass is
+        with pytest.raises(AttributeError):  # like that of a frozen dataclass
             setattr(value, field, None)
         assert hash(value) == hash(copy.copy(value))
     assert all(
@@ -502,13 +502,13 @@ def test_a_plan_for_another_machine_asks_the_requirements_about_it() -> None:
 
 def test_costs_of_another_machine_decide_there() -> None:
     class Traffic(BiasReLU):
-        """Saves bytes, which are dear on a CPU."""
+        """Saves bytes, which are expensive on a CPU."""
 
         def saves(self, env: sf.Env) -> Any:
             return sf.Savings(bytes=150_000)
 
     class Launches(BiasReLU):
-        """Saves launches, which are dear on a GPU."""
+        """Saves launches, which are expensive on a GPU."""
 
         def saves(self, env: sf.Env) -> Any:
             return sf.Savings(launches=2)

@@ -1,4 +1,4 @@
-"""`Recompute` in place of a saved tensor: bit for bit, lazily, its tensors saved once."""
+"""`Recompute` instead of a saved tensor: bit for bit, lazily, its own tensors saved once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tanh_of_shifted(x: Tensor, bias: Tensor) -> Tensor:
 
 
 class Thrifty(sf.ForwardFusion):
-    """Keeps x and the bias, and makes what SiLU reads from them when it is read."""
+    """Saves x and the bias, and recomputes SiLU's input when it is read."""
 
     bias: ops.Bias
     act: ops.SiLU
@@ -60,7 +60,7 @@ class Thrifty(sf.ForwardFusion):
 
 
 class ThriftyTanh(sf.ForwardFusion):
-    """Keeps what the product before it keeps anyway."""
+    """Saves a tensor that the GEMM before it saves anyway."""
 
     bias: ops.Bias
     act: ops.Tanh
@@ -226,7 +226,7 @@ def test_a_stand_in_that_gives_another_shape_is_an_error_that_names_the_field():
     assert (caught.value.code, caught.value.operation) == ("SF302", "Wrong")
 
 
-# Records by themselves ------------------------------------------------------------------------------------------------
+# Saved tensors by themselves ------------------------------------------------------------------------------------------
 
 
 class Record(sf.Saved):
@@ -237,7 +237,7 @@ class Record(sf.Saved):
 
 
 def round_trip(record: sf.Saved, needs: frozenset[str]) -> tuple[Any, list[Tensor]]:
-    """A copy as the engine hands it back, and the tensors in it, each once."""
+    """A copy as the engine returns it, and the tensors in it, each once."""
     tensors: dict[int, Tensor] = {}
     copy = copied(record, type(record).kept(needs), lambda t: tensors.setdefault(id(t), t))
     return copy, [*tensors.values()]
@@ -404,7 +404,7 @@ def test_what_is_made_again_for_a_weight_is_let_go_before_the_gradient_of_the_in
 
 @pytest.mark.parametrize("saving", [ops.Linear, lambda *sizes: ops.MergedLinear(sizes[0], (3, 4))])
 def test_a_call_that_saves_less_sets_nothing(saving: Any):
-    """Which would have each sequence of the process compared with itself before its next call."""
+    """It would make the process compare each sequence with itself before its next call."""
     model = sf.Sequential(ops.LayerNorm(8), saving(8, 7), memory="lean")
     assert "RecomputeNorm" in str(model.plan(torch.randn(4, 8)))
     model(torch.randn(4, 8)).sum().backward()
@@ -415,7 +415,7 @@ def test_a_call_that_saves_less_sets_nothing(saving: Any):
 
 
 class LinearGeLU(sf.ForwardFusion):
-    """Makes z again by one more GEMM; worth nothing else."""
+    """Recomputes z by one more GEMM; gains nothing else."""
 
     linear: ops.Linear
     act: ops.GeLU
@@ -450,7 +450,7 @@ def test_a_plan_counts_the_time_of_what_is_made_again():
     assert [step.name for step in plan.forward] == ["LinearGeLU", "Linear"]
     took = {choice.memory: choice.microseconds for choice in plan.choices}
     env = sf.Env.of("cpu", tokens=48)
-    rows = env.tokens / 48  # the times of plans are those of the next power of two
+    rows = env.tokens / 48  # times of plans are those of the next power of two
     scaled = sf.Savings(GEMM.launches, rows * GEMM.bytes, rows * GEMM.flops)
     assert took["fast"] == 0
     assert took["lean"] == pytest.approx(env.microseconds(scaled), abs=2e-3)
@@ -493,7 +493,7 @@ def test_a_fast_plan_is_made_without_running_a_fusion():
     model(X)
     assert Fast.ran == 1
     took = {choice.memory: choice.microseconds for choice in model.plan(X).choices}
-    assert took["fast"] == took["balanced"] == 0  # the same plan, with the same time of what it makes again
+    assert took["fast"] == took["balanced"] == 0  # the same plan, with the same time of recomputation
 
 
 def test_of_what_cannot_be_made_again_without_data_a_plan_knows_neither_time_nor_peak():

@@ -24,7 +24,7 @@ BLOCKS = 24
 
 
 class Tanh(ops.Tanh):
-    """One that torch does not run in its place: a stack of operations that it does run has no nodes."""
+    """An operation that torch does not run natively: a stack of native ones has no nodes."""
 
     native = False
 
@@ -65,7 +65,7 @@ def nodes(y: Tensor) -> list[Any]:
 
 
 def log_steps(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
-    """Note every backward of an operation, members of expansions included, in `events`."""
+    """Logs every backward of an operation, members of expansions included, in `events`."""
     for cls in (ops.LayerNorm, ops.Linear, ops.Bias, ops.Tanh, ops.Add, ops.Fork):
         original = cls.bwd
 
@@ -101,7 +101,7 @@ def test_the_first_parameter_gradient_arrives_before_a_fifth_of_the_backward_is_
 
 
 class Keeper(sf.UnfusedOperation):
-    """y = -1.01 x; keeps a tensor nobody else holds, and counts in its backward how many such are alive."""
+    """y = -1.01 x; saves a tensor that nothing else holds, and counts how many such are alive in its backward."""
 
     kept: list[weakref.ref[Tensor]]
     alive: list[int]
@@ -392,5 +392,5 @@ def test_what_a_first_step_makes_grows_with_the_list_and_not_with_its_square() -
         finally:
             tracemalloc.stop()
 
-    made(200)  # code, which is made once and for all
+    made(200)  # code, which is generated once
     assert made(200) < 2.2 * made(100)

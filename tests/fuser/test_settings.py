@@ -55,7 +55,7 @@ class Fails(BiasReLU):
 
 @pytest.fixture
 def fresh_settings() -> Iterator[Callable[[], None]]:
-    """Forgets what was read of the environment, now and after the test."""
+    """Forgets the environment that was read, now and after the test."""
 
     def forget() -> None:
         settings.settings.cache_clear()
@@ -94,7 +94,7 @@ def test_a_misspelled_variable_is_warned_about_once_with_what_was_meant(tmp_path
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "modules []" in lines
-    # What is unknown or does not parse changes nothing.
+    # Unknown or malformed values change nothing.
     assert lines[:2] == ["fused 1", "ran"]
     assert "at import []" in lines
     warned = [line for line in lines if line.startswith("warning")]
@@ -121,7 +121,7 @@ def test_a_setting_that_is_none_is_an_error(choose: Any) -> None:
 
 
 class Own(BiasReLU):
-    """A fusion of somebody's, in a rule set."""
+    """A user's fusion, in a fusion set."""
 
 
 NAMELESS: dict[str, tuple[Any, str]] = {

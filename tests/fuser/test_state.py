@@ -1,4 +1,4 @@
-"""State dictionaries hold parameters and nothing else, travel both ways, and loading one runs no code."""
+"""State dictionaries hold only parameters, load in both directions, and loading one runs no code."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_package_neither_unpickles_nor_loads_with_code() -> None:
     found: list[str] = []
     for source in sorted(PACKAGE.rglob("*.py")):
         text = source.read_text()
-        # The kit pickles what it was given and reads that back.
+        # The kit pickles its arguments and reads them back.
         if source.parent.name == "testing" or not re.search(r"pickle|shelve|marshal|dill|torch\.load", text):
             continue
         for node in ast.walk(ast.parse(text)):

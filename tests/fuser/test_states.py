@@ -1,4 +1,4 @@
-"""Whatever a model was called with before, a call computes, saves and launches what one of a fresh model does."""
+"""Whatever a model was called with before, a call computes, saves and launches the same as in a fresh model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gives(change: Callable[[Tensor, Tensor], Given]) -> State:
 
 
 def within(block: Callable[[], contextlib.AbstractContextManager[Any]]) -> State:
-    """A state of what is around a call."""
+    """A state of the surroundings of a call."""
 
     @contextlib.contextmanager
     def state(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Given]:
@@ -39,7 +39,7 @@ def within(block: Callable[[], contextlib.AbstractContextManager[Any]]) -> State
 
 
 def of_model(change: Callable[[sf.Sequential], Any], back: Callable[[sf.Sequential], Any]) -> State:
-    """A state of the model, which is taken back."""
+    """A state of the model, which is undone afterwards."""
 
     @contextlib.contextmanager
     def state(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Given]:
@@ -85,7 +85,7 @@ def low_first_bias(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Gi
 
 
 class Marked(Tensor):
-    """A class of tensors of its own, which only plain operations of torch know."""
+    """A tensor subclass, known only to plain operations of torch."""
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def model_of() -> sf.Sequential:
 
 
 def facts(model: sf.Sequential, state: State) -> dict[str, Any]:
-    """All that a call in a state gives: numbers, gradients, their node, bytes saved, calls of torch, and the plan."""
+    """All results of a call in a state: numbers, gradients, their node, bytes saved, calls of torch, and the plan."""
     x, side = draw(4, 5).requires_grad_(), draw(4, 5, seed=2).requires_grad_()
     found: dict[str, Any] = {}
     with state(model, x, side) as (a, b):
@@ -223,7 +223,7 @@ def test_each_state_gives_what_it_gives_a_fresh_model(fresh: dict[str, dict[str,
 
 
 def test_a_state_is_not_that_of_the_others(fresh: dict[str, dict[str, Any]]) -> None:
-    """Else it would prove nothing."""
+    """Otherwise the tests would prove nothing."""
     same = [name for name in fresh if not differing(fresh[name], fresh["as it is"])]
     assert same == ["as it is"]
 

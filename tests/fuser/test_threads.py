@@ -36,7 +36,7 @@ def impatient() -> Iterator[None]:
 
 
 def together(work: list[Callable[[], Any]]) -> list[Any]:
-    """Run each function in a thread of its own, all released at once; raise the first error."""
+    """Runs each function in its own thread, all released at once; raises the first error."""
     start = threading.Barrier(len(work))
     results: list[Any] = [None] * len(work)
     errors: list[str] = []
@@ -96,7 +96,7 @@ def test_eight_threads_share_a_model_forward_and_backward(fusions: Any, impatien
 
 
 def test_threads_in_different_modes_each_run_the_plan_of_their_own(impatient: None):
-    """One plan is remembered as the latest; no call may run another one."""
+    """The latest plan is remembered; no call may run another's."""
     model = mlp(dtype=torch.float32, fusions=(BiasTanhJoint, BiasTanhInference))
     x = draw(3, 5, dtype=torch.float32)
     eager = model(x).detach()
@@ -204,14 +204,14 @@ def test_casts_of_parameters_belong_to_the_call_of_a_thread():
 
 
 def test_a_mode_change_is_not_mixed_up_while_many_look(impatient: None):
-    """After `train()` everybody drops, after `eval()` nobody does, however many threads ask first."""
+    """After `train()` every thread drops, after `eval()` none does, however many threads ask first."""
     model = sf.Sequential(ops.Scale(1.0), ops.Dropout(0.5), ops.Scale(1.0), fusions=())
     x = torch.ones(64, 64)
     for step in range(40):
         training = step % 2 == 0
         model.train(training)
         if step % 4 < 2:
-            model[2].factor = 1.0 + step  # the other mode's list is not kept then
+            model[2].factor = 1.0 + step  # the other mode's sequence is not kept then
         for y in together([lambda: model(x)] * 4):
             assert bool((y == 0).any()) == training
 
@@ -255,7 +255,7 @@ def test_dropout_in_threads_is_consistent_between_its_passes(impatient: None):
 
 
 def test_a_list_may_grow_while_others_run_it(impatient: None):
-    """What is returned is that of the list before or after, never of something between."""
+    """The result is that of the sequence before or after, never a mixture."""
     model = sf.Sequential(ops.Scale(2.0), ops.Scale(3.0)).double()
     x = torch.ones(3, dtype=torch.float64)
     allowed = {6.0, 30.0}
@@ -282,7 +282,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 def in_a_fork(work: Callable[[], None]) -> None:
-    """Run in a forked child; its exit status says whether it held."""
+    """Runs a function in a forked child, whose exit status is the result."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -315,7 +315,7 @@ def test_a_model_works_in_a_process_forked_after_the_import(warm: bool):
             model(x)
 
     def work() -> None:
-        # As a worker of a data loader does: no backward, which a fork after a backward may not do.
+        # As a worker of a data loader: no backward, which a fork after a backward must not run.
         with torch.no_grad():
             torch.testing.assert_close(model(x), plain(x))
             model.append(ops.Scale(2.0))

@@ -1,4 +1,4 @@
-"""What stands for a tensor and is none, such as what tracers of torch.fx hand in: the references are recorded."""
+"""Non-tensors that represent tensors, such as proxies of torch.fx: tracers record the references."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_tracer_with_leaves_of_its_own_keeps_them() -> None:
 
 
 class Written:
-    """What another tracer may hand in: it stands for a tensor by `__torch_function__`, and writes down the calls."""
+    """A proxy of another tracer: it represents a tensor by `__torch_function__`, and records the calls."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

@@ -1,4 +1,4 @@
-"""A loss that uses some of the outputs only: the gradients are those of torch, fused or not, and nothing falls back."""
+"""A loss that uses only some of the outputs: the gradients are those of torch, fused or not, and nothing falls back."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_backward_over_an_add_and_a_later_fork_takes_channels_from_outside() -
 
 @pytest.mark.parametrize("used", [(True, False), (False, True), (True, True)], ids=["y", "channel", "both"])
 def test_an_output_made_inside_a_fused_forward_may_be_all_that_is_used(used: tuple[bool, bool]) -> None:
-    """The unfused Fork then gets no gradient of y, whose shape the fused forward did not show."""
+    """The unfused Fork then receives no gradient of y, whose shape the fused forward did not show."""
 
     class AddForkReLU(sf.ForwardFusion):
         add: ops.Add
@@ -254,7 +254,7 @@ def test_zeros_that_stand_for_a_gradient_have_the_dtype_of_the_output(dtype: tor
 def test_a_backward_in_which_an_output_has_no_gradient_is_written_once(
     rules: tuple[type, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of the keys and values that a model of Hugging Face returns for its cache, which no loss reads."""
+    """Like the keys and values that a Hugging Face model returns for its cache, which a loss does not read."""
     model = randomized(sf.Sequential(ops.Linear(5, 5), ops.Add("a"), ops.Fork("b"), ops.Linear(5, 3), fusions=rules))
     inputs = [tensor(7, 5), tensor(7, 5, seed=8), *model.parameters()]
     written: list[int] = []

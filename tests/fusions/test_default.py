@@ -1,4 +1,4 @@
-"""The rule sets as values."""
+"""Fusion sets as values."""
 
 import copy
 import inspect
@@ -46,7 +46,7 @@ def test_without_a_triton_device_one_line_says_so():
 
 
 class TanhRows(sf.ForwardFusion):
-    """A user's, of a pattern that this library's have too."""
+    """A user's fusion, of a pattern that one of the library's has too."""
 
     bias: ops.Bias
     act: ops.GeLU

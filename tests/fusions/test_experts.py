@@ -1,4 +1,4 @@
-"""Fusions of experts that save less: tokens in the order of experts and activations are made again."""
+"""Fusions of experts that save less: sorted tokens and activations are recomputed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def drawn(tokens: int, top_k: int) -> Tensor:
-    """Experts of tokens, some of none of four."""
+    """Experts of tokens, of which one in four has no expert."""
     return torch.randint(-1, 5, (tokens, top_k), generator=torch.Generator().manual_seed(0))
 
 
@@ -71,7 +71,7 @@ def test_factors_are_applied_before_the_gemm(fusion: type[sf.JointFusion], unit:
 
 
 def ordered(tokens: int, top_k: int) -> dict[str, Tensor]:
-    """Rows and offsets of tokens of four experts, some of none."""
+    """Tokens sorted by four experts, with offsets; some experts have none."""
     return ops.Permute(4, top_k).fwd(seeded_randn((tokens, 6), 0), experts=drawn(tokens, top_k))[1]
 
 
@@ -82,7 +82,7 @@ BOUNDARIES = [
 ]  # fmt: skip
 
 
-NORMS_BEHIND = [  # each norm behind each fusion once, the others under --full
+NORMS_BEHIND = [  # each norm with each fusion once, all pairs under --full
     pytest.param(*boundary, norm, marks=[pytest.mark.full] * bool((i + j) % len(NORMS)))
     for i, boundary in enumerate(BOUNDARIES)
     for j, norm in enumerate(NORMS)
@@ -128,7 +128,7 @@ def test_factors_of_the_wrong_rows_are_found(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_of_what_is_infinite_another_order_gives_nan(monkeypatch: pytest.MonkeyPatch):
-    """Which is what `reorders` allows: an infinite factor of a sum, and of its parts."""
+    """`reorders` allows this: an infinite factor of a sum, and of its parts."""
     _, order, _ = ops.Permute(4, 2).fwd(seeded_randn((40, 6), 0), experts=drawn(40, 2))
     listed = [ops.SwiGLU(), ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute()]
     x, probs = seeded_randn((40, 2, 12), 0), seeded_randn((40, 2), 1)
@@ -151,7 +151,7 @@ def test_a_gemm_with_a_bias_keeps_the_factors_of_its_output():
 
 
 def test_experts_without_factors_are_not_multiplied():
-    """Those of Llama 4, whose tokens are multiplied before."""
+    """As in Llama 4, whose tokens are multiplied before the experts."""
     listed = ops.Permute(4, 2), ops.GroupedLinear(4, 16, 64, False), ops.SwiGLU(), ops.GroupedLinear(4, 32, 16, False)
     model = sf.Sequential(*listed, ops.Unpermute(None), fusions=FACTORS, memory="lean")
     x = seeded_randn((300, 16), 0).requires_grad_()
@@ -192,7 +192,7 @@ def test_gradients_of_weights_are_added_to_their_buffers():
     found: list[list[Tensor]] = []
     torch.manual_seed(0)
     model = block(6, 8, 4, 2)
-    model.memory = "lean"  # on a CPU it is slower than what it replaces
+    model.memory = "lean"  # on a CPU it is slower than the unfused operations
     for only in (FACTORS[:1], ()):
         for p in model.parameters():
             p.main_grad = torch.ones_like(p)
@@ -205,7 +205,7 @@ def test_gradients_of_weights_are_added_to_their_buffers():
 
 
 def test_a_block_saves_less_where_it_is_to():
-    """Of a token and an expert: 2 F; by default 2 H and F more."""
+    """For a token and an expert: 2 F; by default 2 H and F more."""
     model, x = block(64, 128, 8, 2), seeded_randn((512, 64), 0).requires_grad_()
     saved: dict[str, int] = {}
     found: dict[str, list[Tensor]] = {}
@@ -235,7 +235,7 @@ class Named(Launches):
 
 
 def launched(model: sf.Sequential, plan: sf.Plan, tokens: int) -> tuple[Named, Named]:
-    """What the steps of a plan for a GPU launch, on tensors of a GPU without data: of those a read would raise."""
+    """Launches of the steps of a plan for a GPU, on fake CUDA tensors, which raise on a read."""
     steps: dict[int, Any] = {}
     channels: dict[str, Tensor] = {}
     with FakeTensorMode(), torch.no_grad():
@@ -271,9 +271,9 @@ def launched(model: sf.Sequential, plan: sf.Plan, tokens: int) -> tuple[Named, N
 
 
 def test_launches_of_a_dispatch_to_8_experts_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    """Beside Hugging Face's grouped GEMMs, and its loop over experts; nothing is read on the host."""
+    """Compared with Hugging Face's grouped GEMMs and its loop over experts; nothing is read on the host."""
     for name, run in (("grouped_linear", _grouped._forward), ("grouped_weight_grad", _grouped._weight_grad)):
-        monkeypatch.setattr(grouped, name, run)  # what they launch, not one operator
+        monkeypatch.setattr(grouped, name, run)  # launches are counted, not operators
     transformers = pytest.importorskip("transformers")
     moe = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     model, tokens = block(256, 512, 8, 2).bfloat16(), 16384

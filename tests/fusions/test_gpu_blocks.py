@@ -1,4 +1,4 @@
-"""What a GPU makes of blocks of known models with the default fusions: torch's GEMMs, and no lone point-wise step."""
+"""Plans of blocks of known models on a GPU with the default fusions: torch's GEMMs, and no lone point-wise step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import plain
 from gpu.blocks import spec_of
 from gpu.sizes import MODELS
 
-# What may stand unfused: torch's GEMMs and attention, a norm that begins a list, and what launches nothing.
+# May stay unfused: torch's GEMMs and attention, a norm at the start of a sequence, and steps without a launch.
 FORWARD, BACKWARD = {"Fork", "LayerNorm", "RMSNorm", "Linear", "Attention"}, {"Linear", "Attention", "Add"}
 
 

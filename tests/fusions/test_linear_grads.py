@@ -1,4 +1,4 @@
-"""A Linear beside a Scale, whose factor is the GEMM's, or behind a Fork, whose gradient dx starts from."""
+"""A Linear next to a Scale, whose factor becomes the GEMM's, or after a Fork, whose gradient dx starts from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_forward_takes_the_place_of_what_it_replaces(shape: tuple[int, ...])
 
 
 def whole(shape: tuple[int, ...], seed: int) -> Tensor:
-    return seeded_randn(shape, seed).mul(20).round()  # float32 holds every sum of products exactly
+    return seeded_randn(shape, seed).mul(20).round()  # float32 holds every sum exactly
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -149,7 +149,7 @@ def block(dtype: torch.dtype = torch.float64, bias: bool = True) -> sf.Sequentia
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounds_once(dtype: torch.dtype):
     def whole(shape: tuple[int, ...], seed: int) -> Tensor:
-        return seeded_randn(shape, seed).mul(40).round()  # float32 holds every sum of products exactly
+        return seeded_randn(shape, seed).mul(40).round()  # float32 holds every sum exactly
 
     dy, weight, d_out = whole((33, 5), 0), whole((5, 7), 1), whole((33, 7), 2)
     linear = ops.Linear(7, 5, bias=False)

@@ -94,7 +94,7 @@ def test_a_boundary_decides_anew_for_other_dtypes_seeds_and_parameters():
     for i, (training, other, dtype) in enumerate(cases):
         dropout.train(training)
         seed, found = torch.tensor(7) if training else None, []
-        needs = wanted[(i + i // 4) % 4]  # others for the same dtypes when it trains again
+        needs = wanted[(i + i // 4) % 4]  # others for the same dtypes in the next training step
         with torch.no_grad():
             for one, other_way in ((kept, back), (type(kept)(**slots), type(back)(**slots))):
                 y, _, saved = one.fwd(narrow, add_other=other, dropout_seed=seed, dtype=dtype)
@@ -130,7 +130,7 @@ def test_a_boundary_decides_anew_for_another_dtype_of_its_bias() -> None:
     x, other = seeded_randn((3, 8), 0, dtype=low), seeded_randn((3, 8), 1, dtype=low)
     one, streams = fusions.BlockBoundary(**given), list[torch.dtype]()
     with torch.no_grad():
-        # Under autocast a bias takes the dtype of x.
+        # Under autocast a bias is cast to the dtype of x.
         for of_bias, cast in ((low, False), (torch.float32, False), (torch.float32, True)):
             bias.bias.data = bias.bias.data.to(of_bias)
             with torch.autocast("cpu", low, enabled=cast):

@@ -1,4 +1,4 @@
-"""What the rules for a GPU make of the feed-forward blocks of transformers: nothing point-wise is left on its own."""
+"""Plans of feed-forward blocks of transformers on a GPU: no point-wise step stays on its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from seqfuse import ops
 from seqfuse.fusions import AllReduceLinearBackward
 
 H100 = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
-# What may stand unfused: products that torch makes, a fork in the forward pass and a sum in the backward pass, where
-# they are no work.
+# Steps that may stay unfused: torch's GEMMs, and, where they compute nothing, a fork in the forward pass and a sum in
+# the backward pass.
 FORWARD, BACKWARD = {"Fork", "LayerNorm", "RMSNorm", "Linear"}, {"Linear", "Add"}
 
 
@@ -63,11 +63,11 @@ def test_of_a_feed_forward_block_no_point_wise_step_is_left(
     model = sf.Sequential(*(block(act, norm, bias, dropout, inner_dropout) for _ in range(blocks))).bfloat16()
     x = torch.empty(8192, 1024, dtype=torch.bfloat16, requires_grad=True)
     plan = model.plan(x, env=H100)
-    # A point-wise step between two GEMMs has nothing to be fused with, and is one kernel of torch.
+    # A point-wise step between two GEMMs has no neighbor to fuse with, and is one kernel of torch.
     alone = {"GeLU"} if act is ops.GeLU and not bias else {"Dropout"} if act is ops.SwiGLU and inner_dropout else set()
     assert {step.name for step in plan.forward if not step.fused} <= FORWARD | alone, plan
     assert {step.name for step in plan.backward if not step.fused} <= BACKWARD | alone, plan
-    # One norm begins the list; each later one is with the end of the block before it.
+    # One norm begins the sequence; each later one is fused with the end of the block before it.
     assert sum(step.name in (norm.__name__, "NormForward") for step in plan.forward) == 1
     assert plan.count("BlockBoundary") == blocks - 1
     assert plan.count("NormBackward") + plan.count("BlockBoundaryBackward") == blocks
@@ -76,7 +76,7 @@ def test_of_a_feed_forward_block_no_point_wise_step_is_left(
     elif bias:
         assert plan.count("LinearBiasPointwise" if not inner_dropout else "PointwiseChain") == blocks
         assert plan.count("PointwiseChainBackward") == blocks
-    # The last product's bias, dropout and sum are in one pass, or with the norm behind them.
+    # The last GEMM's bias, dropout and sum are in one pass, or with the next norm.
     end = "BiasDropoutAdd" if dropout else "LinearBiasAdd"
     assert plan.count(end) == 1
 

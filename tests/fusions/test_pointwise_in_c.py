@@ -1,4 +1,4 @@
-"""Fusions of point-wise chains as C on a CPU beside the operations that they replace, in all combinations of passes."""
+"""Fusions of point-wise chains in C, compared with their operations in all combinations of passes."""
 
 import functools
 from typing import Any
@@ -44,7 +44,7 @@ def test_takes_the_place_of_what_it_replaces(name: str):
 
 @pytest.mark.parametrize("act", [ops.GeLU, ops.SwiGLU])
 def test_many_rows_run_part_by_part(act: Any, monkeypatch: pytest.MonkeyPatch):
-    """Each gradient is the one of all rows, the last part being shorter; with a main_grad they run at once."""
+    """Each gradient is that of all rows, the last part being shorter; with a main_grad they run at once."""
     sizes, whole = list[int](), feedforward._in_parts
     monkeypatch.setattr(feedforward, "PART", 2)
     monkeypatch.setattr(feedforward, "_in_parts", lambda *given: (sizes.append(len(given[1])), whole(*given))[1])

@@ -1,4 +1,4 @@
-"""Forward fusions of the operations' own calls that save less, whose values are made again bit for bit."""
+"""Forward fusions that call their operations but save less, and recompute values bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fusion is estimated to gain follows from the traffic that its operations declare: counted here by hand."""
+"""Estimated gains follow from the traffic that operations declare: counted here by hand."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bound(fusion: type[sf.FusedOperation], **slots: Any) -> sf.FusedOperation:
 
 
 class Epilogue(sf.ForwardFusion):
-    """What stands behind a GEMM in its epilogue, as a kernel of an author may have it."""
+    """A GEMM epilogue, as an author's kernel may have it."""
 
     linear: ops.Linear
     bias: ops.Bias | None
@@ -62,7 +62,7 @@ class EpilogueAdd(sf.ForwardFusion):
 
 
 class BeforeGemm(sf.BackwardFusion):
-    """The gradient of what stands before a GEMM, in the GEMM that computes dx."""
+    """The gradient of the operation before a GEMM, in the GEMM that computes dx."""
 
     bias: ops.Bias | None
     act: sf.Pointwise | sf.Gated
@@ -91,7 +91,7 @@ END = {"bias": "bias", "dropout": "dropout", "add": "add", "fork": "fork", "norm
 OUT = {"out_bias": "bias", "add": "add"}
 ACTS = {"add": "add", "fork": "fork", "norm": "norm", "acts": ("gelu", "scale")}
 
-# Kernels spared, and reads and writes of a tensor of F features.
+# Kernels saved, and reads and writes of a tensor of F features.
 CASES: list[tuple[Any, dict[str, Any], sf.Env, int, float]] = [
     # The GEMM writes z, the activation reads it and writes y: one write is left, and a second where z is saved.
     (Epilogue, {"linear": "up", "act": "gelu"}, TRAIN, 1, 1),
@@ -99,7 +99,7 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, float]] = [
     (Epilogue, {"linear": "up", "act": "relu", "dropout": "dropout"}, TRAIN, 2, 3),
     (Epilogue, {"linear": "up", "bias": "bias", "act": "gelu", "dropout": "dropout"}, TRAIN, 3, 5),
     (Epilogue, {"linear": "up", "bias": "bias", "act": "gelu"}, EVAL, 2, 4),
-    # act(gate) is a tensor of its own; [gate; up] has 2 F features. In 16 bits they are cast to float32 and back.
+    # act(gate) is another tensor; [gate; up] has 2 F features. In 16 bits they are cast to float32 and back.
     (Epilogue, {"linear": "gated_up", "act": "swiglu"}, TRAIN, 4, 18),
     (Epilogue, {"linear": "gated_up", "bias": "gated_bias", "act": "swiglu"}, TRAIN, 5, 22),
     (BeforeGemm, {"act": "gelu", "linear": "down"}, TRAIN, 1, 2),
@@ -127,16 +127,16 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, float]] = [
     (fusions.BlockBoundaryActivation, ACTS, TRAIN, 6, 14),
     (fusions.NormBackward, {"norm": "norm"}, TRAIN, 0, 2),
     (fusions.NormBackward, {"fork": "fork", "norm": "no_gain"}, TRAIN, 1, 2),
-    # Copies of dy, x and dx in float32 beside it.
+    # Copies of dy, x and dx in float32 as well.
     (fusions.NormBackward, {"norm": "plus_one"}, TRAIN, 0, 16),
-    # To float32 and back, x and y; and a part of a read of x, by which our kernel is faster.
+    # Casts of x and y to float32 and back, and a fraction of a read of x, by which our kernel is faster.
     (fusions.NormForward, {"norm": "plus_one"}, TRAIN, 2, 8.2),
     (fusions.NormActivationJoint, {"norm": "norm", "acts": ("gelu", "scale")}, TRAIN, 4, 11),
     (fusions.PointwiseChain, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, TRAIN, 3, 5),
     (fusions.PointwiseChain, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, EVAL, 3, 6),
     (fusions.PointwiseChainBackward, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, TRAIN, 3, 5),
     (fusions.PointwiseChainJoint, {"first": "bias", "rest": ("gelu", "scale", "relu")}, TRAIN, 6, 11),
-    # What the ReLU gives is written beside y.
+    # The output of ReLU is also written.
     (fusions.PointwiseChainJoint, {"first": "gelu", "rest": ("scale", "dropout", "relu", "bias")}, TRAIN, 8, 14),
 ]  # fmt: skip
 
@@ -243,7 +243,7 @@ def test_what_an_operation_of_a_user_declares_counts():
 
         def fwd(self, x: Tensor) -> Any: ...
 
-    # Ten kernels are one, two steps are one; x is read, y is written, and what stands between, which b saves.
+    # Ten kernels become one, two steps become one; x is read, y is written, and so is b's saved tensor between them.
     assert Two(a=Costly(), b=Costly()).saves(TRAIN) == sf.Savings(9 * (1 - STEP) + STEP, 9 * 4096 * 8 * 2.0)
     # Without gradients it writes the same; a fusion for inference saves nothing.
     assert Two(a=Costly(), b=Costly()).saves(EVAL) == sf.Savings(9 * (1 - STEP) + STEP, 9 * 4096 * 8 * 2.0)

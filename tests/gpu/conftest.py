@@ -1,4 +1,4 @@
-"""Real sizes where there is a GPU; else the same tests at tiny ones in Triton's interpreter."""
+"""Real sizes on a GPU; without one, the same tests at tiny sizes in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.triton_fixtures import device as device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-# cuBLAS reads it when it is first used; without it, torch refuses GEMMs where results are to be deterministic.
+# cuBLAS reads it at its first use; without it, torch refuses GEMMs in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)
 def _failures_are_errors() -> Iterator[None]:
-    """A fusion that fails must not be hidden by what takes its place."""
+    """A fusion that fails must not fall back unnoticed."""
     with sf.fusing(on_error="raise"):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
-    """A dozen workers share a GPU, and torch keeps for each of them what its largest test took."""
+    """A dozen workers share a GPU, and torch caches each one's largest test."""
     yield
     if DEVICE.type == "cuda":
         gc.collect()

@@ -63,7 +63,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def built(make: Callable[[], Any], device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of signed, asymmetric parameters."""
+    """A model with signed, asymmetric parameters."""
     torch.manual_seed(0)
     model = make().to(device, dtype).train()
     with torch.no_grad():
@@ -124,13 +124,13 @@ def held_to_the_rule(measure: Callable[[int], tuple[Any, ...]]) -> None:
 
 
 def fused(conversion: Any) -> int:
-    """How many steps of the chains' last plans are fused."""
+    """The number of fused steps in the chains' latest plans."""
     return sum(sum(region.plan.fused) for graph in conversion.graphs for region in graph.regions)
 
 
 @contextlib.contextmanager
 def other_library() -> Iterator[None]:
-    """GEMMs by the other of cuBLAS's two libraries, which adds up in other orders."""
+    """GEMMs by the other of cuBLAS's two libraries, which adds in other orders."""
     choose: Any = torch.backends.cuda.preferred_blas_library
     before = str(choose()).rpartition(".")[2].lower()
     choose("cublas" if before.endswith("lt") else "cublaslt")

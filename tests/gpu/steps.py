@@ -1,4 +1,4 @@
-"""A step of training, and a graph of it that replays."""
+"""A training step, and a CUDA graph of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def step(run: Any, parameters: Iterable[Tensor], x: Tensor, dy: Tensor) -> list[
 
 
 def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of what runs, after some calls that warm it up on another stream, and the results that it overwrites."""
+    """A CUDA graph of a function, after warm-up calls on another stream, and the results that a replay overwrites."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""Dropout of attention weights on a GPU: FlashAttention's, or ours where the mask is to be a function of the seed."""
+"""Dropout of attention weights on a GPU: FlashAttention's, or ours if the mask must be a function of the seed."""
 
 from __future__ import annotations
 

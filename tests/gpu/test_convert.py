@@ -1,4 +1,4 @@
-"""What people do with converted models of Hugging Face: dropout, graphs of CUDA, generation, checkpoints, `undo`."""
+"""Converted models of Hugging Face in use: dropout, CUDA graphs, generation, checkpoints, `undo`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .converting import HERE, SHAPE, W, built, fused, gpt2, held_to_the_rule, in
 from .steps import captured, step
 
 GPU = pytest.mark.gpu
-# What other packages deprecate in one another.
+# Deprecation warnings between other packages.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
-    """No graph, and no count of graphs, of another test."""
+    """Clears graphs, and their count, of other tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -72,7 +72,7 @@ def test_a_graph_replays_a_step_of_a_converted_model(device: torch.device) -> No
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "static, compiled"])
 def test_generation_gives_eagers_tokens(cache: str, device: torch.device) -> None:
-    """transformers compiles the decoding step over a static cache on a GPU, unless it is told not to."""
+    """transformers compiles the decoding step over a static cache on a GPU by default."""
     if cache == "static, compiled" and not HERE:
         pytest.skip("transformers compiles on a GPU alone")
     plain = built(lambda: llama("LlamaForCausalLM"), device).eval()

@@ -1,4 +1,4 @@
-"""Experts on a GPU: against a loop over experts in float64, without a read on the host, and in graphs that replay."""
+"""Experts on a GPU: against a loop over experts in float64, without a read on the host, and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HERE = torch.cuda.is_available()
 GPU = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 H, HIDDEN, TOKENS, COUNT, TOP_K = (1024, 1536, 2048, 16, 4) if HERE else (16, 24, 24, 6, 2)
-FEW = 192 if HERE else 24  # where a contract is checked in many variants
+FEW = 192 if HERE else 24  # for contracts that are checked in many variants
 
-# In parts of the rows that there are.
+# In fractions of the number of rows.
 ENDS = {
     "all": (0.2, 0.45, 1.0), "empty first": (0.0, 0.45, 1.0), "empty last": (0.25, 1.0, 1.0),
     "one alone": (0.0, 1.0, 1.0), "rows of none": (0.15, 0.15, 0.55), "no rows in any": (0.0, 0.0, 0.0),
@@ -54,7 +54,7 @@ def judged(measured: Callable[[int], Sequence[Any]], dtype: torch.dtype) -> None
 def by_loop(
     x: Tensor, weight: Tensor, bias: Tensor | None, ends: Sequence[int], dy: Tensor, of: torch.dtype
 ) -> dict[str, Tensor]:
-    """A GEMM for each group, under autograd."""
+    """One GEMM per group, under autograd."""
     leaves = [t.detach().to(of).requires_grad_() for t in (x, weight, *([] if bias is None else [bias]))]
     parts, start = [], 0
     for g, end in enumerate(ends):
@@ -77,7 +77,7 @@ def test_a_linear_for_each_group(name: str, width: str, biased: bool, dtype: tor
         torch.manual_seed(seed)
         op = ops.GroupedLinear(3, K, N, bias=biased, dtype=dtype).to(device)
         x, dy = (seeded_randn((ROWS, n), seed + n, dtype=dtype).to(device) for n in (K, N))
-        dy[ends[-1] :] = torch.nan  # what lies beyond the last group reaches nothing
+        dy[ends[-1] :] = torch.nan  # rows after the last group reach nothing
         leaf = x.clone().requires_grad_()
         y = sf.Sequential(op)(leaf, offsets=torch.tensor(ends, dtype=torch.int32, device=device))
         grads = torch.autograd.grad(y, [leaf, *op.parameters()], dy)
@@ -95,7 +95,7 @@ def test_a_linear_for_each_group(name: str, width: str, biased: bool, dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_may_lie_anywhere(dtype: torch.dtype, device: torch.device) -> None:
-    """Strided, transposed, expanded and misaligned rows, gradients too, and no rows at all: the same as copies."""
+    """Strided, transposed, expanded and misaligned rows and gradients, and no rows at all: the same as copies."""
     K, N = WIDTHS["aligned"]
     op = ops.GroupedLinear(3, K, N, dtype=dtype).to(device)
     ends = torch.tensor([ROWS // 4, ROWS // 4, ROWS], device=device)
@@ -122,7 +122,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 def by_scores(op: ops.Route, x: Tensor, experts: Tensor, dprobs: Tensor, of: torch.dtype) -> list[Tensor]:
-    """Factors of experts that were chosen and all gradients, under autograd."""
+    """Factors of the chosen experts and all gradients, under autograd."""
     leaves = [t.detach().to(of).requires_grad_() for t in (x, *op.parameters())]
     logits = F.linear(*leaves).to(torch.promote_types(of, torch.float32))
     scores = logits.softmax(-1) if op.score == "softmax" else logits.sigmoid()
@@ -154,7 +154,7 @@ def test_a_router_and_its_gradients(name: str, dtype: torch.dtype, device: torch
     judged(measured, dtype)
 
 
-@pytest.mark.usefixtures("deterministic")  # torch adds gradients of a gather in any order, if not told
+@pytest.mark.usefixtures("deterministic")  # torch adds gradients of a gather in any order by default
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, TOP_K])
 def test_the_ways_of_tokens_keep_their_contracts(top_k: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -169,7 +169,7 @@ def test_the_ways_of_tokens_keep_their_contracts(top_k: int, dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_permuting_forth_and_back_is_exact(dtype: torch.dtype, device: torch.device) -> None:
-    """Each token times the number of its experts, which was not dropped; the gradient is the same sum."""
+    """Each token times its number of experts, without dropped ones; the gradient is the same sum."""
     chosen = torch.randint(-1, COUNT + 1, (TOKENS, 8), generator=torch.Generator().manual_seed(0)).to(device)
     x = torch.randint(-8, 9, (TOKENS, H), generator=torch.Generator().manual_seed(1)).to(device, dtype).requires_grad_()
     y = sf.Sequential(ops.Permute(COUNT, 8), ops.Unpermute(None))(x, experts=chosen)
@@ -223,7 +223,7 @@ class Weights(NamedTuple):
 
 
 def mixture(x: Tensor, experts: Tensor, w: Weights, unit: Any, normalize: bool) -> Tensor:
-    """A loop over experts, of which each token has those that were chosen."""
+    """A loop over experts, each with the tokens that chose it."""
     logits = F.linear(x, w.router, w.router_bias)
     scores = logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1).gather(-1, experts)
     scores = scores / scores.sum(-1, keepdim=True) if normalize else scores
@@ -297,7 +297,7 @@ def test_twice_gives_the_same_bits(dtype: torch.dtype, device: torch.device) -> 
 
 @contextlib.contextmanager
 def nothing_waits() -> Iterator[None]:
-    """An error where the host waits for the GPU."""
+    """Raises where the host waits for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -338,7 +338,7 @@ def test_a_graph_replays_with_other_experts(memory: str, dtype: torch.dtype, dev
 
 
 class Family(NamedTuple):
-    """A block of Hugging Face: its module, class and configuration, and what its experts compute."""
+    """A block of Hugging Face: its module, class, configuration, and the function of its experts."""
 
     module: str
     kind: str
@@ -368,7 +368,7 @@ def clamped(h: Tensor) -> Tensor:
 
 
 class Output(nn.Module):
-    """What a block gives of tokens, as a layer takes it: the scores of GPT-OSS's router go nowhere."""
+    """The block's output for tokens, as a layer uses it: the scores of GPT-OSS's router are dropped."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -394,7 +394,7 @@ def theirs(name: str, device: torch.device, dtype: torch.dtype) -> nn.Module:
 
 
 def described(name: str, made: Any) -> tuple[Weights, Callable[[Tensor], Tensor], list[int]]:
-    """Weights in the layout of `mixture`, the unit, and which of these are the module's parameters, in its order."""
+    """Weights in the layout of `mixture`, the unit, and the module's parameters among them, in its order."""
     experts: Any = made.block.experts
     if name == "gpt-oss":
         router = made.block.router
@@ -447,7 +447,7 @@ def test_nothing_of_a_converted_block_waits_for_the_gpu(name: str, device: torch
 
 @GPU
 def test_a_graph_of_mixtrals_size_is_right_on_all_rows(device: torch.device) -> None:
-    """Eight experts of 4,096 by 14,336, of which no row is judged alone."""
+    """Eight experts of 4,096 by 14,336, of which no row is judged by itself."""
     dtype, tokens, hidden, width = torch.bfloat16, 4096, 14336, 4096
     torch.manual_seed(0)
     with device:

@@ -1,4 +1,4 @@
-"""Models of seven families converted: outputs and every gradient beside eager's and float64, in three precisions."""
+"""Models of seven families converted: outputs and every gradient against eager and float64, in three precisions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import seqfuse as sf
 
 from .converting import FAMILIES, HERE, MODES, built, fused, held_to_the_rule, inputs_of, other_library, passes
 
-# What other packages deprecate in one another.
+# Deprecation warnings between other packages.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
-    """No graph, and no count of graphs, of another test."""
+    """Clears graphs, and their count, of other tests."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -53,7 +53,7 @@ def test_a_converted_model_gives_what_it_gave(family: str, mode: str, device: to
         return found, wanted, passes(exact, given)
 
     def rounded(seed: int) -> tuple[Any, ...]:
-        """Autocast rounds results of GEMMs, and so the gradients of weights, to bfloat16, whatever holds them then."""
+        """Autocast rounds results of GEMMs, and so the gradients of weights, to bfloat16, whatever dtype holds them."""
         *sides, exact = measure(seed)
         return *({n: None if t is None else t.bfloat16() for n, t in side.items()} for side in sides), exact
 

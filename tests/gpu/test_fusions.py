@@ -1,4 +1,4 @@
-"""Every fusion made of Triton kernels, in both of its combinations, on tensors of real sizes."""
+"""Every fusion made of Triton kernels, in both of its combinations, at real sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERY = (*fusions.triton, *fusions.lean)
 
 
 def lists() -> dict[type[sf.FusedOperation], list[Any]]:
-    """Products as layers have them; their examples are of sizes that no tile divides."""
+    """GEMMs of layers' sizes; those of the fusions' examples are not multiples of a tile."""
 
     heads, kv, size = (8, 4, 64) if HERE else (2, 1, 4)  # as wide as H
 
@@ -47,7 +47,7 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.LinearBiasPointwise: [ops.Linear(H, F), ops.GeLU()],
         fusions.ActivationLinearJoint: [ops.Bias(H), ops.GeLU(), ops.Linear(H, F)],
         fusions.NormForward: [ops.RMSNorm(H, zero_centered=True)],
-        # Of millions of numbers some are so near to the bend of a clamp that a rounding moves them across it.
+        # Of millions of numbers some are so close to the bend of a clamp that a rounding moves them across it.
         fusions.BlockBoundaryActivation: [
             ops.Bias(H),
             ops.Dropout(0.5),
@@ -69,7 +69,7 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
 
 
 def extras() -> dict[type[sf.FusedOperation], dict[str, torch.Tensor]]:
-    """What the channels of these lists carry, where it has not the shape of what it meets."""
+    """Channels of these sequences whose shape is not that of the tensor that they meet."""
     experts = torch.randint(-1, 5, (ROWS, 2), generator=torch.Generator().manual_seed(0))
     half = experts[: ROWS // 2]
     _, order, _ = ops.Permute(4, 2).fwd(torch.zeros(ROWS // 2, 1), experts=half)
@@ -87,7 +87,7 @@ def extras() -> dict[type[sf.FusedOperation], dict[str, torch.Tensor]]:
 
 
 def gated_lists() -> dict[type[sf.FusedOperation], list[Any]]:
-    """The same with a gated unit for the activation."""
+    """The same with a gated unit as the activation."""
     return {fusions.ActivationLinearJoint: [ops.SwiGLU(), ops.Linear(H // 2, F)]}
 
 
@@ -96,12 +96,12 @@ def operations_for(fusion: type[sf.FusedOperation], x: torch.Tensor) -> tuple[li
     return next(iter(example_lists(fusion, x))) if found is None else (found, x)
 
 
-# Refused where torch does it as well: a norm of float32 in one pass; a GEMM of groups, which takes sorted rows.
+# Not applied where torch computes it as well: a norm of float32 in one pass; a grouped GEMM of sorted rows.
 ELSEWHERE = [(fusions.NormForward, torch.float32)]
 if HERE and _grouped._has_kernel(DEVICE):
     ELSEWHERE.append((fusions.GatherGroupedLinear, torch.bfloat16))
 
-# Interpreted, each fusion in one dtype in turn; under --full in both.
+# Interpreted, each fusion in one dtype in turn; in both under --full.
 PAIRS = [
     pytest.param(
         fusion,

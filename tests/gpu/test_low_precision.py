@@ -1,4 +1,4 @@
-"""Linear and MergedLinear under recipes: a GPU multiplies operands of 8 bits, a CPU emulates that at tiny sizes."""
+"""Linear and MergedLinear under recipes: a GPU multiplies 8-bit operands, a CPU emulates that at tiny sizes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def bits(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t.view(torch.int32)
 
 
-# Without a GPU tests/kernels/test_quantize.py compares kernels with the reference, so that here one role has to show
+# Without a GPU tests/kernels/test_quantize.py compares kernels with the reference, so one role is enough here to show
 # that `quantize` calls the kernels; a CPU is not compared with itself.
 @pytest.mark.parametrize("role", [ROLES[0], *(pytest.param(role, marks=GPU) for role in ROLES[1:])])
 @pytest.mark.parametrize("recipe", RECIPES + OTHERS, ids=named)
@@ -116,7 +116,7 @@ def test_kernels_of_quantization(recipe: Recipe, role: Role, device: torch.devic
 
 
 def multiplied(x: Tensor, recipe: Recipe, role: Role, direction: Direction) -> Tensor:
-    """What a GEMM multiplies, in float64 where x is: quantized on a CPU, which is proven to be right."""
+    """The operands of a GEMM, in float64 where x is: quantized on a CPU, which other tests prove right."""
     data, inverse = recipes.quantize(x.detach().cpu(), recipe, role, direction)
     high, wide = recipe.block(role, direction)
     m, n = data.shape
@@ -344,7 +344,8 @@ def test_plans_and_launches_say_what_runs(recipe: Recipe, device: torch.device):
 @GPU
 @pytest.mark.parametrize("recipe", [*ALL, recipes.Float8CurrentScaling(format="e4m3")], ids=named)
 def test_groups_have_the_codes_and_results_of_a_cpu(recipe: Recipe, device: torch.device):
-    """By torch's grouped GEMM where it takes the recipe, else emulated; one group is empty, and rows are of none."""
+    """By torch's grouped GEMM where it takes the recipe, else emulated; one group is empty, and some rows have no
+    group."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
     if why_no_grouped_gemm(recipe, torch.bfloat16, arch) is not None:
         recipe = type(recipe)(**{**vars(recipe), "emulate": True})

@@ -1,4 +1,4 @@
-"""Choices of `memory=`: the same gradients, and as many bytes as the plan says, by torch's count of them."""
+"""Values of `memory=`: the same gradients, and as many bytes as planned, by torch's count of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HERE = torch.cuda.is_available()
 GPU = pytest.mark.gpu
 WIDTH, HEADS, LAYERS = (512, 8, 4) if HERE else (16, 2, 2)
 ROWS = (2, 512) if HERE else (1, 8)
-MANY = (32, 1024)  # so many tokens that parameters and workspaces of cuBLAS are small beside them
+MANY = (32, 1024)  # enough tokens that parameters and workspaces of cuBLAS are small in comparison
 CHOICES: dict[str, Any] = {
     "fast": "fast", "balanced": "balanced", "lean": "lean", "half": sf.Budget(part=0.5), "bytes": 0, "least": "least",
 }  # fmt: skip
@@ -56,7 +56,7 @@ def passes(run: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
 
 
 def choose(own: sf.Sequential, choice: str, x: Tensor) -> None:
-    """Bytes are between the peaks of the fastest plan and of the leanest one."""
+    """Bytes between the peaks of the fastest plan and of the leanest one."""
     own.memory = CHOICES[choice]
     if choice == "bytes":
         own.memory = "fast"
@@ -66,7 +66,7 @@ def choose(own: sf.Sequential, choice: str, x: Tensor) -> None:
 
 
 def bytes_of(plan: sf.Plan) -> tuple[int, int]:
-    """What a plan says that is saved and held at its peak."""
+    """The plan's saved bytes and peak."""
     assert plan.memory is not None
     assert plan.memory.peak is not None
     return plan.memory.saved, plan.memory.peak
@@ -126,7 +126,7 @@ def test_the_plan_says_what_torch_counts(llama: bool, choice: str, device: torch
     saved, peak = bytes_of(own.plan(x.detach().requires_grad_()))
     assert counted(lambda: own(x.detach().requires_grad_()), list(own.parameters())) == pytest.approx(saved, rel=0.01)
     gradients = sum(p.nbytes for p in own.parameters())
-    for _ in range(3):  # the first compiles, and takes what cuBLAS holds from then on
+    for _ in range(3):  # the first compiles, and allocates workspaces that cuBLAS keeps
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -1,4 +1,5 @@
-"""Layers with every combination of covers: the same gradients, the same bits twice, streams, graphs, devices."""
+"""Layers with every combination of schedules: the same gradients, the same bits twice, streams, CUDA graphs,
+devices."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def passes(run: Any, parameters: list[Tensor], x: Tensor, dy: Tensor) -> list[Te
 
 
 def trained(model: sf.Sequential, covers: tuple[Any, ...], x: Tensor, dy: Tensor) -> list[Tensor]:
-    """Every fusion that is not refused, whatever it costs."""
+    """Every applicable fusion, whatever it costs."""
     return passes(Bench(model, covers), list(model.parameters()), x, dy)
 
 
@@ -81,7 +82,7 @@ def test_twice_gives_the_same_bits(llama: bool, device: torch.device, monkeypatc
     attend = attention.attend
 
     def noted(qkv: Any, how: Any, kernel: str) -> Any:
-        if type(qkv[0]) is Tensor:  # and not without numbers, as in the check of a fusion's first run
+        if type(qkv[0]) is Tensor:  # and not without data, as in the check of a fusion's first run
             taken[-1].append(kernel)
         return attend(qkv, how, kernel)
 
@@ -121,7 +122,7 @@ def test_a_graph_replays_a_step(llama: bool, order: str, device: torch.device, r
         replayed, again = [t.clone() for t in results], step(bench, parameters, static, dy)
         if order == "fixed":
             assert_bitwise_equal(replayed, again)
-        else:  # by the kernel for attention that torch takes by default
+        else:  # by the attention kernel that torch selects by default
             assert_bitwise_equal(replayed[:1], again[:1])
             assert distance(replayed, again) < NEAR[torch.bfloat16]
 
@@ -177,7 +178,7 @@ def test_memory_does_not_grow(device: torch.device) -> None:
     own = model(True, device, torch.bfloat16, dropout=0.1)
     x, dy = inputs(device, torch.bfloat16)
     sizes = list(_allocated(own, x, dy))
-    # Autograd's own thread may still hold what a step has saved when this one looks.
+    # Autograd's thread may still hold a step's saved tensors when this one looks.
     assert min(sizes[2:5]) == min(sizes[5:]), sizes
 
 

@@ -1,4 +1,4 @@
-"""Every row of the GPU benchmark computes the right thing, at real sizes and in other dtypes where there is a GPU."""
+"""Every row of the GPU benchmark computes the right result, on a GPU at real sizes and in other dtypes, too."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from gpu.sizes import few, tiny
 HERE = torch.cuda.is_available()
 DTYPES = (torch.bfloat16, torch.float32, torch.float16) if HERE else (torch.bfloat16, torch.float32)
 
-ELSEWHERE = ("converted", "memory")  # on a GPU, where other tests have them
+ELSEWHERE = ("converted", "memory")  # other tests have them on a GPU
 
 
 def cases(dtype: torch.dtype) -> list[Case]:
-    """On a GPU those of two models and of shapes that differ in kind."""
+    """On a GPU those of two models and of shapes of different kinds."""
     if not HERE:
         return rows.cases(tiny(dtype))
     return [case for case in rows.cases(few(dtype)) if not any(word in case.group for word in ELSEWHERE)]
 
 
-# Of each group the first row in one dtype, in turn: where rows are interpreted, the others wait for --full.
+# The first row of each group in one dtype, in turn: interpreted rows of the others run under --full.
 FIRST = {case.group: case.key for case in reversed(cases(DTYPES[0]))}
 IN_TURN = {(DTYPES[i % 2], key) for i, key in enumerate(FIRST.values())}
-# By their keys: a row that was made holds its models, and all of them together are more than a GPU has room for.
+# By their keys: a row holds its models, and all of them together do not fit on a GPU.
 ALL = [
     pytest.param(
         dtype, case.key, id=f"{case.key} {case.dtype}",

@@ -1,4 +1,4 @@
-"""Tokens made one by one."""
+"""Tokens generated one by one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Fixed(nn.Module):
 
 
 def are_draws_of(weights: Tensor, found: Tensor) -> None:
-    """Each share is at most five standard deviations of a count from the probability."""
+    """Each frequency is at most five standard deviations from its probability."""
     p = (weights / weights.sum()).double()
     shares = torch.bincount(found, minlength=len(p)) / found.numel()
     assert ((shares - p).abs() <= 5 * (p * (1 - p) / found.numel()).sqrt()).all()
@@ -116,7 +116,7 @@ def test_a_conversation_goes_on_with_its_cache():
     model, x = model_of("Llama"), tokens(1, 6)
     cache = KVCache(1, 64)
     first = generate(model, x, 5, cache=cache)
-    # The last token was made but not read.
+    # The last token was generated but not read.
     more = torch.cat((first[:, -1:], tokens(1, 3, seed=8)), 1)
     found = generate(model, more, 6, cache=cache)
     assert torch.equal(found[:, 4:], generate(model, torch.cat((first[:, :-1], more), 1), 6)[:, 14:])
@@ -145,7 +145,7 @@ PADDED = torch.tensor([[5, 6, 7, 8], [0, 0, 6, 7], [6, 7, 0, 0]])
         ([0, 1], [4, 2], "prompt 1 begins with the padding token 0"),
         ([0, 2], None, "prompt 1 ends with the padding token 0"),
         ([0, 2], [4, 2], None),
-        ([0, 1, 2], [4, 4, 4], None),  # these are meant
+        ([0, 1, 2], [4, 4, 4], None),  # the test means these
         ([0], None, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""A model with its keys and values kept, beside the same model reading everything again."""
+"""A model with a KV cache, compared with the same model without one."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_compiled_model_which_meets_no_cache_is_refused_and_nothing_changes(wh
 
 @pytest.mark.parametrize("how", ["replaced", pytest.param("in place", marks=pytest.mark.full)])
 def test_a_model_of_which_a_part_is_compiled_is_refused_and_nothing_changes(how: str):
-    torch.compiler.reset()  # a graph too many, and this one would run as it is, and meet the cache
+    torch.compiler.reset()  # a graph too many, so this one would run eagerly and meet the cache
     model, x = model_of("Llama"), tokens(2, 4)
     layers = model[1]
     plain = layers[0]
@@ -385,7 +385,7 @@ def test_what_a_cache_cannot_hold_is_refused():
 
 @pytest.mark.parametrize("form", ["GPT", "window"])
 def test_a_rehearsal_changes_nothing_and_reads_the_same(form: str):
-    """Shapes of the whole buffer, as a graph has them, give what shapes that follow the lengths give."""
+    """Shapes of the whole buffer, as in a CUDA graph, give the results of shapes that follow the lengths."""
     model, x, new = model_of(form), tokens(2, 6), tokens(2, 1, seed=4)
     cache = KVCache(2, 9)
     cache.feed(model, x, torch.tensor([6, 3]))
@@ -403,7 +403,7 @@ READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "
 
 
 class HostReads(TorchDispatchMode):
-    """Fails where an operation needs a number on the host, or makes a tensor whose size only the device knows."""
+    """Raises where an operation reads a number on the host, or returns a tensor of data-dependent size."""
 
     FORBIDDEN = (
         torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero, torch.ops.aten.nonzero,
@@ -511,14 +511,14 @@ def test_a_graph_is_refused_where_there_is_no_gpu():
 
 
 def test_a_rehearsal_before_a_capture_puts_the_lengths_back_on_its_own_stream(monkeypatch: pytest.MonkeyPatch):
-    """Put back on another one, which does not wait, they would be counted up behind that."""
+    """Put back on another stream, which does not wait, they would be incremented after that."""
     streams = ["main"]
 
     class Aside:
         def wait_stream(self, stream: object) -> None: ...
 
     class On:
-        """Stands for `torch.cuda.stream` and `torch.cuda.graph`."""
+        """Replaces `torch.cuda.stream` and `torch.cuda.graph`."""
 
         def __init__(self, of: object) -> None:
             self.stream = "aside" if isinstance(of, Aside) else "capture"

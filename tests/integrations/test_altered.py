@@ -1,4 +1,4 @@
-"""Models of Hugging Face that were altered: what is not taken over is refused by name, never passed by."""
+"""Altered models of Hugging Face: alterations that cannot be converted are refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
 
 
 def replaced(path: str) -> Callable[[Any], None]:
-    """A module in the place of another, around it."""
+    """A module that replaces another and contains it."""
     return lambda m: m.set_submodule(path, Twice(m.get_submodule(path)))
 
 

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and its relatives beside Hugging Face's own, from small random configurations."""
+"""GPT-2, Llama and its relatives compared with Hugging Face's own, from small random configurations."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ MODELS = {
 
 
 DRAWS = 16
-"""An error may lie nearly whole in one element, where the input of a norm is large: many draws even it out."""
+"""An error may be almost all in one element if the input of a norm is large: many draws average it."""
 
 
 def tokens(seed: int) -> Tensor:
-    """Every token, so that each draw has a gradient of each row of the embedding, and one of them again."""
+    """Every token, so that each row of the embedding has a gradient in each draw, and one token twice."""
     order = torch.randperm(61, generator=torch.Generator().manual_seed(seed))
     return torch.cat((order, order[:1])).view(2, 31)
 
@@ -121,7 +121,7 @@ def test_left_padded_prompts_are_refused_where_the_configuration_says_what_pads(
     x = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
     with pytest.raises(ValueError, match="prompt 0 begins with the padding token 0"):
         generate(from_huggingface(make(pad_token_id=0).eval()), x, 2)
-    generate(from_huggingface(make(pad_token_id=1).eval()), torch.ones_like(x), 2)  # a prompt begins with the same one
+    generate(from_huggingface(make(pad_token_id=1).eval()), torch.ones_like(x), 2)  # a prompt begins with it
 
 
 ALTERED: dict[str, tuple[str, dict[str, Any], str]] = {

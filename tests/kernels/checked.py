@@ -1,4 +1,4 @@
-"""Operators as torch checks them: their schema, their fake, and what they write."""
+"""Operators under torch's checks: their schema, their fake, and their writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Checked(TorchDispatchMode):
-    """Has torch check each operator of ours that is called."""
+    """Makes torch check each operator of this library that is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class Checked(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "seqfuse":
             self.names.add(func._opname)
-            # Results of 8 bits are not compared by torch.
+            # torch does not compare results in 8 bits
             narrow = any(value is torch.float8_e4m3fn for value in tree_leaves((args, kwargs)))
             tests: Any = {"test_utils": ("test_schema", "test_faketensor")} if narrow else {}
             opcheck(func, args, kwargs or {}, **tests)

@@ -1,4 +1,4 @@
-"""The same rows where they lie otherwise in memory."""
+"""The same rows in other memory layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _moves(t: Tensor) -> bool:
 
 
 def apart(tensors: Mapping[str, Tensor], fixed: Collection[str] = (), more: int = 4) -> Tensors:
-    """Each tensor's by another distance, from where no vector load is aligned; what lies between is NaN."""
+    """Each tensor at another offset, so that no vector load is aligned; the gaps are NaN."""
     return {
         name: F.pad(t, (1, more + i), value=torch.nan)[:, 1 : 1 + t.shape[1]] if _moves(t) and name not in fixed else t
         for i, (name, t) in enumerate(tensors.items())
@@ -34,5 +34,5 @@ def far(tensors: Mapping[str, Tensor], fixed: Collection[str] = ()) -> Tensors:
 
 
 def as_one(tensors: Mapping[str, Tensor], fixed: Collection[str] = ()) -> Tensors:
-    """The first row in the place of each."""
+    """The first row, expanded to all rows."""
     return {name: t[:1].expand(t.shape) if _moves(t) and name not in fixed else t for name, t in tensors.items()}

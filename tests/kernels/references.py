@@ -1,4 +1,4 @@
-"""What activations and attention are in torch."""
+"""Activations and attention in torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def hidden_from(rows: int, keys: int, how: dict[str, Any], device: torch.device) -> Tensor:
-    """What no row sees, by causality, a window or the ends of packed sequences."""
+    """Pairs hidden by causality, a window or the ends of packed sequences."""
     row, key = torch.arange(rows, device=device).unsqueeze(1), torch.arange(keys, device=device)
     none = torch.zeros(rows, keys, dtype=torch.bool, device=device)
     if how.get("causal"):
@@ -46,10 +46,8 @@ def hidden_from(rows: int, keys: int, how: dict[str, Any], device: torch.device)
 def attention_in_torch(
     qkv: tuple[Tensor, ...], dy: Tensor, how: dict[str, Any], kind: torch.dtype
 ) -> tuple[AttentionGrads, Tensor, Tensor]:
-    """y, dq, dk and dv, log-sum-exp and weights: the formulas in plain torch, rounded to `kind` after each product.
-
-    In a 16-bit dtype delta is made of y as it is stored, which is what every kernel that keeps no scores has.
-    """
+    """y, dq, dk and dv, log-sum-exp and weights: the formulas in plain torch, rounded to `kind` after each GEMM. In a
+    16-bit dtype delta is computed from the stored y, like in every kernel that saves no scores."""
     q, k, v = (t.to(kind) for t in qkv)
     shared, wide = q.shape[1] // k.shape[1], torch.promote_types(kind, torch.float32)
     keys, values = (t.repeat_interleave(shared, 1) for t in (k, v))
@@ -67,7 +65,7 @@ def attention_in_torch(
     sums = scores.logsumexp(-1, keepdim=True).masked_fill(blind, 0)
     if kind is torch.float64 or (mask is not None and mask.is_floating_point()):
         weights, kept = scores.softmax(-1).masked_fill(blind, 0), 1.0
-    else:  # torch's own kernel makes them again from the log-sum-exp
+    else:  # torch's kernel recomputes them from the log-sum-exp
         weights, kept = (scores - sums).exp().masked_fill(blind, 0), 1.0
     if how.get("p"):
         kept = ~drop_mask(how["seed"], weights.shape, how["p"]) * (1 / (1 - how["p"]) if how["p"] < 1 else 0.0)

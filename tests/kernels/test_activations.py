@@ -40,7 +40,7 @@ def _sigmoid(x: Any) -> Any:
     return 1 / (1 + mpmath.exp(-x))
 
 
-# Of numbers with any number of digits: float64 is no reference for float64.
+# For numbers with any number of digits: float64 is no reference for float64.
 EXACT: dict[str, Callable[[Any], Any]] = {
     "identity": lambda x: x,
     "relu": lambda x: max(x, mpmath.mpf(0)),
@@ -182,7 +182,7 @@ def test_nan_and_infinity_come_out_where_they_do_in_torch(name: str, device: tor
     x = torch.tensor([[1.0, math.nan, math.inf, -math.inf]], device=device)
     ours, theirs = of_kernel(name, x, torch.ones_like(x)), of_torch(name, x, torch.ones_like(x))
     for key in ("y", "dx"):
-        # Vectorized GeLU of a CPU gives NaN at infinity, that of a GPU infinity.
+        # Vectorized GeLU on a CPU gives NaN at infinity, a GPU's infinity.
         assert torch.equal(ours[key].isnan() | ours[key].isinf(), theirs[key].isnan() | theirs[key].isinf()), key
         assert ours[key][0, 1].isnan() == theirs[key][0, 1].isnan()
 
@@ -192,7 +192,7 @@ def test_a_gradient_of_inf_or_nan_comes_out_where_it_does_in_torch(name: str, de
     x = torch.tensor([[-1.5, -0.3, 0.4, 2.0, math.nan]] * 3, device=device)
     dy = torch.tensor([[math.inf], [-math.inf], [math.nan]], device=device).expand(3, 5).contiguous()
     ours, theirs = of_kernel(name, x, dy)["dx"], of_torch(name, x, dy)["dx"]
-    # A sum of two terms, as autograd makes of a product, may be NaN where a single factor gives Inf.
+    # A sum of two terms, as autograd computes it for a product, may be NaN where a single factor gives Inf.
     kept = theirs.isfinite() | ours.isfinite()
     torch.testing.assert_close(ours[kept], theirs[kept])
     assert torch.equal(ours[2].isnan(), theirs[2].isnan())
@@ -227,7 +227,7 @@ def _unrounded_kernel(x, y, n, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def every(dtype: torch.dtype) -> Tensor:
-    """All finite numbers of 16 bits."""
+    """All finite 16-bit numbers."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     return numbers[numbers.isfinite()].to(DEVICE)
 
@@ -239,7 +239,7 @@ def unrounded(function: object, x: Tensor) -> Tensor:
 
 
 def rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest error of rounding numbers to a format: half of the distance between two of them there."""
+    """The largest rounding error of a format at each number: half the distance between two neighbors."""
     limits = torch.finfo(dtype)
     exponent = torch.frexp(x.abs().clamp(min=limits.tiny))[1] - 1
     return torch.ldexp(torch.full_like(x, limits.eps / 2), exponent)
@@ -259,7 +259,7 @@ def test_the_value_is_within_a_quarter_of_a_rounding_for_every_number(dtype: tor
     x = every(dtype)
     exact = x.double() * torch.where(x < 0, tail(x.double()), phi(x.double()))
     error = (unrounded(activations.gelu, x) - exact).abs() / rounding(exact, dtype)
-    # Where float32 has no such small numbers, the result is 0, as in torch.
+    # Where float32 has no number this small, the result is 0, as in torch.
     error = error[exact.abs() > torch.finfo(torch.float32).tiny]
     print(f"{dtype}: at most {error.max().item():.4f} of a rounding, at {x.numel()} numbers")
     assert error.max() < 0.25
@@ -308,7 +308,7 @@ def test_infinite_and_missing_numbers_are_those_of_the_formula() -> None:
 
 
 def test_a_changed_device_function_in_a_tuple_is_another_kernel(tmp_path: Path) -> None:
-    """By themselves such functions are known to Triton's cache by their names, and an old kernel would be run."""
+    """Triton's cache would know such functions by their names only, and run an old kernel."""
     import importlib.util
 
     from triton.runtime.jit import JITFunction

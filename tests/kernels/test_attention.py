@@ -1,4 +1,4 @@
-"""Attention without the scores in memory, against its math in float64 written out here, both ways."""
+"""Attention without stored scores, compared with its math in float64 written out here, in both passes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_tiles_are_of_sizes_that_can_be_compiled() -> None:
 
 
 def limits(how: str, rows: int, device: torch.device) -> dict[str, Any]:
-    """What limits scores, by name; what a row sees of a mask differs for each head and sequence."""
+    """Restrictions of scores, by name; the mask differs for each head and sequence."""
     drawn = seeded_randn((2, 1, rows, rows), 7)
     seen = drawn > -0.5
     seen[0, 0, 3] = False
@@ -99,7 +99,8 @@ def unpacked(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tens
 def ours(
     qkv: tuple[Tensor, Tensor, Tensor], dy: Tensor, how: dict[str, Any], k: ModuleType = attention
 ) -> tuple[AttentionGrads, Tensor]:
-    """The same by the kernels; of as many rows as keys gradients are views of one packed tensor, all of it written."""
+    """The same by the kernels; with as many queries as keys, gradients are views of one packed tensor, all of it
+    written."""
     heads, kv_heads = qkv[0].shape[1], qkv[1].shape[1]
     out = tuple(torch.full_like(t, torch.nan) for t in qkv)
     if dy.shape[1] == qkv[1].shape[2]:
@@ -112,10 +113,8 @@ def ours(
 
 
 def evening(qkv: tuple[Tensor, ...], dy: Tensor, weights: Tensor) -> list[Tensor]:
-    """For each row of y, dq, dk and dv a power of two that makes the rounding of all rows alike.
-
-    It goes with the sizes of what a row sums, which differ: a row that sees two keys averages nothing.
-    """
+    """For each row of y, dq, dk and dv a power of two that equalizes the rounding of all rows. It follows the sizes of
+    a row's terms, which differ: a row with two keys averages nothing."""
     q, k, v, g = (t.double().norm(dim=-1) for t in (*qkv, dy.transpose(1, 2)))
     shared = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
@@ -126,9 +125,9 @@ def evening(qkv: tuple[Tensor, ...], dy: Tensor, weights: Tensor) -> list[Tensor
     factors = [torch.ones_like(dy[..., :1])]
     for size in sizes:
         factor = torch.exp2(-(size.log2() / 2).round())
-        if dy.dtype is torch.float16:  # up alone, which takes nothing out of its range
+        if dy.dtype is torch.float16:  # only up, which overflows nothing
             factor = (factor / factor.amin()).clamp_max(2.0**12)
-        # What sees nothing, or is seen by nothing, is held to zero as strictly as any row is held to its value.
+        # Rows without keys are held to zero as strictly as any row to its value.
         most = factor[size > 0].amax() if bool(size.any()) else 1.0
         factor = torch.where(size > 0, factor, most).unsqueeze(-1).to(dy.dtype)
         assert factor.isfinite().all()
@@ -191,7 +190,7 @@ def test_any_regime_of_numbers(regime: str, dtype: torch.dtype, device: torch.de
         (q, k, v), dy = drawn(2, 2, 2, 40, 16, torch.float32, device, seed)
         return (bent(q).to(dtype), bent(k).to(dtype), bent(v).to(dtype)), dy.to(dtype)
 
-    # Small scores alone would make the rows copies of one; the rule counts rows that are drawn apart.
+    # Small scores alone would make the rows copies of one; the error bound assumes rows that are drawn independently.
     how = limits("bool" if regime == "small" else "plain", 40, device)
     check(draw, how)
 
@@ -222,7 +221,7 @@ def test_a_window_as_wide_as_32_bits_hides_nothing(device: torch.device) -> None
 
 
 def test_drops_what_plain_torch_drops(device: torch.device) -> None:
-    """Both passes are those of the path without kernels; keys in fours and not."""
+    """Both passes equal the path without kernels; groups of four keys and others."""
 
     def measure(rows: int, how: dict[str, Any], seed: int) -> tuple[tuple[Tensor, ...], ...]:
         qkv, dy = drawn(2, 4, 2, rows, 8, torch.float32, device, seed)
@@ -275,7 +274,7 @@ def test_weights_of_a_row_under_one_large_mask_add_up_to_one(
     close = 1e-5 if dtype is torch.float32 else 0.05
     together = found[3].sum(2).float(), dy.float().sum((1, 2)).unsqueeze(1)
     torch.testing.assert_close(*together, atol=10 * close, rtol=0)
-    # Beside 1e4 a score has three digits, which another order of summation rounds otherwise.
+    # Next to 1e4 a score has three digits, which another order of summation rounds otherwise.
     for one, r in zip(found, attention_in_torch(qkv, dy, how, torch.float32)[0], strict=True):
         torch.testing.assert_close(one.float(), r, atol=max(close, 5e-3 if value == -1e4 else 0), rtol=0)
 
@@ -321,7 +320,7 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float, de
     attention.attention_bwd(dy, *qkv, y, lse, out, causal=True)
     expected, *_ = attention_in_torch(qkv, dy, {"causal": True}, torch.float32)
     for name, one, r in zip(("y", "dq", "dk", "dv"), (y, *out), expected, strict=True):
-        # Blocks that no row sees are left out here, where torch multiplies by zeros: more may stay finite.
+        # Blocks that no row sees are skipped here, where torch multiplies by zeros: more may stay finite.
         assert (one.isfinite() | ~r.isfinite()).all(), name
     if of in ("q", "k") and math.isinf(value):
         assert out[2].isfinite().any()
@@ -329,7 +328,7 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float, de
 
 
 def with_a_nan(how: dict[str, Any], device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Output and gradients, of queries with a NaN; what they are of, and dy."""
+    """Output and gradients for queries with a NaN; the inputs, and dy."""
     (q, k, v), dy = drawn(1, 2, 1, 20, 8, torch.float32, device)
     q[0, 0, 7, 3] = torch.nan
     y, lse = attention.attention_fwd(q, k, v, **how)
@@ -373,7 +372,7 @@ def test_gives_the_same_bits_each_time(device: torch.device) -> None:
 
 
 def test_reads_and_writes_within_its_tensors(device: torch.device) -> None:
-    """Inputs among NaN, outputs among numbers that must stay."""
+    """Inputs surrounded by NaN, outputs surrounded by numbers that must stay."""
     batch, rows, heads, kv_heads, size = 2, 21, 2, 1, 12
     width = (heads + 2 * kv_heads) * size
     around = torch.full((batch + 2, rows + 9, width + 7), torch.nan, device=device)
@@ -460,7 +459,7 @@ def test_operations_know_what_the_kernels_take() -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 def test_moves_the_fewest_bytes_where_a_block_holds_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and dq read each of their tensors once and write once; dk and dv, too. Nothing is of size S x S."""
+    """Forward and dq read each of their tensors once and write once; dk and dv, too. No tensor is S x S."""
     monkeypatch.setattr(attention, "score_tile", lambda *_: ScoreTile(64, 16))
     qkv, dy = drawn(2, 2, 2, 48, 16, torch.bfloat16, torch.device("cpu"))
     with counted() as traffic:

@@ -1,4 +1,4 @@
-"""Kernels that quantize what they compute: their codes are those of what other kernels write, bit for bit."""
+"""Kernels that quantize their results: the codes equal those computed from other kernels' results, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_of(recipe: Recipe, role: Role, rows: bool = True, columns: bool = True) -
 
 
 def assert_codes(found: Any, plain: Tensor | None, recipe: Recipe, role: Role, largest: Tensor) -> None:
-    """Of a result what it would be quantized to; under delayed scaling its maximum is noted."""
+    """Operands to which a result is quantized; under delayed scaling its maximum is noted."""
     assert plain is not None
     rows = plain.reshape(-1, plain.shape[-1]).cpu()
     given = {"scale": SCALE} if recipe.keeps_state else {}
@@ -55,7 +55,7 @@ def largest() -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A norm, and what stands before it: a bias, dropout, a residual, of which dtype."""
+    """A norm, and the operations before it: a bias, dropout, a residual and its dtype."""
 
     centered: bool
     around: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ def tensors(case: Case, shape: tuple[int, int], dtype: torch.dtype) -> dict[str,
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, to: As, columns: int) -> None:
-    """Have kernels that quantize nothing sum along rows in the same order."""
+    """Makes kernels without quantization sum along rows in the same order."""
     tile = codes_tile(to.scaling)
     like = RowTile(tile.m, tile.n, cdiv(columns, tile.n), 4, sums=False)
     for name in ("forward_tile", "backward_tile"):
@@ -145,7 +145,7 @@ def test_norms_quantize_what_they_would_write(name: str, recipe: Recipe, monkeyp
             assert (one is None) == (other is None)
             if one is not None:
                 assert_bitwise_equal(one, other)
-        # A pass of its own over what was written sums it as it was rounded.
+        # A separate pass over the written result sums it as rounded.
         summed = backward(t, case, plain, torch.float32)
         for sums in ("dweight", "dbias", "dpre_bias"):
             close(getattr(made, sums), getattr(summed, sums))
@@ -215,7 +215,7 @@ def test_heads_touch_nothing_outside_and_give_the_same_bits() -> None:
 
 
 def test_operators_are_what_they_say() -> None:
-    schema = ("test_schema", "test_faketensor")  # others compare results, which torch does not in 8 bits
+    schema = ("test_schema", "test_faketensor")  # torch does not compare results in 8 bits
     case = CASES["layernorm_boundary"]
     t = tensors(case, (20, 48), torch.bfloat16)
     for recipe in RECIPES[::3]:

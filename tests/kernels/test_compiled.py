@@ -1,4 +1,4 @@
-"""The offline compile check, and a representative part of what it walks."""
+"""The offline compile check, and a representative part of its kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POINTWISE = (
 def test_point_wise_chains_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
     for one in compiled("pointwise", POINTWISE, 11):
         assert one.spills == 0, one
-        # What is left are the seed and a row of partial sums.
+        # The others are the seed and a row of partial sums.
         if one.target.startswith("sm_") and "odd" not in one.variant:
             assert one.wide > one.narrow, one
 
@@ -223,7 +223,7 @@ def calling_kernel(x, y, n, by, F: tl.constexpr):
 
 
 def test_a_kernel_of_an_author_is_compiled_as_it_would_be_launched(tmp_path: Path) -> None:
-    file = tmp_path / "of_an_author.py"  # in no folder that is searched for modules
+    file = tmp_path / "of_an_author.py"  # in no folder on the module path
     file.write_text(OF_AN_AUTHOR)
     spec = importlib.util.spec_from_file_location("of_an_author", file)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""What every kernel of rows keeps: it stays within its tensors, wherever their rows lie, and is its own operator."""
+"""Contracts of every kernel of rows: it stays within its tensors, whatever their strides, and equals its operator."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _of_cases(
 
 
 def _decoded(case: str, tensors: Tensors) -> Tensors:
-    """And a new row, which is written into a copy of the cache."""
+    """With a new row, which is written into a copy of the cache."""
     y = decode.decode_attention(**tensors, window=30 if case == "window" else None)
     caches = {name: torch.empty_like(t).copy_(t) for name, t in tensors.items() if name != "q"}
     new = tensors["q"][:, : caches["k"].shape[1]].contiguous()
@@ -113,7 +113,7 @@ SUBJECTS = {
         test_crossentropy,
         lambda lead, columns: (*lead, columns),
         sizes=[((rows,), classes) for rows, classes in test_crossentropy.SHAPES],
-        fixed=None,  # written in place: its own tests have rows that lie apart
+        fixed=None,  # written in place: its own tests have rows with gaps
         overflows=[(case, "extremes") for case in ("plain", "smooth", "again")],
         checked=("plain", "all", "all_again"),
     ),
@@ -162,8 +162,8 @@ COMPARED = {
     "rope": test_rope.test_one_pass_equals_the_operations_it_stands_for,
     "route": test_permute.test_factors_are_those_of_torch,
 }
-"""What compares each kernel with torch or its math, in each dtype; of other shapes, attention and quantizing keep the
-contract by tests of their own."""
+"""How each kernel is compared with torch or its math, in each dtype; for other shapes, attention and quantizing have
+their own tests of this contract."""
 
 HERE = {name: of for name, of in SUBJECTS.items() if of.in_c or _launch.INTERPRETED or DEVICE.type == "cuda"}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -184,7 +184,7 @@ def test_every_kernel_is_here() -> None:
 
 @pytest.mark.parametrize(("kernel", "case"), each(lambda of: of.cases))
 def test_the_same_bits_every_time_within_its_tensors(kernel: str, case: str) -> None:
-    """Of many rows, and of one number: what is read beyond an end is NaN, and what is written there is found."""
+    """Of many rows, and of one number: a read beyond an end finds NaN, and a write there is noticed."""
     subject = SUBJECTS[kernel]
     rows = 40 if _launch.INTERPRETED else 70  # which threads and a GPU may add in several parts
     for lead, columns in (((rows,), 130), ((1,), 1)):
@@ -201,7 +201,7 @@ def test_the_same_bits_every_time_within_its_tensors(kernel: str, case: str) -> 
 def test_rows_may_lie_anywhere(kernel: str, case: str) -> None:
     subject = SUBJECTS[kernel]
     tensors = subject.drawn(case, (4,), 24, torch.float32 if IN_C else torch.float16)
-    # A GPU loads rows that lie apart by other threads, which sum them in another order.
+    # A GPU loads rows with gaps by other threads, which sum them in another order.
     same: Any = assert_bitwise_equal if DEVICE.type == "cpu" else functools.partial(assert_close, atol=1e-2, rtol=1e-2)
     for lay in (apart, far) if DEVICE.type == "cpu" else (apart,):
         same(subject.run(case, lay(tensors, subject.fixed or ())), subject.run(case, tensors))
@@ -231,7 +231,7 @@ def test_no_rows_give_nothing_and_sums_of_zero(kernel: str, case: str) -> None:
     ("kernel", "case"), [one for one in each(lambda of: of.cases if of.in_torch else ()) if one[0] != "rope"]
 )
 def test_float64_is_computed_in_float64(kernel: str, case: str) -> None:
-    """And every gradient is that of autograd to its last digits."""
+    """Every gradient, too, is autograd's to its last digits."""
     subject = SUBJECTS[kernel]
     assert subject.in_torch is not None
     tensors = subject.drawn(case, (5,), 12, torch.float64)
@@ -271,7 +271,7 @@ def _only_looked_at(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: A
 
 @pytest.fixture
 def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without memory refuse to meet those of a CPU, as a GPU's would, and have gradients."""
+    """Fake tensors refuse to meet those of a CPU, as a GPU's would, and have gradients."""
     for one in pkgutil.iter_modules(kernels.__path__):
         module = importlib.import_module(f"{kernels.__name__}.{one.name}")
         if one.name != "_launch" and hasattr(module, "launch"):
@@ -289,7 +289,7 @@ def on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_all_tensors_are_on_one_device(kernel: str, case: str, on_meta: None) -> None:
-    """What a file draws, and what its references make of that, too."""
+    """The tensors that a file draws, with the inputs that its references compute."""
     subject = SUBJECTS[kernel]
     tensors = subject.drawn(case, (3,), 8, torch.float32)
     ours = subject.run(case, tensors)
@@ -308,7 +308,7 @@ def test_a_tensor_elsewhere_is_found(on_meta: None) -> None:
 
 
 def known(tensors: Tensors) -> Tensors:
-    """Without NaN among what no kernel reads: torch compares arguments, too."""
+    """Without NaN in unread memory: torch compares arguments, too."""
     return {name: t.nan_to_num() if t.is_floating_point() else t for name, t in tensors.items()}
 
 

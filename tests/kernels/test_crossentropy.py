@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits in place, against torch; and the loss made of it."""
+"""Cross-entropy of rows of logits in place, against torch; and the loss built on it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Case:
     softcap: float | None = None
     ignore_index: int = -100
     scaled: bool = False
-    again: bool = False  # the gradient in a call of its own
+    again: bool = False  # the gradient in a separate call
 
     @property
     def options(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_equal_logits_have_exact_gradients(dtype: torch.dtype) -> None:
-    """Of 2^n equal logits each has a share of 2^-n, which no order of summation rounds."""
+    """Each of 2^n equal logits has probability 2^-n, which no order of summation rounds."""
     logits = exact("integers", (9, 1), 0, dtype=dtype).expand(9, 64).contiguous().to(DEVICE)
     targets = torch.arange(0, 63, 7, device=DEVICE)
     wanted = torch.full_like(logits, 1 / 64)
@@ -211,7 +211,7 @@ def test_it_compiles_without_spills(compiled: Callable[..., list[Compiled]]) -> 
     only = r"(ahead (bf16 (262144|50257)|fp64 (1024|50257))|all loss fp32 262144|given fp16 100|bf16 1)$"
     for one in compiled("crossentropy", only, 13):
         assert one.spills == 0, one
-        # Alone stand what a row has one of: its target, its logit there, its results.
+        # A row has one of each: its target, its logit there, its results.
         if one.target.startswith("sm_") and "262144" in one.variant:
             assert one.wide > 0, one
             assert one.narrow <= 5, one
@@ -282,7 +282,7 @@ def test_the_loss_is_the_same_with_and_without_the_kernel(
     assert not launches
     module.to(dtype)
     ours = results(module, x, True)
-    # In float16 the loss is made first, and its gradient in a unit that follows from it.
+    # In float16 the loss is computed first, and its gradient in a unit that follows from it.
     twice = [8, 8, 8, 8, 5, 5]
     assert launches == ([8, 8, 5] * 2 if reduction == "none" else twice if dtype is torch.float16 else [8, 8, 5])
     launches.clear()

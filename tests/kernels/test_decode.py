@@ -1,4 +1,4 @@
-"""Attention of one row over a cache, against its math in float64 written out here."""
+"""Attention of one token over a cache, against its math in float64 written out here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = 200
 def truth(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, wide: bool = True, window: int | None = None, **how: Any
 ) -> Tensor:
-    """In float64, or rounded after each product as torch would; of what no row sees nothing is read."""
+    """In float64, or rounded after each GEMM as torch would; rows that no query sees are not read."""
     kind, rows = torch.float64 if wide else q.dtype, torch.arange(k.shape[2], device=q.device)
     seen = rows < lengths.unsqueeze(1)
     seen &= rows >= lengths.unsqueeze(1) - (k.shape[2] if window is None else window)
@@ -64,7 +64,7 @@ def drawn(heads: int, kv_heads: int, size: int, dtype: torch.dtype, int8: bool =
 
 
 def forget(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What no row may see, as the worst there is."""
+    """The worst values for rows that no query may see."""
     for b, length in enumerate(LENGTHS):
         for name in ("k", "v", "k_scale", "v_scale"):
             if name in tensors:
@@ -148,7 +148,7 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equal_scores_average_exactly(dtype: torch.dtype) -> None:
-    """Of 2^n equal scores each has a share of 2^-n, and sums of small integers are exact."""
+    """Each of 2^n equal scores has weight 2^-n, and sums of small integers are exact."""
     shape = (3, 2, 64, 16)
     q, k = torch.zeros(3, 4, 16, dtype=dtype, device=DEVICE), exact("integers", shape, 0, dtype=dtype).to(DEVICE)
     v, lengths = exact("integers", shape, 1, dtype=dtype).to(DEVICE), torch.tensor([64, 16, 1], device=DEVICE)

@@ -14,7 +14,7 @@ from seqfuse.testing import check_op, seeded_randn
 from tests.selection import few_cases as few_cases
 
 X = seeded_randn((5, 8), 0)
-# Of what comes before the device functions a selection; they are compared in every case.
+# A selection of the checks before the device functions, which are compared in every case.
 pytestmark = pytest.mark.usefixtures("few_cases")
 
 
@@ -29,7 +29,7 @@ def twice(x):
 
 
 class Square(sf.Pointwise, open=True):
-    """y = x^2, with the device functions that a subclass states."""
+    """y = x^2, with the device functions of a subclass."""
 
     def reference(self, x: Tensor) -> Tensor:
         return x * x
@@ -92,7 +92,7 @@ class Multiplies(sf.Pointwise):
 
 
 class Selects(sf.Pointwise):
-    """The same, as it has to be."""
+    """The same, done right."""
 
     value = Multiplies.value
 
@@ -120,7 +120,7 @@ class Overflows(sf.Pointwise):
 
 
 class OutputForInput(sf.Pointwise):
-    """y = tanh(x), with a derivative of x where that of y is meant."""
+    """y = tanh(x), with a derivative that reads x instead of y."""
 
     reads = "output"
     value = square
@@ -160,7 +160,7 @@ class Power(sf.Pointwise):
 
 
 class Learned(sf.Pointwise):
-    """y = x weight^2, where kernels know of no weight."""
+    """y = x weight^2; kernels do not take its weight."""
 
     value, derivative = square, twice
 
@@ -201,7 +201,7 @@ def test_right_ones_pass(op: sf.UnfusedOperation, device: torch.device) -> None:
         (DerivativeSwallowsNaN(), "one_nan: derivative differs from bwd", "d_x: structure"),
         (
             Multiplies(),
-            # Where the one NaN of dy falls on an element that is clamped, it shows the same before that.
+            # Where the one NaN of dy is on a clamped element, an earlier check finds the same.
             "normal, dy (infinite: d_x: nan|one_nan: derivative differs from bwd)",
             r"(where the operations give 0\n  \(every dy is Inf here, and Inf \* 0 is NaN: .*tl.where|d_x: structure)",
         ),

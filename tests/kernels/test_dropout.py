@@ -1,4 +1,4 @@
-"""Dropout by itself is one kernel each way, with the mask that torch makes of the same seed."""
+"""Dropout by itself is one kernel per direction, with torch's mask of the same seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    """What would run: operators of torch that compute, and launches of kernels, which are not made."""
+    """Operators of torch that compute, and launches of kernels, which are not run."""
     views = "empty", "view", "detach", "select"
     with (
         Calls(lambda func, *_: None if name_of(func) in views else name_of(func)) as ran,

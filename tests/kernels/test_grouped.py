@@ -1,4 +1,4 @@
-"""GEMMs of groups of rows, against a GEMM of torch for each group."""
+"""Grouped GEMMs, compared with one GEMM of torch per group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn(case: str, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
         "offsets": torch.tensor(ends, dtype=torch.int32),
     }
     for name in ("x", "dy"):
-        made[name][ends[-1] :] = torch.nan  # what lies there is not read
+        made[name][ends[-1] :] = torch.nan  # rows that are not read
     return {name: t.to(DEVICE) for name, t in made.items()}
 
 
@@ -83,7 +83,7 @@ TOP_K = 2
 
 
 def of_tokens(given: dict[str, Tensor], k: ModuleType = grouped) -> dict[str, Tensor]:
-    """The GEMMs that read tokens through the order of their rows; of an odd number of rows there are none."""
+    """The GEMMs that read tokens through a permutation; none for an odd number of rows."""
     x, weight, bias, dy, offsets = (given[name] for name in ("x", "weight", "bias", "dy", "offsets"))
     if len(x) % TOP_K:
         return {}
@@ -137,7 +137,7 @@ def test_matrices_may_lie_anywhere(dtype: torch.dtype) -> None:
 
 
 def test_no_rows_may_have_any_strides() -> None:
-    """As an expanded gradient of no rows, of which a copy is the same tensor."""
+    """As an expanded gradient without rows, of which a copy is the same tensor."""
     given = drawn("no rows", torch.float32, 3)
     expanded = {name: torch.zeros((), device=DEVICE).expand(given[name].shape) for name in ("x", "dy")}
     for name, t in run({**given, **expanded}).items():

@@ -1,4 +1,4 @@
-"""The corrected interpreter: casts to and from bfloat16 and float8, arithmetic, sums and products in them."""
+"""The corrected interpreter: casts to and from bfloat16 and float8, arithmetic, sums and GEMMs in them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _dot_kernel(x, y, z, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_casts_round_to_nearest_even(dtype: torch.dtype) -> None:
-    # A step through all bit patterns of float32: subnormals, ties, overflow, infinities and NaN.
+    # A stride through all bit patterns of float32: subnormals, ties, overflow, infinities and NaN.
     x = torch.arange(0, 2**32, 65521)[:65536].to(torch.int32).view(torch.float32).clone()
     y = torch.empty(65536, dtype=dtype)
     launch(_cast_kernel, 1, (x, y), {"N": 65536})
@@ -102,7 +102,7 @@ def test_products_of_matrices_are_exact(dtype: torch.dtype) -> None:
 
 
 def test_products_of_matrices_are_rounded_once() -> None:
-    """So on every machine alike, whichever factor comes first."""
+    """The same on every machine, whichever factor comes first."""
     x, y = torch.randn(2, 32, 32) * torch.exp2(torch.arange(-16, 16.0))
     z, turned = torch.empty(2, 32, 32)
     launch(_dot_kernel, 1, (x, y, z), {"N": 32})
@@ -141,7 +141,7 @@ def test_a_number_hides_a_nan_unless_it_is_propagated(dtype: torch.dtype) -> Non
         launch(_extremes_kernel, 1, (x, y, z), {"N": 4, "PROPAGATE": propagate})
         torch.testing.assert_close(z[0], x.new_tensor(maximum), rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(z[1], x.new_tensor(minimum), rtol=0, atol=0, equal_nan=True)
-        # Of clamp's three the NaN of x alone counts.
+        # Of clamp's three arguments only the NaN of x counts.
         assert z[2, 0].isnan() == (propagate == tl.PropagateNan.ALL)
         assert z[2, 2] == -2
         assert (z[3] == 2).all()
@@ -278,7 +278,7 @@ def test_an_unknown_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_test_kit_corrects_it_once() -> None:
-    # A fixture has it corrected here; the blocks of this test are seen from outside of it, too.
+    # A fixture corrects it here; the blocks of this test are observed from outside of it, too.
     before = interpreter.InterpreterBuilder.cast_impl
     with as_on_a_gpu(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -400,7 +400,7 @@ def test_lanes_that_a_gpu_leaves_undefined_spoil_what_uses_them(dtype: torch.dty
     for _ in range(2):
         launch(_lanes_kernel, 1, (x, y, reduced, 5), {"ZERO": y[0, 5].item(), "N": 16})
         results.append(y.view(torch.uint8).clone())
-    assert torch.equal(*results)  # each launch alike
+    assert torch.equal(*results)  # each launch the same
     stored, used, zeros = y.double()
     assert stored.tolist() == [1, 2, 3, 4, 5, *[0] * 11]
     assert zeros.tolist() == stored.tolist()

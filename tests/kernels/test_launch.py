@@ -1,4 +1,4 @@
-"""The launch layer: what is launched, where, and what comes out when it fails."""
+"""The launch layer: which kernel is launched, on which device, and how a failure is reported."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_failing_kernel_raises_what_failed() -> None:
 
 
 class Compiled:
-    """Stands for a compiled kernel."""
+    """A compiled kernel's replacement."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -130,7 +130,7 @@ class Compiled:
 
 
 class Kernel:
-    """Stands for a `JITFunction`: counts its own launches."""
+    """A `JITFunction`'s replacement, which counts its launches."""
 
     __name__ = "kernel"
     pre_run_hooks = ()

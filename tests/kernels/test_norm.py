@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with what may stand around them, against the operations of torch, one at a time."""
+"""LayerNorm and RMSNorm with the operations fused around them, compared with torch, one at a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ACTS = {**ACTIVATIONS, "composed": composed(ACTIVATIONS["gelu"], constant_factor
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What stands around the norm."""
+    """The operations around the norm."""
 
     centered: bool
     affine: bool = True
@@ -86,7 +86,7 @@ def drawn(
 
 
 def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs and gradients by autograd; statistics in float32, as ATen has them for half dtypes on a GPU."""
+    """Outputs and gradients by autograd; statistics in float32, like ATen's for 16-bit dtypes on a GPU."""
     leaves = {name: t.clone().requires_grad_() for name, t in tensors.items() if name not in ("dy", "dstream")}
     x = leaves["x"]
     stats = torch.promote_types(x.dtype, torch.float32)
@@ -155,14 +155,7 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = norm, only: str 
 
 
 def in_chunks(monkeypatch: pytest.MonkeyPatch, module: ModuleType, n: int, sums: bool = False) -> None:
-    """Rows of more than `n` columns are too wide for registers from here on, and there is one processor.
-
-    Args:
-        monkeypatch: puts back what was there.
-        module: `kernels.norm`, or a changed one.
-        n: columns of a chunk.
-        sums: whether the sums over rows are made in the same pass.
-    """
+    """Rows of more than `n` columns do not fit in registers from here on, and there is one processor."""
     plain = functools.partial(norm.RowTile, sums=sums)
     monkeypatch.setattr(module, "processors", lambda device: 1)
     monkeypatch.setattr(module, "forward_tile", lambda columns, itemsize: plain(4, n, -(-columns // n), 4))
@@ -179,7 +172,7 @@ def measured(case: Case, tensors: dict[str, Tensor], k: ModuleType = norm) -> tu
     reference = in_torch(case, {name: t.double() for name, t in tensors.items()})
     theirs = in_torch(case, tensors)
     if tensors["x"].shape[-1] == 1 and not case.centered and not case.around:
-        # Of one column dx is what rounding leaves of g - g, in torch as here: few numbers, which no rule compares.
+        # With one column dx is the rounding error of g - g, in torch as here: few numbers, too few for the error bound.
         assert_rounding_alone(case, tensors, ours.pop("d_x"), reference.pop("d_x"))
         del theirs["d_x"]
     ours, theirs, reference = (dict(sorted(results.items())) for results in (ours, theirs, reference))
@@ -232,7 +225,7 @@ def test_rows_too_wide_for_registers_go_in_chunks(
     name: str, sums: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_chunks(monkeypatch, norm, 32, sums)
-    # Of many rows each program of the sums takes several tiles.
+    # With many rows each program of the sums takes several tiles.
     for rows, width in ((9, 70), (9, 96), *(((70, 33),) if name == "layernorm_all" else ())):
         check(CASES[name], drawn(CASES[name], (rows,), width, dtype, "offset" if width == 96 else "normal"))
 
@@ -344,7 +337,7 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) 
     tensors["x"][2, 3] = value
     drop = drop_mask(SEED, torch.Size((6, 8)), P).to(DEVICE)
     *_, first, second = drop.any(1).nonzero().flatten().tolist()
-    tensors["x"][first, drop[first]] = value  # and all that is dropped in another row
+    tensors["x"][first, drop[first]] = value  # and all elements of another row are dropped
     tensors["dy"][second, drop[second]] = value
     ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
     for key, t in theirs.items():
@@ -403,7 +396,7 @@ def test_each_gradient_alone_is_what_it_is_beside_the_others(
 @pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("columns", [24, 37])
 def test_a_row_of_one_number_has_no_variance(columns: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large numbers what rounding leaves in the mean, squared, is many times eps."""
+    """For large numbers the rounding error of the mean, squared, is many times eps."""
     if chunked:
         in_chunks(monkeypatch, norm, 16)
     x = torch.tensor([[1e6 + 0.1], [-123456.7], [0.1]], device=DEVICE).repeat(1, columns)
@@ -439,7 +432,7 @@ def test_only_what_is_wanted_is_made() -> None:
     assert r.dweight is None
 
 
-# As it is compiled, which the interpreter does element by element.
+# As compiled; the interpreter does it element by element.
 _COMPILED = """    if _INTERPRETED:
         return tl.sum(a, 1), tl.sum(b, 1)
 """

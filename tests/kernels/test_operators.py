@@ -1,4 +1,4 @@
-"""Every public function that launches a kernel is a registered operator where what runs is recorded."""
+"""Every public function that launches a kernel is a registered operator under a tracer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TURN = rope.Rotation("half", 4)
 
 
 class Call(NamedTuple):
-    """The operator that an entry is, how it is called on named tensors, and these, or the shapes they are drawn of."""
+    """The operator of an entry, how it is called on named tensors, and these, or the shapes to draw them."""
 
     operator: str
     run: Callable[..., Any]
@@ -159,7 +159,7 @@ def entries() -> Iterator[str]:
         module = importlib.import_module(f"{kernels.__name__}.{last}")
         for key, function in vars(module).items():
             own = isinstance(function, FunctionType) and function.__module__ == module.__name__
-            made = key.endswith("_of")  # makes a function that calls an entry
+            made = key.endswith("_of")  # returns a function that calls an entry
             if own and not made and not key.startswith("_") and launches(function, set()):
                 yield f"{last}.{key}"
 
@@ -191,7 +191,7 @@ def test_every_operator_is_that_of_an_entry() -> None:
     for one in pkgutil.iter_modules(kernels.__path__):
         if not one.name.startswith("_"):
             importlib.import_module(f"{kernels.__name__}.{one.name}")
-    registered = _operators._registered  # those of `seqfuse.ops` stand for no kernel
+    registered = _operators._registered  # those of `seqfuse.ops` have no kernel
     assert registered == {c.operator for c in CALLS.values()}
     assert {f"seqfuse::{name}" for name in registered} <= {*torch._C._dispatch_get_all_op_names()}
 
@@ -204,9 +204,8 @@ def test_an_operator_gives_shapes_on_meta() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_entry_that_is_recorded_calls_its_operator(name: str) -> None:
-    """Which passes torch's checks. Recorded on tensors without memory and run on others, it gives and writes the bits
-    that the function does.
-    """
+    """It passes torch's checks. Recorded on fake tensors and run on real ones, it returns and writes the function's
+    bits."""
     module, function = name.partition(" ")[0].split(".")
     entry = getattr(importlib.import_module(f"seqfuse.kernels.{module}"), function)
     operator, run, given = CALLS[name]

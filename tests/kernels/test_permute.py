@@ -1,4 +1,4 @@
-"""Rows spread to experts and gathered again, against a loop over pairs; factors of a router, against torch."""
+"""Rows permuted to experts and back, against a loop over pairs; the router's factors, against torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def drawn(shape: str, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
         "rows": torch.randperm(pairs, generator=draw).view(tokens, top_k),
         "offsets": torch.tensor([end // 3, end // 3, end], dtype=torch.int32),
     }
-    made["other"][end:] = torch.nan  # what lies there is not read
+    made["other"][end:] = torch.nan  # rows that are not read
     return {name: t.to(DEVICE) for name, t in made.items()}
 
 
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Tensor], message: str) 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_operations_run_by_them(top_k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:  # in C they are by themselves
+    if INTERPRETED:  # in C they are separate
         monkeypatch.setattr(experts, "_by_kernel", lambda x, run: run())
     chosen = torch.randint(-1, 5, (40, top_k), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     x, y = (seeded_randn((40, *more, 6), 1).to(DEVICE) for more in ((), (top_k,)))
@@ -134,7 +134,7 @@ def test_operations_run_by_them(top_k: int, dtype: torch.dtype, monkeypatch: pyt
 
 
 def test_operations_take_expanded_gradients_of_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:  # in C they are by themselves
+    if INTERPRETED:  # in C they are separate
         monkeypatch.setattr(experts, "_by_kernel", lambda x, run: run())
     x, chosen = (
         torch.zeros(0, 6, device=DEVICE, requires_grad=True),
@@ -202,7 +202,7 @@ def test_factors_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
 def test_a_bad_logit_spoils_no_other_token(name: str) -> None:
     given = of_a_router("odd", torch.float32, 3)
     given["logits"][4, 7], given["logits"][9, 2] = torch.nan, 1e30
-    given["logits"][2] = -200.0  # of which each sigmoid is 0
+    given["logits"][2] = -200.0  # each sigmoid of which is 0
     found, expected = run_router(given, **ROUTERS[name]), by_autograd(**given, **ROUTERS[name])
     for key, t in found.items():
         assert torch.equal(t.isnan(), expected[key].isnan()), key

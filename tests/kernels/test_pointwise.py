@@ -1,4 +1,4 @@
-"""Chains of point-wise steps against the same operations of torch, one at a time."""
+"""Chains of point-wise steps, compared with the same operations of torch, one at a time."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def gradient(function: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor
 
 
 def summed(x: Tensor) -> Tensor:
-    """As `Bias` sums: in float32 and rounded once."""
+    """As `Bias` sums: in float32, rounded once."""
     wide = x.float() if x.dtype.itemsize == 2 else x
     return wide.reshape(-1, x.shape[-1]).sum(0).to(x.dtype)
 
@@ -236,7 +236,7 @@ CASES = {
 def drawn(
     case: Case, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str = "normal", seed: int = 0
 ) -> Tensors:
-    """x and the operands other than the seed."""
+    """x and the operands except the seed."""
     shapes = {"x": (*lead, case.x * width), **{name: (n * width,) for name, n in case.rows.items()}}
     shapes |= {name: (*lead, n * width) for name, n in case.matrices.items()} | ({"f": lead} if case.tokens else {})
     return {
@@ -247,7 +247,7 @@ def drawn(
 
 def run(case: Case, tensors: Tensors, k: ModuleType = pointwise) -> Tensors:
     x, *operands = tensors.values()
-    if case.tokens and len(case.matrices) > 1:  # the factors stand behind the first that reads the packed one
+    if case.tokens and len(case.matrices) > 1:  # the factors come after the first operand that reads the packed tensor
         operands.insert(1, operands.pop())
     if case.seed is not None:
         operands.insert(case.seed, SEED.to(x.device))
@@ -297,7 +297,7 @@ def test_rows_at_the_end_of_a_tile(name: str, more: int) -> None:
 
 def test_a_chain_that_is_kept_serves_rows_of_any_width(device: torch.device) -> None:
     chain = pointwise.Chain(pointwise.dropout(P))
-    for width in (16, 12, 13):  # of one size of tile, drawn four at a time, but for the last
+    for width in (16, 12, 13):  # of one tile size, drawn four at a time, except for the last
         given = seeded_randn((5, width), 0).to(device), SEED.to(device)
         fresh = pointwise.Chain(pointwise.dropout(P))
         both = [pointwise.pointwise(given[0], one, given[1:])[0] for one in (chain, fresh)]
@@ -334,7 +334,7 @@ def test_exact_numbers_give_exact_results(name: str, dtype: torch.dtype, device:
 # By default each chain meets each regime and each dtype, in turn.
 @pytest.mark.parametrize(("name", "regime"), [*itertools.product(CASES, ["zeros", "constant_rows", "extremes"])])
 def test_at_the_edges_of_a_format(name: str, regime: str, request: pytest.FixtureRequest) -> None:
-    """Where one overflows, so does the other; fused may be finite where unfused is not."""
+    """Both overflow in the same places; fused may be finite where unfused is not."""
     case, turn = CASES[name], [*CASES].index(name) + len(regime)  # lengths of 5, 13 and 9: 2, 1 and 0 of 3
     for dtype in DTYPES[:3] if request.config.getoption("--full") else [DTYPES[turn % 3]]:
         tensors = drawn(case, (5,), 12, dtype)
@@ -391,7 +391,7 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) 
         tensors = drawn(case, (6,), 8, torch.float32, seed=seed)
         tensors["x"][2, 3] = value
         reference = in_torch(case, {name: t.double() for name, t in tensors.items()})
-        # Not torch in float32, whose vectorized GeLU makes NaN of infinity on a CPU.
+        # Not torch in float32, whose vectorized GeLU turns infinity into NaN on a CPU.
         return run(case, tensors), {name: t.float() for name, t in reference.items()}, reference
 
     judge(measure, 0)
@@ -517,7 +517,7 @@ RUNS = itertools.count()
 
 
 def test_functions_of_one_name_have_texts_of_their_own() -> None:
-    plugin = f"plugin_{next(RUNS)}"  # texts are kept for as long as the process runs
+    plugin = f"plugin_{next(RUNS)}"  # sources are cached for as long as the process runs
 
     def make() -> Activation:
         def swish(x: Any, P: Any) -> Any:
@@ -565,7 +565,7 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-# C kernels take any strides: what does not fit is copied.
+# C kernels take any strides: others are copied.
 COPIED = ("columns", "leading")
 
 

@@ -1,4 +1,4 @@
-"""Quantization by kernels gives the codes and scales of `recipes.quantize`, bit for bit."""
+"""Kernels quantize to the codes and scales of `recipes.quantize`, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .conftest import DEVICE
 
 SCALINGS = {(None, None): "tensor", (1, None): "row", (1, 128): "1x128", (128, 128): "128x128", (1, 32): "1x32"}
 every_recipe = pytest.mark.parametrize("recipe", RECIPES + OTHERS, ids=named)
-# Roles that are quantized as x is say nothing more.
+# Without roles that are quantized as x is.
 
 
 def by_kernels(x: Tensor, recipe: Recipe, role: Role, module: ModuleType = kernels, **given: Any) -> Codes:
@@ -34,7 +34,7 @@ def by_kernels(x: Tensor, recipe: Recipe, role: Role, module: ModuleType = kerne
 
 
 def assert_as_defined(found: Codes, x: Tensor, recipe: Recipe, role: Role, **given: Any) -> None:
-    """Codes and inverse scales, of what there is."""
+    """The existing codes and inverse scales."""
     shared = found.columns_inverse is None
     square = SCALINGS.get(recipe.block(role, "rows")) == "128x128"
     if square:
@@ -51,7 +51,7 @@ def assert_as_defined(found: Codes, x: Tensor, recipe: Recipe, role: Role, **giv
 
 
 def as_blocks(found: Codes, M: int, N: int) -> Codes:
-    """Without the zeros behind inverse scales of 128 x 128, and columns as rows."""
+    """Without the padding of inverse scales of 128 x 128, and columns as rows."""
     scales: list[Tensor | None] = []
     for inverse, size in ((found.rows_inverse, N), (found.columns_inverse, M)):
         count = -(-size // 128)
@@ -62,16 +62,16 @@ def as_blocks(found: Codes, M: int, N: int) -> Codes:
 
 
 def assert_same(got: Tensor | None, wanted: Tensor) -> None:
-    """In any shape of as many numbers."""
+    """In any shape with as many numbers."""
     assert got is not None
     assert got.dtype is wanted.dtype or got.dtype is torch.uint8
-    # Of one number no view is made whose stride is another.
+    # A view of one number keeps its stride.
     one, other = (torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)) for t in (got, wanted))
     assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def widened(x: Tensor) -> Tensor:
-    """With zeros up to a multiple of 16 columns."""
+    """Zero-padded to a multiple of 16 columns."""
     return F.pad(x, (0, -x.shape[1] % 16))
 
 
@@ -178,7 +178,7 @@ def test_the_operator_is_what_it_says(scaling: Any) -> None:
     given: dict[str, Any] = {"columns": True, "power_of_two": True}
     if scaling == "given":
         given |= {"scale": torch.tensor([2.5], device=DEVICE), "largest": torch.zeros(1, device=DEVICE)}
-    schema, fake = "test_schema", "test_faketensor"  # others compare results, which torch does not in 8 bits
+    schema, fake = "test_schema", "test_faketensor"  # torch does not compare results in 8 bits
     torch.library.opcheck(torch.ops.seqfuse.quantize.default, (x, of, scaling), given, test_utils=(schema, fake))
     if scaling in ("128x128", "1x32"):
         args = (x, [x[:4], x[::2]], of, scaling)

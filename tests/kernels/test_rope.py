@@ -1,4 +1,4 @@
-"""Bias, norm of heads and rotation in one pass, against the operations, one at a time and in float64."""
+"""Bias, norm of heads and RoPE in one pass, compared with the operations, one at a time and in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is done, to heads of which size."""
+    """The operations, and the size of the heads."""
 
     size: int
     rotation: Rotation | None
@@ -88,7 +88,7 @@ def positions(case: Case, lead: tuple[int, ...]) -> Tensor | None:
 
 
 def angles(case: Case, lead: tuple[int, ...]) -> dict[str, Tensor]:
-    """No circle: what is given is taken as it is."""
+    """Not on the unit circle: given cos and sin are used unchanged."""
     if case.angles is None or case.rotation is None:
         return {}
     width = case.rotation.dim // 2 if "pair" in case.angles else case.rotation.dim
@@ -147,7 +147,7 @@ def check(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> None:
         with Untouched(drawn):
             ours = run(case, drawn, k)
         theirs, wide = in_torch(case, drawn), in_torch(case, {name: t.double() for name, t in drawn.items()})
-        # Angles are float32 in both, which float64 would hold against either: positions are small where it counts.
+        # Angles are float32 in both, while float64 differs from either: positions are small where that matters.
         assert ours.keys() == theirs.keys()
         return tuple(dict(sorted(results.items())) for results in (ours, theirs, wide))
 
@@ -196,7 +196,7 @@ SPREAD: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("what", ["positions", "angles"])
 @pytest.mark.parametrize("spread", SPREAD)
 def test_positions_and_angles_broadcast(spread: str, what: str) -> None:
-    """Of three sequences of three rows, where one shape may be taken for another."""
+    """Three sequences of three rows, where shapes may be confused."""
     of = SPREAD[spread]
     x, dy, rotation = *(seeded_randn((3, 3, PARTS * 8), i).to(DEVICE) for i in (0, 1)), Rotation("half", 8)
     if what == "positions":
@@ -207,7 +207,7 @@ def test_positions_and_angles_broadcast(spread: str, what: str) -> None:
     else:
         given = {name: of(seeded_randn((3, 2, 3, 8), i).to(DEVICE)) for i, name in enumerate(("cos", "sin"))}
         whole = {name: t.expand(3, 3, 8).contiguous() for name, t in given.items()}
-    for _ in range(2):  # decided anew, and again
+    for _ in range(2):  # looked up again
         y, wanted = (rope.rope_fwd(x, HEADS, KV, rotation, **kw).y for kw in (given, whole))
         dx, wanted_dx = (rope.rope_bwd(dy, HEADS, KV, rotation, **kw).dx for kw in (given, whole))
         assert_bitwise_equal([y, dx], [wanted, wanted_dx])
@@ -227,7 +227,7 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 def test_nothing_is_turned_at_position_zero(style: str, dtype: torch.dtype) -> None:
-    """Both ways x comes out bit for bit, and the bias gradient is a sum of small integers."""
+    """In both directions x comes out bit for bit, and the bias gradient is a sum of small integers."""
     x, dy = (exact("integers", (32, PARTS * 8), i, dtype=dtype).to(DEVICE) for i in (0, 1))
     ids = torch.zeros(32, dtype=torch.int64, device=DEVICE)
     assert_bitwise_equal(rope.rope_fwd(x, HEADS, KV, Rotation(style, 8), positions=ids).y, x)
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
     only = r"(positions|norm|norm,cos|cos by pair) bf16 (128 half 128|128 interleaved|80|127|96) "
     for one in compiled("rope", only, 40):
-        # Heads of an odd size there keep six scalars in lanes of vector registers; none goes to memory.
+        # There, heads of an odd size keep six scalars in lanes of vector registers; none is spilled to memory.
         odd = " 127 " in one.variant and one.target.startswith("gfx")
         assert one.spills <= 6 * odd, one
 
@@ -292,7 +292,7 @@ LENGTHS = (4, 0, 11, 12)
 
 
 def check_write(case: Case, dtype: torch.dtype, *, int8: bool = False, k: ModuleType = rope) -> None:
-    """A new row of each of four sequences, the last of which is full, as `rope_fwd` turns it at its position."""
+    """A new token of each of four sequences, the last of which is full, as `rope_fwd` rotates it at its position."""
     tensors = drawn(dataclasses.replace(case, positions=None), (4,), dtype)
     rotation: Any = case.rotation
     if rotation is not None:
@@ -363,7 +363,7 @@ def test_a_row_that_cannot_be_written_is_refused() -> None:
 
 
 def to_write(int8: bool) -> tuple[list[Tensor], dict[str, Any]]:
-    """Two new rows, of a batch whose second sequence is full, and a cache that is part of a larger one."""
+    """Two new tokens, of a batch whose second sequence is full, and a cache that is part of a larger one."""
     width = PARTS * 6
     caches = [torch.full((2, KV, 8, 6), 5.0, device=DEVICE).to(torch.int8 if int8 else torch.float32) for _ in "kv"]
     given: dict[str, Any] = {"bias": seeded_randn((width,), 2).to(DEVICE), "norm_eps": EPS}
@@ -408,13 +408,14 @@ def test_angles_made_while_tensors_are_fake_are_not_kept(monkeypatch: pytest.Mon
     with FakeTensorMode():
         assert isinstance(_heads.frequencies_of(rotation, torch.device("meta")), FakeTensor)
         assert not _heads._known
-        found = _heads.frequencies_of(rotation, device)  # on a CPU they can be made at once
+        found = _heads.frequencies_of(rotation, device)  # on a CPU they can be computed at once
     assert type(found) is Tensor
     assert _heads.frequencies_of(rotation, device) is found
 
 
 def test_angles_are_there_before_another_stream_may_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where what is kept was made on the stream of the first call and later ones do not wait for it."""
+    """As on a GPU, where cached tables were computed on the stream of the first call, for which later calls do not
+    wait."""
     waited: list[Any] = []
     arange = torch.arange
     stream = SimpleNamespace(synchronize=lambda: waited.append(0))

@@ -1,4 +1,4 @@
-"""The counter of bytes, what it counts of every kernel, and the figures that the documents show."""
+"""The counter of bytes, the traffic of every kernel, and the numbers in the docs."""
 
 from __future__ import annotations
 

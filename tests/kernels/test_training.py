@@ -1,4 +1,4 @@
-"""Small models train with kernels as they do in torch."""
+"""Small models train the same with kernels and with torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generato
 
 
 class MLP(nn.Module):
-    """Two blocks of a norm and a unit, and the distance from numbers that were drawn."""
+    """Two blocks of a norm and a unit, and the distance from random targets."""
 
     count = ROWS
 
@@ -47,7 +47,7 @@ class MLP(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens to the loss of the next ones; the loss's weight is the table of tokens."""
+    """Tokens to the loss of the next tokens; the loss's weight is the embedding weight."""
 
     count = BATCH
 
@@ -66,7 +66,7 @@ class GPT(nn.Module):
 
 
 def trained(model: nn.Module, dtype: torch.dtype, *, fused: bool, order: Tensor | None = None) -> Tensor:
-    """All parameters after the last step, in float64; `order` is that of rows or sequences, which sums do not see."""
+    """All parameters after the last step, in float64; `order` permutes rows or sequences, which sums ignore."""
     model = copy.deepcopy(model).to(dtype)
     order = torch.arange(int(model.count)) if order is None else order  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -83,7 +83,7 @@ def trained(model: nn.Module, dtype: torch.dtype, *, fused: bool, order: Tensor 
 
 @functools.cache
 def spread(kind: type[MLP | GPT], dtype: torch.dtype) -> tuple[Tensor, float]:
-    """The unfused run in float64, and how far from it the farthest of unfused ones ends, each in another order."""
+    """The unfused run in float64, and its largest distance from unfused runs, each in another order."""
     model = kind()
     exact = trained(model, torch.float64, fused=False)
     orders = [None, *(torch.randperm(kind.count, generator=torch.Generator().manual_seed(i)) for i in range(4))]
@@ -111,7 +111,7 @@ def test_what_a_plan_saves_is_that_of_its_kernels(capfd: pytest.CaptureFixture[s
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The kernels of heads and of the loss that are launched."""
+    """Launches of the kernels of heads and of the loss."""
     found: set[str] = set()
     for module in (attention, rope, crossentropy):
         plain = module.launch

@@ -1,4 +1,4 @@
-"""Gradients of a loss that is small, under a loss scale."""
+"""Gradients of a small loss, under a loss scale."""
 
 from __future__ import annotations
 

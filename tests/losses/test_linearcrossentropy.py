@@ -1,4 +1,4 @@
-"""The last product and the loss in one, beside `F.cross_entropy` of `F.linear`."""
+"""The last GEMM and the loss in one, compared with `F.cross_entropy` of `F.linear`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call: sizes, options, and what is wanted."""
+    """One call: sizes, options, and needed gradients."""
 
     lead: tuple[int, ...] = (37,)
     features: int = 19
@@ -80,7 +80,7 @@ def in_torch(
     ignore_index: int = -100,
     **rest: Any,
 ) -> Tensor:
-    """What is computed, by the functions of torch."""
+    """The same by functions of torch."""
     z = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
     z = z if z.dtype is torch.float64 else z.float()
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -94,7 +94,7 @@ def in_torch(
 
 
 def results(function: Callable[..., Tensor], case: Case, tensors: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
-    """The loss, and the gradient of every tensor under an incoming gradient that is no power of two."""
+    """The loss, and the gradient of every tensor for an incoming gradient that is not a power of two."""
     leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
     x, weight, bias = leaves["x"], leaves["weight"], leaves.get("bias")
     loss = function(x, weight, case.targets(), bias, **case.options, **more)
@@ -120,7 +120,7 @@ def check(case: Case) -> None:
     with Untouched({**tensors, "targets": targets}):
         ours = results(linear_cross_entropy, case, tensors, chunk=case.chunk)
     theirs = results(in_torch, case, tensors)
-    # Of its own layout: the reference is a copy in float64.
+    # In its own layout: the reference is a copy in float64.
     exact = results(in_torch, case, {name: t.clone().double() for name, t in tensors.items()})
     if case.reduction != "none":
         # The error of one number is a matter of luck; that of several is not.
@@ -155,7 +155,7 @@ OPTIONS: dict[str, list[Any]] = {
     "layout": ["strided", "transposed", "misaligned", "expanded"],
 }
 SINGLE = [{name: value} for name, values in OPTIONS.items() for value in values]
-# Every row the same: the rule's part on bias counts on rows that are drawn apart.
+# Every row the same: the bound's part on bias assumes independent rows.
 SAME = {"label_smoothing": 1.0, "layout": "expanded"}
 PAIRS = [a | b for a, b in itertools.combinations(SINGLE, 2) if not a.keys() & b.keys() and a | b != SAME]
 
@@ -285,7 +285,7 @@ def test_a_class_may_be_ruled_out_by_its_bias() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """Counts products, and keeps the size of the largest tensor made."""
+    """Counts GEMMs, and notes the size of the largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ def test_no_tensor_has_all_logits(dtype: torch.dtype, reduction: str, monkeypatc
     with Sizes() as ours:
         results(linear_cross_entropy, case, case.drawn(), chunk=12)
     assert ours.largest == 12 * 500
-    # By default what fits, one row at least.
+    # By default as many rows as fit, one at least.
     for limit, rows in ((20 * 500 * 4, 20), (3, 1)):
         monkeypatch.setattr(_chunks, "_CHUNK_BYTES", limit)
         with Sizes() as ours:
@@ -346,7 +346,7 @@ def test_the_gradient_of_a_bias_is_summed_in_float32_where_that_of_logits_is_hal
 
 
 class Alive(TorchDispatchMode):
-    """Counts the memories of at least so many elements that are alive together."""
+    """Counts storages of at least this many elements that are alive together."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ def test_what_a_loss_is_multiplied_by_is_not_rounded_to_the_dtype_of_autocast() 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_kernel_is_for_the_classes_of_one_process(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows nothing of the largest logit and the sums of other processes."""
+    """It does not see the largest logits and the sums of other processes."""
     in_torch, used = _chunks._in_torch, list[Any]()
     env = SimpleNamespace(kernels="triton", triton=True)
     monkeypatch.setattr(_chunks, "Env", SimpleNamespace(of=lambda device: env))
@@ -529,7 +529,7 @@ def test_everything_kept_passes_the_hooks_of_saved_tensors(reduction: str) -> No
 
     with torch.autograd.graph.saved_tensors_hooks(pack, seen.__getitem__):
         loss = module(x, targets)
-    # dx, dweight and the count, or what they are made of.
+    # dx, dweight and the count, or the tensors that they are computed from.
     assert len(seen) == (3 if reduction == "mean" else 4)
     assert_bitwise_equal(torch.autograd.grad(loss.sum(), [x, module.weight]), plain)
 

@@ -16,7 +16,7 @@ Array = np.ndarray
 
 
 class Format(NamedTuple):
-    """Values of the codes 0 to the largest finite one, in order; the codes of their negatives are 128 more."""
+    """Values of the codes from 0 to the largest finite one, in order; codes of negative values are 128 larger."""
 
     values: Array
     nan: tuple[int, int]  # first and last code of a positive NaN
@@ -44,7 +44,7 @@ assert E5M2.largest == 57344
 
 
 def encode(x: Array, form: Format) -> Array:
-    """Codes of the nearest values, of two the one with an even code; saturated. NaN and Inf are the code 0x7F."""
+    """Codes of the nearest values, ties to the even code; saturated. NaN and Inf become the code 0x7F."""
     x = x.astype(np.float64)
     finite = np.isfinite(x)
     size = np.minimum(np.where(finite, np.abs(x), 0.0), form.largest)
@@ -57,7 +57,7 @@ def encode(x: Array, form: Format) -> Array:
 
 
 def decode(codes: Array, form: Format) -> Array:
-    """Values of codes, NaN where they stand for none."""
+    """Values of codes, NaN where they represent none."""
     padded = np.concatenate([form.values, np.full(128 - len(form.values), np.nan)])
     return np.where(codes >= 128, -1.0, 1.0) * padded[codes & 127]
 
@@ -76,7 +76,7 @@ def scale_of(block: Array, form: Format, power_of_two: bool) -> np.float32:
 
 
 def exponent_of(block: Array, form: Format) -> int:
-    """The smallest e from -127 on with max |x| <= largest 2^e; 0 where that is not finite."""
+    """The smallest e from -127 on with max |x| <= largest 2^e; 0 if that is not finite."""
     most = float(np.max(np.abs(block.astype(np.float64))))
     if not np.isfinite(most):
         return 0
@@ -87,7 +87,7 @@ def exponent_of(block: Array, form: Format) -> int:
 
 
 def blocks(shape: tuple[int, int], size: tuple[int | None, int | None]) -> tuple[int, int, int, int]:
-    """How many blocks there are down and across, and their sizes; one that has no size is all there is."""
+    """Number of blocks down and across, and their sizes; a block without a size is the whole."""
     (m, n), (high, wide) = shape, size
     down = 1 if high is None else -(-m // high)
     across = 1 if wide is None else -(-n // wide)
@@ -120,7 +120,7 @@ def quantized(
 
 
 def values(codes: Array, inverse: Array, size: tuple[int | None, int | None], form: Format, mx: bool = False) -> Array:
-    """What a GEMM multiplies, exactly: codes times their inverse scales, in float64."""
+    """The exact operand of a GEMM: codes times their inverse scales, in float64."""
     _, _, high, wide = blocks(codes.shape, size)
     scale = 2.0 ** (inverse.astype(np.float64) - 127) if mx else inverse.astype(np.float64)
     m, n = codes.shape

@@ -1,4 +1,4 @@
-"""Numbers at which quantization may go wrong, and numbers of rather different sizes."""
+"""Numbers that are hard to quantize, and numbers of different magnitudes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from seqfuse.testing import seeded_randn
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
-    """Asymmetric numbers of rather different sizes, the same on each machine."""
+    """Asymmetric numbers of different magnitudes, the same on each machine."""
     return ((seeded_randn(shape, seed) * seeded_randn(shape, seed + 100).exp() + 0.2) * factor).to(dtype)
 
 
 def hard(form: Any) -> list[Tensor]:
-    """Numbers at every code, tie and neighbour of a format, at the ends of float32, zeros, and ones not finite."""
+    """Numbers at every code, tie and neighbor of a format, at the limits of float32, zeros, and non-finite ones."""
     values = form.values
     middles = (values[1:] + values[:-1]) / 2
     numbers = np.concatenate([values, middles]).astype(np.float32)

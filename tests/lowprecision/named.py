@@ -1,4 +1,4 @@
-"""Recipes of the tests, and what the page on low precision says of each in the words of `formats`."""
+"""Recipes of the tests, and each recipe's definition in docs/low_precision.md in terms of `formats`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the code of kernels that quantize has to have, which the interpreter does not see."""
+"""Requirements on the compiled code of kernels that quantize, which the interpreter does not show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALINGS = {
 
 
 def lines_of(file: str, ptx: str) -> Iterator[str]:
-    """The lines of code that were compiled from a file."""
+    """Lines of compiled code that come from a file."""
     now = ""
     for line in ptx.splitlines():
         named = re.search(r"// (\w+\.py):\d+", line)
@@ -34,10 +34,8 @@ def lines_of(file: str, ptx: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100", "sm_120"])
 def test_quotients_are_rounded_once_and_tiles_are_transposed_in_16_bits(target: str, request: pytest.FixtureRequest):
-    """Of each kernel one configuration for each scaling, and of a gated unit's two parts; with `--full` all of them.
-
-    For sm_90 each time, for one of the others in turn, or with `--full` for all of them.
-    """
+    """Of each kernel one configuration per scaling, and both parts of a gated unit; all of them with `--full`. For
+    sm_90 always, and for one of the others in turn, or with `--full` for all of them."""
     found, full, turn = dict[Any, Any](), request.config.getoption("--full"), ("sm_89", "sm_100", "sm_120")
     for variant in (v for module in ("quantize", "norm", "rope") for v in variants_of(module, target)):
         kernel, scaling = variant.kernel.__name__, variant.constexprs.get("SCALING")
@@ -51,12 +49,12 @@ def test_quotients_are_rounded_once_and_tiles_are_transposed_in_16_bits(target: 
         if target in turn and turn[at % 3] != target and not full:
             continue
         asm = built(variant, target).asm
-        # `/` is off by two units, and what is flushed to zero is not what a CPU has.
+        # `/` is off by two units, and flushing to zero differs from a CPU.
         quantizing = "\n".join(lines_of("_quantize_kernel.py", asm["ptx"]))
         assert "div.full" not in quantizing, variant.name
         assert ".ftz" not in quantizing, variant.name
         assert "div.rn.f32" in quantizing or scaling == "1x32"
-        # On sm_89 by way of float16, which rounds a second time what was not rounded to 8 bits before.
+        # On sm_89 through float16, which would round twice if values were not rounded to 8 bits before.
         kind = "f16x2" if target == "sm_89" else "f32"
         assert re.search(rf"cvt\.rn\.satfinite\.e[45]m[32]x2\.{kind}", asm["ptx"]), variant.name
         assert variant.constexprs["ROUNDED"] == (target == "sm_89")
@@ -64,7 +62,7 @@ def test_quotients_are_rounded_once_and_tiles_are_transposed_in_16_bits(target: 
         assert {kind for _, kind in transposed} == {"bf16"}, variant.name
         matrices = [shape for shape, _ in transposed if shape.count("x") == 2]  # others are pairs of RoPE
         assert len(matrices) == (2 if "dgated" in variant.name else 1), variant.name
-        # Codes that rows and columns share, moved from thread to thread in 8 bits, were wrong on an H100.
+        # On an H100, codes for both rows and columns were wrong when they moved from thread to thread in 8 bits.
         moved = re.findall(r"ttg\.convert_layout .*: tensor<(\d{2,}x\d{2,})x(?:f8\w+|i8),", asm["ttgir"])
-        # Of heads of 128 those of rows alone are moved, as under blocks.
+        # With heads of 128 only those of rows are moved, as with blocks.
         assert not moved or scaling in PER_BLOCK or ("rope" in kernel and set(moved) == {"64x128"}), variant.name

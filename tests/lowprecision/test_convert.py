@@ -1,4 +1,4 @@
-"""Converted models under a recipe: as if each Linear that is not excluded were a quantized operation by itself."""
+"""Converted models under a recipe: as if each Linear that is not excluded were a quantized operation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Quantized(nn.Module):
 
 
 def replaced(model: nn.Module, recipe: Recipe, exclude: tuple[str, ...]) -> list[str]:
-    """Put quantized modules in place of Linears; their paths."""
+    """Replaces Linears by quantized modules; returns their paths."""
     found = []
     for path, module in [*model.named_modules()]:
         if (type(module) is nn.Linear or type(module).__name__ == "Conv1D") and not any(n in path for n in exclude):
@@ -57,7 +57,7 @@ def replaced(model: nn.Module, recipe: Recipe, exclude: tuple[str, ...]) -> list
 
 
 def reported(conversion: Any) -> dict[str, str | None]:
-    """Each module with the reason why it is not quantized."""
+    """The reason why each other module is not quantized."""
     return {k: why for graph in conversion.graphs for region in graph.regions for k, why in region.quantized.items()}
 
 
@@ -65,7 +65,7 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, f
     return {n: float((found[n] - want).norm() / want.norm().clamp_min(1e-20)) for n, want in wanted.items()}
 
 
-# Each recipe and each model once; the graph of a model is captured alike under every recipe.
+# Each recipe and each model once; the graph of a model is the same under every recipe.
 _PAIRED = {("llama", 0), ("gpt2", 1), ("bert", 2), ("llama", 3)}
 MODELS_AND_RECIPES = [
     pytest.param(name, recipe, id=f"{named(recipe)}-{name}", marks=[pytest.mark.full] * ((name, at) not in _PAIRED))
@@ -87,7 +87,7 @@ def test_a_converted_model_is_quantized_and_undone_bit_for_bit(name: str, recipe
     wanted = passes(own, inputs)
     wanted = {n: wanted[n] for n in plain}
     own_distance, whole = distance(low, wanted), distance(plain, wanted)
-    # A number on the border of two codes may fall to either side: far less than what quantizing changes.
+    # A number between two codes may be rounded to either: far less than the error of quantization.
     for key in ("y", *(n for n in plain if n.endswith("weight"))):
         assert own_distance[key] <= 0.2 * whole[key] + 1e-6, key
     assert whole["y"] > 1e-3

@@ -25,7 +25,7 @@ SHORT = Float8DelayedScaling(history=4)
 
 
 class Window:
-    """The scale of one tensor, and the maxima that it follows, by steps."""
+    """The scale of one tensor, and the maxima that determine it, by step."""
 
     def __init__(self, form: formats.Format, recipe: Float8DelayedScaling) -> None:
         self.form, self.recipe = form, recipe

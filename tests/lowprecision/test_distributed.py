@@ -1,4 +1,4 @@
-"""Recipes over several processes, by DDP, FSDP2, tensor and sequence parallel: numbers are those of one process."""
+"""Recipes over several processes, with DDP, FSDP2, tensor and sequence parallel: results equal those of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def trained(model: nn.Module, inner: sf.Sequential, steps: int = 3) -> list[Tens
 
 
 def like_one_process(make: Any, steps: int = 3) -> None:
-    """With the same tokens in each process the mean of gradients is that of one, but for what a sum of three rounds."""
+    """With the same tokens in each process the mean of gradients is that of one, except for the rounding of a sum of
+    three."""
     plain = model_of()
     (unquantized,) = trained(plain, plain, 1)
     for recipe in RECIPES:
@@ -94,7 +95,7 @@ def experts(recipe: Recipe | None) -> sf.Sequential:
 
 
 def routed(model: sf.Sequential) -> list[Tensor]:
-    """The output, and the gradients of x and of every whole parameter."""
+    """The output, and the gradients of x and of every full parameter."""
     x = X.clone().requires_grad_()
     y = model(x, offsets=torch.tensor([12, 33]))
     y.square().mean().backward()
@@ -108,7 +109,7 @@ def gathered_weights_have_the_codes_of_one_process() -> None:
     apart = recipes.MXFP8(strict=True), recipes.Float8DelayedScaling(strict=True)
     for recipe in (*RECIPES, *apart):
         alone, model = model_of(recipe), model_of(recipe)
-        for at in (1, 4) if recipe in apart else ():  # sharded by themselves, they run as those with hooks
+        for at in (1, 4) if recipe in apart else ():  # sharded by themselves, they run eagerly like modules with hooks
             alone[at].register_forward_hook(lambda *_: None)
             fully_shard(model[at])
         fully_shard(model)
@@ -117,7 +118,7 @@ def gathered_weights_have_the_codes_of_one_process() -> None:
 
 
 def parallel(recipe: Recipe | None, hidden: int, sequence: bool, group: Any = None) -> sf.Sequential:
-    """A column and a row, whole or divided, with weights that are small whole numbers: their sums are exact."""
+    """A column- and a row-parallel Linear, full or sharded, with small integer weights: their sums are exact."""
     column: dict[str, Any] = {} if group is None else {"parallel": "column", "group": group}
     row: dict[str, Any] = {} if group is None else {"parallel": "row", "group": group}
     for way in (column, row) if sequence and group is not None else ():

@@ -1,4 +1,4 @@
-"""Recipes in the engine: where they come from, plans, autocast, recomputation, scalers, compilers, copies."""
+"""Recipes in the engine: where they are set, plans, autocast, recomputation, scalers, compilers, copies."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_compiles_whole(recipe: Recipe, kernels: bool):
     with torch.no_grad():
         exported = torch.export.export(model, (X,)).module()(X)
     for got, want in zip([exported, *step(model, X, compiled)], [low[0], *low], strict=True):
-        if kernels:  # other fusions may stand in it, which round otherwise
+        if kernels:  # other fusions, which round otherwise, may be in it
             assert float((got - want).norm()) <= 1e-2 * float(want.norm())
         else:
             assert torch.equal(got, want)
@@ -290,7 +290,7 @@ def test_compiles_whole(recipe: Recipe, kernels: bool):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlocksOf(Recipe):
-    """A recipe of a user."""
+    """A user's recipe."""
 
     size: int
 
@@ -319,7 +319,7 @@ def test_transforms_of_torch_see_the_recipe(recipe: Recipe):
     grads, dx = torch.func.grad(loss, argnums=(0, 1))(own, X)
     low = step(model, X)
     assert_bitwise_equal([dx, *(grads[name] for name in own)], low[1:])
-    # Codes have no derivatives: of gradients there would be zeros.
+    # Codes have no derivatives: their gradients would be zeros.
     first = torch.func.grad(loss, argnums=1)
     for of in (lambda x: torch.func.grad(lambda x: first(own, x).square().sum())(x), torch.func.hessian(model)):
         with pytest.raises(sf.InputError, match=f"{recipe} has first derivatives in reverse mode only"):
@@ -408,7 +408,7 @@ def test_gpus_whose_kernels_quantize_what_they_write():
 def test_from_sm_100_on_rope_quantizes_its_gradient_without_the_biases_of_small_heads(
     size: int, biased: bool, arch: str, wanted: bool
 ):
-    """Triton 3.6.0 ends the process where it compiles sums of biases of heads of fewer than 128."""
+    """Triton 3.6.0 crashes when it compiles sums of biases of heads smaller than 128."""
     parts = ops.RotaryEmbedding(1, 1, style="half"), ops.Attention(1, 1, causal=True)
     biases = [ops.Bias(3 * size)] * biased
     before = ops.Linear(128, 3 * size, bias=False)
@@ -433,7 +433,7 @@ def test_gpus_that_have_kernels_of_quantization(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_launches_of_a_llama_layer_beside_those_in_bfloat16():
-    """The middle one of three: its steps are those of bfloat16, and two launches more quantize what these do not."""
+    """The middle one of three: its steps are those of bfloat16, and two more launches quantize for the others."""
     rotary = functools.partial(ops.RotaryEmbedding, style="half")
     layer = functools.partial(
         TransformerLayer, 1024, 8, 2, hidden_dim=4096, activation=ops.SwiGLU, norm=ops.RMSNorm, bias=False,
@@ -454,13 +454,13 @@ def test_launches_of_a_llama_layer_beside_those_in_bfloat16():
         (qkv, "dy"): "BiasQKNormRotaryBackward", (out, "dy"): "BlockBoundaryBackward", (up, "dy"): "BiasGatedBackward",
         (down, "dy"): "BlockBoundaryBackward",
     }  # fmt: skip
-    # Attention is torch's kernel. Weights have no kernel before them, and all of a segment take one launch.
+    # Attention is torch's kernel. Weights have no kernel before them, and all weights of a segment take one launch.
     assert {place for place, by in own.items() if by is None} == {
         (out, "x"), *((at, "weight") for at in (qkv, out, up, down))
     }  # fmt: skip
     shared = {next(i for i, span in enumerate(plan.segments) if at in span) for at in (out, up, down)}
     assert len(shared) == 1
-    assert len(plan.segments) == 4  # of which each but the first and the last has as many weights as a layer
+    assert len(plan.segments) == 4  # each of which but the first and the last has as many weights as a layer
 
 
 @each_recipe
@@ -510,7 +510,7 @@ def test_a_plan_for_a_gpu_says_the_memory_of_what_kernels_quantize(monkeypatch: 
     assert found.memory.saved == apart.saved
     assert found.memory.peak is not None
     assert apart.peak is not None
-    assert found.memory.peak < apart.peak  # the result of the unit exists in 8 bits alone
+    assert found.memory.peak < apart.peak  # the unit's output exists only in 8 bits
 
 
 @pytest.mark.parametrize("recipe", [BLOCK, recipes.MXFP8(), recipes.Float8RowScaling()], ids=str)
@@ -536,7 +536,7 @@ def test_weights_of_a_segment_are_quantized_together(recipe: Recipe, monkeypatch
     for kind in (ops.Linear, ops.MergedLinear):
         monkeypatch.setattr(kind, "quantized_weights", staticmethod(noted))
     found = run()
-    # Those of a size that is not a multiple of 16 are none of them; scales of a row are found before.
+    # Sizes that are not multiples of 16 are excluded; scales of a row are computed before.
     assert {*map(tuple, asked)} == (set[Any]() if recipe.whole_rows else {("Linear", "MergedLinear")})
     asked.clear()
     monkeypatch.setattr(Step, "weighs", False)

@@ -1,4 +1,5 @@
-"""GroupedLinear under recipes: no scale is of two groups, and each GEMM is that of the reference in numpy by group."""
+"""GroupedLinear under recipes: each group has its own scales, and each GEMM is that of the reference in numpy by
+group."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def test_blocks_that_cross_a_group_are_beyond_the_bound():
 
 @each_recipe
 def test_keeps_its_contract(recipe: Recipe):
-    """In turn with a bias and without."""
+    """With a bias and without, in turn."""
     op = ops.GroupedLinear(3, 16, 32) if RECIPES.index(recipe) % 2 else ops.GroupedLinear(3, 32, 16, bias=False)
     op.recipe = recipe
     testing.check_op(op, seeded_randn((40, op.in_features), 0), offsets=torch.tensor([11, 11, 33], dtype=torch.int32))
@@ -216,7 +217,7 @@ def test_on_a_gpu_a_plan_says_what_stays_in_16_bits():
 
 
 def by_loop(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, *, offs: Tensor, out_dtype: Any) -> Tensor:
-    """`torch._scaled_grouped_mm` of codes and scales, with what it asks for; rows of no group are not written."""
+    """`torch._scaled_grouped_mm` of codes and scales, with its requirements; rows outside groups are not written."""
     ends, k = [0, *offs.tolist()], a.shape[1]
     assert a.stride(1) == 1
     assert b.stride(-2) == 1
@@ -270,7 +271,7 @@ def test_the_grouped_gemm_of_torch_gets_the_same_operands(
 
 @each_recipe
 def test_no_offset_of_a_gpu_is_read(recipe: Recipe):
-    """On fake tensors a read would raise, as there is nothing to read."""
+    """On fake tensors, on which a read would raise."""
     emulated = type(recipe)(**{**vars(recipe), "emulate": True})
     taken = [emulated]
     if low.why_no_grouped_gemm(recipe, torch.bfloat16, "sm_90") is None:

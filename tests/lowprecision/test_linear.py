@@ -1,6 +1,5 @@
-"""Linear and MergedLinear under recipes: each GEMM is that of operands quantized by the reference in numpy, within the
-error of a float32 sum.
-"""
+"""Linear and MergedLinear under recipes: each GEMM multiplies operands quantized by the reference in numpy, within the
+error of a float32 sum."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def assert_within(got: Tensor, a: np.ndarray, b: np.ndarray, addend: Any = 0.0) 
 
 
 def check_products(recipe: Recipe, rows: int, dtype: torch.dtype, k: int = 80, n: int = 144) -> None:
-    """Each of the three GEMMs of a Linear is that of quantized operands, and the same bits again."""
+    """Each of the three GEMMs of a Linear multiplies quantized operands, twice with the same bits."""
     model = sf.Sequential(ops.Linear(k, n, bias=False, dtype=dtype), recipe=recipe)
     (weight,) = model.parameters()
     weight.data = draw(n, k, seed=1, dtype=dtype, factor=0.1)
@@ -90,7 +89,8 @@ def test_a_bias_is_added_and_its_gradient_is_of_the_gradient_as_it_is(recipe: Re
 def assert_parts(
     op: Any, x: Tensor, dy: Tensor, y: Tensor, grads: list[Tensor], recipe: Recipe, main: float = 0.0
 ) -> None:
-    """What a MergedLinear gives is that of each part by itself; `grads` are of x and weights, the first with `main`."""
+    """The output of a MergedLinear is that of each part by itself; `grads` are of x and weights, the first with
+    `main`."""
     a = multiplied(x, recipe, "x", "rows")
     for part, weight, shift in zip(y.split(op.parts, -1), op.weights(), op.biases(), strict=True):
         addend = 0.0 if shift is None else shift.detach().double().numpy()
@@ -162,7 +162,7 @@ def test_check_op_passes(recipe: Recipe):
 
 
 class Users(ops.Linear):
-    """A Linear of a user."""
+    """A user's Linear."""
 
 
 def test_check_op_sees_a_gradient_that_is_a_little_off(monkeypatch: pytest.MonkeyPatch):
@@ -224,7 +224,7 @@ def test_bytes_that_an_mlp_saves_under_block_scaling():
         low = model.plan(x).memory
     assert plain is not None
     assert low is not None
-    z = 2 * rows * hidden  # what the activation saves, in 16 bits
+    z = 2 * rows * hidden  # saved by the activation, in 16 bits
     # x and h in 8 bits with a float32 for 128 of them; weights in 8 bits with one for 128 x 128.
     saved = z + sum(rows * n + 4 * n * rows // 128 for n in (width, hidden))
     saved += 2 * (width * hidden + 4 * (width // 128) * (hidden // 128))

@@ -1,4 +1,4 @@
-"""GEMMs of a GPU, by torch's `_scaled_mm`: their numbers on the CPU's, their layouts on fake tensors of a GPU."""
+"""GEMMs of a GPU by torch's `_scaled_mm`: numbers on a CPU, layouts on fake CUDA tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_merged_linear_main_grad_and_no_rows(recipe: Recipe):
 
 
 def on_gpu(m: int, n: int, recipe: Recipe, role: Any, direction: Any) -> low.Operand:
-    """An operand as kernels give it: codes down columns, and scales of blocks, lie column by column."""
+    """An operand in the kernels' layout: codes down columns, and scales of blocks, are column-major."""
     high, wide = recipe.block(role, direction)
     down, across = 1 if high is None else -(-m // high), 1 if wide is None else -(-n // wide)
     data = torch.empty(m, n, device="cuda", dtype=recipe.dtype(role))
@@ -87,14 +87,14 @@ def on_gpu(m: int, n: int, recipe: Recipe, role: Any, direction: Any) -> low.Ope
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_gpu_takes_the_layouts(recipe: Recipe, rows: int, dtype: torch.dtype):
     if isinstance(recipe, recipes.Float8RowScaling):
-        dtype = torch.bfloat16  # torch cannot multiply numbers of a GPU that is not there, as the others are
+        dtype = torch.bfloat16  # torch cannot multiply fake CUDA tensors here as it does the others
     assert_taken(recipe, rows, 80, 144, dtype)
 
 
 @pytest.mark.parametrize(("k", "n"), [(512, 128), (128, 512)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gpu_takes_the_layouts_of_blocks(k: int, n: int, dtype: torch.dtype):
-    # With copies of scales, which are not made there, for the rest.
+    # With copies of scales, which are skipped there, for the others.
     assert_taken(recipes.Float8BlockScaling(), 256, k, n, dtype, products="y" if k > n else "dx")
 
 
@@ -114,7 +114,7 @@ def assert_taken(recipe: Recipe, rows: int, k: int, n: int, dtype: torch.dtype, 
         for t, shape in found:
             assert (tuple(t.shape), t.dtype, t.device.type) == (shape, dtype, "cuda")
         one = torch.empty((), device="cuda")
-        with pytest.raises(RuntimeError):  # which says that the checks are those of a GPU
+        with pytest.raises(RuntimeError):  # which enables the checks for a GPU
             torch._scaled_mm(x["rows"].data, torch.empty(k, n, device="cuda", dtype=dtype), one, one, out_dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Modules of torch that `from_torch` does not take: refused by name, never passed by."""
+"""Torch modules that `from_torch` cannot convert are refused by name, never ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of attention and feed-forward in every arrangement, against their math written with functions of torch."""
+"""Blocks of attention and feed-forward in every arrangement, against their math in torch functions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def plainly(mix: Any, norm: Any, p: Parameters, x: Tensor, *, pre: bool, residua
 
 
 def agree(model: sf.Sequential, plain: Callable[[Parameters, Tensor], Tensor]) -> None:
-    """Fused and unfused by the rule, and both the math: y, and the gradients of x and of each parameter."""
+    """Fused and unfused within tolerance, and both against the math: y, and the gradients of x and of each
+    parameter."""
     wide = copy.deepcopy(model).double()
 
     def results(owner: nn.Module, call: Callable[[Tensor], Tensor], seed: int, dtype: torch.dtype) -> Parameters:

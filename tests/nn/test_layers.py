@@ -1,4 +1,4 @@
-"""Layers of transformers beside those of torch on the same parameters."""
+"""Transformer layers compared with torch's on the same parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def results(run: Any, module: nn.Module, x: Tensor, seed: int = 0) -> dict[str, 
 
 
 def agree(mine: nn.Module, its: nn.Module, dtype: torch.dtype, *, ours: dict[str, Any], theirs: Any) -> None:
-    """The layer, on the parameters of a torch module, beside it in this dtype and in float64."""
+    """The layer on the parameters of a torch module, compared with it in this dtype and in float64."""
     exact = copy.deepcopy(its).double()
     wide = {name: t.double() if t.is_floating_point() else t for name, t in ours.items()}
 

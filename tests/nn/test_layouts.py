@@ -1,4 +1,4 @@
-"""Weights of queries, keys and values, from layout to layout."""
+"""Conversions between layouts of the weights of queries, keys and values."""
 
 from __future__ import annotations
 

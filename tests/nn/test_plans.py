@@ -1,4 +1,4 @@
-"""What the rules for a GPU make of N transformer layers: N times the same, and one fusion across each boundary."""
+"""Plans of N transformer layers on a GPU: N times the same steps, and one fusion across each boundary."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def test_each_layer_fuses_alike_and_with_the_next(form: dict[str, Any], pre: boo
     )
     x = torch.empty(8, ROWS // 8, WIDTH, dtype=torch.bfloat16, requires_grad=grad)
     plan = plan_of(stack, x, grad)
-    # The end of each block with the norm behind it, which the last block of a pre-norm layer has in the next one.
+    # The end of each block with the next norm, which the last block of a pre-norm layer has in the next layer.
     assert plan.count("BlockBoundary") == 2 * layers - pre
     gated = form is LLAMA
     assert plan.count("BiasGated" if gated else "LinearBiasPointwise") == layers
     heads = "BiasQKNormRotary" if grad else "BiasQKNormRotaryAttention"
     assert plan.count(heads) == layers * gated
-    # The last block of pre-norm layers ends the list. In inference its dropout is off, so that its bias is the GEMM's.
+    # The last block of pre-norm layers ends the sequence. In inference its dropout is off, so its bias is the GEMM's.
     assert plan.count("BiasDropoutAdd") == (pre and grad)
     assert plan.count("LinearBias") == (0 if gated else layers + (pre and not grad))
-    # A dropout that is off is no work, and neither is a fork.
+    # A dropout that is off computes nothing, and neither does a fork.
     assert unfused(plan.forward) <= {
         "Fork",
         norm.__name__,
@@ -72,7 +72,7 @@ def test_each_layer_fuses_alike_and_with_the_next(form: dict[str, Any], pre: boo
 
 
 def assert_backward_is_fused(plan: sf.Plan, layers: int, *, norms: int, alone: str = "") -> None:
-    """Each norm is with the sum before it where one is, each activation with the bias before it."""
+    """Each norm is fused with the sum before it, if any, each activation with the bias before it."""
     assert unfused(plan.backward) <= {"Linear", "Attention", "Fork", "Add", "Embedding", "PositionEmbedding", alone}
     assert plan.count("BlockBoundaryBackward") + plan.count("NormBackward") == norms
     assert plan.count("PointwiseChainBackward") + plan.count("BiasGatedBackward") == layers
@@ -80,7 +80,7 @@ def assert_backward_is_fused(plan: sf.Plan, layers: int, *, norms: int, alone: s
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_converted_model_has_the_same_fusions(kind: str):
-    """Llama has separate products for queries, keys and values; GPT-2 one, of another layout."""
+    """Llama has separate GEMMs for queries, keys and values; GPT-2 one, with another layout."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
     if kind == "gpt2":
@@ -97,8 +97,8 @@ def test_a_converted_model_has_the_same_fusions(kind: str):
     tokens = torch.empty(8, ROWS // 8, dtype=torch.int64)
     plan = plan_of(from_huggingface(its), tokens, True)
     gated = kind == "llama"
-    # The sum at the end of each block is with the norm behind it.
+    # The sum at the end of each block is fused with the next norm.
     assert plan.count("BlockBoundary") == 6
     assert plan.count("BiasGated" if gated else "LinearBiasPointwise") == 3
-    # Behind an embedding a Dropout stands by itself, and is one kernel.
+    # After an embedding a Dropout is one kernel by itself.
     assert_backward_is_fused(plan, 3, norms=7, alone="" if gated else "Dropout")

@@ -1,4 +1,5 @@
-"""Checks run a selection of their cases, all of them under `--full`, and compiled ones meet no code of other tests."""
+"""Checks run a selection of their cases, all of them under `--full`, and compiled ones start without graphs of other
+tests."""
 
 import pytest
 import torch
@@ -9,6 +10,6 @@ from tests.selection import some_cases as some_cases
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo(request: pytest.FixtureRequest) -> None:
-    """The code of `Sequential.forward` is one for all: torch compiles it so many times and no more."""
+    """All tests share the code of `Sequential.forward`, which torch compiles only so many times."""
     if "compile" in request.node.name:
         torch._dynamo.reset()

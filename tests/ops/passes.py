@@ -1,4 +1,4 @@
-"""Both passes of one operation called directly, beside autograd of its reference and of its twin in `torch.nn`."""
+"""Both passes of one operation called directly, compared with autograd of its reference and of its `torch.nn` twin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.judging import judge_together
 Tensors = dict[str, Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Those that take any x; the others have tests of their own.
+# Operations that take any x; the others have their own tests.
 _PICKY = (
     "Attention",
     "CrossAttention",
@@ -46,7 +46,7 @@ def example(name: str, x: Tensor) -> sf.UnfusedOperation:
 
 
 def own_parameters(op: sf.UnfusedOperation) -> dict[str, Tensor]:
-    """The parameters that this operation's own passes read, not those of the rest of its expansion."""
+    """The parameters that this operation's passes read, not those of the rest of its expansion."""
     others = [m for m in op.expand() if m is not op]
     taken = {(id(owner), name) for m in others for owner, name in m.parameter_slots().values()}
     slots = op.parameter_slots().items()
@@ -64,14 +64,14 @@ def seed_of(op: sf.UnfusedOperation) -> dict[str, Tensor]:
 
 
 def dropped(saved: sf.Saved, needs: frozenset[str]) -> sf.Saved:
-    """The record as the engine hands it back: without the fields no wanted gradient reads."""
+    """The saved tensors as the engine returns them: without fields that no needed gradient reads."""
     return copied(saved, saved.kept(needs))
 
 
 def by_passes(
     op: sf.UnfusedOperation, x: Tensor, extras: Mapping[str, Tensor], needs: Iterable[str] | None = None
 ) -> Tensors:
-    """Results of `fwd` and `bwd`, gradients in the dtype of what they belong to, as the engine casts them."""
+    """Results of `fwd` and `bwd`, each gradient cast to the dtype of its tensor, as by the engine."""
     parameters = own_parameters(op)
     wanted = frozenset(("x", *extras, *parameters) if needs is None else needs)
     mixed = any(t.dtype is not x.dtype for t in (*parameters.values(), *extras.values()))
@@ -116,24 +116,24 @@ def gradient(y: Tensor, seed: int) -> Tensor:
 
 
 def check_passes(op: sf.UnfusedOperation, x: Tensor) -> None:
-    """Both passes by the numeric rule, beside the reference in this dtype and in float64; nothing is modified."""
+    """Both passes within tolerance, compared with the reference in this dtype and in float64; no input is modified."""
     extras, drawn = extras_of(op, x), x
 
     def measure(seed: int) -> tuple[Tensors, ...]:
         x = redrawn(drawn, seed)
         with Untouched([x, *extras.values(), *op.parameters()]):
             found = by_passes(op, x, extras)
-        # The math in its working dtype and in float64; clones, since identities hand on their input.
+        # The math in its working dtype and in float64; cloned, since identities return their input.
         unfused = by_autograd(op, x, extras)
         exact = by_autograd(copy.deepcopy(op).double(), x.double(), {name: t.double() for name, t in extras.items()})
         return tuple({n: None if t is None else t.clone() for n, t in r.items()} for r in (found, unfused, exact))
 
-    # A few numbers err too unlike for one draw.
+    # The errors of a few numbers differ too much for one draw.
     (judge if x.numel() >= 100 else judge_together)(measure, 0)
 
 
 def check_needs(op: sf.UnfusedOperation, x: Tensor) -> None:
-    """Each subset of the gradients: the wanted keep their bits, the others are `None`, no dropped field is read."""
+    """Each subset of the gradients: needed ones keep their bits, others are `None`, no dropped field is read."""
     extras = extras_of(op, x)
     names = ("x", *own_parameters(op), *extras)
     whole = by_passes(op, x, extras)
@@ -147,7 +147,7 @@ def check_needs(op: sf.UnfusedOperation, x: Tensor) -> None:
 
 
 def check_twin(op: sf.UnfusedOperation, twin: nn.Module, x: Tensor, *, names: Iterable[str] | None = None) -> None:
-    """The same bits and dtypes as the module of `torch.nn` that is this operation, whose state loads strictly."""
+    """The same bits and dtypes as the twin in `torch.nn`, whose state loads strictly."""
     twin.load_state_dict(op.state_dict(), strict=True)
     found = by_passes(op, x, {})
     leaf = x.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Activations, beside those of torch and their formulas."""
+"""Activations, compared with torch's and their formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operations, layers and losses are made with: an argument of another kind is refused by name."""
+"""Constructor arguments of operations, layers and losses: wrong types are refused by name."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ GIVEN: dict[str, Any] = {
     "style": "half", "max_positions": 4, "embedding_dim": 4, "num_embeddings": 4, "embed_dim": 4, "dim": 4, "layers": 1,
     "dim0": 0, "dim1": 1, "factor": 2.0, "limit": 1.0, "name": "by", "groups": 2, "experts": 4, "top_k": 2,
 }  # fmt: skip
-# torch names these, or anything may be given.
+# torch names these, or any value is allowed.
 FREE = ("group", "device", "args", "kwargs", "layer", "attention", "shape")
 WRONG: tuple[Any, ...] = ("text", 2.5, 3, {}, object, torch.ones(2))
 
@@ -39,7 +39,7 @@ def required(kind: type) -> dict[str, Any]:
 
 
 def may_be(value: Any, hint: Any) -> bool:
-    """Whether a constructor may take a value, by the words of its annotation."""
+    """Whether a constructor may take a value, by its annotation."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(may_be(value, h) for h in typing.get_args(hint))
     kinds: dict[Any, Any] = {float: (int, float), bool: (bool, int, float)}
@@ -47,7 +47,7 @@ def may_be(value: Any, hint: Any) -> bool:
 
 
 def is_checked(hint: Any) -> bool:
-    """Whether it is of numbers, flags and words alone; of everything else Python and torch say what is wrong."""
+    """Whether it takes only numbers, flags and words; for all others Python and torch raise."""
     choices = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     return all(
         one in (int, float, bool, str, type(None)) or typing.get_origin(one) is typing.Literal for one in choices

@@ -31,7 +31,7 @@ def packed(rows: tuple[int, ...], heads: int, kv_heads: int, size: int, seed: in
 
 
 def truth(x: Tensor, op: ops.Attention, mask: Mask = None, ends: Mask = None, seed: Mask = None) -> Tensor:
-    """The math, in float64, differentiable; of packed sequences x has no batch."""
+    """The math, in float64, differentiable; for packed sequences x has no batch."""
     q, k, v = op.heads_of(x.double())
     lead = q.shape[:-3]
     qkv = tuple(t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
@@ -55,13 +55,13 @@ def masks(kind: str | None, heads: int, length: int) -> Mask:
         return (drawn[:, :1, :1] > -0.5).long()
     if kind == "float":
         return drawn[0]
-    # Of keys that lie side by side one is not masked: beside -1e9 float32 has no digit for the scores of a row.
+    # Of adjacent keys one is not masked: next to -1e9 float32 has no digit for the scores of a row.
     hidden = (drawn[:, :1, :1] < -1) & (torch.arange(length) % 3 != 0)
     return drawn[:, :1, 0, :].unsqueeze(2).masked_fill(hidden, -1e9) if kind == "keys" else None
 
 
 def agree(op: ops.Attention, x: Tensor, mask: Mask = None, ends: Mask = None) -> None:
-    """The operation in a list, and its reference, against the truth: y and every gradient."""
+    """The operation in a sequence, and its reference, against the float64 math: y and every gradient."""
     channels = {name: t for name, t in (("m", mask), ("ends", ends)) if t is not None}
     extras = {name: t for name, t in (("attn_mask", mask), ("cu_seqlens", ends)) if t is not None}
     x = x.requires_grad_()
@@ -265,7 +265,7 @@ def test_a_row_that_sees_nothing_gives_zeros_both_ways(length: int, dtype: torch
 
 
 def by_math(x: Tensor, op: ops.Attention, mask: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Torch's attention without a kernel, which keeps its weights: y, dx."""
+    """Torch's attention without a fused kernel, which saves its weights: y, dx."""
     x, size = x.detach().requires_grad_(), x.shape[-1] // (op.heads + 2 * op.kv_heads)
     heads = x.unflatten(-1, (-1, size)).transpose(-3, -2)
     q, k, v = heads.split((op.heads, op.kv_heads, op.kv_heads), -3)
@@ -303,7 +303,7 @@ def test_weights_of_a_row_under_one_large_mask_add_up_to_one(
         parts = dx.double().split((32, 16, 16), -1)
         of_v, of_y = parts[2].sum(1).unflatten(-1, (2, 8)), dy.double().sum(1).unflatten(-1, (2, 2, 8)).sum(2)
         torch.testing.assert_close(of_v, of_y, rtol=0, atol=length * 8 * rounding)
-        if number < -1e6 and not arguments:  # beside it no score is left
+        if number < -1e6 and not arguments:  # next to it no digit of a score is left
             mean = x.detach()[..., 48:].double().mean(1).unflatten(-1, (2, 1, 8)).expand(-1, -1, 2, -1).flatten(1)
             torch.testing.assert_close(found[:, 2].double(), mean, rtol=0, atol=4 * rounding)
         if "softcap" not in arguments:
@@ -317,7 +317,7 @@ def test_weights_of_a_row_under_one_large_mask_add_up_to_one(
 def test_the_reference_in_float64_is_plain_math_as_torch_s_is(
     arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """Neither a kernel nor a log-sum-exp: the truth that everything else is compared with."""
+    """Neither a kernel nor a log-sum-exp: the math that everything else is compared with."""
     op, dy = ops.Attention(4, 2, mask="m", **arguments), seeded_randn((2, 20, 32), 5, dtype=torch.float64)
     mask = torch.zeros(20, 20, dtype=torch.float64)
     mask[:, 1], mask[2], mask[3], mask[4], mask[5] = -1e4, -1e9, -1e300, torch.finfo(torch.float64).min, -torch.inf
@@ -328,7 +328,7 @@ def test_the_reference_in_float64_is_plain_math_as_torch_s_is(
     x.requires_grad_()
     y = op.reference(x, attn_mask=mask)
     for a, b in zip((y, torch.autograd.grad(y, x, dy)[0]), want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # the mask leaves scores of 1e9 that many digits
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # the mask leaves that many digits of scores of 1e9
     with torch.no_grad():
         torch.testing.assert_close(op.reference(x, attn_mask=mask), y)
 
@@ -420,7 +420,7 @@ def test_heads_are_views_of_the_packed_numbers():
 
 
 class _InTurn(ops.Attention):
-    """Takes q, k and v of each head side by side."""
+    """Takes q, k and v of each head interleaved."""
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = x.unflatten(-1, (self.heads, 3, -1)).transpose(-4, -3).unbind(-2)
@@ -456,7 +456,7 @@ def test_a_nan_spoils_the_gradients_that_it_spoils_in_the_reference(how: dict[st
 
 
 def test_a_trace_of_a_step_keeps_its_draws() -> None:
-    """A mask is a function of a seed that is drawn in the graph, as in eager: C kernels are not seen by a tracer."""
+    """A mask is a function of a seed that is drawn in the graph, as in eager: a tracer does not see C kernels."""
     model = sf.Sequential(ops.Attention(2, dropout=0.5), ops.Dropout(0.5))
     x = seeded_randn((1, 4, 12), 0)
     traced = torch.jit.trace(model, x, check_trace=False)

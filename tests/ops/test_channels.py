@@ -1,4 +1,4 @@
-"""Add, Fork, Take and Multiply: what the chain meets in channels, and no gradient is lost."""
+"""Add, Fork, Take and Multiply: the chain and its channels, and no gradient is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that a compiler takes whole, and that then compute what they do without it."""
+"""Models that a compiler captures whole compute the same as without it."""
 
 from __future__ import annotations
 

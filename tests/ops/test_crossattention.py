@@ -1,4 +1,4 @@
-"""CrossAttention: what Attention gives, of queries of the chain and keys and values of channels."""
+"""CrossAttention: Attention with queries from the chain and keys and values from channels."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def results(model: sf.Sequential, *inputs: Tensor, **named: Tensor) -> list[Tens
 def test_keeps_its_contract(how: dict[str, Any], keys: int, kv_heads: int):
     x, named = drawn((2,), 5, keys, 4, kv_heads, 8)
     op = ops.CrossAttention(4, kv_heads, **how)
-    # Otherwise the numbers are those of a kernel of torch, which loses a NaN of a query.
+    # Otherwise the results are those of a torch kernel, which loses a NaN of a query.
     if keys < 16 and how:
         check_op(op, x, dtypes=[torch.float32, torch.bfloat16], **named)
     else:
@@ -104,7 +104,7 @@ def test_masks_are_those_of_torch(keys: int, mask: str):
     q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in (x, *named.values()))
     wanted = F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(-2)
     torch.testing.assert_close(y, wanted)
-    with torch.no_grad():  # where torch's own attention takes the place of the formula
+    with torch.no_grad():  # where torch's attention replaces the formula
         torch.testing.assert_close(ops.CrossAttention(4).reference(x, **named, attn_mask=given), wanted)
 
 
@@ -133,7 +133,7 @@ def test_under_autocast_queries_keys_and_values_may_have_several_dtypes():
 
 
 def test_a_decoder_reads_an_encoder():
-    """Queries of a Linear, keys and values of a MergedLinear elsewhere: all gradients arrive."""
+    """Queries from a Linear, keys and values from a MergedLinear elsewhere: all gradients arrive."""
     torch.manual_seed(0)
     kv = ops.MergedLinear(8, (16, 16))
     model = sf.Sequential(

@@ -62,7 +62,7 @@ def test_the_mask_under_a_compiler_or_transform_is_the_same(shape: tuple[int, ..
 
 def test_the_mask_of_a_large_tensor_begins_with_that_of_a_small_one():
     large = drop_mask(torch.tensor(11), torch.Size((40_009 * 7,)), 0.3)
-    assert torch.equal(large, _traceable_mask(torch.tensor(11), large.shape, 0.3))  # which is made in one piece
+    assert torch.equal(large, _traceable_mask(torch.tensor(11), large.shape, 0.3))  # which is allocated in one piece
     small = drop_mask(torch.tensor(11), torch.Size((1001,)), 0.3)
     assert torch.equal(large[:1001], small)
     tail = drop_mask(torch.tensor(11), torch.Size((40_009 * 7 - 3,)), 0.3)

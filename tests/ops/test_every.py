@@ -1,4 +1,4 @@
-"""What holds for every operation, whatever it computes."""
+"""Contracts of every operation."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_keeps_its_contract_in_other_configurations(op: sf.UnfusedOperation):
 
 @pytest.mark.parametrize("name", [*CHAIN, *HEADS_TOO[-4:]])
 def test_a_batch_of_incoming_gradients_gives_what_each_of_them_gives(name: str):
-    shape = (6, 6) if name in CHAIN else (2, 6, 24)  # as many rows as columns: a confusion of them is no error
+    shape = (6, 6) if name in CHAIN else (2, 6, 24)  # as many rows as columns, so that confusing them is no error
     x = seeded_randn(shape, 3).requires_grad_()
     op = example(name, x.detach())
     y, leaves = sf.Sequential(op, ops.Scale(1.0))(x), [x, *op.parameters()]
@@ -106,7 +106,7 @@ def test_what_would_be_lost_in_silence_is_refused_by_name(name: str):
         with pytest.raises(sf.InputError, match=rf"SF101 position 0 \({name}\): expects .*{dtype}") as caught:
             model(x)
         assert caught.value.position == 0
-        if name != "Attention":  # its reference takes what the passes check
+        if name != "Attention":  # its reference accepts the inputs that the passes check
             with pytest.raises(sf.InputError, match=rf"SF101.*{name}.*{dtype}"):
                 op.reference(x)
 

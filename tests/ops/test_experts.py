@@ -1,4 +1,4 @@
-"""Route, Permute and Unpermute, and blocks of experts made of them."""
+"""Route, Permute and Unpermute, and blocks of experts built of them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ CASES = st.tuples(st.integers(1, 8), st.integers(1, 9), st.integers(0, 12), st.i
 
 
 def drawn(case: tuple[int, int, int, int], drops: bool) -> tuple[Tensor, Tensor]:
-    """Experts, some of none, and tokens of whole numbers, of which every sum is exact."""
+    """Experts, some without tokens, and integer tokens, of which every sum is exact."""
     top_k, experts, tokens, seed = case
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(-1 if drops else 0, experts + drops, (tokens, top_k), generator=generator)
@@ -122,7 +122,7 @@ def test_rows_are_sorted_by_expert_and_then_by_token(case: tuple[int, int, int, 
 
 @given(case=CASES)
 def test_gradients_are_those_of_each_pair(case: tuple[int, int, int, int]):
-    """Against a sum over pairs of tokens and experts; whole numbers, so that every order gives the same bits."""
+    """Against a sum over pairs of tokens and experts; integers, so that every order gives the same bits."""
     top_k, experts, tokens, _ = case
     chosen, x = drawn(case, drops=True)
     kept = (chosen >= 0) & (chosen < experts)
@@ -134,7 +134,7 @@ def test_gradients_are_those_of_each_pair(case: tuple[int, int, int, int]):
     assert torch.equal(y, expected)
     found = torch.autograd.grad(y, leaves, dy)
     factors = torch.where(kept, probs, 0).sum(-1, keepdim=True)
-    # Of the bits those of -0 alone may be others: what is added to a sum of nothing.
+    # Only the sign of 0 may differ: an empty sum plus -0.
     assert torch.equal(found[0], 2 * factors * dy)
     assert torch.equal(found[1], torch.where(kept, (2 * x * dy).sum(-1, keepdim=True), 0).expand(tokens, top_k))
 
@@ -224,7 +224,7 @@ def test_several_blocks_in_one_sequence_have_channels_of_their_own():
 
 
 def test_nothing_of_a_gpu_is_read_by_the_host():
-    """On fake tensors a read would raise, as there is nothing to read."""
+    """On fake tensors, on which a read would raise."""
     block = experts_of(16, 8, 4, 2).bfloat16()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         route, permute, up, act, down, unpermute = (op for op in block)

@@ -55,7 +55,7 @@ def test_torch_gates_with_the_other_half():
 
 
 def clamped(gate: torch.Tensor, up: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
-    """The gated unit of GPT-OSS, as its reference code has it."""
+    """The gated unit of GPT-OSS, from its reference code."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + offset)
 
@@ -88,7 +88,7 @@ def test_keeps_its_contract(op: sf.UnfusedOperation):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_limit_is_not_rounded_to_16_bits(dtype: torch.dtype):
-    """Of numbers around a limit those beyond it have no gradient, also where the limit itself is not of their dtype."""
+    """Numbers beyond a limit have no gradient, also if the limit is not representable in their dtype."""
     for limit in (0.1, 0.3, 0.7):
         x = (torch.tensor([limit] * 3, dtype=dtype) * torch.tensor([1 - 2**-7, 1, 1 + 2**-7])).to(dtype)
         for op in (ops.Clamp(limit), ops.ClampedSiLU(limit)):
@@ -97,7 +97,7 @@ def test_a_limit_is_not_rounded_to_16_bits(dtype: torch.dtype):
 
 
 def test_columns_of_a_packing_in_turn_are_divided_as_they_are():
-    """A process has whole pairs of gate and up, where halves have to be divided each."""
+    """A process has whole pairs of gate and up, where halves must be sharded separately."""
     from seqfuse.parallel.tensor import _halves
 
     for packing, halves in (("gate_up", (8, 8)), ("interleaved", None)):

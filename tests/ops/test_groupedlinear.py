@@ -1,4 +1,4 @@
-"""GroupedLinear: against a loop over groups in float64, with groups that are empty and rows of none."""
+"""GroupedLinear against a loop over groups in float64, with empty groups and rows without a group."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_calls_that_read_no_offsets_do_the_same(name: str, width: int, dtype: to
 
 
 def test_operands_that_the_kernel_cannot_load_are_copied():
-    """Expanded, transposed, of rows of other lengths, and at addresses that no load of 16 bytes takes."""
+    """Expanded, transposed, with other row strides, and at addresses that are not multiples of 16 bytes."""
     ends, drawn = torch.tensor([3, 3, 17]), seeded_randn((3, 20, 24), 0)
     rows = {
         "expanded": drawn[0, :1, :16].expand(20, 16), "a column": drawn[0, :, :1].expand(20, 16),
@@ -143,7 +143,7 @@ def test_operands_that_the_kernel_cannot_load_are_copied():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_no_offset_of_a_gpu_is_read(dtype: torch.dtype):
-    """On fake tensors a read would raise, as there is nothing to read."""
+    """On fake tensors, on which a read would raise."""
     with FakeTensorMode(), torch.device("cuda"):
         x, weight = torch.empty(64, 32, dtype=dtype), torch.empty(4, 16, 32, dtype=dtype)
         ends, dy = torch.empty(4, dtype=torch.int32), torch.empty(64, 16, dtype=dtype)

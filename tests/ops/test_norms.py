@@ -39,7 +39,7 @@ def test_is_that_of_torch_bit_for_bit(
     shape: tuple[int, ...], dtype: torch.dtype, kind: type[Norm], how: dict[str, Any]
 ):
     op, its = randomized(kind(7, **how, dtype=dtype)), twin(kind)(7, **how, dtype=dtype)
-    # The gradients of LayerNorm, too, but for those that ATen sums in half; RMSNorm has its own backward.
+    # The gradients of LayerNorm, too, except for those that ATen sums in half; RMSNorm has its own backward.
     names = None if kind is ops.LayerNorm and dtype not in HALF else ("y",)
     check_twin(op, its, seeded_randn(shape, 0, dtype=dtype), names=names)
 

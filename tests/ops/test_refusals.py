@@ -1,4 +1,4 @@
-"""What operations refuse, when they are made and when they are called, with their place and what they expect."""
+"""Errors of operations at construction and when called, with their position and expectation."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ PACKED, MASKED = ops.Attention(2, 1, cu_seqlens="ends"), ops.Attention(2, 1, mas
 ANGLES, CROSS, PAIRS = turned(cos="c", sin="s"), ops.CrossAttention(4, 2), torch.arange(10).view(5, 2)
 KV, X = {"k": one(2, 7, 16), "v": one(2, 7, 16)}, one(2, 5, 32)
 PLACED, AT = ops.PositionEmbedding(6, 8, positions="at"), one(2, 4, 8)
-# The operation, its input and channels, and its sentence.
+# The operation, its input and channels, and its message.
 CALLED: list[tuple[sf.UnfusedOperation, torch.Tensor, dict[str, torch.Tensor], str]] = [
     (ops.Linear(5, 7), one(3, 6), {}, "expects last dimension 5, got 6"),
     (ops.Linear(5, 7), one(()), {}, "expects last dimension 5, got a 0-d tensor"),
@@ -173,7 +173,7 @@ CALLED: list[tuple[sf.UnfusedOperation, torch.Tensor, dict[str, torch.Tensor], s
 def test_inputs_that_do_not_fit_are_refused_with_their_place(
     op: sf.UnfusedOperation, x: torch.Tensor, inputs: dict[str, torch.Tensor], message: str
 ):
-    """In the second place; what no shape says, by the reference, too."""
+    """At position 1; what no shape shows, by the reference, too."""
     with pytest.raises(sf.InputError, match=message) as caught:
         sf.Sequential(ops.Identity(), op)(x, **inputs)
     assert f"position 1 ({type(op).__name__}): " in str(caught.value)

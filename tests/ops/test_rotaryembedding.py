@@ -14,7 +14,7 @@ from .passes import check_passes
 
 
 def by_complex(head: Tensor, positions: Tensor, base: float, interleaved: bool) -> Tensor:
-    """Turned as complex numbers are, [S, R] in float64."""
+    """Rotated as complex numbers, [S, R] in float64."""
     head = head.double()
     size = head.shape[-1]
     pairs = head.unflatten(-1, (-1, 2)) if interleaved else torch.stack(head.chunk(2, -1), -1)
@@ -156,4 +156,4 @@ def test_a_part_of_a_head_of_odd_size_is_turned():
     op, x = ops.RotaryEmbedding(1, style="half", rotary_dim=2), seeded_randn((4, 9), 0)
     y = op(x)
     torch.testing.assert_close(y, op.reference(x))
-    assert torch.equal(y[:, [2, 5, 6, 7, 8]], x[:, [2, 5, 6, 7, 8]])  # what is not turned, and the value head
+    assert torch.equal(y[:, [2, 5, 6, 7, 8]], x[:, [2, 5, 6, 7, 8]])  # the part without RoPE, and the value head

@@ -24,12 +24,12 @@ def test_rounds_once_in_16_bits(unit: sf.UnfusedOperation, dtype: torch.dtype):
     dy = seeded_randn(tuple(unit.infer(tuple(x.shape))), 1, dtype=dtype)
     expected = tuple(t.to(dtype) for t in passes(unit.reference, x.float(), dy.float()))
     assert_bitwise_equal(passes(unit.reference, x, dy), expected)
-    # In the tails of GeLU neither torch's float32 nor a kernel has the digits of 16 bits, and they are not the same.
+    # In the tails of GeLU neither torch's float32 nor a kernel has all digits of 16 bits, and they differ.
     exact = tuple(t.to(dtype) for t in passes(unit.reference, x.double(), dy.double()))
     for fused, right in zip(passes(sf.Sequential(unit), x, dy), exact, strict=True):
         torch.testing.assert_close(fused.float(), right.float(), rtol=torch.finfo(dtype).eps, atol=1e-7)
         differ = (fused != right) & (right.abs() > 1e-4)
-        assert differ.float().mean() < 1e-2  # where float32 lies close to the middle of two numbers
+        assert differ.float().mean() < 1e-2  # where float32 is close to the middle of two 16-bit numbers
     with sf.fusing(False):
         assert_bitwise_equal(passes(sf.Sequential(unit), x, dy), expected)
         assert_bitwise_equal(passes(sf.Sequential(ops.Identity(), unit), x, dy), expected)

@@ -1,8 +1,6 @@
-"""Torch's kernels for attention on GPUs: which is taken, and what they are called with.
-
-Stand-ins with the layouts of the real operators are registered with torch for the CPU, so every call goes through the
-dispatcher and its schema; what they compute is torch's own attention for the CPU.
-"""
+"""Torch's attention kernels on GPUs: which one is selected, and with which arguments. Stand-ins with the layouts of the
+real operators are registered with torch for the CPU, so every call goes through the dispatcher and its schema; they
+compute torch's attention for the CPU."""
 
 from __future__ import annotations
 
@@ -303,7 +301,7 @@ def test_the_kernel_is_the_one_that_torch_takes_for_both_passes(monkeypatch: pyt
 
 
 def test_a_plan_finds_the_kernel_that_a_run_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked about tensors without memory, torch need not say what it says of others, and it is asked but once."""
+    """For fake tensors torch may answer otherwise than for real ones, and is asked only once."""
     fake, orders = FakeTensorMode(), [(1, 2, 0, 3, 4), (3, 1, 2, 0, 4)]
 
     def choice(q: Tensor, *args: Any, **more: Any) -> int:
@@ -352,7 +350,7 @@ def test_a_compiler_takes_the_choice_as_a_constant(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("kv", "wanted"), [(8, 68_157_440), (4, 135_266_304)])
 def test_a_plan_counts_what_a_backward_takes_for_itself(kv: int, wanted: int) -> None:
-    """dq and sums of rows in float32, as measured of cuDNN; of FlashAttention dk and dv of each head as well."""
+    """dq and sums of rows in float32, as measured with cuDNN; with FlashAttention dk and dv of each head as well."""
     with FakeTensorMode(), Tally() as tally:
         q, dy, y = (torch.empty(32, 8, 1024, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         k = torch.empty(32, kv, 1024, 64, dtype=torch.bfloat16, device="cuda")

@@ -1,4 +1,4 @@
-"""GEMMs on a CPU that has no instructions for bfloat16: in float32, rounded once."""
+"""GEMMs on a CPU without instructions for bfloat16: in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_cpu_is_asked_of_onednn() -> None:
 
 
 def test_no_processor_decides_where_torch_s_gemms_are_asked_for() -> None:
-    """Whichever it is: without bfloat16 instructions, or one of AMD with AVX-512."""
+    """One of both: without bfloat16 instructions, or AMD with AVX-512."""
     about = "import torch, pathlib; torch.backends.cpu.get_cpu_capability = lambda: 'AVX512'"
     about += "; pathlib.Path.read_text = lambda self: 'AuthenticAMD'"
     about += "; import seqfuse.env as env; print(env.ONEDNN_FLOAT32, *env.WIDENED)"

@@ -1,4 +1,4 @@
-"""What is compared in several processes, divided and whole."""
+"""Comparisons in several processes, sharded against whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
 
 
 def randomize(model: nn.Module, seed: int = 100) -> None:
-    """Give every parameter, of the whole model, numbers that do not depend on how it is divided."""
+    """Gives every parameter of the whole model numbers that do not depend on the sharding."""
     for i, p in enumerate(model.parameters()):
         p.data = draw(*p.shape, seed=seed + i, dtype=p.dtype)
 
@@ -26,7 +26,7 @@ def share_of(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 
 
 def copy_shares(model: nn.Module, whole: nn.Module) -> None:
-    """Take the parameters of a whole model."""
+    """Takes the parameters of a whole model."""
     sources = dict(whole.named_parameters())
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -53,10 +53,8 @@ def own(x: Tensor, dim: int | None) -> Tensor:
 
 
 def assert_same(model: nn.Module, whole: nn.Module, x: Tensor, *, dim: int | None = None, **channels: Tensor) -> None:
-    """Output and every gradient of a divided model are those of the whole one in a single process.
-
-    With `dim` each process has its shard of x and y along it.
-    """
+    """Output and every gradient of a sharded model equal those of the whole one in a single process. With `dim` each
+    process has its shard of x and y along it."""
     dy = draw(*whole(x, **channels).shape, seed=7)
     y, grads = results(model, own(x, dim), own(dy, dim), **channels)
     expected_y, expected = results(whole, x, dy, **channels)

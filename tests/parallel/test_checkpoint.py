@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint`: saved by two ranks that divide a model in some way, loaded by one and by four."""
+"""`torch.distributed.checkpoint`: saved by two ranks that shard a model in some way, loaded by one and by four."""
 
 import os
 import tempfile
@@ -24,12 +24,12 @@ from .test_fsdp import full, own_share, shard
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 FOLDER, OF_ONE = "CHECKPOINTS_OF_TEST", "WAYS_OF_ONE_RANK"
 STEPS = 3
-# The moments of a parameter go by its name, not by its place in a list that no rank has whole.
+# A parameter's moments are keyed by its name, not by its index in a list that no rank has in full.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def language_model() -> sf.Sequential:
-    return test_ddp.language_model(2)  # each tensor is a file's entry, which is read alone
+    return test_ddp.language_model(2)  # each tensor is an entry of a file, and is read by itself
 
 
 def staged(model: sf.Sequential) -> sf.Sequential:
@@ -44,7 +44,7 @@ WAYS: dict[str, Any] = {"sharded": shard, "staged": staged}
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # A bias of keys has no gradient but rounding, which a smaller eps would make steps of.
+    # A bias of keys has no gradient but rounding, from which a smaller eps would compute steps.
     return torch.optim.AdamW([p for p in model.parameters() if not p.is_meta], lr=0.01, eps=1e-4)
 
 
@@ -67,7 +67,7 @@ def save() -> None:
 
 
 def load() -> None:
-    """Every way of saving into every way of dividing; then a step, which takes the moments that were loaded."""
+    """Every way of saving into every way of sharding; then a step, which uses the loaded moments."""
     alone = language_model()
     reference = trained(alone, lambda t: t)
     expected = {name: p.detach().clone() for name, p in alone.state_dict().items()}
@@ -105,7 +105,7 @@ def scrambled(module: nn.Module) -> None:
         nn.init.normal_(p)
 
 
-# One rank that divides a model holds all of it.
+# One rank that shards a model holds all of it.
 @pytest.mark.parametrize("of_one", ["whole", pytest.param("whole sharded staged", marks=pytest.mark.full)])
 def test_saved_by_two_ranks_and_loaded_by_one_and_by_four(of_one: str, monkeypatch: pytest.MonkeyPatch):
     with tempfile.TemporaryDirectory() as folder:

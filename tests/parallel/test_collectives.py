@@ -1,4 +1,4 @@
-"""Collectives as operations: adjoint along every dimension, by passes, references and a compiler."""
+"""Collectives as operations: adjoint along every dimension, in passes, references and a compiler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAKERS: dict[str, Callable[[Any], sf.UnfusedOperation]] = {
 
 
 def own(seed: int, *shape: int) -> Tensor:
-    """Signed numbers of this process's own, small integers: sums are exact."""
+    """This process's own signed small integers: sums are exact."""
     return draw(*shape, seed=seed + 10 * dist.get_rank()).mul(8).round()
 
 
@@ -38,7 +38,7 @@ def everyone(x: Tensor) -> list[Tensor]:
 
 
 def expected(name: str, x: Tensor, backward: bool) -> Tensor:
-    """What a process has after it, by gathering all and plain torch; the adjoint where it goes backward."""
+    """The result of a process, from a gather of all and plain torch; the adjoint for the backward."""
     kind, _, dim = name.partition(" ")
     every, rank = everyone(x), dist.get_rank()
     if (kind, backward) in (("AllReduce", True), ("CopyToTensorParallel", False)):
@@ -83,7 +83,7 @@ def half_numbers_and_no_rows() -> None:
 
 
 def transforms_see_the_references() -> None:
-    """Forward-mode AD takes them, and gradients are those of the planned list: of summed parameters, too."""
+    """Forward-mode AD supports them, and gradients are those of the planned sequence, also of summed parameters."""
     tokens = torch.tensor([[1, 11, 4, 6, 2, 5, 0, 9]])
     for dim in (None, -2):
         model = parallel.parallelize(LanguageModel(), dist.group.WORLD, {"body.0": "vocab", "head": "vocab", **PLAN},
@@ -127,7 +127,7 @@ def autocast_agrees() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         y, grads = results(model, x, dy)
     assert y.dtype is torch.float32
-    # All together: of the four numbers of one norm's weight bfloat16 alone can be off by a tenth.
+    # Together: in the four numbers of one norm's weight bfloat16 alone can be off by 10 %.
     off = torch.stack([(grad - expected_grads[name]).norm() for name, grad in grads.items()]).norm()
     assert off <= 0.05 * torch.stack([expected_grads[name].norm() for name in grads]).norm()
 

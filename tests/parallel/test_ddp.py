@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: gradients arrive segment by segment, so that buckets are reduced while others are made."""
+"""`DistributedDataParallel`: gradients arrive segment by segment, so that buckets are reduced during the backward."""
 
 # No postponed annotations here: DDP reads those of a communication hook.
 
@@ -35,10 +35,10 @@ def tokens(step: int, rows: int = 4) -> Tensor:
 
 
 def buckets_ready() -> list[float]:
-    """When buckets are ready, as fractions of the matrix products of a backward."""
+    """When buckets are ready, as fractions of the GEMMs of a backward."""
     from torch.nn.parallel import DistributedDataParallel
 
-    # A clock that ticks with GEMMs: how far a backward is, whatever else the machine does.
+    # A clock that ticks with GEMMs: the progress of a backward, whatever else the machine does.
     clock, ready = Calls(lambda func, *_: name_of(func) in ("mm", "bmm", "addmm") or None), list[int]()
 
     segments.SEGMENT_BYTES = 0  # the model is small
@@ -50,7 +50,7 @@ def buckets_ready() -> list[float]:
 
     wrapped = DistributedDataParallel(language_model(), bucket_cap_mb=0.001)
     wrapped.register_comm_hook(None, reduce)
-    for step in range(2):  # buckets are made anew after the first step
+    for step in range(2):  # buckets are rebuilt after the first step
         ready.clear()
         loss = loss_of(wrapped, tokens(step))
         clock.names.clear()

@@ -1,4 +1,4 @@
-"""A table whose rows are divided over several processes."""
+"""An embedding weight whose rows are sharded over several processes."""
 
 from __future__ import annotations
 

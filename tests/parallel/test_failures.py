@@ -1,4 +1,5 @@
-"""A process that dies, is late or disagrees: every other one gets an error that names group and operation, in time."""
+"""A process that dies, is late or disagrees: every other one raises an error that names group and operation, in
+time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.processes import CONTEXT, Facts
 
 SECONDS = 2
 PATIENCE = 120
-"""Seconds that a loaded machine may take for what comes before a fault."""
+"""Seconds that a loaded machine may take before a fault."""
 
 
 def pair(**rest: Any) -> sf.Sequential:

@@ -94,7 +94,7 @@ TWO = [on_layers_and_the_whole, on_the_whole, in_mixed_precision]
 
 
 def within_stages() -> None:
-    """Two stages, each on two ranks that divide its layers and the batch."""
+    """Two stages, each on two ranks that shard its layers and the batch."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -108,7 +108,7 @@ def within_stages() -> None:
     dp = mesh["dp"].get_group()
 
     def clip(staged: Any) -> None:
-        for p in own:  # what fully_shard was not told of is this rank's own
+        for p in own:  # parameters outside of fully_shard are this rank's own
             if not hasattr(p, "full_tensor"):
                 dist.all_reduce(p.grad, group=dp)
                 p.grad /= 2

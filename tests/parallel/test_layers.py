@@ -1,4 +1,4 @@
-"""Layers by heads and by features over several processes, each of which holds all tokens or its shard of them."""
+"""Layers by heads and by features over several processes, each with all tokens or its sequence shard."""
 
 from __future__ import annotations
 

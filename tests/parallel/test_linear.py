@@ -1,4 +1,4 @@
-"""Column and row products over several processes: outputs and all gradients are those of one process."""
+"""Column- and row-parallel GEMMs over several processes: outputs and all gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sharded import assert_same, copy_shares, draw, randomize, results, share_o
 
 
 def pair(group: Any = None, *, bias: bool = True, bias_last: bool = True, **rest: Any) -> sf.Sequential:
-    """Up and down again: whole, or divided over a group."""
+    """Up and down again: whole, or sharded over a group."""
     column: dict[str, Any] = {} if group is None else {"parallel": "column", "group": group}
     row: dict[str, Any] = {} if group is None else {"parallel": "row", "group": group, "bias_last": bias_last}
     model = sf.Sequential(

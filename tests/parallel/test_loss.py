@@ -1,4 +1,4 @@
-"""A loss whose classes are divided over several processes; no logit leaves its process."""
+"""A loss whose classes are sharded over several processes; no logit leaves its process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def shares_of_rows_are_gathered() -> None:
 
 
 def plain_operations_agree() -> None:
-    """What a compiler or a transform sees."""
+    """Seen by a compiler or a transform."""
     from seqfuse.losses import linearcrossentropy as module
 
     with pytest.MonkeyPatch.context() as patch:

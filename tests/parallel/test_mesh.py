@@ -24,7 +24,7 @@ def full(t: Any) -> Tensor:
 
 
 def check(wrap: Callable[[nn.Module, Any], nn.Module], sequence_dim: int | None = None) -> nn.Module:
-    """Gradients are those of one process that has all of the model and all of the batch."""
+    """Gradients equal those of one process with all of the model and all of the batch."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole = stack()
     model = parallel.parallelize(stack(), mesh["tp"], PLAN, sequence_dim=sequence_dim)
@@ -35,7 +35,7 @@ def check(wrap: Callable[[nn.Module, Any], nn.Module], sequence_dim: int | None 
         t = t.chunk(2)[mesh.get_local_rank("dp")]
         return t if sequence_dim is None else t.chunk(2, sequence_dim)[mesh.get_local_rank("tp")]
 
-    for _ in range(2):  # what wraps it may do something else the second time
+    for _ in range(2):  # a wrapper may do something else the second time
         y, grads = results(wrapped, own(x), own(dy))
     expected_y, expected = results(whole, x, dy)
     torch.testing.assert_close(y, own(expected_y))

@@ -1,4 +1,4 @@
-"""An existing model, divided in place, and checkpoints of it."""
+"""An existing model, sharded in place, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def a_mesh_is_a_group() -> None:
 
 
 class LanguageModel(torch.nn.Module):
-    """Table, stack and loss, the table's rows tied to the classes."""
+    """Embedding, stack and loss, with the embedding weight tied to the classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def a_language_model_equals_the_whole() -> None:
 
 
 def lone_norms_know_that_they_see_a_share_of_the_rows() -> None:
-    """Called by itself, with no collective beside it; also one within a region, before its first GEMM."""
+    """Called by itself, with no collective next to it; also one within a region, before its first GEMM."""
     for make, plan, name, width in ((stack, PLAN, "norm", 16), (by_hand, BY_HAND, "0.0", 6)):
         model = parallel.parallelize(make(), dist.group.WORLD, plan, sequence_dim=-2)
         whole, x = make().get_submodule(name), draw(2, 8, width)
@@ -129,7 +129,7 @@ def checkpoints_come_and_go_whole() -> None:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     dcp.save(parallel.dtensors(model), checkpoint_id=folder[0])
-    # Read by the same processes, by one alone, and by a group of another size.
+    # Read by the same processes, by one, and by a group of another size.
     plain = {name: torch.zeros_like(value) for name, value in state.items()}
     dcp.load(plain, checkpoint_id=folder[0], no_dist=True)
     assert all(torch.equal(plain[name], value) for name, value in state.items())

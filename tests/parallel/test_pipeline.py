@@ -1,4 +1,4 @@
-"""A model in stages: on every rank what one process computes."""
+"""A model in pipeline stages: every rank computes the results of one process."""
 
 import copy
 import os
@@ -27,7 +27,7 @@ from tests.watching import Calls, name_of
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 STEPS = 3
 LIMIT = 2.0  # of the norm of all gradients
-DTYPE = torch.float64  # of models and batches; that of some processes is another
+DTYPE = torch.float64  # of models and batches; InBFloat16 changes it
 
 
 def block(dim: int = 6, dropout: float = 0.0) -> ops.Residual:
@@ -37,7 +37,7 @@ def block(dim: int = 6, dropout: float = 0.0) -> ops.Residual:
 
 
 def model_of(dropout: float = 0.0) -> sf.Sequential:
-    """Two skip connections that cross boundaries: one of a residual, one of a fork that is read far behind."""
+    """Two skip connections across boundaries: a residual, and a fork that is read far behind."""
     torch.manual_seed(1)
     model = sf.Sequential(
         ops.Linear(4, 6), ops.Fork("skip"), block(dropout=dropout), block(dropout=dropout), ops.Add("skip"),
@@ -178,7 +178,7 @@ def outputs_say_what_they_are_everywhere() -> None:
 
 
 def without_a_gradient_before_a_boundary() -> None:
-    """Frozen stages send no gradients, on whichever side of the boundary one looks."""
+    """Frozen stages send no gradients, on either side of the boundary."""
     alone = model_of()
     for frozen in (slice(0, 2), slice(0, 4), slice(2, 6), slice(5, 7)):
         for index, module in enumerate(alone):
@@ -264,7 +264,7 @@ class Turned(nn.Module):
 
 
 def tensors_are_sent_however_they_lie_in_memory() -> None:
-    """One goes on turned, and so does the gradient that comes back."""
+    """One tensor is sent transposed, and so is the gradient that comes back."""
     alone = sf.Sequential(ops.Linear(4, 6), Turned(), Turned(), ops.Linear(6, 6), ops.Linear(6, 3)).to(DTYPE)
     staged = staged_of(alone, ("2", "4"))
     losses_of(staged, alone)
@@ -364,7 +364,7 @@ def a_tensor_of_this_rank_gets_no_gradient_from_the_loss() -> None:
 
 
 def training_goes_as_in_one_process() -> None:
-    """AdamW, the norm of all gradients, and what is saved on the way."""
+    """AdamW, the norm of all gradients, and state dicts."""
     alone = model_of(dropout=0.2)
     staged = staged_of(alone, stages=None)
     pairs = [(m, torch.optim.AdamW(m.parameters(), lr=0.1)) for m in (staged, alone)]
@@ -508,14 +508,15 @@ def every_loss_is_written_once() -> None:
 
 
 def assert_near(got: Tensor, expected: Tensor, name: str, **float64: float) -> None:
-    """In 16 bits parts of a sum are rounded before they are added; the float64 run says whether the parts are right."""
+    """In 16 bits parts of a sum are rounded before they are added; the float64 run shows whether the parts are
+    right."""
     half = {"rtol": 0.0, "atol": 16 * torch.finfo(DTYPE).eps * expected.abs().max().item()}
     how = float64 if DTYPE is torch.float64 else half
     torch.testing.assert_close(got, expected, msg=lambda m: f"{name}: {m}", **how)
 
 
 def microbatched(schedule_of: Any, staged: sf.Sequential, alone: sf.Sequential, count: int, **channels: Tensor) -> None:
-    """A schedule gives what one process gives that adds up the gradients of the micro-batches, bit for bit."""
+    """A schedule gives the results of one process that sums the gradients of the micro-batches, bit for bit."""
     whole, target = batch(0, rows=12)
     own_stages = stages(staged, whole, microbatches=count, **channels)
     schedule = schedule_of(own_stages)
@@ -614,7 +615,7 @@ TWO = [
 
 
 def stages_of_shares_give_the_gradients_of_one_process() -> None:
-    """Two stages, each sharded over two ranks; dropout outside of shards is one for all."""
+    """Two stages, each sharded over two ranks; dropout outside of shards is common to all."""
     from seqfuse.nn import TransformerStack
 
     torch.manual_seed(1)
@@ -687,7 +688,7 @@ TWO.append(what_is_no_tensor_of_the_last_stage_is_refused_on_every_rank)
 
 
 class InBFloat16:
-    """The same in another dtype."""
+    """The same in bfloat16."""
 
     def __init__(self, work: Any) -> None:
         self.work, self.__name__ = work, f"{work.__name__}_in_bfloat16"
@@ -978,7 +979,7 @@ def test_stages_that_are_made_again_begin_with_the_first_micro_batch(one: Any):
         crossing = first(x[:2])
     torch.manual_seed(3)
     assert torch.equal(second(*crossing), alone(x[:2]))
-    assert not staged._fuser._drawn  # each is let go with the last stage that reads it
+    assert not staged._fuser._drawn  # each is freed with the last stage that reads it
 
 
 def test_what_stands_for_a_stage_has_a_gradient_only_where_gradients_are_recorded(one: Any):

@@ -1,4 +1,4 @@
-"""What a plan of a divided list looks like, which needs one process alone: the others are pretended."""
+"""Plans of a sharded sequence in one process, with a fake group."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_same_fusions_apply_beside_collectives(group: Any) -> None:
     for side in ("forward", "backward"):
         alone = [s.name for s in getattr(whole.plan(env=env), side)]
         beside = [s.name for s in getattr(model.plan(env=env), side)]
-        # Bias, dropout, residual sum and norm stay one; what changes is that a product no longer ends in them.
+        # Bias, dropout, residual sum and norm stay one fusion, which no longer begins with a GEMM.
         assert {n for n in beside if n not in collectives} >= {n for n in alone if "Linear" not in n}
         assert beside.count("AllReduce") == 4
 

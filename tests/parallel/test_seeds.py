@@ -1,4 +1,4 @@
-"""Dropout over several processes: one mask where they hold the same, masks of their own where they do not."""
+"""Dropout over several processes: one mask where they hold the same tensor, separate masks otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.processes import Facts
 
 
 def masks(model: sf.Sequential) -> list[Tensor]:
-    """What the forks let out of ones; the gradient must have met the same masks."""
+    """The forks' outputs for ones; the gradient must have met the same masks."""
     x = torch.ones(64, 32, requires_grad=True)
     y, *between = model(x)
     y.sum().backward()
@@ -72,7 +72,7 @@ def shares_of_rows_have_masks_of_their_own() -> None:
 
 
 def references_draw_the_same() -> None:
-    """What a compiler or transform sees has the same masks."""
+    """Seen by a compiler or a transform, the masks are the same."""
     torch.manual_seed(5)
     _, *planned = region()(torch.ones(8, 32))
     torch.manual_seed(5)
@@ -83,7 +83,7 @@ def references_draw_the_same() -> None:
 
 
 def products_that_run_by_themselves_are_seen() -> None:
-    """A hook makes a product a barrier; what lies before, between and after it is what it was."""
+    """A hook makes a Linear a barrier; the masks before, between and after it stay."""
     group = dist.group.WORLD
     for hooked in (None, 2, 5):
         model = sf.Sequential(

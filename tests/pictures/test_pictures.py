@@ -1,4 +1,4 @@
-"""Pictures of plans: what stands where, names that stay text, nothing from elsewhere, long lists that fold."""
+"""Pictures of plans: positions, escaped names, no external content, long sequences that fold."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def deep(blocks: int = 110) -> sf.Sequential:
 
 
 def unlike(count: int = 1000) -> sf.Sequential:
-    """A list that does not repeat itself, of operations that no fusion takes."""
+    """A sequence that does not repeat itself, of operations that no fusion takes."""
     kinds = (ops.ReLU, ops.Tanh, ops.Sigmoid, ops.SiLU)
     choice = torch.randint(4, (count,), generator=torch.Generator().manual_seed(1)).tolist()
     return sf.Sequential(*(kinds[i]() for i in choice), fusions=())
@@ -114,14 +114,14 @@ def test_json_is_the_dictionary_and_says_what_the_plan_says(plan: Plan) -> None:
     given = [(name, at, r["reason"]) for r in data["refused"] for name, places in r["fusions"].items() for at in places]
     assert sorted(given) == sorted({(r.fusion, r.at, r.reason) for r in plan.refused})
     kinds = [(r["reason"], r["superseded"], r["expected"], r["own"]) for r in data["refused"]]
-    assert len(set(kinds)) == len(kinds)  # a reason stands there once
+    assert len(set(kinds)) == len(kinds)  # a reason is printed there once
     assert [e["at"] for e in data["eager"]] == [e.at for e in plan.eager]
     assert data["env"]["text"] == plan.env.said(plan.tokens)
     assert (data["memory"] is None) == (plan.memory is None)
 
 
 def kept_by_engine(model: sf.Sequential) -> dict[int, tuple[str, ...]]:
-    """What the steps of a model that has run put by, by position; a joint fusion's own under `~position`."""
+    """The saved tensors of each step of a model that has run, by position; a joint fusion's under `~position`."""
     model(X)
     kept: dict[int, tuple[str, ...]] = {}
     for part in model._own().op_list().parts:
@@ -148,7 +148,7 @@ def test_records_are_those_that_the_engine_keeps(make: Any, frozen: tuple[str, .
 
 
 def boxes(root: ElementTree.Element, kinds: set[str]) -> list[tuple[float, float, float, str]]:
-    """Left, top, right and first title line of each group that has a box, of these classes."""
+    """Left, top, right and first title line of each group of these classes that has a box."""
     found: list[tuple[float, float, float, str]] = []
     for group in root.iter(f"{SVG}g"):
         rect, title = group.find(f"{SVG}rect"), group.find(f"{SVG}title")
@@ -339,7 +339,7 @@ def test_of_a_long_key_the_end_is_shown_which_tells_it_from_its_neighbors() -> N
 
 
 def unfolded(blocks: list[Block]) -> list[tuple[Any, bool]]:
-    """What is drawn of each position, and whether a segment begins there."""
+    """The drawing of each position, and whether a segment begins there."""
     return [(looks(c), c.opens) for b in blocks for _ in range(b.times) for c in b.columns]
 
 
@@ -400,7 +400,7 @@ def test_whatever_repeats_is_folded_and_can_be_unfolded(
 ) -> None:
     kinds = (ops.ReLU, ops.Tanh, ops.Sigmoid)
     modules = [kinds[i]() for i in (*before, *unit * times, *after)]
-    # Segments and gradients that begin somewhere are part of what is drawn, so a list without either.
+    # Segments and gradients that begin somewhere are drawn, so a sequence without either.
     plan = sf.Sequential(*modules, fusions=()).plan(env=sf.Env.of("cpu", grad=False))
     columns = plan_columns({**plan.as_dict(), "segments": []})
     blocks = fold(columns, looks)
@@ -419,7 +419,7 @@ def test_lines_are_cut_between_steps_where_that_can_be() -> None:
 
 
 def made(steps: list[int], names: str, segments: list[tuple[int, int]]) -> PlanData:
-    """Plain data of a list of operations with one-letter names, covered forward by steps of these lengths."""
+    """A sequence of operations with one-letter names as plain data, whose forward steps have these lengths."""
     starts = [sum(steps[:i]) for i in range(len(steps))]
     return {
         **PLANS["empty"]().as_dict(),
@@ -433,7 +433,7 @@ def made(steps: list[int], names: str, segments: list[tuple[int, int]]) -> PlanD
 
 
 def test_a_block_does_not_begin_within_a_step() -> None:
-    # From position 1 on everything repeats itself, but that is the second half of a step.
+    # From position 1 on everything repeats, but that is the second half of a step.
     blocks = fold(plan_columns(made([2] * 40, "xb" + "ab" * 39, [])), looks)
     assert [(len(b.columns), b.times) for b in blocks] == [(2, 1), (2, 39)]
 

@@ -1,4 +1,4 @@
-"""Random lists of operations, drawn by hypothesis."""
+"""Random op sequences, drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = {"Scale": (-0.75, 1.0, 0.5), "Dropout": (0.3, 0.0, 0.5)}
 _SIZED = ("LayerNorm", "RMSNorm", "Bias")
 _PARAMETERS = {"Linear": 2, "LayerNorm": 2, "RMSNorm": 1, "Bias": 1, "QKNorm": 2}
 _NAMES = {"Bias": ("bias",), "QKNorm": ("q_weight", "k_weight")}
-# Runs that patterns are made of, since chance would seldom put them in a row.
+# Parts of fusions' patterns, since chance would seldom put them in a row.
 _RUNS = (
     *("act", "Linear", "LayerNorm", "RMSNorm", "Scale", "Linear act", "Linear LayerNorm", "GeLU Linear"),
     *("LayerNorm Linear", "Bias act act", "Bias LayerNorm"),

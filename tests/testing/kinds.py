@@ -11,7 +11,7 @@ from seqfuse import ops
 
 
 class BiasNorm(sf.ForwardFusion):
-    """Records of a bias and a norm from one forward."""
+    """Saves tensors for a bias and a norm in one forward."""
 
     bias: ops.Bias
     norm: ops.LayerNorm
@@ -53,7 +53,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 class GeLULinear(sf.ForwardFusion):
-    """The product's input is computed again in the backward pass."""
+    """Recomputes the GEMM's input in the backward pass."""
 
     act: ops.GeLU
     linear: ops.Linear
@@ -85,7 +85,7 @@ class BiasDropout(sf.ForwardFusion):
 
 
 class LinearBias(sf.BackwardFusion):
-    """Gradients of a product and its bias from one pass over dy."""
+    """Gradients of a GEMM and its bias from one pass over dy."""
 
     linear: ops.Linear
     bias: ops.Bias
@@ -114,7 +114,7 @@ class AddForkBias(sf.BackwardFusion):
 
 
 class BiasAct(sf.JointFusion):
-    """Keeps z = x + b, or makes it again; falls back."""
+    """Saves z = x + b, or recomputes it; falls back."""
 
     bias: ops.Bias
     act: sf.Pointwise

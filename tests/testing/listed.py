@@ -1,4 +1,4 @@
-"""A random list run once: what it gives, and every gradient."""
+"""A random op sequence run once: its results, and every gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .lists import ListSpec
 Results = dict[str, Tensor | None]
 CPU = torch.device("cpu")
 DISTINCT = tuple(layout for layout in LAYOUTS if layout not in ("expanded", "scalar"))
-"""Layouts whose rows differ: attention over equal rows has gradients of queries and keys that are roundings alone."""
+"""Layouts whose rows differ: attention over equal rows has gradients of queries and keys that are rounding errors
+only."""
 
 
 def results(
@@ -68,7 +69,7 @@ def results(
     if not pairs or not wanted:
         return {**outputs}
     ys, dys = zip(*pairs, strict=True)
-    if reentrant:  # it takes no inputs to differentiate by
+    if reentrant:  # it requires inputs to differentiate
         torch.autograd.backward(ys, dys)
         found = tuple(t.grad for t in wanted.values())
         for t in wanted.values():
@@ -79,5 +80,5 @@ def results(
 
 
 def _zeros_for_none(g: Tensor | None, like: Tensor) -> Tensor:
-    # Autograd says None where nothing leads back, and zeros where something does that adds nothing.
+    # Autograd returns None where no path leads back, and zeros where a path adds nothing.
     return torch.zeros_like(like) if g is None else g

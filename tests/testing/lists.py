@@ -1,4 +1,4 @@
-"""Random `Sequential`s as data: what one is made of, how it is built, and what it computes by itself."""
+"""Random `Sequential`s as data: their members, how they are built, and their results in plain torch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class MemberSpec:
 
     @property
     def attends(self) -> bool:
-        """Whether attention is in it, so that it takes x of at least two dimensions."""
+        """Whether it contains attention, so that x needs at least two dimensions."""
         return self.kind in HEADED or any(member.attends for member in self.members)
 
     def build(self) -> nn.Module:
@@ -201,7 +201,7 @@ def _nodes(node: MemberSpec, module: nn.Module) -> Iterator[tuple[MemberSpec, nn
 
 
 def _call(node: MemberSpec, module: nn.Module, x: Tensor, channels: dict[str, Tensor], by: Computed) -> Tensor:
-    """A module that runs through its own `__call__`: it draws seeds of its own, and its hooks run."""
+    """A module that runs through its own `__call__`: it draws its own seeds, and its hooks run."""
     if node.hook == "forward pre":
         x = 0.5 * x
     if node.kind == "Checkpointed":

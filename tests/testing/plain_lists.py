@@ -1,4 +1,4 @@
-"""What operations compute, stated again in plain torch: in random lists their own references are not trusted."""
+"""Operations restated in plain torch: random sequences do not rely on their references."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain(op: Any, x: Tensor, seed: Tensor | None, mask: Tensor | None, stats: t
 
 
 def _kept(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
-    """Dropout by the mask of `Dropout` itself, whose bits have tests of their own against published Philox numbers."""
+    """Dropout with the mask of `Dropout`, whose bits have tests against published Philox numbers."""
     return x if seed is None else torch.where(drop_mask(seed, x.shape, p), 0.0 * x, x / (1 - p))
 
 
@@ -85,8 +85,7 @@ def _turned(op: Any, x: Tensor, *_: Any) -> Tensor:
 
 def _attention(op: Any, x: Tensor, seed: Tensor | None, mask: Tensor | None, stats: torch.dtype) -> Tensor:
     """Softmax attention. The sum of a score and a float mask is rounded to `stats`, since -1e9 leaves no digit of a
-    float32 score; all else is computed in the dtype of x.
-    """
+    float32 score; all else is computed in the dtype of x."""
     heads = _heads(op, x, op.heads + 2 * op.kv_heads)[0].transpose(-2, -3)
     q, values = heads[..., : op.heads, :, :], op.heads + op.kv_heads
     k, v = (

@@ -21,7 +21,7 @@ from triton.backends.nvidia import driver
 from tests.testing import test_replay, test_stub_driver
 from tools import stub_driver as stubs
 
-sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # what Triton does not call here need not be there
+sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # functions that Triton does not call need not be there
 DRIVER = ctypes.CDLL(str(Path(os.environ["TRITON_LIBCUDA_PATH"], "libcuda.so.1")), ctypes.RTLD_GLOBAL)
 DRIVER.parameters.restype = ctypes.c_void_p
 DRIVER.shape.restype = ctypes.POINTER(ctypes.c_uint)
@@ -39,7 +39,7 @@ def flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check(name: str, grid: tuple[int, ...], arguments: list[tuple[str, Any]]) -> None:
-    """Refuse what a kernel would be given instead of its arguments."""
+    """Refuses arguments that would reach a kernel as something else."""
     assert (*DRIVER.shape()[:3],) == grid, f"{name}: grid {grid}"
     raw = ctypes.string_at(DRIVER.parameters(), 8 * len(arguments))
     for i, (kind, value) in enumerate(arguments):
@@ -50,7 +50,7 @@ def check(name: str, grid: tuple[int, ...], arguments: list[tuple[str, Any]]) ->
 
 
 def launcher(stub: stubs.Stub, checks: bool) -> Any:
-    """Triton's own, around whose function in C what it hands on is looked at."""
+    """Triton's own launcher, whose arguments to its C function are recorded."""
 
     class Launcher(driver.CudaLauncher):
         def __init__(self, source: Any, metadata: Any) -> None:
@@ -83,7 +83,8 @@ class Utils(stubs._Utils):
 
 
 def uncompiled(stub: stubs.Stub, active: Any) -> Callable[..., Any]:
-    """A compiler that makes no code, and says of warps, blocks in a cluster and shared memory what a launch needs."""
+    """A compiler that generates no code, but reports the warps, blocks per cluster and shared memory that a launch
+    needs."""
     compiling = stub_uncompiled(stub, active)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`check_fusion` passes correct fusions of every kind and catches each spoiled one, by name."""
+"""`check_fusion` passes correct fusions of every kind, and finds each spoiled one, by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FEW = pytest.mark.usefixtures("few_cases")
 MUTANTS = [(cls, message) for cls, message in SPOILED if issubclass(cls, sf.FusedOperation)]
 
 
-# Others are near kin of these, and spoiled ones of them have to be found.
+# The other kinds are close to these, and spoiled ones of them must be found.
 KIN = {BiasNorm, BiasAct, BiasGeLU, LinearBias}
 
 
@@ -58,7 +58,7 @@ def test_passes_a_correct_fusion(fusion: type[sf.FusedOperation], dtypes: list[t
     assert str(checked).startswith(f"{fusion.__name__}: {checked.cases} cases on [")
 
 
-# Found in one case of many; the others in whichever is run.
+# Found in one case of many; the others in any case.
 IN_ONE_CASE = (
     "ReturnsDyAsAGradient", "IgnoresNeeds", "ReadsADroppedField", "SwallowsNaN", "IgnoresStrides", "SwallowsANaNOfDy",
     "ClampsDx", "WidensForAStridedDy", "AddsADimensionForAStridedDy",
@@ -78,7 +78,7 @@ class LimitedDropsColumns(BiasGeLU):
 
 
 class DropsColumns(BiasGeLU):
-    """Right where the width is a power of two."""
+    """Right if the width is a power of two."""
 
     def fwd(self, x):
         y, saved = super().fwd(x)
@@ -343,7 +343,7 @@ def test_operations_have_the_dtype_of_the_environment_that_is_asked_for():
     assert not checked.skipped
 
 
-# The lists that are made where no operations are given.
+# The sequences that are built when no operations are given.
 
 
 def lists_for(fusion: type[sf.FusedOperation]) -> list[str]:
@@ -430,7 +430,7 @@ class FixedGeLU(sf.InferenceFusion):
     act: ops.GeLU
 
     def fwd(self, x):
-        # Rounded once: erf of torch in float32 is as accurate as processor and layout have it.
+        # Rounded once: float32 erf of torch is as accurate as processor and layout allow.
         return torch.nn.functional.gelu((x + self.bias.bias).double()).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""`check_op` passes every operation of the library and catches each spoiled one, by name."""
+"""`check_op` passes every operation of the library and finds each spoiled one, by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIBRARY = [
 ]
 
 
-# tests/ops puts every operation through the check; these end in all its parts.
+# tests/ops checks every operation; these reach all parts of the check.
 WHOLE = (ops.Linear, ops.SwiGLU, ops.Dropout, ops.Add)
 
 
@@ -79,7 +79,7 @@ def test_a_backward_that_does_not_ask_what_is_wanted_may_compute_all():
     check_op(Whole(), X)
 
 
-# Found in one case of many; the others in whichever is run.
+# Found in one case of many; the others in any case.
 IN_ONE_CASE = (
     "DoublesBatches",
     "SwallowsInfinity",
@@ -132,7 +132,7 @@ def test_small_tensors_are_enough_for_c_kernels():
 
 
 class ForgetsItsSlope(sf.Pointwise):
-    """y = x where x > 0, else slope x; its kernel has the first slope alone."""
+    """y = x where x > 0, else slope x; its kernel has only the first slope."""
 
     @triton.jit
     def value(x, P: tl.constexpr):
@@ -191,7 +191,7 @@ class Shifted(sf.UnfusedOperation):
 
 
 class ShiftedBehindItsTile(Shifted):
-    """Wrong in columns behind the first 128."""
+    """Wrong in columns after the first 128."""
 
     examples = sf.UnfusedOperation.examples
 
@@ -202,7 +202,7 @@ class ShiftedBehindItsTile(Shifted):
 
 
 class ShiftedInPart(Shifted):
-    """Wrong in columns behind the last power of two."""
+    """Wrong in columns after the last power of two."""
 
     examples = sf.UnfusedOperation.examples
 
@@ -228,7 +228,7 @@ class InFloat32(Shifted):
 
 
 class TakesNoFew(Shifted):
-    """Its reference fails with an error of torch where x has no dimension of tokens."""
+    """Its reference raises a torch error if x has no dimension of tokens."""
 
     examples = sf.UnfusedOperation.examples
 
@@ -285,7 +285,7 @@ def test_rounding_between_the_steps_is_called_that_and_the_error_has_no_frames_o
     assert meaning == "  (against float64, e_f is the error of the operation, e_u that of its reference in this dtype)"
     here, kit = caught.traceback
     assert here.frame.code.name.startswith("test_rounding")
-    assert kit.frame.f_locals["__tracebackhide__"]  # so that pytest shows the test alone
+    assert kit.frame.f_locals["__tracebackhide__"]  # so that pytest shows only the test
     assert caught.value.__cause__ is None
 
 
@@ -435,7 +435,7 @@ _EARLIER = DefinedAgain
 
 
 class DefinedAgain(sf.Pointwise):  # pyright: ignore[reportRedeclaration]
-    """y = sin(x), as a cell of a notebook that ran twice."""
+    """y = sin(x), as if a notebook cell ran twice."""
 
     def reference(self, x: torch.Tensor) -> torch.Tensor:
         return x.sin()

@@ -1,4 +1,4 @@
-"""A custom op without a fake implementation is named, with what to register, by plans and by the test kit."""
+"""Plans and the test kit name a custom op without a fake implementation, and the function to register one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class BackwardOnly(sf.BackwardFusion):
 
 class Halving(sf.UnfusedOperation):
     class Saved(sf.Saved):
-        """Empty."""
+        """Nothing."""
 
     def reference(self, x: Tensor) -> Tensor:
         return x * 0.5

@@ -1,4 +1,4 @@
-"""Redraws, overflow, memory, and what a pass may not change."""
+"""Redraws, overflow, memory, and forbidden changes by a pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.judging import judge_together
 
 
 class Draws:
-    """Results that are right but in the given draws, where one element of one tensor is spoiled; counts the draws."""
+    """Results that are right except in the given draws, where one element of one tensor is spoiled; counts the
+    draws."""
 
     def __init__(
         self, dtype: torch.dtype, wrong: dict[int, str], spoil: float = 1.0, shape: tuple[int, ...] = (4, 8)
@@ -40,7 +41,7 @@ class Draws:
 HALF = torch.bfloat16, torch.float16
 WIDE = {"shape": (5, 13)}  # of more than 64 elements
 DRAWN: dict[str, tuple[list[torch.dtype], dict[int, str], dict[str, Any], str | None, int]] = {
-    # Dtypes, where draws are spoiled, how, what is raised, if anything, and how many draws are asked for (0: many).
+    # Dtypes, draws that are spoiled, how, the error, if any, and how many draws are made (0: many).
     "a right result": ([torch.float32], {}, {}, None, 1),
     "one alarm in float32": ([torch.float32], {0: "y"}, {}, None, 3),
     "the same in the first redraw": ([torch.float32], {0: "y", 1: "y"}, WIDE, "y: max", 2),
@@ -122,7 +123,7 @@ def test_one_element_of_many_that_alarms_in_16_bits_is_taken_for_chance_and_a_se
 
 
 def test_few_elements_that_alarm_twice_are_judged_as_one_tensor_of_many_draws():
-    """Two sums of one number each, as wrong as one another, alarm in half of all draws; twice as wrong is found."""
+    """Two equally wrong sums of one number each alarm in half of all draws; one that is twice as wrong is found."""
     asked: list[int] = []
 
     def measure(seed: int, wrong: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What Triton's own launchers, in C, hand to a CUDA driver: to one that is made here and launches nothing."""
+"""Arguments that Triton's own launchers, in C, hand to a CUDA driver: a stub that launches nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.mark.slow
 def test_arguments_reach_a_driver_through_them_as_they_were_given(tmp_path: Path) -> None:
-    """Launched by Triton, by a compiled kernel, and replayed: tuples, numbers, and addresses that are numbers."""
+    """Launched by Triton, by a compiled kernel, and replayed: tuples, numbers, and addresses as numbers."""
     library = ["-o", str(tmp_path / "libcuda.so.1"), str(HERE / "cuda_driver.c")]
     subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *library], check=True)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The rule kills every seeded bug and stays silent on kernels that only round differently."""
+"""The error bound finds every seeded bug, and accepts kernels that only round differently."""
 
 import pytest
 import torch

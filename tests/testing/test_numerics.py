@@ -1,4 +1,4 @@
-"""Each part of the rule, one at a time."""
+"""Each part of the error bound, one at a time."""
 
 import math
 from pathlib import Path
@@ -247,7 +247,7 @@ def rms(values: list[float]) -> float:
 
 
 def at_worst(measured: list[float], bounds: list[float]) -> float:
-    """The bound where the measured value comes nearest to it, as the report shows it."""
+    """The bound closest to its measured value, as the report shows it."""
     return max(zip(measured, bounds, strict=True), key=lambda pair: pair[0] / pair[1])[1]
 
 
@@ -280,7 +280,7 @@ def test_bounds_are_those_of_the_table(dtype: torch.dtype, unit: float):
 
 
 def test_rows_that_are_equal_are_one_draw_and_those_that_share_little_are_many():
-    """Of copies of one row the columns are the draws; the bound is as if there were that row alone."""
+    """In copies of one row the columns are the draws; the bound is as if there were only that row."""
     f, u, r = results(torch.bfloat16, (1, 40))
     apart = results(torch.bfloat16, (32, 40))
     report = assert_fused_close(*(t.repeat(32, 1) for t in (f, u, r)))
@@ -322,7 +322,7 @@ def test_pytest_shows_the_test_and_the_message_and_no_frames_of_the_kit(tmp_path
 
 
 def _apart(errors: Tensor, wrong: tuple[int, int, float] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Fused, unfused and reference, whose errors have such deviations; one of them may be another."""
+    """Fused, unfused and reference, whose errors have these deviations; one of them may be replaced."""
 
     def drawn(seed: int) -> Tensor:
         return errors * torch.randn(errors.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -357,7 +357,7 @@ def test_errors_of_other_unfused_results_count_with_those_of_the_first() -> None
     column = 1e-6 * seeded_randn((512,), 1, dtype=torch.float64)
 
     def off(size: float, seed: int) -> Tensor:
-        """What one number for a row, times another for a column, is off by."""
+        """The error of one number per row, times another per column."""
         return (r + size * seeded_randn((64, 1), seed, dtype=torch.float64) * column).float()
 
     fused, unfused, others = off(1.0, 2), off(0.1, 3), [off(1.0, seed) for seed in (4, 5)]

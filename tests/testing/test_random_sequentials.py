@@ -1,4 +1,4 @@
-"""Random lists give the same results fused, unfused, and in plain torch in float64."""
+"""Random sequences give the same results fused, unfused, and in plain torch in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AMPLIFIED = 1e4
 """Bound on the error of a result in units of eps: norms of rows that are nearly constant amplify roundings."""
 FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples * 2 // 5)
 FIRST = hypothesis.settings(phases=[hypothesis.Phase.generate])
-# Torch warns of a hook on the first module where the input needs no gradient, and of a weight of no columns.
+# torch warns of a hook on the first module if the input needs no gradient, and of a weight without columns.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
@@ -59,7 +59,7 @@ def assert_agreement(
 
 
 def assert_right(unfused: Results, exact: Results, spec: ListSpec, eps: float):
-    """Fused results are bounded by the error of the unfused operations, which has to be small itself."""
+    """Fused results are bounded by the error of the unfused operations, which must be small itself."""
     # In a row that is masked whole by a large number, scores and their log-sum-exp are rounded to |mask| eps / 2, by
     # which every weight of the row is off. From |mask| eps = 1 on nothing is left of the scores: all weights are equal.
     lost = max((-float(kind) * eps for _, kind in spec.masks if kind in ("-1e9", "-1e4")), default=0.0)
@@ -99,7 +99,7 @@ HOW = st.fixed_dictionaries(
 def test_fused_unfused_and_plain_torch_agree(
     spec: ListSpec, rows: tuple[int, ...], x_wants: bool, grad: bool, layout: str, how: dict[str, Any]
 ):
-    if how["checkpointed"] == "reentrant" and not (x_wants and grad):  # it needs an input that wants a gradient
+    if how["checkpointed"] == "reentrant" and not (x_wants and grad):  # it requires an input that needs a gradient
         how |= {"checkpointed": "non-reentrant"}
     assert_agreement(spec, rows=rows, x_wants=x_wants, grad=grad, layout=layout, **how)
 

@@ -1,4 +1,4 @@
-"""What a host function replays is what it would decide again: the same launches, each tensor in its place."""
+"""A replay of a host function makes the launches of a full call: the same ones, each tensor in its place."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ NAMED: dict[Any, Callable[[], Tensor]] = {
 
 
 def drawn(shapes: Sequence[Any]) -> list[Tensor]:
-    """Tensors of shapes, of names, and seeds."""
+    """Named tensors of given shapes, and seeds."""
     found: list[Tensor] = []
     for shape in shapes:
         if shape in NAMED:
@@ -147,7 +147,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
 
 def told(launches: Seen, given: list[Tensor], result: Any) -> Any:
-    """Launches and result with tensors as what they are: given, or the first, second, ... that was made."""
+    """Launches and result with tensors by origin: given, or the first, second, ... that was allocated."""
     names = {t.data_ptr(): f"given {i}" for i, t in enumerate(given)}
 
     def of(value: Any) -> Any:
@@ -185,7 +185,7 @@ def test_a_replayed_call_is_what_would_be_decided_again(name: str, seen: Seen, m
 
 
 BOUND: dict[str, tuple[tuple[Any, ...], Callable[[], Callable[..., Any]], Callable[..., Any]]] = {
-    # Shapes of tensors, the function that all but them were given to, and the host function.
+    # Shapes of tensors, the function that takes all but the last, and the host function.
     "chain": (
         ((M, K), (K,), 0, (M, K)),
         lambda: p.pointwise_of(BRANCH, F32),
@@ -308,22 +308,22 @@ def test_a_call_that_differs_is_decided_anew(name: str, seen: Seen) -> None:
 
 
 def wider(t: Tensor) -> Tensor:
-    """Rows further apart."""
+    """Rows with gaps."""
     return torch.cat((t, t), -1)[..., : t.shape[-1]]
 
 
 def shifted(t: Tensor) -> Tensor:
-    """The same, one element on."""
+    """The same, one element further."""
     return torch.cat((t.reshape(-1)[:1], t.reshape(-1)))[1:].view(t.shape)
 
 
 def shorter(t: Tensor) -> Tensor:
-    """Strides as they are, one row less."""
+    """The same strides, one row less."""
     return t[:, :, :-1] if t.ndim == 4 else t[:-1]
 
 
 HEADS: dict[str, tuple[tuple[Any, ...], tuple[Callable[[Tensor], Tensor], ...], dict[str, Any]]] = {
-    # Shapes, what may be done to the first tensor, and flags.
+    # Shapes, changes of the first tensor, and flags.
     "attention_fwd": (
         (Q, KV, KV),
         (wider, shifted, shorter),

@@ -1,4 +1,4 @@
-"""A `Sequential` that is changed at random stays in step with a `torch.nn.Sequential` of the same modules."""
+"""A `Sequential` that is changed at random behaves as a `torch.nn.Sequential` of the same modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seqfuse.testing import seeded_randn
 from .kinds import KINDS
 from .twins import FUSIONS, REGISTER, TWINS, WIDTH, pair
 
-# Said by torch of a hook on the first module where the input wants no gradient.
+# torch warns so of a hook on the first module if the input needs no gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 MOST = 12  # modules, nested ones counted
 kinds = st.sampled_from(list(TWINS))
@@ -38,7 +38,7 @@ class InStep(RuleBasedStateMachine):
         self.theirs.double()
         self.match(self.ours, self.theirs)
 
-    # What the rules need.
+    # Preconditions of the rules.
 
     def fresh(self, kind: str) -> tuple[nn.Module, nn.Module]:
         twins = TWINS[kind]()
@@ -48,7 +48,7 @@ class InStep(RuleBasedStateMachine):
         return twins
 
     def match(self, ours: nn.Module, theirs: nn.Module) -> None:
-        """Give both the same random parameters."""
+        """Gives both the same random parameters."""
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             self.numbers += 1
             p.data = 0.7 * seeded_randn(tuple(p.shape), self.numbers, dtype=p.dtype)
@@ -59,7 +59,7 @@ class InStep(RuleBasedStateMachine):
         return next((p.dtype for p in self.theirs.parameters()), torch.float64)
 
     def container(self, place: int) -> tuple[nn.Sequential, nn.Sequential]:
-        """The list itself, or one nested in it."""
+        """The sequence itself, or one nested in it."""
         found = [
             twins
             for twins in zip(self.ours.modules(), self.theirs.modules(), strict=True)
@@ -74,7 +74,7 @@ class InStep(RuleBasedStateMachine):
     def small(self) -> bool:
         return sum(1 for _ in self.theirs.modules()) < MOST
 
-    # The list.
+    # The sequence.
 
     @precondition(small)
     @rule(place=places, kind=kinds)
@@ -179,7 +179,7 @@ class InStep(RuleBasedStateMachine):
     def hook(self, place: int, kind: str) -> None:
         ours, theirs = self.leaf(place)
         if ours is self.ours and kind == "full backward":
-            return  # torch calls it with the list's own input, which this test does not pass through it
+            return  # torch calls it with the sequence's own input, which this test does not pass through it
         register, hook = REGISTER[kind]
         mine, its = hook(), hook()
         self.hooks.append((register(ours, mine), register(theirs, its), mine, its))
@@ -242,7 +242,7 @@ class InStep(RuleBasedStateMachine):
         else:
             self.ours, self.theirs = copy.deepcopy(self.ours), copy.deepcopy(self.theirs)
 
-    # What has to hold.
+    # Invariants.
 
     @invariant()
     def same_structure(self) -> None:
@@ -283,7 +283,7 @@ def results(model: nn.Module, dtype: torch.dtype, wanted: bool) -> dict[str, Ten
 
 
 def assert_near(mine: Tensor | None, expected: Tensor | None, name: str) -> None:
-    # Both are torch's own arithmetic in another order, and the list may hold several norms: one scale for a tensor.
+    # Both are torch's arithmetic in another order, and the sequence may have several norms: one scale for a tensor.
     if mine is None or expected is None:
         nothing = mine if expected is None else expected
         assert nothing is None or not nothing.any(), name

@@ -198,7 +198,7 @@ def test_rows_of_the_gpu_benchmark_are_launched(every: int, stub: Stub, monkeypa
 
 
 def test_the_statistic_of_a_row_is_made_without_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU approximates a root and a quotient; rounded ones are calls, around which registers are spilled."""
+    """A GPU approximates roots and quotients; rounded ones are calls, around which registers are spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with stub_driver():
         norm_fwd(torch.randn(2, 64), torch.ones(64), None, 1e-5, centered=False)
@@ -268,7 +268,7 @@ def test_a_step_of_decoding_is_rehearsed_before_its_capture(
     current: list[torch.device] = []
 
     class Graph:
-        """Stands for `torch.cuda.CUDAGraph`, and for what captures one."""
+        """Replaces `torch.cuda.CUDAGraph` and the functions that capture one."""
 
         def __init__(self, graph: Any = None) -> None: ...
 

@@ -1,6 +1,4 @@
-"""A result that a pass does not write, or makes of what it did not write, is told apart from one that is not
-deterministic.
-"""
+"""Memory that a pass leaves unwritten, or computes from unwritten memory, is told apart from nondeterminism."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def _(x: Tensor) -> Tensor:
 
 
 class BiasTanh(sf.JointFusion):
-    """Right; the methods are what others of this file get wrong."""
+    """Right; other classes of this file spoil its methods."""
 
     bias: ops.Bias
     act: ops.Tanh
@@ -103,7 +101,7 @@ def test_one_that_writes_all_of_it_passes_and_nothing_is_left_switched_on() -> N
 
 class Twice(sf.UnfusedOperation):
     class Saved(sf.Saved):
-        """Empty."""
+        """Nothing."""
 
     def reference(self, x: Tensor) -> Tensor:
         return 2 * x

@@ -1,4 +1,4 @@
-"""Operations of this library beside the `torch.nn` modules they are the twins of, and hooks to put on both."""
+"""Operations of this library with their `torch.nn` twins, and hooks for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of `tools/launches.py` launch every kernel and every tile of the tables, with what a GPU would get."""
+"""`tools/launches.py` launches every kernel and every tile of the tables, with the arguments of a GPU."""
 
 from __future__ import annotations
 

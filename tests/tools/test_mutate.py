@@ -1,4 +1,4 @@
-"""Mutants: each changes one node, is drawn by what it says, and leaves texts, types and imports alone."""
+"""Mutants: each changes one node, is drawn by its text, and leaves strings, types and imports alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CHANGES = [
 
 
 def differences(one: Any, other: Any) -> Iterator[tuple[Any, Any]]:
-    """The outermost nodes in which two trees differ, where one stands in the place of the other."""
+    """The outermost nodes in which two trees differ."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for a, b in zip(one, other, strict=True):
             yield from differences(a, b)

@@ -1,4 +1,4 @@
-"""The record of plans and messages: the same each time, and as it was when it is read again."""
+"""The record of plans and messages: the same each time, and unchanged when it is read again."""
 
 from __future__ import annotations
 

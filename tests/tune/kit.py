@@ -1,8 +1,9 @@
-"""Operations and fusions that take as long as they say, on a clock that only they move."""
+"""Operations and fusions that take a declared time, on a clock that only they advance."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,8 @@ class FakeClock:
 
 CLOCK = FakeClock()
 US = 1000.0
+X = torch.ones(6, 4)
+TUNING: Any = sys.modules["seqfuse.tune"]  # the package's attribute of this name is the function
 
 
 def spend(microseconds: float) -> None:
@@ -59,7 +62,7 @@ class Halve(sf.UnfusedOperation):
 
 
 class _Pair:
-    """`Bias, Halve`; says that it saves `launches`."""
+    """`Bias, Halve`; declares that it saves `launches`."""
 
     launches = 1.0
 
@@ -73,7 +76,7 @@ def both(self: Any, x: Tensor) -> Any:
 
 
 def forward(name: str, act: Callable[[Any, Tensor], Any], launches: float = 1.0) -> type[sf.ForwardFusion]:
-    """A forward fusion of `Bias, Halve` that calls `act(self, x)` first, and returns what that returns, if anything."""
+    """A forward fusion of `Bias, Halve` that first calls `act(self, x)`, and returns its result, if any."""
 
     class Made(_Pair, sf.ForwardFusion):
         bias: ops.Bias
@@ -95,12 +98,12 @@ def failing(error: BaseException) -> Callable[[Any, Tensor], Any]:
     return act
 
 
-# Classes that every process knows by the same source, unlike those with something of their own in a closure.
+# Their source is the same in every process, unlike that of fusions with a closure.
 class Quick(_Pair, sf.ForwardFusion):
     bias: ops.Bias
     halve: Halve
 
-    launches = -100.0  # faster than it thinks
+    launches = -100.0  # faster than it declares
 
     def fwd(self, x: Tensor) -> Any:
         spend(10)
@@ -111,7 +114,7 @@ class Slow(_Pair, sf.ForwardFusion):
     bias: ops.Bias
     halve: Halve
 
-    launches = 100.0  # slower than it thinks
+    launches = 100.0  # slower than it declares
 
     def fwd(self, x: Tensor) -> Any:
         spend(80)
@@ -167,7 +170,7 @@ class DropoutAdd(sf.ForwardFusion):
 
 
 class GeLUHalveBackward(sf.BackwardFusion):
-    """Reads a record that a forward must have made."""
+    """Reads a tensor that a forward must have saved."""
 
     act: ops.GeLU
     halve: Halve
@@ -178,9 +181,18 @@ class GeLUHalveBackward(sf.BackwardFusion):
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a new process would start."""
+    """Like the start of a new process."""
     monkeypatch.setattr(cost_table, "_tables", {})
     monkeypatch.setattr(cost_table, "_warned", set())
+
+
+def times(report: sf.tune.TuneReport) -> dict[tuple[str, str], tuple[float | None, float | None, bool]]:
+    """Times of each row without and with fusion in us, and whether the fusion is chosen."""
+    rounded = {}
+    for r in report.rows:
+        a, b = (None if t is None else round(t) for t in (r.fused_us, r.unfused_us))
+        rounded[r.fusion, r.mode] = a, b, r.chosen
+    return rounded
 
 
 def pair(*fusions: Any, width: int = 4) -> sf.Sequential:

@@ -17,10 +17,9 @@ from seqfuse import cost_table
 from seqfuse.tune import ranks, timing
 from tests.processes import Facts
 from tests.tune import kit
-from tests.tune.kit import Quick, Slow, pair
+from tests.tune.kit import Quick, Slow, X, pair
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
-X = torch.ones(6, 4)
 
 
 def tables() -> list[Any]:
@@ -115,7 +114,7 @@ FACTS = Facts({2: WORKS})
 test_two_ranks = FACTS.test
 
 
-def test_what_a_group_is_sent_comes_from_its_own_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_group_is_sent_comes_from_its_own_first_rank(monkeypatch: pytest.MonkeyPatch):
     sent: list[tuple[int, object]] = []
     known: dict[str, Any] = {
         "is_available": True, "is_initialized": True, "get_world_size": 2, "get_rank": 0, "get_global_rank": 4,

@@ -1,4 +1,4 @@
-"""The file of measurements: validated, private, replaced whole; whatever is wrong with it, tuning goes on."""
+"""The file of measurements: validated, private, replaced as a whole; whatever is wrong with it, tuning goes on."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ import seqfuse as sf
 from seqfuse import cost_table, store
 from seqfuse.cost_table import Machine, Measurement
 from tests.processes import CONTEXT
-from tests.tune.kit import Quick, Slow, forget, pair
+from tests.tune.kit import Quick, Slow, X, forget, pair
 
 ROOT = Path(__file__).resolve().parents[2]
-X = torch.ones(6, 4)
 REASON = "measured 80.0 us against 50.0 us unfused"
 
 
@@ -104,7 +103,7 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("spoil", CORRUPT.values(), ids=CORRUPT.keys())
 def test_a_corrupt_file_is_removed_and_tuning_goes_on(
     spoil: Callable[[Path], object], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     path = written(cache)
     if spoil is CORRUPT["1e999"]:
         with_entry(path, lambda e: {**e, "unfused": 5})
@@ -125,7 +124,7 @@ def test_a_corrupt_file_is_removed_and_tuning_goes_on(
 
 
 def tree(folder: Path) -> dict[str, Any]:
-    """Everything in a folder, with what files hold."""
+    """Everything in a folder, with the contents of files."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         about = path.lstat()
@@ -137,7 +136,7 @@ def tree(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN.keys())
 def test_what_the_library_did_not_write_in_its_folder_is_not_moved(
     make: Callable[[Path], object], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     path = written(cache)
     path.rename(cache / "elsewhere")
     make(path)
@@ -165,7 +164,7 @@ NO_TABLES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("make", NO_TABLES.values(), ids=NO_TABLES.keys())
 def test_a_file_of_the_users_that_is_no_table_is_an_error_and_stays_as_it_is(
     make: Callable[[Path], object], tmp_path: Path
-) -> None:
+):
     folder = tmp_path / "theirs"
     folder.mkdir()
     path = folder / "own"
@@ -180,7 +179,7 @@ def test_a_file_of_the_users_that_is_no_table_is_an_error_and_stays_as_it_is(
     assert tree(folder) == before
 
 
-def test_what_stands_beside_a_file_of_the_users_stays_as_it_is(tmp_path: Path) -> None:
+def test_what_stands_beside_a_file_of_the_users_stays_as_it_is(tmp_path: Path):
     beside = [tmp_path / f"poetry{end}" for end in (".lock", ".new")]
     for one in beside:
         one.write_text("theirs")
@@ -190,7 +189,7 @@ def test_what_stands_beside_a_file_of_the_users_stays_as_it_is(tmp_path: Path) -
 
 def test_a_file_of_the_users_that_changes_while_it_is_in_use_is_not_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     path, whole = tmp_path / "own", cost_table.save
 
     def meanwhile(*given: Any, **more: Any) -> None:
@@ -210,18 +209,18 @@ def test_a_file_of_the_users_that_changes_while_it_is_in_use_is_not_written_over
     ("file", "says"),
     [(3, "file must be a path, not 3"), ("no/own", "no folder no\nHint: make the folder first")],
 )
-def test_what_names_no_file_is_refused(file: Any, says: str) -> None:
+def test_what_names_no_file_is_refused(file: Any, says: str):
     with pytest.raises(sf.InputError, match=says):
         sf.tune(pair(Slow), X, modes="train", file=file)
 
 
-def test_numbers_that_are_whole_are_times_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_whole_are_times_too(cache: Path, monkeypatch: pytest.MonkeyPatch):
     with_entry(written(cache), lambda e: {"fused": 80_000, "unfused": 50_000})
     forget(monkeypatch)
     assert slow_is_refused()
 
 
-def test_unknown_candidates_are_passed_by(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_candidates_are_passed_by(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     path = written(cache)
     document = json.loads(path.read_text())
     (key,) = document["entries"]
@@ -243,7 +242,7 @@ def test_unknown_candidates_are_passed_by(cache: Path, monkeypatch: pytest.Monke
     assert sf.tune(pair(Slow), X, modes="train").measured == 1
 
 
-def test_a_reason_in_a_file_is_text_and_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reason_in_a_file_is_text_and_short(cache: Path, monkeypatch: pytest.MonkeyPatch):
     with_entry(written(cache), lambda e: {"failed": "\x1b[31m" + "x" * 5000})
     forget(monkeypatch)
     plan = pair(Slow).plan(X)
@@ -253,7 +252,7 @@ def test_a_reason_in_a_file_is_text_and_short(cache: Path, monkeypatch: pytest.M
 
 def test_the_sources_of_kernels_operations_and_fusions_count_as_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     assert machine().seqfuse == f"{sf.__version__} {cost_table._sources()}"
     monkeypatch.setattr(cost_table, "__file__", str(tmp_path / "measured.py"))
     seen = set()
@@ -267,7 +266,7 @@ def test_the_sources_of_kernels_operations_and_fusions_count_as_a_version(
     assert len(seen) == 5  # layers are not measured
 
 
-def test_every_version_has_a_file_of_its_own() -> None:
+def test_every_version_has_a_file_of_its_own():
     import dataclasses
 
     own = machine()
@@ -275,7 +274,7 @@ def test_every_version_has_a_file_of_its_own() -> None:
     assert len({own.file_name, *(m.file_name for m in others)}) == len(others) + 1
 
 
-def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.MonkeyPatch):
     from types import SimpleNamespace
 
     from seqfuse import env
@@ -307,9 +306,7 @@ def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.Monk
             cache.cache_clear()
 
 
-def test_a_file_of_another_machine_is_an_error_and_stays_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_another_machine_is_an_error_and_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "own.json"
     sf.tune(pair(Slow), X, modes="train", file=path)
     changed(path, machine={**json.loads(path.read_text())["machine"], "device": "an abacus"})
@@ -319,10 +316,10 @@ def test_a_file_of_another_machine_is_an_error_and_stays_as_it_is(
         sf.tune(pair(Slow, Quick), X, modes="train", file=path)
     assert path.read_text() == text
     path.unlink()
-    assert sf.tune(pair(Slow), X, modes="train", file=path).file == path  # gone, and so there is room for a new one
+    assert sf.tune(pair(Slow), X, modes="train", file=path).file == path  # deleted, so a new one may be written
 
 
-def test_two_machines_do_not_write_over_each_others_measurements(tmp_path: Path) -> None:
+def test_two_machines_do_not_write_over_each_others_measurements(tmp_path: Path):
     import dataclasses
 
     path, found = tmp_path / "own.json", {"a": Measurement(1.0, 2.0)}
@@ -333,10 +330,10 @@ def test_two_machines_do_not_write_over_each_others_measurements(tmp_path: Path)
     assert path.read_text() == text
 
 
-# What can be wrong with folders.
+# Faults of folders.
 
 
-def test_folders_and_file_are_the_users_alone(cache: Path) -> None:
+def test_folders_and_file_are_the_users_alone(cache: Path):
     old = os.umask(0)
     try:
         path = written(cache)
@@ -368,7 +365,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(("spoil", "says"), FOLDERS.values(), ids=FOLDERS.keys())
 def test_a_folder_that_others_could_write_to_is_not_used(
     spoil: Callable[[Path], object], says: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     spoil(cache)
     before = sorted(str(p) for p in cache.parent.parent.rglob("*"))
     with cache_warnings() as caught:
@@ -381,7 +378,7 @@ def test_a_folder_that_others_could_write_to_is_not_used(
     assert sorted(str(p) for p in cache.parent.parent.rglob("*")) == before
 
 
-def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch):
     written(cache)
     forget(monkeypatch)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
@@ -389,7 +386,7 @@ def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.M
         assert pair(Slow).plan(X).count("Slow") == 1
 
 
-def test_a_copy_of_the_sources_plans_where_nothing_was_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_the_sources_plans_where_nothing_was_installed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     with pytest.warns(sf.CacheWarning, match="the user's cache cannot be used: .*platformdirs") as caught:
         assert pair(Slow).plan(X).count("Slow") == 1
@@ -399,7 +396,7 @@ def test_a_copy_of_the_sources_plans_where_nothing_was_installed(monkeypatch: py
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError, of: str = "") -> None:
-    """Let a call of `os` fail, for paths that contain `of`."""
+    """Makes a call of `os` fail for paths that contain `of`."""
     original = getattr(os, name)
 
     def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -425,7 +422,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("spoil", FAULTS.values(), ids=FAULTS.keys())
 def test_where_nothing_can_be_written_memory_serves(
     spoil: Callable[[pytest.MonkeyPatch], None], cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     spoil(monkeypatch)
     with cache_warnings() as caught:
@@ -438,7 +435,7 @@ def test_where_nothing_can_be_written_memory_serves(
     assert [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"] == []
 
 
-def test_a_full_disk_leaves_what_was_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_what_was_there(cache: Path, monkeypatch: pytest.MonkeyPatch):
     path = written(cache)
     text = path.read_bytes()
     refuse(monkeypatch, "fsync", OSError(errno.ENOSPC, "no space left"))
@@ -455,7 +452,7 @@ def _write(path: Path, here: cost_table.Machine, number: int, count: int) -> Non
         cost_table.save(path, here, {f"{number} {i}": Measurement(1.0 + i, 2.0)})
 
 
-def test_processes_that_write_together_lose_nothing(tmp_path: Path) -> None:
+def test_processes_that_write_together_lose_nothing(tmp_path: Path):
     folder = tmp_path / "together"
     folder.mkdir()
     path = folder / machine().file_name
@@ -469,14 +466,14 @@ def test_processes_that_write_together_lose_nothing(tmp_path: Path) -> None:
     assert {p.name for p in folder.iterdir()} <= {path.name, f"{path.name}.seqfuse.lock"}
 
 
-def test_what_a_killed_writer_left_is_in_nobodys_way(cache: Path) -> None:
+def test_what_a_killed_writer_left_is_in_nobodys_way(cache: Path):
     path = written(cache)
     path.with_name(f"{path.name}.x1_.new").write_text("half of a")
     sf.tune(pair(Quick), X, modes="train")
     assert len(json.loads(path.read_text())["entries"]) == 2
 
 
-def test_what_another_process_has_measured_is_found_by_the_next_call(cache: Path) -> None:
+def test_what_another_process_has_measured_is_found_by_the_next_call(cache: Path):
     path = written(cache)
     entries = cost_table.measured_in(path, machine())
     path.unlink()
@@ -491,5 +488,5 @@ def test_what_another_process_has_measured_is_found_by_the_next_call(cache: Path
     }
 
 
-def test_what_is_exactly_as_fast_is_not_used() -> None:
+def test_what_is_exactly_as_fast_is_not_used():
     assert Measurement(2000.0, 2000.0).refusal == "measured 2.0 us against 2.0 us unfused"

@@ -1,4 +1,4 @@
-"""The fixtures that every test of a Triton kernel runs under."""
+"""Fixtures of every test of Triton kernels."""
 
 from collections.abc import Iterator
 
@@ -13,6 +13,6 @@ from tests.triton_fixtures import device as device
 
 @pytest.fixture(autouse=True)
 def _of_any_size() -> Iterator[None]:
-    """C kernels are used on tensors of any size, also where they are taken to gain nothing."""
+    """C kernels are used at any size, also where they are not expected to gain."""
     with sf.fusing(unmeasured=True):
         yield

@@ -1,4 +1,4 @@
-"""A list in training with every choice of fusions, against the same list unfused and in float64."""
+"""A sequence in training with every choice of fusions, against the same sequence unfused and in float64."""
 
 from __future__ import annotations
 

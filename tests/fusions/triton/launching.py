@@ -1,4 +1,4 @@
-"""A fusion that launches a kernel itself, with no operator between: in its forward pass as one or after tuning."""
+"""A fusion that launches a kernel itself, not through an operator: in its forward pass directly or after tuning."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Tuned(ScaleScale):
 
 
 def scales(*fusions: type[sf.FusedOperation], memory: Any = "fast") -> sf.Sequential:
-    """What a fusion of these would run on, before what has more to save."""
+    """Operations of such a fusion, after an operation with more to save."""
     return sf.Sequential(ops.Scale(2.0), ops.Scale(0.5), ops.Tanh(), fusions=fusions, memory=memory)
 
 
 def said(fusion: str = "ScaleScale") -> str:
-    """What a plan says of a fusion that launches a kernel."""
+    """A plan's text about a fusion that launches a kernel."""
     cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
     return f"RuntimeError: {fusion}.fwd does not run on fake tensors; {cure}: "

@@ -1,4 +1,4 @@
-"""Activations as a user's module states them, and what kernels made with them compile to."""
+"""Activations that a user defines, and kernels compiled with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mish(sf.Pointwise):
 
     @triton.jit
     def derivative(x):
-        e = tl.exp(tl.where(x > 40.0, 40.0, x))  # of 40 the square of n overflows, and what x is multiplied by is 0
+        e = tl.exp(tl.where(x > 40.0, 40.0, x))  # of 40 the square of n overflows, and the factor of x is 0
         n = e * (e + 2.0) + 2.0
         return e * (e + 2.0) / n + x * (4.0 * e * (e + 1.0) / (n * n))
 

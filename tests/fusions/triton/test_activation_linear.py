@@ -1,4 +1,4 @@
-"""Bias, an activation or a gated unit, and Linear: both passes, of which less is saved."""
+"""Bias, an activation or a gated unit, and Linear: both passes, with fewer saved tensors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_block_saves_half_of_what_it_saves_otherwise(gated: bool, device: torc
     plan = lean.plan(x)
     assert plan.count("ActivationLinearJoint") == 1, plan
     saved = {name: one.plan(x).memory.saved for name, one in (("fast", model), ("lean", lean))}
-    # x and z, of x, what the norm gives, z and h.
+    # x and z, of x, the norm's output, z and h.
     assert saved["lean"] / saved["fast"] == pytest.approx(9 / 14 if gated else 5 / 10, abs=0.02)
 
 

@@ -1,4 +1,4 @@
-"""The operation run by our kernels, each pass beside the same pass in plain torch: one record, whichever made it."""
+"""Attention in our kernels, each pass next to torch's other pass: the same saved tensors, whichever computed them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def test_what_the_kernels_do_not_take_is_done_in_torch(dtype: torch.dtype):
 
 
 def test_the_kernel_follows_what_torch_has(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU: what torch takes itself where it does all of it, FlashAttention for a window, ours for the rest."""
+    """On a GPU: torch's own attention where torch supports all of it, FlashAttention for a window, our kernels
+    otherwise."""
     taken = {torch.bfloat16: "cudnn", torch.float32: "efficient"}
     monkeypatch.setattr(_attention._sdpa, "has_flash", lambda device: True)
     monkeypatch.setattr(_attention._sdpa, "sdpa_backend", lambda q, k, causal: taken.get(q.dtype))
@@ -159,8 +160,8 @@ def test_a_list_in_bfloat16_gives_the_same_bits_each_time():
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 def test_on_a_gpu_it_is_plain_torch(how: str, dtype: torch.dtype, size: int, request: pytest.FixtureRequest):
-    """Sequences of several blocks, against the path in float32 blocks; each tile that a launch can choose."""
-    # Else FlashAttention draws the mask of 16 bits.
+    """Sequences of several blocks, against float32 blocks; each tile that a launch can choose."""
+    # Otherwise FlashAttention draws the mask of 16 bits.
     torch.use_deterministic_algorithms(True, warn_only=True)
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     lead, extras = given(how, 700)

@@ -1,4 +1,4 @@
-"""Layers under autocast: the kernels take part, dtypes are torch's, numbers as good as those of the operations."""
+"""Layers under autocast: the kernels take part, dtypes are torch's, errors those of the operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bias, norm of heads and rotation, between the product that makes [q; k; v] and attention."""
+"""Bias, norm of heads and RoPE, between the GEMM of [q; k; v] and attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformer blocks with every fusion of the default rules at once."""
+"""Transformer blocks with all default fusions at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def block(width: int, norm: type[sf.UnfusedOperation], act: sf.Pointwise) -> sf.
 def stack() -> sf.Sequential:
     return sf.Sequential(
         block(16, ops.LayerNorm, ops.GeLU()),
-        block(16, ops.RMSNorm, ops.SquaredReLU()),  # of ReLU the gradient jumps: one sign that rounding turns is large
+        block(16, ops.RMSNorm, ops.SquaredReLU()),  # ReLU's gradient jumps: a rounding that flips one sign is large
         ops.LayerNorm(16),
         ops.SiLU(),
     )

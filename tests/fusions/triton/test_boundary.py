@@ -1,4 +1,4 @@
-"""The boundary of two residual blocks in one pass each way, with or without the activation of its norm."""
+"""The boundary of two residual blocks in one pass per direction, with or without the activation of its norm."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_other_mode_of_dropout_is_refused():
     dropout = ops.Dropout(0.3, mode="downscale_in_infer")
     model = sf.Sequential(dropout, ops.Add("other"), ops.LayerNorm(8), fusions=ALL)
     plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16))
-    # What stands behind it still fuses.
+    # The operations after it still fuse.
     assert plan.count("BlockBoundary") == 1
     assert any("upscale_in_train" in refusal.reason for refusal in plan.refused)
 

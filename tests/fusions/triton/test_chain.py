@@ -1,4 +1,4 @@
-"""Point-wise operations in one kernel each way, also behind a GEMM of torch."""
+"""Point-wise operations in one kernel per direction, also after a GEMM of torch."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_does_not_apply_where_a_parameter_has_another_dtype(other: str):
 
 
 class Steep(sf.Pointwise):
-    """y = slope x, with a slope that is a buffer."""
+    """y = slope x, with the slope in a buffer."""
 
     @triton.jit
     def value(x, P: tl.constexpr):

@@ -1,4 +1,4 @@
-"""Every fusion of Triton kernels in every place it is made for, beside the operations that it replaces."""
+"""Every fusion of Triton kernels in each position that it supports, compared with its operations."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def normed(act: type[sf.Pointwise]) -> list[Any]:
     return [ops.Linear(6, 8), ops.LayerNorm(8), act(), ops.Linear(8, 6)]
 
 
-# What trains to the same gradients: fusions, which are to stand so often in the plan, the shape of x, the operations.
+# Patterns with equal gradients: fusions, how often each must be in the plan, the shape of x, the operations.
 TRAINED: dict[str, tuple[tuple[Any, ...], int, tuple[int, ...], Made]] = {
     **{
         f"residual {width}": (
@@ -295,7 +295,7 @@ class Cube(sf.Pointwise):
 
 
 class Sloped(sf.Pointwise):
-    """Its device function knows nothing of the slope."""
+    """Its device function ignores the slope."""
 
     value, derivative = ops.SiLU().value, ops.SiLU().derivative
 
@@ -314,7 +314,7 @@ ONE_DIMENSION = "its kernel normalizes over one dimension"
 SCALED = "its kernel scales what dropout keeps: mode must be upscale_in_train"
 OTHER_HEADS = "the norm and the rotation must be of the same heads"
 ALONE = "only a Dropout that drops nothing here is with it"
-# By reason, or by a part of it, the fusions that do not apply to operations, in a dtype.
+# By reason, or part of it, the fusions that do not apply to operations in a dtype.
 REFUSED: list[tuple[str, tuple[Any, ...], list[Any], torch.dtype]] = [
     (SCALED, (BlockBoundaryActivation,), [ops.Dropout(0.5, DOWN), ops.Add("o"), ops.LayerNorm(8), ops.ReLU()], BF16),
     (ONE_DIMENSION, (BlockBoundaryActivation,), [ops.Add("o"), ops.LayerNorm((2, 4)), ops.ReLU()], BF16),

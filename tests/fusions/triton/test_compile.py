@@ -1,4 +1,4 @@
-"""What a compiler makes of a list where Triton kernels run: the planned fusions, as operators in its graph."""
+"""torch.compile of a sequence with Triton kernels: the planned fusions are operators in its graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 
 class Cubed(sf.Pointwise):
-    """y = x^3, of nobody's."""
+    """y = x^3, of a user."""
 
     @triton.jit
     def value(x):
@@ -62,7 +62,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 class Compiler:
-    """A backend that runs what ahead-of-time autograd made, and keeps the operators of ours in it."""
+    """A backend that runs AOT autograd's graph, and keeps its operators of this library."""
 
     def __init__(self) -> None:
         self.operators: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""A step of decoding by our kernels: what it gives and what it leaves in the cache, beside plain torch."""
+"""A decoding step in our kernels: its output and the cache, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rows_fed_one_by_one_give_what_all_rows_give(form: str):
     assert cache.lengths.tolist() == [9, 9]
 
 
-# GPT with caches as they are, Llama with rounded ones, and the other way round under --full.
+# GPT with caches in the model's dtype, Llama with 8-bit ones, and the other way round under --full.
 PAIRS = [
     pytest.param(
         form,
@@ -71,7 +71,7 @@ def test_the_cache_is_what_plain_torch_leaves(form: str, int8: bool, monkeypatch
     for mine, its in zip(found, rows, strict=True):
         torch.testing.assert_close(mine, its, atol=3e-2 if int8 else 2e-5, rtol=1e-4)
     for mine, its in zip(*map(kept, caches), strict=True):
-        # A row that was not a whole number apart may be rounded to its other neighbor.
+        # A row next to the middle of two codes may be rounded to the other one.
         near = 1.01 if mine.dtype is torch.int8 else 2e-3 if int8 else 2e-5
         torch.testing.assert_close(mine.float(), its.float(), atol=near, rtol=0)
 

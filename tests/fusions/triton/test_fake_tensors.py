@@ -1,4 +1,4 @@
-"""No kernel is launched on fake tensors: a fusion that launches one itself is left out of what is counted."""
+"""No kernel is launched on fake tensors: counts leave out a fusion that launches one itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where nothing needs a gradient a forward fusion has its kernel store nothing beside y, and returns y alone."""
+"""Without gradients a forward fusion's kernel stores only y, and the fusion returns only y."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES: dict[str, Any] = {
 
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call of a kernel was to store something beside y."""
+    """Whether each call of a kernel stores something in addition to y."""
     found: list[bool] = []
 
     def seen(run: Any, *args: Any, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Launches and bytes that README and docs/benchmarks.md show of single layers are what is counted now."""
+"""Launches and bytes of single layers in README and docs/benchmarks.md equal those counted now."""
 
 from __future__ import annotations
 

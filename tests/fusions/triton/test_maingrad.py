@@ -1,4 +1,4 @@
-"""Every fusion that makes a weight's gradient adds it to the `main_grad` there is, unrounded, and says so."""
+"""Every fusion that computes a weight's gradient adds it to an existing `main_grad`, unrounded, and declares that."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEMORY: Any = {name: "lean" for name in LISTS if RULES[name].saves_memory}
 
 
 def test_every_fusion_that_makes_a_weights_gradient_is_here():
-    # What inherits its passes, and only requires more, is here by the class that states them.
+    # Fusions that inherit their passes, and only require more, are listed by the class that defines them.
     stated = {name: fusion for name, fusion in RULES.items() if "bwd" in vars(fusion)}
     adds = {name for name, fusion in stated.items() if fusion.backward_signature.main_grads}
     makes = {
@@ -46,7 +46,7 @@ def test_every_fusion_that_makes_a_weights_gradient_is_here():
 
 
 def run(model: sf.Sequential, x: Tensor, dy: Tensor, only: tuple[Any, ...], times: int = 1) -> dict[str, Tensor]:
-    """What the buffers hold after so many backwards, from 1."""
+    """The buffers after that many backwards, from 1."""
     for p in model.parameters():
         p.main_grad = torch.ones(
             p.shape, dtype=torch.float64 if p.dtype is torch.float64 else torch.float32, device=p.device
@@ -78,7 +78,7 @@ def test_two_backwards_add_up(name: str, dtype: torch.dtype, device: torch.devic
         judge_together(measure, 0)
         return
     got, own, exact = measure(0)
-    # A weight's gradient is float32 made of what is in bfloat16: as good as one rounded to it, and not rounded.
+    # A weight's gradient is a float32 sum of bfloat16 factors: as good as one rounded to it, and not rounded.
     for key, g in got.items():
         error, unfused = (g - exact[key]).abs().max(), (own[key] - exact[key]).abs().max()
         assert error <= 2 * unfused + 2**-8 * exact[key].abs().max(), key

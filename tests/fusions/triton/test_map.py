@@ -1,4 +1,4 @@
-"""The map of the engine: the files that it lists from a fusion to its kernel are those that run, at most six."""
+"""The map of the engine lists the files that run from a fusion to its kernel, at most six."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def listed() -> dict[str, list[str]]:
 
 
 def files_run(name: str) -> set[str]:
-    """The files of fusions and kernels whose functions run in a pass of a fusion."""
+    """Files of fusions and kernels whose functions run in a pass of a fusion."""
     cls: Any = getattr(fusions, name)
     model = sf.Sequential(*MODELS[name], fusions=(cls,))
     x = torch.randn(8, 32, requires_grad=True)

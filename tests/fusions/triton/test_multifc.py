@@ -1,4 +1,4 @@
-"""The net of three layers, one of which has two readers, that Paddle's pass for GEMM epilogues is tested with."""
+"""The net of three layers, one with two readers, with which Paddle's pass for GEMM epilogues is tested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 1024
 
 
 class BatchedProduct(sf.UnfusedOperation):
-    """y = x other, a matrix for each entry of the batch.  x: [B, S, H], other: [B, H, H], y: [B, S, H]."""
+    """y = x other, one matrix per entry of the batch.  x: [B, S, H], other: [B, H, H], y: [B, S, H]."""
 
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="other")  # [B, S, H]
@@ -66,7 +66,7 @@ def test_everything_that_can_be_fused_is(act: type[sf.Pointwise]):
     with torch.device("meta"):
         plan = net(act).bfloat16().plan(x, other=torch.empty_like(x), env=env)
     ahead, back = ([step for step in steps if step.fused] for steps in (plan.forward, plan.backward))
-    # What saves its output is written over the GEMM's, and ReLU is in the epilogue of torch's own GEMM.
+    # Operations that save their output write it over the GEMM's, and ReLU is in the epilogue of torch's GEMM.
     first = "LinearBiasPointwise" if act is ops.GeLU else "LinearBiasAct"
     assert [(step.name, step.covers) for step in ahead] == [
         (first, range(3)),
@@ -85,7 +85,7 @@ def test_everything_that_can_be_fused_is(act: type[sf.Pointwise]):
 
 
 def test_no_rule_takes_what_cuts_the_list_in_two():
-    """Beside the cuts no rule matches: with each rule allowed alone nothing fused reaches to or across them."""
+    """Next to the cuts no fusion matches: each fusion alone reaches neither to nor across them."""
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
     with torch.device("meta"):
         model = net(ops.GeLU).bfloat16()

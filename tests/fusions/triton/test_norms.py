@@ -1,4 +1,4 @@
-"""A norm by itself or with an activation, and its backward with the gradient of the residual stream."""
+"""A norm alone or with an activation, and its backward with the gradient of the residual stream."""
 
 from __future__ import annotations
 

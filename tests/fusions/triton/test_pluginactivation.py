@@ -1,4 +1,5 @@
-"""A new activation fuses everywhere: its device functions are compiled into every kernel, and no kernel is new."""
+"""A new activation fuses everywhere: its device functions are compiled into every kernel, and no new kernel is
+needed."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def bias(width: int, device: torch.device) -> ops.Bias:
 
 @pytest.mark.parametrize("names", [("Mish",), ("leaky", "leaky_derivative", "Leaky")], ids=lambda names: names[-1])
 def test_an_activation_is_a_few_lines(names: tuple[str, ...]) -> None:
-    # One with a number to configure it and a derivative of its output takes more.
+    # An activation with a number to configure it and a derivative of its output takes more lines.
     assert lines_of(Path(ofauser.__file__), *names) <= (15 if len(names) == 1 else 22)
 
 

@@ -1,4 +1,4 @@
-"""Fusions around quantized GEMMs: a schedule gives the numbers of the operations, but for codes side by side."""
+"""Fusions around quantized GEMMs: a schedule gives the numbers of the operations, but for neighboring codes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_norms_units_and_residuals_around_quantized_gemms(recipe: Recipe):
     with sf.low_precision(enabled=False):
         exact = passes(model, x)
     for a, b, c in zip(fused, unfused, exact, strict=True):
-        # What differs in the last bit may fall to the next code: far less than what quantizing changes.
+        # A difference in the last bit may change a code to its neighbor: far less than the error of quantization.
         assert float((a - b).norm()) <= 1e-3 * float(b.norm())
         assert float((c - b).norm()) > 5e-3 * float(b.norm())
 
@@ -76,7 +76,7 @@ LOCAL = [
 
 
 def same_but_for_sums(found: list[Tensor], wanted: list[Tensor]) -> None:
-    """Bit for bit, but for gradients of biases: sums over tokens in float32, which tiles make in another order."""
+    """Bit for bit, but for bias gradients: sums over tokens in float32, which tiles add in another order."""
     for one, other in zip(found, wanted, strict=True):
         if one.ndim == 1:
             smallest = torch.finfo(one.dtype).smallest_normal * torch.finfo(one.dtype).eps
@@ -114,7 +114,7 @@ def test_kernels_quantize_what_they_write_bit_for_bit(
     x = (seeded_randn((3, 37, 80), 1) + 0.1).to(DEVICE, dtype)
     model, steps = made(), 2 if recipe.keeps_state else 1
     fused = [passes(model, x) for _ in range(steps)]
-    # Each part of a MergedLinear has a scale of its own there; tiles of 128 behind a bias do not fit in registers.
+    # Each part of a MergedLinear has its own scale there; tiles of 128 after a bias do not fit in registers.
     without = {("dy", "BiasGatedBackward")} if recipe.keeps_state and make is gated else set[Any]()
     without |= {("x", "BiasGated")} if recipe.block("x", "rows")[1] == 128 and make is biased else set()
     assert absorbed(model, x) == INSIDE[make] - without
@@ -141,10 +141,10 @@ def test_what_kernels_cannot_quantize_is_a_pass_of_its_own():
     for recipe in (recipes.Float8CurrentScaling(), recipes.Float8RowScaling()):  # scales of more than a tile
         assert not absorbed(gated(recipe).to(DEVICE, torch.bfloat16), x)
     block = recipes.Float8BlockScaling()
-    assert not absorbed(gated(block).to(DEVICE), x.float())  # of float32 tiles are not transposed
-    # Gate and up in turn, and parts that tiles do not divide.
+    assert not absorbed(gated(block).to(DEVICE), x.float())  # float32 tiles are not transposed
+    # Gate and up interleaved, and parts that tiles do not divide.
     assert absorbed(gated(block, packing="interleaved").to(DEVICE, torch.bfloat16), x) == NORMS
-    # Under blocks of 128 a backward of a LayerNorm does not fit in registers.
+    # With blocks of 128 a backward of a LayerNorm does not fit in registers.
     post = sf.Sequential(ops.Residual(ops.Linear(80, 80)), ops.LayerNorm(80), ops.Linear(80, 16), recipe=block)
     assert absorbed(post.to(DEVICE, torch.bfloat16), x) == {("x", "BlockBoundary")}
     post.recipe = recipes.MXFP8()
@@ -168,7 +168,7 @@ def test_any_number_of_tokens_is_quantized_by_the_kernels_that_the_plan_names(mo
 
     monkeypatch.setattr(low, "quantize", counted)
     model = gated(recipes.MXFP8()).to(DEVICE, torch.bfloat16)
-    for tokens in (32, 33):  # rows of what is transposed are not multiples of 16 bytes
+    for tokens in (32, 33):  # rows of the transposed operand are not multiples of 16 bytes
         passes(model, seeded_randn((tokens, 80), 2).to(DEVICE, torch.bfloat16))
         counts.append(0)
     assert counts[0] == counts[1] > 0

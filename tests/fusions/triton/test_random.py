@@ -1,4 +1,4 @@
-"""Random lists with attention: every fusion of either pass alone, and of both, against the operations."""
+"""Random sequences with attention: every fusion of one pass, and of both, against the operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.testing import drawn
 from tests.testing.listed import DISTINCT, Results, results
 from tests.testing.lists import ListSpec
 
-# Torch warns of a hook on the first module where the input needs no gradient, and of a weight of no columns.
+# torch warns of a hook on the first module if the input needs no gradient, and of a weight without columns.
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the lists are on the CPU"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
@@ -39,7 +39,7 @@ LISTS = drawn.lists(steps=3, depth=1, hooks=False).filter(lambda spec: spec.atte
 
 @pytest.fixture(autouse=True, scope="module")
 def _by_our_kernels():
-    # Alone and in fusions alike, as on a GPU; tests of the operation compare its kernels.
+    # The same fused and unfused, as on a GPU; tests of the operation compare its kernels.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_attention, "interpreting", True)
         yield

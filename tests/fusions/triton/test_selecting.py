@@ -62,12 +62,12 @@ def gradients(root: sf.Sequential, given: Fusions | None, x: Tensor, dy: Tensor)
         y = bench.references(**inputs) if wide else bench(**inputs)
     assert all(used)
     wanted = {**inputs, **dict(root.named_parameters())}
-    # Where the last one is off; a row where a product comes last.
+    # Where the last activation is off; a row where a GEMM comes last.
     off = (y == 0) if (y == 0).any() else (torch.arange(7, device=x.device) < 1).unsqueeze(-1).expand(y.shape)
     dy = dy[:, : y.shape[-1]].to(y.dtype)
     dy = torch.where(off, torch.where(dy > 0.8, math.nan, dy / 0), dy)
     if type(root[0]) is ops.Tanh:
-        dy[0, 0] = math.inf  # where its slope is a 0 that dy is multiplied by
+        dy[0, 0] = math.inf  # where its slope is a 0 that is multiplied by dy
     grads = torch.autograd.grad(y, list(wanted.values()), dy)
     return {"y": y.detach(), **{f"d {name}": g for name, g in zip(wanted, grads, strict=True)}}
 

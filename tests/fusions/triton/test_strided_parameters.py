@@ -1,4 +1,4 @@
-"""Parameters that are not in one piece, as views of larger tensors are."""
+"""Parameters that are views of larger tensors, not contiguous."""
 
 from __future__ import annotations
 

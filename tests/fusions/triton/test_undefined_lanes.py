@@ -1,4 +1,4 @@
-"""A kernel that uses lanes which its mask switches off is found: they are 0 in Triton's interpreter alone."""
+"""A kernel that uses masked lanes is found, although these are 0 in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test of a C kernel runs under: a C compiler, and no interpreter."""
+"""Fixtures of every test of a C kernel: a C compiler, and no interpreter."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _bfloat16_as_on_a_gpu() -> None:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are decided and loaded again within the test."""
+    """Kernels are looked up and loaded again within the test."""
     monkeypatch.setattr(_operators, "_entries", {})
     monkeypatch.setattr(compiler, "_loaded", {})
 
 
 @pytest.fixture
 def sources(anew: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The source of each kernel that is asked for from here on."""
+    """Sources of the kernels that are requested from here on."""
     found: list[str] = []
     plain = compiler.function
     monkeypatch.setattr(compiler, "function", lambda source: (found.append(source), plain(source))[1])
@@ -49,7 +49,7 @@ def plain_c(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def by_threads() -> Callable[[Callable[[], Any]], list[Any]]:
-    """`by_threads(run)`: what a function returns with one, two and three threads."""
+    """`by_threads(run)`: the results of a function with one, two and three threads."""
 
     def several(run: Callable[[], Any]) -> list[Any]:
         before, results = torch.get_num_threads(), list[Any]()

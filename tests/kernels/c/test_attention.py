@@ -1,4 +1,4 @@
-"""Attention in C, beside the same in torch and in float64."""
+"""Attention in C, compared with torch and float64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], str | None]] = {
 
 
 def drawn(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """q, k and v as heads of packed tensors are, and dy."""
+    """q, k and v as views of packed heads, and dy."""
     (B, H, Hkv, S, N, D), *_ = CASES[name]
     sizes = ((S, H), (N, Hkv), (N, Hkv), (S, H))
     q, k, v, dy = (seeded_randn((B, s, 2, h, D), 5 * seed + i, dtype=dtype)[:, :, 1] for i, (s, h) in enumerate(sizes))
@@ -113,11 +113,8 @@ def test_processors_with_shorter_vectors(lanes: int, altered: Callable[[str, str
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_numbers_that_are_not_finite(value: float) -> None:
-    """A NaN spoils the row of its query, and the gradients of the values it sees; an infinite score its own key alone.
-
-    Torch's softmax spoils all weights of a row for an infinite score, and those of keys behind the row for a NaN, which
-    its kernel does not.
-    """
+    """A NaN spoils the row of its query, and the gradients of the values it attends to; an infinite score only its own
+    key. Torch's softmax spoils all weights of a row for an infinite score, and its kernel loses a NaN."""
     (q, k, v), dy = drawn("causal", 0)
     q[0, 1, 20, 3] = value
     k[0, 0, 20] = k[0, 0, 20].abs()  # which make a score of infinite terms of one sign, or NaN
@@ -204,7 +201,7 @@ def test_what_is_decided_once_is_what_every_call_decides(
     dy = seeded_randn((*shape, 96), 1, dtype=dtype)
     drawn = (SEED, 0.3) if op.dropout else (None, 0.0)
     assert (_attention_on_cpu.packed_in_c(op, x, *drawn) is None) is (0 in shape)
-    found = [op.fwd(given, seed=SEED) for given in (x, wide.chunk(2, -1)[0].copy_(x))]  # a slice is laid out otherwise
+    found = [op.fwd(given, seed=SEED) for given in (x, wide.chunk(2, -1)[0].copy_(x))]  # a slice has other strides
     for y, saved in found:
         assert_bitwise_equal(y, found[0][0])
         assert (saved.y is None) is (found[0][1].y is None)
@@ -221,7 +218,7 @@ def test_what_is_decided_once_is_what_every_call_decides(
 def test_views_of_the_other_sign(length: int) -> None:
     op, needs = ops.Attention(4, 2, causal=True), frozenset({"x"})
     x, dy = seeded_randn((1, length, 8 * 8), 0), seeded_randn((1, length, 4 * 8), 1)
-    wide = torch.cat([x, x], -1).chunk(2, -1)[0]  # laid out as the kernel of any call reads it
+    wide = torch.cat([x, x], -1).chunk(2, -1)[0]  # with the strides that the kernel of any call reads
     wanted = op.bwd(-dy, op.fwd(-x)[1], needs=needs)[0]
     assert wanted is not None
     for given in (x, wide):

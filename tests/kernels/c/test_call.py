@@ -1,4 +1,4 @@
-"""How Python calls C: what a wrong call gets, and that other threads run meanwhile."""
+"""Calls from Python to C: errors for wrong calls, and other threads run meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chains as C, beyond what `test_pointwise.py` asks of both printers: bits, processors, numbers that are arguments."""
+"""Chains in C, beyond the tests that `test_pointwise.py` has for both printers: bits, processors, numeric arguments."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_functions_are_within_an_ulp_or_so(name: str, low: float, high: float) -
 
 
 class Traced:
-    """Device functions that cannot be written in C, each by what it does."""
+    """Device functions that cannot be written in C, each named after the reason."""
 
     @staticmethod
     @triton.jit
@@ -283,7 +283,7 @@ def both(x):  # pyright: ignore
 
 @pytest.mark.parametrize("function", [quotient, both])
 def test_comparisons_are_numbers(function: object) -> None:
-    """Their quotient is none of integers, which ends the process where it is by 0."""
+    """The quotient of integers would be 0 / 0, which ends the process."""
     x = torch.linspace(-20, 4, 1200)
     y, *_ = run(x, chains.Chain(chains.act(Activation(function, Traced.slope))))
     ratio = x + (x > 1).float() / (x > -9).float()
@@ -292,7 +292,7 @@ def test_comparisons_are_numbers(function: object) -> None:
 
 
 class Held:
-    """What a module holds beside a device function."""
+    """Names that a module defines next to a device function."""
 
 
 def test_what_else_is_in_the_module_of_a_device_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +324,7 @@ def through(x):  # pyright: ignore
 
 
 def test_what_was_traced_with_another_constant_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton raises an error there. An equal constant is the same one, as where a cell of a notebook runs again."""
+    """Triton raises an error there. An equal constant is the same one, as when a notebook cell runs again."""
     activation = Activation(through, Traced.slope)
     assert trace.why_not(activation) is None
     assert trace.why_not(composed(SILU, activation)) is None
@@ -358,7 +358,7 @@ def test_a_call_with_one_tensor_twice_is_decided_once_too() -> None:
 
 
 def test_a_kernel_knows_its_own_dtypes() -> None:
-    """The same chain in another dtype is another kernel, and a tensor of another dtype is never handed to it."""
+    """The same chain in another dtype is another kernel, which never reads a tensor of the first dtype."""
     steps = chains.Chain(chains.bias(), chains.act(GELU), chains.add())
     function = pointwise.pointwise_of(steps)
     x, b, r = seeded_randn((70, 48), 0), seeded_randn((48,), 1), seeded_randn((70, 48), 2)

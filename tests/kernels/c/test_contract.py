@@ -1,4 +1,4 @@
-"""What every kernel of rows keeps in C, beside `tests/kernels/test_contract.py`, which runs with these, too."""
+"""Contracts of kernels of rows in C, in addition to `tests/kernels/test_contract.py`, which runs with them, too."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_processor_without_vectors_gives_as_good_numbers(
     ("kernel", "case"), [one for one in each(lambda of: of.cases if of.in_torch else ()) if "again" not in one[1]]
 )
 def test_kernels_are_known_before_they_run(kernel: str, case: str, sources: list[str]) -> None:
-    """On fake tensors, as a plan asks for them."""
+    """On fake tensors, as in planning."""
     subject = SUBJECTS[kernel]
     tensors = subject.drawn(case, (6,), 24, torch.float32)
     with compiler.collecting() as wanted, FakeTensorMode(allow_non_fake_inputs=True) as fake:

@@ -1,4 +1,4 @@
-"""Cross-entropy as C: what is of C alone, and the loss; `tests/kernels/test_crossentropy.py` runs with it, too."""
+"""Cross-entropy in C: C only, and the loss; `tests/kernels/test_crossentropy.py` runs with it, too."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_kernels_depend_on_no_number(sources: list[str]) -> None:
 
 
 def spread(at: int) -> dict[str, torch.Tensor]:
-    """Rows whose exponentials overflow where another logit than that one is taken for the largest."""
+    """Rows whose exponentials overflow unless the largest logit is subtracted."""
     tensors = drawn(CASES["plain"], 9, 2085, torch.float32)
     tensors["logits"] = torch.zeros(9, 2085)
     tensors["logits"][:, at], tensors["logits"][:, 7] = 200.0, 20.0

@@ -1,4 +1,4 @@
-"""GEMMs of groups of float32 rows in C, against a GEMM of torch for each group."""
+"""Grouped GEMMs of float32 rows in C, compared with one GEMM of torch per group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, offsets: Ten
 
 @pytest.fixture(params=[False, True], ids=["BLAS", "few rows here"])
 def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether groups of few rows are multiplied by C of our own, whatever the size of their weight."""
+    """Whether groups of few rows are multiplied by our C kernel, whatever the size of their weight."""
     monkeypatch.setattr(in_c, "_WEIGHT", 0)
     for name in ("linear", "outer"):
         decide = functools.partial(getattr(in_c, f"_decide_{name}"), request.param)
@@ -49,7 +49,7 @@ def here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 @pytest.mark.parametrize("rows", [1, 12, 16, 17, 30, 64, 65])
 @pytest.mark.parametrize(("width", "depth"), [(24, 64), (19, 32), (33, 37)])
 def test_few_rows(rows: int, width: int, depth: int, here: bool) -> None:
-    """Every number of rows and columns beyond those of a tile, beside groups of other sizes."""
+    """Every number of rows and columns beyond those of a tile, next to groups of other sizes."""
     ends = torch.tensor([rows, rows, rows + 5, 2 * rows + 5], dtype=torch.int32)
 
     def measured(seed: int) -> tuple[dict[str, Tensor], ...]:
@@ -82,7 +82,7 @@ def test_a_gemm_for_each_group(case: str, here: bool) -> None:
 
 
 def _variants(given: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Inputs of the same values, which lie in memory in other ways."""
+    """Inputs of equal values in other memory layouts."""
     wider = {name: torch.cat([given[name]] * 2, 1)[:, : given[name].shape[1]] for name in ("x", "dy")}
     every_other = {name: torch.stack([given[name]] * 2, -1)[..., 0] for name in ("x", "dy", "weight", "bias")}
     negative = {

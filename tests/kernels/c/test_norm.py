@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm in C, with what may stand around them, against the operations of torch."""
+"""LayerNorm and RMSNorm in C, with the operations fused around them, compared with torch."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_results_are_on_the_cpu_whatever_the_default_device() -> None:
 
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_all"])
 def test_each_gradient_alone_is_what_it_is_beside_the_others(name: str) -> None:
-    """A kernel of less may be compiled into other instructions, which round otherwise."""
+    """A kernel of fewer columns may be compiled into other instructions, which round otherwise."""
     tensors = drawn(CASES[name], (70,), 24, torch.float32)
     every = run(CASES[name], tensors)
     for only in every.keys() - {"y", "stream"}:

@@ -1,4 +1,4 @@
-"""Bias, norm of heads and RoPE as C: what is of C alone; `tests/kernels/test_rope.py` runs with these kernels, too."""
+"""Bias, norm of heads and RoPE in C: C only; `tests/kernels/test_rope.py` runs with these kernels, too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_kernels_are_c() -> None:
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 0, 8), (5, 1, 64), (1, 1, 2), (2, 2, 1024)])
 def test_heads_of_all_kinds(heads: int, kv_heads: int, size: int, style: Any) -> None:
-    """Queries alone, many to a key, one pair, and the widest."""
+    """Queries only, many per key, one pair, and the widest."""
     op = ops.RotaryEmbedding(heads, kv_heads, style=style, cos="c", sin="s")
     x, dy = (seeded_randn((2, 7, (heads + 2 * kv_heads) * size), i) for i in (0, 1))
     given = {name: seeded_randn((1, 7, size), i) for i, name in enumerate(("cos", "sin"))}
@@ -140,7 +140,7 @@ def test_gains_that_c_does_not_read_are_refused(name: str) -> None:
 
 
 def test_angles_by_channel_and_fusing_off() -> None:
-    """As a converted model has them; without fusing each bit is that of the operation."""
+    """As in a converted model; unfused, each bit is that of the operation."""
     both = (fusions.BiasQKNormRotary, fusions.BiasQKNormRotaryBackward)
     op = ops.RotaryEmbedding(4, 4, style="half", cos="c", sin="s")
     model = sf.Sequential(op, fusions=both)

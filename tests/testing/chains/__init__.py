@@ -1,4 +1,4 @@
-"""Three chains of operations with a simulated fused kernel each: 35 seeded bugs and 7 ways to be right."""
+"""Three chains of operations with a simulated fused kernel each: 35 seeded bugs and 7 right variants."""
 
 from . import gated, linear, norm
 from .simulated import VARIANTS, Chain

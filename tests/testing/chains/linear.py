@@ -51,7 +51,7 @@ def fused(t: Tensors, k: Kernel) -> Tensors:
     product = k.dot(a, b.T)
     after = k.has("bias added after the activation")
     z = product if after else product + bias
-    # What the backward reads has the dtype in which the unfused operations keep it.
+    # The backward reads tensors in the dtype in which the unfused operations save them.
     kept = z.bfloat16() if k.has("pre-activation kept in 16 bits") else z.to(t["x"].dtype)
     if k.has("intermediates rounded to the working dtype"):
         z = kept.to(k.compute)

@@ -1,4 +1,4 @@
-"""Simulated kernels: plain torch that loads, computes and stores as a fused kernel does, a bug seeded on request."""
+"""Simulated kernels: plain torch that loads, computes and stores like a fused kernel, with a seeded bug on request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Chain:
-    """Operations in a row: `forward` as a user writes it, `fused` as a kernel computes it and all its gradients."""
+    """A chain of operations: `forward` as a user writes it, `fused` as a kernel computes it and all its gradients."""
 
     name: str
     bugs: tuple[str, ...]
@@ -117,7 +117,7 @@ class Kernel:
 
 
 def toward_zero(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded toward zero: what a store does that drops the low bits."""
+    """Rounded toward zero, like a store that drops the low bits."""
     near = t.to(dtype)
     beyond = near.double().abs() > t.double().abs()
     return torch.where(beyond, torch.nextafter(near, torch.zeros_like(near)), near)

@@ -1,4 +1,4 @@
-"""Spoiled backward, joint and inference fusions: each breaks one rule, and says what the kit has to say about it."""
+"""Spoiled backward, joint and inference fusions: each breaks one rule, with the message expected of the kit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EditsGradients(LinearBias):
 
 
 def setting(name, value, when=lambda dy, needs: True):
-    """An edit that puts another gradient in the place of one that is needed."""
+    """An edit that replaces a needed gradient by another."""
 
     def edit(self, dx, grads, dy, linear, needs):
         return dx, {**grads, name: value(dy, linear, grads)} if name in needs and when(dy, needs) else grads

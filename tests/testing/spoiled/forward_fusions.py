@@ -1,4 +1,4 @@
-"""Spoiled forward fusions: each breaks one rule, and says what the kit has to say about it."""
+"""Spoiled forward fusions: each breaks one rule, with the message expected of the kit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqfuse import ops
 from ..kinds import Activations, AddNorm, BiasNorm, GeLULinear
 from .register import caught, spoil
 
-# Forward fusions: what they save.
+# Forward fusions: saved tensors.
 
 
 @caught(r"missing 1 required keyword-only argument: 'weight'")
@@ -111,7 +111,7 @@ class RecomputesOtherBits(GeLULinear):
         return y, {**saved, "linear": self.linear.Saved(x=sf.Recompute(unsteady_gelu, x), weight=weight)}
 
 
-# Forward fusions: what they compute.
+# Forward fusions: results.
 
 
 class EditsTheOutput(BiasNorm):
@@ -161,7 +161,7 @@ class RunsVariadicSlotsBackward(Activations):
         return x, {"acts": tuple(records)}
 
 
-# Forward fusions: what they leave behind.
+# Forward fusions: side effects.
 
 
 class DoesSomethingElse(BiasNorm):

@@ -1,4 +1,4 @@
-"""Spoiled operations: each breaks one rule, and says what the kit has to say about it."""
+"""Spoiled operations: each breaks one rule, with the message expected of the kit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Affine(sf.UnfusedOperation, open=True):
         weight: Tensor = sf.field(for_="x")  # [H]
 
     def __init_subclass__(cls, **rest) -> None:
-        if "reference" not in vars(cls):  # which a class with another fwd has to have
+        if "reference" not in vars(cls):  # which a class with another fwd must have
             cls.reference = Affine.reference
         super().__init_subclass__(**rest)
 
@@ -42,7 +42,7 @@ class Affine(sf.UnfusedOperation, open=True):
         return dx, {"weight": dweight, "bias": dbias}
 
 
-# What it computes and keeps.
+# Results and saved tensors.
 
 
 @caught(r"NarrowsItsOutput, x in bfloat16 and parameters in float32: y is torch.bfloat16, and torch.float32 from")
@@ -95,7 +95,7 @@ spoil(
 
 @caught("y: (max|rms|tile|element|bias)")
 class MultipliesByOne(Affine):
-    """Hidden by fresh parameters, all ones and zeros."""
+    """Hidden by initial parameters, all ones and zeros."""
 
     def fwd(self, x):
         return x + 0, self.Saved(x=x, weight=self.weight)
@@ -170,7 +170,7 @@ class StatesAnotherDerivative(sf.Pointwise):
         return dy * (1 - saved.y * saved.y), {}
 
 
-# Which gradients it computes, from what.
+# Which gradients it computes, and from which tensors.
 
 
 class EditsGradients(Affine, open=True):
@@ -273,7 +273,7 @@ class DoublesInTraining(Affine):
         return super().bwd(2 * dy, saved, needs=needs)
 
 
-# What it does where it is large, mixed, or one of several.
+# Large sizes, mixed dtypes, several calls.
 
 
 @caught(r"DropsTokensBehindItsTile, float32, x \(130, 6\), given: .*\n  y: max")

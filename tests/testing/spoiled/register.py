@@ -11,7 +11,7 @@ SPOILED: list[tuple[type, str]] = []
 
 
 def caught(message: str):
-    """Register a class; `message` is a pattern of what the kit says about it."""
+    """Registers a class; `message` is a pattern of the kit's message about it."""
 
     def register(spoiled: type) -> type:
         SPOILED.append((spoiled, message))
@@ -21,7 +21,7 @@ def caught(message: str):
 
 
 def spoil(base: type, method: str, **classes: tuple[str, Callable[..., Any]]) -> None:
-    """Register classes by their names that are `base` but for a method, each with the message and that method."""
+    """Registers classes by name that are `base` except for a method, each with the message and that method."""
     for name, (message, instead) in classes.items():
         attributes = {method: instead, "__module__": instead.__module__}
         spoiled = types.new_class(name, (base,), exec_body=lambda body, own=attributes: body.update(own))

@@ -1,4 +1,4 @@
-"""Spoiled operations that do more than their passes are for, or that copies of do less."""
+"""Spoiled operations with side effects, or whose copies do less."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import seqfuse as sf
 from .operations import Affine
 from .register import caught, spoil
 
-# What it leaves behind.
+# State left behind.
 
 
 class DoesSomethingElse(Affine, open=True):
@@ -77,13 +77,13 @@ class ChangesItsMind(Affine):
         return (dx if dx is None or next(ticks) % 2 else dx * (1 + torch.finfo(dx.dtype).eps)), grads
 
 
-# What one call leaves to another.
+# State that one call leaves to another.
 
 between: dict[object, torch.Tensor] = {}
 
 
 def reused(name: str, t: torch.Tensor) -> torch.Tensor:
-    """The numbers of t in memory that the next tensor of that name and shape gets as well."""
+    """Memory that the next tensor of that name and shape reuses."""
     with torch.no_grad():
         return between.setdefault((name, t.shape, t.dtype), torch.empty_like(t)).copy_(t)
 
