@@ -18,7 +18,7 @@ from . import FOUND, NOT_RUN, inputs
 from .compare import compare_runs
 from .inputs import Json, Named, On, Spec
 from .output import tell, tell_json
-from .target import Target, Unable, container, load_target, said
+from .target import Target, Unable, calling, container, load_target, moved, said
 
 _BOTH = (torch.float32, torch.bfloat16)
 
@@ -150,9 +150,10 @@ def _model(
         return run(x, *args, **kwargs)
 
     with torch.no_grad():
-        fuser = Fuser(copied_module(model).to(device, dtypes[0]), on_step=note)
+        fuser = Fuser(moved(copied_module(model), device).to(dtypes[0]), on_step=note)
         drawn = {name: one.draw(device, 0, inputs.vocabulary(model)) for name, one in {"x": spec, **channels}.items()}
-        fuser(**{name: t.to(dtypes[0]) if t.is_floating_point() else t for name, t in drawn.items()})
+        with calling():
+            fuser(**{name: t.to(dtypes[0]) if t.is_floating_point() else t for name, t in drawn.items()})
     for kind, (operation, entering) in foreign.items():
         yield _operation(kind.__name__, operation, entering.draw(device, 0, 1), seed, dtypes)
     for dtype in dtypes:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from torch import Tensor
 
 from .. import Fuser, Sequential, fusing
-from ..errors import InputError, hinted
+from ..errors import hinted
 from ..testing.cases import seeded
 from ..testing.numerics import FusedMismatch, assert_fused_close
 from ..testing.observe import pass_name
@@ -19,7 +19,7 @@ from ..testing.structure import copied_module
 from . import inputs
 from .inputs import InputText, Json, Named, Spec, Under
 from .output import tell, tell_json
-from .target import Unable, container, said
+from .target import Unable, calling, container, moved
 
 DRAWS = 3
 """A tensor must differ in most draws of inputs: correct kernels fail in 1 of 150."""
@@ -183,12 +183,8 @@ def compare_runs(
     fused = unfused = Recorder()
     places: list[TensorAt] = []
     for number in range(DRAWS):
-        try:
+        with calling():
             fused, unfused, wide = (run(model, x, channels, seed + 1000 * number, grad) for run in runs)
-        except (InputError, Unable):
-            raise
-        except Exception as error:
-            raise Unable(f"the model raised {said(error)}") from error
         f, u, r = fused.values, unfused.values, wide.values
         places = sorted(f.keys() & u.keys() & r.keys(), key=_turn)
         for place in places:
@@ -238,7 +234,7 @@ def compare_model(
     on = on or Under()
     here, x = inputs.device_here(on.device), on.spec(input)
     torch.default_generator.manual_seed(inputs.parse_seed(seed))
-    model = container(on.build(target, x), target, on.part).to(here)
+    model = moved(container(on.build(target, x), target, on.part), here)
     options: dict[str, Any] = {"grad": not no_grad, "autocast": on.autocast, "seed": seed}
     found = compare_runs(model, x, on.channels(), here, **options)
     if json:

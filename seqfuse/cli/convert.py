@@ -17,7 +17,7 @@ from ..convert import convert as start
 from . import inputs
 from .inputs import InputText, Json, Named, NoGrad, Output, Spec, Under
 from .output import colored, ending_of, write_text
-from .target import Unable, named_part, said
+from .target import Unable, calling, moved, named_part
 
 FRONT = "front"
 """`plan --memory front` shows the peak and time of each budget of a Sequential, instead of a plan."""
@@ -68,13 +68,10 @@ def show_conversion(
         raise Unable(f"{needs}; without it, the report of {name} has a table of all choices")
     elsewhere = on.device if on.device is not None and inputs.is_elsewhere(on.device) else None
     device = inputs.device_here(on.device) if elsewhere is None else torch.device("cpu")
-    conversion = start(model.to(device), memory=cast(Any, int(memory) if memory.isdecimal() else memory))
+    conversion = start(moved(model, device), memory=cast(Any, int(memory) if memory.isdecimal() else memory))
     x, drawn = on.drawn(model, given, device)
-    try:
-        with on.surroundings(device.type, grad):
-            model(x, **drawn)
-    except Exception as error:
-        raise Unable(f"{name} called on {given} raised {said(error)}; --channel name=SHAPE adds an argument") from error
+    with calling(f"{name} called on {given}"), on.surroundings(device.type, grad):
+        model(x, **drawn)
     plans = [*_plans(conversion, elsewhere, on, grad)]
     if ending == ".svg":
         if len(plans) != 1:

@@ -15,7 +15,7 @@ from . import inputs
 from .convert import FRONT, show_conversion
 from .inputs import Json, Named, NoGrad, Output, Spec, Under
 from .output import colored, ending_of, write_text
-from .target import Unable, container, holds_sequence, named_part
+from .target import Unable, container, holds_sequence, moved, named_part
 
 
 def front(plan: Plan) -> str:
@@ -57,7 +57,7 @@ def plan(
 def _planned(model: nn.Module, name: str, spec: Spec | None, on: Under, memory: str | None, grad: bool) -> Plan:
     elsewhere = on.device is not None and inputs.is_elsewhere(on.device)
     device = on.device if elsewhere and on.device else inputs.device_here(on.device)
-    chosen = container(model if isinstance(device, str) else model.to(device), name, on.part)
+    chosen = container(model if isinstance(device, str) else moved(model, device), name, on.part)
     if memory is not None and memory != FRONT:
         chosen.memory = cast(Any, int(memory) if memory.isdecimal() else memory)
     dtype = next((p.dtype for p in chosen.parameters() if p.is_floating_point()), torch.float32)

@@ -18,7 +18,7 @@ from ..tune.shadow import MODES
 from . import inputs
 from .inputs import InputText, Json, Named, Under
 from .output import tell, tell_json
-from .target import Unable, named_part
+from .target import Unable, calling, moved, named_part
 
 
 def tune_model(
@@ -35,7 +35,7 @@ def tune_model(
     """Measure every candidate fusion here, so that plans use those that are faster."""
     on = on or Under()
     here, spec = inputs.device_here(on.device), on.spec(input)
-    model = named_part(on.build(target, spec).to(here), target, on.part)
+    model = named_part(moved(on.build(target, spec), here), target, on.part)
     x, extra = on.drawn(model, spec, here)
     with on.surroundings(here.type, True):
         report = tune(model, x, modes=MODES if modes == "both" else modes, budget=budget, file=file, **extra)
@@ -58,7 +58,7 @@ def warm(target: Named, /, *, input: InputText, on: Annotated[Under | None, Para
     x, extra = on.drawn(model, spec, here)
     before = _kernels()
     # One step on random inputs.
-    with on.surroundings("cpu", grad):
+    with calling(f"{target} called on {spec}"), on.surroundings("cpu", grad):
         out: Any = chosen(x.requires_grad_(grad and x.is_floating_point()), **extra)
         several: list[Any] = [*out] if isinstance(out, tuple) else [out, *getattr(out, "__dict__", {}).values()]
         made = [t for t in several if isinstance(t, torch.Tensor) and t.requires_grad]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from .. import FusableOperation, Sequential
-from ..errors import hinted, meant
+from ..errors import SeqfuseError, hinted, meant
 
 
 class Unable(Exception):
@@ -107,6 +109,35 @@ def _imported(module: str, file: Path | None) -> ModuleType:
 def said(error: BaseException) -> str:
     """An error's class and message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@contextlib.contextmanager
+def calling(what: str = "the model") -> Generator[None]:
+    """A block that runs a model; an error of the model's own becomes one sentence that begins with `what`.
+
+    Raises:
+        Unable: with that sentence.
+    """
+    try:
+        yield
+    except (SeqfuseError, Unable):
+        raise
+    except Exception as error:
+        more = "; --channel name=SHAPE adds an argument" if isinstance(error, TypeError) else ""
+        raise Unable(f"{what} raised {said(error)}{more}") from error
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def moved(model: M, device: torch.device) -> M:
+    """The model on a device.
+
+    Raises:
+        Unable: if it cannot be moved there, as from `meta`.
+    """
+    with calling(f"moving the model to {device}"):
+        return model.to(device)
 
 
 def named_part(model: nn.Module, name: str, part: str | None) -> nn.Module:

@@ -91,6 +91,7 @@ class KVCache:
                 raise StateError(message, code="SF505", hint="feed one model alone")
         except BaseException:
             del self._layers[kept:]
+            self._clear_rest()
             raise
         finally:
             _cache.active.reset(before)
@@ -219,16 +220,20 @@ class KVCache:
 
         Raises:
             InputError: (SF101) for an index that is not [B] integers.
-            RangeError: (SF107) for a sequence that the cache does not have (on a GPU a device-side assert).
+            RangeError: (SF107) for a sequence that the cache does not have (on a GPU a device-side assert; under
+                `torch.compile` an error of torch).
         """
         if index.shape != (self.batch,) or index.dtype not in (torch.int64, torch.int32):
             got = f"{index.dtype} {tuple(index.shape)}"
             raise InputError(f"expects an int64 or int32 index [{self.batch}], got {got}", code="SF101")
-        if not index.is_cuda and ((index < 0) | (index >= self.batch)).any():
+        most = self._most
+        if torch.compiler.is_compiling():  # one graph for any cache; Inductor would count negative ones from the end
+            most, index = self.max_length, torch.where(index < 0, self.batch, index)
+        elif not index.is_cuda and ((index < 0) | (index >= self.batch)).any():
             raise RangeError(f"the cache has {self.batch} sequences, got the index {numbers_in(index)}", code="SF107")
         for layer in self._layers:
             for t in layer.tensors():
-                used = t[:, :, : self._most]
+                used = t[:, :, :most]
                 used.copy_(used.index_select(0, index))
         self.lengths.copy_(self.lengths.index_select(0, index))
 
@@ -244,7 +249,10 @@ class KVCache:
             self._most = min(self._most, lengths)
         self.lengths.copy_(torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device)).clamp_(0))
         self._alike = self._alike and isinstance(lengths, int)
-        # Hidden values have weight zero, but zero times a NaN left by an earlier sequence is NaN.
+        self._clear_rest()
+
+    def _clear_rest(self) -> None:
+        """Zero all entries after the last token of each sequence: a NaN there, times a weight of zero, is NaN."""
         gone = torch.arange(self.max_length, device=self.lengths.device) >= self.lengths.unsqueeze(1)
         for layer in self._layers:
             for t in layer.tensors():

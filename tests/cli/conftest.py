@@ -177,6 +177,19 @@ MODELS = """
         raise ValueError("one line\\nand another")
 
 
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("no\\nluck")
+
+
+    def broken():
+        return sf.Sequential(ops.LayerNorm(16), Broken())
+
+
+    def on_meta():
+        return build().to("meta")
+
+
     def leaving():
         raise SystemExit(3)
 

@@ -58,6 +58,19 @@ WRONG = {
     ("plan", "M:nested.bild"): "has no nested.bild\n",
     ("plan", "M:number"): "is of type int",
     ("plan", "M:raising"): "raised ValueError: one line and another",
+    ("check", "M:broken", "--input", "4x16"): "the model raised RuntimeError: no luck\n",
+    ("compare", "M:broken", "--input", "4x16"): "the model raised RuntimeError: no luck\n",
+    ("convert", "M:broken", "--input", "4x16"): "M:broken called on 4x16:float32 raised RuntimeError: no luck\n",
+    (
+        "convert",
+        "M:build",
+        "--input",
+        "4x15",
+    ): "SF101 '0.0', position 1 (LayerNorm): expects last dimension 16, got 15",
+    **{
+        (verb, "M:on_meta", "--input", "4x16"): "moving the model to"
+        for verb in ("plan", "check", "compare", "convert", "tune")
+    },
     ("plan", "M:leaving"): "M:leaving() raised SystemExit: 3",
     ("plan", "M:needing"): "it is called without arguments",
     ("plan", "M:Two"): "there are 2 Sequentials",

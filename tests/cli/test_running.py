@@ -64,3 +64,6 @@ def test_kernels_are_compiled_ahead(cli: Cli) -> None:
     given = ("cache", "warm", "M:build", "--input", "4096x16")
     assert re.fullmatch(r"\d+ kernels compiled, \d+ kept in .+\n", cli(*given).out)
     assert cli(*given).out.startswith("0 kernels compiled, ")
+    raised = cli("cache", "warm", "M:broken", "--input", "4x16")
+    assert (raised.status, raised.out) == (2, "")
+    assert re.fullmatch(r"seqfuse: \w+:broken called on 4x16:float32 raised RuntimeError: no luck\n", raised.err)

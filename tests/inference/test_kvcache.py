@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
@@ -170,6 +171,20 @@ def test_a_model_that_raises_leaves_no_keys_behind():
     close(cache.feed(model, x), model(x).detach())
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_what_a_model_that_raised_wrote_is_not_read(int8: bool):
+    model, x = model_of("GPT"), tokens(2, 4)
+    cache = KVCache(2, 16, int8=int8)
+    cache.feed(model, x, torch.tensor([4, 1]))
+    model[0].weight.data.fill_(torch.nan)
+    hook = model[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cache.feed(model, tokens(2, 5))
+    hook.remove()
+    model.load_state_dict(model_of("GPT").state_dict())
+    assert cache.feed(model, x[:, :1]).isfinite().all()
+
+
 def test_no_sequence_writes_into_another():
     model = model_of("Llama")
     cache = KVCache(3, 20)
@@ -278,6 +293,25 @@ def test_reordered_sequences_go_on_from_their_new_pasts(ragged: bool):
         past = x[source, : 7 if counts is None else int(counts[source])]
         with torch.no_grad():
             close(found[b], model(torch.cat((past, new[b])).unsqueeze(0))[0, -1])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_compiled_step_reorders_in_one_graph_however_many_tokens_there_are(int8: bool):
+    torch._dynamo.reset()
+    model, x = model_of("Llama"), tokens(3, 7)
+    cache, same = (KVCache(3, 20, int8=int8) for _ in range(2))
+    counter = CompileCounter()
+    compiled: Any = torch.compile(cache.reorder, fullgraph=True, backend=counter)
+    for step, part in enumerate(x.split((3, 1, 1, 1, 1), 1)):
+        assert_bitwise_equal(cache.feed(model, part), same.feed(model, part))
+        index = torch.tensor([2, 0, step % 3])
+        compiled(index)
+        same.reorder(index)
+    assert counter.frame_count == 1
+    for wrong in (-1, 3):
+        with pytest.raises(IndexError):
+            compiled(torch.tensor([0, wrong, 1]))
+    assert_bitwise_equal(cache.feed(model, x[:, :1]), same.feed(model, x[:, :1]))
 
 
 def test_a_prefix_is_read_once_for_many():
