@@ -70,11 +70,9 @@ def test_a_graph_replays_a_step_of_a_converted_model(device: torch.device) -> No
         assert_bitwise_equal(replayed, stepped())
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static", "static, compiled"])
+@pytest.mark.parametrize("cache", ["dynamic", *(pytest.param(c, marks=GPU) for c in ("static", "static, compiled"))])
 def test_generation_gives_eagers_tokens(cache: str, device: torch.device) -> None:
     """transformers compiles the decoding step over a static cache on a GPU by default."""
-    if cache == "static, compiled" and not HERE:
-        pytest.skip("transformers compiles on a GPU alone")
     plain = built(lambda: llama("LlamaForCausalLM"), device).eval()
     model = copy.deepcopy(plain)
     conversion = sf.convert(model)
@@ -87,6 +85,7 @@ def test_generation_gives_eagers_tokens(cache: str, device: torch.device) -> Non
     assert fused(conversion) or not HERE or cache == "static, compiled", str(conversion)
 
 
+@GPU
 def test_undo_gives_the_model_back(device: torch.device) -> None:
     model = built(llama, device)
     given = inputs_of("llama", device)
@@ -110,7 +109,7 @@ def test_a_converted_model_under_a_compiler(device: torch.device) -> None:
     assert distance(found, [*wanted.values()]) < NEAR[torch.float32]
 
 
-@pytest.mark.parametrize("memory", ["fast", "least"])
+@pytest.mark.parametrize("memory", [pytest.param("fast", marks=GPU), "least"])
 def test_checkpointed_layers(memory: str, device: torch.device) -> None:
     dtype = torch.bfloat16 if HERE else torch.float32
     eager = built(llama, device, dtype)

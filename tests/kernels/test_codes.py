@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -30,8 +31,19 @@ RECIPES: tuple[Recipe, ...] = (
     recipes.MXFP8(),
     recipes.Float8DelayedScaling(),
 )
-each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=named)
 SEED, SCALE = torch.tensor(0x1234_5678_9ABC_DEF), torch.tensor(3.5)
+
+
+def each_recipe(cases: Iterable[str]) -> pytest.MarkDecorator:
+    """Each case under each scaling; the two recipes of 1x128 by turns, both under --full."""
+    return pytest.mark.parametrize(
+        ("name", "recipe"),
+        [
+            pytest.param(name, recipe, id=f"{name}-{named(recipe)}", marks=[pytest.mark.full] * (j < 2 and (i + j) % 2))
+            for i, name in enumerate(cases)
+            for j, recipe in enumerate(RECIPES)
+        ],
+    )
 
 
 def as_of(recipe: Recipe, role: Role, rows: bool = True, columns: bool = True) -> As:
@@ -122,8 +134,7 @@ def close(one: Tensor | None, other: Tensor | None) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2.0**-18 * float(other.abs().max()))
 
 
-@each_recipe
-@pytest.mark.parametrize("name", CASES)
+@each_recipe(CASES)
 def test_norms_quantize_what_they_would_write(name: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     for shape, dtype, ways in zip(SIZES, itertools.cycle(DTYPES), itertools.cycle(WAYS), strict=False):
@@ -187,8 +198,7 @@ def places_of(rows: int, size: int, what: str | None) -> dict[str, Tensor]:
     return {name: seeded_randn((rows, width), i).to(DEVICE) for i, name in enumerate(("cos", "sin"), 8)}
 
 
-@each_recipe
-@pytest.mark.parametrize("name", ROTATIONS)
+@each_recipe(ROTATIONS)
 def test_heads_quantize_what_they_would_write(name: str, recipe: Recipe) -> None:
     size, rotation, what, bias = ROTATIONS[name]
     for rows, dtype, ways in zip((75, 16, 75), itertools.cycle(DTYPES), WAYS, strict=False):
