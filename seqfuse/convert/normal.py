@@ -275,8 +275,10 @@ def _baddbmm(node: Node, write: Writer) -> Node | None:
     """The sum of beta times the bias and alpha times a @ b."""
     bias, a, b = (argument(node, i, name) for i, name in enumerate(("input", "batch1", "batch2")))
     alpha, beta = (node.kwargs.get(name, 1) for name in ("alpha", "beta"))
-    product: Any = _bmm_of(write, a, b)
     e = example(bias)
+    if beta == 0 and (e is None or e.requires_grad):
+        return None  # its gradient is zeros, and that of a tensor that is not read is `None`
+    product: Any = _bmm_of(write, a, b)
     merged = spelled(product) == "flatten" and e is not None and e.ndim == 3
     if merged:
         product = product.args[0]
@@ -324,7 +326,8 @@ def _of_merged(node: Node, write: Writer) -> Node | None:
             or not is_fixed(heads)
         ):
             return None
-        return write("flatten", write("add", whole, write("unflatten", other, 0, [-1, heads])), 0, 1)
+        total = write.like(node, (whole, write("unflatten", other, 0, [-1, heads])), dict(node.kwargs))
+        return write("flatten", total, 0, 1)
     if any((e := example(other)) is None or e.ndim for other in others) and spelled(node) not in ("type_as", "to"):
         return None
     return write("flatten", write.again(whole), 0, 1)

@@ -48,6 +48,19 @@ def by_baddbmm(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(made.softmax(-1).view(4, 4, 4), v).view(2, 2, 4, 4)
 
 
+def of_merged_heads_and_a_part_of_a_bias(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    bias = m.w[:4].expand(4, 4, 4)
+    made = torch.bmm(q, k.transpose(1, 2)).view(2, 2, 4, 4).flatten(0, 1).add(bias, alpha=2).view(2, 2, 4, 4)
+    return torch.bmm(made.softmax(-1).view(4, 4, 4), v).view(2, 2, 4, 4)
+
+
+def by_baddbmm_without_its_bias(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = m.w[:4].expand(4, 4, 4)
+    made = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=0, alpha=0.5)
+    return made.view(2, 2, 4, 4).softmax(-1) @ v
+
+
 def of_cosines(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     made = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
     return (made * m.w[:2].view(2, 1, 1).exp() + m.w[:4]).softmax(-1) @ v
@@ -100,6 +113,7 @@ ATTENTION: dict[str, Weigh] = {
     "einsum of merged heads": by_einsum_of_merged_heads,
     "bmm": by_bmm,
     "baddbmm": by_baddbmm,
+    "baddbmm, its bias times zero": by_baddbmm_without_its_bias,
     "cosines, a factor for each head and a bias": of_cosines,
     "biases that are learned": lambda m, q, k, v: (scores(q, k) + m.w[:4] + m.w[4:, None]).softmax(-1) @ v,
     "a bias within the scale": lambda m, q, k, v: ((scores(q, k) + m.w[:4]) * 3).softmax(-1) @ v,
@@ -132,6 +146,7 @@ ATTENTION: dict[str, Weigh] = {
         ((made := scores(q, k) * m.w[:2].view(2, 1, 1)) - made.amax(-1, keepdim=True).detach()).softmax(-1) @ v
     ),
     "of merged heads, with a bias": of_merged_heads_and_a_bias,
+    "of merged heads, with a part of a bias": of_merged_heads_and_a_part_of_a_bias,
     "of a bias of queries": of_a_bias_of_queries,
     "of three dimensions": of_three_dimensions,
     "a sink": with_a_sink,
@@ -147,7 +162,8 @@ ATTENTION: dict[str, Weigh] = {
 }
 LEFT = {
     "a sum in place", "hidden by infinity", "hidden by two numbers", "a mask behind a causal one, of data",
-    "a bound that is met", "a sink that is read",
+    "a bound that is met", "a sink that is read", "baddbmm, its bias times zero",
+    "of merged heads, with a part of a bias",
 }  # fmt: skip
 
 
