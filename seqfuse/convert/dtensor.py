@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -17,6 +18,7 @@ from ..group import Redistribution, named, with_backward
 from ..ops.collectives import Collective
 from .effects import in_place, states
 from .graph import argument, is_dtensor, is_fixed, name_of, spelled, value_of
+from .launches import itself
 from .normal import replace
 from .writer import Writer
 
@@ -129,7 +131,11 @@ class _Localized:
             found = None
             if node.op != "output" and not in_place(node) and self.allowed(node):
                 try:
-                    with torch.set_grad_enabled(self.modes[node].grad is not False):
+                    # The hooks of a checkpoint around the model would count what these calls save.
+                    with (
+                        torch.set_grad_enabled(self.modes[node].grad is not False),
+                        saved_tensors_hooks(itself, itself),
+                    ):
                         found = self._shard(node)
                 except Exception:  # an unexpected form
                     found = None

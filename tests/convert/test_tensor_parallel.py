@@ -1,6 +1,7 @@
 """Models under torch's tensor-parallel styles, converted: losses and gradients equal those of one process."""
 
 import copy
+import functools
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops
@@ -150,10 +152,10 @@ def parallel(model: nn.Module, plan: dict[str, Any], over: Any) -> None:
     parallelize_module(model, over, plan)
 
 
-def trained(model: nn.Module, tokens: Tensor = TOKENS) -> tuple[Tensor, dict[str, Tensor]]:
+def trained(model: nn.Module, tokens: Tensor = TOKENS, call: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the full gradients."""
     model.zero_grad()
-    y = model(tokens)
+    y = (call or model)(tokens)
     y = y if isinstance(y, Tensor) else y.logits
     loss = F.cross_entropy(y[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
@@ -269,6 +271,16 @@ def a_converted_gpt_that_is_parallelized() -> None:
     assert_in_chains(conversion, 6 + 1, ops.AllReduce)
 
 
+def a_gpt_whose_first_call_is_checkpointed() -> None:
+    torch._dynamo.reset()
+    model = Gpt(layers=1)
+    wanted = trained(copy.deepcopy(model))
+    parallel(model, whole_plan(model), mesh("tp"))
+    sf.convert(model)
+    found = trained(model, call=functools.partial(checkpoint, model, use_reentrant=False))
+    torch.testing.assert_close(found, wanted)
+
+
 def a_llama_by_the_plan_of_its_class() -> None:
     """Sharded as by `from_pretrained(..., tp_plan="auto")`."""
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -308,7 +320,7 @@ def a_gpt_over_two_dimensions() -> None:
 TWO = [
     a_llama, a_gpt_whose_tokens_are_sharded, a_gpt_of_operations_that_is_converted, a_sequence_of_operations,
     parts_side_by_side_are_not_sharded_in_stretches, a_converted_gpt_that_is_parallelized,
-    a_llama_by_the_plan_of_its_class,
+    a_llama_by_the_plan_of_its_class, a_gpt_whose_first_call_is_checkpointed,
 ]  # fmt: skip
 FOUR = [a_gpt, a_gpt_of_operations, a_gpt_over_two_dimensions]
 if processes.FULL:
