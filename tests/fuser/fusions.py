@@ -558,6 +558,30 @@ def tensor(*shape: int, seed: int = 3, grad: bool = True, dtype: torch.dtype = t
     return seeded_randn(shape, seed, dtype=dtype).requires_grad_(grad)
 
 
+PAIR_AND_GEMM = (*PAIR, LinearBiasGeLUForward, LinearBiasGeLUBackward)
+
+
+def with_twin() -> tuple[sf.Sequential, nn.Sequential]:
+    """A fused sequence and torch modules with equal parameters."""
+    mine = randomized(
+        sf.Sequential(
+            ops.LayerNorm(5), ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 6), ops.GELU(), ops.Linear(6, 5, bias=False),
+            fusions=PAIR_AND_GEMM,
+        )
+    )  # fmt: skip
+    its = nn.Sequential(
+        nn.LayerNorm(5), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 5, bias=False)
+    )
+    its.load_state_dict(mine.state_dict())
+    return mine, its
+
+
+def same_as_twin(mine: nn.Module, its: nn.Module, x: Tensor) -> None:
+    """Outputs and the gradients of all parameters, by name; the parameters of both stay unchanged."""
+    for _ in range(2):  # interpreted at first, then by generated code
+        torch.testing.assert_close(run(mine, x), run(its, x.detach().clone().requires_grad_(x.requires_grad)))
+
+
 def fused_names(plan: sf.Plan) -> tuple[list[str], list[str]]:
     """Names of the fused steps of both schedules."""
     return [s.name for s in plan.forward if s.fused], [s.name for s in plan.backward if s.fused]

@@ -15,60 +15,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import prune
 
 import seqfuse as sf
 from seqfuse import ops
 from tests.fuser.fusions import (
     PAIR,
-    LinearBiasGeLUBackward,
-    LinearBiasGeLUForward,
+    PAIR_AND_GEMM,
     assert_exact,
     assert_like_torch,
     fused_names,
     outcome,
     randomized,
     run,
+    same_as_twin,
     tensor,
+    with_twin,
 )
-
-RULES = (*PAIR, LinearBiasGeLUForward, LinearBiasGeLUBackward)
-
-
-def pair() -> tuple[sf.Sequential, nn.Sequential]:
-    mine = randomized(
-        sf.Sequential(
-            ops.LayerNorm(5), ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 6), ops.GELU(), ops.Linear(6, 5, bias=False),
-            fusions=RULES,
-        )
-    )  # fmt: skip
-    its = nn.Sequential(
-        nn.LayerNorm(5), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 5, bias=False)
-    )
-    its.load_state_dict(mine.state_dict())
-    return mine, its
-
-
-def both(mine: nn.Module, its: nn.Module, x: Tensor) -> None:
-    """Outputs and the gradients of all parameters, by name; the parameters of both stay unchanged."""
-    for _ in range(2):  # interpreted at first, then by generated code
-        torch.testing.assert_close(run(mine, x), run(its, x.detach().clone().requires_grad_(x.requires_grad)))
-
 
 # Devices and dtypes.
 
 
 def test_a_model_made_on_meta_runs_after_to_empty_and_loading() -> None:
-    source, its = pair()
+    source, its = with_twin()
     with torch.device("meta"):
-        mine, _ = pair()
+        mine, _ = with_twin()
     assert all(p.is_meta for p in mine.parameters())
     y = mine(torch.empty(7, 5, device="meta"))
     assert (y.is_meta, y.shape) == (True, (7, 5))
     mine.to_empty(device="cpu")
     mine.load_state_dict(source.state_dict())
     x = tensor(7, 5)
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     assert fused_names(mine.plan(x))[0] == ["BiasReLU", "LinearBiasGeLUForward"]
 
 
@@ -84,7 +62,7 @@ def test_every_operation_with_parameters_can_skip_its_initialization() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_casting_after_the_first_call_is_seen(dtype: torch.dtype) -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     mine(tensor(7, 5)).sum().backward()
     mine.zero_grad()
     mine.to(dtype), its.to(dtype)
@@ -100,20 +78,20 @@ def test_casting_after_the_first_call_is_seen(dtype: torch.dtype) -> None:
 
 
 def test_moving_the_model_without_its_input_names_both_devices() -> None:
-    mine, _ = pair()
+    mine, _ = with_twin()
     x = tensor(7, 5)
     for _ in range(2):  # before and after the first call
         mine.to("meta")
         with pytest.raises(sf.InputError, match=r"meta.*cpu") as caught:
             mine(x)
         assert (caught.value.operation, caught.value.position) == ("LayerNorm", 0)
-        mine = pair()[0]
+        mine = with_twin()[0]
         mine(x)
 
 
 @pytest.mark.filterwarnings("error::seqfuse.FallbackWarning")
 def test_one_operation_on_another_device_is_named() -> None:
-    mine, _ = pair()
+    mine, _ = with_twin()
     x = tensor(7, 5)
     mine(x)
     mine[3].to("meta")
@@ -139,15 +117,15 @@ def test_a_parameter_can_be_swapped_before_garbage_is_collected(training: bool) 
 
 
 def test_a_parameter_replaced_after_the_first_call_is_the_one_used_and_trained_and_the_other_is_freed() -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     x = tensor(7, 5)
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     old = [weakref.ref(p) for p in mine.parameters()]
     for model in (mine, its):
         model[1].weight = nn.Parameter(tensor(4, 5, seed=31, grad=False))
         model[3].bias = nn.Parameter(tensor(6, seed=32, grad=False))
         model[0].weight = nn.Parameter(tensor(5, seed=33, grad=False))
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, its)]
     for model, optimizer in zip((mine, its), optimizers, strict=True):
         model(x).square().mean().backward()
@@ -155,7 +133,7 @@ def test_a_parameter_replaced_after_the_first_call_is_the_one_used_and_trained_a
         optimizer.step()
         optimizer.zero_grad()
     del optimizers, optimizer, model
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     gc.collect()
     kept = {id(p) for p in mine.parameters()}
     assert all(r() is None or id(r()) in kept for r in old), "a replaced parameter is kept alive"
@@ -181,23 +159,23 @@ def test_one_parameter_in_another_dtype_promotes_as_torch_does() -> None:
 
 
 def test_weights_tied_after_the_first_call_and_untied_again() -> None:
-    mine = randomized(sf.Sequential(ops.Linear(5, 5), ops.ReLU(), ops.Linear(5, 5), fusions=RULES))
+    mine = randomized(sf.Sequential(ops.Linear(5, 5), ops.ReLU(), ops.Linear(5, 5), fusions=PAIR_AND_GEMM))
     its = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
     its.load_state_dict(mine.state_dict())
     x = tensor(7, 5)
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     for model in (mine, its):
         model[2].weight = model[0].weight
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     for model in (mine, its):
         model[2].weight = nn.Parameter(model[2].weight.detach().clone())
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
 
 
 @pytest.mark.parametrize("distance", [0, 20], ids=["one_segment", "several_segments"])
 def test_one_operation_standing_twice_sums_its_gradients(distance: int) -> None:
     shared, act = randomized(ops.Linear(5, 5)), ops.ReLU()
-    mine = sf.Sequential(shared, act, *(ops.Tanh() for _ in range(distance)), shared, act, fusions=RULES)
+    mine = sf.Sequential(shared, act, *(ops.Tanh() for _ in range(distance)), shared, act, fusions=PAIR_AND_GEMM)
     twin, twin_act = nn.Linear(5, 5), nn.ReLU()
     its = nn.Sequential(twin, twin_act, *(nn.Tanh() for _ in range(distance)), twin, twin_act)
     assert (len(mine.plan(tensor(7, 5)).segments) == 1) == (not distance)
@@ -239,7 +217,7 @@ def _saved(model: nn.Module) -> io.BytesIO:
 @pytest.mark.parametrize("called", [False, True], ids=["fresh", "called"])
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
 def test_copies_are_equal_and_independent(duplicate: Callable[[Any], Any], called: bool) -> None:
-    mine, _ = pair()
+    mine, _ = with_twin()
     mine.append(ops.Residual(ops.Linear(5, 5), ops.Dropout(0.5)))
     mine.eval()
     x = tensor(7, 5)
@@ -271,7 +249,7 @@ def test_copies_are_equal_and_independent(duplicate: Callable[[Any], Any], calle
 
 
 def test_functional_call_uses_and_differentiates_what_it_is_given() -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     x = tensor(7, 5)
     before = run(mine, x)
     given = {k: tensor(*v.shape, seed=60 + i) for i, (k, v) in enumerate(mine.named_parameters())}
@@ -288,7 +266,7 @@ def test_functional_call_uses_and_differentiates_what_it_is_given() -> None:
 
 
 def test_functional_call_with_some_of_the_parameters_as_functions_of_others() -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     x, small = tensor(7, 5), tensor(4, seed=70)
 
     def call(model: nn.Module) -> dict[str, Tensor | None]:
@@ -304,7 +282,7 @@ def test_functional_call_with_some_of_the_parameters_as_functions_of_others() ->
 
 
 def test_functional_call_still_fuses() -> None:
-    mine, _ = pair()
+    mine, _ = with_twin()
     x = tensor(7, 5)
     ran: list[int] = []
 
@@ -338,12 +316,12 @@ TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Any]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_function_transforms_give_what_they_give_for_torch(transform: Callable[..., Any]) -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     p = {k: v.detach().double() for k, v in mine.named_parameters()}
     x = tensor(7, 5, grad=False, dtype=torch.float64)
     mine(tensor(7, 5))
     torch.testing.assert_close(transform(mine, p, x), transform(its, p, x))
-    both(mine, its, tensor(7, 5))
+    same_as_twin(mine, its, tensor(7, 5))
 
 
 def test_an_ensemble_runs_under_vmap() -> None:
@@ -356,7 +334,7 @@ def test_an_ensemble_runs_under_vmap() -> None:
 
 
 def test_forward_mode_outside_a_transform_works() -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     x = tensor(7, 5, grad=False)
     tangents = []
     for model in (mine, its):
@@ -368,7 +346,7 @@ def test_forward_mode_outside_a_transform_works() -> None:
 
 
 def test_what_a_call_has_left_serves_none_under_vmap() -> None:
-    model, _ = pair()
+    model, _ = with_twin()
     xs = torch.randn(3, 7, 5)
     for fn in (model, sf.Sequential(ops.Tanh(), ops.GeLU())):
         each = torch.stack([fn(x) for x in xs])
@@ -391,211 +369,31 @@ def test_dropout_under_vmap_draws_for_every_sample_or_once() -> None:
 # Parametrized.
 
 
-class Doubled(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return 2 * w + w.square()
-
-
-def twin_parametrized(register: Callable[[nn.Module], Any]) -> tuple[sf.Sequential, nn.Sequential]:
-    mine, its = pair()
-    for model in (mine, its):
-        torch.manual_seed(3)
-        register(model[1])
-    return mine, its
-
-
-PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "weight": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
-    "bias": lambda m: parametrize.register_parametrization(m, "bias", Doubled()),
-    "both": lambda m: [parametrize.register_parametrization(m, n, Doubled()) for n in ("weight", "bias")],
-    "twice": lambda m: [parametrize.register_parametrization(m, "weight", Doubled()) for _ in range(2)],
-    "spectral_norm": parametrizations.spectral_norm,
-    "weight_norm": parametrizations.weight_norm,
-    "weight_norm of frozen norms": lambda m: parametrizations.weight_norm(
-        m
-    ).parametrizations.weight.original0.requires_grad_(False),
-    "orthogonal": parametrizations.orthogonal,
-}
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("register", PARAMETRIZATIONS.values(), ids=PARAMETRIZATIONS.keys())
-def test_parametrized_parameters_train_their_originals(register: Callable[[nn.Module], Any], when: str) -> None:
-    x = tensor(7, 5)
-    if when == "before":
-        mine, its = twin_parametrized(register)
-    else:
-        mine, its = pair()
-        mine(x).sum().backward()
-        mine.zero_grad()
-        for model in (mine, its):
-            torch.manual_seed(3)
-            register(model[1])
-    assert list(mine.state_dict()) == list(its.state_dict())
-    for _ in range(3):
-        both(mine, its, x)
-    torch.testing.assert_close([*mine.buffers()], [*its.buffers()])
-    assert mine.plan(x).count("BiasReLU") == 1
-    for model in (mine, its):
-        for name in list(model[1].parametrizations):
-            parametrize.remove_parametrizations(model[1], name)
-    both(mine, its, x)
-
-
-class Counted(nn.Module):
-    """Identity, in another dtype on request; counts its calls."""
-
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.calls, self.dtype = 0, dtype
-
-    def forward(self, w: Tensor) -> Tensor:
-        self.calls += 1
-        return w.to(self.dtype or w.dtype)
-
-
-COUNTED: dict[str, tuple[Callable[[], Any], str]] = {
-    "Linear": (lambda: ops.Linear(12, 12), "weight"),
-    "Linear's bias": (lambda: ops.Linear(12, 12), "bias"),
-    "LayerNorm": (lambda: ops.LayerNorm(12), "weight"),
-    "RMSNorm": (lambda: ops.RMSNorm(12), "weight"),
-    "QKNorm": (lambda: ops.QKNorm(2, 2), "q_weight"),
-    "PositionEmbedding": (lambda: ops.PositionEmbedding(12, 12), "weight"),
-    "Embedding": (lambda: ops.Embedding(12, 12), "weight"),
-}
-
-
-@pytest.mark.parametrize("name", COUNTED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_parametrization_runs_once_in_a_step_and_not_where_it_is_planned(name: str, dtype: torch.dtype) -> None:
-    make, attribute = COUNTED[name]
-    model = sf.Sequential(make(), ops.GeLU()).to(dtype)
-    x = torch.arange(7) if name == "Embedding" else tensor(7, 12, dtype=dtype)
-    counted = Counted()
-    parametrize.register_parametrization(model[0], attribute, counted)
-    counted.calls = 0
-    str(model.plan(x))
-    assert counted.calls == 0
-    for step in (1, 2):
-        model(x).sum().backward()
-        assert counted.calls == step
-
-
-@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "PositionEmbedding"])
-def test_a_parametrization_may_give_another_dtype_than_it_is_made_from(name: str) -> None:
-    make, attribute = COUNTED[name]
-    model, x = sf.Sequential(make(), ops.GeLU()), tensor(7, 12, dtype=torch.bfloat16)
-    parametrize.register_parametrization(model[0], attribute, Counted(torch.bfloat16), unsafe=True)
-    for _ in range(2):
-        model(x).sum().backward()
-    assert model[0].parametrizations[attribute].original.grad.dtype is torch.float32
-
-
-def test_a_second_parameter_parametrized_after_a_call_is_seen() -> None:
-    mine, its = pair()
-    x = tensor(7, 5)
-    for name in ("weight", "bias"):
-        for model in (mine, its):
-            parametrize.register_parametrization(model[1], name, Doubled())
-        both(mine, its, x)
-    for name in ("weight", "bias"):
-        for model in (mine, its):
-            parametrize.remove_parametrizations(model[1], name, leave_parametrized=name == "bias")
-        both(mine, its, x)
-
-
-def test_a_later_call_beside_one_parametrized_parameter_is_the_generated_one() -> None:
-    model, x = sf.Sequential(ops.Linear(5, 5), ops.Tanh()), tensor(7, 5)
-    parametrize.register_parametrization(model[0], "weight", Doubled())
-    y = model(x)
-    (region,) = model._fuser.op_list().parts
-    assert torch.equal(region.latest(x, {}, None), y)
-
-
-class Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, w: Tensor) -> Tensor:
-        self.calls += 1
-        return w + torch.randn_like(w)
-
-
-def test_a_parametrization_is_evaluated_once_per_call_and_by_nothing_else() -> None:
-    linear = ops.Linear(5, 5)
-    mine = sf.Sequential(linear, ops.GELU(), linear, ops.Tanh(), fusions=RULES)
-    noisy = Noisy()
-    parametrize.register_parametrization(linear, "weight", noisy)
-    x = tensor(7, 5)
-    for fusing in (True, False, True):
-        noisy.calls = 0
-        with sf.fusing(fusing):
-            y = mine(x)
-            assert noisy.calls == 1
-            y.sum().backward()
-            assert noisy.calls == 1
-    noisy.calls = 0
-    before = torch.get_rng_state()
-    str(mine.plan(x)), mine.plan()
-    assert noisy.calls == 0
-    assert torch.equal(torch.get_rng_state(), before)
-    with torch.no_grad():
-        mine(x)
-    assert noisy.calls == 1
-
-
-def test_a_random_parametrization_uses_one_value_in_both_passes() -> None:
-    linear = randomized(ops.Linear(5, 5))
-    mine = sf.Sequential(linear, ops.Tanh(), linear, fusions=RULES)
-    parametrize.register_parametrization(linear, "weight", Noisy())
-    x = tensor(7, 5, dtype=torch.float64)
-    mine.double()
-    original = linear.parametrizations.weight.original
-    torch.manual_seed(8)
-    got = outcome(mine, {"x": x, "w": original, "b": linear.bias}, x)
-    torch.manual_seed(8)
-    noise = torch.randn_like(original)
-
-    def plain(x: Tensor) -> Tensor:
-        w = original + noise
-        return F.linear(torch.tanh(F.linear(x, w, linear.bias)), w, linear.bias)
-
-    torch.testing.assert_close(got, outcome(plain, {"x": x, "w": original, "b": linear.bias}, x))
-
-
-def test_parametrizations_work_under_function_transforms() -> None:
-    mine, its = twin_parametrized(PARAMETRIZATIONS["both"])
-    p = {k: v.detach() for k, v in mine.named_parameters()}
-    x = tensor(7, 5, grad=False)
-    torch.testing.assert_close(grad(squares(mine))(p, x), grad(squares(its))(p, x))
-
-
 # Tensors instead of parameters.
 
 
 def test_pruned_weights_train_their_originals() -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     x = tensor(7, 5)
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     for model in (mine, its):
         prune.l1_unstructured(model[1], "weight", amount=0.4)
         prune.random_unstructured(model[3], "bias", amount=2)
     its.load_state_dict(mine.state_dict())
     assert "1.weight_orig" in dict(mine.named_parameters())
     for _ in range(2):
-        both(mine, its, x)
+        same_as_twin(mine, its, x)
     for model in (mine, its):
         prune.remove(model[1], "weight")
         prune.remove(model[3], "bias")
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     assert mine.plan(x).eager == ()
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm], ids=["weight_norm", "spectral_norm"])
 def test_norms_by_hook_train_their_originals(norm: Callable[[nn.Module], Any]) -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     x = tensor(7, 5)
     mine(x)
     for model in (mine, its):
@@ -603,13 +401,13 @@ def test_norms_by_hook_train_their_originals(norm: Callable[[nn.Module], Any]) -
         norm(model[1])
     assert [n for n, _ in mine.named_parameters()] == [n for n, _ in its.named_parameters()]
     for _ in range(2):
-        both(mine, its, x)
+        same_as_twin(mine, its, x)
 
 
 def test_a_plain_tensor_in_the_place_of_a_parameter_gets_its_gradient() -> None:
-    mine, its = pair()
+    mine, its = with_twin()
     x, fast = tensor(7, 5), tensor(4, 5, seed=30)
-    both(mine, its, x)
+    same_as_twin(mine, its, x)
     for model in (mine, its):
         del model[1].weight
         model[1].weight = torch.tanh(fast)
@@ -626,7 +424,7 @@ def test_a_plain_tensor_in_the_place_of_a_parameter_gets_its_gradient() -> None:
 
 
 def test_a_plain_tensor_that_later_wants_a_gradient_is_seen() -> None:
-    mine, _ = pair()
+    mine, _ = with_twin()
     x = tensor(7, 5)
     weight = mine[1].weight.detach().clone()
     del mine[1].weight

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import env, ops
@@ -18,6 +19,7 @@ from seqfuse.kernels import _heads
 from seqfuse.kernels.c import attention
 from seqfuse.ops import _attention_on_cpu
 from seqfuse.plan import MODES, facts
+from seqfuse.plan.tally import Tally
 from seqfuse.run import trial
 from tests.fuser.fusions import Doubles
 
@@ -183,3 +185,15 @@ def test_what_a_step_saved_goes_when_its_backward_has_run(late: bool, asked: str
         assert _Watched.alive == {place: [at for at in range(place + 1) for _ in range(4)] for place in range(3)}
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full_like(x, 6 * 8))
+
+
+def test_work_is_that_of_calls_that_read_or_write_numbers():
+    with FakeTensorMode(), Tally() as tally:
+        x, y = torch.empty(4, 8), torch.empty_like(torch.empty(8, 4))
+        assert x.device.type == "cpu"
+        assert torch.ops.aten._unsafe_view(y, (2, 16)).view(32).shape == (32,)
+        assert tally.work == sf.Savings()
+        x.add_(1.0)
+        assert tally.work == sf.Savings(1, 2 * 32 * 4)
+        x @ y
+        assert tally.work == sf.Savings(2, (4 * 32 + 16) * 4, 2 * 4 * 8 * 4)
