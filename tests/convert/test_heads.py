@@ -15,6 +15,7 @@ from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
 from .recording import Replayed
+from .residual import Adapted
 from .test_altered import operations
 
 S = F.scaled_dot_product_attention
@@ -155,18 +156,6 @@ def test_a_norm_of_heads_without_an_eps_has_that_of_float32_in_16_bits():
     replayed = Replayed(model, x)
     assert "QKNorm" in operations(replayed)
     torch.testing.assert_close(replayed(x), model(x), rtol=2e-2, atol=2e-2)
-
-
-class Adapted(nn.Module):
-    """A Linear with LoRA."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(12, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 0.5 * self.up(self.down(x))
 
 
 @pytest.mark.parametrize("norm", [nn.Identity, NORMS["RMSNorm"]], ids=["plain", "with norms"])

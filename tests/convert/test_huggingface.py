@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import seqfuse as sf
-from seqfuse.convert import Conversion
 from tests.integrations.test_altered import LLAMA
 
 from .comparing import assert_equal
 from .families import VOCABULARY, randomized, transformers
+from .residual import chains
 
 # Deprecation warnings between other packages.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -40,10 +40,6 @@ def passes(model: Any) -> list[Tensor | None]:
     out = model(input_ids=TOKENS, labels=TOKENS)
     out.loss.backward()
     return [out.loss.detach(), out.logits.detach(), *(p.grad for p in model.parameters())]
-
-
-def chains(conversion: Conversion) -> int:
-    return sum(len(graph.regions) for graph in conversion.graphs)
 
 
 class Kept(logging.Handler):

@@ -25,7 +25,7 @@ from seqfuse.testing import (
 )
 from seqfuse.testing.judge import judge
 from seqfuse.testing.tensors import redrawn
-from tests.losses.scaled import scaled_gradients
+from tests.losses.references import scaled_gradients
 from tools.compiled import Compiled
 
 from .conftest import DEVICE

@@ -1,4 +1,4 @@
-"""Gradients of a small loss, under a loss scale."""
+"""The loss by functions of torch, and gradients of a small loss under a loss scale."""
 
 from __future__ import annotations
 
@@ -24,3 +24,28 @@ def scaled_gradients(dtype: torch.dtype, device: torch.device | None = None, **o
     assert 4e-6 < loss.item() < 6e-6
     dx, dweight, dbias = torch.autograd.grad(65536.0 * loss, leaves)
     return {"dx": dx[:, others], "dweight": dweight[others], "dbias": dbias[others]}
+
+
+def in_torch(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    **rest: Any,
+) -> Tensor:
+    """The same by functions of torch."""
+    z = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    z = z if z.dtype is torch.float64 else z.float()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    flat = targets.reshape(-1)
+    loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, **rest)
+    if z_loss:
+        squares = (z_loss * z.logsumexp(-1).square()).masked_fill(flat == ignore_index, 0)
+        count = (flat != ignore_index).sum()
+        loss = loss + {"none": squares, "sum": squares.sum(), "mean": squares.sum() / count}[reduction]
+    return loss.view(targets.shape) if reduction == "none" else loss
