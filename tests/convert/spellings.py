@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from seqfuse.ops.mergedlinear import MAX_PARTS
 
+from .recording import Replayed
+
 S = F.scaled_dot_product_attention
 Spelling = Callable[["Layers", Tensor], Any]
 
@@ -76,6 +78,12 @@ def root(y: Tensor) -> Tensor:
 
 def deviation(y: Tensor) -> Tensor:
     return y - y.mean(-1, keepdim=True)
+
+
+def operations(replayed: Replayed) -> list[str]:
+    """The names of the operations of all chains."""
+    regions = [region for graph in replayed.graphs for region in graph.regions]
+    return [type(operation).__name__ for region in regions for operation in region.order.operations]
 
 
 CASES: dict[str, Spelling] = {}

@@ -18,7 +18,7 @@ from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
 from .comparing import assert_same, assert_same_recorded
 from .recording import Replayed, recorded
-from .spellings import CASES, Layers, Spelling, joined, qkv, rms
+from .spellings import CASES, Layers, Spelling, joined, operations, qkv, rms
 
 # What cannot be recorded, what is recorded in another form than Dynamo captures, and one model of each kind.
 NOT_RECORDED = ("calls_vmap", "calls_grad", "has a gradient of its own")
@@ -34,12 +34,6 @@ CAPTURED = (
 def altered(name: str) -> tuple[Layers, Tensor]:
     x = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     return Layers(CASES[name]).double(), x
-
-
-def operations(replayed: Replayed) -> list[str]:
-    """The names of the operations of all chains."""
-    regions = [region for graph in replayed.graphs for region in graph.regions]
-    return [type(operation).__name__ for region in regions for operation in region.order.operations]
 
 
 def assert_no_reason_is_an_error(graphs: Sequence[GraphReport]) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
-from .test_altered import Layers, S, heads, joined, operations
+from .spellings import Layers, S, heads, joined, operations
 
 X = seeded_randn((2, 4, 8), 2).double()
 
