@@ -65,7 +65,7 @@ class Scores:
             from which FlashAttention dropped them.
         mask: of 4 dimensions, broadcast to [B, H, S, S]; bool or int: nonzero is seen; float: added to the scores.
         cu_seqlens: [N + 1] int, the first row of each packed sequence and the end; no row sees another sequence.
-        alone: whether q, k and v are one tensor, without mask and dropout: a call of the C kernel is then cheap.
+        decided: whether all that a C kernel depends on is decided by shapes, which makes its call cheap.
     """
 
     scale: float
@@ -76,7 +76,7 @@ class Scores:
     seed: Tensor | None = None
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    alone: bool = False
+    decided: bool = False
 
     def kernel(self, q: Tensor, k: Tensor | None = None) -> Kernel:
         """The kernel that computes all of this for q [B, H, S, D] and k, by default of the shape of q.
@@ -98,7 +98,7 @@ class Scores:
         if cpu:
             if ours:
                 return "triton"
-            cheap = (self.alone and keys >= _LANES) or q.numel() * keys >= C_ATTENTION_WORTHWHILE
+            cheap = (self.decided and keys >= _LANES) or q.numel() * keys >= C_ATTENTION_WORTHWHILE
             if ((cheap and q.dtype not in _IN_TILES) or bounded or not plain) and self._in_c(q):
                 return "c"
             return "cpu" if plain and not bounded and q.is_floating_point() else "blocks"
@@ -112,6 +112,10 @@ class Scores:
 
     def _bounded(self, keys: int) -> bool:
         return self.window is not None and self.window < keys
+
+    def fits(self, q: Tensor, k: Tensor) -> bool:
+        """Whether all scores may be held at a time, as float32."""
+        return q.numel() // q.shape[-1] * k.shape[-2] <= _HELD
 
     def beyond_torch(self, keys: int) -> bool:
         """Whether torch has no CPU kernel with these limits: dropout, soft-cap or sliding window."""
@@ -164,8 +168,10 @@ class Scores:
         return self.arguments_in_c() | {"mask": self.mask, "cu_seqlens": self.cu_seqlens}
 
     def arguments_in_c(self) -> dict[str, Any]:
-        """The same for the C kernels, which have no packed sequences and add every mask."""
-        mask = None if self.mask is None else additive(self.mask, torch.float32).resolve_neg()
+        """The same for the C kernels, which have no packed sequences, and masks of bool or float32."""
+        mask = self.mask
+        if mask is not None:
+            mask = (mask if mask.dtype is torch.bool else additive(mask, torch.float32)).resolve_neg()
         limits = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         return {**limits, "mask": mask, "seed": self.seed, "p": self.p}
 
@@ -340,10 +346,13 @@ def attend_grads(
     return tuple([d.transpose(1, 2) for d in (dq, *others)])
 
 
-def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Scores, kernel: Kernel, out: QKV) -> None:
+def attend_backward(
+    dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Scores, kernel: Kernel, out: QKV, dmask: Tensor | None
+) -> None:
     """Write dq, dk and dv into `out`, shaped as q, k and v, where `attend_grads` returns `None`.
 
-    dy and y: [B, S, H, D]. A C kernel does not read y.
+    dy and y: [B, S, H, D]. A C kernel does not read y; it alone can write `dmask`, the gradient of an added mask before
+    it is summed over broadcast dimensions, float32 [B, H, S, N].
     """
     if kernel == "triton":
         from ..kernels.attention import attention_bwd
@@ -352,7 +361,7 @@ def attend_backward(dy: Tensor, qkv: QKV, y: Tensor | None, lse: Tensor, how: Sc
         attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
         return
     if kernel == "c":
-        _c_kernels()[0].attention_on_cpu_bwd(dy, *qkv, out, how.scale, **how.arguments_in_c())
+        _c_kernels()[0].attention_on_cpu_bwd(dy, *qkv, out, how.scale, dmask=dmask, **how.arguments_in_c())
         return
     assert y is not None
     assert how.cu_seqlens is not None

@@ -24,7 +24,7 @@ from ._attention import (
     head_size,
     numbers_in,
 )
-from ._attention_on_cpu import packed_in_c
+from ._attention_on_cpu import MASKS, passes_in_c
 from ._cache import current
 from ._sdpa import aligned
 from ._tensors import broadcasts, stats_dtype, unflatten
@@ -67,6 +67,10 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
         """Views q [B, H, S, D], k and v [B, Hkv, N, D] of the inputs, or of tensors with their shapes."""
         raise NotImplementedError
 
+    def _check(self, inputs: Sequence[Tensor], mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        """Raise an `InputError` for inputs that do not fit."""
+        raise NotImplementedError
+
     def joined(self, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of the inputs, from the gradients of q, k and v, [B, S, heads, D]."""
         raise NotImplementedError
@@ -94,8 +98,8 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
                     mask = mask.expand(*x.shape[:-2], *mask.shape[-3:])
                 mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
         scale = size**-0.5 if self.scale is None else self.scale
-        alone = self.packs and mask is cu_seqlens is seed is None
-        return Scores(scale, self.causal, self.window, self.softcap, p, seed, mask, cu_seqlens, alone)
+        decided = cu_seqlens is None and type(self) in _IN_C and (mask is None or mask.dtype in MASKS)
+        return Scores(scale, self.causal, self.window, self.softcap, p, seed, mask, cu_seqlens, decided)
 
     def _plain(
         self, inputs: Sequence[Tensor], mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None
@@ -114,10 +118,17 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
         cu_seqlens: Tensor | None,
         seed: Tensor | None,
         needs: frozenset[str],
-    ) -> tuple[Tensor, Tensor | None, Tensor, Scores]:
-        """Return y, y again if it is saved (else `None`), the log-sum-exp, and how scores were computed."""
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, float]:
+        """Return y, y again if it is saved (else `None`), the log-sum-exp, and the seed and p of dropout."""
         x = inputs[0]
         seed = None if seed is None or not self.random else seed
+        if cu_seqlens is None and type(self) in _IN_C:
+            p = 0.0 if seed is None else self.dropout
+            both = passes_in_c(self, inputs, mask, seed, p, "attn_mask" in needs)
+            if both is not None:
+                y, lse = both.forward(inputs, mask, seed)
+                return y, y if both.keeps_y else None, lse, seed, p
+        self._check(inputs, mask, cu_seqlens)
         q, k, _ = qkv = self.split([*map(self._fit, inputs)])
         how = self._scores(x, q.shape[-1], mask, cu_seqlens, seed, 0.0 if seed is None else self.dropout)
         kernel = "flash" if how.draws(q) else how.kernel(q, k)
@@ -129,24 +140,32 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
             y, lse = y.reshape(self.infer(x.shape)), lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
         # y is saved only if the backward kernel reads it.
         made_again = kernel == "blocks" or (kernel == "c" and ("attn_mask" in needs or how.beyond_torch(k.shape[-2])))
-        return y, None if made_again else y, lse, how
+        return y, None if made_again else y, lse, how.seed, how.p
 
     def _gradients(
         self, dy: Tensor, inputs: Sequence[Tensor], saved: Any, cu_seqlens: Tensor | None, needs: frozenset[str]
     ) -> tuple[Sequence[Tensor | None], Tensor | None]:
         """The gradients of the inputs, and the mask's gradient if it is needed."""
-        x, needs_mask, needed = inputs[0], "attn_mask" in needs, not needs <= {"attn_mask"}
+        x, needs_mask, lse = inputs[0], "attn_mask" in needs, saved.lse
+        if cu_seqlens is None and type(self) in _IN_C and dy.dtype is x.dtype:
+            both = passes_in_c(self, inputs, saved.mask, saved.seed, saved.p, needs_mask)
+            if both is not None:
+                return both.backward(dy.contiguous().resolve_neg(), inputs, saved.mask, saved.seed)
         fit = [*map(self._fit, inputs)]
         q, k, _ = qkv = self.split(fit)
         how = self._scores(x, q.shape[-1], saved.mask, cu_seqlens, saved.seed, saved.p)
         batch, heads, length, size = q.shape
         dy = (dy if dy.dtype is q.dtype else dy.to(q.dtype)).reshape(batch, length, heads, size)
-        lse = saved.lse if x.ndim == 3 else saved.lse.reshape(batch, heads, length)
+        lse = lse if x.ndim == 3 else lse.reshape(batch, heads, length)
         y, kernel, dmask, made = saved.y, how.kernel(q, k), None, list[Tensor]()
+        all_at_once = needs_mask and kernel == "c" and how.fits(q, k)
+        needed = all_at_once or bool(needs - {"attn_mask"})
         in_blocks = kernel != "c" and (
             needs_mask or y is None or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse))
         )
-        if needs_mask or in_blocks:
+        if all_at_once:
+            dmask = q.new_empty(batch, heads, length, k.shape[-2], dtype=torch.float32)
+        elif needs_mask or in_blocks:
             made = self._new(fit) if needed and in_blocks else made
             dmask = attend_blocks_backward(dy, qkv, how, self.split(made) if made else None, needs_mask)
         if needed and not in_blocks:
@@ -156,7 +175,7 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
                 made = self.joined(grads, fit)
             else:
                 made = self._new(fit)
-                attend_backward(*given, self.split(made))
+                attend_backward(*given, self.split(made), dmask if all_at_once else None)
         if dmask is not None and saved.mask is not None:
             dmask = dmask.view(*(x.shape[:-2] if x.ndim > 3 else dmask.shape[:1]), *dmask.shape[1:])
             dmask = dmask.sum_to_size(saved.mask.shape).to(saved.mask.dtype)
@@ -276,29 +295,16 @@ class Attention(SoftmaxAttention):
         seed: Tensor | None = None,
         needs: frozenset[str] = frozenset(),
     ) -> tuple[Tensor, Saved]:
-        if attn_mask is cu_seqlens is None and type(self) is Attention:
-            given, p = (seed, self.dropout) if seed is not None and self.random else (None, 0.0)
-            both = packed_in_c(self, x, given, p)
-            if both is not None:
-                y, lse = both.forward(x, given)
-                return y, self._saved(x, y if both.keeps_y else None, lse, None, None, given, p)
         cache = current()
         if cache is not None:
             y = cache.attend(self, x)
             return y, self.Saved(x=x, y=None, lse=y, mask=None, cu_seqlens=None, seed=None, p=0.0)
-        if attn_mask is not None or cu_seqlens is not None or not x.is_floating_point():
-            self._check(x, attn_mask, cu_seqlens)
-        y, kept, lse, how = self._attend((x,), attn_mask, cu_seqlens, seed, needs)
-        return y, self._saved(x, kept, lse, attn_mask, cu_seqlens, how.seed, how.p)
+        y, kept, lse, seed, p = self._attend((x,), attn_mask, cu_seqlens, seed, needs)
+        return y, self._saved(x, kept, lse, attn_mask, cu_seqlens, seed, p)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        plain = saved.mask is saved.cu_seqlens is None and type(self) is Attention
-        if plain and "x" in needs and dy.dtype is saved.x.dtype:
-            both = packed_in_c(self, saved.x, saved.seed, saved.p)
-            if both is not None:
-                return both.backward(dy.contiguous().resolve_neg(), saved.x, saved.lse, saved.seed), {}
         (dx,), dmask = self._gradients(dy, (saved.x,), saved, saved.cu_seqlens, needs)
-        return dx, {"attn_mask": dmask} if "attn_mask" in needs else {}
+        return dx if "x" in needs else None, {"attn_mask": dmask} if "attn_mask" in needs else {}
 
     def split(self, inputs: Sequence[Tensor]) -> QKV:
         (x,) = inputs
@@ -326,7 +332,8 @@ class Attention(SoftmaxAttention):
             message = f"expects floating-point x, and a mask of real numbers, if any, got {got}"
             raise InputError(message, code="SF101", operation="Attention")
 
-    def _check(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    def _check(self, inputs: Sequence[Tensor], mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        (x,) = inputs
         self._check_dtypes(x, mask)
         if mask is not None:
             whole = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
@@ -428,7 +435,7 @@ class CrossAttention(SoftmaxAttention):
     def reference(
         self, x: Tensor, *, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, seed: Tensor | None = None
     ) -> Tensor:
-        self._check(x, k, v, attn_mask)
+        self._check((x, k, v), attn_mask, None)
         return self._plain((x, k, v), attn_mask, None, seed)
 
     def fwd(
@@ -441,9 +448,8 @@ class CrossAttention(SoftmaxAttention):
         seed: Tensor | None = None,
         needs: frozenset[str] = frozenset(),
     ) -> tuple[Tensor, Saved]:
-        self._check(x, k, v, attn_mask)
-        y, kept, lse, how = self._attend((x, k, v), attn_mask, None, seed, needs)
-        return y, self._saved(x, k, v, kept, lse, attn_mask, how.seed, how.p)
+        y, kept, lse, seed, p = self._attend((x, k, v), attn_mask, None, seed, needs)
+        return y, self._saved(x, k, v, kept, lse, attn_mask, seed, p)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         grads, dmask = self._gradients(dy, (saved.x, saved.k, saved.v), saved, None, needs)
@@ -461,7 +467,8 @@ class CrossAttention(SoftmaxAttention):
     def joined(self, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         return [grad.reshape(t.shape) for grad, t in zip(grads, inputs, strict=True)]
 
-    def _check(self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    def _check(self, inputs: Sequence[Tensor], mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        x, k, v = inputs
         width = self.kv_heads * (x.shape[-1] // self.heads) if x.ndim else 0
         alike = k.dtype is v.dtype is x.dtype or autocast_of(x.device.type) is not None
         fits = alike and x.is_floating_point() and k.is_floating_point() and k.shape == v.shape
@@ -491,3 +498,6 @@ class CrossAttention(SoftmaxAttention):
     def _named(self) -> dict[str, Any]:
         channels = {name: None if channel == name else channel for name, channel in (("k", self.k), ("v", self.v))}
         return {**channels, **super()._named()}
+
+
+_IN_C = (Attention, CrossAttention)  # subclasses may compute scores in other ways

@@ -114,8 +114,8 @@ def test_the_peak_has_what_attention_in_c_holds_while_it_runs(
     """In the forward pass k and v in the kernel's layout, and floats of each thread in both passes."""
     calls, both = list[int](), attention.both_on_cpu
 
-    def counted(*given: Any) -> Any:
-        forward, backward = both(*given)
+    def counted(*given: Any, **limits: Any) -> Any:
+        forward, backward = both(*given, **limits)
         return lambda *of: (calls.append(1), forward(*of))[1], backward
 
     monkeypatch.setattr(attention, "both_on_cpu", counted)

@@ -117,7 +117,7 @@ def stand_ins(request: pytest.FixtureRequest) -> Iterator[StandIns]:
 def _passes(op: ops.Attention, x: Tensor, dy: Tensor, ways: tuple[str, str]) -> list[Tensor]:
     kinds = iter(ways)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "packed_in_c", lambda *_: None)
+        patch.setattr(attention, "passes_in_c", lambda *_: None)
         patch.setattr(_attention.Scores, "kernel", lambda *_: next(kinds))
         y, saved = op.fwd(x)
         dx, _ = op.bwd(dy, saved, needs=frozenset({"x"}))
@@ -177,7 +177,7 @@ def test_flash_drops_weights_again_by_the_state_that_it_returned(monkeypatch: py
     monkeypatch.setattr(_sdpa, "_flash", flash)
     monkeypatch.setattr(_sdpa, "_flash_backward", flash_backward)
     monkeypatch.setattr(_attention.Scores, "draws", lambda how, q: how.p > 0)
-    monkeypatch.setattr(attention, "packed_in_c", lambda *_: None)
+    monkeypatch.setattr(attention, "passes_in_c", lambda *_: None)
     op = ops.Attention(H, H, causal=True, dropout=0.25)
     y, saved = op.fwd(seeded_randn((2, 20, 3 * H * D), 1), seed=torch.tensor(3))
     assert saved.seed is not None

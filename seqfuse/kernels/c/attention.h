@@ -5,13 +5,13 @@ typedef struct {
   I B, H, G, S, N, D; /* batch, heads of q, heads of q for each of k, queries, keys, elements of a head */
   I P, M; /* elements of a head in whole vectors; keys in whole tiles, plus a vector: rows use all cache sets */
   I q[3], k[3], v[3], y[3], dy[3], dq[3], dk[3], dv[3]; /* strides of batch, head, row */
-  I mask[4], masked;
+  I mask[4], masked; /* masked: 1 for float32 that is added, 2 for bytes that are 0 where a key is hidden */
   I causal, window, threshold, direct; /* direct: rows are read in place */
   I rows, memory;                      /* queries at a time, and floats per thread */
 } Shape;
 
 #define AT(t, b, h, r) ((b) * n->t[0] + (h) * n->t[1] + (r) * n->t[2])
-#define MASK(b, h, r) (mask + (b) * n->mask[0] + (h) * n->mask[1] + (r) * n->mask[2])
+#define MASK(b, h, r) ((b) * n->mask[0] + (h) * n->mask[1] + (r) * n->mask[2])
 #ifndef NB
 #define NB 512 /* as in philox.h, which is only included for dropout */
 #endif
@@ -78,9 +78,9 @@ INLINE float tanh_(float x) {
 #define FLOOR(i) ((i) / LANES * LANES)
 #define CEIL(i) (((i) + LANES - 1) / LANES * LANES)
 
-/* s = scale s, then the soft-cap, plus the mask, for the keys that a row sees, and -inf up to whole vectors; `bent` is
-   the derivative of the soft-cap. */
-APART void scores(const Shape *n, float *s, const float *mask, I from, I to, float scale, float cap, float *bent) {
+/* s = scale s, then the soft-cap, plus the row of the mask that begins at `row`, for the keys that a row sees, and -inf
+   up to whole vectors; `bent` is the derivative of the soft-cap. */
+APART void scores(const Shape *n, float *s, const void *mask, I row, I from, I to, float scale, float cap, float *bent) {
   I a = FLOOR(from), b = CEIL(to);
 #if BENDS
 #pragma omp simd
@@ -93,10 +93,15 @@ APART void scores(const Shape *n, float *s, const float *mask, I from, I to, flo
 #pragma omp simd
   for (I i = a; i < b; i++) s[i] *= scale;
 #endif
-  if (n->masked) {
-    I step = n->mask[3];
+  I step = n->mask[3];
+  if (n->masked == 1) {
+    const float *added = (const float *)mask + row;
 #pragma omp simd
-    for (I i = from; i < to; i++) s[i] += mask[i * step];
+    for (I i = from; i < to; i++) s[i] += added[i * step];
+  } else if (n->masked) {
+    const uint8_t *shown = (const uint8_t *)mask + row;
+#pragma omp simd
+    for (I i = from; i < to; i++) s[i] = shown[i * step] ? s[i] : -__builtin_inff();
   }
   fill(s, a, from, -__builtin_inff());
   fill(s, to, b, -__builtin_inff());
@@ -149,7 +154,7 @@ INLINE void any_seen(const Shape *n, I r0, I rows, I *lo, I *hi) {
 
 #if !BACKWARD
 static void part(const Shape *n, I b, I h, I r0, const int64_t *seed, const void *q, const float *kt, const void *v,
-                 const float *vp, const float *mask, void *y, float *lse, float scale, float cap, float keep, float *mem) {
+                 const float *vp, const void *mask, void *y, float *lse, float scale, float cap, float keep, float *mem) {
   I R = n->S - r0 < n->rows ? n->S - r0 : n->rows, P = n->P, ld = n->M, lo, hi;
   any_seen(n, r0, R, &lo, &hi);
   float *s = mem, *out = s + n->rows * ld, *packed = out + n->rows * P, *bent = packed + n->rows * P, factor[ROWS];
@@ -168,7 +173,7 @@ static void part(const Shape *n, I b, I h, I r0, const int64_t *seed, const void
     seen(n, row, &from, &to);
     float *x = s + r * ld - lo, most;
     int blind, bad;
-    scores(n, x, MASK(b, h, row), from, to, scale, cap, bent - lo);
+    scores(n, x, mask, MASK(b, h, row), from, to, scale, cap, bent - lo);
     float total = weights(x, lo, from, to, hi, &most, &blind, &bad);
     lse[(b * n->H + h) * n->S + row] = most + logf(total);
     factor[r] = keep / total;
@@ -191,7 +196,7 @@ static void part(const Shape *n, I b, I h, I r0, const int64_t *seed, const void
   store(n, out, factor, y, AT(y, b, h, r0), n->y[2], R);
 }
 
-void k(const int64_t *seed, const void *q, const void *k, const void *v, const float *mask, void *y, float *lse,
+void k(const int64_t *seed, const void *q, const void *k, const void *v, const void *mask, void *y, float *lse,
        float *mem, const Shape *n, float scale, float cap, float keep, int threads) {
   I heads = n->H / n->G, kt = n->D * n->M, vp = n->direct ? 0 : n->N * n->P;
   float *own = mem + n->B * heads * (kt + vp);
@@ -214,8 +219,8 @@ void k(const int64_t *seed, const void *q, const void *k, const void *v, const f
 #else
 /* The gradients of one key head, and of the query heads that share it. */
 static void part(const Shape *n, I b, I shared, const int64_t *seed, const void *q, const void *k, const void *v,
-                 const float *mask, const void *dy, void *dq, void *dk, void *dv, float scale, float cap, float keep,
-                 float *mem) {
+                 const void *mask, const void *dy, void *dq, void *dk, void *dv, float *dmask, float scale, float cap,
+                 float keep, float *mem) {
   I P = n->P, D = n->D, S = n->S, N = n->N, ld = n->M, spoiled = 0;
   float *kt = mem, *vt = kt + D * ld, *s = vt + D * ld, *g = s + n->rows * ld, *bent = g + n->rows * ld;
   float *dks = bent + ld, *dvs = dks + N * P, *ks = dvs + N * P, *qs = ks + N * P, *dys = qs + n->rows * P;
@@ -254,7 +259,7 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
         seen(n, row, &from, &to);
         float *x = s + r * ld - lo, *e = g + r * ld - lo, most;
         int blind, bad;
-        scores(n, x, MASK(b, h, row), from, to, scale, cap, bent - lo);
+        scores(n, x, mask, MASK(b, h, row), from, to, scale, cap, bent - lo);
         float total = weights(x, lo, from, to, hi, &most, &blind, &bad);
         double sum = 0;
         spoiled |= bad;
@@ -284,6 +289,16 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
           sum += some;
         }
         float along = (float)sum;
+        if (dmask) {
+          float *to_mask = dmask + ((b * n->H + h) * S + row) * N;
+          fill(to_mask, 0, from, 0.f);
+#pragma omp simd
+          for (I i = from; i < to; i++) {
+            float p = bits(raw(x[i]) & 0x7fffffffu), d = p * (e[i] - along);
+            to_mask[i] = blind ? 0.f : d;
+          }
+          fill(to_mask, to, N, 0.f);
+        }
 #pragma omp simd
         for (I i = a; i < z; i++) {
           float p = bits(raw(x[i]) & 0x7fffffffu), d = p * (e[i] - along) * scale;
@@ -312,12 +327,13 @@ static void part(const Shape *n, I b, I shared, const int64_t *seed, const void 
   store(n, dvs, 0, dv, AT(dv, b, shared, 0), n->dv[2], N);
 }
 
-void k(const int64_t *seed, const void *q, const void *k, const void *v, const float *mask, const void *dy, void *dq,
-       void *dk, void *dv, float *mem, const Shape *n, float scale, float cap, float keep, int threads) {
+/* `dmask`: [B, H, S, N], the gradient of an added mask before it is summed over broadcast dimensions, or 0. */
+void k(const int64_t *seed, const void *q, const void *k, const void *v, const void *mask, const void *dy, void *dq,
+       void *dk, void *dv, float *dmask, float *mem, const Shape *n, float scale, float cap, float keep, int threads) {
   I heads = n->H / n->G;
 #pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1)
   for (int t = 0; t < threads; t++)
     for (I i = t; i < n->B * heads; i += threads)
-      part(n, i / heads, i % heads, seed, q, k, v, mask, dy, dq, dk, dv, scale, cap, keep, mem + t * n->memory);
+      part(n, i / heads, i % heads, seed, q, k, v, mask, dy, dq, dk, dv, dmask, scale, cap, keep, mem + t * n->memory);
 }
 #endif

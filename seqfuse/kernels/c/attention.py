@@ -40,7 +40,7 @@ def _kernel(backward: bool, drops: bool, bends: bool, dtype: torch.dtype) -> CKe
     defined["ST"] = f"st_{name}"
     text = "".join(f"#define {key} {value}\n" for key, value in defined.items())
     above = map(header, ("head.h", *["philox.h"] * drops, "tile.h"))
-    return kernel("\n".join([text, *above]), header("attention.h"), 11 if backward else 9, 0, 3)
+    return kernel("\n".join([text, *above]), header("attention.h"), 12 if backward else 9, 0, 3)
 
 
 def ask_for_both(drops: bool, bends: bool, dtype: torch.dtype) -> None:
@@ -68,8 +68,9 @@ def attention_on_cpu(
 
     The dropout mask is that of `kernels.c.mask` over contiguous [B, H, S, N].
 
-    q: [B, H, S, D], k, v: [B, Hkv, N, D], of one dtype, with a contiguous last dimension; mask: float32 of four
-    dimensions, broadcast to [B, H, S, N], added; seed: int64 of one element. y: [B, S, H, D] in the dtype of q.
+    q: [B, H, S, D], k, v: [B, Hkv, N, D], of one dtype, with a contiguous last dimension; mask: of four dimensions,
+    broadcast to [B, H, S, N], float32 (added) or bool (True is seen); seed: int64 of one element. y: [B, S, H, D] in
+    the dtype of q.
     """
     B, H, S, D = q.shape
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
@@ -84,42 +85,62 @@ def attention_on_cpu(
 
 
 def both_on_cpu(
-    q: Tensor, k: Tensor, v: Tensor, shape: torch.Size, scale: float, causal: bool, window: int | None,
-    softcap: float | None, p: float,
-) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]:  # fmt: skip
-    """Both passes, without a mask, for q, k and v that are views of one contiguous tensor of a shape.
+    inputs: Sequence[Tensor], heads: Sequence[Tensor], grads: Sequence[Tensor], result: Sequence[int], scale: float, *,
+    causal: bool = False, window: int | None = None, softcap: float | None = None, mask: Tensor | None = None,
+    p: float = 0.0, needs_mask: bool = False,
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Sequence[Tensor], Tensor | None]]]:  # fmt: skip
+    """Both passes for inputs, one or three, of which q, k and v are views, `heads`.
 
-    The first one maps x [*, S, (H + 2 Hkv) D] and the seed of dropout, if p > 0, to y [*, S, H D] and log-sum-exps
-    [*, H, S]. The second one maps the contiguous dy, x, log-sum-exps (not read), and the seed to dx.
+    The first one maps inputs, mask, and the seed of dropout, if p > 0, to y, [*, S, H D], of the shape `result`, and
+    log-sum-exps [*, H, S]. The second one maps the contiguous dy, inputs, mask and seed to new gradients of the inputs,
+    of which `grads` are such views, and, with `needs_mask`, `dmask` of `attention_on_cpu_bwd`.
     """
-    (_, H, S, D), dtype, wide = q.shape, q.dtype, torch.float32
-    of_y, of_lse, of_x = (
-        (tuple(of), strides_of(of), kind)
-        for of, kind in (((*shape[:-1], H * D), dtype), ((*shape[:-2], H, S), wide), (shape, dtype))
-    )
-    limits, rows = (causal, window, None, p), q.new_empty((q.shape[0], S, H, D), device="meta").transpose(1, 2)
-    n, back = _shape((q, k, v, rows), False, *limits), _shape((q, k, v, rows, q, k, v), True, *limits)
+    (q, k, v), dtype, wide = heads, inputs[0].dtype, torch.float32
+    (B, H, S, D), leading = q.shape, tuple(result[:-2])
+    of_y, of_lse = ((of, strides_of(of), kind) for of, kind in ((tuple(result), dtype), ((*leading, H, S), wide)))
+    of_grads = [(tuple(t.shape), strides_of(t.shape), dtype) for t in inputs]
+    limits, rows = (causal, window, mask, p), q.new_empty((q.shape[0], S, H, D), device="meta").transpose(1, 2)
+    n, back = _shape((q, k, v, rows), False, *limits), _shape((q, k, v, rows, *grads), True, *limits)
     run, run_back = (_kernel(backward, p > 0, softcap is not None, dtype).function() for backward in (False, True))
     (most, shared, each), (most_back, _, each_back) = _memory(n, False), _memory(back, True)
-    to_k, to_v = ((t.storage_offset() - q.storage_offset()) * q.itemsize for t in (k, v))
     numbers, threads_now = (scale, softcap or 0.0, threshold_and_scale(p)[1] if p else 1.0), torch.get_num_threads
+    of_mask = ((B, H, S, k.shape[2]), strides_of((B, H, S, k.shape[2])), wide)
+    to_k, to_v = _after(*heads)
+    new_k, new_v = _after(*grads)
 
-    def forward(x: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-        new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most)
+    def addresses(tensors: Sequence[Tensor], second: int, third: int) -> tuple[int, int, int]:
+        if len(tensors) == 1:
+            at = tensors[0].data_ptr()
+            return at, at + second, at + third
+        x, k, v = tensors
+        return x.data_ptr(), k.data_ptr(), v.data_ptr()
+
+    def forward(inputs: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        new, threads = allocator(), min(threads_now(), most)
         y, lse, memory = new(*of_y), new(*of_lse), new((shared + threads * each,), (1,), wide)
         made, drops = (y.data_ptr(), lse.data_ptr(), memory.data_ptr()), 0 if seed is None else seed.data_ptr()
-        run(drops, at, at + to_k, at + to_v, 0, *made, ctypes.addressof(n), *numbers, threads)
+        added = 0 if mask is None else mask.data_ptr()
+        run(drops, *addresses(inputs, to_k, to_v), added, *made, ctypes.addressof(n), *numbers, threads)
         return y, lse
 
-    def backward(dy: Tensor, x: Tensor, lse: Tensor, seed: Tensor | None) -> Tensor:
-        new, at, threads = allocator(), x.data_ptr(), min(threads_now(), most_back)
-        dx, memory = new(*of_x), new((threads * each_back,), (1,), wide)
-        to, drops = dx.data_ptr(), 0 if seed is None else seed.data_ptr()
-        made = dy.data_ptr(), to, to + to_k, to + to_v, memory.data_ptr()
-        run_back(drops, at, at + to_k, at + to_v, 0, *made, ctypes.addressof(back), *numbers, threads)
-        return dx
+    def backward(
+        dy: Tensor, inputs: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor | None]:
+        new, threads = allocator(), min(threads_now(), most_back)
+        made, memory = [new(*of) for of in of_grads], new((threads * each_back,), (1,), wide)
+        dmask = new(*of_mask) if needs_mask else None
+        drops, added = 0 if seed is None else seed.data_ptr(), 0 if mask is None else mask.data_ptr()
+        written = *addresses(made, new_k, new_v), 0 if dmask is None else dmask.data_ptr(), memory.data_ptr()
+        read = drops, *addresses(inputs, to_k, to_v), added, dy.data_ptr()
+        run_back(*read, *written, ctypes.addressof(back), *numbers, threads)
+        return made, dmask
 
     return forward, backward
+
+
+def _after(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """How many bytes after q the views k and v of the same tensor begin."""
+    return tuple([int(t.storage_offset() - q.storage_offset()) * q.itemsize for t in (k, v)])  # pyright: ignore
 
 
 def scratch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,9 +160,12 @@ def _memory(n: Any, backward: bool) -> tuple[int, int, int]:
 def attention_on_cpu_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: tuple[Tensor, Tensor, Tensor], scale: float, *,
     causal: bool = False, window: int | None = None, softcap: float | None = None, mask: Tensor | None = None,
-    seed: Tensor | None = None, p: float = 0.0,
+    seed: Tensor | None = None, p: float = 0.0, dmask: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write dq, dk and dv into `out`, of the shapes of q, k and v, with a contiguous last dimension.
+
+    The gradient of an added mask, before it is summed over broadcast dimensions, is written into `dmask`, contiguous
+    [B, H, S, N] float32, if given.
 
     Weights are recomputed from scores: from a log-sum-exp in float32, they would not add up to one for large scores.
 
@@ -155,14 +179,14 @@ def attention_on_cpu_bwd(
         _ = torch.empty(threads * n.memory, dtype=torch.float32, device=q.device)
         return
     memory = allocator()((threads * n.memory,), (1,), torch.float32)
-    _call(True, (q, k, v, mask, dy, *out, memory), n, (scale, softcap, p), seed, threads)
+    _call(True, (q, k, v, mask, dy, *out, dmask, memory), n, (scale, softcap, p), seed, threads)
 
 
 def _shape(
     tensors: Sequence[Tensor], backward: bool, causal: bool, window: int | None, mask: Tensor | None, p: float
 ) -> Any:
     q, k = tensors[:2]
-    lies = None if mask is None else mask.expand(*q.shape[:3], k.shape[2]).stride()
+    lies = None if mask is None else (*mask.expand(*q.shape[:3], k.shape[2]).stride(), mask.dtype is torch.bool)
     strides = tuple([t.stride() for t in tensors])
     threshold = threshold_and_scale(p)[0] if p else 0
     return _shape_of(q.shape, k.shape, backward, strides, lies, causal, window, threshold, q.dtype is torch.float32)
@@ -180,7 +204,7 @@ def _shape_of(
     for name, stride in zip(_BACKWARD if backward else _FORWARD, strides, strict=True):
         setattr(n, name, stride[:3])
     if mask is not None:
-        n.mask, n.masked = mask, 1
+        n.mask, n.masked = mask[:4], 1 + mask[4]
     n.causal, n.window, n.threshold, n.direct = causal, window or 0, threshold, wide and P == D
     if backward:
         n.memory = n.M * (2 * D + 2 * n.rows + 1) + P * (3 * N + 3 * n.rows)

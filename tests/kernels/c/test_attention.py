@@ -16,6 +16,7 @@ from seqfuse.compiler import CompileError
 from seqfuse.errors import FallbackWarning
 from seqfuse.kernels.c import attention
 from seqfuse.ops import _attention, _attention_on_cpu
+from seqfuse.ops import attention as ops_attention
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from seqfuse.testing.judge import judge
@@ -152,7 +153,7 @@ def test_attention_is_what_it_is_without(
         return lambda *args: (calls.append("c"), run(*args))[1]
 
     monkeypatch.setattr(attention, "_call", counted(plain))
-    monkeypatch.setattr(attention, "both_on_cpu", lambda *args: tuple(map(counted, both(*args))))
+    monkeypatch.setattr(attention, "both_on_cpu", lambda *args, **kw: tuple(map(counted, both(*args, **kw))))
     monkeypatch.setattr(_attention_on_cpu, "_known", {})
     monkeypatch.setattr(_attention, "C_ATTENTION_WORTHWHILE", 0)
 
@@ -200,7 +201,7 @@ def test_what_is_decided_once_is_what_every_call_decides(
     x, wide = (seeded_randn((*shape, n * 24), n, dtype=dtype) for n in (8, 16))
     dy = seeded_randn((*shape, 96), 1, dtype=dtype)
     drawn = (SEED, 0.3) if op.dropout else (None, 0.0)
-    assert (_attention_on_cpu.packed_in_c(op, x, *drawn) is None) is (0 in shape)
+    assert (_attention_on_cpu.passes_in_c(op, (x,), None, *drawn, False) is None) is (0 in shape)
     found = [op.fwd(given, seed=SEED) for given in (x, wide.chunk(2, -1)[0].copy_(x))]  # a slice has other strides
     for y, saved in found:
         assert_bitwise_equal(y, found[0][0])
@@ -212,6 +213,62 @@ def test_what_is_decided_once_is_what_every_call_decides(
             dx = op.bwd(given, saved, needs=needs)[0]
             assert dx is not None
             assert_bitwise_equal(dx, op.bwd(dy, found[1][1], needs=needs)[0])
+
+
+MASKS = {
+    "keys": lambda s, n: seeded_randn((2, 1, 1, n), 5) > -1,
+    "queries and keys": lambda s, n: (seeded_randn((n, s), 5) > -1).mT,
+    "heads": lambda s, n: seeded_randn((1, 4, s, n), 5),
+    "heads of a batch": lambda s, n: seeded_randn((2, 4, n, s), 5).mT,
+    "hidden rows": lambda s, n: seeded_randn((4, s, n), 5).masked_fill(torch.arange(s)[:, None] % 3 == 0, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("limits", [{}, {"softcap": 2.0, "causal": True}, {"dropout": 0.3}], ids=["", "limits", "drop"])
+@pytest.mark.parametrize("mask", [None, *MASKS])
+@pytest.mark.parametrize("keys", [33, 70])
+def test_masks_and_other_keys_are_decided_once(
+    keys: int, mask: str | None, limits: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what every call decides, for inputs in other layouts, too; and close to the reference."""
+    monkeypatch.setattr(_attention, "_IN_TILES", frozenset())
+    rows = keys if limits.get("causal") else 33
+    op = ops.CrossAttention(4, 2, mask=mask and "mask", **limits)
+    named: dict[str, Any] = {} if mask is None else {"attn_mask": MASKS[mask](rows, keys)}
+    needs = frozenset(
+        {"x", "k", "v"} | ({"attn_mask"} if mask is not None and named["attn_mask"].dtype is torch.float32 else set())
+    )
+    drawn = [
+        seeded_randn((2, of, n * 24), i, dtype=dtype) for i, (of, n) in enumerate(((rows, 4), (keys, 2), (keys, 2)))
+    ]
+    cut = [torch.cat([t, t], -1).chunk(2, -1)[0] for t in drawn]
+    turned = [t.mT.contiguous().mT for t in drawn]
+    dy = seeded_randn((2, rows, 96), 9, dtype=dtype)
+
+    def passes(x: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        y, saved = op.fwd(x, k=k, v=v, seed=SEED, needs=needs, **named)
+        dx, others = op.bwd(dy, saved, needs=needs)
+        assert saved.y is None or not needs & {"attn_mask"}
+        return [y, saved.lse, dx, *(others[name] for name in sorted(others))]  # pyright: ignore
+
+    monkeypatch.setattr(_attention_on_cpu, "_known", {})
+    found = passes(*drawn)
+    assert [*map(bool, _attention_on_cpu._known.values())] == [True]
+    assert_bitwise_equal(passes(*cut), found)
+    assert_bitwise_equal(passes(*turned), found)
+    assert None not in _attention_on_cpu._known.values()
+    with monkeypatch.context() as within:
+        within.setattr(ops_attention, "passes_in_c", lambda *_: None)
+        assert_bitwise_equal(passes(*drawn), found)
+    leaves = [t.double().requires_grad_() for t in drawn]
+    given = {n: t.double().requires_grad_() if t.is_floating_point() else t for n, t in named.items()}
+    y = op.reference(leaves[0], k=leaves[1], v=leaves[2], seed=SEED, **given)
+    others = {"k": leaves[1], "v": leaves[2]} | {n: t for n, t in given.items() if t.requires_grad}
+    exact = torch.autograd.grad(y, [leaves[0], *(others[name] for name in sorted(others))], dy.double())
+    for mine, theirs in zip([found[0], *found[2:]], [y, *exact], strict=True):
+        most = 8 * torch.finfo(dtype).eps * float(theirs.detach().abs().max())
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=most)
 
 
 @pytest.mark.parametrize("length", [20, 500])
